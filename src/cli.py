@@ -1,0 +1,48 @@
+"""What every command of this project shares: its error for the user, its exit status, its log and its progress bar."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+from tqdm import tqdm
+
+log = logging.getLogger("lion")
+
+
+class UserError(Exception):
+    """Something the user gave cannot be used. The message is one sentence: what, where, and the way out."""
+
+
+def run(main: Callable[[list[str]], None]) -> None:
+    """Run a command's `main(argv)` and end the process: 0 done, 2 the user's mistake, 130 interrupted, 1 a failure."""
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    log.setLevel(logging.INFO if is_main_process() else logging.WARNING)
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(fail(error))
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader (`| head`) went away: nothing is left to say, nor anyone to say it to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def fail(error: UserError) -> int:
+    """Say what the user can mend, in one line, and return the exit status for it."""
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+
+
+def is_main_process() -> bool:
+    """True in the one process of a distributed launch that speaks and writes (global rank 0)."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def progress(iterable=None, *, total: int | None = None, desc: str = "", unit: str = "it", **options) -> tqdm:
+    """A tqdm bar: drawn on a terminal, a line every 30 seconds in a log file, silent off the main process."""
+    interactive = sys.stderr.isatty()
+    options.setdefault("mininterval", 0.2 if interactive else 30)
+    return tqdm(iterable, total=total, desc=desc, unit=unit, disable=not is_main_process(), ascii=not interactive,
+                unit_scale=True, dynamic_ncols=interactive, **options)  # fmt: skip

@@ -1,0 +1,23 @@
+"""LION: bidirectional encoders with linear attention (arXiv:2502.16249). Needs torch and transformers alone."""
+
+from .configuration_lion import LionConfig
+from .linear_attention import linear_attention
+from .modeling_lion import (
+    LionForMaskedLM,
+    LionForQuestionAnswering,
+    LionForSequenceClassification,
+    LionForTokenClassification,
+    LionModel,
+    LionPreTrainedModel,
+)
+
+__all__ = [
+    "LionConfig",
+    "LionForMaskedLM",
+    "LionForQuestionAnswering",
+    "LionForSequenceClassification",
+    "LionForTokenClassification",
+    "LionModel",
+    "LionPreTrainedModel",
+    "linear_attention",
+]

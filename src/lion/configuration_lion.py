@@ -1,0 +1,80 @@
+"""The configuration of a LION encoder."""
+
+from transformers import PretrainedConfig
+
+MIXERS = ("lion-lit", "lion-d", "lion-s", "softmax")
+
+
+class LionConfig(PretrainedConfig):
+    """What a LION encoder is made of (arXiv:2502.16249; sizes of BERT, Devlin et al. 2018). Defaults are the base size.
+
+    Args:
+        vocab_size: rows of the word embedding; best a multiple of 8.
+        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: the sizes.
+        mixer: "lion-s" (decay learned from each token), "lion-d" (one learned decay a head), "lion-lit" (no decay) or
+            "softmax" (BERT's attention).
+        attention_form: "auto", "full", "recurrent" or "chunkwise"; the same numbers at other costs, see `linear_attention`.
+        chunk_size: tokens a chunk of the chunkwise form.
+        hidden_act: activation of the MLP and of the masked-language-model head.
+        hidden_dropout_prob: dropout on embeddings and on what each block adds to the residual stream.
+        attention_probs_dropout_prob: dropout on the attention matrix; above 0 it confines training to the full form.
+        classifier_dropout: dropout before a classification head; `hidden_dropout_prob` when None.
+        max_position_embeddings: rows of the position table of lion-lit and softmax. lion-d and lion-s have none and
+            read texts of any length.
+        type_vocab_size: kinds of segment, 2 for sentence pairs.
+        initializer_range: standard deviation of the initial weights.
+        layer_norm_eps: ε of every LayerNorm but lion-lit's own.
+    """
+
+    model_type = "lion"
+
+    def __init__(
+        self,
+        vocab_size: int = 30528,
+        hidden_size: int = 768,
+        num_hidden_layers: int = 12,
+        num_attention_heads: int = 12,
+        intermediate_size: int = 3072,
+        mixer: str = "lion-s",
+        attention_form: str = "auto",
+        chunk_size: int = 128,
+        hidden_act: str = "gelu",
+        hidden_dropout_prob: float = 0.1,
+        attention_probs_dropout_prob: float = 0.1,
+        classifier_dropout: float | None = None,
+        max_position_embeddings: int = 512,
+        type_vocab_size: int = 2,
+        initializer_range: float = 0.02,
+        layer_norm_eps: float = 1e-12,
+        pad_token_id: int = 0,
+        tie_word_embeddings: bool = True,
+        **kwargs,
+    ):
+        if mixer not in MIXERS:
+            raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, not {mixer!r}")
+        if hidden_size % num_attention_heads:
+            raise ValueError(
+                f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_attention_heads}"
+            )
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.intermediate_size = intermediate_size
+        self.mixer = mixer
+        self.attention_form = attention_form
+        self.chunk_size = chunk_size
+        self.hidden_act = hidden_act
+        self.hidden_dropout_prob = hidden_dropout_prob
+        self.attention_probs_dropout_prob = attention_probs_dropout_prob
+        self.classifier_dropout = classifier_dropout
+        self.max_position_embeddings = max_position_embeddings
+        self.type_vocab_size = type_vocab_size
+        self.initializer_range = initializer_range
+        self.layer_norm_eps = layer_norm_eps
+        super().__init__(pad_token_id=pad_token_id, tie_word_embeddings=tie_word_embeddings, **kwargs)
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether tokens are told their position: decays tell it by themselves."""
+        return self.mixer in ("lion-lit", "softmax")

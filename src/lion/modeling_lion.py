@@ -1,0 +1,423 @@
+"""LION encoders: BERT (Devlin et al. 2018, post-LayerNorm) with linear attention in place of softmax attention.
+
+Afzal et al., "Linear Attention for Efficient Bidirectional Sequence Modeling", arXiv:2502.16249. What differs from
+BERT is `LionAttention`; the rest is BERT's. Letters in shape comments: B batch, L length, D hidden, H heads, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPooling,
+    MaskedLMOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+
+from .configuration_lion import LionConfig
+from .linear_attention import attention_matrix, linear_attention
+
+
+class LionEmbeddings(nn.Module):
+    """Word + segment (+ position, where the mixer has no decay) embeddings, LayerNorm, dropout."""
+
+    def __init__(self, config: LionConfig):
+        super().__init__()
+        D = config.hidden_size
+        self.word_embeddings = nn.Embedding(config.vocab_size, D, padding_idx=config.pad_token_id)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, D)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, D) if config.has_positions else None
+        self.LayerNorm = nn.LayerNorm(D, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.mixer = config.mixer
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> Tensor:
+        x = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds  # (B, L, D)
+        L = x.shape[1]
+        if token_type_ids is None:
+            x = x + self.token_type_embeddings.weight[0]
+        else:
+            x = x + self.token_type_embeddings(token_type_ids)
+        if self.position_embeddings is not None:
+            longest = self.position_embeddings.num_embeddings
+            if longest < L:
+                raise ValueError(
+                    f"{L} tokens, but {self.mixer} has a table of {longest} positions (max_position_embeddings); "
+                    "shorten the text, or use lion-d or lion-s, which need no positions"
+                )
+            x = x + (
+                self.position_embeddings.weight[:L] if position_ids is None else self.position_embeddings(position_ids)
+            )
+        return self.dropout(self.LayerNorm(x))
+
+
+class LionAttention(nn.Module):
+    """Linear attention with the mixer's decay (SPEC: λ = 1, λ = σ(α_h), or λ = σ(−(w_h·x_t + b_h))), or softmax."""
+
+    def __init__(self, config: LionConfig):
+        super().__init__()
+        D = config.hidden_size
+        self.config = config
+        self.num_heads = config.num_attention_heads
+        self.qkv = nn.Linear(D, 3 * D)
+        if config.mixer == "lion-d":
+            self.decay = nn.Parameter(torch.randn(self.num_heads))
+        elif config.mixer == "lion-s":
+            self.decay = nn.Linear(D, self.num_heads)
+        elif config.mixer == "lion-lit":
+            self.norm = nn.LayerNorm(D)
+        self.out = nn.Linear(D, D)
+
+    def log_decay(self, x: Tensor) -> Tensor | None:
+        """log λ in float32: None, (H,) or (B, H, L), by mixer."""
+        if self.config.mixer == "lion-d":
+            return F.logsigmoid(self.decay.float())
+        if self.config.mixer == "lion-s":
+            return F.logsigmoid(-self.decay(x).float()).mT
+        return None
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None, form: str, output_attentions: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        B, L, D = x.shape
+        q, k, v = (
+            self.qkv(x).view(B, L, 3, self.num_heads, D // self.num_heads).permute(2, 0, 3, 1, 4)
+        )  # each (B, H, L, D/H)
+        dropout_p = self.config.attention_probs_dropout_prob if self.training else 0.0
+        matrix = None
+        if self.config.mixer == "softmax":
+            keys = None if mask is None else mask[:, None, None, :]  # (B, 1, 1, L)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=keys, dropout_p=dropout_p)
+            if output_attentions:
+                scores = q @ k.mT * q.shape[-1] ** -0.5
+                matrix = (scores if keys is None else scores.masked_fill(~keys, -torch.inf)).softmax(-1)
+        else:
+            log_decay = self.log_decay(x)
+            y = linear_attention(
+                q, k, v, log_decay, mask=mask, form=form, chunk_size=self.config.chunk_size, dropout_p=dropout_p
+            )  # fmt: skip
+            if output_attentions:
+                matrix = attention_matrix(q, k, log_decay, mask=mask)
+        y = y.transpose(1, 2).reshape(B, L, D)
+        if self.config.mixer == "lion-lit":
+            y = self.norm(y)
+        return self.out(y), matrix
+
+
+class LionLayer(GradientCheckpointingLayer):
+    """Attention, then a GELU MLP, each followed by dropout, the residual sum and a LayerNorm."""
+
+    def __init__(self, config: LionConfig):
+        super().__init__()
+        self.attention = LionAttention(config)
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp_in = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.act = ACT2FN[config.hidden_act]
+        self.mlp_out = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None, form: str, output_attentions: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        y, matrix = self.attention(x, mask, form, output_attentions)
+        x = self.attention_norm(x + self.dropout(y))  # (B, L, D)
+        x = self.mlp_norm(x + self.dropout(self.mlp_out(self.act(self.mlp_in(x)))))
+        return x, matrix
+
+
+class LionMLMHead(nn.Module):
+    """Dense, GELU, LayerNorm, then the word embeddings once more as the output matrix, and a bias."""
+
+    def __init__(self, config: LionConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.act = ACT2FN[config.hidden_act]
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.norm(self.act(self.dense(x))))  # (..., V)
+
+
+class LionPreTrainedModel(PreTrainedModel):
+    """Initial weights and what transformers wants to know of a model."""
+
+    config_class = LionConfig
+    base_model_prefix = "lion"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LionLayer"]
+    _supports_sdpa = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+            if getattr(module, "padding_idx", None) is not None:
+                nn.init.zeros_(module.weight[module.padding_idx])
+        elif isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, LionAttention) and self.config.mixer == "lion-d":
+            nn.init.normal_(module.decay)
+
+
+class LionModel(LionPreTrainedModel):
+    """The encoder: token ids to hidden states. The pooler is what classification reads: the first token, dense, tanh."""
+
+    def __init__(self, config: LionConfig, add_pooling_layer: bool = True):
+        super().__init__(config)
+        self.embeddings = LionEmbeddings(config)
+        self.layers = nn.ModuleList(LionLayer(config) for _ in range(config.num_hidden_layers))
+        self.pooler = nn.Linear(config.hidden_size, config.hidden_size) if add_pooling_layer else None
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embeddings.word_embeddings = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        attention_form: str | None = None,
+    ) -> BaseModelOutputWithPooling | tuple:
+        """Encode a batch of texts.
+
+        Args:
+            input_ids: (B, L) token ids; or `inputs_embeds`, (B, L, D), in their place.
+            attention_mask: (B, L), 1 or True at real tokens; all are real when None.
+            token_type_ids, position_ids: (B, L); 0, and 0 … L−1, when None. Positions matter to lion-lit and softmax alone.
+            output_attentions: also return each layer's matrix, (B, H, L, L): s·QKᵀ⊙M, or softmax's probabilities.
+            attention_form: the operator's form for this call, in place of the configuration's.
+
+        Raises:
+            ValueError: neither or both of input_ids and inputs_embeds; a text longer than the position table; the matrix
+                asked of a form that has none.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        config = self.config
+        form = attention_form or config.attention_form
+        output_attentions = config.output_attentions if output_attentions is None else output_attentions
+        output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        return_dict = config.return_dict if return_dict is None else return_dict
+        if output_attentions and config.mixer != "softmax" and form in ("recurrent", "chunkwise"):
+            raise ValueError(f"the {form} form never has the attention matrix; ask for it with attention_form='full'")
+
+        mask = None if attention_mask is None else attention_mask.bool()
+        x = self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids)
+        hidden_states, attentions = [x], []
+        for layer in self.layers:
+            x, matrix = layer(x, mask, form, output_attentions)
+            hidden_states.append(x)
+            attentions.append(matrix)
+        output = BaseModelOutputWithPooling(
+            last_hidden_state=x,
+            pooler_output=None if self.pooler is None else torch.tanh(self.pooler(x[:, 0])),
+            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+            attentions=tuple(attentions) if output_attentions else None,
+        )
+        return output if return_dict else output.to_tuple()
+
+
+class LionForMaskedLM(LionPreTrainedModel):
+    """The encoder with a masked-language-model head."""
+
+    _tied_weights_keys = {"head.decoder.weight": "lion.embeddings.word_embeddings.weight"}
+
+    def __init__(self, config: LionConfig):
+        super().__init__(config)
+        self.lion = LionModel(config, add_pooling_layer=False)
+        self.head = LionMLMHead(config)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head.decoder
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.head.decoder = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        attention_form: str | None = None,
+    ) -> MaskedLMOutput | tuple:
+        """Predict masked tokens. Arguments as `LionModel`.
+
+        Args:
+            labels: (B, L), the token to predict, or -100 where none is. In training mode, logits are computed and returned
+                for the labelled positions alone, (labels ≥ 0, V) in reading order: the head costs a third of a base model.
+        """
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        output = self.lion(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
+            output_attentions, output_hidden_states, True, attention_form,
+        )  # fmt: skip
+        x = output.last_hidden_state
+        if labels is not None and self.training:
+            x, labels = x[labels != -100], labels[labels != -100]
+        logits = self.head(x)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+        result = MaskedLMOutput(loss, logits, output.hidden_states, output.attentions)
+        return result if return_dict else result.to_tuple()
+
+
+class LionForSequenceClassification(LionPreTrainedModel):
+    """The encoder with a classification or regression head on the pooled first token."""
+
+    def __init__(self, config: LionConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.lion = LionModel(config)
+        self.dropout = nn.Dropout(_classifier_dropout(config))
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        attention_form: str | None = None,
+    ) -> SequenceClassifierOutput | tuple:
+        """Classify texts. Arguments as `LionModel`.
+
+        Args:
+            labels: (B,) class numbers (cross entropy); (B,) floats when there is one label (squared error); (B, num_labels)
+                of 0 and 1 when `config.problem_type` is "multi_label_classification" (binary cross entropy).
+        """
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        output = self.lion(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
+            output_attentions, output_hidden_states, True, attention_form,
+        )  # fmt: skip
+        logits = self.classifier(self.dropout(output.pooler_output))  # (B, num_labels)
+        loss = None
+        if labels is not None:
+            if self.config.problem_type == "multi_label_classification":
+                loss = F.binary_cross_entropy_with_logits(logits.float(), labels.float())
+            elif self.num_labels == 1:
+                loss = F.mse_loss(logits.squeeze(-1).float(), labels.flatten().float())
+            else:
+                loss = F.cross_entropy(logits.float(), labels.flatten())
+        result = SequenceClassifierOutput(loss, logits, output.hidden_states, output.attentions)
+        return result if return_dict else result.to_tuple()
+
+
+class LionForTokenClassification(LionPreTrainedModel):
+    """The encoder with a classification head on every token."""
+
+    def __init__(self, config: LionConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.lion = LionModel(config, add_pooling_layer=False)
+        self.dropout = nn.Dropout(_classifier_dropout(config))
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        attention_form: str | None = None,
+    ) -> TokenClassifierOutput | tuple:
+        """Classify tokens. Arguments as `LionModel`; labels: (B, L) class numbers, -100 where none is."""
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        output = self.lion(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
+            output_attentions, output_hidden_states, True, attention_form,
+        )  # fmt: skip
+        logits = self.classifier(self.dropout(output.last_hidden_state))  # (B, L, num_labels)
+        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        result = TokenClassifierOutput(loss, logits, output.hidden_states, output.attentions)
+        return result if return_dict else result.to_tuple()
+
+
+class LionForQuestionAnswering(LionPreTrainedModel):
+    """The encoder with a head that marks where an answer starts and ends."""
+
+    def __init__(self, config: LionConfig):
+        super().__init__(config)
+        self.lion = LionModel(config, add_pooling_layer=False)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        attention_form: str | None = None,
+    ) -> QuestionAnsweringModelOutput | tuple:
+        """Find a span. Arguments as `LionModel`; start_positions, end_positions: (B,); outside the text they do not count."""
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        output = self.lion(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
+            output_attentions, output_hidden_states, True, attention_form,
+        )  # fmt: skip
+        start_logits, end_logits = self.qa_outputs(output.last_hidden_state).unbind(-1)  # each (B, L)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = (_span_loss(start_logits, start_positions) + _span_loss(end_logits, end_positions)) / 2
+        result = QuestionAnsweringModelOutput(loss, start_logits, end_logits, output.hidden_states, output.attentions)
+        return result if return_dict else result.to_tuple()
+
+
+def _span_loss(logits: Tensor, positions: Tensor) -> Tensor:
+    L = logits.shape[1]
+    return F.cross_entropy(logits.float(), positions.flatten().clamp(0, L), ignore_index=L)
+
+
+def _classifier_dropout(config: LionConfig) -> float:
+    return config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
