@@ -145,18 +145,17 @@ class _DecayedScores(torch.autograd.Function):
         decay = _decay_mask(log_decay, scores.dtype)
         scores *= decay
         ctx.save_for_backward(q, k, decay, scores)
-        ctx.log_decay = log_decay.shape, log_decay.dtype
+        ctx.log_decay_shape = log_decay.shape
         return scores
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, decay, scores = ctx.saved_tensors
-        shape, dtype = ctx.log_decay
         grad_log_decay = None
         if ctx.needs_input_grad[2]:
             grad_log_mask = grad * scores  # ∂/∂ log M
-            grad_log_decay = _gradient_through_sums(grad_log_mask, dtype).sum_to_size(shape)
+            grad_log_decay = _gradient_through_sums(grad_log_mask).sum_to_size(ctx.log_decay_shape)
         grad = grad * decay
         return grad @ k, grad.mT @ q, grad_log_decay
 
@@ -179,12 +178,13 @@ def _decay_mask(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
     return log_mask.clamp_(min=_LOG_NOTHING).exp_().to(dtype)
 
 
-def _gradient_through_sums(grad_log_mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _gradient_through_sums(grad_log_mask: Tensor) -> Tensor:
     """From ∂/∂ log M, (..., L, L), to ∂/∂ log λ, (..., L): λ_t takes part in M_ij where j ≤ t < i or i < t ≤ j."""
     L = grad_log_mask.shape[-1]
     past = grad_log_mask * torch.ones(L, L, dtype=grad_log_mask.dtype, device=grad_log_mask.device).tril()
-    rows, columns = grad_log_mask.sum(-1, dtype=dtype), grad_log_mask.sum(-2, dtype=dtype)
-    past_rows, past_columns = past.sum(-1, dtype=dtype), past.sum(-2, dtype=dtype)
+    rows, columns, past_rows, past_columns = (
+        x.double() for x in (grad_log_mask.sum(-1), grad_log_mask.sum(-2), past.sum(-1), past.sum(-2))
+    )
     before = past_rows - past_columns  # log M_ij = c_{i-1} − c_{j-1} in the past, diagonal included on both sides
     upto = (columns - past_columns) - (rows - past_rows)  # log M_ij = c_j − c_i in the future
     both = before + upto

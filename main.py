@@ -1,0 +1,142 @@
+"""Pretrain an encoder as a masked language model:  [composer -n N] main.py yamls/pretrain/lion-s-base.yaml [key=value ...]"""
+
+import sys
+from pathlib import Path
+
+from src import cli
+from src.cli import UserError, is_main_process, log
+from src.config import PretrainConfig, load, to_dict
+
+
+def main(argv: list[str]) -> None:
+    config = load(PretrainConfig, "main.py", argv)  # before the imports below, which take seconds
+    pretrain(config)
+
+
+def pretrain(config: PretrainConfig) -> None:
+    """One run, from config to trained checkpoint, curves and metrics in `save_folder`."""
+    import torch
+    from composer.utils import dist, reproducibility
+
+    from src import builders, text_data
+    from src.composer_models import LionMLM
+    from src.run_log import RunLog
+
+    builders.quiet()
+    device = builders.resolve_device(config.device)
+    precision = builders.resolve_precision(config.precision, device)
+    device_batch = builders.check_batch_sizes(
+        config.global_train_batch_size, config.device_train_microbatch_size, dist.get_world_size()
+    )
+    torch.set_float32_matmul_precision(config.float32_matmul_precision)
+    folder = Path(config.save_folder)
+    check_save_folder(config, folder)
+
+    tokenizer = builders.build_tokenizer(config.tokenizer_name, config.max_seq_len)
+    model_config = builders.build_lion_config(config.model, tokenizer, config.max_seq_len)
+    reproducibility.seed_all(config.seed)
+    model = LionMLM(model_config, tokenizer)
+    train_loader = text_data.build(config.train_loader, tokenizer, device_batch, train=True)
+    eval_loader = text_data.build(config.eval_loader, tokenizer, config.device_eval_batch_size, train=False)
+    run_log = RunLog(folder, config.log_interval, config.run_name, config.progress_bar)
+    trainer = builders.build_trainer(
+        model,
+        device=device,
+        precision=precision,
+        run_name=config.run_name,
+        seed=config.seed,
+        train_dataloader=train_loader,
+        eval_dataloader=eval_loader,
+        optimizers=builders.build_optimizer(config.optimizer, model),
+        schedulers=builders.build_scheduler(config.scheduler),
+        algorithms=builders.build_algorithms(config.algorithms),
+        callbacks=builders.build_callbacks(config.callbacks),
+        loggers=[*builders.build_loggers(config.loggers), run_log],
+        max_duration=config.max_duration,
+        eval_interval=config.eval_interval,
+        eval_subset_num_batches=config.eval_subset_num_batches,
+        device_train_microbatch_size=config.device_train_microbatch_size,
+        save_folder=str(folder),
+        save_interval=config.save_interval,
+        save_num_checkpoints_to_keep=config.save_num_checkpoints_to_keep,
+        save_overwrite=True,  # of a file that a kill cut in half; `check_save_folder` guards finished runs
+        load_path=config.load_path,
+        autoresume=config.autoresume,
+    )
+    announce(config, model, train_loader, device, precision, trainer.state)
+    remember(config, folder)
+    if config.eval_first and trainer.state.timestamp.batch == 0:
+        trainer.eval()
+    if trainer.state.timestamp < trainer.state.max_duration:
+        trainer.fit()
+    trainer.close()
+    conclude(config, folder)
+
+
+def check_save_folder(config: PretrainConfig, folder: Path) -> None:
+    """Refuse a folder that another run's results would be mixed with. Raises UserError."""
+    from omegaconf import OmegaConf
+
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"save_folder: {folder} is a file; name another folder")
+    begun = folder / "config.yaml"
+    if not begun.is_file():
+        return
+    if not config.autoresume:
+        raise UserError(
+            f"save_folder: {folder} already holds a run; name another folder, or set autoresume=true to go on"
+        )
+    # What may change between the first and the second half of a run.
+    free = {"max_duration", "eval_interval", "save_interval", "save_num_checkpoints_to_keep", "log_interval", "progress_bar",
+            "callbacks", "loggers", "device", "device_train_microbatch_size", "device_eval_batch_size", "eval_first",
+            "save_folder", "data_local", "data_remote", "train_loader", "eval_loader", "load_path", "autoresume"}  # fmt: skip
+    before, now = OmegaConf.to_container(OmegaConf.load(begun)), to_dict(config)
+    changed = sorted(name for name in now if name not in free and before.get(name) != now[name])
+    if changed:
+        raise UserError(f"save_folder: {folder} holds a run with another {', '.join(changed)}; name another folder, or go on with the config in {begun}")  # fmt: skip
+
+
+def remember(config: PretrainConfig, folder: Path) -> None:
+    """Keep the resolved config beside what it makes."""
+    from omegaconf import OmegaConf
+
+    if is_main_process():
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(OmegaConf.create(to_dict(config)), folder / "config.yaml")
+
+
+def announce(config: PretrainConfig, model, train_loader, device: str, precision: str, state) -> None:
+    """Say what is about to be done."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    log.info(f"{config.run_name}: {model.config.mixer}, {model.config.num_hidden_layers} layers of {model.config.hidden_size}, {parameters:,} parameters, on {device} in {precision}")  # fmt: skip
+    log.info(f"data: {len(train_loader.dataset):,} samples in {config.data_local}; {config.global_train_batch_size} a step, up to {config.max_seq_len} tokens each, for {config.max_duration}")  # fmt: skip
+    log.info(f"checkpoints, curves and metrics: {config.save_folder}")
+    if state.timestamp.batch.value:
+        log.info(f"going on from step {state.timestamp.batch.value}")
+
+
+def conclude(config: PretrainConfig, folder: Path) -> None:
+    """Draw the curves and print what came out and where it lies."""
+    if not is_main_process():
+        return
+    from src.run_log import draw_curves, evaluations
+
+    picture = folder / "curves.png"
+    draw_curves([(config.run_name, folder)], picture)
+    results = evaluations(folder)
+    print(f"\n{'':14}{'loss':>8}{'masked accuracy':>18}{'most frequent token':>22}")
+    for name, result in (
+        (("before", results[0]), ("after", results[-1])) if len(results) > 1 else (("after", results[-1]),)
+    ):
+        print(f"{name:14}{result['loss']:8.3f}{result['masked_accuracy']:18.2%}{result['most_frequent_token']:22.2%}")
+    print(
+        f"\ncheckpoint   {folder / 'latest-rank0.pt'}\ncurves       {picture}\nmetrics      {folder / 'metrics.jsonl'}"
+    )
+    print(
+        f"\nnext: python glue.py yamls/finetune-glue/{config.run_name}.yaml starting_checkpoint_load_path={folder / 'latest-rank0.pt'}"
+    )
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent)
+    cli.run(main)

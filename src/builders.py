@@ -1,0 +1,196 @@
+"""Config → Composer objects. The only place that knows names; main.py and glue.py share it."""
+
+import inspect
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import Algorithm, Callback, Trainer
+from composer.algorithms import GradientClipping
+from composer.callbacks import LRMonitor, MemoryMonitor, OptimizerMonitor, RuntimeEstimator, SpeedMonitor
+from composer.loggers import FileLogger, LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
+from composer.optim import (
+    ComposerScheduler,
+    ConstantWithWarmupScheduler,
+    CosineAnnealingWithWarmupScheduler,
+    DecoupledAdamW,
+    LinearWithWarmupScheduler,
+)
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from src.cli import UserError
+from src.config import nearest
+from src.lion import LionConfig
+
+OPTIMIZERS = {"decoupled_adamw": DecoupledAdamW, "adamw": torch.optim.AdamW}
+SCHEDULERS = {
+    "linear_decay_with_warmup": LinearWithWarmupScheduler,
+    "cosine_with_warmup": CosineAnnealingWithWarmupScheduler,
+    "constant_with_warmup": ConstantWithWarmupScheduler,
+}
+ALGORITHMS = {"gradient_clipping": GradientClipping}
+CALLBACKS = {
+    "lr_monitor": LRMonitor,
+    "memory_monitor": MemoryMonitor,
+    "optimizer_monitor": OptimizerMonitor,
+    "runtime_estimator": RuntimeEstimator,
+    "speed_monitor": SpeedMonitor,
+}
+LOGGERS = {"file": FileLogger, "mlflow": MLFlowLogger, "tensorboard": TensorboardLogger, "wandb": WandBLogger}
+
+
+def build_tokenizer(name: str, max_seq_len: int) -> PreTrainedTokenizerBase:
+    """A tokenizer from a folder or the Hub. Raises UserError where it is neither, or has no [MASK] or [PAD]."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # batches are prepared in processes of their own
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, model_max_length=max_seq_len)
+    except (OSError, ValueError) as error:
+        if Path(name).is_dir():
+            reason = "the folder holds no tokenizer that transformers can load"
+        elif name.startswith((".", "/", "~")):
+            reason = "there is no such folder"
+        else:
+            reason = f"it is no folder here, and the Hugging Face Hub did not give it ({str(error).splitlines()[0]})"
+        raise UserError(f"tokenizer_name: cannot load {name}: {reason}; give a folder with tokenizer.json") from None
+    for token in ("mask_token", "pad_token"):
+        if getattr(tokenizer, token) is None:
+            raise UserError(f"tokenizer_name: {name} has no {token}, which masked language modelling needs")
+    return tokenizer
+
+
+def build_lion_config(arguments: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_seq_len: int) -> LionConfig:
+    """LionConfig from the `model` section. The vocabulary is the tokenizer's, rounded up to a multiple of 8.
+
+    Raises UserError for an unknown argument, or sizes that do not fit the tokenizer or the text length.
+    """
+    known = [name for name in inspect.signature(LionConfig).parameters if name != "kwargs"]
+    for name in arguments:
+        if name not in known:
+            raise UserError(f"unknown key model.{name}{nearest(name, known)}")
+    options = {"vocab_size": -(-len(tokenizer) // 8) * 8, "pad_token_id": tokenizer.pad_token_id, **arguments}
+    try:
+        config = LionConfig(**options)
+    except ValueError as error:
+        raise UserError(f"model: {error}") from None
+    if config.vocab_size < len(tokenizer):
+        raise UserError(f"model.vocab_size {config.vocab_size} is less than the tokenizer's {len(tokenizer)} tokens; leave it out to have it fit")  # fmt: skip
+    if config.has_positions and config.max_position_embeddings < max_seq_len:
+        raise UserError(f"max_seq_len {max_seq_len} is more than model.max_position_embeddings {config.max_position_embeddings}, the positions that {config.mixer} has")  # fmt: skip
+    if (
+        config.mixer != "softmax"
+        and config.attention_form not in ("auto", "full")
+        and config.attention_probs_dropout_prob
+    ):
+        raise UserError(f"model.attention_probs_dropout_prob needs the full form, not {config.attention_form}; set it to 0, or attention_form to full")  # fmt: skip
+    return config
+
+
+def build_optimizer(section: Mapping[str, Any], model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer over the model's parameters. `filter_bias_norm_wd: true` decays matrices alone, not biases and norms."""
+    section = dict(section)
+    without_decay = section.pop("filter_bias_norm_wd", False)
+    parameters: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if without_decay:
+        parameters = [
+            {"params": [p for p in parameters if p.ndim >= 2]},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+    return build("optimizer", OPTIMIZERS, section, params=parameters)
+
+
+def build_scheduler(section: Mapping[str, Any]) -> ComposerScheduler:
+    return build("scheduler", SCHEDULERS, section)
+
+
+def build_algorithms(section: Mapping[str, Any]) -> list[Algorithm]:
+    return _build_all("algorithms", ALGORITHMS, section)
+
+
+def build_callbacks(section: Mapping[str, Any]) -> list[Callback]:
+    return _build_all("callbacks", CALLBACKS, section)
+
+
+def build_loggers(section: Mapping[str, Any]) -> list[LoggerDestination]:
+    return _build_all("loggers", LOGGERS, section)
+
+
+def build(kind: str, registry: Mapping[str, Callable], section: Mapping[str, Any], **fixed: Any) -> Any:
+    """The object that a section's `name` stands for, with the section's other keys as arguments.
+
+    Raises UserError for an unknown name, an unknown argument, or arguments that the class refuses.
+    """
+    arguments = dict(section)
+    name = arguments.pop("name", None)
+    if name not in registry:
+        raise UserError(f"{kind}: unknown name {name!r}{nearest(str(name), list(registry))}")
+    known = [parameter for parameter in inspect.signature(registry[name]).parameters if parameter not in fixed]
+    for argument in arguments:
+        if argument not in known and "kwargs" not in known:
+            raise UserError(f"unknown key {kind}.{argument}{nearest(argument, known)}")
+    try:
+        return registry[name](**fixed, **arguments)
+    except (TypeError, ValueError, ImportError) as error:
+        raise UserError(f"{kind}: {name} refuses these arguments: {error}") from None
+
+
+def _build_all(kind: str, registry: Mapping[str, Callable], sections: Mapping[str, Any]) -> list[Any]:
+    wanted = {name: arguments for name, arguments in sections.items() if arguments is not False}
+    return [
+        build(f"{kind}.{name}" if name in registry else kind, registry, {"name": name, **(arguments or {})})
+        for name, arguments in wanted.items()
+    ]
+
+
+def resolve_device(device: str | None) -> str:
+    """ "gpu" or "cpu": what is asked for, or a GPU if there is one. Raises UserError for a GPU that is not there."""
+    there = torch.cuda.is_available()
+    if device is None:
+        return "gpu" if there else "cpu"
+    if device not in ("gpu", "cpu"):
+        raise UserError(f"device: {device!r} is neither gpu nor cpu")
+    if device == "gpu" and not there:
+        raise UserError("device: no GPU is there; set device=cpu or leave it out")
+    return device
+
+
+def resolve_precision(precision: str | None, device: str) -> str:
+    """The precision to train in: what is asked for, or amp_bf16 on a GPU and fp32 on a CPU."""
+    if precision is None:
+        return "amp_bf16" if device == "gpu" else "fp32"
+    allowed = ("fp32", "amp_bf16", "amp_fp16") if device == "gpu" else ("fp32", "amp_bf16")
+    if precision not in allowed:
+        raise UserError(f"precision: {precision!r} is none of {', '.join(allowed)}, which a {device} can")
+    return precision
+
+
+def build_trainer(model: nn.Module, *, device: str, precision: str, **arguments: Any) -> Trainer:
+    """Composer's Trainer, quiet but for warnings that a user can act on. bfloat16 on a CPU is the model's business."""
+    quiet()
+    if device == "cpu" and precision == "amp_bf16":
+        model.cpu_bfloat16 = True
+        precision = "fp32"
+    return Trainer(model=model, device=device, precision=precision, progress_bar=False, **arguments)
+
+
+def quiet() -> None:
+    """Keep libraries from saying what no user of this project can act on."""
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("composer").setLevel(logging.ERROR)
+    logging.getLogger("streaming").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(composer|torch|torchmetrics|streaming)\b.*")
+
+
+def check_batch_sizes(global_batch: int, microbatch: Any, world_size: int) -> int:
+    """Samples a device takes in one step. Raises UserError where the sizes do not divide."""
+    if global_batch % world_size:
+        raise UserError(f"global_train_batch_size {global_batch} cannot be divided among {world_size} devices")
+    device_batch = global_batch // world_size
+    if microbatch != "auto" and not (isinstance(microbatch, int) and 1 <= microbatch <= device_batch):
+        raise UserError(f"device_train_microbatch_size {microbatch} must be auto or between 1 and the {device_batch} samples of a device's batch")  # fmt: skip
+    return device_batch

@@ -1,0 +1,78 @@
+"""The encoder as Composer models: what the loss is, and what is measured."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
+from composer.models import HuggingFaceModel
+from torch import Tensor
+from torchmetrics import Metric
+from transformers import PreTrainedTokenizerBase
+
+from src.lion import LionConfig, LionForMaskedLM, LionForSequenceClassification
+
+
+class MostFrequentTokenAccuracy(Metric):
+    """Share of labels that are the most frequent one: what always guessing that token gets. The floor of masked accuracy."""
+
+    full_state_update = False
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.add_state("counts", default=torch.zeros(vocab_size, dtype=torch.long), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        self.counts += torch.bincount(labels[labels >= 0], minlength=len(self.counts))
+
+    def compute(self) -> Tensor:
+        return self.counts.max() / self.counts.sum().clamp(min=1)
+
+
+class CastingModel(HuggingFaceModel):
+    """A HuggingFaceModel that can compute in bfloat16 on a CPU, where Composer has no mixed precision of its own."""
+
+    cpu_bfloat16 = False
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.cpu_bfloat16)
+
+    def forward(self, batch: Mapping[str, Any]) -> Any:
+        with self.autocast():
+            return super().forward(batch)
+
+
+class LionMLM(CastingModel):
+    """Masked language modelling: cross entropy and accuracy at the masked positions, and the most frequent token's share."""
+
+    def __init__(self, config: LionConfig, tokenizer: PreTrainedTokenizerBase):
+        super().__init__(
+            LionForMaskedLM(config),
+            tokenizer,
+            use_logits=True,
+            metrics=[MaskedAccuracy()],
+            eval_metrics=[LanguageCrossEntropy(), MaskedAccuracy(), MostFrequentTokenAccuracy(config.vocab_size)],
+        )
+
+    def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
+        """Logits at the labelled positions, (labels, vocabulary): nothing else is measured, so nothing else is computed."""
+        labelled = batch["labels"] != -100
+        self.labels = batch["labels"][labelled]
+        if outputs is not None:  # of the training step, which has labelled positions only
+            return outputs.logits
+        inputs = {name: value for name, value in batch.items() if name in self.model_forward_args and name != "labels"}
+        with self.autocast():
+            hidden = self.model.lion(**inputs).last_hidden_state
+            return self.model.head(hidden[labelled])
+
+
+class LionClassifier(CastingModel):
+    """Classification or regression of a text or a pair of texts. `metrics` are torchmetrics by class name."""
+
+    def __init__(self, model: LionForSequenceClassification, tokenizer: PreTrainedTokenizerBase, metrics: list[Metric]):
+        super().__init__(model, tokenizer, use_logits=True, eval_metrics=metrics)
+
+    def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
+        """Logits, (batch, classes), or predictions, (batch,), of a regression."""
+        with self.autocast():
+            return super().eval_forward(dict(batch), outputs).float()

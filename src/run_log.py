@@ -1,0 +1,158 @@
+"""What a run leaves to look at: a progress line while it lasts, `metrics.jsonl`, and a picture of its curves."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from composer import Logger, State, Time
+from composer.loggers import LoggerDestination
+
+from src.cli import is_main_process, progress
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class RunLog(LoggerDestination):
+    """Writes a line to `folder/metrics.jsonl` every `interval` batches of training and after every evaluation.
+
+    Lines of training: {"batch", "samples", "seconds", "loss", …}, the loss a mean since the line before. Lines of
+    evaluation: {"batch", "samples", "seconds", "eval": {metric: value}}. A run that goes on from a checkpoint drops the
+    lines after it.
+    """
+
+    def __init__(self, folder: Path, interval: str = "10ba", description: str = "train", show_progress: bool = True):
+        self.path = folder / METRICS_FILE
+        self.interval = Time.from_timestring(interval).value
+        self.description = description
+        self.show_progress = show_progress
+        self.latest: dict[str, float] = {}
+        self.losses: list[float] = []
+        self.bar = None
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        self.latest.update({name: float(value) for name, value in metrics.items()})
+
+    def init(self, state: State, logger: Logger) -> None:
+        if is_main_process():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        """Forget what came after the checkpoint that the run goes on from."""
+        if is_main_process() and self.path.is_file():
+            batch = state.timestamp.batch.value
+            kept = [line for line in read_metrics(self.path.parent) if line["batch"] <= batch] if batch else []
+            self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if self.show_progress:
+            self.bar = progress(desc=self.description, unit="step", initial=state.timestamp.batch.value)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.losses.append(self.latest["loss/train/total"])
+        batch = state.timestamp.batch.value
+        if batch % self.interval == 0 or self._elapsed(state) >= 1:
+            self._write(state, {"loss": sum(self.losses) / len(self.losses), **self._training_metrics(state)})
+            self.losses.clear()
+        if self.bar is not None:
+            self.bar.total = round(batch / self._elapsed(state))
+            self.bar.set_postfix_str(f"loss {self.latest['loss/train/total']:.3f}", refresh=False)
+            self.bar.update(batch - self.bar.n)
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        values = {
+            f"{label}/{name}": float(metric.compute())
+            for label, metrics in state.eval_metrics.items()
+            for name, metric in metrics.items()
+            if metric.update_count
+        }
+        self._write(state, {"eval": values})
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def _elapsed(self, state: State) -> float:
+        elapsed = state.get_elapsed_duration()
+        return 1.0 if elapsed is None else elapsed.value
+
+    def _training_metrics(self, state: State) -> dict[str, float]:
+        metrics = {"lr": state.schedulers[0].get_last_lr()[0]} if state.schedulers else {}
+        for name, key in (
+            ("masked_accuracy", "metrics/train/MaskedAccuracy"),
+            ("samples_per_second", "throughput/samples_per_sec"),
+        ):
+            if key in self.latest:
+                metrics[name] = self.latest[key]
+        return metrics
+
+    def _write(self, state: State, values: dict[str, Any]) -> None:
+        if not is_main_process():
+            return
+        at = {
+            "batch": state.timestamp.batch.value,
+            "samples": state.timestamp.sample.value,
+            "seconds": round(state.timestamp.total_wct.total_seconds(), 1),
+        }
+        with self.path.open("a") as file:
+            file.write(json.dumps({**at, **values}) + "\n")
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl; a last line that a kill cut in half is left out."""
+    lines = []
+    for line in (folder / METRICS_FILE).read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    """The evaluations of a pretraining run in order: {"batch", "loss", "masked_accuracy", "most_frequent_token"}."""
+    return [
+        {
+            "batch": line["batch"],
+            "loss": line["eval"]["eval/LanguageCrossEntropy"],
+            "masked_accuracy": line["eval"]["eval/MaskedAccuracy"],
+            "most_frequent_token": line["eval"]["eval/MostFrequentTokenAccuracy"],
+        }
+        for line in read_metrics(folder)
+        if "eval" in line
+    ]
+
+
+def draw_curves(runs: Iterable[tuple[str, Path]], picture: Path) -> None:
+    """Loss and masked accuracy of runs, (name, folder), against the samples seen: evaluation as lines, training faint."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    panels = (
+        ("loss", "loss", "eval/LanguageCrossEntropy"),
+        ("masked accuracy", "masked_accuracy", "eval/MaskedAccuracy"),
+    )
+    floor = None
+    for color, (name, folder) in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"], runs):
+        lines = read_metrics(folder)
+        for axis, (title, train_key, eval_key) in zip(axes, panels):
+            train = [(line["samples"], line[train_key]) for line in lines if train_key in line]
+            evals = [(line["samples"], line["eval"][eval_key]) for line in lines if "eval" in line]
+            if train:
+                axis.plot(*zip(*train), color=color, alpha=0.25, linewidth=1)
+            if evals:
+                axis.plot(*zip(*evals), color=color, marker="o", markersize=4, label=name)
+            axis.set(title=title, xlabel="samples")
+        floor = next((line["eval"]["eval/MostFrequentTokenAccuracy"] for line in lines if "eval" in line), floor)
+    if floor is not None:
+        axes[1].axhline(floor, color="gray", linestyle=":", label="most frequent token")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+    figure.suptitle("evaluation (dots) and training (faint; more tokens are masked there)", fontsize=9)
+    figure.savefig(picture, dpi=150)
+    plt.close(figure)

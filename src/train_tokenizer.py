@@ -1,0 +1,136 @@
+"""Train a lower-case WordPiece tokenizer, BERT's, on text of one's own.
+
+    python src/train_tokenizer.py --data_files 'corpus/*.jsonl' --vocab_size 8192 --out my-tokenizer
+
+The folder it writes loads with `AutoTokenizer.from_pretrained("my-tokenizer")` and serves as `tokenizer_name` in a YAML.
+The same text and options give the same tokenizer, byte for byte.
+"""
+
+import argparse
+import glob
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+if __name__ == "__main__":  # run as a script: let `src` be found, from whatever folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import BertTokenizerFast
+
+from src import cli
+from src.cli import UserError, log, progress
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # their ids are 0 to 4
+MAX_LENGTH = 512
+
+
+def main(argv: list[str]) -> None:
+    args = parse_args(argv)
+    files = sorted(path for path in map(Path, glob.glob(args.data_files, recursive=True)) if path.is_file())
+    if not files:
+        raise UserError(
+            f"--data_files: no file matches '{args.data_files}'; give a path or a quoted glob, such as 'data/*.jsonl'"
+        )
+    if args.out.exists() and not args.out.is_dir():
+        raise UserError(f"--out: {args.out} is a file; give the name of a folder")
+    if existing := [name for name in ("tokenizer.json", "vocab.txt") if (args.out / name).exists()]:
+        raise UserError(
+            f"--out: {args.out} already holds a tokenizer ({existing[0]}); give another folder, or remove it first"
+        )
+    log.info(f"training a WordPiece tokenizer of {args.vocab_size:,} tokens on {len(files):,} file(s), for {args.out}")
+    tokenizer = train(files, args.vocab_size, args.text_column, args.lowercase)
+    save(tokenizer, args.out, args.lowercase)
+    if (size := tokenizer.get_vocab_size()) < args.vocab_size:
+        log.warning(f"the text gave {size:,} tokens only, of the {args.vocab_size:,} asked for")
+    log.info(f"{args.out}: a tokenizer of {size:,} tokens")
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="train_tokenizer.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--data_files",
+        required=True,
+        metavar="GLOB",
+        help="the text: .jsonl (an object a line) or .txt (a text a line)",
+    )
+    add("--out", required=True, type=Path, metavar="DIR", help="the folder to write; it must not hold a tokenizer yet")
+    add("--vocab_size", type=int, default=30522, help="tokens, special ones included (default: %(default)s, BERT's)")
+    add("--text_column", default="text", metavar="NAME", help="the JSON key that holds the text (default: %(default)s)")
+    add("--lowercase", action=argparse.BooleanOptionalAction, default=True, help="fold case and strip accents")
+    return parser.parse_args(argv)
+
+
+def train(files: list[Path], vocab_size: int, text_column: str = "text", lowercase: bool = True) -> Tokenizer:
+    """A WordPiece tokenizer with BERT's normalizer, pre-tokenizer and [CLS] A [SEP] B [SEP], learnt from the files."""
+    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    splitter = pre_tokenizers.BertPreTokenizer()
+    learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    learner.normalizer, learner.pre_tokenizer = normalizer, splitter
+
+    alphabet = set()
+    for text in progress(read_texts(files, text_column), desc="reading the alphabet", unit="text"):
+        alphabet.update(normalizer.normalize_str(text))
+    alphabet = sorted(character for character in alphabet if not character.isspace())
+    if not alphabet:
+        raise UserError(f"--data_files: {files[0]}{' and the others' if files[1:] else ''} hold no text to learn from")
+    # The trainer numbers the characters inside words as it meets them, in the random order of a hash map, and breaks
+    # ties by those numbers. Numbered beforehand, they give the same tokenizer every time.
+    inside = [f"##{character}" for character in alphabet if len(splitter.pre_tokenize_str(f"a{character}")) == 1]
+    fewest = len(SPECIAL_TOKENS) + len(inside) + len(alphabet)
+    if vocab_size < fewest:
+        raise UserError(
+            f"--vocab_size: {vocab_size} is too small, for the characters of this text take {fewest} tokens"
+        )
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=[*SPECIAL_TOKENS, *inside], show_progress=sys.stderr.isatty()
+    )
+    learner.train_from_iterator(read_texts(files, text_column), trainer)
+
+    tokenizer = Tokenizer(models.WordPiece(learner.get_vocab(), unk_token="[UNK]"))  # where `inside` is not special
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.post_processor = processors.BertProcessing(sep=("[SEP]", 3), cls=("[CLS]", 2))
+    return tokenizer
+
+
+def read_texts(files: list[Path], text_column: str) -> Iterator[str]:
+    """The texts of .jsonl files (the column) and .txt files (the lines)."""
+    for path in files:
+        try:
+            with path.open(encoding="utf-8") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        yield json_text(line, text_column, f"{path}:{number}") if path.suffix == ".jsonl" else line
+        except UnicodeDecodeError:
+            raise UserError(f"{path} is not UTF-8 text; give .jsonl or .txt files") from None
+
+
+def json_text(line: str, text_column: str, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not valid JSON ({error.msg}); each line must be an object") from None
+    text = row.get(text_column) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        columns = ", ".join(row) if isinstance(row, dict) else "no object"
+        raise UserError(
+            f"{where}: no text in column '{text_column}' (there: {columns}); name the column with --text_column"
+        )
+    return text
+
+
+def save(tokenizer: Tokenizer, out: Path, lowercase: bool) -> None:
+    """Write the folder that AutoTokenizer loads: tokenizer.json, vocab.txt and the two small files beside them."""
+    out.mkdir(parents=True, exist_ok=True)
+    fast = BertTokenizerFast(tokenizer_object=tokenizer, do_lower_case=lowercase, model_max_length=MAX_LENGTH)
+    fast.save_pretrained(out)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,148 @@
+"""The demo's tasks: GLUE's file layout, balanced labels, and no sentence that a model could know from elsewhere."""
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from src.cli import UserError
+from src.demo.tasks import scramble, write_tasks
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = "The same words are said in many of the files."
+SIZES = {"train_examples": 60, "dev_examples": 20}
+
+
+def is_validation(text: str) -> bool:
+    return hashlib.sha256(text.encode()).digest()[0] < 80
+
+
+def write_corpus(path: Path, documents: int = 150) -> Path:
+    """Passages of 25 files, two paragraphs of three sentences each; every third opens with SHARED."""
+    rng = random.Random(5)
+
+    def sentence() -> str:
+        words = ["".join(rng.choices("abcdefghij", k=5)) for _ in range(rng.randint(7, 12))]
+        return f"{' '.join(words).capitalize()}."
+
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(documents):
+            paragraphs = [[sentence() for _ in range(3)] for _ in range(2)]
+            if number % 3 == 0:
+                paragraphs[0][0] = SHARED
+            text = "\n".join(map(" ".join, paragraphs))
+            file.write(json.dumps({"text": text, "source": f"package/{number // 6}.py"}) + "\n")
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_corpus(tmp_path / "corpus.jsonl")
+
+
+def read(path: Path, header: bool) -> list[list[str]]:
+    return [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()[header:]]
+
+
+def bag(sentence: str) -> tuple[str, ...]:
+    return tuple(sorted(sentence.lower().split()))
+
+
+def places(corpus: Path) -> dict[tuple[str, ...], tuple[int, str, bool]]:
+    """For each sentence of the corpus, as a bag of words: its number, its file, whether its passage is for validation."""
+    found = {}
+    for row in map(json.loads, corpus.read_text().splitlines()):
+        for sentence in row["text"].replace("\n", " ").rstrip(".").split(". "):
+            found[bag(f"{sentence}.")] = (len(found), row["source"], is_validation(row["text"]))
+    return found
+
+
+def test_word_order_is_balanced_in_colas_layout_and_leaks_nothing(corpus, tmp_path):
+    write_tasks(corpus, tmp_path, is_validation, **SIZES)
+    known, bags = places(corpus), []
+    for split, size in (("train", 60), ("dev", 20)):
+        rows = read(tmp_path / "WordOrder" / f"{split}.tsv", header=False)
+        assert Counter((label, mark) for _, label, mark, _ in rows) == {("1", ""): size // 2, ("0", "*"): size // 2}
+        for source, label, _, sentence in rows:
+            _, where, validation = known[bag(sentence)]
+            assert bag(sentence) == bag(SHARED) or (where, validation) == (source, split == "dev")
+            assert (sentence in corpus.read_text()) == (label == "1")
+            assert sentence[0].isupper() and sentence.endswith(".")
+            bags.append(bag(sentence))
+    assert len(set(bags)) == len(bags)
+
+
+@pytest.mark.parametrize("same_source", [False, True])
+def test_next_sentence_is_balanced_in_rtes_layout_and_leaks_nothing(corpus, tmp_path, same_source):
+    write_tasks(corpus, tmp_path, is_validation, **SIZES, same_source=same_source)
+    known, bags = places(corpus), []
+    for split, size in (("train", 60), ("dev", 20)):
+        path = tmp_path / "NextSentence" / f"{split}.tsv"
+        assert path.read_text().startswith("index\tsentence1\tsentence2\tlabel\n0\t")
+        rows = read(path, header=True)
+        assert Counter(row[3] for row in rows) == {"entailment": size // 2, "not_entailment": size // 2}
+        for _, first, second, label in rows:
+            bags += [bag(first), bag(second)]
+            if first == SHARED:  # which has many places
+                continue
+            (place1, source1, validation1), (place2, source2, validation2) = known[bag(first)], known[bag(second)]
+            assert validation1 == validation2 == (split == "dev")
+            assert (place2 == place1 + 1) == (label == "entailment")
+            assert (source1 == source2) == (label == "entailment" or same_source)
+    assert len(set(bags)) == len(bags)
+
+
+def test_scrambling_moves_plain_words_only():
+    sentence = "The result, which has a name (see NumPy), is given to the caller of it."
+    for seed in range(50):
+        scrambled = scramble(sentence, 2, random.Random(seed))
+        words, moved = sentence.split(), scrambled.split()
+        changed = [i for i, (old, new) in enumerate(zip(words, moved)) if old != new]
+        assert bag(scrambled) == bag(sentence) and len(changed) == 4
+        assert not {0, 1, 6, 7, len(words) - 1} & set(changed)
+
+
+def test_scrambling_refuses_what_it_cannot_change():
+    assert scramble("No no no no no no no.", 1, random.Random(0)) is None
+    assert scramble("A, b, c, d, e, f.", 1, random.Random(0)) is None
+    assert scramble("It is one of two here.", 3, random.Random(0)) is None
+
+
+def test_the_files_are_the_same_in_every_process_and_differ_by_seed(corpus, tmp_path):
+    code = """if True:
+        import sys
+        from pathlib import Path
+        from src.demo.tasks import write_tasks
+        write_tasks(Path(sys.argv[1]), Path(sys.argv[2]), lambda text: len(text) % 4 == 0,
+                    train_examples=60, dev_examples=20, seed=int(sys.argv[3]))"""
+    written = []
+    for seed, hash_seed in (("1", "1"), ("1", "2"), ("2", "1")):
+        out = tmp_path / f"{seed}-{hash_seed}"
+        env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-c", code, corpus, out, seed], env=env, check=True)
+        written.append({path.relative_to(out): path.read_bytes() for path in sorted(out.glob("*/*.tsv"))})
+    assert written[0] == written[1] != written[2] and len(written[0]) == 4
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ({"train_examples": 100_000}, r"WordOrder/train.tsv: the corpus gives \d+ examples, not 100,000"),
+        ({"dev_examples": 7}, "dev_examples=7: .* even"),
+    ],
+)
+def test_sizes_the_corpus_cannot_give_are_a_users_error(corpus, tmp_path, sizes, message):
+    with pytest.raises(UserError, match=message):
+        write_tasks(corpus, tmp_path / "out", is_validation, **{**SIZES, **sizes})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_corpus_that_is_not_there_is_a_users_error(tmp_path):
+    with pytest.raises(UserError, match="build it first"):
+        write_tasks(tmp_path / "none.jsonl", tmp_path, is_validation)
