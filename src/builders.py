@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Algorithm, Callback, Trainer
+from composer import Algorithm, Callback, Evaluator, Trainer
 from composer.algorithms import GradientClipping
 from composer.callbacks import LRMonitor, MemoryMonitor, OptimizerMonitor, RuntimeEstimator, SpeedMonitor
 from composer.loggers import FileLogger, LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
@@ -167,6 +167,11 @@ def resolve_precision(precision: str | None, device: str) -> str:
     if precision not in allowed:
         raise UserError(f"precision: {precision!r} is none of {', '.join(allowed)}, which a {device} can")
     return precision
+
+
+def build_evaluator(label: str, dataloader: Any) -> Evaluator:
+    """All of the model's metrics on one split."""
+    return Evaluator(label=label, dataloader=dataloader, device_eval_microbatch_size=dataloader.batch_size)
 
 
 def build_trainer(model: nn.Module, *, device: str, precision: str, **arguments: Any) -> Trainer:

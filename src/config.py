@@ -98,8 +98,11 @@ class PretrainConfig:
 class FinetuneConfig:
     """Keys of `glue.py`."""
 
-    base_run_name: str = key("name of the run; each job is called by it, the task and the seed")
+    base_run_name: str = key("name of the run; each job is called by it, its task and its seed")
     starting_checkpoint_load_path: str | None = key("pretrained encoder: a checkpoint of main.py or a Hub folder; none: random weights", None)  # fmt: skip
+    from_scratch: bool = key(
+        "take sizes and tokenizer from the starting checkpoint but not its weights: the baseline", False
+    )
     model: dict[str, Any] = key("arguments of LionConfig, over those of the starting checkpoint", {})
     tokenizer_name: str | None = key("Hub name or folder; by default the one in the starting checkpoint", None)
     glue_dir: str | None = key("folder with the official GLUE TSV files; by default the Hub's nyu-mll/glue", None)

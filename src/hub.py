@@ -17,7 +17,7 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -27,6 +27,9 @@ from torch import Tensor
 
 from src import cli, lion
 from src.cli import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CODE = Path(lion.__file__).parent
 AUTO_CLASSES = {
@@ -169,6 +172,48 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise UserError(f"{path} holds a {class_name}, which is no model of ours{hint}")
     timestamp = state.get("timestamp", {}).get("Timestamp", {})
     return Checkpoint(path, class_name, dict(config["content"]), integration.get("tokenizer", {}), weights, timestamp, state.get("run_name"))  # fmt: skip
+
+
+def read_encoder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], "PreTrainedTokenizerBase | None"]:
+    """Config, weights (named as in LionModel) and tokenizer of a checkpoint of main.py or a Hub folder of ours.
+
+    Raises UserError where the path is neither.
+    """
+    from transformers import AutoTokenizer
+
+    if path.is_dir():
+        config, weights = _read_folder(path)
+        tokenizer = AutoTokenizer.from_pretrained(path) if (path / "tokenizer_config.json").is_file() else None
+    else:
+        checkpoint = read_checkpoint(path)
+        config, weights, tokenizer = checkpoint.config, checkpoint.weights, None
+        if checkpoint.tokenizer:
+            with tempfile.TemporaryDirectory() as folder:
+                write_tokenizer(checkpoint.tokenizer, Path(folder))
+                tokenizer = AutoTokenizer.from_pretrained(folder)
+    return (
+        config,
+        {name.removeprefix("lion."): tensor for name, tensor in weights.items() if name.startswith("lion.")},
+        tokenizer,
+    )
+
+
+def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        weights = load_file(folder / "model.safetensors")
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{folder} holds no {Path(error.filename).name}; give a folder that `hub.py export` wrote"
+        ) from None
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise UserError(f"{folder} cannot be read ({error}); export it anew") from None
+    if config.get("model_type") != "lion":
+        raise UserError(f"{folder} holds a {config.get('model_type')} model, not one of ours")
+    return config, weights
 
 
 def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from composer import Logger, State, Time
+from composer import Logger, State, Time, TimeUnit
 from composer.loggers import LoggerDestination
 
 from src.cli import is_main_process, progress
@@ -51,11 +51,11 @@ class RunLog(LoggerDestination):
     def batch_end(self, state: State, logger: Logger) -> None:
         self.losses.append(self.latest["loss/train/total"])
         batch = state.timestamp.batch.value
-        if batch % self.interval == 0 or self._elapsed(state) >= 1:
+        if batch % self.interval == 0 or batch == self._last_batch(state):
             self._write(state, {"loss": sum(self.losses) / len(self.losses), **self._training_metrics(state)})
             self.losses.clear()
         if self.bar is not None:
-            self.bar.total = round(batch / self._elapsed(state))
+            self.bar.total = self._last_batch(state)
             self.bar.set_postfix_str(f"loss {self.latest['loss/train/total']:.3f}", refresh=False)
             self.bar.update(batch - self.bar.n)
 
@@ -72,9 +72,12 @@ class RunLog(LoggerDestination):
         if self.bar is not None:
             self.bar.close()
 
-    def _elapsed(self, state: State) -> float:
-        elapsed = state.get_elapsed_duration()
-        return 1.0 if elapsed is None else elapsed.value
+    def _last_batch(self, state: State) -> int | None:
+        """The batch at which the run ends, as far as it can be told by now."""
+        if state.max_duration.unit == TimeUnit.EPOCH:
+            return None if state.dataloader_len is None else state.max_duration.value * state.dataloader_len.value
+        elapsed = state.get_elapsed_duration().value
+        return round(state.timestamp.batch.value / elapsed) if elapsed else None
 
     def _training_metrics(self, state: State) -> dict[str, float]:
         metrics = {"lr": state.schedulers[0].get_last_lr()[0]} if state.schedulers else {}
