@@ -1,5 +1,6 @@
 """Pretrain an encoder as a masked language model:  [composer -n N] main.py yamls/pretrain/lion-s-base.yaml [key=value ...]"""
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,11 +10,17 @@ from src.config import PretrainConfig, load, to_dict
 
 
 def main(argv: list[str]) -> None:
-    config = load(PretrainConfig, "main.py", argv)  # before the imports below, which take seconds
-    pretrain(config)
+    config = load(PretrainConfig, "main.py", argv)  # before the imports of `pretrain`, which take seconds
+    folder = Path(config.save_folder)
+    check_save_folder(config, folder)
+    if is_finished(config, folder):
+        log.info(f"{config.run_name} is finished already, with this config")
+        report(folder)
+    else:
+        pretrain(config, folder)
 
 
-def pretrain(config: PretrainConfig) -> None:
+def pretrain(config: PretrainConfig, folder: Path) -> None:
     """One run, from config to trained checkpoint, curves and metrics in `save_folder`."""
     import torch
     from composer.utils import dist, reproducibility
@@ -29,9 +36,6 @@ def pretrain(config: PretrainConfig) -> None:
         config.global_train_batch_size, config.device_train_microbatch_size, dist.get_world_size()
     )
     torch.set_float32_matmul_precision(config.float32_matmul_precision)
-    folder = Path(config.save_folder)
-    check_save_folder(config, folder)
-
     tokenizer = builders.build_tokenizer(config.tokenizer_name, config.max_seq_len)
     model_config = builders.build_lion_config(config.model, tokenizer, config.max_seq_len)
     reproducibility.seed_all(config.seed)
@@ -70,30 +74,45 @@ def pretrain(config: PretrainConfig) -> None:
     if trainer.state.timestamp < trainer.state.max_duration:
         trainer.fit()
     trainer.close()
-    conclude(config, folder)
+    conclude(config, model, folder)
+
+
+# What may differ between the first and the second half of a run.
+MAY_CHANGE = {
+    "max_duration", "eval_interval", "eval_first", "eval_subset_num_batches", "save_interval", "save_num_checkpoints_to_keep",
+    "log_interval", "progress_bar", "callbacks", "loggers", "device", "device_train_microbatch_size", "device_eval_batch_size",
+    "save_folder", "data_local", "data_remote", "train_loader", "eval_loader", "load_path", "autoresume",
+}  # fmt: skip
 
 
 def check_save_folder(config: PretrainConfig, folder: Path) -> None:
     """Refuse a folder that another run's results would be mixed with. Raises UserError."""
-    from omegaconf import OmegaConf
-
     if folder.exists() and not folder.is_dir():
         raise UserError(f"save_folder: {folder} is a file; name another folder")
-    begun = folder / "config.yaml"
-    if not begun.is_file():
+    before = stored_config(folder)
+    if before is None:
         return
     if not config.autoresume:
         raise UserError(
             f"save_folder: {folder} already holds a run; name another folder, or set autoresume=true to go on"
         )
-    # What may change between the first and the second half of a run.
-    free = {"max_duration", "eval_interval", "save_interval", "save_num_checkpoints_to_keep", "log_interval", "progress_bar",
-            "callbacks", "loggers", "device", "device_train_microbatch_size", "device_eval_batch_size", "eval_first",
-            "save_folder", "data_local", "data_remote", "train_loader", "eval_loader", "load_path", "autoresume"}  # fmt: skip
-    before, now = OmegaConf.to_container(OmegaConf.load(begun)), to_dict(config)
-    changed = sorted(name for name in now if name not in free and before.get(name) != now[name])
+    now = to_dict(config)
+    changed = sorted(name for name in now if name not in MAY_CHANGE and before.get(name) != now[name])
     if changed:
-        raise UserError(f"save_folder: {folder} holds a run with another {', '.join(changed)}; name another folder, or go on with the config in {begun}")  # fmt: skip
+        raise UserError(f"save_folder: {folder} holds a run with another {', '.join(changed)}; name another folder, or go on with the config in {folder / 'config.yaml'}")  # fmt: skip
+
+
+def stored_config(folder: Path) -> dict | None:
+    """The config of the run that a folder holds, if it holds one."""
+    from omegaconf import OmegaConf
+
+    path = folder / "config.yaml"
+    return OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
+
+
+def is_finished(config: PretrainConfig, folder: Path) -> bool:
+    """Whether the folder holds this very run, done."""
+    return (folder / "summary.json").is_file() and stored_config(folder) == to_dict(config)
 
 
 def remember(config: PretrainConfig, folder: Path) -> None:
@@ -102,6 +121,7 @@ def remember(config: PretrainConfig, folder: Path) -> None:
 
     if is_main_process():
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "summary.json").unlink(missing_ok=True)  # of a shorter run that now goes on
         OmegaConf.save(OmegaConf.create(to_dict(config)), folder / "config.yaml")
 
 
@@ -115,26 +135,41 @@ def announce(config: PretrainConfig, model, train_loader, device: str, precision
         log.info(f"going on from step {state.timestamp.batch.value}")
 
 
-def conclude(config: PretrainConfig, folder: Path) -> None:
-    """Draw the curves and print what came out and where it lies."""
+def conclude(config: PretrainConfig, model, folder: Path) -> None:
+    """Draw the curves, write the summary and print it."""
     if not is_main_process():
         return
-    from src.run_log import draw_curves, evaluations
+    from src.run_log import draw_curves, evaluations, read_metrics
 
-    picture = folder / "curves.png"
-    draw_curves([(config.run_name, folder)], picture)
+    draw_curves([(config.run_name, folder)], folder / "curves.png")
     results = evaluations(folder)
+    summary = {
+        "run": config.run_name,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "seconds": read_metrics(folder)[-1]["seconds"],
+        "before": results[0] if results[0]["batch"] == 0 else None,
+        "after": results[-1],
+    }
+    unfinished = folder / "summary.unfinished"
+    unfinished.write_text(json.dumps(summary, indent=1))
+    unfinished.replace(folder / "summary.json")
+    report(folder)
+
+
+def report(folder: Path) -> None:
+    """Print what came out of a finished run, and where it lies."""
+    summary = json.loads((folder / "summary.json").read_text())
     print(f"\n{'':14}{'loss':>8}{'masked accuracy':>18}{'most frequent token':>22}")
-    for name, result in (
-        (("before", results[0]), ("after", results[-1])) if len(results) > 1 else (("after", results[-1]),)
-    ):
-        print(f"{name:14}{result['loss']:8.3f}{result['masked_accuracy']:18.2%}{result['most_frequent_token']:22.2%}")
+    for name in ("before", "after"):
+        if result := summary[name]:
+            print(
+                f"{name:14}{result['loss']:8.3f}{result['masked_accuracy']:18.2%}{result['most_frequent_token']:22.2%}"
+            )
+    checkpoint = folder / "latest-rank0.pt"
     print(
-        f"\ncheckpoint   {folder / 'latest-rank0.pt'}\ncurves       {picture}\nmetrics      {folder / 'metrics.jsonl'}"
+        f"\ncheckpoint    {checkpoint}\ncurves        {folder / 'curves.png'}\nmetrics       {folder / 'metrics.jsonl'}"
     )
-    print(
-        f"\nnext: python glue.py yamls/finetune-glue/{config.run_name}.yaml starting_checkpoint_load_path={folder / 'latest-rank0.pt'}"
-    )
+    print(f"\nnext: python src/hub.py export --checkpoint {checkpoint} --out my-model")
 
 
 if __name__ == "__main__":

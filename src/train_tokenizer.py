@@ -7,8 +7,7 @@ The same text and options give the same tokenizer, byte for byte.
 """
 
 import argparse
-import glob
-import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from transformers import BertTokenizerFast
 
 from src import cli
 from src.cli import UserError, log, progress
+from src.text_files import find_files, read_file
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # their ids are 0 to 4
 MAX_LENGTH = 512
@@ -28,17 +28,11 @@ MAX_LENGTH = 512
 
 def main(argv: list[str]) -> None:
     args = parse_args(argv)
-    files = sorted(path for path in map(Path, glob.glob(args.data_files, recursive=True)) if path.is_file())
-    if not files:
-        raise UserError(
-            f"--data_files: no file matches '{args.data_files}'; give a path or a quoted glob, such as 'data/*.jsonl'"
-        )
+    files = find_files([args.data_files])
     if args.out.exists() and not args.out.is_dir():
         raise UserError(f"--out: {args.out} is a file; give the name of a folder")
-    if existing := [name for name in ("tokenizer.json", "vocab.txt") if (args.out / name).exists()]:
-        raise UserError(
-            f"--out: {args.out} already holds a tokenizer ({existing[0]}); give another folder, or remove it first"
-        )
+    if (args.out / "tokenizer.json").exists():
+        raise UserError(f"--out: {args.out} already holds a tokenizer; give another folder, or remove it first")
     log.info(f"training a WordPiece tokenizer of {args.vocab_size:,} tokens on {len(files):,} file(s), for {args.out}")
     tokenizer = train(files, args.vocab_size, args.text_column, args.lowercase)
     save(tokenizer, args.out, args.lowercase)
@@ -100,36 +94,19 @@ def train(files: list[Path], vocab_size: int, text_column: str = "text", lowerca
 
 
 def read_texts(files: list[Path], text_column: str) -> Iterator[str]:
-    """The texts of .jsonl files (the column) and .txt files (the lines)."""
-    for path in files:
-        try:
-            with path.open(encoding="utf-8") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        yield json_text(line, text_column, f"{path}:{number}") if path.suffix == ".jsonl" else line
-        except UnicodeDecodeError:
-            raise UserError(f"{path} is not UTF-8 text; give .jsonl or .txt files") from None
-
-
-def json_text(line: str, text_column: str, where: str) -> str:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg}); each line must be an object") from None
-    text = row.get(text_column) if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        columns = ", ".join(row) if isinstance(row, dict) else "no object"
-        raise UserError(
-            f"{where}: no text in column '{text_column}' (there: {columns}); name the column with --text_column"
-        )
-    return text
+    return (text for path in files for text, _ in read_file(path, text_column))
 
 
 def save(tokenizer: Tokenizer, out: Path, lowercase: bool) -> None:
     """Write the folder that AutoTokenizer loads: tokenizer.json, vocab.txt and the two small files beside them."""
-    out.mkdir(parents=True, exist_ok=True)
+    unfinished = out.with_name(f"{out.name}-unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
     fast = BertTokenizerFast(tokenizer_object=tokenizer, do_lower_case=lowercase, model_max_length=MAX_LENGTH)
-    fast.save_pretrained(out)
+    fast.save_pretrained(unfinished)
+    out.mkdir(parents=True, exist_ok=True)
+    for file in sorted(unfinished.iterdir(), key=lambda file: file.name == "tokenizer.json"):  # the last makes it whole
+        file.replace(out / file.name)
+    unfinished.rmdir()
 
 
 if __name__ == "__main__":

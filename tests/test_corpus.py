@@ -18,6 +18,7 @@ from src.demo.corpus import (
     source_files,
     split_paragraphs,
     split_sentences,
+    without_repeats,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def clean(docstring: str) -> list[str]:
     seen: set[str] = set()
-    return [text for text in (prose(paragraph, seen) for paragraph in split_paragraphs(docstring)) if text]
+    return [text for paragraph in split_paragraphs(docstring) if (text := without_repeats(prose(paragraph), seen))]
 
 
 @pytest.fixture
@@ -135,8 +136,8 @@ def test_sentences_do_not_end_at_abbreviations():
 
 def test_a_sentence_is_kept_once_whatever_its_case_punctuation_numbers_and_names():
     seen: set[str] = set()
-    assert prose("The size of the queue is 10. It is the size of a FooBar.", seen)
-    assert prose("the size of the queue, is 20! It is the size of a BazQux.", seen) == ""
+    assert without_repeats(prose("The size of the queue is 10. It is the size of a FooBar."), seen)
+    assert without_repeats(prose("the size of the queue, is 20! It is the size of a BazQux."), seen) == ""
 
 
 def test_english_is_told_by_the_words_that_bind():

@@ -73,10 +73,10 @@ def test_case_can_be_kept_and_txt_files_are_read(tmp_path):
 
 
 MISTAKES = {
-    "no file": (None, [], "no file matches"),
-    "no such column": ('{"body": "It is."}', [], r"data.jsonl:1: no text in column 'text' \(there: body\)"),
-    "no JSON": ('{"text": "It is."}\nIt is.', [], "data.jsonl:2: not valid JSON"),
-    "no object": ("[1, 2]", [], "data.jsonl:1: no text in column"),
+    "no file": (None, [], "nothing matches"),
+    "no such column": ('{"body": "It is."}', [], r"data.jsonl, line 1: no text under 'text' \(its keys are body\)"),
+    "no JSON": ('{"text": "It is."}\nIt is.', [], "data.jsonl, line 2: not valid JSON"),
+    "no object": ("[1, 2]", [], "data.jsonl, line 1: no text under"),
     "no text": ('{"text": " "}', [], "no text to learn from"),
     "a small vocabulary": ('{"text": "It is."}', ["--vocab_size", "10"], "--vocab_size: 10 is too small"),
 }

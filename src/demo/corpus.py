@@ -13,6 +13,7 @@ import ast
 import importlib.util
 import inspect
 import json
+import multiprocessing
 import os
 import re
 import sysconfig
@@ -112,13 +113,18 @@ def build_corpus(out: Path, packages: Iterable[str] = PACKAGES, required: Iterab
             f"no Python sources of {', '.join(missing)} here: install them, for the corpus is their docstrings"
         )
     summary, seen = CorpusSummary(), set()
-    bar = progress(total=sum(map(len, files.values())), desc="reading docstrings", unit="file")
-    with bar, atomic_writer(out) as lines:
+    paths = [path for sources in files.values() for _, path in sources]
+    bar = progress(total=len(paths), desc="reading docstrings", unit="file")
+    # Reading is for every core; what was said before is for one process to know.
+    with bar, atomic_writer(out) as lines, multiprocessing.get_context("spawn").Pool() as pool:
+        contents = pool.imap(file_paragraphs, paths, chunksize=16)
         for package, sources in files.items():
             size = 0
-            for source, path in sources:
+            for (source, _), paragraphs in zip(sources, contents):
                 bar.update()
-                for text in file_passages(path, seen, summary):
+                summary.skipped_files += paragraphs is None
+                unsaid = filter(None, (without_repeats(sentences, seen) for sentences in paragraphs or ()))
+                for text in merge_passages(unsaid):
                     lines.write(json.dumps({"text": text, "source": source}, ensure_ascii=False) + "\n")
                     summary.documents += 1
                     summary.words += len(text.split())
@@ -159,18 +165,16 @@ def source_files(package: str) -> list[tuple[str, Path]]:
     return sorted(found)
 
 
-def file_passages(path: Path, seen: set[str], summary: CorpusSummary) -> list[str]:
-    """The passages of one source file, of sentences not yet `seen`."""
+def file_paragraphs(path: Path) -> list[list[str]] | None:
+    """The prose of one source file: paragraphs, each a list of sentences. None for what this Python cannot read."""
     try:
         source = path.read_text(encoding="utf-8")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes, in other people's files
             texts = documentation(ast.parse(source))
     except (SyntaxError, ValueError, RecursionError, OSError):
-        summary.skipped_files += 1
-        return []
-    paragraphs = (prose(paragraph, seen) for text in texts for paragraph in split_paragraphs(text))
-    return list(merge_passages(filter(None, paragraphs)))
+        return None
+    return [sentences for text in texts for paragraph in split_paragraphs(text) if (sentences := prose(paragraph))]
 
 
 def documentation(tree: ast.Module) -> list[str]:
@@ -240,17 +244,22 @@ def without_code(text: str) -> Iterator[str]:
             yield line
 
 
-def prose(paragraph: str, seen: set[str]) -> str:
-    """The English sentences of a paragraph that are not yet `seen`, in plain text; they join `seen`."""
+def prose(paragraph: str) -> list[str]:
+    """The English sentences of a paragraph, in plain text."""
     if not re.search(r"[.!?](?!\w)", paragraph):  # a heading, a signature, a line of code
-        return ""
+        return []
     for pattern, replacement in INLINE if MARKUP.search(paragraph) else ():
         paragraph = pattern.sub(replacement, paragraph)
+    return [capitalize(sentence) for sentence in split_sentences(paragraph.strip()) if is_english(sentence)]
+
+
+def without_repeats(sentences: list[str], seen: set[str]) -> str:
+    """The sentences of a paragraph that are not yet `seen`; they join `seen`."""
     kept = []
-    for sentence in split_sentences(paragraph.strip()):
-        if is_english(sentence) and (key := fold(sentence)) not in seen:
+    for sentence in sentences:
+        if (key := fold(sentence)) not in seen:
             seen.add(key)
-            kept.append(capitalize(sentence))
+            kept.append(sentence)
     return " ".join(kept)
 
 

@@ -1,9 +1,10 @@
 """Two labelled tasks made from the demo's corpus, in the file layout of the official GLUE download.
 
 - `WordOrder/`, CoLA's layout: does a sentence stand in its own word order (1), or were some neighbouring words exchanged (0)?
-- `NextSentence/`, RTE's layout: does the second sentence follow the first in the text (entailment, not_entailment)?
+- `Continuation/`, RTE's layout: does the second text follow the first (entailment), or is it out of another file
+  (not_entailment)? The texts are the halves of sentences: what fits is told by grammar and sense where they meet.
 
-A bag of words cannot solve the first, and of the second it sees only how many words the two sentences share.
+A bag of words can solve neither.
 """
 
 import json
@@ -16,7 +17,8 @@ from typing import NamedTuple
 from src.cli import UserError, log
 from src.demo.corpus import atomic_writer, split_sentences
 
-SENTENCE_WORDS = range(6, 31)
+SENTENCE_WORDS = range(6, 31)  # of WordOrder
+HALVED_WORDS = range(8, 41)  # of Continuation, before they are halved
 
 
 class Document(NamedTuple):
@@ -27,7 +29,7 @@ class Document(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two sentences of one source, the second right after the first."""
+    """The halves of a sentence."""
 
     source: str
     first: str
@@ -42,15 +44,13 @@ def write_tasks(
     train_examples: int = 8000,
     dev_examples: int = 1000,
     swaps: int = 2,
-    same_source: bool = False,
     seed: int = 17,
 ) -> None:
-    """Write WordOrder/ and NextSentence/, a train.tsv and a dev.tsv each, below `out`; labels are exactly balanced.
+    """Write WordOrder/ and Continuation/, a train.tsv and a dev.tsv each, below `out`; labels are exactly balanced.
 
     `dev.tsv` is made of the passages for whose text `is_validation` holds, `train.tsv` of the others. No sentence occurs
     twice in a task, in whatever order of its words. `swaps` is the number of exchanges that scramble a sentence (fewer is
-    harder); `same_source` takes the wrong second sentences from the first's own source file (harder). A corpus too small
-    for the sizes asked for is a UserError.
+    harder). A corpus too small for the sizes asked for is a UserError.
     """
     sizes = {"train": train_examples, "dev": dev_examples}
     if odd := [f"{split}_examples={size}" for split, size in sizes.items() if size < 2 or size % 2]:
@@ -58,7 +58,7 @@ def write_tasks(
     documents = read_documents(corpus, is_validation)
     for task, examples, header in (
         ("WordOrder", lambda *given: word_order_examples(*given, swaps), None),
-        ("NextSentence", lambda *given: next_sentence_examples(*given, same_source), "sentence1\tsentence2\tlabel"),
+        ("Continuation", continuation_examples, "sentence1\tsentence2\tlabel"),
     ):
         rng, seen = random.Random(f"{task} {seed}"), set()
         for split, size in sizes.items():
@@ -106,7 +106,7 @@ def word_order_examples(
         for sentence in (sentence for paragraph in paragraphs for sentence in paragraph):
             # Scrambled or not, a sentence must be one that can be: else the kind of sentence would tell the label.
             scrambled = scramble(sentence, swaps, rng)
-            if scrambled and claim([sentence], seen):
+            if scrambled and claim(sentence, SENTENCE_WORDS, seen):
                 yield label, f"{source}\t1\t\t{sentence}" if label else f"{source}\t0\t*\t{scrambled}"
                 label = 1 - label
 
@@ -129,24 +129,19 @@ def scramble(sentence: str, swaps: int, rng: random.Random) -> str | None:
     return " ".join(words) if len(chosen) >= swaps else None
 
 
-def next_sentence_examples(
-    documents: list[Document], seen: set[str], rng: random.Random, same_source: bool
-) -> Iterator[tuple[int, str]]:
+def continuation_examples(documents: list[Document], seen: set[str], rng: random.Random) -> Iterator[tuple[int, str]]:
     """(label, row) in RTE's columns but the index: sentence1, sentence2, label.
 
-    Pairs are taken two by two; every other couple exchanges its second sentences. So the sentences of both labels are of
-    one kind, and each stands in one pair.
+    Sentences are taken two by two, from different sources; every other couple exchanges its second halves. So the halves
+    of both labels are of one kind, and each stands in one pair.
     """
-    pairs = [pair for document in documents for pair in neighbours(document) if claim(pair[1:], seen)]
-    rng.shuffle(pairs)
-    if same_source:
-        pairs.sort(key=lambda pair: pair.source)  # stable: within a source the order stays random
+    halves = [half for document in documents for half in halve(document, seen)]
+    rng.shuffle(halves)
     couples = []
-    while len(pairs) > 1:
-        one, other = pairs.pop(), pairs[-1]
-        if (one.source == other.source) == same_source:
-            couples.append((one, pairs.pop()))
-    rng.shuffle(couples)
+    while len(halves) > 1:
+        one, other = halves.pop(), halves[-1]
+        if one.source != other.source:
+            couples.append((one, halves.pop()))
     for number, (one, other) in enumerate(couples):
         label, name = (1, "entailment") if number % 2 else (0, "not_entailment")
         seconds = (one.second, other.second) if label else (other.second, one.second)
@@ -154,20 +149,19 @@ def next_sentence_examples(
         yield label, f"{other.first}\t{seconds[1]}\t{name}"
 
 
-def neighbours(document: Document) -> Iterator[Pair]:
-    """The sentences of each paragraph, two by two."""
-    for paragraph in document.paragraphs:
-        for first, second in zip(paragraph[::2], paragraph[1::2]):
-            yield Pair(document.source, first, second)
+def halve(document: Document, seen: set[str]) -> Iterator[Pair]:
+    """The halves of each sentence of a passage that is not yet `seen`."""
+    for sentence in (sentence for paragraph in document.paragraphs for sentence in paragraph):
+        if claim(sentence, HALVED_WORDS, seen):
+            words = sentence.split()
+            middle = len(words) // 2
+            yield Pair(document.source, " ".join(words[:middle]), " ".join(words[middle:]))
 
 
-def claim(sentences: Iterable[str], seen: set[str]) -> bool:
-    """Whether the sentences are of a good length and none is `seen`, whatever the order of its words; then they are."""
-    keys = set()
-    for sentence in sentences:
-        if len(sentence.split()) in SENTENCE_WORDS:
-            keys.add(" ".join(sorted(re.findall(r"\w+", sentence.lower()))))
-    if len(keys) < len(tuple(sentences)) or keys & seen:
+def claim(sentence: str, lengths: range, seen: set[str]) -> bool:
+    """Whether a sentence is of a good length and is not `seen`, whatever the order of its words; then it is."""
+    key = " ".join(sorted(re.findall(r"\w+", sentence.lower())))
+    if len(sentence.split()) not in lengths or key in seen:
         return False
-    seen |= keys
+    seen.add(key)
     return True

@@ -19,6 +19,8 @@ class LionConfig(PretrainedConfig):
         hidden_dropout_prob: dropout on embeddings and on what each block adds to the residual stream.
         attention_probs_dropout_prob: dropout on the attention matrix; above 0 it confines training to the full form.
         classifier_dropout: dropout before a classification head; `hidden_dropout_prob` when None.
+        classifier_pooling: what classification of a text reads: "cls", the first token, as BERT does; or "mean", the mean of
+            all tokens, which needs less training where decays keep the first token's view short.
         max_position_embeddings: rows of the position table of lion-lit and softmax. lion-d and lion-s have none and
             read texts of any length.
         type_vocab_size: kinds of segment, 2 for sentence pairs.
@@ -42,6 +44,7 @@ class LionConfig(PretrainedConfig):
         hidden_dropout_prob: float = 0.1,
         attention_probs_dropout_prob: float = 0.1,
         classifier_dropout: float | None = None,
+        classifier_pooling: str = "cls",
         max_position_embeddings: int = 512,
         type_vocab_size: int = 2,
         initializer_range: float = 0.02,
@@ -52,6 +55,8 @@ class LionConfig(PretrainedConfig):
     ):
         if mixer not in MIXERS:
             raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, not {mixer!r}")
+        if classifier_pooling not in ("cls", "mean"):
+            raise ValueError(f"classifier_pooling must be cls or mean, not {classifier_pooling!r}")
         if hidden_size % num_attention_heads:
             raise ValueError(
                 f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_attention_heads}"
@@ -68,6 +73,7 @@ class LionConfig(PretrainedConfig):
         self.hidden_dropout_prob = hidden_dropout_prob
         self.attention_probs_dropout_prob = attention_probs_dropout_prob
         self.classifier_dropout = classifier_dropout
+        self.classifier_pooling = classifier_pooling
         self.max_position_embeddings = max_position_embeddings
         self.type_vocab_size = type_vocab_size
         self.initializer_range = initializer_range

@@ -175,7 +175,7 @@ class LionPreTrainedModel(PreTrainedModel):
 
 
 class LionModel(LionPreTrainedModel):
-    """The encoder: token ids to hidden states. The pooler is what classification reads: the first token, dense, tanh."""
+    """The encoder: token ids to hidden states. The pooler is what classification reads: first token or mean, dense, tanh."""
 
     def __init__(self, config: LionConfig, add_pooling_layer: bool = True):
         super().__init__(config)
@@ -234,11 +234,19 @@ class LionModel(LionPreTrainedModel):
             attentions.append(matrix)
         output = BaseModelOutputWithPooling(
             last_hidden_state=x,
-            pooler_output=None if self.pooler is None else torch.tanh(self.pooler(x[:, 0])),
+            pooler_output=None if self.pooler is None else torch.tanh(self.pooler(self._pooled(x, mask))),
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions else None,
         )
         return output if return_dict else output.to_tuple()
+
+    def _pooled(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The first token, or the mean of the real ones, (B, D)."""
+        if self.config.classifier_pooling == "cls":
+            return x[:, 0]
+        if mask is None:
+            return x.mean(1)
+        return (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 class LionForMaskedLM(LionPreTrainedModel):

@@ -1,0 +1,38 @@
+# make demo, make compare, make test: each works from a fresh clone. VENV=DIR names another environment folder.
+
+VENV  ?= .venv
+MODEL ?= lion-s-tiny
+# Every python3 that is 3.10 to 3.12, which the pinned packages support; PYTHON=... overrides the search.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.10 python3 python; do \
+	command -v $$python >/dev/null 2>&1 && \
+	$$python -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1 && \
+	echo $$python && break; done)
+
+.PHONY: help demo compare test lint clean
+
+help:  ## what there is to make
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+
+demo: $(VENV)/installed  ## text, shards, pretraining, fine-tuning, a Hub folder, filled masks (MODEL=lion-d-tiny: another)
+	$(VENV)/bin/python -m src.demo --model $(MODEL)
+
+compare: $(VENV)/installed  ## the same for LION-LIT, -D, -S and BERT, in one table
+	$(VENV)/bin/python -m src.demo --compare
+
+test: $(VENV)/installed  ## the whole test suite
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/installed  ## ruff, as linter and as formatter
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+clean:  ## remove the environment and everything that demo made
+	rm -rf $(VENV) demo .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp tells that the requirements, as they are now, are installed.
+$(VENV)/installed: requirements.txt
+	@test -n "$(PYTHON)" || { echo "error: no python3 from 3.10 to 3.12 with venv found; install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -r requirements.txt
+	@touch $@

@@ -1,0 +1,254 @@
+"""The whole road at a small size, on real text and without the Hub:  python -m src.demo [--model lion-s-tiny] [--compare]
+
+Docstrings of the installed packages → tokenizer → shards → pretraining → fine-tuning on two tasks, with and without
+pretraining → a Hub folder → filled masks. Every step is a command of this project that a full run uses, and is printed
+before it runs. What is finished is used again; what was interrupted goes on.
+"""
+
+import argparse
+import functools
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from src import cli
+from src.cli import UserError
+from src.convert_dataset import is_validation
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ("lion-lit-tiny", "lion-d-tiny", "lion-s-tiny", "bert-tiny")
+VAL_FRACTION = 0.04  # enough validation text for a thousand examples of each task
+VOCAB_SIZE = 8192
+TRAIN_EXAMPLES = 12_000  # of each task
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m src.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="lion-s-tiny", help="a YAML of yamls/pretrain by its name (default: lion-s-tiny)"
+    )
+    parser.add_argument("--compare", action="store_true", help=f"run {', '.join(MODELS)} and print one table")
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for everything (default: demo)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the pretraining config")
+    arguments = parser.parse_args(argv)
+    known = sorted(path.stem for path in (ROOT / "yamls/pretrain").glob("*-tiny.yaml"))
+    if arguments.model not in known:
+        raise UserError(f"MODEL={arguments.model} is none of {', '.join(known)}")
+    demo = Demo(arguments.out, arguments.overrides)
+    demo.prepare_data()
+    if arguments.compare:
+        for model in MODELS:
+            demo.run_model(model)
+        demo.compare(MODELS)
+    else:
+        demo.run_model(arguments.model)
+        demo.show(arguments.model)
+
+
+class Demo:
+    """The steps of the road, each in its folder below `out`, and the seconds that each took."""
+
+    def __init__(self, out: Path, overrides: list[str]):
+        self.out = out
+        self.overrides = overrides
+        self.corpus, self.tokenizer, self.shards, self.tasks = (
+            out / name for name in ("corpus.jsonl", "tokenizer", "shards", "glue")
+        )
+        self.seconds: dict[str, float] = {}
+
+    def checkpoint(self, model: str) -> Path:
+        return self.out / "runs" / model / "latest-rank0.pt"
+
+    def prepare_data(self) -> None:
+        """Text, tokenizer, shards and labelled tasks."""
+        validation = functools.partial(is_validation, fraction=VAL_FRACTION)
+        if self.begin("text: the docstrings of the installed packages", self.corpus):
+            from src.demo.corpus import build_corpus
+
+            build_corpus(self.corpus)
+        if self.begin("tokenizer", self.tokenizer / "tokenizer.json"):
+            self.command("src/train_tokenizer.py", "--data_files", self.corpus, "--vocab_size", VOCAB_SIZE, "--out", self.tokenizer)  # fmt: skip
+        missing = [split for split in ("train", "val") if not (self.shards / split).exists()]
+        if self.begin("shards", self.shards if not missing else None):
+            self.command("src/convert_dataset.py", "--data_files", self.corpus, "--val_fraction", VAL_FRACTION,
+                         "--splits", *missing, "--out_root", self.shards)  # fmt: skip
+        files = [
+            self.tasks / task / name for task in ("WordOrder", "Continuation") for name in ("train.tsv", "dev.tsv")
+        ]
+        if self.begin("labelled tasks", self.tasks if all(file.exists() for file in files) else None):
+            from src.demo.tasks import write_tasks
+
+            write_tasks(self.corpus, self.tasks, validation, train_examples=TRAIN_EXAMPLES)
+        self.end()
+
+    def run_model(self, model: str) -> None:
+        """Pretrain, fine-tune with and without the pretrained weights, export."""
+        runs = self.out / "runs"
+        self.begin(f"pretraining {model}")
+        self.command("main.py", f"yamls/pretrain/{model}.yaml", f"data_local={self.shards}", f"tokenizer_name={self.tokenizer}",
+                     f"save_folder={runs / model}", *fastest_precision(), *self.overrides)  # fmt: skip
+        for name, choice in (("", ()), ("-from-scratch", ("from_scratch=true",))):
+            self.begin(f"fine-tuning {model}{' without its pretraining' if name else ''}")
+            self.command("glue.py", "yamls/finetune-glue/demo.yaml", f"base_run_name={model}-tasks{name}", f"glue_dir={self.tasks}",
+                         f"starting_checkpoint_load_path={self.checkpoint(model)}", f"save_folder={runs / f'{model}-tasks{name}'}",
+                         *fastest_precision(), *choice)  # fmt: skip
+        hub_folder = self.out / "hub" / model
+        self.begin(f"a Hub folder of {model}")
+        if hub_folder.exists():
+            self.command("src/hub.py", "verify", "--checkpoint", self.checkpoint(model), "--folder", hub_folder)
+        else:
+            self.command("src/hub.py", "export", "--checkpoint", self.checkpoint(model), "--out", hub_folder)
+        self.end()
+
+    def show(self, model: str) -> None:
+        """Fill masks with the Hub folder, and print scores and places."""
+        from src.glue import report
+
+        self.begin("filling masks in sentences of the validation text, most likely words first")
+        # From another folder and without this repository: what any user of the Hub folder has.
+        program = [sys.executable, str(ROOT / "src/demo/fill_masks.py"), str((self.out / "hub" / model).resolve())]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        sentences = masked_sentences(self.corpus, self.tokenizer)
+        if subprocess.run(program + [shown for shown, _ in sentences], cwd=self.out, env=environment).returncode:
+            raise SystemExit(1)
+        print(f"  (hidden were: {', '.join(word for _, word in sentences)})", flush=True)
+        self.end()
+
+        summary, scores, baseline = self.results(model)
+        runs = self.out / "runs"
+        picture = runs / f"{model}-tasks" / "with-and-without-pretraining.png"
+        report.draw([("pretrained", scores), ("without pretraining", baseline)], picture)
+        lines = [["", "baseline", "without pretraining", "pretrained"]]
+        lines.append(["masked accuracy", f"{summary['after']['most_frequent_token']:.2%} (most frequent token)",
+                      f"{summary['before']['masked_accuracy']:.2%}", f"{summary['after']['masked_accuracy']:.2%}"])  # fmt: skip
+        for row, base in zip(scores, baseline):
+            lines.append([f"{row['title']}, {row['metrics'][0]}", f"{100 * row['majority']:.2f} (majority class)",
+                          f"{100 * base['mean']:.2f}", f"{100 * row['mean']:.2f}"])  # fmt: skip
+        print(f"\n{report.markdown(lines)}\n")
+        for name, place in (
+            ("checkpoint", self.checkpoint(model)),
+            ("curves", runs / model / "curves.png"),
+            ("metrics", runs / model / "metrics.jsonl"),
+            ("TensorBoard", f"tensorboard --logdir {runs}"),
+            (
+                "scores",
+                f"{runs / f'{model}-tasks' / 'report.md'}, {runs / f'{model}-tasks-from-scratch' / 'report.md'}",
+            ),
+            ("scores, drawn", picture),
+            ("Hub folder", self.out / "hub" / model),
+        ):
+            print(f"{name:14}{place}")
+        self.print_seconds()
+
+    def compare(self, models: tuple[str, ...]) -> None:
+        """One table and one picture of several models."""
+        from src.glue import report
+        from src.run_log import draw_curves
+
+        results = {model: self.results(model) for model in models}
+        slowest = results["bert-tiny"][0]["seconds"]
+        tasks = [row["title"] for row in results[models[0]][1]]
+        lines = [
+            [
+                "model",
+                "parameters",
+                "masked accuracy",
+                *(f"{task} ({'without pretraining'})" for task in tasks),
+                "training time",
+            ]
+        ]
+        for model, (summary, scores, baseline) in results.items():
+            lines.append([
+                model, f"{summary['parameters']:,}", f"{summary['after']['masked_accuracy']:.2%}",
+                *(f"{100 * row['mean']:.2f} ({100 * base['mean']:.2f})" for row, base in zip(scores, baseline)),
+                f"×{summary['seconds'] / slowest:.2f}",
+            ])  # fmt: skip
+        table = report.markdown(lines)
+        floor = results[models[0]][0]["after"]["most_frequent_token"]
+        majority = ", ".join(f"{row['title']} {100 * row['majority']:.2f}" for row in results[models[0]][1])
+        note = f"Always the most frequent token: {floor:.2%}. Always the majority class: {majority}. Training time against bert-tiny."
+        picture = self.out / "compare.png"
+        draw_curves([(model, self.out / "runs" / model) for model in models], picture)
+        (self.out / "compare.md").write_text(f"{table}\n\n{note}\n")
+        print(f"\n{table}\n\n{note}\n\n{'table':14}{self.out / 'compare.md'}\n{'curves':14}{picture}")
+        self.print_seconds()
+
+    def results(self, model: str) -> tuple[dict, list, list]:
+        """The summary of a pretraining run, and the rows of the reports with and without it."""
+        runs = self.out / "runs"
+        summary = json.loads((runs / model / "summary.json").read_text())
+        reports = (
+            json.loads((runs / f"{model}-tasks{name}" / "report.json").read_text()) for name in ("", "-from-scratch")
+        )
+        return summary, *(found["tasks"] for found in reports)
+
+    def begin(self, title: str, finished: Path | None = None) -> bool:
+        """Announce a step. False if what it makes is there already."""
+        self.end()
+        print(f"\n=== {title}", flush=True)
+        if finished is not None and finished.exists():
+            print(f"{finished} is there already", flush=True)
+            return False
+        self.step, self.started = title, time.monotonic()
+        return True
+
+    def end(self) -> None:
+        if getattr(self, "step", None):
+            self.seconds[self.step.split(":")[0].split(" in sentences")[0]] = time.monotonic() - self.started
+            self.step = None
+
+    def command(self, script: str, *arguments) -> None:
+        """Run a command of this project as a user would, showing it first; stop with it if it fails."""
+        words = [script, *map(str, arguments)]
+        print(f"$ python {' '.join(words)}", flush=True)
+        absolute = [str(ROOT / word) if word.endswith((".py", ".yaml")) else word for word in words]
+        status = subprocess.run([sys.executable, *absolute]).returncode
+        if status:
+            raise SystemExit(status)
+
+    def print_seconds(self) -> None:
+        print("\n" + "\n".join(f"{title:56}{seconds:6.0f} s" for title, seconds in self.seconds.items()))
+        print(f"{'in all':56}{sum(self.seconds.values()):6.0f} s", flush=True)
+
+
+def fastest_precision() -> list[str]:
+    """bfloat16 where the processor multiplies it in hardware: half the time of float32. A GPU chooses it by itself."""
+    import torch
+
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return ["precision=amp_bf16"] if native and not torch.cuda.is_available() else []
+
+
+def masked_sentences(corpus: Path, tokenizer: Path, count: int = 3) -> list[tuple[str, str]]:
+    """Sentences of validation passages with a word of the vocabulary hidden, and the word; chosen by hash, not by eye."""
+    from src.demo.corpus import split_sentences
+
+    vocabulary = set((tokenizer / "vocab.txt").read_text(encoding="utf-8").split("\n"))
+    texts = (json.loads(line)["text"] for line in corpus.read_text(encoding="utf-8").splitlines())
+    passages = sorted(
+        (hashlib.sha256(text.encode()).hexdigest(), text) for text in texts if is_validation(text, VAL_FRACTION)
+    )
+    found = []
+    for digest, text in passages:
+        for sentence in split_sentences(text.split("\n")[0])[:1]:
+            words = sentence.split()
+            plain = [
+                place for place, word in enumerate(words) if re.fullmatch(r"[a-z]{4,}", word) and word in vocabulary
+            ]
+            if 8 <= len(words) <= 18 and plain:
+                place = plain[int(digest, 16) % len(plain)]
+                found.append((" ".join([*words[:place], "[MASK]", *words[place + 1 :]]), words[place]))
+        if len(found) == count:
+            break
+    return found
+
+
+if __name__ == "__main__":
+    cli.run(main)

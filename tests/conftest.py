@@ -1,0 +1,185 @@
+"""What the tests share: a tiny tokenizer, tiny shards, a tiny config, checkpoints of tiny models, and commands as a user runs them.
+
+Set before any library is imported: one thread, and a Hub that refuses at once, so that no test waits for a network.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = tempfile.TemporaryDirectory(prefix="hub-cache-", ignore_cleanup_errors=True)
+for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "PYTHONPATH"):
+    os.environ.pop(name, None)
+os.environ |= {
+    "HF_ENDPOINT": "http://127.0.0.1:9",  # a port where nobody listens
+    "HF_HOME": CACHE.name,
+    "NO_PROXY": "127.0.0.1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+sys.path.insert(0, str(ROOT))
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+WORDS = (
+    "the a one every no old young small red quiet dog cat king ship river child bird house tree song sees "
+    "finds loves hears takes keeps likes follows near under over behind without and but then while today often never here"
+).split()
+LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
+VOCABULARY = (*SPECIAL, *LETTERS, *(f"##{letter}" for letter in LETTERS), *(w for w in WORDS if len(w) > 1), ".", ",")
+TINY_MODEL = {
+    "mixer": "lion-s",
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+MIXERS = ("lion-lit", "lion-d", "lion-s", "softmax")
+
+
+class Result(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def environment(**changes: str) -> dict[str, str]:
+    return {**os.environ, **changes}
+
+
+def run(script: str, *arguments: object, cwd: Path = ROOT, timeout: float = 120, **changes: str) -> Result:
+    """Run a script of the repository, e.g. "src/hub.py", as a user does. `changes` go into its environment."""
+    command = [sys.executable, str(ROOT / script), *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, env=environment(**changes), capture_output=True, text=True, timeout=timeout)
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def assert_one_sentence(result: Result, *words: str) -> None:
+    """The command said in one line what the user gave wrong, with these words in it, and showed no traceback."""
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
+    last = result.stderr.rstrip("\n").splitlines()[-1]
+    assert last.startswith("error: "), result.stderr
+    for word in words:
+        assert word in last, f"{word!r} is not in {last!r}"
+
+
+def sentences(count: int, seed: int = 0) -> list[str]:
+    """Texts of 3 to 40 known words, no two alike."""
+    draw = random.Random(seed)
+    return [f"{' '.join(draw.choices(WORDS, k=draw.randint(3, 40)))} {i}." for i in range(count)]
+
+
+def write_jsonl(path: Path, texts: Sequence[str], column: str = "text") -> Path:
+    path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file of a folder, by its bytes and the time it was written."""
+    return {
+        str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory) -> Path:
+    from transformers import BertTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n")
+    BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=512).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder):
+    from src.builders import build_tokenizer
+
+    return build_tokenizer(str(tokenizer_folder), 64)
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory) -> Path:
+    """A folder with the splits train and val, made of 64 texts."""
+    from src import convert_dataset
+
+    folder = tmp_path_factory.mktemp("shards")
+    data = write_jsonl(folder / "data.jsonl", sentences(64))
+    convert_dataset.main(["--data_files", str(data), "--val_fraction", "0.25", "--out_root", str(folder / "out")])
+    return folder / "out"
+
+
+@pytest.fixture(scope="session")
+def write_config(tokenizer_folder, shards) -> Callable[..., Path]:
+    """write_config(folder, key=value, ...): a tiny pretraining config that saves to folder/run."""
+
+    def write(folder: Path, **changes: Any) -> Path:
+        path = folder / "tiny.yaml"
+        config = {
+            "inherit": str(ROOT / "yamls" / "pretrain" / "recipe.yaml"),
+            "run_name": "tiny",
+            "model": TINY_MODEL,
+            "tokenizer_name": str(tokenizer_folder),
+            "data_local": str(shards),
+            "max_seq_len": 32,
+            "train_loader": {"num_workers": 0},
+            "eval_loader": {"num_workers": 0},
+            "max_duration": "6ba",
+            "global_train_batch_size": 8,
+            "device_train_microbatch_size": 8,
+            "device_eval_batch_size": 8,
+            "eval_interval": "3ba",
+            "save_interval": "3ba",
+            "log_interval": "1ba",
+            "device": "cpu",
+            "save_folder": str(folder / "run"),
+        }
+        path.write_text(yaml.safe_dump({**config, **changes}))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def config_file(tmp_path, write_config) -> Path:
+    return write_config(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def write_checkpoint(tokenizer) -> Callable[..., Path]:
+    """write_checkpoint(path, mixer): an untrained model as the checkpoint that Composer would save of it."""
+    import torch
+
+    from src.composer_models import LionMLM
+    from src.lion import LionConfig
+
+    def write(path: Path, mixer: str = "lion-s", edit: Callable[[dict], None] | None = None) -> Path:
+        torch.manual_seed(MIXERS.index(mixer))
+        settings = {**TINY_MODEL, "mixer": mixer, "vocab_size": -(-len(tokenizer) // 8) * 8, "initializer_range": 0.3}
+        model = LionMLM(LionConfig(**settings), tokenizer)
+        state = {
+            "model": {f"model.{name}": tensor for name, tensor in model.model.state_dict().items()},
+            "integrations": {"huggingface": model.get_metadata()},
+            "timestamp": {"Timestamp": {"batch": 1200, "sample": 9600, "epoch": 3}},
+            "run_name": "tiny",
+        }
+        if edit is not None:
+            edit(state)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"state": state, "rng": []}, path)
+        return path
+
+    return write

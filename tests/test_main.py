@@ -1,0 +1,192 @@
+"""Pretraining as a user runs it: what a run leaves, that it is not done twice, that it survives a kill, what it refuses."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, Result, assert_one_sentence, environment, run, snapshot
+from omegaconf import OmegaConf
+
+import main
+from src.cli import UserError
+from src.config import PretrainConfig, load, to_dict
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def batches(lines: list[dict], of: str) -> list[int]:
+    return [line["batch"] for line in lines if of in line]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, write_config) -> tuple[Path, Path, Result]:
+    """Config file, save_folder and output of a run of 6 steps, where an earlier try was killed before its first checkpoint."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = write_config(folder)
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text('{"batch": 1, "samples": 8, "loss": -1}\n{"batch": 2, "sam')
+    result = run("main.py", config, cwd=folder)
+    assert result.returncode == 0, result.stderr
+    return config, folder / "run", result
+
+
+def test_a_run_leaves_metrics_curves_checkpoints_and_event_files(finished):
+    _, folder, _ = finished
+    lines = metrics(folder)
+    assert batches(lines, "eval") == [0, 3, 6]
+    assert batches(lines, "loss") == [1, 2, 3, 4, 5, 6]
+    assert all(line["loss"] > 0 for line in lines if "loss" in line)
+    for line in lines:
+        if "eval" in line:
+            assert set(line["eval"]) == {f"eval/{name}" for name in ("LanguageCrossEntropy", "MaskedAccuracy", "MostFrequentTokenAccuracy")}  # fmt: skip
+    assert (folder / "curves.png").read_bytes().startswith(PNG)
+    assert [path for path in (folder / "tensorboard").rglob("events.out.tfevents.*") if path.stat().st_size]
+    checkpoint = torch.load(folder / "latest-rank0.pt", weights_only=False)
+    assert checkpoint["state"]["timestamp"]["Timestamp"]["batch"] == 6
+    assert {path.name.split("-")[1] for path in folder.glob("ep*.pt")} == {"ba3", "ba6"}
+    assert OmegaConf.load(folder / "config.yaml").model.mixer == "lion-s"
+
+
+def test_a_run_says_what_it_will_do_and_where_the_result_lies(finished):
+    _, folder, result = finished
+    for words in ("lion-s, 1 layers of 32", "samples in", "for 6ba", str(folder)):
+        assert words in result.stderr
+    for words in ("before", "after", "latest-rank0.pt", "curves.png", "metrics.jsonl"):
+        assert words in result.stdout
+    assert "Warning" not in result.stderr
+
+
+def test_training_changes_every_weight(finished):
+    first, last = (
+        torch.load(next(finished[1].glob(f"ep*-{batch}-rank0.pt")), weights_only=False)["state"]["model"]
+        for batch in ("ba3", "ba6")
+    )
+    assert [name for name in first if torch.equal(first[name], last[name])] == []
+
+
+def test_the_same_command_again_changes_nothing_and_shows_the_result(finished):
+    config, folder, before = finished
+    files = snapshot(folder)
+    result = run("main.py", config)
+    assert result.returncode == 0
+    assert result.stdout == before.stdout
+    assert "finished already" in result.stderr
+    assert snapshot(folder) == files
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.hidden_size=64", ["save_folder", "another model", "another folder"]),
+        ("seed=18", ["save_folder", "another seed"]),
+        ("autoresume=false", ["save_folder", "already holds a run"]),
+        ("max_duratoin=3ba", ["unknown key max_duratoin", "did you mean max_duration?"]),
+    ],
+)
+def test_another_run_is_refused_and_the_finished_one_left_alone(finished, override, words):
+    config, folder, _ = finished
+    files = snapshot(folder)
+    assert_one_sentence(run("main.py", config, override), *words)
+    assert snapshot(folder) == files
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data_local=no/such/shards", ["data_local", "no/such/shards", "does not exist", "convert_dataset.py"]),
+        ("tokenizer_name=nobody/nothing", ["tokenizer_name", "nobody/nothing", "Hub", "give a folder"]),
+    ],
+)
+def test_what_cannot_be_read_is_named_before_anything_is_written(config_file, tmp_path, override, words):
+    assert_one_sentence(run("main.py", config_file, override, cwd=tmp_path), *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_same_end(tmp_path, write_config):
+    config = write_config(tmp_path, max_duration="300ba", save_interval="5ba", eval_interval="50ba", loggers={}, save_num_checkpoints_to_keep=2)  # fmt: skip
+    folder = tmp_path / "run"
+    command = [sys.executable, ROOT / "main.py", config]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 90
+    try:
+        while not list(folder.glob("ep*-ba20-rank0.pt")):
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline, "no checkpoint within 90 s"
+            time.sleep(0.002)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    left = metrics(folder)
+    assert batches(left, "loss")[-1] < 300, "the run was over before it was killed"
+    result = run("main.py", config)
+    assert result.returncode == 0, result.stderr
+    said = [line for line in result.stderr.splitlines() if line.startswith("going on from step ")]
+    assert len(said) == 1
+    step = int(said[0].rsplit(" ", 1)[-1])
+    assert 15 <= step < 300
+    assert step % 5 == 0  # 15 where the kill cut the file of step 20 in half
+    lines = metrics(folder)
+    assert batches(lines, "loss") == list(range(1, 301))
+    assert batches(lines, "eval") == list(range(0, 301, 50))
+    assert [line for line in left if line["batch"] < step] == [line for line in lines if line["batch"] < step]
+    checkpoint = torch.load(folder / "latest-rank0.pt", weights_only=False)
+    assert checkpoint["state"]["timestamp"]["Timestamp"]["batch"] == 300
+
+
+# check_save_folder, in this process
+
+
+@pytest.fixture
+def config(config_file) -> PretrainConfig:
+    return load(PretrainConfig, "main.py", [str(config_file)])
+
+
+def remember(config: PretrainConfig, folder: Path, **changes) -> None:
+    folder.mkdir()
+    OmegaConf.save(OmegaConf.create({**to_dict(config), **changes}), folder / "config.yaml")
+
+
+def test_a_new_an_empty_and_an_own_folder_are_accepted(config, tmp_path):
+    main.check_save_folder(config, tmp_path / "new")
+    (tmp_path / "empty").mkdir()
+    main.check_save_folder(config, tmp_path / "empty")
+    remember(config, tmp_path / "own")
+    main.check_save_folder(config, tmp_path / "own")
+
+
+def test_a_file_is_no_save_folder(config, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        main.check_save_folder(config, tmp_path / "file")
+
+
+@pytest.mark.parametrize("key", ["max_duration", "eval_interval", "save_interval", "device_train_microbatch_size"])
+def test_length_and_habits_of_a_run_may_change_on_the_way(config, tmp_path, key):
+    remember(config, tmp_path / "run", **{key: "something else"})
+    main.check_save_folder(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize("key", ["model", "tokenizer_name", "optimizer", "scheduler", "global_train_batch_size", "seed", "max_seq_len", "mlm_probability"])  # fmt: skip
+def test_what_makes_another_run_is_refused_by_name(config, tmp_path, key):
+    remember(config, tmp_path / "run", **{key: "something else"})
+    with pytest.raises(UserError, match=rf"another {key};"):
+        main.check_save_folder(config, tmp_path / "run")
+
+
+def test_a_finished_run_is_one_with_a_summary_and_the_same_config(config, tmp_path):
+    folder = tmp_path / "run"
+    remember(config, folder)
+    assert not main.is_finished(config, folder)
+    (folder / "summary.json").write_text("{}")
+    assert main.is_finished(config, folder)
+    config.max_duration = "9ba"
+    assert not main.is_finished(config, folder)
