@@ -16,7 +16,7 @@ def main(argv: list[str]) -> None:
     if is_main_process():
         folder = Path(config.save_folder)
         rows = report.write(results, folder, config.base_run_name)
-        print(f"\n{report.table(rows)}\n\n{report.closing(rows)}\n")
+        print("\n" + "\n\n".join(filter(None, (report.table(rows), report.closing(rows)))) + "\n")
         print(f"report       {folder / 'report.md'}, report.json, report.png\npredictions  {folder / 'jobs'}")
 
 

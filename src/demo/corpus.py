@@ -88,7 +88,7 @@ FUNCTION_WORDS = frozenset("""a about after all also an and any are as at be bec
     could do does each either every for from has have he her here his how however i if in into is it its itself may more most
     must no nor not of on one only or other our over same should since so some such than that the their them then there these
     they this those through to under until up upon use used using was we were what when where whether which while who whose
-    will with within without would you your""".split())  # fmt: skip  # noqa: SIM905
+    will with within without would you your""".split())  # fmt: skip
 
 
 @dataclass

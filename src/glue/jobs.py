@@ -76,10 +76,9 @@ def run_jobs(config: FinetuneConfig) -> list[dict[str, Any]]:
             result = run_job(config, name, task, seed, start, *data[task.name], place, device)
             write_whole(place / RESULT_FILE, json.dumps({**result, "settings": settings}, indent=1))
             trained += 1
-            left = (time.monotonic() - begun) / trained * (len(jobs) - number)
-            log.info(
-                f"{name}: {100 * result['score']:.2f} in {result['seconds']:.0f} s; all jobs done in about {left / 60:.0f} min"
-            )
+            minutes = (time.monotonic() - begun) / trained * (len(jobs) - number) / 60
+            left = f", about {minutes:.0f} min left" if number < len(jobs) else ""
+            log.info(f"{name}: {100 * result['score']:.2f} in {result['seconds']:.0f} s{left}")
         else:
             log.info(f"[{number}/{len(jobs)}] {task.title} seed {seed}: {100 * result['score']:.2f}, done earlier")
         results.append(result)

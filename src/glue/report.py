@@ -40,11 +40,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def closing(rows: list[dict[str, Any]]) -> str:
-    """The GLUE average, or what it lacks."""
+    """The GLUE average, or what it lacks; nothing where none of the tasks is GLUE's."""
     average = glue_average(rows)
     if average is not None:
         return f"GLUE average: {100 * average:.2f}"
     there = {row["task"] for row in rows}
+    if not there & GLUE.keys():
+        return ""
     return f"GLUE average: not without {', '.join(GLUE[name].title for name in GLUE if name not in there)}"
 
 
@@ -71,7 +73,7 @@ def write(results: list[Result], folder: Path, name: str) -> list[dict[str, Any]
     """Write report.md, report.json and report.png into a run's folder; returns the rows."""
     rows = summarize(results)
     (folder / "report.json").write_text(json.dumps({"run": name, "tasks": rows, "glue": glue_average(rows)}, indent=1))
-    (folder / "report.md").write_text(f"# {name}\n\n{table(rows)}\n\n{closing(rows)}\n")
+    (folder / "report.md").write_text("\n\n".join(filter(None, (f"# {name}", table(rows), closing(rows)))) + "\n")
     draw([(name, rows)], folder / "report.png")
     return rows
 
