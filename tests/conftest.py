@@ -42,7 +42,7 @@ TINY_MODEL = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "intermediate_size": 64,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 128,
 }
 MIXERS = ("lion-lit", "lion-d", "lion-s", "softmax")
 

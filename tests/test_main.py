@@ -103,10 +103,12 @@ def test_another_run_is_refused_and_the_finished_one_left_alone(finished, overri
     ("override", "words"),
     [
         ("data_local=no/such/shards", ["data_local", "no/such/shards", "does not exist", "convert_dataset.py"]),
+        ("max_duration=soon", ["max_duration", "soon"]),
+        ("load_path=nowhere.pt", ["load_path", "nowhere.pt"]),
         ("tokenizer_name=nobody/nothing", ["tokenizer_name", "nobody/nothing", "Hub", "give a folder"]),
     ],
 )
-def test_what_cannot_be_read_is_named_before_anything_is_written(config_file, tmp_path, override, words):
+def test_what_cannot_be_used_is_named_before_anything_is_written(config_file, tmp_path, override, words):
     assert_one_sentence(run("main.py", config_file, override, cwd=tmp_path), *words)
     assert not (tmp_path / "run").exists()
 

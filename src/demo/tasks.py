@@ -2,7 +2,7 @@
 
 - `WordOrder/`, CoLA's layout: does a sentence stand in its own word order (1), or were some neighbouring words exchanged (0)?
 - `Continuation/`, RTE's layout: does the second text follow the first (entailment), or is it out of another file
-  (not_entailment)? The texts are the halves of sentences: what fits is told by grammar and sense where they meet.
+  (not_entailment)? The texts are the halves of sentences: what fits is told by grammar and sense.
 
 A bag of words can solve neither.
 """
@@ -132,16 +132,18 @@ def scramble(sentence: str, swaps: int, rng: random.Random) -> str | None:
 def continuation_examples(documents: list[Document], seen: set[str], rng: random.Random) -> Iterator[tuple[int, str]]:
     """(label, row) in RTE's columns but the index: sentence1, sentence2, label.
 
-    Sentences are taken two by two, from different sources; every other couple exchanges its second halves. So the halves
-    of both labels are of one kind, and each stands in one pair.
+    Sentences are taken two by two, from different sources and of one length; every other couple exchanges its second
+    halves. So the halves of both labels are of one kind, and each stands in one pair.
     """
     halves = [half for document in documents for half in halve(document, seen)]
     rng.shuffle(halves)
+    halves.sort(key=lambda half: len(f"{half.first} {half.second}".split()))  # stable: else the order stays random
     couples = []
     while len(halves) > 1:
         one, other = halves.pop(), halves[-1]
         if one.source != other.source:
             couples.append((one, halves.pop()))
+    rng.shuffle(couples)
     for number, (one, other) in enumerate(couples):
         label, name = (1, "entailment") if number % 2 else (0, "not_entailment")
         seconds = (one.second, other.second) if label else (other.second, one.second)

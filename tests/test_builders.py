@@ -1,0 +1,254 @@
+"""Config → objects: every name and argument is checked, and a mistake is told with the nearest known name."""
+
+import re
+
+import pytest
+import torch
+from composer import Trainer
+from composer.algorithms import GradientClipping
+from composer.callbacks import LRMonitor, SpeedMonitor
+from composer.loggers import FileLogger
+from composer.optim import (
+    ConstantWithWarmupScheduler,
+    CosineAnnealingWithWarmupScheduler,
+    DecoupledAdamW,
+    LinearWithWarmupScheduler,
+)
+from conftest import TINY_MODEL, VOCABULARY
+from transformers import BertTokenizerFast
+
+from src import builders
+from src.cli import UserError
+from src.lion import LionConfig, LionForMaskedLM
+
+
+@pytest.fixture(scope="module")
+def model() -> LionForMaskedLM:
+    return LionForMaskedLM(LionConfig(**TINY_MODEL, vocab_size=64))
+
+
+def optimizer(model, **changes):
+    return builders.build_optimizer({"name": "decoupled_adamw", "lr": 1e-3, "weight_decay": 0.1, **changes}, model)
+
+
+# Names and arguments
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda m: optimizer(m, name="adamW"), ["optimizer", "'adamW'", "did you mean adamw?"]),
+        (lambda m: optimizer(m, name="lamb9"), ["optimizer", "known are adamw, decoupled_adamw"]),
+        (lambda m: optimizer(m, name=None), ["optimizer", "None"]),
+        (lambda m: optimizer(m, leraning_rate=1), ["unknown key optimizer.leraning_rate"]),
+        (lambda m: optimizer(m, beta=[0.9, 0.98]), ["unknown key optimizer.beta", "did you mean betas?"]),
+        (lambda m: optimizer(m, params=[]), ["unknown key optimizer.params"]),
+        (lambda m: optimizer(m, lr=-1), ["optimizer", "decoupled_adamw", "-1"]),
+        (lambda m: optimizer(m, lr="fast"), ["optimizer", "decoupled_adamw"]),
+        (lambda _: builders.build_scheduler({"name": "linear_decay"}), ["scheduler", "did you mean linear_decay_with_warmup?"]),
+        (lambda _: builders.build_scheduler({"name": "cosine_with_warmup", "t_warmup": "1ba", "alpha": 0}), ["scheduler.alpha", "alpha_f"]),
+        (lambda _: builders.build_scheduler({"name": "cosine_with_warmup"}), ["scheduler", "t_warmup"]),
+        (lambda _: builders.build_scheduler({"name": "cosine_with_warmup", "t_warmup": "soon"}), ["scheduler", "soon"]),
+        (lambda _: builders.build_scheduler({}), ["scheduler", "known are"]),
+        (lambda _: builders.build_algorithms({"gradient_cliping": {}}), ["algorithms", "did you mean gradient_clipping?"]),
+        (lambda _: builders.build_algorithms({"gradient_clipping": {"threshold": 1}}), ["algorithms.gradient_clipping", "threshold"]),
+        (lambda _: builders.build_algorithms({"gradient_clipping": {}}), ["gradient_clipping", "clipping_type"]),
+        (lambda _: builders.build_algorithms({"gradient_clipping": 1.0}), ["gradient_clipping"]),
+        (lambda _: builders.build_callbacks({"speed_monitr": {}}), ["callbacks", "did you mean speed_monitor?"]),
+        (lambda _: builders.build_callbacks({"speed_monitor": {"window": 3}}), ["unknown key callbacks.speed_monitor.window", "window_size"]),
+        (lambda _: builders.build_loggers({"tensorbord": {}}), ["loggers", "did you mean tensorboard?"]),
+    ],
+)  # fmt: skip
+def test_unknown_names_and_arguments_are_told_with_the_nearest_known_one(model, build, words):
+    with pytest.raises(UserError) as error:
+        build(model)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("linear_decay_with_warmup", LinearWithWarmupScheduler),
+        ("cosine_with_warmup", CosineAnnealingWithWarmupScheduler),
+        ("constant_with_warmup", ConstantWithWarmupScheduler),
+    ],
+)
+def test_schedulers_are_built_by_name_with_their_arguments(name, kind):
+    options = {} if name == "constant_with_warmup" else {"alpha_f": 0.02}
+    scheduler = builders.build_scheduler({"name": name, "t_warmup": "0.06dur", **options})
+    assert type(scheduler) is kind
+    assert scheduler.t_warmup == "0.06dur"
+    if options:
+        assert scheduler.alpha_f == 0.02
+
+
+@pytest.mark.parametrize(("name", "kind"), [("decoupled_adamw", DecoupledAdamW), ("adamw", torch.optim.AdamW)])
+def test_optimizers_are_built_over_every_parameter(model, name, kind):
+    built = optimizer(model, name=name, betas=[0.9, 0.98], eps=1e-6)
+    assert type(built) is kind
+    assert len(built.param_groups) == 1
+    group = built.param_groups[0]
+    assert {id(p) for p in group["params"]} == {id(p) for p in model.parameters()}
+    assert (group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"]) == (1e-3, (0.9, 0.98), 1e-6, 0.1)
+
+
+def test_filter_bias_norm_wd_decays_matrices_alone(model):
+    decayed, free = optimizer(model, filter_bias_norm_wd=True).param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert decayed["weight_decay"] == 0.1
+    assert free["weight_decay"] == 0.0
+    assert len(decayed["params"]) + len(free["params"]) == len(names)
+    for group, bare in ((decayed, False), (free, True)):
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            assert (name.endswith("bias") or "norm" in name.lower()) == bare, name
+
+
+def test_a_frozen_parameter_is_not_optimized():
+    model = LionForMaskedLM(LionConfig(**TINY_MODEL, vocab_size=64))
+    model.head.dense.weight.requires_grad_(False)
+    assert all(p is not model.head.dense.weight for p in optimizer(model).param_groups[0]["params"])
+
+
+def test_algorithms_callbacks_and_loggers_are_built_and_false_leaves_one_out(tmp_path):
+    (clipping,) = builders.build_algorithms({"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 0.5}})
+    assert isinstance(clipping, GradientClipping)
+    assert clipping.clipping_threshold == 0.5
+    callbacks = builders.build_callbacks({"speed_monitor": {"window_size": 7}, "lr_monitor": None, "memory_monitor": False})  # fmt: skip
+    assert [type(callback) for callback in callbacks] == [SpeedMonitor, LRMonitor]
+    assert isinstance(builders.build_loggers({"file": {"filename": str(tmp_path / "log")}})[0], FileLogger)
+    assert builders.build_algorithms({}) == builders.build_callbacks({}) == builders.build_loggers({}) == []
+
+
+# Device, precision, batch sizes
+
+
+@pytest.mark.parametrize(("asked", "there", "got"), [(None, True, "gpu"), (None, False, "cpu"), ("cpu", True, "cpu"), ("gpu", True, "gpu")])  # fmt: skip
+def test_the_device_is_the_one_asked_for_or_a_gpu_if_there_is_one(monkeypatch, asked, there, got):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    assert builders.resolve_device(asked) == got
+
+
+@pytest.mark.parametrize(("asked", "words"), [("gpu", "no GPU is there"), ("tpu", "'tpu'")])
+def test_a_device_that_is_not_there_is_refused(monkeypatch, asked, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=f"device: .*{words}"):
+        builders.resolve_device(asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "got"),
+    [(None, "gpu", "amp_bf16"), (None, "cpu", "fp32"), ("fp32", "gpu", "fp32"), ("amp_fp16", "gpu", "amp_fp16"), ("amp_bf16", "cpu", "amp_bf16")],
+)  # fmt: skip
+def test_the_precision_is_the_one_asked_for_or_the_devices_own(asked, device, got):
+    assert builders.resolve_precision(asked, device) == got
+
+
+@pytest.mark.parametrize(("asked", "device"), [("amp_fp16", "cpu"), ("bf16", "gpu"), ("fp8", "gpu")])
+def test_a_precision_that_the_device_has_not_is_refused(asked, device):
+    with pytest.raises(UserError, match=f"precision: '{asked}'.*fp32"):
+        builders.resolve_precision(asked, device)
+
+
+def test_bfloat16_on_a_cpu_computes_in_bfloat16(tokenizer):
+    from src.composer_models import LionMLM
+
+    model = LionMLM(LionConfig(**TINY_MODEL, vocab_size=len(tokenizer)), tokenizer)
+    batch = dict(tokenizer(["the dog"], return_tensors="pt"))
+    assert model(batch).logits.dtype == torch.float32
+    trainer = builders.build_trainer(model, device="cpu", precision="amp_bf16")
+    assert isinstance(trainer, Trainer)
+    assert model(batch).logits.dtype == torch.bfloat16
+    trainer.close()
+
+
+@pytest.mark.parametrize(("batch", "microbatch", "world", "got"), [(64, 64, 1, 64), (64, 8, 4, 16), (64, "auto", 2, 32), (6, 4, 1, 6)])  # fmt: skip
+def test_a_batch_is_divided_among_the_devices(batch, microbatch, world, got):
+    assert builders.check_batch_sizes(batch, microbatch, world) == got
+
+
+@pytest.mark.parametrize(
+    ("batch", "microbatch", "world", "words"),
+    [
+        (10, 2, 4, "global_train_batch_size 10 cannot be divided among 4"),
+        (64, 32, 4, "device_train_microbatch_size 32 must be auto or between 1 and the 16"),
+        (64, 0, 1, "device_train_microbatch_size 0"),
+        (64, 1.5, 1, "device_train_microbatch_size 1.5"),
+        (64, "many", 1, "device_train_microbatch_size many"),
+        (0, "auto", 1, "global_train_batch_size 0"),
+        (-8, "auto", 1, "global_train_batch_size -8"),
+    ],
+)
+def test_batch_sizes_that_cannot_be_are_refused(batch, microbatch, world, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        builders.check_batch_sizes(batch, microbatch, world)
+
+
+# Model and tokenizer
+
+
+def test_the_vocabulary_is_the_tokenizers_rounded_up(tokenizer):
+    config = builders.build_lion_config(TINY_MODEL, tokenizer, 64)
+    assert config.vocab_size == -(-len(tokenizer) // 8) * 8
+    assert config.pad_token_id == tokenizer.pad_token_id
+    assert builders.build_lion_config({**TINY_MODEL, "vocab_size": 1000}, tokenizer, 64).vocab_size == 1000
+
+
+@pytest.mark.parametrize(
+    ("changes", "max_seq_len", "words"),
+    [
+        ({"hiden_size": 64}, 64, ["unknown key model.hiden_size", "did you mean hidden_size?"]),
+        ({"mixer": "lion-x"}, 64, ["model", "lion-x", "lion-lit, lion-d, lion-s, softmax"]),
+        ({"num_attention_heads": 3}, 64, ["model", "hidden_size 32", "num_attention_heads 3"]),
+        ({"vocab_size": 32}, 64, ["model.vocab_size 32", "tokenizer"]),
+        ({"mixer": "softmax"}, 256, ["max_seq_len 256", "max_position_embeddings 128", "softmax"]),
+        ({"mixer": "lion-lit"}, 256, ["max_seq_len 256", "max_position_embeddings 128", "lion-lit"]),
+        ({"attention_form": "chunkwise", "attention_probs_dropout_prob": 0.1}, 64, ["attention_probs_dropout_prob", "chunkwise"]),
+        ({"attention_form": "chunkwse", "attention_probs_dropout_prob": 0.0}, 64, ["attention_form", "chunkwse"]),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_is_refused(tokenizer, changes, max_seq_len, words):
+    with pytest.raises(UserError) as error:
+        builders.build_lion_config({**TINY_MODEL, **changes}, tokenizer, max_seq_len)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("mixer", ["lion-d", "lion-s"])
+def test_a_mixer_with_decay_reads_texts_longer_than_the_position_table(tokenizer, mixer):
+    assert builders.build_lion_config({**TINY_MODEL, "mixer": mixer}, tokenizer, 4096).mixer == mixer
+
+
+def test_a_tokenizer_is_read_from_its_folder(tokenizer_folder):
+    tokenizer = builders.build_tokenizer(str(tokenizer_folder), 40)
+    assert len(tokenizer) == len(VOCABULARY)
+    assert tokenizer.model_max_length == 40
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nobody/nothing", ["nobody/nothing", "no folder here", "Hub"]),  # the Hub refuses, see conftest.py
+        ("bert-base-uncased", ["bert-base-uncased", "Hub"]),
+        ("./nowhere", ["./nowhere", "no such folder"]),
+        ("a/b/c", ["a/b/c"]),
+        ("{empty}", ["holds no tokenizer"]),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_had_is_told_in_one_sentence(tmp_path, name, words):
+    with pytest.raises(UserError) as error:
+        builders.build_tokenizer(name.format(empty=tmp_path), 64)
+    assert str(error.value).startswith("tokenizer_name: ")
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("token", ["mask_token", "pad_token"])
+def test_a_tokenizer_without_mask_or_padding_is_refused(tmp_path, tokenizer_folder, token):
+    tokenizer = BertTokenizerFast(str(tokenizer_folder / "vocab.txt"))
+    setattr(tokenizer, token, None)
+    tokenizer.save_pretrained(tmp_path / "without")
+    with pytest.raises(UserError, match=f"has no {token}"):
+        builders.build_tokenizer(str(tmp_path / "without"), 64)

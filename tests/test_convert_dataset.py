@@ -1,0 +1,282 @@
+"""Texts → shards: every text once and unchanged, splits by the text alone, and nothing half done under a split's name."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import ROOT, assert_one_sentence, environment, run, sentences, snapshot, write_jsonl
+from streaming.base.format.mds import MDSReader
+
+from src import convert_dataset
+from src.cli import UserError
+from src.convert_dataset import SPLITS, is_validation
+
+TEXTS = ["Grüße, 世界 🙂", 'tab\tand "quotes" and \\ backslash', " spaces around ", *sentences(40)]
+
+
+def convert(*arguments: object) -> None:
+    convert_dataset.main([str(argument) for argument in arguments])
+
+
+def read(folder: Path) -> list[str]:
+    """The texts of a split, in order, as they lie in its shards."""
+    index = json.loads((folder / "index.json").read_text())
+    readers = [MDSReader.from_json(str(folder.parent), folder.name, shard) for shard in index["shards"]]
+    for reader in readers:
+        reader.validate(allow_unsafe_types=False)
+    return [reader[i]["text"] for reader in readers for i in range(len(reader))]
+
+
+def write_source(folder: Path, ending: str, texts: list[str], column: str = "text") -> Path:
+    path = folder / f"data{ending}"
+    if ending == ".jsonl":
+        return write_jsonl(path, texts, column)
+    if ending == ".txt":
+        path.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    else:
+        pq.write_table(pa.table({"id": list(range(len(texts))), column: texts}), path, row_group_size=7)
+    return path
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".txt", ".parquet"])
+def test_the_shards_hold_the_source_text_by_text(tmp_path, ending):
+    convert("--data_files", write_source(tmp_path, ending, TEXTS), "--splits", "train", "--out_root", tmp_path / "out")
+    assert read(tmp_path / "out" / "train") == TEXTS
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["train"]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_the_text_may_stand_in_another_column(tmp_path, ending):
+    source = write_source(tmp_path, ending, TEXTS, column="content")
+    convert("--data_files", source, "--text_column", "content", "--splits", "train", "--out_root", tmp_path / "out")
+    assert read(tmp_path / "out" / "train") == TEXTS
+
+
+def test_lines_of_other_systems_and_a_last_one_without_end_are_read(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\r\nthree")
+    convert("--data_files", tmp_path / "a.txt", "--splits", "train", "--out_root", tmp_path / "out")
+    assert read(tmp_path / "out" / "train") == ["one", "two", "three"]
+
+
+def test_several_patterns_and_small_shards(tmp_path):
+    write_jsonl(tmp_path / "b.jsonl", TEXTS[20:])
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:20])
+    (tmp_path / "c.txt").write_text("last one\n")
+    convert("--data_files", tmp_path / "*.jsonl", tmp_path / "c.txt", "--splits", "train", "--out_root", tmp_path / "out", "--size_limit", 2000)  # fmt: skip
+    assert read(tmp_path / "out" / "train") == [*TEXTS, "last one"]
+    assert len(list((tmp_path / "out" / "train").glob("*.mds"))) > 1
+
+
+def test_compressed_shards_are_read_back_by_training(tmp_path, tokenizer):
+    from src.text_data import build_dataset
+
+    convert("--data_files", write_jsonl(tmp_path / "a.jsonl", TEXTS), "--splits", "train", "--out_root", tmp_path / "out", "--compression", "zstd")  # fmt: skip
+    assert list((tmp_path / "out" / "train").glob("*.mds.zstd"))
+    dataset = build_dataset(str(tmp_path / "out"), None, "train", batch_size=1)
+    assert sorted(dataset[i]["text"] for i in range(len(dataset))) == sorted(TEXTS)
+
+
+# Splits
+
+
+def test_val_fraction_parts_the_texts_without_overlap_or_loss_whatever_the_order(tmp_path):
+    shuffled = random.Random(1).sample(TEXTS, len(TEXTS))
+    splits = []
+    for name, parts in (("one", [TEXTS]), ("two", [shuffled[:9], shuffled[9:]])):
+        (tmp_path / name).mkdir()
+        for number, part in enumerate(parts):
+            write_jsonl(tmp_path / name / f"{number}.jsonl", part)
+        convert("--data_files", tmp_path / name / "*.jsonl", "--val_fraction", 0.3, "--out_root", tmp_path / name / "out")  # fmt: skip
+        splits.append([set(read(tmp_path / name / "out" / split)) for split in ("train", "val")])
+    (train, val), other = splits
+    assert not train & val
+    assert train | val == set(TEXTS)
+    assert len(val) > 2
+    assert other == [train, val]
+
+
+@pytest.mark.parametrize("fraction", [0.02, 0.5])
+def test_val_fraction_is_the_share_that_goes_to_val(fraction):
+    texts = [f"text {i}" for i in range(20_000)]
+    assert sum(is_validation(text, fraction) for text in texts) / len(texts) == pytest.approx(fraction, abs=0.01)
+
+
+def test_a_larger_val_fraction_keeps_what_a_smaller_one_chose():
+    small = {text for text in TEXTS if is_validation(text, 0.2)}
+    assert small < {text for text in TEXTS if is_validation(text, 0.8)}
+
+
+def test_a_small_split_holds_the_first_documents_up_to_its_limit(tmp_path, monkeypatch):
+    monkeypatch.setitem(SPLITS, "train_small", ("train", 5))
+    texts = ["", *TEXTS]
+    convert("--data_files", write_jsonl(tmp_path / "a.jsonl", texts), "--splits", "train_small", "--out_root", tmp_path / "out")  # fmt: skip
+    assert read(tmp_path / "out" / "train_small") == TEXTS[:5]
+
+
+def test_the_names_of_splits_and_their_limits():
+    assert SPLITS == {"train": ("train", None), "train_small": ("train", 100_000), "val": ("validation", None), "val_small": ("validation", 10_000)}  # fmt: skip
+
+
+def test_empty_documents_are_left_out_and_counted(tmp_path, caplog):
+    write_jsonl(tmp_path / "a.jsonl", ["one", "", "  \n ", "two", ""])
+    with caplog.at_level("INFO", logger="lion"):
+        convert("--data_files", tmp_path / "a.jsonl", "--splits", "train", "--out_root", tmp_path / "out")
+    assert read(tmp_path / "out" / "train") == ["one", "two"]
+    assert "2 documents, 3 empty ones left out" in caplog.text
+
+
+# A split that is already there
+
+
+def test_an_existing_split_is_refused_before_anything_is_written(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    out = tmp_path / "out"
+    convert("--data_files", source, "--val_fraction", 0.3, "--splits", "val", "--out_root", out)
+    files = snapshot(out)
+    with pytest.raises(UserError, match=r"out/val is already there.*--overwrite"):
+        convert("--data_files", source, "--val_fraction", 0.3, "--splits", "train", "val", "--out_root", out)
+    assert snapshot(out) == files
+
+
+def test_overwrite_replaces_a_split_and_leaves_the_other(tmp_path):
+    out = tmp_path / "out"
+    first, second = write_jsonl(tmp_path / "a.jsonl", TEXTS), write_jsonl(tmp_path / "b.jsonl", ["new one"])
+    convert("--data_files", first, "--val_fraction", 0.3, "--out_root", out, "--size_limit", 2000)
+    val = snapshot(out / "val")
+    convert("--data_files", second, "--splits", "train", "--out_root", out, "--overwrite")
+    assert read(out / "train") == ["new one"]
+    assert {path.name for path in (out / "train").iterdir()} == {"index.json", "shard.00000.mds"}
+    assert snapshot(out / "val") == val
+
+
+def test_a_failed_overwrite_leaves_the_old_split(tmp_path):
+    out = tmp_path / "out"
+    convert("--data_files", write_jsonl(tmp_path / "a.jsonl", TEXTS), "--splits", "train", "--out_root", out)
+    files = snapshot(out / "train")
+    (tmp_path / "b.jsonl").write_text('{"text": "good"}\n{"text"\n')
+    with pytest.raises(UserError, match="line 2"):
+        convert("--data_files", tmp_path / "b.jsonl", "--splits", "train", "--out_root", out, "--overwrite")
+    assert snapshot(out / "train") == files
+
+
+# What cannot be read
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", b'{"text": "one"}\n{"text": "\xff"}\n', ["a.jsonl, line 2", "UTF-8"]),
+        ("a.txt", b"one\ntwo\n\xe9t\xe9\n", ["a.txt, line 3", "UTF-8"]),
+        ("a.jsonl", b'{"text": "one"}\n\n{"text": \n', ["a.jsonl, line 3", "JSON"]),
+        ("a.jsonl", b'{"text": "one"}\n{"body": "two", "id": 3}\n', ["a.jsonl, line 2", "'text'", "body, id", "--text_column"]),
+        ("a.jsonl", b'{"text": 7}\n', ["a.jsonl, line 1", "'text'"]),
+        ("a.jsonl", b'"just a text"\n', ["a.jsonl, line 1", "no object"]),
+        ("a.jsonl", b'{"text": "half of a pair: \\ud83d"}\n', ["a.jsonl, line 1"]),
+        ("a.jsonl", b'{"text": ""}\n\n', ["train", "not one document"]),
+        ("a.txt", b"", ["train", "not one document"]),
+        ("a.parquet", b"PAR1 this is none PAR1", ["a.parquet", "Parquet"]),
+        ("a.parquet", b"", ["a.parquet", "Parquet"]),
+        ("a.csv", b"text\none\n", ["a.csv", ".csv", ".jsonl"]),
+        ("a", b"one\n", ["without an ending"]),
+    ],
+    ids=["jsonl bytes", "txt bytes", "json", "column", "number", "no object", "surrogate", "all empty", "empty file", "parquet", "empty parquet", "ending", "no ending"],
+)  # fmt: skip
+def test_what_cannot_be_read_is_named_by_file_and_line(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as error:
+        convert("--data_files", tmp_path / name, "--splits", "train", "--out_root", tmp_path / "out")
+    for word in words:
+        assert word in str(error.value)
+    assert not (tmp_path / "out" / "train").exists()
+
+
+def test_a_parquet_file_cut_in_its_middle_is_named(tmp_path):
+    """The footer is whole, so the damage shows only when rows are read."""
+    path = write_source(tmp_path, ".parquet", TEXTS)
+    content = bytearray(path.read_bytes())
+    content[4:200] = b"\xff" * 196
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"data\.parquet"):
+        convert("--data_files", path, "--splits", "train", "--out_root", tmp_path / "out")
+
+
+def test_a_parquet_column_of_numbers_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [1, 2, 3]}), path)
+    with pytest.raises(UserError, match=r"a\.parquet"):
+        convert("--data_files", path, "--splits", "train", "--out_root", tmp_path / "out")
+
+
+def test_a_parquet_file_without_the_column_lists_those_it_has(tmp_path):
+    path = write_source(tmp_path, ".parquet", TEXTS, column="content")
+    with pytest.raises(UserError, match=r"data\.parquet: no column 'text' \(there are id, content\)"):
+        convert("--data_files", path, "--splits", "train", "--out_root", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data_files", "nothing-*.jsonl", "--splits", "train"], "nothing matches nothing-*.jsonl"),
+        (["--data_files", "nothing-*.jsonl"], "--val_fraction"),
+        (["--data_files", "a.jsonl", "--val_fraction", "1.5"], "between 0 and 1"),
+        (["--data_files", "a.jsonl", "--val_fraction", "nan"], "between 0 and 1"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        convert(*arguments, "--out_root", "out")
+    assert words in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_is_no_out_root(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    with pytest.raises(UserError, match="is a file"):
+        convert("--data_files", source, "--splits", "train", "--out_root", source)
+
+
+def test_a_silent_hub_is_told_in_one_sentence(tmp_path):
+    result = run("src/convert_dataset.py", "--dataset", "allenai/c4", "--data_subset", "en", "--splits", "val", "--out_root", tmp_path / "out", timeout=60)  # fmt: skip
+    assert_one_sentence(result, "--dataset", "allenai/c4", "validation", "Hub", "--data_files")
+    assert not (tmp_path / "out" / "val").exists()
+
+
+# A kill
+
+
+def test_a_killed_conversion_leaves_no_split_that_looks_finished_and_the_next_one_is_whole(tmp_path):
+    out = tmp_path / "out"
+    pipe = tmp_path / "endless.jsonl"  # fed until the kill
+    os.mkfifo(pipe)
+    command = [sys.executable, ROOT / "src" / "convert_dataset.py", "--data_files", pipe, "--splits", "train", "--out_root", out, "--size_limit", "2000"]  # fmt: skip
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    handle = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    line = (json.dumps({"text": "unfinished " * 20}) + "\n").encode()
+    deadline = time.monotonic() + 60
+    try:
+        while len(list(out.rglob("*.mds"))) < 3:
+            assert process.poll() is None, "the conversion ended by itself"
+            assert time.monotonic() < deadline, "no shard within 60 s"
+            try:
+                os.write(handle, line)
+            except BlockingIOError:
+                time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        os.close(handle)
+    assert not (out / "train").exists()
+    assert not list(out.rglob("index.json"))
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    convert("--data_files", source, "--splits", "train", "--out_root", out)  # without --overwrite
+    assert read(out / "train") == TEXTS
+    assert [path.name for path in out.iterdir()] == ["train"]

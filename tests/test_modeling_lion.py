@@ -1,0 +1,685 @@
+"""The encoder and its heads, for every mixer: BERT where it is BERT, one set of numbers in every form, and what users rely on."""
+
+import math
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+
+from src.lion import (
+    LionConfig,
+    LionForMaskedLM,
+    LionForQuestionAnswering,
+    LionForSequenceClassification,
+    LionForTokenClassification,
+    LionModel,
+)
+from src.lion.configuration_lion import MIXERS
+from src.lion.linear_attention import definition
+from src.published import state_dict_from_published
+
+LINEAR = tuple(mixer for mixer in MIXERS if mixer != "softmax")
+WITH_POSITIONS = ("lion-lit", "softmax")
+WITH_DECAY = ("lion-d", "lion-s")
+MODELS = (
+    LionModel, LionForMaskedLM, LionForSequenceClassification, LionForTokenClassification, LionForQuestionAnswering,
+)  # fmt: skip
+V, D, LAYERS, HEADS, POSITIONS = 96, 32, 2, 4, 40
+SIZES = {
+    "vocab_size": V,
+    "hidden_size": D,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 64,
+    "max_position_embeddings": POSITIONS,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "initializer_range": 0.2,  # ten times the usual, so that every part of a small model counts
+}
+
+
+def build(mixer: str, kind: type = LionForMaskedLM, **changes):
+    torch.manual_seed(0)
+    return kind(LionConfig(**{**SIZES, "mixer": mixer, "chunk_size": 8, **changes})).eval()
+
+
+def texts(batch: int = 3, length: int = 21, padded: bool = False, seed: int = 0) -> dict[str, Tensor]:
+    """Ids (never 0, the padding) and segments; the second text 7 tokens shorter than the rest if padded."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {
+        "input_ids": torch.randint(5, V, (batch, length), generator=generator),
+        "token_type_ids": torch.randint(0, 2, (batch, length), generator=generator),
+    }
+    if padded:
+        inputs["attention_mask"] = torch.ones(batch, length, dtype=torch.long)
+        inputs["attention_mask"][1, -7:] = 0
+        inputs["input_ids"][1, -7:] = 0
+    return inputs
+
+
+def draw_labels(batch: int = 3, length: int = 21, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(5, V, (batch, length), generator=generator)
+    return labels.masked_fill(torch.rand(batch, length, generator=generator) < 0.7, -100)
+
+
+def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert actual.keys() == expected.keys()
+    for name, x in actual.items():
+        torch.testing.assert_close(
+            x, expected[name], atol=tolerance, rtol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def project(x: Tensor) -> Tensor:
+    """A number whose gradient is random: the sum of a LayerNorm's output would have none."""
+    return (x * torch.randn(x.shape, generator=torch.Generator().manual_seed(2))).sum()
+
+
+# The softmax mixer is BERT
+
+
+def bert(kind: type, **changes):
+    config = BertConfig(**{name: SIZES[name] for name in SIZES}, pad_token_id=0, **changes)
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    with torch.no_grad():  # biases and norms that a wrong name mapping would not survive
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_softmax_computes_what_bert_computes(padded):
+    theirs, ours, inputs = bert(BertForMaskedLM), build("softmax"), texts(padded=padded)
+    ours.load_state_dict(state_dict_from_published(theirs.state_dict(), ours.config))
+    labels = draw_labels()
+    with torch.no_grad():
+        expected = theirs(**inputs, labels=labels, output_hidden_states=True)
+        actual = ours(**inputs, labels=labels, output_hidden_states=True)
+    real = inputs.get("attention_mask", torch.ones(3, 21)).bool()
+    assert len(actual.hidden_states) == len(expected.hidden_states)
+    for x, y in zip(actual.hidden_states, expected.hidden_states):
+        torch.testing.assert_close(x[real], y[real], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual.logits[real], expected.logits[real], atol=1e-4, rtol=1e-4)
+    if not padded:
+        torch.testing.assert_close(actual.loss, expected.loss, atol=1e-5, rtol=1e-5)
+
+
+def test_softmax_classifies_as_bert_classifies():
+    theirs = bert(BertForSequenceClassification, num_labels=3)
+    ours, inputs = build("softmax", LionForSequenceClassification, num_labels=3), texts(padded=True)
+    ours.load_state_dict(state_dict_from_published(theirs.state_dict(), ours.config))
+    labels = torch.tensor([0, 2, 1])
+    actual, expected = ours(**inputs, labels=labels), theirs(**inputs, labels=labels)
+    torch.testing.assert_close(actual.logits, expected.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual.loss, expected.loss, atol=1e-5, rtol=1e-5)
+
+
+# What a model is made of
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_each_mixer_has_its_own_parameters_and_no_other(mixer):
+    shapes = {name: tuple(parameter.shape) for name, parameter in build(mixer).named_parameters()}
+    assert ("lion.embeddings.position_embeddings.weight" in shapes) == (mixer in WITH_POSITIONS)
+    own = {
+        "lion-lit": {"norm.weight": (D,), "norm.bias": (D,)},
+        "lion-d": {"decay": (HEADS,)},
+        "lion-s": {"decay.weight": (HEADS, D), "decay.bias": (HEADS,)},
+        "softmax": {},
+    }[mixer]
+    common = {"qkv.weight": (3 * D, D), "qkv.bias": (3 * D,), "out.weight": (D, D), "out.bias": (D,)}
+    for layer in range(LAYERS):
+        prefix = f"lion.layers.{layer}.attention."
+        assert {name.removeprefix(prefix): s for name, s in shapes.items() if name.startswith(prefix)} == common | own
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_every_norm_has_berts_epsilon_but_lion_lits_own(mixer):
+    norms = {name: m.eps for name, m in build(mixer).named_modules() if isinstance(m, torch.nn.LayerNorm)}
+    lits = {f"lion.layers.{layer}.attention.norm" for layer in range(LAYERS)} if mixer == "lion-lit" else set()
+    assert lits <= norms.keys()
+    assert {name: 1e-5 if name in lits else 1e-12 for name in norms} == norms
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_initial_weights_are_drawn_as_the_paper_says(mixer):
+    model = build(mixer, hidden_size=64, num_attention_heads=64, num_hidden_layers=4, initializer_range=0.02)
+    for name, parameter in model.named_parameters():
+        if name.endswith("attention.decay"):
+            continue
+        if parameter.ndim == 2:
+            assert abs(parameter.mean()) < 5 * 0.02 * parameter.numel() ** -0.5, name
+            assert abs(parameter.std() - 0.02) < 5 * 0.02 * (2 * parameter.numel()) ** -0.5, name
+        else:
+            is_norm_weight = "norm" in name.lower() and name.endswith("weight")
+            assert torch.equal(parameter, torch.full_like(parameter, float(is_norm_weight))), name
+    assert not model.lion.embeddings.word_embeddings.weight[0].any()
+    if mixer == "lion-d":
+        decays = torch.cat([layer.attention.decay for layer in model.lion.layers])  # 256 of N(0, 1)
+        assert abs(decays.mean()) < 0.3 and abs(decays.std() - 1) < 0.2
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_the_loss_of_an_untrained_model_is_that_of_a_guess(mixer):
+    model = build(
+        mixer, vocab_size=2048, hidden_size=128, intermediate_size=512, max_position_embeddings=64,
+        initializer_range=0.02,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    losses = []
+    with torch.no_grad():
+        for _ in range(4):
+            ids, labels = (torch.randint(5, 2048, (4, 64), generator=generator) for _ in range(2))
+            losses.append(model(ids, labels=labels).loss)
+    assert sum(losses) / 4 == pytest.approx(math.log(2048), rel=0.02)
+
+
+def test_what_a_configuration_cannot_mean_is_refused():
+    with pytest.raises(ValueError, match=r"mixer.*lion-lit, lion-d, lion-s, softmax.*mamba"):
+        LionConfig(mixer="mamba")
+    with pytest.raises(ValueError, match=r"classifier_pooling.*max"):
+        LionConfig(classifier_pooling="max")
+    with pytest.raises(ValueError, match=r"100.*12"):
+        LionConfig(hidden_size=100, num_attention_heads=12)
+
+
+# What a mixer computes
+
+
+@pytest.mark.parametrize("mixer", LINEAR)
+def test_attention_is_the_definition_with_the_mixers_decay(mixer):
+    model, inputs = build(mixer, LionModel), texts(padded=True)
+    with torch.no_grad():
+        for layer in model.layers:
+            if mixer in WITH_DECAY:  # values of their own, so that a wrong sign shows
+                bias = layer.attention.decay if mixer == "lion-d" else layer.attention.decay.bias
+                bias.copy_(torch.linspace(-2, 1, HEADS))
+        output = model(**inputs, output_hidden_states=True, output_attentions=True)
+        for layer, x, matrix in zip(model.layers, output.hidden_states, output.attentions):
+            part = layer.attention
+            q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2).double() for y in part.qkv(x).chunk(3, -1))
+            log_decay = None
+            if mixer == "lion-d":
+                log_decay = torch.sigmoid(part.decay.double()).log()
+            elif mixer == "lion-s":
+                log_decay = (1 - torch.sigmoid(part.decay(x).double())).log().transpose(1, 2)
+            mask = inputs["attention_mask"].bool()
+            y = definition(q, k, v, log_decay, mask=mask)
+            torch.testing.assert_close(matrix.double() @ v, y, atol=1e-4, rtol=1e-4)
+            y = y.transpose(1, 2).flatten(2).float()
+            if mixer == "lion-lit":
+                y = F.layer_norm(y, (D,), part.norm.weight, part.norm.bias, 1e-5)
+            x = layer.attention_norm(x + part.out(y))
+            expected = layer.mlp_norm(x + layer.mlp_out(F.gelu(layer.mlp_in(x))))
+            actual = output.hidden_states[1 + list(model.layers).index(layer)]
+            torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("form", ["recurrent", "chunkwise", "auto"])
+@pytest.mark.parametrize("mixer", LINEAR)
+def test_every_form_gives_the_same_logits_and_gradients(mixer, form, padded):
+    model, inputs, labels = build(mixer), texts(padded=padded), draw_labels()
+    if padded:
+        labels[1, -7:] = -100
+    expected = model(**inputs, labels=labels, attention_form="full")
+    actual = model(**inputs, labels=labels, attention_form=form)
+    torch.testing.assert_close(actual.logits, expected.logits, atol=1e-4, rtol=1e-4)
+    assert_same(gradients(model, actual.loss), gradients(model, expected.loss), 1e-4)
+    configured = build(mixer, attention_form=form)
+    configured.load_state_dict(model.state_dict())
+    assert torch.equal(configured(**inputs).logits, actual.logits)
+
+
+@pytest.mark.parametrize("mixer", LINEAR)
+def test_an_unknown_form_is_refused(mixer):
+    with pytest.raises(ValueError, match=r"form.*full.*quadratic"):
+        build(mixer)(**texts(), attention_form="quadratic")
+
+
+@pytest.mark.parametrize("form", ["recurrent", "chunkwise"])
+@pytest.mark.parametrize("mixer", LINEAR)
+def test_attention_dropout_confines_training_alone_to_the_full_form(mixer, form):
+    model, inputs = build(mixer, attention_probs_dropout_prob=0.1, attention_form=form), texts()
+    logits = model(**inputs).logits
+    torch.testing.assert_close(logits, build(mixer, attention_form="full")(**inputs).logits, atol=1e-4, rtol=1e-4)
+    model.train()
+    with pytest.raises(ValueError, match="dropout"):
+        model(**inputs)
+    model(**inputs, attention_form="full")
+
+
+@pytest.mark.parametrize("which", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_dropout_acts_in_training_alone(mixer, which):
+    model, inputs = build(mixer, LionModel, **{which: 0.3}), texts()
+    with torch.no_grad():
+        assert torch.equal(model(**inputs)[0], model(**inputs)[0])
+        model.train()
+        assert not torch.allclose(model(**inputs)[0], model(**inputs)[0])
+
+
+# Masks, padding, lengths
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_mask_may_be_numbers_or_truth_values_and_none_means_all_real(mixer):
+    model, inputs = build(mixer, LionModel), texts(padded=True)
+    mask = inputs.pop("attention_mask")
+    expected = model(**inputs, attention_mask=mask)[0]
+    for other in (mask.bool(), mask.float(), mask.to(torch.int32)):
+        assert torch.equal(model(**inputs, attention_mask=other)[0], expected)
+    without = model(**inputs)[0]
+    torch.testing.assert_close(model(**inputs, attention_mask=torch.ones_like(mask))[0], without, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(without[1], expected[1], atol=1e-3)
+
+
+@pytest.mark.parametrize("form", ["full", "recurrent", "chunkwise"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_padded_text_gives_what_the_text_alone_gives(mixer, side, form):
+    model = build(mixer)
+    ids = texts(batch=2, length=13)["input_ids"]
+    alone = model(ids, attention_form=form).logits
+    for padding in (1, 6, 27):
+        pad = (padding, 0) if side == "left" else (0, padding)
+        mask = F.pad(torch.ones_like(ids), pad)
+        # Texts that are padded on the left start counting at their first token; decays need no counting.
+        positions = (mask.cumsum(-1) - 1).clamp(min=0) if mixer in WITH_POSITIONS and side == "left" else None
+        logits = model(F.pad(ids, pad), mask, position_ids=positions, attention_form=form).logits
+        torch.testing.assert_close(logits[mask.bool()], alone.flatten(0, 1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_batch_gives_what_its_texts_give_one_by_one(mixer):
+    model, inputs = build(mixer), texts(padded=True)
+    together = model(**inputs).logits
+    for row in range(3):
+        one = model(**{name: tensor[row : row + 1] for name, tensor in inputs.items()}).logits
+        torch.testing.assert_close(one[0], together[row], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mixer", WITH_DECAY)
+def test_decays_read_texts_longer_than_the_configured_positions(mixer):
+    model, ids = build(mixer), texts(length=3 * POSITIONS)["input_ids"]
+    logits = model(ids).logits
+    assert logits.shape == (3, 3 * POSITIONS, V) and logits.isfinite().all()
+    torch.testing.assert_close(model(ids, attention_form="chunkwise").logits, logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mixer", WITH_POSITIONS)
+def test_a_text_longer_than_the_position_table_is_refused(mixer):
+    model = build(mixer)
+    assert model(texts(length=POSITIONS)["input_ids"]).logits.shape[1] == POSITIONS
+    with pytest.raises(ValueError, match=rf"{POSITIONS + 1} tokens.*{mixer}.*{POSITIONS} positions.*max_position"):
+        model(texts(length=POSITIONS + 1)["input_ids"])
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_every_mixer_tells_the_order_of_the_tokens(mixer):
+    model, ids = build(mixer, LionModel), texts()["input_ids"]
+    order = torch.randperm(21, generator=torch.Generator().manual_seed(5))
+    moved = model(ids[:, order])[0]
+    assert not torch.allclose(moved, model(ids)[0][:, order], atol=1e-3)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_decays_tell_how_far_tokens_are_apart_but_not_which_comes_first(mixer):
+    model, ids = build(mixer, LionModel), texts()["input_ids"]
+    backwards = torch.allclose(model(ids.flip(1))[0].flip(1), model(ids)[0], atol=1e-4)
+    assert backwards == (mixer in WITH_DECAY)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_segments_are_the_first_unless_given(mixer):
+    model, inputs = build(mixer, LionModel), texts()
+    segments = inputs.pop("token_type_ids")
+    expected = model(**inputs)[0]
+    torch.testing.assert_close(
+        model(**inputs, token_type_ids=torch.zeros_like(segments))[0], expected, atol=1e-5, rtol=1e-5
+    )
+    assert not torch.allclose(model(**inputs, token_type_ids=segments)[0], expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_embeddings_may_be_given_in_place_of_ids(mixer, kind):
+    model, inputs = build(mixer, kind), texts(padded=True)
+    expected = model(**inputs)[0]
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+    assert torch.equal(model(**inputs, inputs_embeds=embeds)[0], expected)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_ids_and_embeddings_are_either_or(kind):
+    model, ids = build("lion-s", kind), texts()["input_ids"]
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model(ids, inputs_embeds=torch.zeros(*ids.shape, D))
+
+
+# What a call returns
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_hidden_states_are_those_of_the_embeddings_and_of_every_layer(mixer, kind):
+    model, inputs = build(mixer, kind), texts(padded=True)
+    assert model(**inputs).hidden_states is None
+    states = model(**inputs, output_hidden_states=True).hidden_states
+    encoder = model if kind is LionModel else model.lion
+    assert len(states) == LAYERS + 1
+    torch.testing.assert_close(states[0], encoder.embeddings(inputs["input_ids"], None, inputs["token_type_ids"], None))
+    assert torch.equal(states[-1], encoder(**inputs).last_hidden_state)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_attentions_are_a_matrix_a_layer_without_weight_on_padding(mixer, kind):
+    model, inputs = build(mixer, kind), texts(padded=True)
+    plain, output = model(**inputs), model(**inputs, output_attentions=True)
+    assert plain.attentions is None
+    torch.testing.assert_close(output[0], plain[0])
+    assert [tuple(matrix.shape) for matrix in output.attentions] == [(3, HEADS, 21, 21)] * LAYERS
+    for matrix in output.attentions:
+        assert not matrix[1, ..., -7:].any() and matrix[1, ..., :-7].any() and matrix[0, ..., -7:].any()
+        if mixer == "softmax":
+            torch.testing.assert_close(matrix.sum(-1), torch.ones(3, HEADS, 21))
+
+
+@pytest.mark.parametrize("form", ["recurrent", "chunkwise"])
+@pytest.mark.parametrize("mixer", LINEAR)
+def test_attentions_are_refused_by_forms_without_a_matrix(mixer, form):
+    with pytest.raises(ValueError, match=rf"{form}.*full"):
+        build(mixer)(**texts(), output_attentions=True, attention_form=form)
+    with pytest.raises(ValueError, match=rf"{form}.*full"):
+        build(mixer, attention_form=form)(**texts(), output_attentions=True)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_tuple_holds_what_the_named_output_holds_in_its_order(mixer, kind):
+    model, options = build(mixer, kind), {"output_hidden_states": True, "output_attentions": True, **texts()}
+    if kind is LionForQuestionAnswering:
+        options |= {"start_positions": torch.tensor([0, 1, 2]), "end_positions": torch.tensor([3, 4, 5])}
+    elif kind is LionForSequenceClassification:
+        options["labels"] = torch.tensor([0, 1, 0])
+    elif kind is LionForTokenClassification:
+        options["labels"] = torch.ones(3, 21, dtype=torch.long)
+    elif kind is LionForMaskedLM:
+        options["labels"] = draw_labels()
+    named, plain = model(**options), model(**options, return_dict=False)
+    assert type(plain) is tuple and len(plain) == len(named.to_tuple())
+    for x, y in zip(plain, named.to_tuple()):
+        for a, b in zip(x if isinstance(x, tuple) else [x], y if isinstance(y, tuple) else [y]):
+            torch.testing.assert_close(a, b)
+
+
+def test_an_encoder_without_pooler_returns_none_for_it():
+    torch.manual_seed(0)
+    model = LionModel(LionConfig(**SIZES), add_pooling_layer=False).eval()
+    assert model(**texts()).pooler_output is None
+    assert not [name for name, _ in model.named_parameters() if "pooler" in name]
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_the_pooler_reads_the_first_token_or_the_mean_of_the_real_ones(mixer):
+    inputs = texts(padded=True)
+    for pooling in ("cls", "mean"):
+        model = build(mixer, LionModel, classifier_pooling=pooling)
+        output = model(**inputs)
+        for row, length in enumerate((21, 14, 21)):
+            real = output.last_hidden_state[row, :length]
+            expected = torch.tanh(model.pooler(real[0] if pooling == "cls" else real.mean(0)))
+            torch.testing.assert_close(output.pooler_output[row], expected, atol=1e-5, rtol=1e-5)
+        unmasked = model(inputs["input_ids"])
+        real = unmasked.last_hidden_state
+        expected = torch.tanh(model.pooler(real[:, 0] if pooling == "cls" else real.mean(1)))
+        torch.testing.assert_close(unmasked.pooler_output, expected, atol=1e-5, rtol=1e-5)
+
+
+# Saving, loading, resizing
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_saved_model_comes_back_the_same(mixer, tmp_path):
+    model, inputs = build(mixer), texts(padded=True)
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        stored = set(file.keys())
+    assert "lion.embeddings.word_embeddings.weight" in stored
+    assert "head.decoder.weight" not in stored  # it is the former once more
+    back, info = LionForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert back.head.decoder.weight is back.lion.embeddings.word_embeddings.weight
+    assert back.config.mixer == mixer and back.config.chunk_size == 8
+    assert_same(dict(back.state_dict()), dict(model.state_dict()), 0)
+    assert torch.equal(back.eval()(**inputs).logits, model(**inputs).logits)
+
+
+@pytest.mark.parametrize("kind", [LionModel, *MODELS[2:]])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_pretrained_encoder_enters_a_task_model_whose_head_is_new(mixer, kind, tmp_path):
+    pretrained = build(mixer)
+    pretrained.save_pretrained(tmp_path)
+    torch.manual_seed(1)
+    model = kind.from_pretrained(tmp_path, **({"num_labels": 5} if kind in MODELS[2:4] else {})).eval()
+    encoder = model if kind is LionModel else model.lion
+    kept = {name: tensor for name, tensor in encoder.state_dict().items() if not name.startswith("pooler")}
+    assert_same(kept, dict(pretrained.lion.state_dict()), 0)
+    for name, parameter in model.named_parameters():
+        if name.startswith(("pooler", "lion.pooler", "classifier", "qa_outputs")):
+            if name.endswith("bias"):
+                assert not parameter.any()
+            else:
+                assert 0.1 < parameter.std() < 0.3
+    if kind in MODELS[2:4]:
+        assert model.classifier.out_features == 5
+
+
+@pytest.mark.parametrize("size", [V + 8, V - 16])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_the_vocabulary_can_be_resized(mixer, size, tmp_path):
+    model = build(mixer)
+    ids = texts()["input_ids"].clamp(max=V - 17)
+    before = model(ids).logits
+    model.resize_token_embeddings(size)
+    logits = model(ids).logits
+    assert model.config.vocab_size == size and logits.shape == (3, 21, size)
+    assert model.head.decoder.weight is model.get_input_embeddings().weight
+    both = min(size, V)
+    torch.testing.assert_close(logits[..., :both], before[..., :both], atol=1e-5, rtol=1e-5)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(LionForMaskedLM.from_pretrained(tmp_path).eval()(ids).logits, logits)
+
+
+# Training
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_training_computes_logits_at_labelled_positions_alone(mixer):
+    model, inputs, labels = build(mixer), texts(padded=True), draw_labels()
+    labels[1, -7:] = -100
+    labelled = labels != -100
+    expected = model(**inputs, labels=labels)
+    assert expected.logits.shape == (3, 21, V)
+    expected_gradients = gradients(model, expected.loss)
+    model.train()
+    actual = model(**inputs, labels=labels)
+    assert actual.logits.shape == (int(labelled.sum()), V)
+    torch.testing.assert_close(actual.logits, expected.logits[labelled], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual.loss, expected.loss, atol=1e-6, rtol=1e-6)
+    assert_same(gradients(model, actual.loss), expected_gradients)
+    assert model(**inputs).logits.shape == (3, 21, V)  # nothing labelled because nothing is asked
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_the_loss_is_the_mean_over_labelled_positions(mixer):
+    model, inputs, labels = build(mixer), texts(), draw_labels()
+    output = model(**inputs, labels=labels)
+    chosen = output.logits.log_softmax(-1)[labels != -100]
+    expected = -chosen.gather(1, labels[labels != -100][:, None]).mean()
+    torch.testing.assert_close(output.loss, expected)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_batch_without_labelled_positions_has_loss_0(mixer, training):
+    model = build(mixer).train(training)
+    loss = model(**texts(), labels=torch.full((3, 21), -100)).loss
+    assert loss == 0
+    assert all(gradient.isfinite().all() and not gradient.any() for gradient in gradients(model, loss).values())
+
+
+def task(kind: str):
+    """A task's model and what goes with its inputs."""
+    labels = torch.Generator().manual_seed(4)
+    if kind == "classes":
+        return LionForSequenceClassification, {"num_labels": 3}, {"labels": torch.tensor([0, 2, 1])}
+    if kind == "regression":
+        return LionForSequenceClassification, {"num_labels": 1}, {"labels": torch.tensor([0.0, 2.5, -1.0])}
+    if kind == "several classes":
+        several = {"num_labels": 3, "problem_type": "multi_label_classification"}
+        return LionForSequenceClassification, several, {"labels": torch.tensor([[0, 1, 1], [1, 0, 0], [0, 0, 0]])}
+    if kind == "tokens":
+        each = torch.randint(0, 3, (3, 21), generator=labels)
+        return LionForTokenClassification, {"num_labels": 3}, {"labels": each.index_fill(1, torch.tensor([0, 5]), -100)}
+    spans = {"start_positions": torch.tensor([0, 3, 20]), "end_positions": torch.tensor([2, 3, 20])}
+    return LionForQuestionAnswering, {}, spans
+
+
+def loss_by_hand(kind: str, output, labels: dict[str, Tensor]) -> Tensor:
+    if kind == "question":
+        start, end = output.start_logits.log_softmax(-1), output.end_logits.log_softmax(-1)
+        rows = torch.arange(3)
+        return -(start[rows, labels["start_positions"]] + end[rows, labels["end_positions"]]).mean() / 2
+    logits, labels = output.logits, labels["labels"]
+    if kind == "regression":
+        return ((logits[:, 0] - labels) ** 2).mean()
+    if kind == "several classes":
+        return -torch.where(labels.bool(), logits.sigmoid().log(), (1 - logits.sigmoid()).log()).mean()
+    if kind == "tokens":
+        logits, labels = logits[labels != -100], labels[labels != -100]
+    return -logits.log_softmax(-1)[torch.arange(len(labels)), labels].mean()
+
+
+TASKS = ("classes", "regression", "several classes", "tokens", "question")
+
+
+@pytest.mark.parametrize("kind", TASKS)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_every_head_has_its_loss_and_teaches_every_parameter(mixer, kind):
+    model_class, settings, labels = task(kind)
+    model, inputs = build(mixer, model_class, **settings), texts()
+    output = model(**inputs, **labels)
+    torch.testing.assert_close(output.loss, loss_by_hand(kind, output, labels), atol=1e-5, rtol=1e-5)
+    assert model(**inputs).loss is None
+    received = gradients(model, output.loss)
+    for name, _ in model.named_parameters():
+        assert name in received and received[name].isfinite().all() and received[name].any(), name
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_regression_takes_labels_as_a_column_too(mixer):
+    model, labels = build(mixer, LionForSequenceClassification, num_labels=1), torch.tensor([0.0, 2.5, -1.0])
+    assert model(**texts(), labels=labels[:, None]).loss == model(**texts(), labels=labels).loss
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_masked_language_modelling_teaches_every_parameter(mixer):
+    model = build(mixer).train()
+    received = gradients(model, model(**texts(), labels=draw_labels()).loss)
+    for name, _ in model.named_parameters():
+        assert name in received and received[name].isfinite().all() and received[name].any(), name
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_hidden_states_and_pooler_teach_every_parameter_of_the_encoder(mixer):
+    model = build(mixer, LionModel)
+    output = model(**texts())
+    received = gradients(model, project(output.last_hidden_state) + project(output.pooler_output))
+    for name, _ in model.named_parameters():
+        assert name in received and received[name].isfinite().all() and received[name].any(), name
+
+
+@pytest.mark.parametrize("outside", [21, 25, 1000, -1, -100])
+def test_an_answer_outside_the_text_does_not_count(outside):
+    model, inputs = build("lion-s", LionForQuestionAnswering), texts()
+    start, end = torch.tensor([4, outside, 6]), torch.tensor([9, 20, outside])
+    output = model(**inputs, start_positions=start, end_positions=end)
+    starts, ends = output.start_logits.log_softmax(-1), output.end_logits.log_softmax(-1)
+    expected = -((starts[0, 4] + starts[2, 6]) / 2 + (ends[0, 9] + ends[1, 20]) / 2) / 2
+    torch.testing.assert_close(output.loss, expected, atol=1e-5, rtol=1e-5)
+    assert start.tolist() == [4, outside, 6]
+
+
+def test_a_batch_whose_answers_are_all_outside_the_text_has_loss_0():
+    model, outside = build("lion-s", LionForQuestionAnswering), torch.tensor([21, 30, 99])
+    loss = model(**texts(), start_positions=outside, end_positions=outside).loss
+    assert loss == 0
+    assert not any(gradient.any() for gradient in gradients(model, loss).values())
+
+
+def test_a_batch_whose_tokens_are_all_unlabelled_has_loss_0():
+    model = build("lion-s", LionForTokenClassification, num_labels=3)
+    loss = model(**texts(), labels=torch.full((3, 21), -100)).loss
+    assert loss == 0
+    assert not any(gradient.any() for gradient in gradients(model, loss).values())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("form", ["full", "chunkwise"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(mixer, form, reentrant):
+    model, inputs, labels = build(mixer, attention_form=form).train(), texts(padded=True), draw_labels()
+    calls = []
+    for layer in model.lion.layers:
+        layer.attention.register_forward_hook(lambda *_: calls.append(1))
+    expected = gradients(model, model(**inputs, labels=labels).loss)
+    assert len(calls) == LAYERS
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    actual = gradients(model, model(**inputs, labels=labels).loss)
+    assert len(calls) == 3 * LAYERS
+    assert_same(actual, expected)
+
+
+# Precision
+
+
+@pytest.mark.parametrize("form", ["full", "recurrent", "chunkwise"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_bfloat16_model_gives_nearly_what_the_float32_model_gives(mixer, form):
+    model, inputs = build(mixer, initializer_range=0.05), texts(padded=True)
+    labels = draw_labels()
+    with torch.no_grad():
+        expected = model(**inputs, labels=labels)
+        actual = model.bfloat16()(**inputs, labels=labels, attention_form=form)
+    assert actual.logits.dtype == torch.bfloat16 and actual.loss.dtype == torch.float32
+    assert (actual.logits.float() - expected.logits).norm() / expected.logits.norm() < 0.05
+    torch.testing.assert_close(actual.loss, expected.loss, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("form", ["full", "chunkwise"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_mixed_precision_gives_nearly_the_gradients_of_float32(mixer, form):
+    model = build(mixer, initializer_range=0.1, attention_form=form).train()
+    inputs, labels = texts(length=40), draw_labels(length=40)
+    expected = gradients(model, model(**inputs, labels=labels).loss)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**inputs, labels=labels).loss
+    for name, gradient in gradients(model, loss).items():
+        assert gradient.dtype == torch.float32
+        assert (gradient - expected[name]).norm() / expected[name].norm() < 0.05, name
