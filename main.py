@@ -30,6 +30,10 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     from src.run_log import RunLog
 
     builders.quiet()
+    builders.check_times(max_duration=config.max_duration, eval_interval=config.eval_interval,
+                         save_interval=config.save_interval, log_interval=config.log_interval)  # fmt: skip
+    if config.load_path is not None and "://" not in config.load_path and not Path(config.load_path).is_file():
+        raise UserError(f"load_path: {config.load_path} is not a file; name a checkpoint, or leave it out")
     device = builders.resolve_device(config.device)
     precision = builders.resolve_precision(config.precision, device)
     device_batch = builders.check_batch_sizes(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Algorithm, Callback, Evaluator, Trainer
+from composer import Algorithm, Callback, Evaluator, Time, Trainer
 from composer.algorithms import GradientClipping
 from composer.callbacks import LRMonitor, MemoryMonitor, OptimizerMonitor, RuntimeEstimator, SpeedMonitor
 from composer.loggers import FileLogger, LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
@@ -141,6 +141,9 @@ def build(kind: str, registry: Mapping[str, Callable], section: Mapping[str, Any
 
 def _build_all(kind: str, registry: Mapping[str, Callable], sections: Mapping[str, Any]) -> list[Any]:
     wanted = {name: arguments for name, arguments in sections.items() if arguments is not False}
+    for name, arguments in wanted.items():
+        if arguments is not None and not isinstance(arguments, Mapping):
+            raise UserError(f"{kind}.{name} must hold its arguments as `key: value` lines, not {arguments!r}")
     return [
         build(f"{kind}.{name}" if name in registry else kind, registry, {"name": name, **(arguments or {})})
         for name, arguments in wanted.items()
@@ -191,8 +194,21 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", module=r"(composer|torch|torchmetrics|streaming)\b.*")
 
 
+def check_times(**times: str) -> None:
+    """Raise UserError for a key whose value Composer cannot read as a time, such as 1000ba."""
+    for name, value in times.items():
+        try:
+            Time.from_timestring(value)
+        except ValueError:
+            raise UserError(f"{name}: {value!r} is no time; give a number with ba (batches), sp (samples), ep (epochs) or tok (tokens)") from None  # fmt: skip
+    if "log_interval" in times and not times["log_interval"].endswith("ba"):
+        raise UserError(f"log_interval: {times['log_interval']!r} must be in batches, such as 10ba")
+
+
 def check_batch_sizes(global_batch: int, microbatch: Any, world_size: int) -> int:
     """Samples a device takes in one step. Raises UserError where the sizes do not divide."""
+    if global_batch < 1:
+        raise UserError(f"global_train_batch_size {global_batch} must be at least 1")
     if global_batch % world_size:
         raise UserError(f"global_train_batch_size {global_batch} cannot be divided among {world_size} devices")
     device_batch = global_batch // world_size

@@ -136,9 +136,13 @@ def load(schema: type[Config], script: str, argv: list[str]) -> Config:
     _check_keys(given, schema)
     try:
         config = OmegaConf.merge(OmegaConf.structured(schema), given)
-        OmegaConf.resolve(config)
-        missing = sorted(OmegaConf.missing_keys(config))
+        missing = [entry.name for entry in fields(schema) if OmegaConf.is_missing(config, entry.name)]
         if missing:
+            raise UserError(
+                f"{arguments.yaml} leaves {', '.join(missing)} unset; set it there or as {missing[0]}=VALUE"
+            )
+        OmegaConf.resolve(config)
+        if missing := sorted(OmegaConf.missing_keys(config)):
             raise UserError(
                 f"{arguments.yaml} leaves {', '.join(missing)} unset; set it there or as {missing[0]}=VALUE"
             )
@@ -162,7 +166,9 @@ def nearest(name: str, known: list[str]) -> str:
     tail = name.rsplit(".", 1)[-1]
     same_tail = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == tail]
     close = same_tail or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}"
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; known are {', '.join(sorted(known))}" if len(known) <= 20 else "; --help lists the keys"
 
 
 def _parse(schema: type, script: str, argv: list[str]) -> argparse.Namespace:
@@ -207,6 +213,8 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     base = config.pop("inherit", None)
     if base is None:
         return config
+    if not isinstance(base, str):
+        raise UserError(f"{path}: inherit must name one file, not {base}")
     if path.resolve() in seen:
         raise UserError(f"{path} inherits itself; remove one `inherit:`")
     return OmegaConf.merge(_read(path.parent / base, (*seen, path.resolve())), config)
@@ -223,6 +231,10 @@ def _overrides(pairs: list[str]) -> DictConfig:
 
 
 def _check_keys(given: DictConfig, schema: type) -> None:
+    hints = get_type_hints(schema)
+    for name in given:
+        if is_dataclass(hints.get(name)) and not isinstance(given[name], DictConfig):
+            raise UserError(f"{name} must hold `key: value` lines, not {given[name]!r}")
     known = list(_schema_keys(schema))
     # What the free sections (optimizer, tasks, …) hold so far helps to place a key given without its section.
     hints = [name for name in _given_keys(given) if name not in known]

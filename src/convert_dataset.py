@@ -122,42 +122,52 @@ def open_source(arguments: argparse.Namespace, split: str) -> Source:
 
 def write_split(source: Source, folder: Path, compression: str | None, size_limit: int) -> None:
     """Write MDS shards. They appear under the split's name when they are complete, and not before."""
-    from streaming import MDSWriter
-
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    count = empty = size = 0
     try:
-        with (
-            MDSWriter(
-                out=str(unfinished), columns={"text": "str"}, compression=compression, size_limit=size_limit
-            ) as out,
-            progress(desc=folder.name, total=source.total, unit=source.unit) as bar,
-        ):
-            for text, step in source.documents:
-                bar.update(step)
-                if text is None:
-                    continue
-                if not text.strip():
-                    empty += 1
-                    continue
-                out.write({"text": text})
-                count, size = count + 1, size + len(text.encode())
-                if count == source.limit:
-                    break
+        count, empty, size = write_shards(source, unfinished, folder.name, compression, size_limit)
+        if count == 0:
+            raise UserError(f"{folder.name}: there is not one document with text; check the source and --text_column")
     except OSError as error:
         raise UserError(
             f"cannot write {unfinished}: {error.strerror or error}; make room or name another --out_root"
         ) from None
-    if count == 0:
+    except UserError:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise UserError(f"{folder.name}: there is not one document with text; check the source and --text_column")
+        if folder.parent.is_dir() and not any(folder.parent.iterdir()):
+            folder.parent.rmdir()
+        raise
     if folder.exists():
         shutil.rmtree(folder)
     unfinished.rename(folder)
     shards = len(json.loads((folder / "index.json").read_text())["shards"])
     skipped = f", {empty:,} empty ones left out" if empty else ""
     log.info(f"{folder}: {count:,} documents{skipped}, {size / 1e6:,.1f} MB of text, {shards} shards")
+
+
+def write_shards(
+    source: Source, out: Path, name: str, compression: str | None, size_limit: int
+) -> tuple[int, int, int]:
+    """Write a split's documents as MDS shards; returns documents, empty ones left out, and bytes of text."""
+    from streaming import MDSWriter
+
+    count = empty = size = 0
+    with (
+        MDSWriter(out=str(out), columns={"text": "str"}, compression=compression, size_limit=size_limit) as shards,
+        progress(desc=name, total=source.total, unit=source.unit) as bar,
+    ):
+        for text, step in source.documents:
+            bar.update(step)
+            if text is None:
+                continue
+            if not text.strip():
+                empty += 1
+                continue
+            shards.write({"text": text})
+            count, size = count + 1, size + len(text.encode())
+            if count == source.limit:
+                break
+    return count, empty, size
 
 
 def read_hub(dataset: str, subset: str | None, split: str, column: str) -> Iterator[tuple[str, int]]:

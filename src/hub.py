@@ -202,13 +202,12 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder} holds no {name}; give a folder that `hub.py export` wrote")
     try:
         config = json.loads((folder / "config.json").read_text())
         weights = load_file(folder / "model.safetensors")
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{folder} holds no {Path(error.filename).name}; give a folder that `hub.py export` wrote"
-        ) from None
     except (SafetensorError, json.JSONDecodeError) as error:
         raise UserError(f"{folder} cannot be read ({error}); export it anew") from None
     if config.get("model_type") != "lion":
@@ -267,7 +266,8 @@ import sys, torch, transformers
 from safetensors.torch import save_file
 folder, sentences, auto_class, out = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4]
 tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-batch = tokenizer(open(sentences, encoding="utf-8").read().splitlines(), padding=True, return_tensors="pt")
+texts = open(sentences, encoding="utf-8").read().splitlines()
+batch = tokenizer(texts, padding=True, truncation=True, max_length=int(sys.argv[5]), return_tensors="pt")
 model = getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=True).eval()
 with torch.no_grad():
     output = model(**batch)
@@ -290,10 +290,8 @@ def verify(checkpoint: Checkpoint, folder: Path) -> float:
     from safetensors.torch import load_file
     from transformers import AutoTokenizer
 
-    if not (folder / "model.safetensors").is_file():
-        raise UserError(f"{folder} holds no model.safetensors; give a folder that `hub.py export` wrote")
+    _, stored = _read_folder(folder)
     model = checkpoint.build()
-    stored = load_file(folder / "model.safetensors")
     own = model.state_dict()
     shared = {
         name for name in own if any(name != other and own[name].data_ptr() == own[other].data_ptr() for other in own)
@@ -308,6 +306,7 @@ def verify(checkpoint: Checkpoint, folder: Path) -> float:
         raise UserError(f"{folder} differs from {checkpoint.path} in {', '.join(differing)}; export it anew")
     auto_class = next(auto for auto, name in AUTO_CLASSES.items() if name == checkpoint.class_name)
     with tempfile.TemporaryDirectory() as work:
+        length = min(model.config.max_position_embeddings, 128)
         sentences, out = Path(work, "sentences.txt"), Path(work, "out.safetensors")
         sentences.write_text("\n".join(SENTENCES), encoding="utf-8")
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -316,7 +315,16 @@ def verify(checkpoint: Checkpoint, folder: Path) -> float:
             "HF_MODULES_CACHE": str(Path(work, "modules")),
             "CUDA_VISIBLE_DEVICES": "",
         }
-        command = [sys.executable, "-c", PROBE, str(folder.resolve()), str(sentences), auto_class, str(out)]
+        command = [
+            sys.executable,
+            "-c",
+            PROBE,
+            str(folder.resolve()),
+            str(sentences),
+            auto_class,
+            str(out),
+            str(length),
+        ]
         done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise UserError(
@@ -324,9 +332,8 @@ def verify(checkpoint: Checkpoint, folder: Path) -> float:
             )
         probe = load_file(out)
         write_tokenizer(checkpoint.tokenizer, Path(work, "tokenizer"))
-        batch = AutoTokenizer.from_pretrained(Path(work, "tokenizer"))(
-            list(SENTENCES), padding=True, return_tensors="pt"
-        )
+        own_tokenizer = AutoTokenizer.from_pretrained(Path(work, "tokenizer"))
+        batch = own_tokenizer(list(SENTENCES), padding=True, truncation=True, max_length=length, return_tensors="pt")
     if not torch.equal(batch["input_ids"], probe["input_ids"]):
         raise UserError(f"{folder} tokenizes otherwise than the checkpoint; export it anew")
     with torch.no_grad():

@@ -4,12 +4,14 @@ Masks are drawn from (seed, epoch, sample), so they do not depend on the number 
 to epoch, and are the same again in a run that was interrupted.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from composer.utils import dist
 from streaming import StreamingDataLoader, StreamingDataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -85,6 +87,8 @@ def build(
 ) -> StreamingDataLoader:
     """Masked batches of `batch_size` rows for this device. Raises UserError where the split has no shards."""
     options = config.dataset
+    if not 0 < options.mlm_probability < 1:
+        raise UserError(f"mlm_probability {options.mlm_probability} must lie between 0 and 1")
     dataset = build_dataset(
         options.local,
         options.remote,
@@ -96,6 +100,9 @@ def build(
         cache_limit=options.cache_limit,
         num_canonical_nodes=options.num_canonical_nodes,
     )
+    devices = dist.get_world_size()
+    if config.drop_last and len(dataset) < batch_size:  # of one device
+        raise UserError(f"the split {options.split} gives each of {devices} devices {len(dataset)} samples, less than a batch of {batch_size}; lower global_train_batch_size, or convert more text")  # fmt: skip
     return StreamingDataLoader(
         dataset,
         batch_size=batch_size,
@@ -121,8 +128,26 @@ def build_dataset(local: str, remote: str | None, split: str, **options: Any) ->
         splits = sorted(path.parent.name for path in Path(local).glob("*/index.json"))
         found = f"its splits are {', '.join(splits)}" if splits else "it holds no finished split"
         raise UserError(f"data_local: {folder} holds no shards ({found}); write them, e.g. with `{command}`")
+    if remote is None:
+        check_shards(folder)
     dataset = StreamingTextDataset(local=local, remote=remote, split=split, **options)
     columns = dataset.shards[0].column_names
     if "text" not in columns:
         raise UserError(f"{folder}: the shards have columns {', '.join(columns)} but no `text`; convert the data anew")
     return dataset
+
+
+def check_shards(folder: Path) -> None:
+    """Raise UserError for an index that cannot be read, or that names shards which are not there."""
+    try:
+        shards = json.loads((folder / "index.json").read_text())["shards"]
+        names = [
+            (shard["raw_data"]["basename"], (shard["zip_data"] or shard["raw_data"])["basename"]) for shard in shards
+        ]
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError):
+        raise UserError(
+            f"{folder / 'index.json'} is damaged; copy the split again or convert it anew with --overwrite"
+        ) from None
+    missing = [stored for raw, stored in names if not ((folder / raw).is_file() or (folder / stored).is_file())]
+    if missing:
+        raise UserError(f"{folder} lacks {len(missing)} of {len(names)} shards ({missing[0]}, …); copy the split again or convert it anew with --overwrite")  # fmt: skip

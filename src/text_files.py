@@ -48,6 +48,12 @@ def _text_of_json(line: str, column: str, path: Path, number: int) -> str:
     if not isinstance(row, dict) or not isinstance(row.get(column), str):
         keys = f"its keys are {', '.join(row)}" if isinstance(row, dict) else "it is no object"
         raise UserError(f"{path}, line {number}: no text under {column!r} ({keys}); name the key with --text_column")
+    try:
+        row[column].encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"{path}, line {number}: half of a surrogate pair, which is no text; mend or remove the line"
+        ) from None
     return row[column]
 
 
@@ -56,11 +62,14 @@ def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, int]]:
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
+        if column not in file.schema_arrow.names:
+            raise UserError(f"{path}: no column {column!r} (there are {', '.join(file.schema_arrow.names)}); name it with --text_column")  # fmt: skip
+        kind = file.schema_arrow.field(column).type
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            raise UserError(f"{path}: column {column!r} holds {kind}, not text; name another with --text_column")
+        step = path.stat().st_size // max(file.metadata.num_rows, 1)
+        for batch in file.iter_batches(columns=[column]):
+            for text in batch.column(0).to_pylist():
+                yield text or "", step
+    except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{path}: not a readable Parquet file ({error})") from None
-    if column not in file.schema_arrow.names:
-        raise UserError(f"{path}: no column {column!r} (there are {', '.join(file.schema_arrow.names)}); name it with --text_column")  # fmt: skip
-    step = path.stat().st_size // max(file.metadata.num_rows, 1)
-    for batch in file.iter_batches(columns=[column]):
-        for text in batch.column(0).to_pylist():
-            yield text or "", step

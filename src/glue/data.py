@@ -21,12 +21,24 @@ class Example:
     label: float  # a class number, or the value of a regression
 
 
+def check_sources(tasks: list[Task], glue_dir: str | None) -> None:
+    """Raise UserError for files that are not there, before any task is trained."""
+    if glue_dir is None:
+        return
+    if not Path(glue_dir).is_dir():
+        raise UserError(f"glue_dir: the folder {glue_dir} does not exist; download GLUE to it, or leave glue_dir out")
+    for task in tasks:
+        for name in ("train", *task.tsv_validation):
+            path = Path(glue_dir) / task.folder / f"{name}.tsv"
+            if not path.is_file():
+                raise UserError(f"glue_dir: {path} is not there; put {task.title}'s {path.name} at that place, or leave {task.name} out of tasks_to_run")  # fmt: skip
+
+
 def read_task(task: Task, glue_dir: str | None) -> tuple[list[Example], dict[str, list[Example]]]:
     """Training examples, and validation examples by split. Raises UserError naming the file or dataset it cannot read."""
     if glue_dir is None:
         return read_hub(task, "train"), {split: read_hub(task, split) for split in task.validation}
-    if not Path(glue_dir).is_dir():
-        raise UserError(f"glue_dir: the folder {glue_dir} does not exist; download GLUE to it, or leave glue_dir out")
+    check_sources([task], glue_dir)
     folder = Path(glue_dir) / task.folder
     return read_tsv(task, folder / "train.tsv"), {
         split: read_tsv(task, folder / f"{split}.tsv") for split in task.tsv_validation
@@ -35,8 +47,6 @@ def read_task(task: Task, glue_dir: str | None) -> tuple[list[Example], dict[str
 
 def read_tsv(task: Task, path: Path) -> list[Example]:
     """Examples of a GLUE TSV file; quotes are literal. Raises UserError naming file and line of a malformed row."""
-    if not path.is_file():
-        raise UserError(f"glue_dir: {path} is not there; put {task.title}'s {path.name} at that place, or leave {task.name} out of tasks_to_run")  # fmt: skip
     wanted = (*task.tsv_columns, task.tsv_label)
     has_header = all(isinstance(column, str) for column in wanted)
     places: list[int] = [] if has_header else [int(column) for column in wanted]

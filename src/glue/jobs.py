@@ -20,7 +20,7 @@ from src import builders, hub
 from src.cli import UserError, log
 from src.composer_models import LionClassifier
 from src.config import FinetuneConfig, to_dict
-from src.glue.data import Batches, Example, loader, read_task
+from src.glue.data import Batches, Example, check_sources, loader, read_task
 from src.glue.tasks import Task, select
 from src.lion import LionConfig, LionForSequenceClassification
 from src.run_log import RunLog
@@ -59,6 +59,7 @@ def run_jobs(config: FinetuneConfig) -> list[dict[str, Any]]:
     device = builders.resolve_device(config.device)
     builders.resolve_precision(config.precision, device)
     tasks = select(config.tasks_to_run, config.tasks, config.default_seed)
+    check_sources(tasks, config.glue_dir)
     start = read_start(config)
     jobs = [(task, seed) for task in tasks for seed in task.seeds]
     folder = Path(config.save_folder)
@@ -215,9 +216,15 @@ def score(task: Task, logits: Tensor, labels: Tensor) -> dict[str, float]:
     for name in task.metrics:
         metric: Metric = METRICS[name](task.num_labels)
         metric.update(logits, labels)
-        value = float(metric.compute())
-        values[name] = value if value == value else 0.0  # a constant has no correlation
+        # A constant correlates with nothing; torchmetrics gives it NaN (Spearman) or not quite 0 (Matthews).
+        values[name] = 0.0 if name in ("matthews", "spearman") and is_constant(logits) else float(metric.compute())
     return values
+
+
+def is_constant(logits: Tensor) -> bool:
+    """Whether every example is given the same class, or the same value."""
+    predictions = logits.argmax(-1) if logits.ndim == 2 else logits
+    return bool((predictions == predictions[0]).all())
 
 
 def mean_score(scores: dict[str, dict[str, float]]) -> float:

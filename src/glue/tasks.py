@@ -11,6 +11,7 @@ from typing import Any
 from src.cli import UserError
 from src.config import nearest
 
+LISTS = ("metrics", "columns", "labels", "tsv_columns", "validation", "tsv_validation", "seeds")
 METRICS = ("accuracy", "f1", "matthews", "spearman")
 
 
@@ -76,7 +77,9 @@ def select(to_run: list[str], changes: Mapping[str, Any], default_seed: int) -> 
     """The tasks to run, with what the config changes in them. Raises UserError for unknown tasks and fields."""
     known = dict(GLUE)
     for name, given in changes.items():
-        known[name] = _changed(name, dict(given or {}), GLUE)
+        if not isinstance(given, Mapping):
+            raise UserError(f"tasks.{name} must hold `key: value` lines, not {given!r}")
+        known[name] = _changed(name, dict(given), GLUE)
     for name in to_run:
         if name not in known:
             raise UserError(f"tasks_to_run: unknown task {name}{nearest(name, list(known))}")
@@ -92,6 +95,8 @@ def _changed(name: str, given: dict[str, Any], tasks: Mapping[str, Task]) -> Tas
             raise UserError(f"unknown key tasks.{name}.{key}{nearest(key, allowed)}")
         if isinstance(value, list):
             given[key] = tuple(value)
+        elif key in LISTS:
+            raise UserError(f"tasks.{name}.{key} must be a list, such as [{value}], not {value!r}")
     for metric in given.get("metrics", ()):
         if metric not in METRICS:
             raise UserError(f"tasks.{name}.metrics: unknown metric {metric}{nearest(metric, list(METRICS))}")

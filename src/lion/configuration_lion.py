@@ -2,6 +2,7 @@
 
 from transformers import PretrainedConfig
 
+FORMS = ("auto", "full", "recurrent", "chunkwise")
 MIXERS = ("lion-lit", "lion-d", "lion-s", "softmax")
 
 
@@ -55,6 +56,8 @@ class LionConfig(PretrainedConfig):
     ):
         if mixer not in MIXERS:
             raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, not {mixer!r}")
+        if attention_form not in FORMS:
+            raise ValueError(f"attention_form must be one of {', '.join(FORMS)}, not {attention_form!r}")
         if classifier_pooling not in ("cls", "mean"):
             raise ValueError(f"classifier_pooling must be cls or mean, not {classifier_pooling!r}")
         if hidden_size % num_attention_heads:
