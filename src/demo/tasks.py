@@ -18,7 +18,7 @@ from src.cli import UserError, log
 from src.demo.corpus import atomic_writer, split_sentences
 
 SENTENCE_WORDS = range(6, 31)  # of WordOrder
-HALVED_WORDS = range(8, 25)  # of Continuation, before they are halved
+HALVED_WORDS = range(8, 41)  # of Continuation, before they are halved
 
 
 class Document(NamedTuple):

@@ -58,6 +58,8 @@ class LionConfig(PretrainedConfig):
             raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, not {mixer!r}")
         if attention_form not in FORMS:
             raise ValueError(f"attention_form must be one of {', '.join(FORMS)}, not {attention_form!r}")
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
         if classifier_pooling not in ("cls", "mean"):
             raise ValueError(f"classifier_pooling must be cls or mean, not {classifier_pooling!r}")
         if hidden_size % num_attention_heads:

@@ -68,7 +68,7 @@ def linear_attention(
     """
     form = _check(q, k, v, log_decay, mask, form, chunk_size, dropout_p)
     dtype = v.dtype
-    if normalize or (form != "full" and dtype in (torch.bfloat16, torch.float16)):
+    if (normalize or form != "full") and dtype in (torch.bfloat16, torch.float16):
         q, k, v = q.float(), k.float(), v.float()  # states and row sums are sums over the whole text
     if normalize:  # the row sum is what a column of ones in V receives
         v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
@@ -182,8 +182,9 @@ def _gradient_through_sums(grad_log_mask: Tensor) -> Tensor:
     """From ∂/∂ log M, (..., L, L), to ∂/∂ log λ, (..., L): λ_t takes part in M_ij where j ≤ t < i or i < t ≤ j."""
     L = grad_log_mask.shape[-1]
     past = grad_log_mask * torch.ones(L, L, dtype=grad_log_mask.dtype, device=grad_log_mask.device).tril()
+    wide = torch.promote_types(grad_log_mask.dtype, torch.float32)  # the sums are subtracted and summed again below
     rows, columns, past_rows, past_columns = (
-        x.double() for x in (grad_log_mask.sum(-1), grad_log_mask.sum(-2), past.sum(-1), past.sum(-2))
+        matrix.sum(dimension, dtype=wide).double() for matrix in (grad_log_mask, past) for dimension in (-1, -2)
     )
     before = past_rows - past_columns  # log M_ij = c_{i-1} − c_{j-1} in the past, diagonal included on both sides
     upto = (columns - past_columns) - (rows - past_rows)  # log M_ij = c_j − c_i in the future
@@ -257,6 +258,8 @@ def _check(
     form: str, chunk_size: int, dropout_p: float,
 ) -> str:  # fmt: skip
     """Raise ValueError for arguments that do not fit; return the form with "auto" decided."""
+    if q.ndim != 4:
+        raise ValueError(f"q must be (batch, heads, length, head_dim), not {tuple(q.shape)}")
     B, H, L, _ = q.shape
     if k.shape != q.shape or v.shape[:-1] != q.shape[:-1]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must agree in (batch, heads, length), q and k in all")  # fmt: skip

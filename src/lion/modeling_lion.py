@@ -283,7 +283,7 @@ class LionForMaskedLM(LionPreTrainedModel):
 
         Args:
             labels: (B, L), the token to predict, or -100 where none is. In training mode, logits are computed and returned
-                for the labelled positions alone, (labels ≥ 0, V) in reading order: the head costs a third of a base model.
+                for the labelled positions alone, (labels that are not -100, V) in reading order: the head costs a third of a base model.
         """
         return_dict = self.config.return_dict if return_dict is None else return_dict
         output = self.lion(
@@ -296,7 +296,7 @@ class LionForMaskedLM(LionPreTrainedModel):
         logits = self.head(x)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+            loss = _cross_entropy(logits.flatten(0, -2), labels.flatten())
         result = MaskedLMOutput(loss, logits, output.hidden_states, output.attentions)
         return result if return_dict else result.to_tuple()
 
@@ -380,7 +380,7 @@ class LionForTokenClassification(LionPreTrainedModel):
             output_attentions, output_hidden_states, True, attention_form,
         )  # fmt: skip
         logits = self.classifier(self.dropout(output.last_hidden_state))  # (B, L, num_labels)
-        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        loss = None if labels is None else _cross_entropy(logits.flatten(0, 1), labels.flatten())
         result = TokenClassifierOutput(loss, logits, output.hidden_states, output.attentions)
         return result if return_dict else result.to_tuple()
 
@@ -423,8 +423,13 @@ class LionForQuestionAnswering(LionPreTrainedModel):
 
 
 def _span_loss(logits: Tensor, positions: Tensor) -> Tensor:
-    L = logits.shape[1]
-    return F.cross_entropy(logits.float(), positions.flatten().clamp(0, L), ignore_index=L)
+    positions = positions.flatten()
+    return _cross_entropy(logits, positions.masked_fill((positions < 0) | (positions >= logits.shape[1]), -100))
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over the labels that are not -100, in float32; 0 where there are none, where F.cross_entropy gives NaN."""
+    return F.cross_entropy(logits.float(), labels, reduction="sum") / (labels != -100).sum().clamp(min=1)
 
 
 def _classifier_dropout(config: LionConfig) -> float:
