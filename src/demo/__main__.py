@@ -45,15 +45,19 @@ def main(argv: list[str]) -> None:
     demo.prepare_data()
     if arguments.compare:
         for model in MODELS:
-            demo.run_model(model)
+            demo.pretrain(model)
+            demo.finetune(model)
         demo.compare(MODELS)
     else:
-        demo.run_model(arguments.model)
+        demo.pretrain(arguments.model)
+        demo.finetune(arguments.model)
+        demo.finetune(arguments.model, from_scratch=True)
+        demo.export(arguments.model)
         demo.show(arguments.model)
 
 
 class Demo:
-    """The steps of the road, each in its folder below `out`, and the seconds that each took."""
+    """The steps of the road, each in a folder below `out`, and the seconds that each took."""
 
     def __init__(self, out: Path, overrides: list[str]):
         self.out = out
@@ -63,8 +67,14 @@ class Demo:
         )
         self.seconds: dict[str, float] = {}
 
+    def run(self, model: str) -> Path:
+        return self.out / "runs" / model
+
+    def tasks_run(self, model: str, from_scratch: bool = False) -> Path:
+        return self.out / "runs" / f"{model}-tasks{'-from-scratch' if from_scratch else ''}"
+
     def checkpoint(self, model: str) -> Path:
-        return self.out / "runs" / model / "latest-rank0.pt"
+        return self.run(model) / "latest-rank0.pt"
 
     def prepare_data(self) -> None:
         """Text, tokenizer, shards and labelled tasks."""
@@ -88,23 +98,26 @@ class Demo:
             write_tasks(self.corpus, self.tasks, validation, train_examples=TRAIN_EXAMPLES)
         self.end()
 
-    def run_model(self, model: str) -> None:
-        """Pretrain, fine-tune with and without the pretrained weights, export."""
-        runs = self.out / "runs"
+    def pretrain(self, model: str) -> None:
         self.begin(f"pretraining {model}")
         self.command("main.py", f"yamls/pretrain/{model}.yaml", f"data_local={self.shards}", f"tokenizer_name={self.tokenizer}",
-                     f"save_folder={runs / model}", *fastest_precision(), *self.overrides)  # fmt: skip
-        for name, choice in (("", ()), ("-from-scratch", ("from_scratch=true",))):
-            self.begin(f"fine-tuning {model}{' without its pretraining' if name else ''}")
-            self.command("glue.py", "yamls/finetune-glue/demo.yaml", f"base_run_name={model}-tasks{name}", f"glue_dir={self.tasks}",
-                         f"starting_checkpoint_load_path={self.checkpoint(model)}", f"save_folder={runs / f'{model}-tasks{name}'}",
-                         *fastest_precision(), *choice)  # fmt: skip
-        hub_folder = self.out / "hub" / model
+                     f"save_folder={self.run(model)}", *fastest_precision(), *self.overrides)  # fmt: skip
+
+    def finetune(self, model: str, from_scratch: bool = False) -> None:
+        """Both tasks, from the pretrained encoder or, as a baseline, from one of the same sizes with random weights."""
+        folder = self.tasks_run(model, from_scratch)
+        self.begin(f"fine-tuning {model}{' without its pretraining' if from_scratch else ''}")
+        self.command("glue.py", "yamls/finetune-glue/demo.yaml", f"base_run_name={folder.name}", f"glue_dir={self.tasks}",
+                     f"starting_checkpoint_load_path={self.checkpoint(model)}", f"save_folder={folder}", *fastest_precision(),
+                     *(["from_scratch=true"] if from_scratch else []))  # fmt: skip
+
+    def export(self, model: str) -> None:
+        folder = self.out / "hub" / model
         self.begin(f"a Hub folder of {model}")
-        if hub_folder.exists():
-            self.command("src/hub.py", "verify", "--checkpoint", self.checkpoint(model), "--folder", hub_folder)
+        if folder.exists():
+            self.command("src/hub.py", "verify", "--checkpoint", self.checkpoint(model), "--folder", folder)
         else:
-            self.command("src/hub.py", "export", "--checkpoint", self.checkpoint(model), "--out", hub_folder)
+            self.command("src/hub.py", "export", "--checkpoint", self.checkpoint(model), "--out", folder)
         self.end()
 
     def show(self, model: str) -> None:
@@ -121,9 +134,8 @@ class Demo:
         print(f"  (hidden were: {', '.join(word for _, word in sentences)})", flush=True)
         self.end()
 
-        summary, scores, baseline = self.results(model)
-        runs = self.out / "runs"
-        picture = runs / f"{model}-tasks" / "with-and-without-pretraining.png"
+        summary, scores, baseline = self.summary(model), self.scores(model), self.scores(model, from_scratch=True)
+        picture = self.tasks_run(model) / "with-and-without-pretraining.png"
         report.draw([("pretrained", scores), ("without pretraining", baseline)], picture)
         lines = [["", "baseline", "without pretraining", "pretrained"]]
         lines.append(["masked accuracy", f"{summary['after']['most_frequent_token']:.2%} (most frequent token)",
@@ -134,12 +146,12 @@ class Demo:
         print(f"\n{report.markdown(lines)}\n")
         for name, place in (
             ("checkpoint", self.checkpoint(model)),
-            ("curves", runs / model / "curves.png"),
-            ("metrics", runs / model / "metrics.jsonl"),
-            ("TensorBoard", f"tensorboard --logdir {runs}"),
+            ("curves", self.run(model) / "curves.png"),
+            ("metrics", self.run(model) / "metrics.jsonl"),
+            ("TensorBoard", f"{self.run(model) / 'tensorboard'}  (tensorboard --logdir {self.out / 'runs'})"),
             (
                 "scores",
-                f"{runs / f'{model}-tasks' / 'report.md'}, {runs / f'{model}-tasks-from-scratch' / 'report.md'}",
+                f"{self.tasks_run(model) / 'report.md'}, {self.tasks_run(model, from_scratch=True) / 'report.md'}",
             ),
             ("scores, drawn", picture),
             ("Hub folder", self.out / "hub" / model),
@@ -152,42 +164,31 @@ class Demo:
         from src.glue import report
         from src.run_log import draw_curves
 
-        results = {model: self.results(model) for model in models}
-        slowest = results["bert-tiny"][0]["seconds"]
-        tasks = [row["title"] for row in results[models[0]][1]]
-        lines = [
-            [
-                "model",
-                "parameters",
-                "masked accuracy",
-                *(f"{task} ({'without pretraining'})" for task in tasks),
-                "training time",
-            ]
-        ]
-        for model, (summary, scores, baseline) in results.items():
+        scores = {model: self.scores(model) for model in models}
+        summaries = {model: self.summary(model) for model in models}
+        rows = scores[models[0]]
+        lines = [["model", "parameters", "masked accuracy", *(f"{row['title']}, {row['metrics'][0]}" for row in rows), "training time"]]  # fmt: skip
+        for model, summary in summaries.items():
             lines.append([
                 model, f"{summary['parameters']:,}", f"{summary['after']['masked_accuracy']:.2%}",
-                *(f"{100 * row['mean']:.2f} ({100 * base['mean']:.2f})" for row, base in zip(scores, baseline)),
-                f"×{summary['seconds'] / slowest:.2f}",
+                *(f"{100 * row['mean']:.2f}" for row in scores[model]),
+                f"×{summary['seconds'] / summaries['bert-tiny']['seconds']:.2f}",
             ])  # fmt: skip
+        lines.append(["*baseline*", "-", f"{summaries[models[0]]['after']['most_frequent_token']:.2%}",
+                      *(f"{100 * row['majority']:.2f}" for row in rows), "-"])  # fmt: skip
         table = report.markdown(lines)
-        floor = results[models[0]][0]["after"]["most_frequent_token"]
-        majority = ", ".join(f"{row['title']} {100 * row['majority']:.2f}" for row in results[models[0]][1])
-        note = f"Always the most frequent token: {floor:.2%}. Always the majority class: {majority}. Training time against bert-tiny."
+        note = "Baseline: always the most frequent token, always the majority class. Training time: against bert-tiny."
         picture = self.out / "compare.png"
-        draw_curves([(model, self.out / "runs" / model) for model in models], picture)
+        draw_curves([(model, self.run(model)) for model in models], picture)
         (self.out / "compare.md").write_text(f"{table}\n\n{note}\n")
         print(f"\n{table}\n\n{note}\n\n{'table':14}{self.out / 'compare.md'}\n{'curves':14}{picture}")
         self.print_seconds()
 
-    def results(self, model: str) -> tuple[dict, list, list]:
-        """The summary of a pretraining run, and the rows of the reports with and without it."""
-        runs = self.out / "runs"
-        summary = json.loads((runs / model / "summary.json").read_text())
-        reports = (
-            json.loads((runs / f"{model}-tasks{name}" / "report.json").read_text()) for name in ("", "-from-scratch")
-        )
-        return summary, *(found["tasks"] for found in reports)
+    def summary(self, model: str) -> dict:
+        return json.loads((self.run(model) / "summary.json").read_text())
+
+    def scores(self, model: str, from_scratch: bool = False) -> list[dict]:
+        return json.loads((self.tasks_run(model, from_scratch) / "report.json").read_text())["tasks"]
 
     def begin(self, title: str, finished: Path | None = None) -> bool:
         """Announce a step. False if what it makes is there already."""
