@@ -23,8 +23,6 @@ from src.convert_dataset import is_validation
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("lion-lit-tiny", "lion-d-tiny", "lion-s-tiny", "bert-tiny")
 VAL_FRACTION = 0.04  # enough validation text for a thousand examples of each task
-VOCAB_SIZE = 8192
-TRAIN_EXAMPLES = 12_000  # of each task
 
 
 def main(argv: list[str]) -> None:
@@ -36,13 +34,16 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--compare", action="store_true", help=f"run {', '.join(MODELS)} and print one table")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for everything (default: demo)")
+    parser.add_argument("--vocab_size", type=int, default=8192, help="tokens of the vocabulary (default: 8192)")
+    parser.add_argument("--train_examples", type=int, default=12_000, help="of each labelled task (default: 12000)")
+    parser.add_argument("--dev_examples", type=int, default=1000, help="of each labelled task (default: 1000)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the pretraining config")
     arguments = parser.parse_args(argv)
     known = sorted(path.stem for path in (ROOT / "yamls/pretrain").glob("*-tiny.yaml"))
     if arguments.model not in known:
         raise UserError(f"MODEL={arguments.model} is none of {', '.join(known)}")
     demo = Demo(arguments.out, arguments.overrides)
-    demo.prepare_data()
+    demo.prepare_data(arguments.vocab_size, arguments.train_examples, arguments.dev_examples)
     if arguments.compare:
         for model in MODELS:
             demo.pretrain(model)
@@ -76,7 +77,7 @@ class Demo:
     def checkpoint(self, model: str) -> Path:
         return self.run(model) / "latest-rank0.pt"
 
-    def prepare_data(self) -> None:
+    def prepare_data(self, vocab_size: int, train_examples: int, dev_examples: int) -> None:
         """Text, tokenizer, shards and labelled tasks."""
         validation = functools.partial(is_validation, fraction=VAL_FRACTION)
         if self.begin("text: the docstrings of the installed packages", self.corpus):
@@ -84,7 +85,7 @@ class Demo:
 
             build_corpus(self.corpus)
         if self.begin("tokenizer", self.tokenizer / "tokenizer.json"):
-            self.command("src/train_tokenizer.py", "--data_files", self.corpus, "--vocab_size", VOCAB_SIZE, "--out", self.tokenizer)  # fmt: skip
+            self.command("src/train_tokenizer.py", "--data_files", self.corpus, "--vocab_size", vocab_size, "--out", self.tokenizer)  # fmt: skip
         missing = [split for split in ("train", "val") if not (self.shards / split).exists()]
         if self.begin("shards", self.shards if not missing else None):
             self.command("src/convert_dataset.py", "--data_files", self.corpus, "--val_fraction", VAL_FRACTION,
@@ -95,7 +96,7 @@ class Demo:
         if self.begin("labelled tasks", self.tasks if all(file.exists() for file in files) else None):
             from src.demo.tasks import write_tasks
 
-            write_tasks(self.corpus, self.tasks, validation, train_examples=TRAIN_EXAMPLES)
+            write_tasks(self.corpus, self.tasks, validation, train_examples=train_examples, dev_examples=dev_examples)
         self.end()
 
     def pretrain(self, model: str) -> None:
