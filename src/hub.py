@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,7 +150,7 @@ def load_safely(path: Path) -> dict[str, Any]:
         if unsafe:
             raise UserError(f"{path} wants to run {unsafe[1]} when it is read; it was not opened") from None
         raise UserError(f"{path} is not a readable checkpoint; copy it again or use an earlier one") from None
-    except (RuntimeError, EOFError, zipfile.BadZipFile, OSError):
+    except Exception:  # over a file that is no checkpoint, the unpickler can stumble in any way
         raise UserError(
             f"{path} is not a readable checkpoint (cut short?); copy it again or use an earlier one"
         ) from None
@@ -159,13 +158,14 @@ def load_safely(path: Path) -> dict[str, Any]:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint of main.py or glue.py. Raises UserError where it is not one."""
-    state = load_safely(path).get("state", {})
+    loaded = load_safely(path)
     try:
+        state = loaded["state"]
         integration = state["integrations"]["huggingface"]
         config = integration["model"]["config"]
         class_name = config["class"].rsplit(".", 1)[-1]
         weights = {name.removeprefix("model."): tensor for name, tensor in state["model"].items()}
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, IndexError):
         raise UserError(f"{path} is no Composer checkpoint of a transformers model") from None
     if class_name not in AUTO_CLASSES.values():
         hint = "; read the authors' own checkpoints with `hub.py import`" if "arch_type" in config["content"] else ""

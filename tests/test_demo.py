@@ -43,7 +43,11 @@ def demo(tmp_path_factory):
     command = ["--model", "lion-d-tiny", "--out", str(out), *SIZES, *TINY]
     first = run_demo(*command)
     assert first.returncode == 0, first.stderr
-    files = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.suffix in (".pt", ".safetensors", ".tsv", ".mds", ".jsonl")}
+    files = {
+        path: path.stat().st_mtime_ns
+        for path in out.rglob("*")
+        if path.suffix in (".pt", ".safetensors", ".tsv", ".mds", ".jsonl")
+    }
     second = run_demo(*command)
     assert second.returncode == 0, second.stderr
     return out, first, second, files
@@ -66,7 +70,10 @@ def test_no_document_is_in_both_splits(demo):
     from streaming import StreamingDataset
 
     out, *_ = demo
-    texts = {split: {row["text"] for row in StreamingDataset(local=str(out / "shards"), split=split, batch_size=1)} for split in ("train", "val")}
+    texts = {
+        split: {row["text"] for row in StreamingDataset(local=str(out / "shards"), split=split, batch_size=1)}
+        for split in ("train", "val")
+    }
     assert not texts["train"] & texts["val"]
     assert len(texts["train"]) + len(texts["val"]) == 1500
 

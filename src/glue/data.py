@@ -29,9 +29,12 @@ def check_sources(tasks: list[Task], glue_dir: str | None) -> None:
         raise UserError(f"glue_dir: the folder {glue_dir} does not exist; download GLUE to it, or leave glue_dir out")
     for task in tasks:
         for name in ("train", *task.tsv_validation):
-            path = Path(glue_dir) / task.folder / f"{name}.tsv"
-            if not path.is_file():
-                raise UserError(f"glue_dir: {path} is not there; put {task.title}'s {path.name} at that place, or leave {task.name} out of tasks_to_run")  # fmt: skip
+            check_file(task, Path(glue_dir) / task.folder / f"{name}.tsv")
+
+
+def check_file(task: Task, path: Path) -> None:
+    if not path.is_file():
+        raise UserError(f"glue_dir: {path} is not there; put {task.title}'s {path.name} at that place, or leave {task.name} out of tasks_to_run")  # fmt: skip
 
 
 def read_task(task: Task, glue_dir: str | None) -> tuple[list[Example], dict[str, list[Example]]]:
@@ -47,6 +50,7 @@ def read_task(task: Task, glue_dir: str | None) -> tuple[list[Example], dict[str
 
 def read_tsv(task: Task, path: Path) -> list[Example]:
     """Examples of a GLUE TSV file; quotes are literal. Raises UserError naming file and line of a malformed row."""
+    check_file(task, path)
     wanted = (*task.tsv_columns, task.tsv_label)
     has_header = all(isinstance(column, str) for column in wanted)
     places: list[int] = [] if has_header else [int(column) for column in wanted]
