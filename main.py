@@ -133,7 +133,7 @@ def announce(config: PretrainConfig, model, train_loader, device: str, precision
     """Say what is about to be done."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info(f"{config.run_name}: {model.config.mixer}, {model.config.num_hidden_layers} layers of {model.config.hidden_size}, {parameters:,} parameters, on {device} in {precision}")  # fmt: skip
-    log.info(f"data: {len(train_loader.dataset):,} samples in {config.data_local}; {config.global_train_batch_size} a step, up to {config.max_seq_len} tokens each, for {config.max_duration}")  # fmt: skip
+    log.info(f"data: {train_loader.dataset.size:,} samples in {config.data_local}; {config.global_train_batch_size} a step, up to {config.max_seq_len} tokens each, for {config.max_duration}")  # fmt: skip
     log.info(f"checkpoints, curves and metrics: {config.save_folder}")
     if state.timestamp.batch.value:
         log.info(f"going on from step {state.timestamp.batch.value}")
