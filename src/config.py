@@ -136,16 +136,12 @@ def load(schema: type[Config], script: str, argv: list[str]) -> Config:
     _check_keys(given, schema)
     try:
         config = OmegaConf.merge(OmegaConf.structured(schema), given)
-        missing = [entry.name for entry in fields(schema) if OmegaConf.is_missing(config, entry.name)]
-        if missing:
-            raise UserError(
-                f"{arguments.yaml} leaves {', '.join(missing)} unset; set it there or as {missing[0]}=VALUE"
-            )
+        # Of the top level first: resolving would stumble over what other keys refer to.
+        _refuse_missing(
+            [entry.name for entry in fields(schema) if OmegaConf.is_missing(config, entry.name)], arguments.yaml
+        )
         OmegaConf.resolve(config)
-        if missing := sorted(OmegaConf.missing_keys(config)):
-            raise UserError(
-                f"{arguments.yaml} leaves {', '.join(missing)} unset; set it there or as {missing[0]}=VALUE"
-            )
+        _refuse_missing(sorted(OmegaConf.missing_keys(config)), arguments.yaml)
         if arguments.print_config:
             print(OmegaConf.to_yaml(config), end="")
             raise SystemExit(0)
@@ -154,6 +150,11 @@ def load(schema: type[Config], script: str, argv: list[str]) -> Config:
         raise UserError(f"{arguments.yaml}: {_first_line(error)}") from None
     except OmegaConfBaseException as error:
         raise UserError(f"{getattr(error, 'full_key', None) or arguments.yaml}: {_first_line(error)}") from None
+
+
+def _refuse_missing(missing: list[str], path: str) -> None:
+    if missing:
+        raise UserError(f"{path} leaves {', '.join(missing)} unset; set it there or as {missing[0]}=VALUE")
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str) ->
     """Load weights into a model: none missing, none left over, all of the right shape. Raises UserError listing names."""
     own = model.state_dict()
     problems = {
-        "lacks": sorted(own.keys() - weights.keys()),
+        "misses": sorted(own.keys() - weights.keys()),
         "has no place for": sorted(weights.keys() - own.keys()),
         "has another shape of": sorted(
             name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape
@@ -227,9 +227,7 @@ def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str) ->
     }
     told = [f"{what} {', '.join(names)}" for what, names in problems.items() if names]
     if told:
-        raise UserError(
-            f"the weights of {source} do not fit: {type(model).__name__} {'; '.join(told)}".replace("lacks", "misses")
-        )
+        raise UserError(f"the weights of {source} do not fit: {type(model).__name__} {'; '.join(told)}")
     model.load_state_dict(weights)
 
 
