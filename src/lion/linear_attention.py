@@ -10,13 +10,17 @@ Afzal et al., "Linear Attention for Efficient Bidirectional Sequence Modeling", 
 `definition` below is that formula and nothing else; the forms are faster ways to the same numbers:
 
     full        the L×L matrix, for short sequences                      O(L²) work and memory
-    chunkwise   the matrix inside chunks, d×d states between them        O(L) work and memory
-    recurrent   a d×d state in each direction, token by token            O(L) work, O(1) state
+    chunkwise   the matrix inside chunks, D×E states between them        O(L) work and memory
+    recurrent   a D×E state in each direction, token by token            O(L) work, O(1) state
+
+All of them read the decays off two running sums: with before_t = log λ_1 + … + log λ_{t-1} and upto_t = before_t + log λ_t,
+log M_ij is before_i − before_j in the past and upto_j − upto_i in the future.
 
 Letters in shape comments: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +37,9 @@ _LOG_NOTHING = -60.0
 # core of a Xeon: full 35 ms and chunkwise 51 ms in texts of 128 tokens, 85 and 67 ms in texts of 256.
 _FULL_UP_TO = 192
 
+# Entries of C×C matrices that the chunkwise form holds at a time: on a CPU what stays in its cache, on a GPU what fills it.
+_BLOCK_ENTRIES = {"cpu": 2**18, "cuda": 2**26}
+
 
 def linear_attention(
     q: Tensor,
@@ -41,6 +48,9 @@ def linear_attention(
     log_decay: Tensor | None = None,
     *,
     mask: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    left_state: Tensor | None = None,
+    right_state: Tensor | None = None,
     scale: float | None = None,
     normalize: bool = False,
     form: str = "auto",
@@ -55,6 +65,10 @@ def linear_attention(
         log_decay: log λ ≤ 0. None for λ = 1 (LION-LIT), (H,) for one λ a head (LION-D), (B, H, L) for one a
             head and token (LION-S).
         mask: (B, L) bool, True at real tokens. A key that is not real contributes nothing.
+        seq_idx: (B, L) integers, the number of the sequence that a token belongs to, where a row is packed with several:
+            each gives what it gives alone. Where the number changes, a sequence begins. From offsets as FlashAttention
+            has them: `torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), cu_seqlens.diff())[None]`.
+        left_state, right_state: (B, H, D, E), what the text before and after this piece of it passes on, see `piece_states`.
         scale: s in the formula; D^-1/2 when None.
         normalize: divide each y_i by its row sum Σ_j s·(q_i·k_j)·M_ij + 1e-6.
         form: "full", "recurrent", "chunkwise", or "auto", which picks by length.
@@ -65,27 +79,30 @@ def linear_attention(
         (B, H, L, E) in v's dtype. States and summed log decays are kept in float32 or better whatever the inputs are.
 
     Raises:
-        ValueError: shapes that do not fit each other, an unknown form, or dropout asked of a form without a matrix.
+        ValueError: shapes that do not fit each other, an unknown form, dropout asked of a form without a matrix, or states
+            together with packing or normalization.
     """
-    form = _check(q, k, v, log_decay, mask, form, chunk_size, dropout_p)
+    form = _check(q, k, v, log_decay, mask, seq_idx, left_state, right_state, normalize, form, chunk_size, dropout_p)
     dtype = v.dtype
     if (normalize or form != "full") and dtype in (torch.bfloat16, torch.float16):
         q, k, v = q.float(), k.float(), v.float()  # states and row sums are sums over the whole text
     if normalize:  # the row sum is what a column of ones in V receives
         v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
-    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if mask is not None:
-        k = k.masked_fill(~mask[:, None, :, None], 0)
-    if log_decay is not None:
-        log_decay = _per_token(log_decay, length=q.shape[-2])
-
+    q, k = _scaled_and_masked(q, k, mask, scale)
     with torch.autocast(q.device.type, enabled=False):
+        sums = _running_sums(log_decay, seq_idx, q.shape[-2])
         if form == "full":
-            y = _full(q, k, v, log_decay, dropout_p)
+            y = F.dropout(_scores(q, k, sums), dropout_p) @ v
         elif form == "recurrent":
-            y = _recurrent(q, k, v, log_decay)
+            y = _recurrent(q, k, v, sums)
+        elif seq_idx is None and log_decay is not None and log_decay.ndim == 1:  # the same in every chunk
+            y = _chunkwise(q, k, v, _running_sums(log_decay, None, chunk_size), chunk_size)
         else:
-            y = _chunkwise(q, k, v, log_decay, chunk_size)
+            y = _chunkwise(q, k, v, sums, chunk_size)
+        if left_state is not None:
+            y = y + _drawn(q, None if sums is None else sums[0], left_state)
+        if right_state is not None:
+            y = y + _drawn(q, None if sums is None else sums[1][..., -1:] - sums[1], right_state)
     if normalize:
         y = y[..., :-1] / (y[..., -1:] + 1e-6)
     return y.to(dtype)
@@ -117,157 +134,347 @@ def definition(
 
 
 def attention_matrix(
-    q: Tensor, k: Tensor, log_decay: Tensor | None = None, *, mask: Tensor | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """The matrix s·QKᵀ⊙M of the full form, (B, H, L, L), with the columns of masked keys 0. Arguments as above."""
-    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    q, k = _scaled_and_masked(q, k, mask, scale)
+    return _scores(q, k, _running_sums(log_decay, seq_idx, q.shape[-2]))
+
+
+class PieceStates(NamedTuple):
+    """What a piece of a text passes on to the pieces beside it, in float32 or better.
+
+    rightward, leftward: (B, H, D, E), its keys and values as they arrive after its last and before its first token.
+    across: (B or 1, H, 1, 1), what is left of a state that crosses it, in either direction.
+    """
+
+    rightward: Tensor
+    leftward: Tensor
+    across: Tensor
+
+
+def piece_states(k: Tensor, v: Tensor, log_decay: Tensor | None = None, *, mask: Tensor | None = None) -> PieceStates:
+    """Summarize a piece of a text that is too long to be held at once. Arguments as `linear_attention`.
+
+    Read the pieces from left to right, and keep `left = left * across + rightward` before each; then from right to left
+    with `right = right * across + leftward`. `linear_attention(..., left_state=left, right_state=right)` of a piece is
+    what the whole text gives there.
+    """
     if mask is not None:
         k = k.masked_fill(~mask[:, None, :, None], 0)
-    return _scores(q, k, None if log_decay is None else _per_token(log_decay, length=q.shape[-2]))
+    with torch.autocast(k.device.type, enabled=False):
+        wide = torch.promote_types(k.dtype, torch.float32)
+        k, v = k.to(wide), v.to(wide)
+        if log_decay is None:
+            state = k.mT @ v
+            return PieceStates(state, state, torch.ones(1, 1, 1, 1, dtype=wide, device=k.device))
+        before, upto = _running_sums(log_decay, None, k.shape[-2])
+        total = upto[..., -1:]
+        to_end, from_start, across = (_exp(x).to(wide)[..., None] for x in (total - before, upto, total))
+        return PieceStates((k * to_end).mT @ v, (k * from_start).mT @ v, across)
 
 
-# The three forms. q is scaled and masked keys are 0 by now; log_decay is None or (B or 1, H, L) in float64.
+# The running sums that every form starts from
 
 
-def _full(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, dropout_p: float = 0.0) -> Tensor:
-    return F.dropout(_scores(q, k, log_decay), dropout_p) @ v
+def _running_sums(log_decay: Tensor | None, seq_idx: Tensor | None, length: int) -> tuple[Tensor, Tensor] | None:
+    """(before, upto), each (B or 1, H or 1, L) in float64, so that differences far into a text are still exact.
+
+    A boundary between packed sequences lowers both sums by what leaves nothing, in either direction.
+    """
+    if log_decay is None and seq_idx is None:
+        return None
+    if log_decay is None:
+        log_decay = torch.zeros(1, device=seq_idx.device)
+    per_token = log_decay if log_decay.ndim == 3 else log_decay[None, :, None].expand(1, -1, length)
+    per_token = per_token.double().clamp(min=_LOG_NOTHING)
+    upto = per_token.cumsum(-1)
+    before = upto - per_token
+    if seq_idx is not None:
+        boundaries = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0)).cumsum(-1)[:, None]  # (B, 1, L)
+        before, upto = before + _LOG_NOTHING * boundaries, upto + _LOG_NOTHING * boundaries
+    return before, upto
 
 
-def _scores(q: Tensor, k: Tensor, log_decay: Tensor | None) -> Tensor:
-    return q @ k.mT if log_decay is None else _DecayedScores.apply(q, k, log_decay)
+def _drawn(q: Tensor, log_weight: Tensor | None, state: Tensor) -> Tensor:
+    """What queries, (B, H, L, D), draw from a state outside their text, over decays of (B or 1, H, L)."""
+    q = q.to(torch.promote_types(q.dtype, torch.float32))
+    if log_weight is not None:
+        q = q * _exp(log_weight).to(q.dtype)[..., None]
+    return q @ state.to(q.dtype)
+
+
+def _exp(log_weight: Tensor) -> Tensor:
+    return log_weight.clamp(min=_LOG_NOTHING).exp()
+
+
+def _scaled_and_masked(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return q, k if mask is None else k.masked_fill(~mask[:, None, :, None], 0)
+
+
+# The full form
+
+
+def _scores(q: Tensor, k: Tensor, sums: tuple[Tensor, Tensor] | None) -> Tensor:
+    return q @ k.mT if sums is None else _DecayedScores.apply(q, k, *sums)
 
 
 class _DecayedScores(torch.autograd.Function):
-    """QKᵀ⊙M, (..., L, L), from q, k (..., L, D) and log λ (..., L). In place where autograd would keep every step."""
+    """QKᵀ⊙M, (B, H, L, L), from q, k and the running sums. In place where autograd would keep every step."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, before: Tensor, upto: Tensor) -> Tensor:
         scores = q @ k.mT
-        decay = _decay_mask(log_decay, scores.dtype)
+        decay = _decay_mask(before, upto, scores.dtype)
         scores *= decay
         ctx.save_for_backward(q, k, decay, scores)
-        ctx.log_decay_shape = log_decay.shape
+        ctx.sums_shape = before.shape
         return scores
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, decay, scores = ctx.saved_tensors
-        grad_log_decay = None
-        if ctx.needs_input_grad[2]:
-            grad_log_mask = grad * scores  # ∂/∂ log M
-            grad_log_decay = _gradient_through_sums(grad_log_mask).sum_to_size(ctx.log_decay_shape)
-        grad = grad * decay
-        return grad @ k, grad.mT @ q, grad_log_decay
+        grad_before = grad_upto = None
+        with torch.autocast(q.device.type, enabled=False):
+            if any(ctx.needs_input_grad[2:]):
+                sums = _sums_gradients(grad * scores)
+                grad_before, grad_upto = (x.sum_to_size(ctx.sums_shape) for x in sums)
+            grad = grad * decay
+            return grad @ k, grad.mT @ q, grad_before, grad_upto
 
 
-def _decay_mask(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
-    """M of the formula, (..., L, L), from log λ, (..., L).
+def _decay_mask(before: Tensor, upto: Tensor, dtype: torch.dtype) -> Tensor:
+    """M of the formula, (..., L, L), from the running sums, (..., L) in float64.
 
-    With c_t = Σ log λ up to t and its midpoint m_t = c_t − ½ log λ_t, both triangles are one expression,
-    log M_ij = −|m_i − m_j| + ½ log λ_j − ½ log λ_i, so neither has to be selected and none can overflow.
+    With m the middle of the two sums and h half their difference, both triangles are one expression,
+    log M_ij = −|m_i − m_j| + h_j − h_i, so neither has to be selected and none can overflow.
     """
-    half = log_decay / 2
-    midpoint = log_decay.cumsum(-1) - half
+    middle, half = (before + upto) / 2, (upto - before) / 2
     compute = torch.promote_types(dtype, torch.float32)
     # Two float32 numbers hold the float64 sum: far into a text, neighbours are close and far from 0.
-    high = midpoint.to(compute)
-    low, half = (midpoint - high).to(compute), half.to(compute)
+    high = middle.to(compute)
+    low, half = (middle - high).to(compute), half.to(compute)
     log_mask = high[..., :, None] - high[..., None, :]
     log_mask.add_(low[..., :, None]).sub_(low[..., None, :]).abs_().neg_()
     log_mask.add_(half[..., None, :]).sub_(half[..., :, None])
     return log_mask.clamp_(min=_LOG_NOTHING).exp_().to(dtype)
 
 
-def _gradient_through_sums(grad_log_mask: Tensor) -> Tensor:
-    """From ∂/∂ log M, (..., L, L), to ∂/∂ log λ, (..., L): λ_t takes part in M_ij where j ≤ t < i or i < t ≤ j."""
-    L = grad_log_mask.shape[-1]
-    past = grad_log_mask * torch.ones(L, L, dtype=grad_log_mask.dtype, device=grad_log_mask.device).tril()
-    wide = torch.promote_types(grad_log_mask.dtype, torch.float32)  # the sums are subtracted and summed again below
+def _sums_gradients(grad_log_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """From ∂/∂ log M, (..., L, L), to ∂/∂ before and ∂/∂ upto, (..., L) in float64."""
+    past = grad_log_mask.tril()
+    wide = torch.promote_types(grad_log_mask.dtype, torch.float32)  # the sums are subtracted and summed again
     rows, columns, past_rows, past_columns = (
         matrix.sum(dimension, dtype=wide).double() for matrix in (grad_log_mask, past) for dimension in (-1, -2)
     )
-    before = past_rows - past_columns  # log M_ij = c_{i-1} − c_{j-1} in the past, diagonal included on both sides
-    upto = (columns - past_columns) - (rows - past_rows)  # log M_ij = c_j − c_i in the future
-    both = before + upto
-    return both.flip(-1).cumsum(-1).flip(-1) - before  # c_t gathers log λ up to t
+    return past_rows - past_columns, (columns - past_columns) - (rows - past_rows)  # the diagonal cancels in both
 
 
-def _recurrent(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> Tensor:
-    """Two passes with a D×E state:  S_i = λ S_{i∓1} + k_i v_iᵀ,  y_i = q_iᵀ (S^F_i + S^B_i) − (q_i·k_i) v_i."""
-    decay = None if log_decay is None else log_decay.exp().to(q.dtype)[..., None, None].unbind(2)  # (B or 1, H, 1, 1)
-    queries, keys, values = q[..., None, :].unbind(2), k[..., :, None].unbind(2), v[..., None, :].unbind(2)
-
-    def one_direction(order: Iterable[int]) -> list[Tensor]:
-        state, previous, outputs = 0, None, []
-        for t in order:
-            if previous is not None and decay is not None:
-                state = state * decay[previous]
-            state = state + keys[t] * values[t]  # (B, H, D, E)
-            outputs.append((queries[t] @ state).squeeze(-2))  # (B, H, E)
-            previous = t
-        return outputs
-
-    forward = one_direction(range(len(queries)))
-    backward = one_direction(reversed(range(len(queries))))[::-1]
-    diagonal = (q * k).sum(-1, keepdim=True) * v  # both passes have counted it
-    return torch.stack(forward, dim=2) + torch.stack(backward, dim=2) - diagonal
+# The recurrent form
 
 
-def _chunkwise(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, chunk_size: int) -> Tensor:
-    """The full form inside chunks of C tokens; a D×E state from the left and one from the right bring in the rest."""
-    if log_decay is None:  # nothing decays, so one state holds the whole text
-        return q @ (k.mT @ v)
+def _recurrent(q: Tensor, k: Tensor, v: Tensor, sums: tuple[Tensor, Tensor] | None) -> Tensor:
+    if sums is None:
+        sums = (torch.zeros(1, 1, q.shape[-2], dtype=torch.float64, device=q.device),) * 2
+    return _Recurrent.apply(q, k, v, *sums)
+
+
+class _Recurrent(torch.autograd.Function):
+    """Two passes over the tokens, with a state each and nothing else: the backward pass runs the same two passes."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, before: Tensor, upto: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v, before, upto)
+        past, future = _two_passes(q, k, v, before, upto)
+        diagonal = (q * k).sum(-1, keepdim=True) * v  # both passes have counted it
+        return past.add_(future).sub_(diagonal)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, before, upto = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            # y = (QKᵀ⊙M) V, so each gradient is such a product too. Mᵀ is M with the two sums exchanged.
+            q_past, q_future = _two_passes(grad, v, k, before, upto)
+            k_past, k_future = _two_passes(v, grad, q, upto, before)
+            v_past, v_future = _two_passes(k, q, grad, upto, before)
+            grad_before = grad_upto = None
+            if any(ctx.needs_input_grad[3:]):
+                grad_before = ((q * q_past).sum(-1).double() - (k * k_future).sum(-1)).sum_to_size(before.shape)
+                grad_upto = ((k * k_past).sum(-1).double() - (q * q_future).sum(-1)).sum_to_size(upto.shape)
+            diagonal = (grad * v).sum(-1, keepdim=True)
+            grad_q = q_past.add_(q_future).sub_(diagonal * k)
+            grad_k = k_past.add_(k_future).sub_(diagonal * q)
+            grad_v = v_past.add_(v_future).sub_((q * k).sum(-1, keepdim=True) * grad)
+        return grad_q, grad_k, grad_v, grad_before, grad_upto
+
+
+def _two_passes(q: Tensor, k: Tensor, v: Tensor, before: Tensor, upto: Tensor) -> tuple[Tensor, Tensor]:
+    """S_i = λ S_{i∓1} + k_i v_iᵀ and q_iᵀ S_i from the left and from the right, (B, H, L, E) each."""
+    rightward, leftward = (_exp(s.diff()).to(q.dtype) for s in (before, -upto.flip(-1)))
+    leftward = leftward.flip(-1)
     L = q.shape[-2]
-    pad = -L % chunk_size
-    q, k, v = (F.pad(x, (0, 0, 0, pad)).unflatten(2, (-1, chunk_size)) for x in (q, k, v))  # (B, H, N, C, D or E)
-    a = F.pad(log_decay, (0, pad)).unflatten(2, (-1, chunk_size))  # (B or 1, H, N, C)
-
-    upto = a.cumsum(-1)  # from the chunk's first token up to and with t
-    total = upto[..., -1:]
-
-    def weights(log_weight: Tensor) -> Tensor:  # (B or 1, H, N, C, 1); every exponent here is ≤ 0
-        return log_weight.clamp(min=_LOG_NOTHING).exp().to(q.dtype)[..., None]
-
-    to_end, from_start = weights(total - upto + a), weights(upto)  # key j to its chunk's end, and to its start
-    since_start, until_end = weights(upto - a), weights(total - upto)  # query i likewise, its own decay left out
-    decay = weights(total)  # (B or 1, H, N, 1, 1): across a whole chunk
-    left = _sum_of_earlier((k * to_end).mT @ v, decay)  # (B, H, N, D, E)
-    right = _sum_of_earlier(((k * from_start).mT @ v).flip(2), decay.flip(2)).flip(2)
-    y = _full(q, k, v, a) + (q * since_start) @ left + (q * until_end) @ right
-    return y.flatten(2, 3)[:, :, :L]
+    outputs = []
+    for order, weights, offset in ((range(L), rightward, -1), (reversed(range(L)), leftward, 0)):
+        state, y = q.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), torch.empty_like(v)
+        for t in order:
+            if 0 <= t + offset < L - 1:
+                state.mul_(weights[..., t + offset, None, None])
+            state.addcmul_(k[:, :, t, :, None], v[:, :, t, None, :])
+            y[:, :, t] = (q[:, :, t, None, :] @ state).squeeze(-2)
+        outputs.append(y)
+    return outputs[0], outputs[1]
 
 
-def _sum_of_earlier(updates: Tensor, decay: Tensor) -> Tensor:
-    """S_0 = 0, S_{n+1} = decay_n S_n + updates_n along dimension 2: what each chunk receives from those before it."""
-    updates = updates.unbind(2)
-    state, states = torch.zeros_like(updates[0]), []
-    for update, weight in zip(updates, decay.unbind(2)):
-        states.append(state)
-        state = state * weight + update
-    return torch.stack(states, dim=2)
+# The chunkwise form
 
 
-def _per_token(log_decay: Tensor, length: int) -> Tensor:
-    """log λ as (B or 1, H, L), finite, in float64: sums over a long text must keep float32's accuracy."""
-    per_token = log_decay if log_decay.ndim == 3 else log_decay[None, :, None].expand(1, -1, length)
-    return per_token.double().clamp(min=_LOG_NOTHING)
+def _chunkwise(q: Tensor, k: Tensor, v: Tensor, sums: tuple[Tensor, Tensor] | None, chunk_size: int) -> Tensor:
+    """`sums` over the whole text, or over one chunk where all chunks are alike."""
+    if sums is None:  # nothing decays, so one state holds the whole text
+        return q @ (k.mT @ v)
+    B, _, L, _ = q.shape
+
+    def chunks(x: Tensor) -> Tensor:  # (B, H, L, ·) to (N·B, H, C, ·), each chunk in one piece of memory
+        x = F.pad(x, (0, 0, 0, -L % chunk_size)).unflatten(2, (-1, chunk_size))
+        return x.permute(2, 0, 1, 3, 4).reshape(-1, *x.shape[1:2], *x.shape[3:])
+
+    before, upto = (
+        F.pad(x, (0, -x.shape[-1] % chunk_size), mode="replicate").unflatten(2, (-1, chunk_size)).permute(2, 0, 1, 3)
+        for x in sums
+    )  # (N or 1, B or 1, H or 1, C)
+    end = upto[..., -1:]
+    start = F.pad(end[:-1], (0, 0, 0, 0, 0, 0, 1, 0))  # where the chunk before ended
+    before, upto, total = (x.flatten(0, 1) for x in (before - start, upto - start, end - start))
+    logs = before, total - upto, total - before, upto, total
+    weights = [_exp(x).to(q.dtype)[..., None] for x in logs]  # no exponent is above 0
+    y = _Chunkwise.apply(B, chunks(q), chunks(k), chunks(v), before, upto, *weights)
+    return y.unflatten(0, (-1, B)).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :L]
+
+
+class _Chunkwise(torch.autograd.Function):
+    """The full form inside chunks of C tokens; a D×E state from the left and one from the right bring in the rest.
+
+    q, k, v: (N·B, H, C, D or E). before, upto: the running sums from each chunk's start, (N·B or 1, H or 1, C). The weights,
+    (…, C, 1): since_start and until_end of a query, to_end and from_start of a key; and across, (…, 1, 1), of a chunk.
+    The backward pass computes states and C×C matrices again: kept, they would be most of the memory.
+    """
+
+    @staticmethod
+    def forward(ctx, B, q, k, v, before, upto, since_start, until_end, to_end, from_start, across):
+        ctx.B = B
+        ctx.save_for_backward(q, k, v, before, upto, since_start, until_end, to_end, from_start, across)
+        left, right = _received(B, k, v, to_end, from_start, across)
+        y = torch.empty_like(v)
+        for block, decay in _blocks(q, before, upto):
+            y[block] = (q[block] @ k[block].mT).mul_(decay) @ v[block]
+            y[block] += (q[block] * _at(since_start, block)) @ left[block]
+            y[block] += (q[block] * _at(until_end, block)) @ right[block]
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        B = ctx.B
+        q, k, v, before, upto, since_start, until_end, to_end, from_start, across = ctx.saved_tensors
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        with_decays = any(ctx.needs_input_grad[4:])
+        grad_sums = [q.new_empty(q.shape[:-1], dtype=torch.float64) for _ in range(2)]
+        grad_weights = [q.new_empty(*q.shape[:-1], 1) for _ in range(4)]
+        with torch.autocast(q.device.type, enabled=False):
+            left, right = _received(B, k, v, to_end, from_start, across)
+            # What a chunk's queries draw from a state flows back to all the keys in it: the same two scans.
+            to_right, to_left = _received(B, q, grad, until_end, since_start, across)
+            for block, decay in _blocks(q, before, upto):
+                Q, K, V, dY = q[block], k[block], v[block], grad[block]
+                scores, grad_scores = (Q @ K.mT).mul_(decay), dY @ V.mT
+                grad_v[block] = scores.mT @ dY
+                if with_decays:
+                    grad_sums[0][block], grad_sums[1][block] = _sums_gradients(scores.mul_(grad_scores))
+                grad_scores.mul_(decay)
+                grad_q[block] = grad_scores @ K
+                grad_k[block] = grad_scores.mT @ Q
+                grad_v[block] += (K * _at(to_end, block)) @ to_left[block]
+                grad_v[block] += (K * _at(from_start, block)) @ to_right[block]
+                through_states = (
+                    (Q, grad_q, since_start, dY @ left[block].mT),
+                    (Q, grad_q, until_end, dY @ right[block].mT),
+                    (K, grad_k, to_end, V @ to_left[block].mT),
+                    (K, grad_k, from_start, V @ to_right[block].mT),
+                )
+                for (x, grad_x, weight, drawn), grad_weight in zip(through_states, grad_weights):
+                    if with_decays:
+                        grad_weight[block] = (x * drawn).sum(-1, keepdim=True)
+                    grad_x[block] += drawn.mul_(_at(weight, block))
+            if not with_decays:
+                return None, grad_q, grad_k, grad_v, *[None] * 7
+            grad_across = (left * to_left).sum((-2, -1), keepdim=True) + (right * to_right).sum((-2, -1), keepdim=True)
+        inputs = before, upto, since_start, until_end, to_end, from_start, across
+        grads = *grad_sums, *grad_weights, grad_across
+        return None, grad_q, grad_k, grad_v, *(grad.sum_to_size(x.shape) for grad, x in zip(grads, inputs))
+
+
+def _received(
+    B: int, k: Tensor, v: Tensor, to_end: Tensor, from_start: Tensor, across: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The states in which each chunk finds all earlier and all later ones, (N·B, H, D, E) each."""
+    across = across.expand(len(k), *across.shape[1:]).unflatten(0, (-1, B))
+    states = []
+    for weight, order in ((to_end, 1), (from_start, -1)):
+        updates = ((k * weight).mT @ v).unflatten(0, (-1, B))  # (N, B, H, D, E)
+        state = torch.zeros_like(updates[0])
+        for n in range(len(updates))[::order]:
+            following = torch.addcmul(updates[n], state, across[n])
+            updates[n] = state
+            state = following
+        states.append(updates.flatten(0, 1))
+    return states[0], states[1]
+
+
+def _blocks(q: Tensor, before: Tensor, upto: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Slices over chunks, few enough to stay in the cache, with their decay masks."""
+    chunks, heads, length, _ = q.shape
+    size = max(1, _BLOCK_ENTRIES.get(q.device.type, _BLOCK_ENTRIES["cuda"]) // (heads * length * length))
+    alike = _decay_mask(before, upto, q.dtype) if len(before) == 1 else None
+    for first in range(0, chunks, size):
+        block = slice(first, min(first + size, chunks))
+        yield block, _decay_mask(before[block], upto[block], q.dtype) if alike is None else alike
+
+
+def _at(weight: Tensor, block: slice) -> Tensor:
+    return weight if len(weight) == 1 else weight[block]
 
 
 def _check(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, mask: Tensor | None,
+    seq_idx: Tensor | None, left_state: Tensor | None, right_state: Tensor | None, normalize: bool,
     form: str, chunk_size: int, dropout_p: float,
 ) -> str:  # fmt: skip
     """Raise ValueError for arguments that do not fit; return the form with "auto" decided."""
     if q.ndim != 4:
         raise ValueError(f"q must be (batch, heads, length, head_dim), not {tuple(q.shape)}")
-    B, H, L, _ = q.shape
+    B, H, L, D = q.shape
     if k.shape != q.shape or v.shape[:-1] != q.shape[:-1]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must agree in (batch, heads, length), q and k in all")  # fmt: skip
     if log_decay is not None and log_decay.shape not in ((H,), (B, H, L)):
         raise ValueError(f"log_decay must be None, ({H},) or ({B}, {H}, {L}), not {tuple(log_decay.shape)}")
     if mask is not None and (mask.shape != (B, L) or mask.dtype != torch.bool):
         raise ValueError(f"mask must be bool of shape ({B}, {L}), not {mask.dtype} of {tuple(mask.shape)}")
+    if seq_idx is not None and (seq_idx.shape != (B, L) or seq_idx.is_floating_point()):
+        raise ValueError(f"seq_idx must be integers of shape ({B}, {L}), not {seq_idx.dtype} of {tuple(seq_idx.shape)}")
+    for name, state in (("left_state", left_state), ("right_state", right_state)):
+        if state is not None and state.shape != (B, H, D, v.shape[-1]):
+            raise ValueError(f"{name} must be ({B}, {H}, {D}, {v.shape[-1]}), not {tuple(state.shape)}")
+        if state is not None and (seq_idx is not None or normalize):
+            raise ValueError(f"{name} belongs to one text that is not normalized; leave out seq_idx and normalize")
     if form not in FORMS:
         raise ValueError(f"form must be one of {', '.join(FORMS)}, not {form!r}")
     if chunk_size < 1:
