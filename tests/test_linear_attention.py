@@ -1,6 +1,7 @@
 """The operator: every form against the formula written out, and the formula against loops and against pencil and paper."""
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from src.lion import linear_attention
-from src.lion.linear_attention import attention_matrix, definition
+from src.lion.linear_attention import attention_matrix, definition, piece_states
 
 FORMS = ("full", "recurrent", "chunkwise", "auto")
 DECAYS = ("none", "head", "token")
@@ -406,17 +407,27 @@ def test_bfloat16_errs_at_most_twice_as_much_as_softmax_attention(form, decay):
 @pytest.mark.parametrize("shape", ["head", "token", "token, slow at the end"])
 @pytest.mark.parametrize("form", ["full", "chunkwise", "auto"])
 def test_float32_keeps_five_digits_over_a_long_text(form, shape, mean_log_decay):
-    L, generator = 2000, torch.Generator().manual_seed(0)
+    check_sampled_rows(2000, form, shape, mean_log_decay)
+
+
+@pytest.mark.parametrize("mean_log_decay", [-1e-4, -0.5])
+@pytest.mark.parametrize("shape", ["head", "token", "token, slow at the end"])
+def test_float32_keeps_five_digits_over_100_000_tokens(shape, mean_log_decay):
+    check_sampled_rows(100_000, "chunkwise", shape, mean_log_decay)
+
+
+def check_sampled_rows(L: int, form: str, shape: str, mean_log_decay: float) -> None:
+    generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, L, 8, generator=generator) for _ in range(3))
     log_decay = 2 * mean_log_decay * torch.rand((2,) if shape == "head" else (1, 2, L), generator=generator)
     if "slow" in shape:  # neighbours are close there, while the sum of all that came before is large
-        log_decay[..., 1500:] *= 0.002 / -mean_log_decay
+        log_decay[..., L * 3 // 4 :] *= 0.002 / -mean_log_decay
     y = linear_attention(q, k, v, log_decay, form=form)
 
     per_token = log_decay.double() if log_decay.ndim == 3 else log_decay.double()[None, :, None].expand(1, 2, L)
     before = F.pad(per_token.cumsum(-1), (1, 0))  # (1, 2, L + 1): the sum of what comes before each token
     position = torch.arange(L)
-    rows = [0, 1, 127, 128, 129, 1000, 1023, 1024, L - 2, L - 1]
+    rows = [0, 1, 127, 128, 129, L // 2, L // 2 + 23, L // 2 + 24, L - 2, L - 1]
     exact = []
     for i in rows:
         past = before[..., i, None] - before[..., :-1]
@@ -450,6 +461,137 @@ def test_a_compiled_operator_gives_the_same_numbers(form):
     compiled = torch.compile(linear_attention, backend="aot_eager")
     actual = outputs_and_gradients(compiled, inputs, mask=mask, form=form, chunk_size=CHUNK)
     assert_all_close(actual, reference("token", 33, 2, 3, "holes"))
+
+
+# Several sequences in a row, and a text in several pieces
+
+PACKED = (5, 1, 27, 16, 2)  # shorter and longer than a chunk, and ends on and off its edges
+
+
+def one_by_one(function, lengths: tuple[int, ...]):
+    """What `function` gives for each part of a row alone, side by side."""
+
+    def apply(q, k, v, log_decay, mask=None, **options):
+        outputs, start = [], 0
+        for length in lengths:
+            part = slice(start, start := start + length)
+            decay = log_decay[..., part] if log_decay is not None and log_decay.ndim == 3 else log_decay
+            own = None if mask is None else mask[:, part]
+            outputs.append(function(q[:, :, part], k[:, :, part], v[:, :, part], decay, mask=own, **options))
+        return torch.cat(outputs, dim=2)
+
+    return apply
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("mask", ["none", "holes"])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_sequences_give_what_each_gives_alone(form, decay, mask, normalize):
+    inputs, real = draw(decay, sum(PACKED), mask=mask, positive=normalize)
+    numbers = torch.repeat_interleave(torch.tensor([7, 3, 4, 0, 9]), torch.tensor(PACKED))  # a change is what counts
+    options = {"mask": real, "normalize": normalize}
+    actual = outputs_and_gradients(
+        linear_attention, inputs, seq_idx=numbers.expand(2, -1), form=form, chunk_size=CHUNK, **options
+    )
+    assert_all_close(actual, outputs_and_gradients(one_by_one(definition, PACKED), inputs, **options))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_row_is_packed_in_its_own_way(form):
+    inputs, _ = draw("token", 40)
+    numbers = (torch.arange(40) >= torch.tensor([[13], [29]])).long()
+    y = linear_attention(*inputs, seq_idx=numbers, form=form, chunk_size=CHUNK)
+    for row, lengths in enumerate([(13, 27), (29, 11)]):
+        alone = one_by_one(definition, lengths)(*(x[row : row + 1] for x in inputs))
+        torch.testing.assert_close(y[row : row + 1], alone, atol=1e-9, rtol=1e-9)
+
+
+def test_offsets_become_numbers_of_sequences_as_the_documentation_says():
+    cu_seqlens = torch.tensor([0, 5, 6, 33])
+    numbers = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), cu_seqlens.diff())[None]
+    inputs, _ = draw("head", 33, batch=1)
+    expected = one_by_one(definition, (5, 1, 27))(*inputs)
+    torch.testing.assert_close(linear_attention(*inputs, seq_idx=numbers), expected, atol=1e-9, rtol=1e-9)
+
+
+def test_nothing_of_another_sequence_is_seen_however_large_it_is():
+    (q, k, v, _), _ = draw("none", 20, batch=1)
+    v[:, :, 10:] *= 1e12
+    numbers = (torch.arange(20) >= 10).long()[None]
+    for form in FORMS:
+        y = linear_attention(q, k, v, seq_idx=numbers, form=form, chunk_size=8)
+        alone = definition(*(x[:, :, :10] for x in (q, k, v)))
+        torch.testing.assert_close(y[:, :, :10], alone, atol=1e-9, rtol=1e-9)
+
+
+def in_pieces(q, k, v, log_decay, mask=None, *, lengths=(10, 1, 16, 6), **options):
+    """A text read piece by piece, as `piece_states` says."""
+    starts = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+    parts = [slice(*bounds) for bounds in itertools.pairwise(starts)]
+
+    def of(x, part):
+        return x[..., part] if x is not None and x.ndim > 1 else x
+
+    states = [piece_states(k[:, :, part], v[:, :, part], of(log_decay, part), mask=of(mask, part)) for part in parts]
+    left, lefts = torch.zeros_like(states[0].rightward), []
+    for state in states:
+        lefts.append(left)
+        left = left * state.across + state.rightward
+    right, outputs = torch.zeros_like(left), []
+    for part, left, state in reversed(list(zip(parts, lefts, states))):
+        y = linear_attention(
+            q[:, :, part], k[:, :, part], v[:, :, part], of(log_decay, part), mask=of(mask, part),
+            left_state=left, right_state=right, **options,
+        )  # fmt: skip
+        outputs.append(y)
+        right = right * state.across + state.leftward
+    return torch.cat(outputs[::-1], dim=2)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_text_in_pieces_gives_what_the_whole_text_gives(form, decay, mask):
+    inputs, real = draw(decay, 33, mask=mask)
+    actual = outputs_and_gradients(in_pieces, inputs, mask=real, form=form, chunk_size=CHUNK)
+    assert_all_close(actual, reference(decay, 33, 2, 3, mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_states_of_pieces_are_kept_in_float32(dtype):
+    inputs, _ = draw("token", 33)
+    low = [x.to(dtype) for x in inputs]
+    assert piece_states(*low[1:]).rightward.dtype == torch.float32
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert distance(in_pieces(*low), definition(*(x.double() for x in low))) < tolerance
+
+
+# Memory
+
+
+def bytes_kept_for_the_backward_pass(length: int, form: str, decay: str) -> int:
+    inputs, _ = draw(decay, length, batch=1, heads=2, d=16, e=16)
+    kept = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    inputs = [None if x is None else x.float().requires_grad_() for x in inputs]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        y = linear_attention(*inputs, form=form, chunk_size=64)
+    del y
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("form", ["recurrent", "chunkwise"])
+def test_what_is_kept_for_the_backward_pass_grows_with_the_length_and_holds_no_matrices(form, decay):
+    short, long = (bytes_kept_for_the_backward_pass(length, form, decay) for length in (512, 4096))
+    assert long <= 8.1 * short
+    inputs = 3 * 2 * 4096 * 16 * 4  # q, k and v; every chunk's 64×64 matrix would be 4 times one of them
+    assert long < 2.5 * inputs
 
 
 # The matrix
@@ -517,6 +659,15 @@ def shapes(**changes) -> dict[str, Tensor]:
         ({"mask": torch.ones(2, 7)}, r"mask.*bool.*float32"),
         ({"form": "quadratic"}, r"auto, full, recurrent, chunkwise.*quadratic"),
         ({"form": None}, r"auto, full, recurrent, chunkwise.*None"),
+        ({"seq_idx": torch.zeros(2, 8, dtype=torch.long)}, r"seq_idx.*\(2, 7\).*\(2, 8\)"),
+        ({"seq_idx": torch.zeros(2, 7)}, r"seq_idx.*integers.*float32"),
+        ({"left_state": torch.zeros(2, 3, D, D)}, r"left_state.*\(2, 3, 4, 6\).*\(2, 3, 4, 4\)"),
+        ({"right_state": torch.zeros(2, 3, E)}, r"right_state.*\(2, 3, 4, 6\).*\(2, 3, 6\)"),
+        ({"right_state": torch.zeros(2, 3, D, E), "normalize": True}, r"right_state.*normalize"),
+        (
+            {"left_state": torch.zeros(2, 3, D, E), "seq_idx": torch.zeros(2, 7, dtype=torch.long)},
+            r"left_state.*seq_idx",
+        ),
         ({"chunk_size": 0}, r"chunk_size.*0"),
         ({"chunk_size": -16}, r"chunk_size.*-16"),
     ],

@@ -342,6 +342,68 @@ def test_decays_tell_how_far_tokens_are_apart_but_not_which_comes_first(mixer):
     assert backwards == (mixer in WITH_DECAY)
 
 
+# Packed rows, and texts in pieces
+
+
+@pytest.mark.parametrize("form", ["full", "chunkwise", "recurrent"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_packed_sequences_are_encoded_as_if_alone(mixer, form):
+    model, inputs, labels = build(mixer).train(), texts(), draw_labels()
+    inputs["attention_mask"] = torch.ones(3, 21, dtype=torch.long)
+    inputs["attention_mask"][1, -4:] = 0
+    lengths = (9, 1, 11)
+    seq_idx = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).expand(3, -1)
+    packed = model(**inputs, seq_idx=seq_idx, labels=labels, attention_form=form)
+    packed_gradients = gradients(model, packed.loss)
+
+    count, loss, start = (labels != -100).sum(), 0, 0
+    for length in lengths:
+        part = slice(start, start := start + length)
+        alone = model(**{name: x[:, part] for name, x in inputs.items()}, labels=labels[:, part], attention_form=form)
+        loss = loss + alone.loss * (labels[:, part] != -100).sum() / count
+    torch.testing.assert_close(packed.loss, loss, atol=1e-5, rtol=1e-5)
+    assert_same(packed_gradients, gradients(model, loss), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("mixer", WITH_POSITIONS)
+def test_a_packed_row_may_be_longer_than_the_position_table_but_not_a_sequence_in_it(mixer):
+    model, ids = build(mixer, LionModel), texts(1, 2 * POSITIONS)["input_ids"]
+    half = torch.arange(2 * POSITIONS)[None] // POSITIONS
+    y = model(ids, seq_idx=half).last_hidden_state
+    alone = model(ids.view(2, POSITIONS)).last_hidden_state
+    torch.testing.assert_close(y.view(2, POSITIONS, D), alone, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match=f"{POSITIONS + 3} tokens.*{POSITIONS}"):
+        model(ids, seq_idx=(torch.arange(2 * POSITIONS)[None] >= POSITIONS + 3).long())
+
+
+def test_attentions_of_packed_sequences_are_blocks():
+    inputs, seq_idx = texts(1, 20), (torch.arange(20)[None] >= 8).long()
+    apart = seq_idx[:, None, :, None] != seq_idx[:, None, None, :]
+    for mixer in MIXERS:
+        for matrix in build(mixer, LionModel)(**inputs, seq_idx=seq_idx, output_attentions=True).attentions:
+            assert matrix.abs().masked_select(apart).max() < 1e-20 < matrix.abs().masked_select(~apart).max()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("piece_length", [1, 5, 8, 21, 100])
+@pytest.mark.parametrize("mixer", LINEAR)
+def test_a_long_text_in_pieces_is_encoded_as_in_one_call(mixer, piece_length, padded):
+    model, inputs = build(mixer, LionModel), texts(padded=padded)
+    expected = model(**inputs).last_hidden_state
+    actual = model.encode_long(**inputs, piece_length=piece_length)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_long_text_is_encoded_for_inference_by_mixers_with_states_within_their_positions():
+    ids = texts(1, POSITIONS + 1)["input_ids"]
+    with pytest.raises(ValueError, match=r"softmax.*lion"):
+        build("softmax", LionModel).encode_long(ids)
+    with pytest.raises(ValueError, match="eval"):
+        build("lion-s", LionModel).train().encode_long(ids)
+    with pytest.raises(ValueError, match=f"{POSITIONS + 1} tokens.*{POSITIONS}"):
+        build("lion-lit", LionModel).encode_long(ids, piece_length=8)
+
+
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_segments_are_the_first_unless_given(mixer):
     model, inputs = build(mixer, LionModel), texts()

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import (
 )
 
 from .configuration_lion import LionConfig
-from .linear_attention import attention_matrix, linear_attention
+from .linear_attention import PieceStates, attention_matrix, linear_attention, piece_states
 
 
 class LionEmbeddings(nn.Module):
@@ -41,6 +41,7 @@ class LionEmbeddings(nn.Module):
         inputs_embeds: Tensor | None,
         token_type_ids: Tensor | None,
         position_ids: Tensor | None,
+        seq_idx: Tensor | None = None,
     ) -> Tensor:
         x = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds  # (B, L, D)
         L = x.shape[1]
@@ -49,16 +50,28 @@ class LionEmbeddings(nn.Module):
         else:
             x = x + self.token_type_embeddings(token_type_ids)
         if self.position_embeddings is not None:
-            longest = self.position_embeddings.num_embeddings
-            if longest < L:
-                raise ValueError(
-                    f"{L} tokens, but {self.mixer} has a table of {longest} positions (max_position_embeddings); "
-                    "shorten the text, or use lion-d or lion-s, which need no positions"
-                )
-            x = x + (
-                self.position_embeddings.weight[:L] if position_ids is None else self.position_embeddings(position_ids)
-            )
+            if position_ids is None:
+                position_ids = torch.arange(L, device=x.device)[None] if seq_idx is None else _positions(seq_idx)
+                if L > self.position_embeddings.num_embeddings:  # packed sequences may each be short enough
+                    self.check_length(int(position_ids.max()) + 1)
+            x = x + self.position_embeddings(position_ids)
         return self.dropout(self.LayerNorm(x))
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError for a text longer than the position table, where there is one."""
+        longest = length if self.position_embeddings is None else self.position_embeddings.num_embeddings
+        if longest < length:
+            raise ValueError(
+                f"{length} tokens, but {self.mixer} has a table of {longest} positions (max_position_embeddings); "
+                "shorten the text, or use lion-d or lion-s, which need no positions"
+            )
+
+
+def _positions(seq_idx: Tensor) -> Tensor:
+    """0, 1, 2 … from the start of each packed sequence, (B, L)."""
+    places = torch.arange(seq_idx.shape[1], device=seq_idx.device)
+    begins = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))
+    return places - torch.where(begins, places, 0).cummax(1).values
 
 
 class LionAttention(nn.Module):
@@ -86,32 +99,57 @@ class LionAttention(nn.Module):
             return F.logsigmoid(-self.decay(x).float()).mT
         return None
 
-    def forward(
-        self, x: Tensor, mask: Tensor | None, form: str, output_attentions: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, each (B, H, L, D/H)."""
         B, L, D = x.shape
-        q, k, v = (
-            self.qkv(x).view(B, L, 3, self.num_heads, D // self.num_heads).permute(2, 0, 3, 1, 4)
-        )  # each (B, H, L, D/H)
+        return self.qkv(x).view(B, L, 3, self.num_heads, D // self.num_heads).permute(2, 0, 3, 1, 4).unbind()
+
+    def piece_states(self, x: Tensor, mask: Tensor | None) -> PieceStates:
+        """What a piece of a text, (B, L, D), passes on to the others."""
+        _, k, v = self.project(x)
+        return piece_states(k, v, self.log_decay(x), mask=mask)
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        seq_idx: Tensor | None,
+        form: str,
+        output_attentions: bool = False,
+        left_state: Tensor | None = None,
+        right_state: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        q, k, v = self.project(x)
         dropout_p = self.config.attention_probs_dropout_prob if self.training else 0.0
         matrix = None
         if self.config.mixer == "softmax":
-            keys = None if mask is None else mask[:, None, None, :]  # (B, 1, 1, L)
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=keys, dropout_p=dropout_p)
+            allowed = _allowed_keys(mask, seq_idx)  # (B, 1, L or 1, L)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout_p)
             if output_attentions:
                 scores = q @ k.mT * q.shape[-1] ** -0.5
-                matrix = (scores if keys is None else scores.masked_fill(~keys, -torch.inf)).softmax(-1)
+                matrix = (scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)).softmax(-1)
         else:
             log_decay = self.log_decay(x)
             y = linear_attention(
-                q, k, v, log_decay, mask=mask, form=form, chunk_size=self.config.chunk_size, dropout_p=dropout_p
+                q, k, v, log_decay, mask=mask, seq_idx=seq_idx, left_state=left_state, right_state=right_state,
+                form=form, chunk_size=self.config.chunk_size, dropout_p=dropout_p,
             )  # fmt: skip
             if output_attentions:
-                matrix = attention_matrix(q, k, log_decay, mask=mask)
-        y = y.transpose(1, 2).reshape(B, L, D)
+                matrix = attention_matrix(q, k, log_decay, mask=mask, seq_idx=seq_idx)
+        y = y.transpose(1, 2).reshape(x.shape)
         if self.config.mixer == "lion-lit":
             y = self.norm(y)
         return self.out(y), matrix
+
+
+def _allowed_keys(mask: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
+    """Which keys a query of softmax attention may see, (B, 1, L or 1, L): real ones, of its own sequence."""
+    allowed = None if mask is None else mask[:, None, None, :]
+    if seq_idx is not None:
+        begins = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0)).cumsum(1)
+        same = begins[:, None, :, None] == begins[:, None, None, :]
+        allowed = same if allowed is None else same & allowed
+    return allowed
 
 
 class LionLayer(GradientCheckpointingLayer):
@@ -128,9 +166,16 @@ class LionLayer(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None, form: str, output_attentions: bool = False
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        seq_idx: Tensor | None,
+        form: str,
+        output_attentions: bool = False,
+        left_state: Tensor | None = None,
+        right_state: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        y, matrix = self.attention(x, mask, form, output_attentions)
+        y, matrix = self.attention(x, mask, seq_idx, form, output_attentions, left_state, right_state)
         x = self.attention_norm(x + self.dropout(y))  # (B, L, D)
         x = self.mlp_norm(x + self.dropout(self.mlp_out(self.act(self.mlp_in(x)))))
         return x, matrix
@@ -201,6 +246,7 @@ class LionModel(LionPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         attention_form: str | None = None,
+        seq_idx: Tensor | None = None,
     ) -> BaseModelOutputWithPooling | tuple:
         """Encode a batch of texts.
 
@@ -210,6 +256,8 @@ class LionModel(LionPreTrainedModel):
             token_type_ids, position_ids: (B, L); 0, and 0 … L−1, when None. Positions matter to lion-lit and softmax alone.
             output_attentions: also return each layer's matrix, (B, H, L, L): s·QKᵀ⊙M, or softmax's probabilities.
             attention_form: the operator's form for this call, in place of the configuration's.
+            seq_idx: (B, L) integers, the number of the sequence that a token belongs to in a row packed with several; each
+                is encoded as if alone. See `linear_attention`.
 
         Raises:
             ValueError: neither or both of input_ids and inputs_embeds; a text longer than the position table; the matrix
@@ -226,10 +274,10 @@ class LionModel(LionPreTrainedModel):
             raise ValueError(f"the {form} form never has the attention matrix; ask for it with attention_form='full'")
 
         mask = None if attention_mask is None else attention_mask.bool()
-        x = self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids)
+        x = self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids, seq_idx)
         hidden_states, attentions = [x], []
         for layer in self.layers:
-            x, matrix = layer(x, mask, form, output_attentions)
+            x, matrix = layer(x, mask, seq_idx, form, output_attentions)
             hidden_states.append(x)
             attentions.append(matrix)
         output = BaseModelOutputWithPooling(
@@ -239,6 +287,64 @@ class LionModel(LionPreTrainedModel):
             attentions=tuple(attentions) if output_attentions else None,
         )
         return output if return_dict else output.to_tuple()
+
+    @torch.no_grad()
+    def encode_long(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        *,
+        piece_length: int = 8192,
+        attention_form: str | None = None,
+    ) -> Tensor:
+        """Encode texts whose activations do not fit in memory at once, in pieces of `piece_length` tokens, for inference.
+
+        In each layer the pieces are read from left to right, which leaves the state in which each finds all earlier ones,
+        and then from right to left with the state of all later ones, which gives each piece its output. The result is
+        what one call gives; memory holds the hidden states of the text, where `input_ids` lie (best in the CPU's
+        memory), and all else of one piece on the model's device.
+
+        Args:
+            input_ids, attention_mask, token_type_ids: (B, L), and attention_form, as in a call.
+
+        Returns:
+            (B, L, D), the last hidden state, on the device of `input_ids`.
+
+        Raises:
+            ValueError: softmax attention, which has no states; training mode; a text longer than the position table.
+        """
+        if self.config.mixer == "softmax":
+            raise ValueError(
+                "softmax attention has no states to hand from piece to piece; encode_long needs a lion mixer"
+            )
+        if self.training:
+            raise ValueError("encode_long is for inference; call model.eval() first")
+        self.embeddings.check_length(input_ids.shape[1])
+        form = attention_form or self.config.attention_form
+        device = self.device
+        L = input_ids.shape[1]
+        pieces = [slice(start, min(start + piece_length, L)) for start in range(0, L, piece_length)]
+
+        def piece_of(x: Tensor | None, piece: slice) -> Tensor | None:
+            return None if x is None else x[:, piece].to(device)
+
+        x = torch.empty(*input_ids.shape, self.config.hidden_size, dtype=self.dtype, device=input_ids.device)
+        for piece in pieces:
+            position_ids = torch.arange(piece.start, piece.stop, device=device)[None]
+            x[:, piece] = self.embeddings(piece_of(input_ids, piece), None, piece_of(token_type_ids, piece), position_ids).to(x.device)  # fmt: skip
+        mask = None if attention_mask is None else attention_mask.bool()
+        for layer in self.layers:
+            states = [layer.attention.piece_states(piece_of(x, piece), piece_of(mask, piece)) for piece in pieces]
+            lefts = [torch.zeros_like(states[0].rightward)]
+            for state in states[:-1]:
+                lefts.append(lefts[-1] * state.across + state.rightward)
+            right = torch.zeros_like(lefts[0])
+            for piece, left, state in reversed(list(zip(pieces, lefts, states))):
+                y, _ = layer(piece_of(x, piece), piece_of(mask, piece), None, form, False, left, right)
+                x[:, piece] = y.to(x.device)
+                right = right * state.across + state.leftward
+        return x
 
     def _pooled(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The first token, or the mean of the real ones, (B, D)."""
@@ -278,6 +384,7 @@ class LionForMaskedLM(LionPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         attention_form: str | None = None,
+        seq_idx: Tensor | None = None,
     ) -> MaskedLMOutput | tuple:
         """Predict masked tokens. Arguments as `LionModel`.
 
@@ -288,7 +395,7 @@ class LionForMaskedLM(LionPreTrainedModel):
         return_dict = self.config.return_dict if return_dict is None else return_dict
         output = self.lion(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
-            output_attentions, output_hidden_states, True, attention_form,
+            output_attentions, output_hidden_states, True, attention_form, seq_idx,
         )  # fmt: skip
         x = output.last_hidden_state
         if labels is not None and self.training:
@@ -324,6 +431,7 @@ class LionForSequenceClassification(LionPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         attention_form: str | None = None,
+        seq_idx: Tensor | None = None,
     ) -> SequenceClassifierOutput | tuple:
         """Classify texts. Arguments as `LionModel`.
 
@@ -334,7 +442,7 @@ class LionForSequenceClassification(LionPreTrainedModel):
         return_dict = self.config.return_dict if return_dict is None else return_dict
         output = self.lion(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
-            output_attentions, output_hidden_states, True, attention_form,
+            output_attentions, output_hidden_states, True, attention_form, seq_idx,
         )  # fmt: skip
         logits = self.classifier(self.dropout(output.pooler_output))  # (B, num_labels)
         loss = None
@@ -372,12 +480,13 @@ class LionForTokenClassification(LionPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         attention_form: str | None = None,
+        seq_idx: Tensor | None = None,
     ) -> TokenClassifierOutput | tuple:
         """Classify tokens. Arguments as `LionModel`; labels: (B, L) class numbers, -100 where none is."""
         return_dict = self.config.return_dict if return_dict is None else return_dict
         output = self.lion(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
-            output_attentions, output_hidden_states, True, attention_form,
+            output_attentions, output_hidden_states, True, attention_form, seq_idx,
         )  # fmt: skip
         logits = self.classifier(self.dropout(output.last_hidden_state))  # (B, L, num_labels)
         loss = None if labels is None else _cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -407,12 +516,13 @@ class LionForQuestionAnswering(LionPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         attention_form: str | None = None,
+        seq_idx: Tensor | None = None,
     ) -> QuestionAnsweringModelOutput | tuple:
         """Find a span. Arguments as `LionModel`; start_positions, end_positions: (B,); outside the text they do not count."""
         return_dict = self.config.return_dict if return_dict is None else return_dict
         output = self.lion(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
-            output_attentions, output_hidden_states, True, attention_form,
+            output_attentions, output_hidden_states, True, attention_form, seq_idx,
         )  # fmt: skip
         start_logits, end_logits = self.qa_outputs(output.last_hidden_state).unbind(-1)  # each (B, L)
         loss = None
