@@ -8,10 +8,10 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.10 python3 python;
 	$$python -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1 && \
 	echo $$python && break; done)
 
-.PHONY: help demo compare test lint clean
+.PHONY: help demo compare test test-compat lint clean
 
 help:  ## what there is to make
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 demo: $(VENV)/installed  ## text, shards, pretraining, fine-tuning, a Hub folder, filled masks (MODEL=lion-d-tiny: another)
 	$(VENV)/bin/python -m src.demo --model $(MODEL)
@@ -22,17 +22,22 @@ compare: $(VENV)/installed  ## the same for LION-LIT, -D, -S and BERT, in one ta
 test: $(VENV)/installed  ## the whole test suite
 	$(VENV)/bin/python -m pytest
 
+test-compat: $(VENV)-compat/installed  ## the encoder and its Hub folder under the newest torch and transformers
+	$(VENV)-compat/bin/python -m pytest tests/test_linear_attention.py tests/test_modeling_lion.py tests/test_published.py tests/test_hub_folder.py
+
 lint: $(VENV)/installed  ## ruff, as linter and as formatter
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
 clean:  ## remove the environment and everything that demo made
-	rm -rf $(VENV) demo .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-compat demo .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp tells that the requirements, as they are now, are installed.
 $(VENV)/installed: requirements.txt
+$(VENV)-compat/installed: requirements-compat.txt
+$(VENV)/installed $(VENV)-compat/installed:
 	@test -n "$(PYTHON)" || { echo "error: no python3 from 3.10 to 3.12 with venv found; install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 2; }
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -r requirements.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check --progress-bar off -r $<
 	@touch $@

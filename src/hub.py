@@ -263,7 +263,7 @@ PROBE = """
 import sys, torch, transformers
 from safetensors.torch import save_file
 folder, sentences, auto_class, out = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4]
-tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 texts = open(sentences, encoding="utf-8").read().splitlines()
 batch = tokenizer(texts, padding=True, truncation=True, max_length=int(sys.argv[5]), return_tensors="pt")
 model = getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=True).eval()

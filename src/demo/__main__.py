@@ -19,6 +19,7 @@ from pathlib import Path
 from src import cli
 from src.cli import UserError
 from src.convert_dataset import is_validation
+from src.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("lion-lit-tiny", "lion-d-tiny", "lion-s-tiny", "bert-tiny")
@@ -144,7 +145,7 @@ class Demo:
         for row, base in zip(scores, baseline):
             lines.append([f"{row['title']}, {row['metrics'][0]}", f"{100 * row['majority']:.2f} (majority class)",
                           f"{100 * base['mean']:.2f}", f"{100 * row['mean']:.2f}"])  # fmt: skip
-        print(f"\n{report.markdown(lines)}\n")
+        print(f"\n{markdown(lines)}\n")
         for name, place in (
             ("checkpoint", self.checkpoint(model)),
             ("curves", self.run(model) / "curves.png"),
@@ -162,7 +163,6 @@ class Demo:
 
     def compare(self, models: tuple[str, ...]) -> None:
         """One table and one picture of several models."""
-        from src.glue import report
         from src.run_log import draw_curves
 
         scores = {model: self.scores(model) for model in models}
@@ -177,7 +177,7 @@ class Demo:
             ])  # fmt: skip
         lines.append(["*baseline*", "-", f"{summaries[models[0]]['after']['most_frequent_token']:.2%}",
                       *(f"{100 * row['majority']:.2f}" for row in rows), "-"])  # fmt: skip
-        table = report.markdown(lines)
+        table = markdown(lines)
         note = "Baseline: always the most frequent token, always the majority class. Training time: against bert-tiny."
         picture = self.out / "compare.png"
         draw_curves([(model, self.run(model)) for model in models], picture)

@@ -6,6 +6,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from src.glue.tasks import GLUE
+from src.tables import markdown
 
 Result = dict[str, Any]
 
@@ -48,25 +49,6 @@ def closing(rows: list[dict[str, Any]]) -> str:
     if not there & GLUE.keys():
         return ""
     return f"GLUE average: not without {', '.join(GLUE[name].title for name in GLUE if name not in there)}"
-
-
-def markdown(lines: list[list[str]]) -> str:
-    """A Markdown table with columns of equal width; the first line is its header, numbers stand to the right."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    numeric = [
-        all(line[column][:1].isdigit() or line[column][:1] in "-×" for line in lines[1:])
-        for column in range(len(widths))
-    ]
-
-    def row(cells: list[str]) -> str:
-        return (
-            "| "
-            + " | ".join(cell.rjust(w) if right else cell.ljust(w) for cell, w, right in zip(cells, widths, numeric))
-            + " |"
-        )
-
-    rule = "|" + "|".join("-" * (w + 1) + ":" if right else "-" * (w + 2) for w, right in zip(widths, numeric)) + "|"
-    return "\n".join([row(lines[0]), rule, *map(row, lines[1:])])
 
 
 def write(results: list[Result], folder: Path, name: str) -> list[dict[str, Any]]:

@@ -1,0 +1,139 @@
+"""Time and memory of the operator against the length, beside softmax attention:
+
+    python benchmarks/operator.py [--device cuda] [--lengths 128 1024 8192] [--dtype bfloat16]
+
+Every form of every variant and `scaled_dot_product_attention` on one random input, forward and forward with backward,
+interleaved, medians. Writes a table, its numbers and a picture.
+"""
+
+import os
+import sys
+
+# Found first in this folder, this file would take the place of Python's own module `operator`.
+sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks import measure
+from src import cli
+from src.lion import linear_attention
+
+VARIANTS = ("lion-lit", "lion-d", "lion-s")
+# Where a form stops being what anyone would use: L×L matrices that fill the memory, a loop over tokens that takes minutes.
+LONGEST = {"full": 4096, "recurrent": 2048, "chunkwise": 2**20, "softmax": 32768}
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--batch", type=int, default=1, help="(default: 1)")
+    parser.add_argument("--heads", type=int, default=12, help="(default: 12)")
+    parser.add_argument("--head_dim", type=int, default=64, help="(default: 64)")
+    parser.add_argument("--chunk_size", type=int, default=128, help="of the chunkwise form (default: 128)")
+    parser.add_argument("--dtype", help="(default: bfloat16 on a GPU, float32 on a CPU)")
+    parser.add_argument("--forms", nargs="+", default=["full", "recurrent", "chunkwise"])
+    parser.add_argument("--rounds", type=int, default=9, help="each case's runs; 3 where they take long (default: 9)")
+    parser.add_argument(
+        "--seconds", type=float, default=20, help="that a length may take before 3 rounds do (default: 20)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
+    a = parser.parse_args(argv)
+    a.dtype = a.dtype or ("bfloat16" if a.device == "cuda" else "float32")
+    shape = (a.batch, a.heads, a.head_dim, a.dtype, a.chunk_size, a.device)
+
+    cases = [("softmax", "softmax"), *((form, variant) for form in a.forms for variant in VARIANTS)]
+    rows = []
+    for length in cli.progress(sorted(a.lengths), desc="lengths"):
+        here = [(form, variant) for form, variant in cases if length <= LONGEST[form]]
+        times = {}
+        for backward in (False, True):
+            runs = {case: prepare(*case, length, backward, *shape) for case in here}
+            times[backward] = measure.interleaved(runs, a.device, a.rounds, a.seconds)
+        for form, variant in here:
+            rows.append({
+                "length": length, "form": form, "variant": variant,
+                "forward_ms": 1000 * times[False][form, variant], "both_ms": 1000 * times[True][form, variant],
+                "softmax_over_this": times[True]["softmax", "softmax"] / times[True][form, variant]
+                if ("softmax", "softmax") in times[True] else None,
+            })  # fmt: skip
+    for form, variant in cli.progress(cases, desc="memory"):
+        own = [row for row in rows if (row["form"], row["variant"]) == (form, variant)]
+        arguments = [(form, variant, row["length"], True, *shape) for row in own]
+        warm_up = (form, variant, 16, True, *shape)
+        for row, peak in zip(own, measure.peak_memory(prepare, warm_up, arguments, a.device)):
+            row["peak_mib"] = peak / 2**20
+
+    lines = [["length", "form", "variant", "forward, ms", "with backward, ms", "µs a token", "softmax's time is", "peak, MiB"]]  # fmt: skip
+    for row in rows:
+        ratio = row["softmax_over_this"]
+        lines.append([
+            f"{row['length']:,}", row["form"], row["variant"], f"{row['forward_ms']:.2f}", f"{row['both_ms']:.2f}",
+            f"{1000 * row['both_ms'] / row['length'] / a.batch:.1f}", "-" if ratio is None else f"×{ratio:.2f}",
+            f"{row['peak_mib']:.0f}",
+        ])  # fmt: skip
+    title = f"Attention of {a.heads} heads of {a.head_dim}, batch {a.batch}, {a.dtype}, chunks of {a.chunk_size}:"
+    name = f"operator-{a.device}"
+    measure.write(a.out, name, title, measure.machine(a.device), lines, rows)
+    draw(rows, a.out / f"{name}.png")
+    print(f"picture  {a.out / name}.png")
+
+
+def prepare(form, variant, length, backward, batch, heads, head_dim, dtype, chunk_size, device):
+    """A function of no arguments that runs one case once."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw_one(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, getattr(torch, dtype)).requires_grad_(backward)
+
+    q, k, v, grad = (draw_one(batch, heads, length, head_dim) for _ in range(4))
+    raw = {"lion-d": lambda: draw_one(heads), "lion-s": lambda: draw_one(batch, heads, length)}.get(
+        variant, lambda: None
+    )()
+
+    def run() -> None:
+        if form == "softmax":
+            y = F.scaled_dot_product_attention(q, k, v)
+        else:
+            log_decay = None if raw is None else F.logsigmoid(raw.float())
+            y = linear_attention(q, k, v, log_decay, form=form, chunk_size=chunk_size)
+        if backward:
+            leaves = [x for x in (q, k, v, raw) if x is not None]
+            torch.autograd.grad(y, leaves, grad)
+
+    return run
+
+
+def draw(rows: list[dict], picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    styles = {"full": "-", "chunkwise": "--", "recurrent": ":", "softmax": "-"}
+    colors = {"softmax": "black", "lion-lit": "tab:green", "lion-d": "tab:orange", "lion-s": "tab:blue"}
+    for case in dict.fromkeys((row["form"], row["variant"]) for row in rows):
+        own = [row for row in rows if (row["form"], row["variant"]) == case]
+        lengths = [row["length"] for row in own]
+        label = case[0] if case[0] == case[1] else " ".join(case)
+        for axis, key in zip(axes, ("both_ms", "peak_mib")):
+            axis.plot(
+                lengths, [row[key] for row in own], styles[case[0]], color=colors[case[1]], marker=".", label=label
+            )
+    for axis, title in zip(axes, ("forward and backward, ms", "peak memory, MiB")):
+        axis.set(xscale="log", yscale="log", xlabel="length", title=title)
+        axis.set_xscale("log", base=2)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(picture, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    cli.run(main)

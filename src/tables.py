@@ -1,0 +1,15 @@
+"""Markdown tables, to be read as they are or where Markdown is drawn."""
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """A Markdown table with columns of equal width; the first line is its header, numbers stand to the right."""
+    columns = list(zip(*lines))
+    widths = [max(map(len, column)) for column in columns]
+    numeric = [all(cell[:1].isdigit() or cell[:1] in "-×" for cell in column[1:]) for column in columns]
+
+    def row(cells: list[str]) -> str:
+        aligned = (cell.rjust(w) if right else cell.ljust(w) for cell, w, right in zip(cells, widths, numeric))
+        return f"| {' | '.join(aligned)} |"
+
+    rule = "|" + "|".join("-" * (w + 1) + ":" if right else "-" * (w + 2) for w, right in zip(widths, numeric)) + "|"
+    return "\n".join([row(lines[0]), rule, *map(row, lines[1:])])
