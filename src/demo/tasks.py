@@ -1,6 +1,6 @@
 """Two labelled tasks made from the demo's corpus, in the file layout of the official GLUE download.
 
-- `WordOrder/`, CoLA's layout: does a sentence stand in its own word order (1), or were some neighbouring words exchanged (0)?
+- `WordOrder/`, CoLA's layout: does a sentence stand in its own word order (1), or have its words changed places (0)?
 - `Continuation/`, RTE's layout: does the second text follow the first (entailment), or is it out of another file
   (not_entailment)? The texts are the halves of sentences: what fits is told by grammar and sense.
 
@@ -17,8 +17,9 @@ from typing import NamedTuple
 from src.cli import UserError, log
 from src.demo.corpus import atomic_writer, split_sentences
 
-SENTENCE_WORDS = range(6, 31)  # of WordOrder
-HALVED_WORDS = range(8, 41)  # of Continuation, before they are halved
+MOVED_WORDS = 4  # at least, in a scrambled sentence
+SENTENCE_WORDS = range(6, 21)  # of WordOrder
+HALVED_WORDS = range(8, 23)  # of Continuation, before they are halved
 
 
 class Document(NamedTuple):
@@ -43,21 +44,19 @@ def write_tasks(
     *,
     train_examples: int = 8000,
     dev_examples: int = 1000,
-    swaps: int = 2,
     seed: int = 17,
 ) -> None:
     """Write WordOrder/ and Continuation/, a train.tsv and a dev.tsv each, below `out`; labels are exactly balanced.
 
     `dev.tsv` is made of the passages for whose text `is_validation` holds, `train.tsv` of the others. No sentence occurs
-    twice in a task, in whatever order of its words. `swaps` is the number of exchanges that scramble a sentence (fewer is
-    harder). A corpus too small for the sizes asked for is a UserError.
+    twice in a task, in whatever order of its words. A corpus too small for the sizes asked for is a UserError.
     """
     sizes = {"train": train_examples, "dev": dev_examples}
     if odd := [f"{split}_examples={size}" for split, size in sizes.items() if size < 2 or size % 2]:
         raise UserError(f"{odd[0]}: two labels in balance need an even number of examples, 2 or more")
     documents = read_documents(corpus, is_validation)
     for task, examples, header in (
-        ("WordOrder", lambda *given: word_order_examples(*given, swaps), None),
+        ("WordOrder", word_order_examples, None),
         ("Continuation", continuation_examples, "sentence1\tsentence2\tlabel"),
     ):
         rng, seen = random.Random(f"{task} {seed}"), set()
@@ -97,36 +96,34 @@ def balanced(examples: Iterable[tuple[int, str]], size: int, name: str) -> list[
     raise UserError(f"{name}: the corpus gives {most:,} examples, not {size:,}; ask for fewer, or give more text")
 
 
-def word_order_examples(
-    documents: list[Document], seen: set[str], rng: random.Random, swaps: int
-) -> Iterator[tuple[int, str]]:
+def word_order_examples(documents: list[Document], seen: set[str], rng: random.Random) -> Iterator[tuple[int, str]]:
     """(label, row) in CoLA's columns: source, label, the author's mark, sentence. Every other sentence is scrambled."""
     label = 1
     for source, paragraphs in documents:
         for sentence in (sentence for paragraph in paragraphs for sentence in paragraph):
             # Scrambled or not, a sentence must be one that can be: else the kind of sentence would tell the label.
-            scrambled = scramble(sentence, swaps, rng)
+            scrambled = scramble(sentence, rng)
             if scrambled and claim(sentence, SENTENCE_WORDS, seen):
                 yield label, f"{source}\t1\t\t{sentence}" if label else f"{source}\t0\t*\t{scrambled}"
                 label = 1 - label
 
 
-def scramble(sentence: str, swaps: int, rng: random.Random) -> str | None:
-    """A sentence with `swaps` disjoint pairs of neighbouring words exchanged; None if that many were not found in it.
+def scramble(sentence: str, rng: random.Random) -> str | None:
+    """A sentence with its plain lower-case words in another order, no word where it was; None if few could move.
 
-    Only plain lower-case words move, so the first word's capital, the commas and the full stop stay where they were.
+    The first word with its capital, the last, and what carries a comma or a digit stay: else a glance would tell.
     """
     words = sentence.split()
-    plain = [word.isalpha() and word.islower() for word in words]
-    places = [i for i in range(1, len(words) - 1) if plain[i] and plain[i + 1] and words[i] != words[i + 1]]
-    rng.shuffle(places)
-    chosen: list[int] = []
-    for place in places:
-        if all(abs(place - other) > 1 for other in chosen):
-            chosen.append(place)
-    for place in chosen[:swaps]:
-        words[place], words[place + 1] = words[place + 1], words[place]
-    return " ".join(words) if len(chosen) >= swaps else None
+    places = [i for i in range(1, len(words) - 1) if words[i].isalpha() and words[i].islower()]
+    if len(places) < MOVED_WORDS:
+        return None
+    order = places[:]
+    rng.shuffle(order)
+    for place, other in zip(order, order[1:] + order[:1]):  # around one circle, so that each moves
+        words[place] = other
+    moved = sentence.split()
+    scrambled = [moved[word] if isinstance(word, int) else word for word in words]
+    return None if scrambled == moved else " ".join(scrambled)
 
 
 def continuation_examples(documents: list[Document], seen: set[str], rng: random.Random) -> Iterator[tuple[int, str]]:
