@@ -153,14 +153,13 @@ def test_passages_are_filled_and_end_with_sentences():
     assert sum(len(passage.split()) for passage in passages) == 440
     assert all(len(passage.split()) <= PASSAGE_WORDS[1] and passage.endswith(".") for passage in passages)
     assert all(len(passage.split()) >= PASSAGE_WORDS[0] for passage in passages[:-1])
-    assert list(merge_passages([sentence])) == []  # too short a piece to stand alone
+    assert list(merge_passages(["It is too short."])) == []  # to stand alone
 
 
 def words(number: int) -> str:
-    """A text of 30 words or so that no other number gives."""
+    """A passage, one sentence of 22 words, that no other number gives."""
     name = "".join("abcdefghij"[int(digit)] for digit in str(number))
-    first = f"The {name} is the first of the things that it has to do in its life."
-    return f"{first} Then the {name} may go to the place where all of the others of its kind have been."
+    return f"The {name} is the first of the things that it has to do in its life, where all of its kind are."
 
 
 def test_docstrings_and_shared_texts_are_read_in_order_and_tests_are_not(package, tmp_path):
@@ -172,10 +171,9 @@ def test_docstrings_and_shared_texts_are_read_in_order_and_tests_are_not(package
         }
     )
     summary, rows = build(tmp_path, name)
-    assert [row["source"] for row in rows] == [f"{name}/a/__init__.py", f"{name}/b.py"]
-    assert rows[0]["text"] == words(4)
-    assert rows[1]["text"] == "\n".join(words(n) for n in (1, 2, 3))
-    assert summary.documents == 2
+    assert [row["source"] for row in rows] == [f"{name}/a/__init__.py"] + 3 * [f"{name}/b.py"]
+    assert [row["text"] for row in rows] == [words(n) for n in (4, 1, 2, 3)]
+    assert summary.documents == 4
     assert summary.words == sum(len(row["text"].split()) for row in rows)
     assert summary.packages == {name: pytest.approx(summary.megabytes)}
 
@@ -216,4 +214,4 @@ def test_the_file_is_the_same_in_every_process_and_place(package, tmp_path):
         env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{(tmp_path / name).parent}{os.pathsep}{ROOT}"}
         subprocess.run([sys.executable, "-c", code], env=env, check=True, cwd=tmp_path)
         written.append(out.read_bytes())
-    assert written[0] == written[1] and written[0].count(b"\n") == 18
+    assert written[0] == written[1] and written[0].count(b"\n") == 45

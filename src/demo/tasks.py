@@ -117,13 +117,11 @@ def scramble(sentence: str, rng: random.Random) -> str | None:
     places = [i for i in range(1, len(words) - 1) if words[i].isalpha() and words[i].islower()]
     if len(places) < MOVED_WORDS:
         return None
-    order = places[:]
-    rng.shuffle(order)
-    for place, other in zip(order, order[1:] + order[:1]):  # around one circle, so that each moves
-        words[place] = other
-    moved = sentence.split()
-    scrambled = [moved[word] if isinstance(word, int) else word for word in words]
-    return None if scrambled == moved else " ".join(scrambled)
+    rng.shuffle(places)
+    scrambled = words[:]
+    for place, other in zip(places, places[1:] + places[:1]):  # around one circle, so that each moves
+        scrambled[place] = words[other]
+    return None if scrambled == words else " ".join(scrambled)
 
 
 def continuation_examples(documents: list[Document], seen: set[str], rng: random.Random) -> Iterator[tuple[int, str]]:
