@@ -19,7 +19,7 @@ log M_ij is before_i − before_j in the past and upto_j − upto_i in the futur
 Letters in shape comments: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ _LOG_NOTHING = -60.0
 # core of a Xeon: full 35 ms and chunkwise 51 ms in texts of 128 tokens, 85 and 67 ms in texts of 256.
 _FULL_UP_TO = 192
 
-# Entries of C×C matrices that the chunkwise form holds at a time: on a CPU what stays in its cache, on a GPU what fills it.
+# Entries of L×L or C×C matrices that are worked on at a time: on a CPU what stays in its cache, on a GPU what fills it.
 _BLOCK_ENTRIES = {"cpu": 2**18, "cuda": 2**26}
 
 
@@ -227,28 +227,50 @@ def _scores(q: Tensor, k: Tensor, sums: tuple[Tensor, Tensor] | None) -> Tensor:
 
 
 class _DecayedScores(torch.autograd.Function):
-    """QKᵀ⊙M, (B, H, L, L), from q, k and the running sums. In place where autograd would keep every step."""
+    """QKᵀ⊙M, (B, H, L, L), from q, k and the running sums. The backward pass makes M again rather than keep it."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, before: Tensor, upto: Tensor) -> Tensor:
         scores = q @ k.mT
-        decay = _decay_mask(before, upto, scores.dtype)
-        scores *= decay
-        ctx.save_for_backward(q, k, decay, scores)
-        ctx.sums_shape = before.shape
+        decay = _masks(before, upto, scores.dtype)
+        for block in _blocks(q):
+            scores[block] *= decay(block)
+        ctx.save_for_backward(q, k, before, upto, scores)
         return scores
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, decay, scores = ctx.saved_tensors
-        grad_before = grad_upto = None
+        q, k, before, upto, scores = ctx.saved_tensors
+        grad_q, grad_k = torch.empty_like(q), torch.empty_like(k)
+        grad_sums = [q.new_empty(q.shape[:-1], dtype=torch.float64) for _ in range(2)]
+        with_decays = any(ctx.needs_input_grad[2:])
         with torch.autocast(q.device.type, enabled=False):
-            if any(ctx.needs_input_grad[2:]):
-                sums = _sums_gradients(grad * scores)
-                grad_before, grad_upto = (x.sum_to_size(ctx.sums_shape) for x in sums)
-            grad = grad * decay
-            return grad @ k, grad.mT @ q, grad_before, grad_upto
+            decay = _masks(before, upto, scores.dtype)
+            for block in _blocks(q):
+                if with_decays:
+                    grad_sums[0][block], grad_sums[1][block] = _sums_gradients(grad[block] * scores[block])
+                grad_scores = grad[block] * decay(block)
+                grad_q[block] = grad_scores @ k[block]
+                grad_k[block] = grad_scores.mT @ q[block]
+        if not with_decays:
+            return grad_q, grad_k, None, None
+        return grad_q, grad_k, *(x.sum_to_size(before.shape) for x in grad_sums)
+
+
+def _blocks(x: Tensor) -> list[slice]:
+    """Slices over texts (B, H, L, ·), or chunks (N·B, H, C, ·): so few at a time that their matrices stay in the cache."""
+    count, heads, length, _ = x.shape
+    size = max(1, _BLOCK_ENTRIES.get(x.device.type, _BLOCK_ENTRIES["cuda"]) // (heads * length * length))
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def _masks(before: Tensor, upto: Tensor, dtype: torch.dtype) -> Callable[[slice], Tensor]:
+    """The decay masks of the texts or chunks in a slice; made once where all are alike."""
+    if len(before) > 1:
+        return lambda block: _decay_mask(before[block], upto[block], dtype)
+    mask = _decay_mask(before, upto, dtype)
+    return lambda block: mask
 
 
 def _decay_mask(before: Tensor, upto: Tensor, dtype: torch.dtype) -> Tensor:
@@ -374,8 +396,9 @@ class _Chunkwise(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, before, upto, since_start, until_end, to_end, from_start, across)
         left, right = _received(B, k, v, to_end, from_start, across)
         y = torch.empty_like(v)
-        for block, decay in _blocks(q, before, upto):
-            y[block] = (q[block] @ k[block].mT).mul_(decay) @ v[block]
+        decay = _masks(before, upto, q.dtype)
+        for block in _blocks(q):
+            y[block] = (q[block] @ k[block].mT).mul_(decay(block)) @ v[block]
             y[block] += (q[block] * _at(since_start, block)) @ left[block]
             y[block] += (q[block] * _at(until_end, block)) @ right[block]
         return y
@@ -393,13 +416,14 @@ class _Chunkwise(torch.autograd.Function):
             left, right = _received(B, k, v, to_end, from_start, across)
             # What a chunk's queries draw from a state flows back to all the keys in it: the same two scans.
             to_right, to_left = _received(B, q, grad, until_end, since_start, across)
-            for block, decay in _blocks(q, before, upto):
-                Q, K, V, dY = q[block], k[block], v[block], grad[block]
-                scores, grad_scores = (Q @ K.mT).mul_(decay), dY @ V.mT
+            decay = _masks(before, upto, q.dtype)
+            for block in _blocks(q):
+                Q, K, V, dY, M = q[block], k[block], v[block], grad[block], decay(block)
+                scores, grad_scores = (Q @ K.mT).mul_(M), dY @ V.mT
                 grad_v[block] = scores.mT @ dY
                 if with_decays:
                     grad_sums[0][block], grad_sums[1][block] = _sums_gradients(scores.mul_(grad_scores))
-                grad_scores.mul_(decay)
+                grad_scores.mul_(M)
                 grad_q[block] = grad_scores @ K
                 grad_k[block] = grad_scores.mT @ Q
                 grad_v[block] += (K * _at(to_end, block)) @ to_left[block]
@@ -429,7 +453,10 @@ def _received(
     across = across.expand(len(k), *across.shape[1:]).unflatten(0, (-1, B))
     states = []
     for weight, order in ((to_end, 1), (from_start, -1)):
-        updates = ((k * weight).mT @ v).unflatten(0, (-1, B))  # (N, B, H, D, E)
+        updates = k.new_empty(*k.shape[:2], k.shape[-1], v.shape[-1])
+        for block in _blocks(k):
+            updates[block] = (k[block] * _at(weight, block)).mT @ v[block]
+        updates = updates.unflatten(0, (-1, B))  # (N, B, H, D, E)
         state = torch.zeros_like(updates[0])
         for n in range(len(updates))[::order]:
             following = torch.addcmul(updates[n], state, across[n])
@@ -437,16 +464,6 @@ def _received(
             state = following
         states.append(updates.flatten(0, 1))
     return states[0], states[1]
-
-
-def _blocks(q: Tensor, before: Tensor, upto: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Slices over chunks, few enough to stay in the cache, with their decay masks."""
-    chunks, heads, length, _ = q.shape
-    size = max(1, _BLOCK_ENTRIES.get(q.device.type, _BLOCK_ENTRIES["cuda"]) // (heads * length * length))
-    alike = _decay_mask(before, upto, q.dtype) if len(before) == 1 else None
-    for first in range(0, chunks, size):
-        block = slice(first, min(first + size, chunks))
-        yield block, _decay_mask(before[block], upto[block], q.dtype) if alike is None else alike
 
 
 def _at(weight: Tensor, block: slice) -> Tensor:
