@@ -2,10 +2,12 @@
 
 python src/hub.py export --checkpoint runs/lion-s-base/latest-rank0.pt --out my-model
 python src/hub.py verify --checkpoint runs/lion-s-base/latest-rank0.pt --folder my-model
+python src/hub.py push   --folder my-model --repo_id ORG/NAME
 python src/hub.py import --checkpoint LION-S-base-mlm.pt --out my-model --tokenizer bert-base-uncased
 """
 
 import argparse
+import hashlib
 import json
 import os
 import pickle
@@ -42,6 +44,7 @@ AUTO_MAP = {
     "AutoConfig": "configuration_lion.LionConfig",
     **{auto: f"modeling_lion.{name}" for auto, name in AUTO_CLASSES.items()},
 }
+PROOF = "proof.json"  # what export leaves for push: the digests of the files it has compared with the checkpoint
 TOLERANCE = 1e-5  # between the logits of the checkpoint and of the folder
 
 
@@ -68,13 +71,19 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="hub.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{export,verify,import}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{export,verify,push,import}")
     export_ = commands.add_parser("export", help="write a checkpoint as a folder that plain transformers loads")
     export_.add_argument("--checkpoint", type=Path, required=True, help="checkpoint that main.py or glue.py saved")
     export_.add_argument("--out", type=Path, required=True, help="folder to write; must not exist yet")
     verify_ = commands.add_parser("verify", help="compare a folder with the checkpoint it was made from")
     verify_.add_argument("--checkpoint", type=Path, required=True, help="the checkpoint")
     verify_.add_argument("--folder", type=Path, required=True, help="what export wrote")
+    push_ = commands.add_parser("push", help="upload a folder to the Hugging Face Hub")
+    push_.add_argument("--folder", type=Path, required=True, help="what export wrote; README.md may have changed since")
+    push_.add_argument("--repo_id", required=True, help="ORG/NAME on the Hub; made if it is not there")
+    push_.add_argument("--checkpoint", type=Path, help="verify against it first, where files changed after export")
+    push_.add_argument("--private", action="store_true", help="make the repository private, if it is not there yet")
+    push_.add_argument("--revision", help="branch to push to; made if it is not there (default: main)")
     import_ = commands.add_parser(
         "import", help="write a checkpoint published by the paper's authors as a folder of ours"
     )
@@ -87,6 +96,8 @@ def main(argv: list[str]) -> None:
     elif arguments.command == "verify":
         difference = verify(read_checkpoint(arguments.checkpoint), arguments.folder)
         print(f"{arguments.folder} gives the checkpoint's logits (largest difference {difference:.1e})")
+    elif arguments.command == "push":
+        push(arguments.folder, arguments.repo_id, arguments.checkpoint, arguments.private, arguments.revision)
     else:
         import_published(arguments.checkpoint, arguments.out, arguments.tokenizer)
 
@@ -100,6 +111,9 @@ def export(checkpoint_path: Path, out: Path) -> None:
     write_folder(checkpoint.build(), checkpoint.tokenizer, unfinished)
     (unfinished / "README.md").write_text(model_card(checkpoint))
     difference = verify(checkpoint, unfinished)
+    (unfinished / PROOF).write_text(
+        json.dumps({"largest_difference": difference, "sha256": _digests(unfinished)}, indent=1)
+    )
     unfinished.rename(out)
     print(f"{out} gives the checkpoint's logits in plain transformers (largest difference {difference:.1e})")
 
@@ -128,6 +142,75 @@ def import_published(checkpoint_path: Path, out: Path, tokenizer: str | None) ->
         build_tokenizer(tokenizer, config.max_position_embeddings).save_pretrained(unfinished)
     unfinished.rename(out)
     print(f"{out} holds the {config.mixer} model of {checkpoint_path}")
+
+
+def push(folder: Path, repo_id: str, checkpoint: Path | None, private: bool, revision: str | None) -> None:
+    """Upload a folder whose files are those that were compared with the checkpoint. Safe to repeat.
+
+    Files that the Hub has already are not sent again, so an upload that broke off goes on. Raises UserError for a folder
+    that is not what export proved, and for a Hub that cannot be reached or refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from requests import RequestException
+
+    if checkpoint is not None:
+        verify(read_checkpoint(checkpoint), folder)
+    else:
+        _check_proof(folder)
+    if links := [path.name for path in folder.rglob("*") if path.is_symlink()]:
+        raise UserError(f"{folder}/{links[0]} is a link, which may lead out of the folder; put the file itself there")
+    api = HfApi()
+    try:
+        repo = api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, revision=revision, commit_message=f"Upload {folder.name}"
+        )
+    except HFValidationError as error:
+        raise UserError(f"--repo_id {repo_id}: {error}") from None
+    except LocalTokenNotFoundError:
+        raise UserError(
+            "no token for the Hub; `huggingface-cli login`, or set HF_TOKEN to one that may write"
+        ) from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        why = {401: "the token is missing or not valid", 403: "the token may not write there"}.get(status, str(error).splitlines()[0])  # fmt: skip
+        raise UserError(f"the Hub refused {repo_id} ({why}); set HF_TOKEN to a token that may write to it") from None
+    except RequestException as error:
+        raise UserError(f"the Hub at {api.endpoint} could not be reached ({type(error).__name__}); push again, it goes on where it stopped") from None  # fmt: skip
+    print(f"{folder} is at {repo} ({revision or 'main'}, commit {commit.oid[:7]})")
+
+
+def _check_proof(folder: Path) -> None:
+    """Raise UserError unless the files of a folder are those that export compared with the checkpoint."""
+    if not folder.is_dir():
+        raise UserError(f"--folder {folder} is not there")
+    try:
+        proved = json.loads((folder / PROOF).read_text())["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{folder} has no {PROOF} of export's comparison; name the --checkpoint to compare it with"
+        ) from None
+    now = _digests(folder)
+    if changed := sorted(name for name in now.keys() | proved.keys() if now.get(name) != proved.get(name)):
+        raise UserError(
+            f"{folder}: {', '.join(changed)} changed since export; name the --checkpoint to compare it with"
+        )
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file but the model card, which people edit, and the proof itself."""
+    digests = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name not in ("README.md", PROOF):
+            digest = hashlib.sha256()
+            with path.open("rb") as file:
+                while part := file.read(2**20):
+                    digest.update(part)
+            digests[str(path.relative_to(folder))] = digest.hexdigest()
+    return digests
 
 
 def load_safely(path: Path) -> dict[str, Any]:
@@ -365,7 +448,7 @@ def model_card(checkpoint: Checkpoint) -> str:
         *header, "---", "", f"# {name}", "",
         "A bidirectional encoder of the LION family (linear attention, [arXiv:2502.16249](https://arxiv.org/abs/2502.16249)).", "",
         *facts, "", "```python", f"from transformers import {auto_class}, AutoTokenizer", "",
-        'tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")',
+        'tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER", trust_remote_code=True)',
         f'model = {auto_class}.from_pretrained("THIS_FOLDER", trust_remote_code=True)', "```", "",
     ])  # fmt: skip
 

@@ -1,0 +1,152 @@
+"""A Hub for one process: the part of the Hugging Face Hub's HTTP interface that pushing and loading a model use."""
+
+import base64
+import hashlib
+import json
+import socket
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+
+class FakeHub:
+    """Repositories as {"org/name": {"main": {path: bytes}}}, what was uploaded, and one token that may write."""
+
+    token = "hf_may_write"
+
+    def __init__(self):
+        self.repos: dict[str, dict[str, dict[str, bytes]]] = {}
+        self.private: dict[str, bool] = {}
+        self.objects: dict[str, bytes] = {}  # large files, by digest
+        self.uploads: list[str] = []  # digests, as often as they were sent
+        self.fail_commits = 0  # answer so many commits with a broken connection
+        self.url = ""
+
+    def sha(self, files: dict[str, bytes]) -> str:
+        return hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+
+
+@contextmanager
+def serve():
+    hub = FakeHub()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *args):
+            pass
+
+        def body(self) -> bytes:
+            if self.headers.get("Transfer-Encoding") == "chunked":
+                parts = []
+                while size := int(self.rfile.readline(), 16):
+                    parts.append(self.rfile.read(size))
+                    self.rfile.readline()
+                self.rfile.readline()
+                return b"".join(parts)
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+        def answer(self, content: object = None, status: int = 200, **headers: str) -> None:
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(data)
+
+        def do_POST(self):
+            path, body = unquote(urlsplit(self.path).path), self.body()
+            if self.headers.get("Authorization") != f"Bearer {hub.token}":
+                return self.answer({"error": "Invalid username or password."}, 401)
+            if path == "/api/validate-yaml":
+                return self.answer({"errors": [], "warnings": []})
+            if path == "/api/repos/create":
+                request = json.loads(body)
+                name = (
+                    f"{request['organization']}/{request['name']}" if request.get("organization") else request["name"]
+                )
+                url = {"url": f"{hub.url}/{name}", "name": name}
+                if name in hub.repos:
+                    return self.answer({"error": "You already created this model repo", **url}, 409)
+                hub.repos[name], hub.private[name] = {"main": {}}, bool(request.get("private"))
+                return self.answer(url)
+            if path.endswith("/info/lfs/objects/batch"):
+                objects = []
+                for each in json.loads(body)["objects"]:
+                    actions = {"upload": {"href": f"{hub.url}/objects/{each['oid']}"}}
+                    objects.append({**each, **({} if each["oid"] in hub.objects else {"actions": actions})})
+                return self.answer({"objects": objects})
+            _, _, _, org, name, verb, revision = path.split("/")
+            branches = hub.repos[f"{org}/{name}"]
+            if verb == "branch":
+                if revision in branches:
+                    return self.answer({"error": "Reference already exists"}, 409)
+                branches[revision] = dict(branches["main"])
+                return self.answer({})
+            if verb == "preupload":
+                files = json.loads(body)["files"]
+                mode = {True: "lfs", False: "regular"}
+                return self.answer({"files": [
+                    {"path": file["path"], "uploadMode": mode[file["path"].endswith(".safetensors")], "shouldIgnore": False}
+                    for file in files
+                ]})  # fmt: skip
+            assert verb == "commit", path
+            if hub.fail_commits:
+                hub.fail_commits -= 1
+                self.close_connection = True
+                return self.connection.shutdown(socket.SHUT_RDWR)
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    branches[revision][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                elif line["key"] == "lfsFile":
+                    branches[revision][line["value"]["path"]] = hub.objects[line["value"]["oid"]]
+            oid = hub.sha(branches[revision])
+            self.answer({"commitUrl": f"{hub.url}/{org}/{name}/commit/{oid}", "commitOid": oid, "hookOutput": ""})
+
+        def do_PUT(self):
+            oid = self.path.rsplit("/", 1)[1]
+            hub.objects[oid] = self.body()
+            hub.uploads.append(oid)
+            self.answer({})
+
+        def do_GET(self):
+            parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+            if parts[0] == "api" and parts[1] == "models":
+                name, revision = "/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main"
+                files = hub.repos.get(name, {}).get(revision)
+                if files is None:
+                    return self.answer({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
+                if parts[4:5] == ["tree"]:  # of a folder, and no model here has one
+                    return self.answer({"error": "Entry not found"}, 404, X_Error_Code="EntryNotFound")
+                siblings = [{"rfilename": path} for path in files]
+                return self.answer(
+                    {
+                        "id": name,
+                        "modelId": name,
+                        "sha": hub.sha(files),
+                        "siblings": siblings,
+                        "tags": [],
+                        "private": False,
+                    }
+                )
+            org, name, verb, revision, *rest = parts
+            assert verb == "resolve", self.path
+            branches = hub.repos.get(f"{org}/{name}", {})
+            files = branches.get(revision) or next((f for f in branches.values() if hub.sha(f) == revision), {})
+            data = files.get("/".join(rest))
+            if data is None:
+                return self.answer({"error": "Entry not found"}, 404, X_Error_Code="EntryNotFound")
+            self.answer(data, ETag=f'"{hashlib.sha256(data).hexdigest()}"', X_Repo_Commit=hub.sha(files))
+
+        do_HEAD = do_GET
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
