@@ -68,19 +68,23 @@ def main(argv: list[str]) -> None:
         for row, peak in zip(own, measure.peak_memory(prepare, warm_up, arguments, a.device)):
             row["peak_mib"] = peak / 2**20
 
+    title = f"Attention of {a.heads} heads of {a.head_dim}, batch {a.batch}, {a.dtype}, chunks of {a.chunk_size}:"
+    name = f"operator-{a.device}"
+    measure.write(a.out, name, title, measure.machine(a.device), table(rows, a.batch), rows)
+    draw(rows, a.out / f"{name}.png")
+    print(f"picture  {a.out / name}.png")
+
+
+def table(rows: list[dict], batch: int) -> list[list[str]]:
     lines = [["length", "form", "variant", "forward, ms", "with backward, ms", "µs a token", "softmax's time is", "peak, MiB"]]  # fmt: skip
     for row in rows:
         ratio = row["softmax_over_this"]
         lines.append([
             f"{row['length']:,}", row["form"], row["variant"], f"{row['forward_ms']:.2f}", f"{row['both_ms']:.2f}",
-            f"{1000 * row['both_ms'] / row['length'] / a.batch:.1f}", "-" if ratio is None else f"×{ratio:.2f}",
+            f"{1000 * row['both_ms'] / row['length'] / batch:.1f}", "-" if ratio is None else f"×{ratio:.2f}",
             f"{row['peak_mib']:.0f}",
         ])  # fmt: skip
-    title = f"Attention of {a.heads} heads of {a.head_dim}, batch {a.batch}, {a.dtype}, chunks of {a.chunk_size}:"
-    name = f"operator-{a.device}"
-    measure.write(a.out, name, title, measure.machine(a.device), lines, rows)
-    draw(rows, a.out / f"{name}.png")
-    print(f"picture  {a.out / name}.png")
+    return lines
 
 
 def prepare(form, variant, length, backward, batch, heads, head_dim, dtype, chunk_size, device):
@@ -126,8 +130,9 @@ def draw(rows: list[dict], picture: Path) -> None:
                 lengths, [row[key] for row in own], styles[case[0]], color=colors[case[1]], marker=".", label=label
             )
     for axis, title in zip(axes, ("forward and backward, ms", "peak memory, MiB")):
-        axis.set(xscale="log", yscale="log", xlabel="length", title=title)
+        axis.set(xlabel="length", title=title)
         axis.set_xscale("log", base=2)
+        axis.set_yscale("log", nonpositive="mask")
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     axes[1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))

@@ -33,9 +33,11 @@ FORMS = ("auto", "full", "recurrent", "chunkwise")
 # numbers are not yet denormal, which a CPU computes many times slower.
 _LOG_NOTHING = -60.0
 
-# Up to this length "auto" takes the full form. Forward and backward of 1,024 tokens in all, 12 heads of 64, float32, one
-# core of a Xeon: full 35 ms and chunkwise 51 ms in texts of 128 tokens, 85 and 67 ms in texts of 256.
-_FULL_UP_TO = 192
+# Up to these lengths "auto" takes the full form: where benchmarks/operator.py finds it faster than the chunkwise one, forward
+# and backward, on two cores of an AMD EPYC in float32 (LION-S: 8.0 and 9.7 ms at 256 tokens, 47 and 19 ms at 512; LION-LIT:
+# 1.2 and 1.1 ms at 128, 4.4 and 1.6 ms at 256).
+_FULL_UP_TO = 256
+_FULL_UP_TO_WITHOUT_DECAY = 128
 
 # Entries of L×L or C×C matrices that are worked on at a time: on a CPU what stays in its cache, on a GPU what fills it.
 _BLOCK_ENTRIES = {"cpu": 2**18, "cuda": 2**26}
@@ -500,4 +502,5 @@ def _check(
         raise ValueError(f"dropout on the attention matrix exists only in the full form, not in the {form} one")
     if form != "auto":
         return form
-    return "full" if dropout_p > 0 or L <= _FULL_UP_TO else "chunkwise"
+    longest = _FULL_UP_TO_WITHOUT_DECAY if log_decay is None and seq_idx is None else _FULL_UP_TO
+    return "full" if dropout_p > 0 or longest >= L else "chunkwise"
