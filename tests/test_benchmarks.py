@@ -1,0 +1,36 @@
+"""The benchmarks run, and write what they say, at sizes where their numbers mean nothing."""
+
+import json
+
+import pytest
+
+from tests.conftest import run
+
+SMALL = {
+    "operator": ["--lengths", "16", "40", "--forms", "chunkwise", "--heads", "2", "--head_dim", "8", "--rounds", "1"],
+    "train_step": ["--layers", "1", "--hidden", "64", "--batch", "2", "--length", "16", "--rounds", "1"],
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_benchmark_writes_a_table_and_its_numbers(name, tmp_path):
+    result = run(f"benchmarks/{name}.py", *SMALL[name], "--device", "cpu", "--out", tmp_path)
+    assert result.returncode == 0, result.stderr
+    stem = f"{name.replace('_', '-')}-cpu"
+    written = json.loads((tmp_path / f"{stem}.json").read_text())
+    assert {"device", "threads", "torch", "date"} <= written["machine"].keys()
+    assert (tmp_path / f"{stem}.md").read_text().strip() in result.stdout
+    if name == "operator":
+        cases = {(row["length"], row["form"], row["variant"]) for row in written["rows"]}
+        assert len(cases) == len(written["rows"]) == 8
+        assert all(row["forward_ms"] > 0 and row["both_ms"] > 0 and row["peak_mib"] >= 0 for row in written["rows"])
+        assert (tmp_path / f"{stem}.png").stat().st_size > 1000
+    else:
+        assert [row["model"] for row in written["rows"]] == [
+            "Hugging Face BERT",
+            "softmax",
+            "lion-lit",
+            "lion-d",
+            "lion-s",
+        ]
+        assert all(row["ms"] > 0 for row in written["rows"])
