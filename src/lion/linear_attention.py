@@ -97,10 +97,11 @@ def linear_attention(
             y = F.dropout(_scores(q, k, sums), dropout_p) @ v
         elif form == "recurrent":
             y = _recurrent(q, k, v, sums)
-        elif seq_idx is None and log_decay is not None and log_decay.ndim == 1:  # the same in every chunk
-            y = _chunkwise(q, k, v, _running_sums(log_decay, None, chunk_size), chunk_size)
         else:
-            y = _chunkwise(q, k, v, sums, chunk_size)
+            alike = (
+                seq_idx is None and log_decay is not None and log_decay.ndim == 1
+            )  # then one chunk's sums do for all
+            y = _chunkwise(q, k, v, tuple(x[..., :chunk_size] for x in sums) if alike else sums, chunk_size)
         if left_state is not None:
             y = y + _drawn(q, None if sums is None else sums[0], left_state)
         if right_state is not None:
@@ -199,9 +200,14 @@ def _running_sums(log_decay: Tensor | None, seq_idx: Tensor | None, length: int)
     upto = per_token.cumsum(-1)
     before = upto - per_token
     if seq_idx is not None:
-        boundaries = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0)).cumsum(-1)[:, None]  # (B, 1, L)
+        boundaries = sequence_begins(seq_idx).cumsum(-1)[:, None]  # (B, 1, L)
         before, upto = before + _LOG_NOTHING * boundaries, upto + _LOG_NOTHING * boundaries
     return before, upto
+
+
+def sequence_begins(seq_idx: Tensor) -> Tensor:
+    """(B, L) bool from the numbers of packed sequences: True where one begins, but for the first of a row."""
+    return F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))
 
 
 def _drawn(q: Tensor, log_weight: Tensor | None, state: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import (
 )
 
 from .configuration_lion import LionConfig
-from .linear_attention import PieceStates, attention_matrix, linear_attention, piece_states
+from .linear_attention import PieceStates, attention_matrix, linear_attention, piece_states, sequence_begins
 
 
 class LionEmbeddings(nn.Module):
@@ -70,8 +70,7 @@ class LionEmbeddings(nn.Module):
 def _positions(seq_idx: Tensor) -> Tensor:
     """0, 1, 2 … from the start of each packed sequence, (B, L)."""
     places = torch.arange(seq_idx.shape[1], device=seq_idx.device)
-    begins = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))
-    return places - torch.where(begins, places, 0).cummax(1).values
+    return places - torch.where(sequence_begins(seq_idx), places, 0).cummax(1).values
 
 
 class LionAttention(nn.Module):
@@ -146,8 +145,8 @@ def _allowed_keys(mask: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
     """Which keys a query of softmax attention may see, (B, 1, L or 1, L): real ones, of its own sequence."""
     allowed = None if mask is None else mask[:, None, None, :]
     if seq_idx is not None:
-        begins = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0)).cumsum(1)
-        same = begins[:, None, :, None] == begins[:, None, None, :]
+        number = sequence_begins(seq_idx).cumsum(1)
+        same = number[:, None, :, None] == number[:, None, None, :]
         allowed = same if allowed is None else same & allowed
     return allowed
 
