@@ -176,8 +176,12 @@ def push(folder: Path, repo_id: str, checkpoint: Path | None, private: bool, rev
         ) from None
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else None
-        why = {401: "the token is missing or not valid", 403: "the token may not write there"}.get(status, str(error).splitlines()[0])  # fmt: skip
-        raise UserError(f"the Hub refused {repo_id} ({why}); set HF_TOKEN to a token that may write to it") from None
+        if status in (401, 403):
+            why = "the token is missing or not valid" if status == 401 else "the token may not write there"
+            raise UserError(f"the Hub refused {repo_id} ({why}); set HF_TOKEN to one that may write to it") from None
+        raise UserError(
+            f"the Hub refused {repo_id}: {str(error).splitlines()[0]}; push again, it goes on where it stopped"
+        ) from None
     except RequestException as error:
         raise UserError(f"the Hub at {api.endpoint} could not be reached ({type(error).__name__}); push again, it goes on where it stopped") from None  # fmt: skip
     print(f"{folder} is at {repo} ({revision or 'main'}, commit {commit.oid[:7]})")
