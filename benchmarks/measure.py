@@ -97,7 +97,7 @@ def _highest_mark() -> int:
 
 def machine(device: str) -> dict[str, Any]:
     """What a number needs beside it: processor or card, threads, versions and the day."""
-    facts = {
+    return {
         "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -105,7 +105,6 @@ def machine(device: str) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "date": datetime.date.today().isoformat(),
     }
-    return facts
 
 
 def processor() -> str:

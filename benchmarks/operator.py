@@ -95,9 +95,9 @@ def prepare(form, variant, length, backward, batch, heads, head_dim, dtype, chun
         return torch.randn(*shape, generator=generator).to(device, getattr(torch, dtype)).requires_grad_(backward)
 
     q, k, v, grad = (draw_one(batch, heads, length, head_dim) for _ in range(4))
-    raw = {"lion-d": lambda: draw_one(heads), "lion-s": lambda: draw_one(batch, heads, length)}.get(
-        variant, lambda: None
-    )()
+    raw = None
+    if variant in ("lion-d", "lion-s"):
+        raw = draw_one(heads) if variant == "lion-d" else draw_one(batch, heads, length)
 
     def run() -> None:
         if form == "softmax":
