@@ -141,6 +141,7 @@ def build_loggers(section: Mapping[str, Any]) -> list[LoggerDestination]:
 def build(kind: str, registry: Mapping[str, Callable], section: Mapping[str, Any], **fixed: Any) -> Any:
     """The object that a section's `name` stands for, with the section's other keys as arguments.
 
+    An unknown argument that is null is left out: so a file can drop what it inherits for an object of another name.
     Raises UserError for an unknown name, an unknown argument, or arguments that the class refuses.
     """
     arguments = dict(section)
@@ -148,9 +149,10 @@ def build(kind: str, registry: Mapping[str, Callable], section: Mapping[str, Any
     if name not in registry:
         raise UserError(f"{kind}: unknown name {name!r}{nearest(str(name), list(registry))}")
     known = [parameter for parameter in inspect.signature(registry[name]).parameters if parameter not in fixed]
-    for argument in arguments:
-        if argument not in known and "kwargs" not in known:
-            raise UserError(f"unknown key {kind}.{argument}{nearest(argument, known)}")
+    if "kwargs" not in known:
+        arguments = {argument: value for argument, value in arguments.items() if argument in known or value is not None}
+        if unknown := next((argument for argument in arguments if argument not in known), None):
+            raise UserError(f"unknown key {kind}.{unknown}{nearest(unknown, known)} (an inherited one that {name} does not have goes with {kind}.{unknown}=null)")  # fmt: skip
     try:
         return registry[name](**fixed, **arguments)
     except (TypeError, ValueError, ImportError) as error:

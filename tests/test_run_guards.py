@@ -40,7 +40,11 @@ def test_a_run_asked_to_stop_saves_its_step_says_so_and_goes_on_from_there(asked
 
 def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(tmp_path, write_config):
     config = write_config(
-        tmp_path, max_duration="40ba", save_interval="1ba", scheduler={"name": "constant"}, loggers={}
+        tmp_path,
+        max_duration="40ba",
+        save_interval="1ba",
+        scheduler={"name": "constant", "t_warmup": None, "alpha_f": None},
+        loggers={},
     )
     result = run("main.py", config, "optimizer.lr=1e30")
     assert result.returncode == 1, result.stderr
