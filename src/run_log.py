@@ -1,7 +1,7 @@
 """What a run leaves to look at: a progress line while it lasts, `metrics.jsonl`, and a picture of its curves."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,24 @@ METRICS_FILE = "metrics.jsonl"
 class RunLog(LoggerDestination):
     """Writes a line to `folder/metrics.jsonl` every `interval` batches of training and after every evaluation.
 
-    Lines of training: {"batch", "samples", "seconds", "loss", …}, the loss a mean since the line before. Lines of
-    evaluation: {"batch", "samples", "seconds", "eval": {metric: value}}. A run that goes on from a checkpoint drops the
-    lines after it.
+    Lines of training: {"batch", "samples", "seconds", "loss", …}, the loss a mean since the line before, and what
+    `facts()` says then. Lines of evaluation: {"batch", "samples", "seconds", "eval": {metric: value}}. A run that goes on
+    from a checkpoint drops the lines after it.
     """
 
-    def __init__(self, folder: Path, interval: str = "10ba", description: str = "train", show_progress: bool = True):
+    def __init__(
+        self,
+        folder: Path,
+        interval: str = "10ba",
+        description: str = "train",
+        show_progress: bool = True,
+        facts: Callable[[], dict[str, float]] = dict,
+    ):
         self.path = folder / METRICS_FILE
         self.interval = Time.from_timestring(interval).value
         self.description = description
         self.show_progress = show_progress
+        self.facts = facts
         self.latest: dict[str, float] = {}
         self.losses: list[float] = []
         self.bar = None
@@ -52,7 +60,8 @@ class RunLog(LoggerDestination):
         self.losses.append(self.latest["loss/train/total"])
         batch = state.timestamp.batch.value
         if batch % self.interval == 0 or batch == self._last_batch(state):
-            self._write(state, {"loss": sum(self.losses) / len(self.losses), **self._training_metrics(state)})
+            loss = sum(self.losses) / len(self.losses)
+            self._write(state, {"loss": loss, **self._training_metrics(state), **self.facts()})
             self.losses.clear()
         if self.bar is not None:
             self.bar.total = self._last_batch(state)
