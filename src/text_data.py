@@ -227,7 +227,8 @@ def tokens_summary(stream: Stream) -> dict[str, Any]:
             except Exception as error:  # whatever the clients of s3, gs and oci raise
                 raise UserError(f"{stream.remote}: cannot fetch {stream.split}/split.json ({first_line(error)}), which tells what tokenizer made the tokens; copy it there, or convert the text again") from None  # fmt: skip
     try:
-        return json.loads(path.read_text())["tokens"]
+        made = json.loads(path.read_text())["tokens"]
+        return {name: made[name] for name in ("tokenizer", "vocab_size", "digest", "mode", "length")}
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{path} is missing or damaged, and without it nothing tells what tokenizer made the tokens; copy the split again, or convert the text again") from None  # fmt: skip
 
