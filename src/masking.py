@@ -35,18 +35,26 @@ class Masking:
         self.special = np.zeros(len(tokenizer), bool)
         self.special[tokenizer.all_special_ids] = True
         self.continues = continuation_pieces(tokenizer) if whole_words else None
+        self.draw = np.random.Generator(np.random.Philox())
 
     def __call__(self, ids: np.ndarray, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of a sample with some hidden, and their labels; all (length,)."""
-        draw = np.random.default_rng((self.seed, epoch if self.every_epoch else 0, index))
-        chance = draw.random(len(ids))
+        self._seek(epoch if self.every_epoch else 0, index)
+        chance, fate, other = self.draw.random((3, len(ids)))
         if self.continues is not None:
             chance = chance[self._word_begins(ids)]
         chosen = (chance < self.mlm_probability) & ~self.special[ids]
-        fate = draw.random(len(ids))
-        random_ids = draw.integers(self.vocab_size, size=len(ids))
-        hidden = np.where(chosen & (fate < 0.8), self.mask_id, ids)
-        return np.where(chosen & (fate >= 0.9), random_ids, hidden), np.where(chosen, ids, IGNORED)
+        seen = np.where(chosen & (fate < 0.8), self.mask_id, ids)
+        seen = np.where(chosen & (fate >= 0.9), (other * self.vocab_size).astype(np.int64), seen)
+        return seen, np.where(chosen, ids, IGNORED)
+
+    def _seek(self, epoch: int, index: int) -> None:
+        """Go to the random numbers of a sample. Philox computes them from a key and a counter, and a new generator is slow."""
+        state = self.draw.bit_generator.state
+        state["state"]["key"][:] = self.seed, epoch
+        state["state"]["counter"][:] = 0, 0, index, 0
+        state["buffer_pos"] = len(state["buffer"])  # nothing is left over from the sample before
+        self.draw.bit_generator.state = state
 
     def _word_begins(self, ids: np.ndarray) -> np.ndarray:
         """For each token the place of its word's first piece, (length,). No word reaches across a special token."""
