@@ -50,7 +50,8 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     model = LionMLM(model_config, tokenizer)
     train_loader = text_data.build(config.train_loader, tokenizer, device_batch, train=True)
     eval_loader = text_data.build(config.eval_loader, tokenizer, config.device_eval_batch_size, train=False)
-    run_log = RunLog(folder, config.log_interval, config.run_name, config.progress_bar)
+    padding = train_loader.padding
+    run_log = RunLog(folder, config.log_interval, config.run_name, config.progress_bar, padding)
     writer = saving.CheckpointWriter(folder, config.save_interval, config.save_num_checkpoints_to_keep)
     trainer = builders.build_trainer(
         model,
@@ -58,8 +59,8 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
         precision=precision,
         run_name=config.run_name,
         seed=config.seed,
-        train_dataloader=train_loader,
-        eval_dataloader=eval_loader,
+        train_dataloader=builders.build_data_spec(train_loader),
+        eval_dataloader=builders.build_data_spec(eval_loader),
         optimizers=builders.build_optimizer(config.optimizer, model),
         schedulers=builders.build_scheduler(config.scheduler),
         algorithms=builders.build_algorithms(config.algorithms),
@@ -75,17 +76,20 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
         eval_interval=config.eval_interval,
         eval_subset_num_batches=config.eval_subset_num_batches,
         device_train_microbatch_size=config.device_train_microbatch_size,
+        accumulate_train_batch_on_tokens=True,  # the loss is a mean over the masked tokens of the whole batch
         load_path=str(saving.newest_whole(folder) or config.load_path or "") or None,
         parallelism_config=builders.parallelism(config.fsdp_config, device),
         compile_config=config.compile_config,
     )
-    announce(config, model, train_loader, device, precision, trainer.state)
+    samples = text_data.describe(config.train_loader.dataset, train_loader.dataset)
+    announce(config, model, samples, steps_of(config, train_loader), device, precision, trainer.state)
     remember(config, folder)
     if config.eval_first and trainer.state.timestamp.batch == 0:
         trainer.eval()
     try:
         if trainer.state.timestamp < trainer.state.max_duration:
             trainer.fit()
+            log.info(f"padding: {padding}")
     except run_guards.Stopped as stopped:
         log.info(stopped)
         trainer.close()
@@ -143,14 +147,11 @@ def remember(config: PretrainConfig, folder: Path) -> None:
         OmegaConf.save(OmegaConf.create(to_dict(config)), folder / "config.yaml")
 
 
-def announce(config: PretrainConfig, model, train_loader, device: str, precision: str, state) -> None:
+def announce(config: PretrainConfig, model, samples: str, steps: int, device: str, precision: str, state) -> None:
     """Say what is about to be done."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info(f"{config.run_name}: {model.config.mixer}, {model.config.num_hidden_layers} layers of {model.config.hidden_size}, {parameters:,} parameters, on {device} in {precision}")  # fmt: skip
-    log.info(
-        f"data: {train_loader.dataset.size:,} samples in {config.data_local}, up to {config.max_seq_len} tokens each"
-    )
-    steps = steps_of(config, train_loader)
+    log.info(f"data: {samples}, up to {config.max_seq_len} tokens each")
     log.info(f"{config.max_duration}: {steps:,} steps of {config.global_train_batch_size:,} samples, up to {config.global_train_batch_size * config.max_seq_len:,} tokens")  # fmt: skip
     log.info(f"checkpoints, curves and metrics: {config.save_folder}, a checkpoint every {config.save_interval}")
     if state.timestamp.batch.value:

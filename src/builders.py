@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Algorithm, Callback, Evaluator, Time, Trainer
+from composer import Algorithm, Callback, DataSpec, Evaluator, Time, Trainer
 from composer.algorithms import GradientClipping
 from composer.callbacks import (
     EarlyStopper,
@@ -35,6 +35,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from src import collate
 from src.cli import UserError
 from src.config import nearest
 from src.lion import LionConfig
@@ -190,6 +191,16 @@ def resolve_precision(precision: str | None, device: str) -> str:
     if precision not in allowed:
         raise UserError(f"precision: {precision!r} is none of {', '.join(allowed)}, which a {device} can")
     return precision
+
+
+def build_data_spec(dataloader: Any) -> DataSpec:
+    """How Composer counts and splits batches of text, in which several samples may share a row."""
+    return DataSpec(
+        dataloader,
+        split_batch=collate.split_batch,
+        get_num_samples_in_batch=collate.sample_count,
+        get_num_tokens_in_batch=collate.token_counts,
+    )
 
 
 def build_evaluator(label: str, dataloader: Any) -> Evaluator:

@@ -29,10 +29,18 @@ class DatasetConfig:
     remote: str | None = key(
         "where the shards lie (s3://, gs://, oci://, a path), if not in `local`", II("data_remote")
     )
+    streams: dict[str, Any] = key(
+        "several sources in place of `local` and `remote`, by name: each a local, a remote, a split (by default the one "
+        "below) and one of proportion (share of an epoch), repeat (times an epoch) and choose (samples an epoch)",
+        {},
+    )
     split: str = key("sub-folder of the shards, e.g. train, train_small, val")
     tokenizer_name: str = key("Hub name or folder of the tokenizer", II("tokenizer_name"))
     max_seq_len: int = key("longest sequence in tokens; the rest of a text is cut off", II("max_seq_len"))
     mlm_probability: float = key("share of tokens to predict", II("mlm_probability"))
+    whole_word_masking: bool = key("hide all pieces of a word or none", False)
+    packing: bool = key("put several samples in a row of max_seq_len, kept apart, and keep apart the documents of rows made with --concat_tokens", False)  # fmt: skip
+    pad_to_max_length: bool = key("pad rows to max_seq_len; else to the longest of the batch", False)
     shuffle: bool = key("new order in every epoch, by seed", False)
     seed: int = key("seed of order and masks", II("seed"))
     predownload: int | None = key("samples to fetch ahead of the one in use, with `remote`", None)

@@ -4,12 +4,15 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from composer import Logger, State, Time, TimeUnit
 from composer.loggers import LoggerDestination
 
 from src.cli import is_main_process, progress
+
+if TYPE_CHECKING:
+    from src.text_data import Padding
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -18,15 +21,24 @@ class RunLog(LoggerDestination):
     """Writes a line to `folder/metrics.jsonl` every `interval` batches of training and after every evaluation.
 
     Lines of training: {"batch", "samples", "seconds", "loss", "lr", "masked_accuracy", "samples_per_second",
-    "tokens_per_second", …}, the loss and the rates means since the line before. Lines of evaluation: {"batch", "samples",
-    "seconds", "eval": {metric: value}}. A run that goes on from a checkpoint drops the lines after it.
+    "tokens_per_second", …}, the loss and the rates means since the line before, and the share of padding so far. Lines of
+    evaluation: {"batch", "samples", "seconds", "eval": {metric: value}}. A run that goes on from a checkpoint drops the
+    lines after it.
     """
 
-    def __init__(self, folder: Path, interval: str = "10ba", description: str = "train", show_progress: bool = True):
+    def __init__(
+        self,
+        folder: Path,
+        interval: str = "10ba",
+        description: str = "train",
+        show_progress: bool = True,
+        padding: "Padding | None" = None,
+    ):
         self.path = folder / METRICS_FILE
         self.interval = Time.from_timestring(interval).value
         self.description = description
         self.show_progress = show_progress
+        self.padding = padding
         self.latest: dict[str, float] = {}
         self.losses: list[float] = []
         self.before = (0, 0, 0.0)  # samples, tokens and seconds at the line before
@@ -48,10 +60,12 @@ class RunLog(LoggerDestination):
             self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": self.losses}
+        return {"losses": self.losses, "padding": vars(self.padding) if self.padding else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.losses = list(state["losses"])
+        if self.padding:
+            vars(self.padding).update(state["padding"])
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.before = self._counts(state)
@@ -64,7 +78,8 @@ class RunLog(LoggerDestination):
         if batch % self.interval == 0 or batch == self._last_batch(state):
             finite = [loss for loss in self.losses if math.isfinite(loss)]
             loss = {"loss": sum(finite) / len(finite)} if finite else {}
-            self._write(state, {**loss, **self._training_metrics(state)})
+            padding = self.padding.shares() if self.padding else {}
+            self._write(state, {**loss, **self._training_metrics(state), **padding})
             self.losses.clear()
         if self.bar is not None:
             self.bar.total = self._last_batch(state)
