@@ -91,9 +91,10 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
             trainer.fit()
             log.info(f"padding: {padding}")
     except run_guards.Stopped as stopped:
-        log.info(stopped)
         trainer.close()
         raise SystemExit(stopped.status) from None
+    finally:
+        run_log.end_progress()  # before the error that may have ended it is said
     trainer.close()
     conclude(config, model, folder)
 

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
         f"takes {step:,.1f} samples a second:"
     )
     rows.append({"model": a.model, "samples_per_second": step})
-    measure.write(a.out, f"dataloader-{a.device}", title, measure.machine(a.device), lines, rows)
+    measure.write(a.out, f"dataloader-{a.device}", title, measure.machine(a.device), [lines], rows)
 
 
 def open_loader(folder: str, packing: bool, workers: int, tokenizer, a: argparse.Namespace) -> text_data.TextDataLoader:

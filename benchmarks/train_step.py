@@ -14,7 +14,6 @@ import contextlib
 from pathlib import Path
 
 import torch
-from transformers import BertConfig, BertForMaskedLM
 
 from benchmarks import measure
 from src import cli
@@ -66,6 +65,8 @@ def prepare(name: str, a: argparse.Namespace):
     }  # fmt: skip
     torch.manual_seed(0)
     if name == "Hugging Face BERT":
+        from transformers import BertConfig, BertForMaskedLM  # it makes tensors, before which src.cli has its say
+
         model = BertForMaskedLM(BertConfig(**sizes, attn_implementation="sdpa"))
     else:
         model = LionForMaskedLM(LionConfig(**sizes, mixer=name, attention_form=a.form))

@@ -64,10 +64,9 @@ class FiniteLoss(Callback):
 
 
 class Stopped(Exception):
-    """The run was asked to end by a signal, and has saved its last step."""
+    """The run was asked to end by a signal, and has saved its last step. `status` is what the process should end with."""
 
-    def __init__(self, signum: int, batch: int):
-        super().__init__(f"{signal.Signals(signum).name}: step {batch} is saved; the same command goes on from there")
+    def __init__(self, signum: int):
         self.status = 128 + signum
 
 
@@ -96,7 +95,9 @@ class StopOnSignal(Callback):
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         if on_any_rank(self.asked, state):
             self.writer.save(state)
-            raise Stopped(self.asked or signal.SIGTERM, state.timestamp.batch.value)
+            signum = self.asked or signal.SIGTERM  # another rank was asked
+            log.info(f"{signal.Signals(signum).name}: step {state.timestamp.batch.value} is saved; the same command goes on from there")  # fmt: skip
+            raise Stopped(signum)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._restore()

@@ -96,6 +96,10 @@ class RunLog(LoggerDestination):
         self._write(state, {"eval": values})
 
     def fit_end(self, state: State, logger: Logger) -> None:
+        self.end_progress()
+
+    def end_progress(self) -> None:
+        """End the line of the bar, so that what is said next has its own."""
         if self.bar is not None:
             self.bar.close()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -119,10 +120,16 @@ def build(config: LoaderConfig, tokenizer: PreTrainedTokenizerBase, batch_size: 
         batch_size=batch_size,
         collate_fn=MaskingCollator(tokenizer, options.max_seq_len, masking, options.packing, options.pad_to_max_length),
         num_workers=config.num_workers,
+        worker_init_fn=leave_signals_to_the_main_process,
         drop_last=config.drop_last,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=config.num_workers > 0,
     )
+
+
+def leave_signals_to_the_main_process(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; the main one still needs batches to end its step."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def build_dataset(
