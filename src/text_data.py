@@ -33,6 +33,16 @@ class StreamingTextDataset(StreamingDataset):
 
     epoch = 0
 
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.prepared: set[int] = set()
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """Ahead of every sample, streaming takes a lock (a file) to see to its shard; once does, if none is evicted."""
+        if blocking or self.cache_limit or shard_id not in self.prepared:
+            super().prepare_shard(shard_id, blocking)
+            self.prepared.add(shard_id)
+
     def _resume_incr_epoch(self) -> tuple[int, int]:
         self.epoch, sample_in_epoch = super()._resume_incr_epoch()
         return self.epoch, sample_in_epoch
