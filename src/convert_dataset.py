@@ -90,7 +90,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--concat_tokens", type=int, metavar="N", help="rows of N tokens, documents end to end in them, no token lost")  # fmt: skip
     length.add_argument("--max_seq_len", type=int, metavar="N", help="a row a document, cut to N tokens")
-    add("--num_workers", type=int, default=usable_cores(), help="processes that parse and tokenize (default: one a core, here %(default)s)")  # fmt: skip
+    add("--num_workers", type=int, default=usable_cores(), help="processes that tokenize (default: one a core, here %(default)s); the result is the same")  # fmt: skip
     add("--compression", choices=["zstd"], help="compress the shards")
     add("--size_limit", type=int, default=1 << 26, help="bytes of a shard at most (default: 64 MiB)")
     add("--overwrite", action="store_true", help="replace splits that are already there, and begin anew what another command has begun")  # fmt: skip
@@ -354,6 +354,8 @@ def write_shards(job: Job, writer: "ShardWriter", workers: int) -> Counter:
     packer = Packer(rows, state["waiting"]) if rows and rows.mode == "concat_tokens" else None
     if writer.stored:
         log.info(f"{job.folder}: going on after {len(writer.shards):,} shards")
+    if rows is None:
+        workers = 1  # to parse text takes less time than to send it to another process and back
     groups = grouped(job.source.batches(state["place"]))
     bar = progress(desc=job.folder.name, total=job.source.total, unit=job.source.unit, initial=counts["read"])
     with bar, contextlib.closing(in_order(job.prepare, groups, workers)) as results:
@@ -368,7 +370,8 @@ def write_shards(job: Job, writer: "ShardWriter", workers: int) -> Counter:
                 writer.write(sample)
             counts = counts + count(documents, rows, batches)
             rate = (counts["text_bytes"] - text_before) / 1e6 / (time.perf_counter() - start)
-            bar.set_postfix_str(f"{counts['documents']:,} documents, {counts['tokens']:,} tokens, {rate:.1f} MB/s", refresh=False)  # fmt: skip
+            tokens = f"{counts['tokens']:,} tokens, " if rows else ""
+            bar.set_postfix_str(f"{counts['documents']:,} documents, {tokens}{rate:.1f} MB/s of text", refresh=False)
             bar.update(sum(batch.size for batch in batches))
             if counts["documents"] == job.limit:
                 break

@@ -5,11 +5,13 @@ complete. It holds the command that writes them, the state to begin again from, 
 the complete shards.
 """
 
+import copy
 import fcntl
 import json
 import os
 import shutil
 import tempfile
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ class ShardWriter(MDSWriter):
         self.stored = sum(shard["samples"] for shard in self.shards)
         self.samples = self.stored - progress["skip"]  # written or skipped
         self.marked = (self.samples, progress["state"])
+        self.storing: Future | None = None
         self.lock = lock(folder)
         kept = {PROGRESS, *(stored_file(shard)["basename"] for shard in self.shards)}
         for path in folder.iterdir():
@@ -51,22 +54,40 @@ class ShardWriter(MDSWriter):
         self.samples += 1
 
     def flush_shard(self) -> None:
+        """Store the samples since the last shard, while others are collected. Raises what went wrong with that last one."""
         if not self.new_samples:  # the first sample alone is larger than a shard
             return
-        super().flush_shard()
+        self._wait()
         self.stored += len(self.new_samples)
-        if self.resumable:
-            to_disk(self.folder / stored_file(self.shards[-1])["basename"])
-            samples, state = self.marked
-            progress = {"state": state, "skip": self.stored - samples, "shards": self.shards}
-            save_progress(self.folder, {**self.progress, **progress})
+        shard = copy.copy(self)
+        self.storing = self.executor.submit(shard._store)
+
+    def finish(self) -> None:
+        if self.new_samples:
+            self.flush_shard()
+            self._reset_cache()
+        self._wait()
+        super().finish()
+
+    def _wait(self) -> None:
+        if self.storing is not None:
+            self.storing.result()
+
+    def _store(self) -> None:
+        super().flush_shard()
+        if not self.resumable:
+            return
+        to_disk(self.folder / stored_file(self.shards[-1])["basename"])
+        samples, state = self.marked
+        progress = {"state": state, "skip": self.stored - samples, "shards": self.shards}
+        save_progress(self.folder, {**self.progress, **progress})
 
     def bytes_stored(self) -> int:
         return sum(stored_file(shard)["bytes"] for shard in self.shards)
 
     def close(self) -> None:
         """Let go of the folder, finished or not."""
-        self.cancel_future_jobs()
+        self.executor.shutdown(cancel_futures=True)
         os.close(self.lock)
 
 
