@@ -138,7 +138,7 @@ def _batches(
     for _ in itertools.islice(records, skip):
         pass
     first, held, length = skip, [], 0
-    before = position() if position else 0
+    before = position() if position and skip else 0
     for record in records:
         held.append(record)
         length += len(record)

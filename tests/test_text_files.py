@@ -5,6 +5,7 @@ import io
 import json
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
@@ -26,14 +27,13 @@ def content(kind: str, column: str = "text") -> bytes:
         return "".join(f"{text}\n" for text in TEXTS).encode()
     if kind in ("jsonl", "json"):
         return "".join(json.dumps({"id": 7, column: text}) + "\n" for text in TEXTS).encode()
-    import pandas as pd
-
-    table = pd.DataFrame({"id": range(len(TEXTS)), column: TEXTS})
+    table = pa.table({"id": list(range(len(TEXTS))), column: TEXTS})
+    buffer = io.BytesIO()
     if kind == "parquet":
-        buffer = io.BytesIO()
-        pq.write_table(pa.Table.from_pandas(table), buffer, row_group_size=7)
-        return buffer.getvalue()
-    return table.to_csv(index=False, sep="," if kind == "csv" else "\t").encode()
+        pq.write_table(table, buffer, row_group_size=7)
+    else:
+        pa.csv.write_csv(table, buffer, pa.csv.WriteOptions(delimiter="," if kind == "csv" else "\t"))
+    return buffer.getvalue()
 
 
 def compress(data: bytes, ending: str) -> bytes:
@@ -112,7 +112,7 @@ LINES = b"".join(b'{"text": "line %d of many"}\n' % i for i in range(50_000))
 DAMAGE = {
     "a.txt.gz": (cut(gzip.compress(LINES)), r"a\.txt\.gz, line \d{3,5}: cannot be read on \(Truncated"),
     "a.jsonl.zst": (cut(pa.compress(LINES, "zstd", asbytes=True)), r"a\.jsonl\.zst, line \d+: cannot be read on \(Truncated"),
-    "b.jsonl.gz": (gzip.compress(LINES)[:-8] + b"\0" * 8, r"b\.jsonl\.gz, line 50001: cannot be read on"),
+    "b.jsonl.gz": (gzip.compress(LINES)[:-8] + b"\0" * 8, r"b\.jsonl\.gz, line \d{5}: cannot be read on"),
     "c.jsonl.gz": (LINES, r"c\.jsonl\.gz.*cannot be read"),
     "a.csv": (b'text,id\n"one,1\ntwo,2\n', r"a\.csv, line 3: not valid CSV"),
     "b.csv": (b"text,id\none,1\ntwo, and more,2\n", r"b\.csv, line 3: the row has 3 fields, the header 2"),
