@@ -22,7 +22,7 @@ def maker(length: int, mode: str = "concat_tokens", vocab_size: int = 300) -> Ro
 def to_pack(documents: list[list[int]]) -> Rows:
     ended = [[*ids, SEP] for ids in documents]
     lengths = np.array([len(ids) for ids in ended], np.int64)
-    return Rows(np.concatenate(ended).astype(np.uint16), lengths, lengths - 1)
+    return Rows(np.array([token for ids in ended for token in ids], np.uint16), lengths, lengths - 1)
 
 
 def pack(length: int, batches: list[list[list[int]]]) -> list[tuple[list[int], list[int]]]:
