@@ -20,7 +20,7 @@ from transformers import BertTokenizerFast
 
 from src import cli
 from src.cli import UserError, log, progress
-from src.text_files import find_files, read_file
+from src.text_files import STANDARD_INPUT, find_files, read_texts
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # their ids are 0 to 4
 MAX_LENGTH = 512
@@ -28,7 +28,11 @@ MAX_LENGTH = 512
 
 def main(argv: list[str]) -> None:
     args = parse_args(argv)
-    files = find_files([args.data_files])
+    files = find_files(args.data_files)
+    if STANDARD_INPUT in files:
+        raise UserError(
+            "--data_files: the text is read twice, and standard input can be read once; write it to a file first"
+        )
     if args.out.exists() and not args.out.is_dir():
         raise UserError(f"--out: {args.out} is a file; give the name of a folder")
     if (args.out / "tokenizer.json").exists():
@@ -46,15 +50,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         prog="train_tokenizer.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--data_files",
-        required=True,
-        metavar="GLOB",
-        help="the text: .jsonl (an object a line) or .txt (a text a line)",
-    )
+    add("--data_files", required=True, nargs="+", metavar="GLOB",
+        help="the text: .txt (a document a line), .jsonl, .csv or .tsv, also as .gz or .zst, or .parquet")  # fmt: skip
     add("--out", required=True, type=Path, metavar="DIR", help="the folder to write; it must not hold a tokenizer yet")
     add("--vocab_size", type=int, default=30522, help="tokens, special ones included (default: %(default)s, BERT's)")
-    add("--text_column", default="text", metavar="NAME", help="the JSON key that holds the text (default: %(default)s)")
+    add(
+        "--text_column",
+        default="text",
+        metavar="NAME",
+        help="the column or key that holds the text (default: %(default)s)",
+    )
     add("--lowercase", action=argparse.BooleanOptionalAction, default=True, help="fold case and strip accents")
     return parser.parse_args(argv)
 
@@ -67,7 +72,7 @@ def train(files: list[Path], vocab_size: int, text_column: str = "text", lowerca
     learner.normalizer, learner.pre_tokenizer = normalizer, splitter
 
     alphabet = set()
-    for text in progress(read_texts(files, text_column), desc="reading the alphabet", unit="text"):
+    for text in progress(read_all(files, text_column), desc="reading the alphabet", unit="text"):
         alphabet.update(normalizer.normalize_str(text))
     alphabet = sorted(character for character in alphabet if not character.isspace())
     if not alphabet:
@@ -83,7 +88,7 @@ def train(files: list[Path], vocab_size: int, text_column: str = "text", lowerca
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, special_tokens=[*SPECIAL_TOKENS, *inside], show_progress=sys.stderr.isatty()
     )
-    learner.train_from_iterator(read_texts(files, text_column), trainer)
+    learner.train_from_iterator(read_all(files, text_column), trainer)
 
     tokenizer = Tokenizer(models.WordPiece(learner.get_vocab(), unk_token="[UNK]"))  # where `inside` is not special
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
@@ -93,8 +98,8 @@ def train(files: list[Path], vocab_size: int, text_column: str = "text", lowerca
     return tokenizer
 
 
-def read_texts(files: list[Path], text_column: str) -> Iterator[str]:
-    return (text for path in files for text, _ in read_file(path, text_column))
+def read_all(files: list[Path], text_column: str) -> Iterator[str]:
+    return (text for path in files for text in read_texts(path, text_column))
 
 
 def save(tokenizer: Tokenizer, out: Path, lowercase: bool) -> None:

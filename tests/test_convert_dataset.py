@@ -153,7 +153,7 @@ def test_overwrite_replaces_a_split_and_leaves_the_other(tmp_path):
     val = snapshot(out / "val")
     convert("--data_files", second, "--splits", "train", "--out_root", out, "--overwrite")
     assert read(out / "train") == ["new one"]
-    assert {path.name for path in (out / "train").iterdir()} == {"index.json", "shard.00000.mds"}
+    assert {path.name for path in (out / "train").iterdir()} == {"index.json", "shard.00000.mds", "split.json"}
     assert snapshot(out / "val") == val
 
 
@@ -184,7 +184,7 @@ def test_a_failed_overwrite_leaves_the_old_split(tmp_path):
         ("a.txt", b"", ["train", "not one document"]),
         ("a.parquet", b"PAR1 this is none PAR1", ["a.parquet", "Parquet"]),
         ("a.parquet", b"", ["a.parquet", "Parquet"]),
-        ("a.csv", b"text\none\n", ["a.csv", ".csv", ".jsonl"]),
+        ("a.xml", b"<text>one</text>\n", ["a.xml", ".xml", ".jsonl"]),
         ("a", b"one\n", ["without an ending"]),
     ],
     ids=["jsonl bytes", "txt bytes", "json", "column", "number", "no object", "surrogate", "all empty", "empty file", "parquet", "empty parquet", "ending", "no ending"],

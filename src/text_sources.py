@@ -1,0 +1,116 @@
+"""Where documents come from: files, or a dataset of the Hugging Face Hub; both can be read on from a place in them."""
+
+import functools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from src.cli import UserError
+from src.text_files import BATCH_BYTES, STANDARD_INPUT, Batch, Reading, file_kind, find_files, read_batches
+
+C4_DOCUMENTS = {"train": 364_868_892, "validation": 364_608}  # allenai/c4 en, for the time left
+
+Place = Any  # as JSON holds it
+
+
+class Files:
+    """The files that patterns match, in order. A place is [file, records of it]."""
+
+    unit = "B"
+
+    def __init__(self, patterns: list[str], reading: Reading):
+        self.paths = find_files(patterns)
+        for path in self.paths:
+            file_kind(path, reading)
+        self.reading = reading
+        self.resumable = all(path.is_file() for path in self.paths)  # what comes through a pipe comes once
+        self.stamps = [self._stamp(path) for path in self.paths]
+        self.total = sum(size for _, size, _ in self.stamps) if self.resumable else None
+        self.description = {"data_files": patterns, "files": len(self.paths)}
+
+    @staticmethod
+    def _stamp(path: Path) -> tuple[str, int, int]:
+        """Path, bytes and time of change: what tells that a file is the one that was there."""
+        if path == STANDARD_INPUT:
+            return str(path), 0, 0
+        status = path.stat()
+        return str(path), status.st_size, status.st_mtime_ns
+
+    def changed(self, stamps: list[tuple[str, int, int]], place: Place) -> str | None:
+        """The first file, of those read up to a place, that is not what it was."""
+        read = place[0] + 1
+        pairs = zip(map(tuple, stamps[:read]), self.stamps[:read] + [("", 0, 0)] * read)
+        return next((old[0] for old, new in pairs if old != new), None)
+
+    def batches(self, place: Place | None) -> Iterator[tuple[Place, Batch]]:
+        first, skip = place or (0, 0)
+        for number in range(first, len(self.paths)):
+            for batch in read_batches(self.paths[number], self.reading, skip if number == first else 0):
+                yield [number, batch.first], batch
+
+
+class HubDataset:
+    """A split of a dataset of the Hub, streamed. A place is the state that `datasets` gives of its iterator."""
+
+    unit = "docs"
+    resumable = True
+    stamps = None  # the revision, in the description, tells one dataset from another
+
+    def __init__(self, dataset: str, subset: str | None, split: str, column: str):
+        self.dataset, self.split, self.column = dataset, split, column
+        try:
+            builder = _builder(dataset, subset)
+            self.documents = builder.as_streaming_dataset(split=split)
+        except Exception as error:  # whatever the Hub's clients raise: connection, missing dataset, missing split, …
+            raise self._unreadable(error) from None
+        splits = builder.info.splits or {}
+        known = C4_DOCUMENTS.get(split) if (dataset, subset) == ("allenai/c4", "en") else None
+        self.total = splits[split].num_examples if split in splits else known
+        self.description = {"dataset": dataset, "data_subset": subset, "hub_split": split, "revision": builder.hash}
+
+    def changed(self, stamps: None, place: Place) -> None:
+        return None
+
+    def batches(self, place: Place | None) -> Iterator[tuple[Place, Batch]]:
+        if place is not None:
+            self.documents.load_state_dict(place)
+        rows = self.documents.iter(batch_size=256)
+        while True:
+            try:
+                place = self.documents.state_dict()
+                columns = next(rows, None)
+            except Exception as error:
+                raise self._unreadable(error) from None
+            if columns is None:
+                return
+            texts = columns.get(self.column)
+            if texts is None:
+                raise UserError(f"{self.dataset}: no column {self.column!r} (there are {', '.join(columns)}); name it with --text_column")  # fmt: skip
+            if not all(isinstance(text, str | None) for text in texts):
+                raise UserError(f"{self.dataset}: column {self.column!r} holds other things than text; name another with --text_column")  # fmt: skip
+            yield place, Batch(self.dataset, 0, texts, "text", len(texts))
+
+    def _unreadable(self, error: Exception) -> UserError:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return UserError(f"--dataset: cannot read {self.dataset} ({self.split}) from the Hugging Face Hub: {reason}; check the name and the connection, or use --data_files")  # fmt: skip
+
+
+@functools.cache
+def _builder(dataset: str, subset: str | None):
+    from datasets import load_dataset_builder
+
+    return load_dataset_builder(dataset, subset)
+
+
+def grouped(batches: Iterable[tuple[Place, Batch]]) -> Iterator[tuple[list[Place], list[Batch]]]:
+    """Batches together, with their places, so that many small ones become a few worth sending to another process."""
+    places, group, length = [], [], 0
+    for place, batch in batches:
+        places.append(place)
+        group.append(batch)
+        length += batch.length()
+        if length >= BATCH_BYTES:
+            yield places, group
+            places, group, length = [], [], 0
+    if group:
+        yield places, group

@@ -1,0 +1,465 @@
+"""Conversion as users run it: rows of tokens that hold the source, and the same shards whatever interrupts or shares the work."""
+
+import errno
+import gzip
+import io
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, assert_one_sentence, environment, run, sentences, write_jsonl
+from streaming.base.format.mds import MDSReader
+
+from src import convert_dataset, shard_writer
+from src.cli import UserError
+from src.text_files import read_batches
+from src.token_rows import vocabulary_digest
+
+DOCUMENTS = ["", *sentences(900, seed=5), " \n", "the dog"]
+
+
+def convert(*arguments: object) -> None:
+    convert_dataset.main([str(argument) for argument in arguments])
+
+
+def samples(folder: Path) -> list[dict]:
+    """Everything in a split's shards, in order."""
+    shards = json.loads((folder / "index.json").read_text())["shards"]
+    readers = [MDSReader.from_json(str(folder.parent), folder.name, shard) for shard in shards]
+    return [reader[i] for reader in readers for i in range(len(reader))]
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "split.json").read_text())
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "split.json"}
+
+
+def documents(folder: Path) -> list[list[int]]:
+    """The token ids of each document of a split in concatenated rows."""
+    found: list[list[int]] = []
+    for sample in samples(folder):
+        row, begins = sample["tokens"].tolist(), sample["begins"].tolist()
+        cuts = [1, *[begin for begin in begins if 1 < begin < len(row)], len(row)]
+        pieces = [row[begin:end] for begin, end in itertools.pairwise(cuts)]
+        if begins[0] > 1:
+            found[-1] += pieces.pop(0)
+        found += pieces
+    return [[token for token in ids if token != 3] for ids in found]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("source") / "a.jsonl", DOCUMENTS)
+
+
+# Rows of tokens
+
+
+def test_concatenated_rows_hold_every_document(source, tokenizer, tokenizer_folder, tmp_path):
+    convert("--data_files", source, "--splits", "train", "--out_root", tmp_path, "--tokenizer", tokenizer_folder,
+            "--concat_tokens", 32, "--size_limit", 6000)  # fmt: skip
+    expected = [ids for ids in tokenizer(DOCUMENTS, add_special_tokens=False)["input_ids"] if ids]
+    assert documents(tmp_path / "train") == expected
+    rows = [sample["tokens"] for sample in samples(tmp_path / "train")]
+    assert {len(row) for row in rows[:-1]} == {32} and {str(row.dtype) for row in rows} == {"uint8"}
+    facts = summary(tmp_path / "train")
+    assert facts["tokens"] == {
+        "tokenizer": str(tokenizer_folder), "vocab_size": len(tokenizer), "digest": vocabulary_digest(tokenizer),
+        "mode": "concat_tokens", "length": 32, "of_text": sum(map(len, expected)), "share_cut_off": 0,
+    }  # fmt: skip
+    assert (facts["documents"], facts["empty"], facts["samples"]) == (len(expected), 2, len(rows))
+    assert facts["text_bytes"] == sum(len(text.encode()) for text in DOCUMENTS if text.strip())
+    shards = list((tmp_path / "train").glob("*.mds"))
+    assert facts["shards"] == len(shards) > 2
+    assert facts["bytes"] == sum(path.stat().st_size for path in shards)
+
+
+def test_a_row_a_document_is_cut_and_counted(source, tokenizer, tokenizer_folder, tmp_path, caplog):
+    with caplog.at_level("INFO", logger="lion"):
+        convert("--data_files", source, "--splits", "train_small", "--out_root", tmp_path, "--tokenizer", tokenizer_folder,
+                "--max_seq_len", 16)  # fmt: skip
+    rows = samples(tmp_path / "train_small")
+    texts = [text for text in DOCUMENTS if text.strip()]
+    assert [row["tokens"].tolist() for row in rows] == tokenizer(texts, truncation=True, max_length=16)["input_ids"]
+    assert {tuple(row) for row in rows} == {("tokens",)}
+    whole = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    share = sum(max(size - 14, 0) for size in whole) / sum(whole)
+    assert summary(tmp_path / "train_small")["tokens"]["share_cut_off"] == pytest.approx(share)
+    assert f"{share:.2%} of the tokens cut off" in caplog.text and f"{sum(whole):,} tokens" in caplog.text
+
+
+def test_a_document_without_tokens_is_an_empty_one(tokenizer_folder, tmp_path):
+    data = write_jsonl(tmp_path / "a.jsonl", ["\x00\x01", "the dog", "\u200b"])
+    for mode in ("--concat_tokens", "--max_seq_len"):
+        convert("--data_files", data, "--splits", "train", "--out_root", tmp_path / mode, "--tokenizer", tokenizer_folder, mode, 8)  # fmt: skip
+        (row,) = samples(tmp_path / mode / "train")
+        assert len(row["tokens"]) == 4
+        facts = summary(tmp_path / mode / "train")
+        assert (facts["documents"], facts["empty"]) == (1, 2)
+
+
+@pytest.mark.parametrize("mode", ["--concat_tokens", "--max_seq_len", None])
+def test_a_limit_is_kept_in_the_middle_of_a_batch(mode, source, tokenizer, tokenizer_folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(convert_dataset.SPLITS, "train_small", ("train", 7))
+    options = ("--tokenizer", tokenizer_folder, mode, 32) if mode else ()
+    convert("--data_files", source, "--splits", "train_small", "--out_root", tmp_path, *options)
+    first = DOCUMENTS[1:8]
+    facts = summary(tmp_path / "train_small")
+    assert (facts["documents"], facts["empty"]) == (7, 1)
+    if mode == "--concat_tokens":
+        assert documents(tmp_path / "train_small") == tokenizer(first, add_special_tokens=False)["input_ids"]
+    elif mode:
+        assert [row["tokens"].tolist() for row in samples(tmp_path / "train_small")] == tokenizer(first, truncation=True, max_length=32)["input_ids"]  # fmt: skip
+    else:
+        assert [row["text"] for row in samples(tmp_path / "train_small")] == first
+
+
+def test_wikitext_comes_back_from_both_modes(tmp_path):
+    """The real vocabulary on real text: the text of the rows is the source's, as the tokenizer alone reads and writes it."""
+    shared = ROOT.parent / "shared" / "data"
+    if not shared.exists():
+        pytest.skip("the texts in ../shared are not here")
+    from transformers import BertTokenizerFast
+
+    tokenizer = BertTokenizerFast(str(shared / "bert-base-uncased" / "vocab.txt"), model_max_length=512)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    lines = [line for line in (shared / "wikitext" / "valid.txt").read_text(encoding="utf-8").split("\n") if line.strip()]  # fmt: skip
+    options = ("--data_files", shared / "wikitext" / "valid.txt", "--splits", "train", "--tokenizer", tmp_path / "tokenizer")  # fmt: skip
+    convert(*options, "--concat_tokens", 128, "--out_root", tmp_path / "packed")
+    convert(*options, "--max_seq_len", 128, "--out_root", tmp_path / "single")
+
+    found = []
+    for sample in samples(tmp_path / "packed" / "train"):
+        row, begins = sample["tokens"].astype(int), sample["begins"]
+        pieces = [row[a:b] for a, b in zip([1, *begins], [*begins, len(row)]) if a < b]
+        if begins[0] > 1:
+            found[-1] = [*found[-1], *pieces.pop(0)]
+        found += pieces
+    decode = tokenizer.batch_decode
+    bare = tokenizer(lines, add_special_tokens=False)["input_ids"]
+    assert decode(found, skip_special_tokens=True) == decode(bare)
+    assert {str(sample["tokens"].dtype) for sample in samples(tmp_path / "packed" / "train")} == {"uint16"}
+    single = [sample["tokens"].tolist() for sample in samples(tmp_path / "single" / "train")]
+    assert single == tokenizer(lines, truncation=True, max_length=128)["input_ids"]
+    normal = "".join("".join(lines).split()).lower()
+    packed = "".join("".join(decode(found, skip_special_tokens=True, clean_up_tokenization_spaces=False)).split())
+    assert len(packed) == pytest.approx(len(normal), rel=0.02)  # accents are folded, and unknown characters left out
+
+
+MISTAKES = {
+    "no length": (["--tokenizer", "x"], ["--tokenizer", "--concat_tokens", "--max_seq_len"]),
+    "no tokenizer": (["--concat_tokens", "128"], ["--tokenizer"]),
+    "no room": (["--tokenizer", "x", "--max_seq_len", "2"], ["2 tokens"]),
+    "a shard too large": (["--size_limit", str(2**32)], ["--size_limit"]),
+    "no worker": (["--num_workers", "0"], ["--num_workers"]),
+    "no such tokenizer": (["--tokenizer", "./none", "--max_seq_len", "8"], ["--tokenizer", "./none"]),
+}
+
+
+@pytest.mark.parametrize("options, words", MISTAKES.values(), ids=MISTAKES.keys())
+def test_options_that_cannot_be_are_refused(options, words, source, tmp_path):
+    with pytest.raises(UserError) as error:
+        convert("--data_files", source, "--splits", "train", "--out_root", tmp_path / "out", *options)
+    for word in words:
+        assert word in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+# Several processes
+
+
+def test_the_shards_are_the_same_with_any_number_of_workers(tokenizer_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("src.text_files.BATCH_BYTES", 4000)
+    monkeypatch.setattr("src.text_sources.BATCH_BYTES", 4000)
+    for name, part in (("a", DOCUMENTS[:400]), ("b", DOCUMENTS[400:410]), ("c", DOCUMENTS[410:])):
+        write_jsonl(tmp_path / f"{name}.jsonl", part)
+    results = []
+    for workers in (1, 2, 3):
+        out = tmp_path / f"out{workers}"
+        convert("--data_files", tmp_path / "*.jsonl", "--val_fraction", 0.2, "--out_root", out, "--size_limit", 9000,
+                "--tokenizer", tokenizer_folder, "--concat_tokens", 32, "--compression", "zstd", "--num_workers", workers)  # fmt: skip
+        results.append([files(out / split) | {"": (out / split / "split.json").read_bytes()} for split in ("train", "val")])  # fmt: skip
+    assert results[0] == results[1] == results[2]
+    assert len(results[0][0]) > 4
+
+
+def test_an_error_in_a_worker_is_said_as_anywhere(tokenizer_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("src.text_files.BATCH_BYTES", 4000)
+    monkeypatch.setattr("src.text_sources.BATCH_BYTES", 4000)
+    data = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+    data.write_bytes(data.read_bytes() + b'{"text": "\xff"}\n')
+    with pytest.raises(UserError, match=f"line {len(DOCUMENTS) + 1}: not valid UTF-8"):
+        convert("--data_files", data, "--splits", "train", "--out_root", tmp_path / "out", "--tokenizer", tokenizer_folder,
+                "--max_seq_len", 8, "--num_workers", 2)  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+# Interruptions
+
+
+def killed(function: str, call: int, *arguments: object) -> bool:
+    """Convert in a process that SIGKILL ends at the n-th call of a function of shard_writer; whether it came to that.
+
+    The process is forked, since a new one spends seconds on imports.
+    """
+    child = os.fork()
+    if child == 0:
+        original, calls = getattr(shard_writer, function), itertools.count(1)
+
+        def deadly(*args):
+            if next(calls) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args)
+
+        setattr(shard_writer, function, deadly)
+        try:
+            convert(*arguments)
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+@pytest.fixture
+def small_batches(monkeypatch):
+    monkeypatch.setattr("src.text_files.BATCH_BYTES", 3000)
+    monkeypatch.setattr("src.text_sources.BATCH_BYTES", 3000)
+
+
+@pytest.fixture
+def parts(tmp_path) -> Path:
+    """Three files of different kinds, as a pattern."""
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:300])
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress("".join(f"{text}\n" for text in DOCUMENTS[300:600]).encode()))
+    write_jsonl(tmp_path / "c.jsonl", DOCUMENTS[600:])
+    return tmp_path / "[abc].*"
+
+
+@pytest.mark.parametrize("mode", ["--concat_tokens", "--max_seq_len", None])
+def test_killed_ten_times_it_writes_the_same_bytes(mode, parts, tokenizer_folder, tmp_path, small_batches):
+    draw = random.Random(str(mode))
+    command = ["--data_files", parts, "--val_fraction", 0.3, "--size_limit", 4000, "--num_workers", 1]
+    command += ["--tokenizer", tokenizer_folder, mode, 24] if mode else []
+    convert(*command, "--out_root", tmp_path / "whole")
+    out = tmp_path / "out"
+    kills = 0
+    while kills < 10:
+        moment = draw.choice(["save_progress", "to_disk", "to_disk", "give_name"])
+        kills += killed(moment, draw.randint(1, 20) if moment != "give_name" else 1, *command, "--out_root", out)
+        done = [split for split in ("train", "val") if (out / split).exists()]
+        for split in done:
+            assert {**files(out / split), "progress.json": b""} == {**files(tmp_path / "whole" / split), "progress.json": b""}  # fmt: skip
+        if len(done) == 2:
+            shutil.rmtree(out)
+    convert(*command, "--out_root", out)
+    for split in ("train", "val"):
+        assert files(out / split) == files(tmp_path / "whole" / split)
+        assert summary(out / split) == summary(tmp_path / "whole" / split)
+    assert sorted(path.name for path in out.iterdir()) == ["train", "val"]
+
+
+def test_it_goes_on_where_it_was_and_not_from_the_beginning(parts, tmp_path, small_batches, caplog, monkeypatch):
+    command = ["--data_files", parts, "--splits", "train", "--size_limit", 4000]
+    convert(*command, "--out_root", tmp_path / "whole")
+    assert killed("save_progress", 14, *command, "--out_root", tmp_path / "out")
+    read = []
+    monkeypatch.setattr("src.text_sources.read_batches", lambda path, *rest: read.append(path.name) or read_batches(path, *rest))  # fmt: skip
+    with caplog.at_level("INFO", logger="lion"):
+        convert(*command, "--out_root", tmp_path / "out")
+    assert "going on after 12 shards" in caplog.text
+    assert read == ["b.txt.gz", "c.jsonl"]
+    assert files(tmp_path / "out" / "train") == files(tmp_path / "whole" / "train")
+
+
+CHANGES = {
+    "an option": (["--size_limit", "5000"], "--size_limit"),
+    "the tokenizer": (["--tokenizer", "TOKENIZER", "--max_seq_len", "8"], "--max_seq_len, --tokenizer"),
+    "a file that was read": ([], r"a\.jsonl has changed since"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_command_or_another_input_does_not_go_on(change, parts, tokenizer_folder, tmp_path, small_batches):
+    out = tmp_path / "out"
+    command = ["--data_files", parts, "--splits", "train", "--size_limit", 4000, "--out_root", out]
+    assert killed("save_progress", 9, *command)
+    before = files(out / ".train.unfinished")
+    options, message = CHANGES[change]
+    if not options:
+        write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:299])
+    command += [tokenizer_folder if option == "TOKENIZER" else option for option in options]
+    with pytest.raises(UserError, match=f"{message}.*--overwrite"):
+        convert(*command)
+    assert files(out / ".train.unfinished") == before
+    convert(*command, "--overwrite")
+    assert summary(out / "train")["documents"] == len([t for t in DOCUMENTS if t.strip()]) - (not options)
+    assert [path.name for path in out.iterdir()] == ["train"]
+
+
+def test_what_has_not_been_read_may_change(parts, tmp_path, small_batches):
+    command = ["--data_files", parts, "--splits", "train", "--size_limit", 4000, "--out_root", tmp_path / "out"]
+    good = (tmp_path / "c.jsonl").read_bytes()
+    (tmp_path / "c.jsonl").write_bytes(b'{"text": \n')
+    with pytest.raises(UserError, match=r"c\.jsonl, line 1"):
+        convert(*command)
+    (tmp_path / "c.jsonl").write_bytes(good)
+    (tmp_path / "b.txt.gz").touch()
+    with pytest.raises(UserError, match=r"b\.txt\.gz has changed since"):
+        convert(*command)
+
+
+def test_two_splits_of_which_one_is_done_go_on_with_the_other(parts, tmp_path, small_batches, caplog):
+    out = tmp_path / "out"
+    command = ["--data_files", parts, "--val_fraction", 0.5, "--size_limit", 4000, "--out_root", out]
+    convert(*command, "--splits", "train")
+    (out / "train" / "old").touch()
+    assert killed("give_name", 2, *command, "--overwrite")
+    train = files(out / "train")
+    assert "old" not in train and not (out / "val").exists()
+    with caplog.at_level("INFO", logger="lion"):
+        convert(*command, "--overwrite")
+    assert "written by the same command before" in caplog.text
+    assert files(out / "train") == train
+    assert len(samples(out / "train")) + len(samples(out / "val")) == len([text for text in DOCUMENTS if text.strip()])
+    with pytest.raises(UserError, match="already there"):
+        convert(*command)
+
+
+def test_a_full_disk_is_told_and_what_is_there_is_kept(parts, tmp_path, small_batches, monkeypatch):
+    command = ["--data_files", parts, "--splits", "train", "--size_limit", 4000]
+    convert(*command, "--out_root", tmp_path / "whole")
+    original, calls = shard_writer.to_disk, itertools.count()
+
+    def full(path):
+        if next(calls) == 14:
+            path.write_bytes(b"")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_writer, "to_disk", full)
+        with pytest.raises(UserError, match=r"\.train\.unfinished: No space left on device; make room"):
+            convert(*command, "--out_root", tmp_path / "out")
+    assert len(json.loads((tmp_path / "out" / ".train.unfinished" / "progress.json").read_text())["shards"]) == 4
+    convert(*command, "--out_root", tmp_path / "out")
+    assert files(tmp_path / "out" / "train") == files(tmp_path / "whole" / "train")
+
+
+def test_two_processes_do_not_write_the_same_split(parts, tmp_path, small_batches):
+    out = tmp_path / "out"
+    command = ["--data_files", parts, "--splits", "train", "--size_limit", 4000, "--out_root", out]
+    assert killed("save_progress", 9, *command)
+    handle = shard_writer.lock(out / ".train.unfinished")
+    for options in ([], ["--overwrite"], ["--overwrite", "--compression", "zstd"]):
+        with pytest.raises(UserError, match="being written by another process"):
+            convert(*command, *options)
+    os.close(handle)
+    convert(*command)
+
+
+# The command itself, with workers
+
+
+@pytest.fixture(scope="module")
+def long_source(tmp_path_factory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("long") / "a.jsonl", [f"{text} " * 30 for text in sentences(2500)])
+
+
+def start(out: Path, source: Path, tokenizer: Path, stdin=None) -> subprocess.Popen:
+    """The command with two workers, once it has written shards."""
+    command = [sys.executable, ROOT / "src" / "convert_dataset.py", "--data_files", source, "--splits", "train", "--out_root", out,
+               "--tokenizer", tokenizer, "--concat_tokens", "128", "--num_workers", "2", "--size_limit", "20000"]  # fmt: skip
+    process = subprocess.Popen(command, env=environment(), stdin=stdin, stderr=subprocess.PIPE, text=True, start_new_session=True)  # fmt: skip
+    deadline = time.monotonic() + 60
+    while len(list(out.rglob("*.mds"))) < 3:
+        assert process.poll() is None and time.monotonic() < deadline, "no shards"
+        time.sleep(0.01)
+    return process
+
+
+def alive(group: int) -> bool:
+    """Whether a process of the group still runs."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_a_process_that_is_killed_and_the_next_goes_on(
+    number, long_source, tokenizer_folder, tmp_path
+):
+    process = start(tmp_path / "out", long_source, tokenizer_folder)
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert "Traceback" not in said
+    if number == signal.SIGINT:
+        assert process.returncode == 130 and said.endswith("the same command continues where it stopped\n")
+    deadline = time.monotonic() + 30
+    while alive(process.pid):
+        assert time.monotonic() < deadline, "workers outlive the command"
+        time.sleep(0.05)
+    options = ("--splits", "train", "--tokenizer", tokenizer_folder, "--concat_tokens", 128, "--size_limit", 20000)
+    convert("--data_files", long_source, *options, "--out_root", tmp_path / "out")
+    convert("--data_files", long_source, *options, "--out_root", tmp_path / "whole", "--num_workers", 1)
+    assert files(tmp_path / "out" / "train") == files(tmp_path / "whole" / "train")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+def test_standard_input_is_read(kind, tmp_path, monkeypatch, caplog):
+    there = [text for text in DOCUMENTS if text.strip()]
+    data = "".join((json.dumps({"text": text}) if kind == "jsonl" else text) + "\n" for text in there)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data.encode()))))
+    with caplog.at_level("INFO", logger="lion"):
+        convert("--data_files", "-", "--splits", "train", "--out_root", tmp_path)
+    assert f"standard input: read as .{kind}; it cannot be read again" in caplog.text
+    assert [row["text"] for row in samples(tmp_path / "train")] == there
+
+
+def test_standard_input_gives_one_split(tmp_path):
+    result = run("src/convert_dataset.py", "--data_files", "-", "--val_fraction", "0.1", "--out_root", tmp_path / "out")
+    assert_one_sentence(result, "standard input", "one split")
+
+
+# The Hub, which a folder stands for: datasets streams both alike
+
+
+@pytest.fixture
+def dataset(tmp_path) -> Path:
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    for number in range(3):
+        lines = [json.dumps({"id": 1, "text": text or None}) + "\n" for text in DOCUMENTS[number::3]]
+        (folder / f"train-{number}.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
+    return folder
+
+
+def test_a_streamed_dataset_goes_on_where_it_was(dataset, tokenizer_folder, tmp_path, small_batches):
+    command = ["--dataset", dataset, "--val_fraction", 0.2, "--size_limit", 4000, "--num_workers", 1,
+               "--tokenizer", tokenizer_folder, "--concat_tokens", 24]  # fmt: skip
+    convert(*command, "--out_root", tmp_path / "whole")
+    found = documents(tmp_path / "whole" / "train") + documents(tmp_path / "whole" / "val")
+    assert len(found) == len([text for text in DOCUMENTS if text.strip()])
+    kills = sum(killed("save_progress", call, *command, "--out_root", tmp_path / "out") for call in (5, 4, 7))
+    assert kills == 3
+    convert(*command, "--out_root", tmp_path / "out")
+    for split in ("train", "val"):
+        assert files(tmp_path / "out" / split) == files(tmp_path / "whole" / split)
+
+
+@pytest.mark.parametrize("options, words", [(["--text_column", "body"], "no column 'body'.*id, text"), (["--text_column", "id"], "other things than text"), (["--splits", "val"], "validation")])  # fmt: skip
+def test_a_dataset_without_the_column_or_the_split_is_named(options, words, dataset, tmp_path):
+    with pytest.raises(UserError, match=words):
+        convert("--dataset", dataset, "--splits", "train", "--out_root", tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,146 @@
+"""Rows of tokens: nothing lost, nothing twice, every document found again, whatever the batches they come in."""
+
+import hashlib
+import json
+import random
+
+import numpy as np
+import pytest
+from streaming.base.format.mds.encodings import mds_decode, mds_encode
+from transformers import BertTokenizerFast, PreTrainedTokenizerFast
+
+from src.cli import UserError
+from src.token_rows import Packer, RowMaker, Rows, encode, load_tokenizer, vocabulary_digest
+
+CLS, SEP = 2, 3
+
+
+def maker(length: int, mode: str = "concat_tokens", vocab_size: int = 300) -> RowMaker:
+    return RowMaker(mode, length, CLS, SEP, vocab_size, "")
+
+
+def to_pack(documents: list[list[int]]) -> Rows:
+    ended = [[*ids, SEP] for ids in documents]
+    lengths = np.array([len(ids) for ids in ended], np.int64)
+    return Rows(np.array([token for ids in ended for token in ids], np.uint16), lengths, lengths - 1)
+
+
+def pack(length: int, batches: list[list[list[int]]]) -> list[tuple[list[int], list[int]]]:
+    """(tokens, begins) of every row, the packer made anew from its state before each batch."""
+    samples, state = [], None
+    for batch in batches:
+        packer = Packer(maker(length), state)
+        samples += packer.samples(to_pack(batch))
+        state = json.loads(json.dumps(packer.state()))
+    samples += Packer(maker(length), state).last_sample()
+    return [tuple(mds_decode("ndarray:uint16", sample[name]).tolist() for name in ("tokens", "begins")) for sample in samples]  # fmt: skip
+
+
+def unpack(rows: list[tuple[list[int], list[int]]]) -> list[list[int]]:
+    """The documents: each row's tokens by the document they belong to, the specials that were added taken away."""
+    documents: list[list[int]] = []
+    for tokens, begins in rows:
+        pieces = [[] for _ in range(len(begins) + 1)]
+        for place, token in enumerate(tokens[1:], 1):
+            pieces[sum(begin <= place for begin in begins)].append(token)
+        documents[-1:] = [documents[-1] + pieces[0]] if documents else []
+        documents += [piece for piece in pieces[1:] if piece]
+    return [[token for token in ids if token != SEP] for ids in documents]
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 8, 13, 128])
+def test_documents_come_back_from_packed_rows(length):
+    draw = random.Random(length)
+    for _ in range(60):
+        sizes = [draw.choice([1, 2, length - 3, length - 2, length - 1, 2 * length, draw.randint(1, 40)]) for _ in range(draw.randint(1, 12))]  # fmt: skip
+        documents = [[draw.randint(5, 299) for _ in range(max(size, 1))] for size in sizes]
+        cut = draw.randint(0, len(documents))
+        rows = pack(length, [documents[:cut], documents[cut:]])
+        assert unpack(rows) == documents
+        assert rows == pack(length, [documents])
+        for tokens, begins in rows:
+            assert tokens[0] == CLS and tokens[-1] == SEP and len(tokens) > 2 and tokens[1] != SEP
+            assert begins and begins == sorted(set(begins))
+            assert all(tokens[begin] != SEP and tokens[begin - 1] in (CLS, SEP) for begin in begins if begin < len(tokens))  # fmt: skip
+        assert [len(tokens) for tokens, _ in rows[:-1]] == [length] * (len(rows) - 1)
+        assert len(rows[-1][0]) <= length
+
+
+PACKED = {
+    "shorter than a row": ([[7, 8]], [([2, 7, 8, 3], [1])]),
+    "two in a row": ([[7, 8], [9]], [([2, 7, 8, 3, 9, 3], [1, 4])]),
+    "over three rows": (
+        [[5, 6, 7, 8, 9, 10, 11, 12, 13]],
+        [([2, 5, 6, 7, 8, 3], [1]), ([2, 9, 10, 11, 12, 3], [6]), ([2, 13, 3], [3])],
+    ),
+    "an end that is the row's": ([[5, 6, 7, 8], [9]], [([2, 5, 6, 7, 8, 3], [1]), ([2, 9, 3], [1])]),
+    "an end one place before the row's": ([[5, 6, 7], [9]], [([2, 5, 6, 7, 3, 3], [1]), ([2, 9, 3], [1])]),
+    "a beginning on the last place for text": (
+        [[5, 6], [9, 10]],
+        [([2, 5, 6, 3, 9, 3], [1, 4]), ([2, 10, 3], [3])],
+    ),
+}
+
+
+@pytest.mark.parametrize("documents, rows", PACKED.values(), ids=PACKED.keys())
+def test_how_documents_lie_in_rows_of_six(documents, rows):
+    assert pack(6, [documents]) == rows
+
+
+@pytest.mark.parametrize("size", [1, 2, 255, 256, 65535, 65536])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
+def test_arrays_are_stored_as_the_library_stores_them(size, dtype):
+    array = np.arange(size).astype(dtype)
+    assert encode(array) == mds_encode(f"ndarray:{dtype}", array)
+
+
+@pytest.mark.parametrize("vocab_size, dtype", [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")])
+def test_tokens_take_the_narrowest_type_that_holds_the_vocabulary(vocab_size, dtype):
+    assert maker(8, vocab_size=vocab_size).columns == {"tokens": f"ndarray:{dtype}", "begins": "ndarray:uint16"}
+    assert maker(8, "max_seq_len", vocab_size).columns == {"tokens": f"ndarray:{dtype}"}
+    assert maker(65536).columns["begins"] == "ndarray:uint32"
+
+
+def test_rows_of_max_seq_len_are_the_tokenizers_own(tokenizer):
+    from conftest import sentences
+
+    texts = ["", "the dog", "[SEP] and [MASK]", " \x00 ", *sentences(60)]
+    rows = RowMaker.of(tokenizer, "max_seq_len", 12)
+    made = rows(texts)
+    expected = tokenizer(texts, truncation=True, max_length=12)["input_ids"]
+    kept = [ids for ids in expected if len(ids) > 2]
+    assert [len(ids) for ids in kept] == [length for length in made.lengths if length]
+    assert [mds_decode("ndarray:uint8", sample["tokens"]).tolist() for sample in rows.samples(made) if len(sample["tokens"]) > 2] == kept  # fmt: skip
+    whole = [len(ids) - 2 for ids in tokenizer(texts)["input_ids"]]
+    assert made.content.tolist() == whole
+    assert made.cut_off(10) == sum(max(size - 10, 0) for size in whole) > 0
+
+
+def test_a_tokenizer_that_pads_and_truncates_by_itself_loses_nothing(tokenizer):
+    other = BertTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    other.backend_tokenizer.enable_truncation(4)
+    other.backend_tokenizer.enable_padding(length=9)
+    made = RowMaker.of(other, "concat_tokens", 8)(["the dog sees a cat and a bird"])
+    assert made.content.tolist() == [8] and made.lengths.tolist() == [9]
+
+
+def test_the_digest_is_of_tokens_ids_and_the_special_ones(tokenizer, tokenizer_folder):
+    listed = sorted(([token, id] for token, id in tokenizer.get_vocab().items()), key=lambda pair: pair[1])
+    assert vocabulary_digest(tokenizer) == hashlib.sha256(json.dumps([listed, [2, 3, 0, 4]]).encode()).hexdigest()
+    assert vocabulary_digest(load_tokenizer(str(tokenizer_folder))) == vocabulary_digest(tokenizer)
+    larger = load_tokenizer(str(tokenizer_folder))
+    larger.add_tokens(["dragon"])
+    masked = load_tokenizer(str(tokenizer_folder))
+    masked.mask_token = "[UNK]"
+    assert len({vocabulary_digest(each) for each in (tokenizer, larger, masked)}) == 3
+
+
+def test_a_tokenizer_without_a_frame_is_refused(tokenizer):
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(UserError, match=r"--tokenizer.*\[CLS\]"):
+        RowMaker.of(bare, "concat_tokens", 128)
+
+
+def test_a_tokenizer_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"--tokenizer: cannot load .*holds no tokenizer"):
+        load_tokenizer(str(tmp_path))
