@@ -78,4 +78,4 @@ class LionClassifier(CastingModel):
     def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
         """Logits, (batch, classes), or predictions, (batch,), of a regression."""
         with self.autocast():
-            return super().eval_forward(dict(batch), outputs).float()
+            return super().eval_forward({"labels": None, **batch}, outputs).float()  # a test set has no labels
