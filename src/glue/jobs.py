@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,6 +25,7 @@ from src.glue.sources import check_sources, digest, read_task
 from src.glue.start import build_model, read_start
 from src.glue.tasks import FROM_MNLI, Task, select
 
+ROOT = Path(__file__).resolve().parents[2]
 Result = dict[str, Any]
 
 
@@ -206,7 +208,7 @@ def run_all(config: FinetuneConfig, jobs: list[Job], device: str, places: list[s
     if not jobs:
         return []
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["src.glue.job"])
+    start_fork_server()
     threads = max(1, torch.get_num_threads() // len(places)) if device == "cpu" and len(places) > 1 else None
     waiting = sorted(jobs, key=lambda job: -job.work) if len(places) > 1 else list(jobs)
     free, running, failures, done = list(places), [], [], 0
@@ -250,6 +252,18 @@ def run_all(config: FinetuneConfig, jobs: list[Job], device: str, places: list[s
         if bar is not None:
             bar.close()
     return failures
+
+
+def start_fork_server() -> None:
+    """Let it import what jobs need. Before Python 3.12 it is not told where to find that, and does without."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), before)))
+    forkserver.set_forkserver_preload(["src.glue.job"])
+    forkserver.ensure_running()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
 
 
 def begin(context, config: FinetuneConfig, job: Job, device: str, place: str | None, threads: int | None) -> Running:
