@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
         f"{task.title}, {len(examples):,} texts of {real:.1f} tokens on average, {a.batch or task.batch_size} a step, {a.mixer} of {a.layers} layers "
         f"of {a.hidden}, forward, backward and AdamW, over {len(batches)} of an epoch's {len(batched):,} batches:"
     )
-    measure.write(a.out, f"finetune-padding-{a.device}", title, measure.machine(a.device), lines, rows)
+    measure.write(a.out, f"finetune-padding-{a.device}", title, measure.machine(a.device), [lines], rows)
 
 
 def widen(batch: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:

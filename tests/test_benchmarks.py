@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from glue_files import write_glue
 
 from tests.conftest import run
 
@@ -34,3 +35,13 @@ def test_a_benchmark_writes_a_table_and_its_numbers(name, tmp_path):
             "lion-s",
         ]
         assert all(row["ms"] > 0 for row in written["rows"])
+
+
+def test_the_benchmark_of_padding_times_both_on_the_same_texts(tmp_path, tokenizer_folder):
+    result = run("benchmarks/finetune_padding.py", "--glue_dir", write_glue(tmp_path / "glue"), "--tokenizer", tokenizer_folder,
+                 "--layers", "1", "--hidden", "64", "--batch", "4", "--steps", "3", "--device", "cpu", "--out", tmp_path)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    longest, fixed = json.loads((tmp_path / "finetune-padding-cpu.json").read_text())["rows"]
+    assert longest["tokens"] < fixed["tokens"] == 128
+    assert longest["ratio"] == 1 < fixed["ratio"]
+    assert fixed["epoch_s"] == pytest.approx(6 * fixed["ms"] / 1000)
