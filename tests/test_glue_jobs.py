@@ -6,9 +6,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from composer.devices import DeviceCPU
@@ -184,28 +186,36 @@ def test_a_changed_value_runs_what_it_changes_again_and_no_more_and_rerun_runs_w
     assert changed() == {"amount-19"}
 
 
-def test_a_job_that_fails_or_is_killed_is_reported_and_takes_no_other_along(tmp_path, shared):
+def test_a_job_that_fails_or_is_killed_is_reported_and_takes_no_other_along(tmp_path, shared, capsys, caplog):
     folder = write_glue(tmp_path / "glue")
     settings = {**shared, "glue_dir": str(folder), "tasks_to_run": ["sst2", "stsb", "rte"]}
     path = write_yaml(tmp_path / "f.yaml", **settings, tasks={"sst2": {**ONE, "epochs": 1000}, "stsb": ONE, "rte": ONE})
-    process = start(path)
-    wait_for(lambda: metrics(tmp_path / "run/jobs/sst2-19") > 2, process)
-    (folder / "STS-B/train.tsv").write_bytes(b"\xff\xfe\n")  # after the command has read it
-    os.kill(job_process(process.pid), signal.SIGKILL)
-    out, told = process.communicate(timeout=100)
-    assert process.returncode == 1
-    assert "2 of 3 jobs failed" in told.splitlines()[-1]
+
+    def disturb() -> None:
+        wait_for(lambda: metrics(tmp_path / "run/jobs/sst2-19") > 2)
+        (folder / "STS-B/train.tsv").write_bytes(b"\xff\xfe\n")  # after the command has read it
+        os.kill(job_process(os.getpid()), signal.SIGKILL)
+
+    disturber = threading.Thread(target=disturb)
+    disturber.start()
+    with caplog.at_level("INFO", logger="lion"), pytest.raises(SystemExit) as ended:
+        glue.main([str(path)])
+    disturber.join()
+    assert ended.value.code == 1
+    assert "2 of 3 jobs failed" in caplog.text
+    out = capsys.readouterr().out
     assert re.search(r"\n\| RTE ", out) and not re.search(r"\n\| SST-2 ", out)
     assert "- SST-2 seed 19: killed by signal 9" in out
     assert re.search(r"- STS-B seed 19: \S+train\.tsv, line 1: not valid UTF-8.*log: \S+stsb-19/log\.txt", out)
     write_glue(tmp_path / "glue")
     write_yaml(path, **settings, tasks={"sst2": ONE, "stsb": ONE, "rte": ONE})
-    done = run("glue.py", path)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("done earlier") == 1 and "Failed" not in done.stdout
+    caplog.clear()
+    with caplog.at_level("INFO", logger="lion"):
+        glue.main([str(path)])
+    assert caplog.text.count("done earlier") == 1 and "Failed" not in capsys.readouterr().out
 
 
-def test_a_killed_command_takes_its_jobs_along_and_keeps_what_was_done(tmp_path, shared):
+def test_a_killed_command_takes_its_jobs_along_and_keeps_what_was_done(tmp_path, shared, caplog):
     settings = {**shared, "tasks_to_run": ["sst2", "rte"]}
     path = write_yaml(tmp_path / "f.yaml", **settings, tasks={"sst2": ONE, "rte": {**ONE, "epochs": 1000}})
     process = start(path)
@@ -213,11 +223,13 @@ def test_a_killed_command_takes_its_jobs_along_and_keeps_what_was_done(tmp_path,
     job = job_process(process.pid)
     process.kill()
     process.communicate()
-    wait_for(lambda: not Path(f"/proc/{job}").exists())
+    wait_for(lambda: not psutil.pid_exists(job))
     assert [place.parent.name for place in tmp_path.rglob("result.json")] == ["sst2-19"]
     write_yaml(path, **settings, tasks={"sst2": ONE, "rte": ONE})
-    done = run("glue.py", path)
-    assert done.returncode == 0 and done.stderr.count("done earlier") == 1, done.stderr
+    with caplog.at_level("INFO", logger="lion"):
+        glue.main([str(path)])
+    assert caplog.text.count("done earlier") == 1
+    assert len(list(tmp_path.rglob("result.json"))) == 2
 
 
 def start(path: Path) -> subprocess.Popen:
@@ -241,11 +253,8 @@ def metrics(place: Path) -> int:
 
 def job_process(command: int) -> int:
     """The process of the running job: a child of the fork server, which is a child of the command."""
-
-    def children(of: int) -> list[int]:
-        return [int(child) for child in Path(f"/proc/{of}/task/{of}/children").read_text().split()]
-
-    (job,) = [job for server in children(command) for job in children(server)]
+    servers = [child for child in psutil.Process(command).children() if "forkserver" in " ".join(child.cmdline())]
+    (job,) = [job.pid for server in servers for job in server.children()]
     return job
 
 
