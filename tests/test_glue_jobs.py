@@ -15,7 +15,7 @@ import pytest
 import torch
 from composer.devices import DeviceCPU
 from conftest import ROOT, assert_one_sentence, environment, run, sentences, snapshot
-from glue_files import write_glue, write_yaml
+from glue_files import OFFICIAL_TEST, write_glue, write_tsv, write_yaml
 from test_glue_scores import reference
 
 import glue
@@ -166,7 +166,7 @@ def test_the_same_command_again_trains_nothing_and_shows_the_same_table(finetune
     assert capsys.readouterr().out == done.stdout
 
 
-def test_a_changed_value_runs_what_it_changes_again_and_no_more_and_rerun_runs_what_is_done(finetuned, caplog):
+def test_a_changed_value_runs_what_it_changes_again_and_rerun_runs_what_is_done(finetuned, glue_dir, caplog):
     arguments, folder, _ = finetuned
     jobs = snapshot(folder / "jobs")
 
@@ -184,6 +184,14 @@ def test_a_changed_value_runs_what_it_changes_again_and_no_more_and_rerun_runs_w
     jobs = snapshot(folder / "jobs")
     glue.main([*arguments, "tasks_to_run=[amount]", "mnli_first=false", "--rerun"])
     assert changed() == {"amount-19"}
+    # Another test set matters only where it is to be predicted; RTE starts from MNLI's encoder, which is not trained again.
+    write_tsv(glue_dir / "RTE/test.tsv", OFFICIAL_TEST["rte"][0], [["0", "the dog sees", "a cat"]])
+    jobs = snapshot(folder / "jobs")
+    glue.main([*arguments, "tasks_to_run=[mnli,rte]", "predict_test=false"])
+    assert changed() == set()
+    glue.main([*arguments, "tasks_to_run=[mnli,rte]"])
+    assert changed() == {"rte-19", "rte-20"}
+    assert len((folder / "submission/RTE.tsv").read_text().splitlines()) == 2
 
 
 def test_a_job_that_fails_or_is_killed_is_reported_and_takes_no_other_along(tmp_path, shared, capsys, caplog):
@@ -280,6 +288,8 @@ def test_places_are_gpus_by_number_or_so_many_processes(monkeypatch):
         ("tasks.sst2.optimizer=sgd", ["tasks.sst2.optimizer", "sgd", "adamw"]),
         ("tasks.sst2.precision=fp8", ["precision", "'fp8'"]),
         ("model.num_hidden_layers=2", ["misses", "layers.1"]),
+        ("scheduler.name=steps", ["scheduler", "steps"]),
+        ("device_eval_batch_size=0", ["device_eval_batch_size 0 must be at least 1"]),
         ("parallel=many", ["parallel", "'many'"]),
         ("tasks_to_run=[sst2,qqp]", ["QQP/train.tsv is not there"]),
         ("save_folder={}", ["save_folder", "name another folder"]),

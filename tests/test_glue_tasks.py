@@ -40,7 +40,7 @@ def test_like_takes_what_is_not_given_from_a_task_of_glue():
 
 def test_files_or_a_data_set_of_ones_own_go_before_the_folder_of_the_task_it_is_like():
     (task,) = select(["mine"], {"mine": {"like": "rte", "files": OWN["files"]}}, 7)
-    assert task.folder is None
+    assert (task.folder, task.title) == (None, "mine")
     (task,) = select(["mine"], {"mine": {"like": "rte", "hub": "org/name"}}, 7)
     assert (task.folder, task.hub) == (None, "org/name")
 
@@ -57,6 +57,8 @@ def test_several_values_of_a_hyperparameter_are_a_search_over_all_combinations()
     assert [(task.lr, task.epochs, task.batch_size) for task in tasks] == [(1e-5, 2, 8), (1e-5, 3, 8), (3e-5, 2, 8), (3e-5, 3, 8)]  # fmt: skip
     assert [task.variant for task in tasks][1] == "lr=1e-05,epochs=3"
     assert {task.name for task in tasks} == {"rte"}
+    (task,) = select(["rte"], {"rte": {"lr": [3e-5]}}, 7)  # one value is no search
+    assert (task.lr, task.variant) == (3e-5, "")
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,17 @@ CHECKPOINT_FILE = "latest-rank0.pt"  # Composer's name
 
 @dataclass(frozen=True)
 class Job:
-    """A task with a seed. `settings` are what its result depends on; `after` is the job whose encoder it starts from."""
+    """A task with a seed.
+
+    Its result depends on `settings`, and the predictions of the test sets on `test_data` too. `after` is the job whose
+    encoder it starts from.
+    """
 
     task: Task
     seed: int
     folder: Path
     settings: dict[str, Any]
+    test_data: Any = None  # a digest, where the test sets are to be predicted
     after: "Job | None" = None
     keep_checkpoint: bool = False
     work: int = 0  # see sources.Data
@@ -86,7 +91,9 @@ def run_in_process(config: FinetuneConfig, job: Job, device: str, visible: str |
             told = (str(error).strip().splitlines() or ["no message"])[0]
             connection.send(("failed", f"{type(error).__name__}: {told}"))
             sys.exit(1)
-    write_whole(job.folder / RESULT_FILE, json.dumps({**result, "settings": job.settings}, indent=1))
+    write_whole(
+        job.folder / RESULT_FILE, json.dumps({**result, "settings": job.settings, "test_data": job.test_data}, indent=1)
+    )
 
 
 def _end_with(connection: Connection) -> None:

@@ -47,28 +47,31 @@ def run_jobs(config: FinetuneConfig) -> tuple[list[Result], list[Failure]]:
     folder = Path(config.save_folder)
     with alone_in(folder):
         start = read_start(config)
-        build_model(
-            start, replace(tasks[0], labels=tasks[0].labels or ("a", "b"))
-        )  # weights that do not fit end it here
+        build_model(start, replace(tasks[0], labels=tasks[0].labels or ("a", "b")))  # or weights that do not fit end it
         jobs = plan(config, tasks, start.digest())
-        done = {id(job): result for job in jobs if not config.rerun and (result := finished(job, config))}
-        todo = [job for job in jobs if id(job) not in done]
+        done = {job.folder: result for job in jobs if not config.rerun and (result := finished(job, config))}
         log.info(f"{config.base_run_name}: {len(jobs)} jobs ({', '.join(dict.fromkeys(task.title for task in tasks))}), from {start.name}, on {device}")  # fmt: skip
         log.info(f"scores and predictions: {folder}")
         for job in jobs:
-            if id(job) in done:
-                log.info(f"{job.name}: {100 * done[id(job)]['score']:.2f}, done earlier")
+            if job.folder in done:
+                log.info(f"{job.name}: {100 * done[job.folder]['score']:.2f}, done earlier")
         del start  # every job's process reads it for itself
-        todo = with_work(config, todo)
+        todo = with_work(config, [job for job in jobs if job.folder not in done])
         with logging_redirect_tqdm():
             failures = run_all(config, todo, device, places[: len(todo)])
-        failed = {failure.job.name for failure in failures}
-        results = [done.get(id(job)) or read_result(job) for job in jobs if job.name not in failed]
+        failed = {failure.job.folder for failure in failures}
+        results = [done.get(job.folder) or read_result(job) for job in jobs if job.folder not in failed]
     return results, failures
 
 
 def check(config: FinetuneConfig, tasks: list[Task], device: str) -> None:
     """Raise UserError for what would stop a job later on."""
+    for key in ("max_seq_len", "device_eval_batch_size"):
+        if getattr(config, key) < 1:
+            raise UserError(f"{key} {getattr(config, key)} must be at least 1")
+    builders.build_scheduler(config.scheduler)
+    builders.build_algorithms(config.algorithms)
+    builders.build_callbacks(config.callbacks)
     builders.resolve_precision(config.precision, device)
     for task in tasks:
         builders.resolve_precision(task.precision or config.precision, device)
@@ -87,14 +90,16 @@ def check(config: FinetuneConfig, tasks: list[Task], device: str) -> None:
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Hold a folder for this process. Raises UserError where another one holds it, or it cannot be written."""
+    lock = FileLock(folder / ".lock", timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock", timeout=0):
-            yield
+        lock.acquire()
     except Timeout:
         raise UserError(f"save_folder: another glue.py is at work in {folder}; wait for it, or name another folder") from None  # fmt: skip
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise UserError(f"save_folder: {folder} cannot be written ({error.strerror}); name another folder") from None
+    with lock:
+        yield
 
 
 def where_to_run(parallel: Any, device: str) -> list[str | None]:
@@ -119,29 +124,25 @@ def where_to_run(parallel: Any, device: str) -> list[str | None]:
 def plan(config: FinetuneConfig, tasks: list[Task], start: dict[str, Any]) -> list[Job]:
     """A job a task and seed, each with what its result depends on: if any of it changes, the job runs again."""
     shared = {name: value for name, value in to_dict(config).items() if name in ("max_seq_len", "scheduler", "algorithms", "precision")}  # fmt: skip
-    digests = {task.name: digest(task, config.glue_dir) for task in tasks}
-    jobs: list[Job] = []
-    mnli: Job | None = None
-    for task in sorted(tasks, key=lambda task: task.name != "mnli"):
-        for seed in task.seeds:
-            name = "-".join(filter(None, (task.name, task.variant, str(seed))))
-            after = mnli if config.mnli_first and task.name in FROM_MNLI else None
-            fields = {
-                key: value for key, value in asdict(task).items() if key not in ("title", "seeds", "files", "hub")
-            }
-            settings = {**shared, "task": fields, "seed": seed, "data": digests[task.name], "start": after.settings if after else start}  # fmt: skip
-            job = Job(
-                task=task,
-                seed=seed,
-                folder=Path(config.save_folder) / "jobs" / name,
-                settings=json.loads(json.dumps(settings)),
-                after=after,
-                keep_checkpoint=config.save_finetuned_checkpoints or (config.mnli_first and task.name == "mnli"),
-            )
-            mnli = mnli or (job if task.name == "mnli" else None)
-            jobs.append(job)
-    order = {id(task): number for number, task in enumerate(tasks)}
-    return sorted(jobs, key=lambda job: order[id(job.task)])
+    digests = {task.name: digest(task, config.glue_dir, config.predict_test) for task in tasks}
+
+    def job(task: Task, seed: int, after: Job | None = None) -> Job:
+        data = dict(digests[task.name])
+        test_data = data.pop("test", None)
+        hyperparameters = {key: value for key, value in asdict(task).items() if key not in ("title", "seeds", "files", "hub")}  # fmt: skip
+        settings = {**shared, "task": hyperparameters, "seed": seed, "data": data, "start": after.settings if after else start}  # fmt: skip
+        return Job(
+            task=task,
+            seed=seed,
+            folder=Path(config.save_folder) / "jobs" / "-".join(filter(None, (task.name, task.variant, str(seed)))),
+            settings=json.loads(json.dumps(settings)),
+            test_data=json.loads(json.dumps(test_data)),
+            after=after,
+            keep_checkpoint=config.save_finetuned_checkpoints or (config.mnli_first and task.name == "mnli"),
+        )
+
+    mnli = next((job(task, task.seeds[0]) for task in tasks if task.name == "mnli" and config.mnli_first), None)
+    return [job(task, seed, mnli if task.name in FROM_MNLI else None) for task in tasks for seed in task.seeds]
 
 
 def finished(job: Job, config: FinetuneConfig) -> Result | None:
@@ -160,8 +161,8 @@ def finished(job: Job, config: FinetuneConfig) -> Result | None:
     splits = [*result["scores"], *result["test_splits"]]
     files = [job.folder / f"predictions-{split}.jsonl" for split in splits]
     files += [job.folder / CHECKPOINT_FILE] if job.keep_checkpoint else []
-    complete = all(file.is_file() for file in files) and (result["test_splits"] or not config.predict_test)
-    return result if complete else None
+    tested = not config.predict_test or result["test_data"] == job.test_data
+    return result if tested and all(file.is_file() for file in files) else None
 
 
 def read_result(job: Job) -> Result:
@@ -212,18 +213,17 @@ def run_all(config: FinetuneConfig, jobs: list[Job], device: str, places: list[s
     threads = max(1, torch.get_num_threads() // len(places)) if device == "cpu" and len(places) > 1 else None
     waiting = sorted(jobs, key=lambda job: -job.work) if len(places) > 1 else list(jobs)
     free, running, failures, done = list(places), [], [], 0
-    names = {job.name for job in jobs}
     bar = cli.progress(total=sum(job.work for job in jobs), smoothing=0,
                        bar_format="{percentage:3.0f}% |{bar:20}| {elapsed} gone, {remaining} left{postfix}") if config.progress_bar else None  # fmt: skip
     try:
         while waiting or running:
-            open_ = {r.job.name for r in running} | {job.name for job in waiting}
-            lost = {failure.job.name for failure in failures}
+            unfinished = {r.job.folder for r in running} | {job.folder for job in waiting}
+            failed = {failure.job.folder for failure in failures}
             for job in list(waiting):
-                if job.after is not None and job.after.name in lost:
+                if job.after is not None and job.after.folder in failed:
                     waiting.remove(job)
                     failures.append(Failure(job, f"not run, since {job.after.name}, which it starts from, failed"))
-                elif free and not (job.after is not None and job.after.name in names & open_):
+                elif free and not (job.after is not None and job.after.folder in unfinished):
                     waiting.remove(job)
                     running.append(begin(context, config, job, device, free.pop(0), threads))
             wait(

@@ -97,12 +97,13 @@ def check_file(task: Task, path: Path) -> None:
     raise UserError(f"glue_dir: {path} is not there; put {task.title}'s {path.name} at that place, or leave {task.name} out of tasks_to_run")  # fmt: skip
 
 
-def digest(task: Task, glue_dir: str | None) -> dict[str, Any]:
-    """What the examples for training and validation are, shortly: digests of their files, or their name on the Hub."""
-    splits = splits_of(task, glue_dir, with_test=False)
-    if not splits[0].paths:
-        return {"hub": task.hub, "subset": task.subset}
-    return {split.name: [_sha256(path) for path in split.paths] for split in splits}
+def digest(task: Task, glue_dir: str | None, with_test: bool = False) -> dict[str, Any]:
+    """What the examples are, shortly, by kind of split: digests of the files, or the names on the Hub."""
+    found: dict[str, Any] = {}
+    for split in splits_of(task, glue_dir, with_test):
+        content = [_sha256(path) for path in split.paths] or [task.hub, task.subset]
+        found.setdefault(split.kind, {})[split.name] = content
+    return found
 
 
 def _sha256(path: Path) -> str:

@@ -145,6 +145,8 @@ def _changed(name: str, given: dict[str, Any]) -> list[Task]:
     if like in GLUE:
         if ("files" in given or "hub" in given) and like != name:
             given.setdefault("folder", None)  # it is not where the task is that it resembles
+        if like != name:
+            given.setdefault("title", name)
         base = replace(GLUE[like], name=name, **_without(given, searched))
     else:
         base = _new_task(name, _without(given, searched))
@@ -152,7 +154,7 @@ def _changed(name: str, given: dict[str, Any]) -> list[Task]:
     candidates = []
     for values in itertools.product(*searched.values()):
         chosen = dict(zip(searched, values))
-        variant = ",".join(f"{key}={value:g}" for key, value in chosen.items())
+        variant = ",".join(f"{key}={value:g}" for key, value in chosen.items() if len(searched[key]) > 1)
         candidates.append(replace(base, **chosen, variant=variant))
     if len({task.variant for task in candidates}) < len(candidates) or not candidates:
         raise UserError(f"tasks.{name}: a search needs values, each once; mend {', '.join(searched)}")
