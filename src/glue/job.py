@@ -199,3 +199,7 @@ def write_whole(path: Path, text: str) -> None:
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(text)
     unfinished.replace(path)
+
+
+def read_result(job: Job) -> dict[str, Any]:
+    return json.loads((job.folder / RESULT_FILE).read_text())

@@ -1,38 +1,26 @@
-"""All of a config's fine-tuning runs, each done once: one after another, or several at a time on GPUs or CPU cores."""
+"""All of a config's fine-tuning runs, each done once."""
 
 import json
-import multiprocessing
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from tqdm.contrib.logging import logging_redirect_tqdm
 
-from src import builders, cli
+from src import builders
 from src.cli import UserError, log
 from src.config import FinetuneConfig, to_dict
-from src.glue.job import CHECKPOINT_FILE, LOG_FILE, RESULT_FILE, Job, run_in_process
+from src.glue.job import CHECKPOINT_FILE, Job, read_result
+from src.glue.pool import Failure, run_all
 from src.glue.sources import check_sources, digest, read_task
 from src.glue.start import build_model, read_start
 from src.glue.tasks import FROM_MNLI, Task, select
 
-ROOT = Path(__file__).resolve().parents[2]
 Result = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Failure:
-    job: Job
-    reason: str
 
 
 def run_jobs(config: FinetuneConfig) -> tuple[list[Result], list[Failure]]:
@@ -57,8 +45,7 @@ def run_jobs(config: FinetuneConfig) -> tuple[list[Result], list[Failure]]:
                 log.info(f"{job.name}: {100 * done[job.folder]['score']:.2f}, done earlier")
         del start  # every job's process reads it for itself
         todo = with_work(config, [job for job in jobs if job.folder not in done])
-        with logging_redirect_tqdm():
-            failures = run_all(config, todo, device, places[: len(todo)])
+        failures = run_all(config, todo, device, places[: len(todo)])
         failed = {failure.job.folder for failure in failures}
         results = [done.get(job.folder) or read_result(job) for job in jobs if job.folder not in failed]
     return results, failures
@@ -165,10 +152,6 @@ def finished(job: Job, config: FinetuneConfig) -> Result | None:
     return result if tested and all(file.is_file() for file in files) else None
 
 
-def read_result(job: Job) -> Result:
-    return json.loads((job.folder / RESULT_FILE).read_text())
-
-
 def with_work(config: FinetuneConfig, jobs: list[Job]) -> list[Job]:
     """The jobs with what they cost. Reads every row of their data, so that a bad one is told before any job runs."""
     work: dict[str, int] = {}
@@ -176,113 +159,3 @@ def with_work(config: FinetuneConfig, jobs: list[Job]) -> list[Job]:
         if job.task.name not in work:
             work[job.task.name] = read_task(job.task, config.glue_dir, config.predict_test).work // job.task.epochs
     return [replace(job, work=work[job.task.name] * job.task.epochs) for job in jobs]
-
-
-@dataclass
-class Running:
-    job: Job
-    process: BaseProcess
-    connection: Connection
-    place: str | None
-    begun: float
-    step: tuple[int, int] = (0, 1)  # done, of all
-    reason: str | None = None  # why it failed
-
-    def listen(self) -> None:
-        """Take in what the process has said."""
-        try:
-            while self.connection.poll():
-                kind, *told = self.connection.recv()
-                if kind == "step":
-                    self.step = (told[0], told[1])
-                else:
-                    self.reason = told[0]
-        except (EOFError, OSError):  # it has ended
-            pass
-
-
-def run_all(config: FinetuneConfig, jobs: list[Job], device: str, places: list[str | None]) -> list[Failure]:
-    """Run jobs in processes of their own, as many at a time as there are places, the largest first; returns those that failed.
-
-    A fork server, which has imported the libraries once, starts the processes.
-    """
-    if not jobs:
-        return []
-    context = multiprocessing.get_context("forkserver")
-    start_fork_server()
-    threads = max(1, torch.get_num_threads() // len(places)) if device == "cpu" and len(places) > 1 else None
-    waiting = sorted(jobs, key=lambda job: -job.work) if len(places) > 1 else list(jobs)
-    free, running, failures, done = list(places), [], [], 0
-    bar = cli.progress(total=sum(job.work for job in jobs), smoothing=0,
-                       bar_format="{percentage:3.0f}% |{bar:20}| {elapsed} gone, {remaining} left{postfix}") if config.progress_bar else None  # fmt: skip
-    try:
-        while waiting or running:
-            unfinished = {r.job.folder for r in running} | {job.folder for job in waiting}
-            failed = {failure.job.folder for failure in failures}
-            for job in list(waiting):
-                if job.after is not None and job.after.folder in failed:
-                    waiting.remove(job)
-                    failures.append(Failure(job, f"not run, since {job.after.name}, which it starts from, failed"))
-                elif free and not (job.after is not None and job.after.folder in unfinished):
-                    waiting.remove(job)
-                    running.append(begin(context, config, job, device, free.pop(0), threads))
-            wait(
-                [r.process.sentinel for r in running] + [r.connection for r in running if not r.connection.closed], 0.5
-            )
-            for each in list(running):
-                each.listen()
-                if each.process.is_alive():
-                    continue
-                each.process.join()
-                each.listen()
-                running.remove(each)
-                free.append(each.place)
-                done += 1
-                tell(each, failures, done, len(jobs))
-                each.connection.close()
-            if bar is not None:
-                left = sum(job.work for job in waiting) + sum(r.job.work * (1 - r.step[0] / r.step[1]) for r in running)
-                now = ", ".join(f"{r.job.name} step {r.step[0]:,} of {r.step[1]:,}" for r in running)
-                bar.set_postfix_str(f"{done} of {len(jobs)} jobs done; {now}" if now else f"{done} of {len(jobs)} jobs done", refresh=False)  # fmt: skip
-                bar.update(bar.total - left - bar.n)
-    finally:
-        for each in running:
-            each.process.kill()
-            each.process.join()
-        if bar is not None:
-            bar.close()
-    return failures
-
-
-def start_fork_server() -> None:
-    """Let it import what jobs need. Before Python 3.12 it is not told where to find that, and does without."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), before)))
-    forkserver.set_forkserver_preload(["src.glue.job"])
-    forkserver.ensure_running()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
-
-
-def begin(context, config: FinetuneConfig, job: Job, device: str, place: str | None, threads: int | None) -> Running:
-    connection, its_end = context.Pipe()
-    arguments = (config, job, device, place, threads, its_end)
-    process = context.Process(target=run_in_process, args=arguments, name=job.name)
-    process.start()
-    its_end.close()
-    return Running(job, process, connection, place, time.monotonic())
-
-
-def tell(ended: Running, failures: list[Failure], done: int, total: int) -> None:
-    """Say how a job ended, and take down a failure."""
-    job, status = ended.job, ended.process.exitcode
-    name = f"[{done}/{total}] {job.name}"
-    if status == 0 and (job.folder / RESULT_FILE).is_file():
-        log.info(f"{name}: {100 * read_result(job)['score']:.2f} in {time.monotonic() - ended.begun:.0f} s")
-        return
-    killed = f"killed by signal {-status} (out of memory?)" if status < 0 else f"ended with status {status}"
-    reason = ended.reason or killed
-    failures.append(Failure(job, f"{reason} (log: {job.folder / LOG_FILE})"))
-    log.info(f"{name}: failed, {reason}")
