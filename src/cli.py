@@ -28,8 +28,7 @@ class RunFailed(UserError):
 
 def run(main: Callable[[list[str]], None]) -> None:
     """Run a command's `main(argv)` and end the process: 0 done, 2 the user's mistake, 130 interrupted, 1 a failure."""
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    log.setLevel(logging.INFO if is_main_process() else logging.WARNING)
+    start_log()
     try:
         main(sys.argv[1:])
     except UserError as error:
@@ -39,6 +38,12 @@ def run(main: Callable[[list[str]], None]) -> None:
         sys.exit(130)
     except BrokenPipeError:  # the reader (`| head`) went away: nothing is left to say, nor anyone to say it to
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def start_log() -> None:
+    """Log messages as they are, to stderr; of the main process alone, but for warnings."""
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    log.setLevel(logging.INFO if is_main_process() else logging.WARNING)
 
 
 def fail(error: UserError) -> int:

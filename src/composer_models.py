@@ -83,12 +83,15 @@ class LionMLM(CastingModel):
 
 
 class LionClassifier(CastingModel):
-    """Classification or regression of a text or a pair of texts. `metrics` are torchmetrics by class name."""
+    """Classification or regression of a text or a pair of texts. `metrics` are torchmetrics by name."""
 
-    def __init__(self, model: LionForSequenceClassification, tokenizer: PreTrainedTokenizerBase, metrics: list[Metric]):
-        super().__init__(model, tokenizer, use_logits=True, eval_metrics=metrics)
+    def __init__(
+        self, model: LionForSequenceClassification, tokenizer: PreTrainedTokenizerBase, metrics: dict[str, Metric]
+    ):
+        super().__init__(model, tokenizer, use_logits=True)
+        self.val_metrics = metrics
 
     def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
         """Logits, (batch, classes), or predictions, (batch,), of a regression."""
         with self.autocast():
-            return super().eval_forward(dict(batch), outputs).float()
+            return super().eval_forward({"labels": None, **batch}, outputs).float()  # a test set has no labels

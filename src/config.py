@@ -114,17 +114,18 @@ class FinetuneConfig:
     """Keys of `glue.py`."""
 
     base_run_name: str = key("name of the run; each job is called by it, its task and its seed")
-    starting_checkpoint_load_path: str | None = key("pretrained encoder: a checkpoint of main.py or a Hub folder; none: random weights", None)  # fmt: skip
+    starting_checkpoint_load_path: str | None = key("pretrained encoder: a checkpoint of main.py, one that the paper's authors published, a folder of ours or a BERT of Hugging Face, or the Hub name of one; none: random weights", None)  # fmt: skip
     from_scratch: bool = key(
         "take sizes and tokenizer from the starting checkpoint but not its weights: the baseline", False
     )
     model: dict[str, Any] = key("arguments of LionConfig, over those of the starting checkpoint", {})
     tokenizer_name: str | None = key("Hub name or folder; by default the one in the starting checkpoint", None)
     glue_dir: str | None = key("folder with the official GLUE TSV files; by default the Hub's nyu-mll/glue", None)
-    tasks: dict[str, Any] = key(
-        "hyperparameters of each task, over those in src/glue/tasks.py; or tasks of one's own", {}
-    )
+    tasks: dict[str, Any] = key("hyperparameters of each task, over those in src/glue/tasks.py, several values for a search; or tasks of one's own", {})  # fmt: skip
     tasks_to_run: list[str] = key("names of tasks, in order; empty: the eight of GLUE", [])
+    mnli_first: bool = key("start RTE, MRPC and STS-B from the encoder tuned on MNLI with its first seed", False)
+    predict_test: bool = key("predict GLUE's test sets too, in files that its server takes", False)
+    parallel: Any = key("false: one job at a time; true: one on each GPU, or CPU core; or how many at a time", False)
     max_seq_len: int = key("longest sequence in tokens", 128)
     scheduler: dict[str, Any] = key("name and arguments, as in pretraining")
     algorithms: dict[str, Any] = key("by name, with arguments", {})
@@ -136,7 +137,7 @@ class FinetuneConfig:
     default_seed: int = key("seed of tasks that name none", 19)
     save_folder: str = key("where scores, the report and predictions go")
     save_finetuned_checkpoints: bool = key("keep each job's trained model", False)
-    rerun: bool = key("run jobs again that are already done", False)
+    rerun: bool = key("run jobs again that are already done; also as --rerun", False)
     progress_bar: bool = key("show progress and time left", True)
 
 
