@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
         f"A training step (forward, backward, AdamW) of {a.layers} layers of {a.hidden}, {a.batch} texts of {a.length} tokens, "
         f"{a.masked:.0%} masked, dropout {a.dropout}, {a.precision}:"
     )
-    measure.write(a.out, f"train-step-{a.device}", title, measure.machine(a.device), lines, rows)
+    measure.write(a.out, f"train-step-{a.device}", title, measure.machine(a.device), [lines], rows)
 
 
 def prepare(name: str, a: argparse.Namespace):

@@ -11,10 +11,21 @@ from typing import Any
 import torch
 from composer import Algorithm, Callback, Evaluator, Time, Trainer
 from composer.algorithms import GradientClipping
-from composer.callbacks import LRMonitor, MemoryMonitor, OptimizerMonitor, RuntimeEstimator, SpeedMonitor
+from composer.callbacks import (
+    EarlyStopper,
+    LRMonitor,
+    MemoryMonitor,
+    MemorySnapshot,
+    OOMObserver,
+    OptimizerMonitor,
+    RuntimeEstimator,
+    SpeedMonitor,
+    SystemMetricsMonitor,
+)
 from composer.loggers import FileLogger, LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
 from composer.optim import (
     ComposerScheduler,
+    ConstantScheduler,
     ConstantWithWarmupScheduler,
     CosineAnnealingWithWarmupScheduler,
     DecoupledAdamW,
@@ -27,20 +38,27 @@ from transformers.utils import logging as transformers_logging
 from src.cli import UserError
 from src.config import nearest
 from src.lion import LionConfig
+from src.schedule import WarmupStableDecayScheduler
 
 OPTIMIZERS = {"decoupled_adamw": DecoupledAdamW, "adamw": torch.optim.AdamW}
 SCHEDULERS = {
     "linear_decay_with_warmup": LinearWithWarmupScheduler,
     "cosine_with_warmup": CosineAnnealingWithWarmupScheduler,
+    "constant": ConstantScheduler,
     "constant_with_warmup": ConstantWithWarmupScheduler,
+    "warmup_stable_decay": WarmupStableDecayScheduler,
 }
 ALGORITHMS = {"gradient_clipping": GradientClipping}
 CALLBACKS = {
+    "early_stopper": EarlyStopper,
     "lr_monitor": LRMonitor,
     "memory_monitor": MemoryMonitor,
+    "memory_snapshot": MemorySnapshot,
+    "oom_observer": OOMObserver,
     "optimizer_monitor": OptimizerMonitor,
     "runtime_estimator": RuntimeEstimator,
     "speed_monitor": SpeedMonitor,
+    "system_metrics_monitor": SystemMetricsMonitor,
 }
 LOGGERS = {"file": FileLogger, "mlflow": MLFlowLogger, "tensorboard": TensorboardLogger, "wandb": WandBLogger}
 
@@ -203,6 +221,21 @@ def check_times(**times: str) -> None:
             raise UserError(f"{name}: {value!r} is no time; give a number with ba (batches), sp (samples), ep (epochs) or tok (tokens)") from None  # fmt: skip
     if "log_interval" in times and not times["log_interval"].endswith("ba"):
         raise UserError(f"log_interval: {times['log_interval']!r} must be in batches, such as 10ba")
+
+
+def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise UserError for a key with another value than those it knows."""
+    if value not in allowed:
+        raise UserError(f"{name}: {value!r} is none of {', '.join(allowed)}")
+
+
+def parallelism(fsdp_config: Mapping[str, Any], device: str) -> dict[str, Any] | None:
+    """Composer's parallelism_config. Raises UserError for FSDP without GPUs."""
+    if not fsdp_config:
+        return None
+    if device != "gpu":
+        raise UserError("fsdp_config shards a model over GPUs, and this run is on a cpu; leave it out")
+    return {"fsdp": dict(fsdp_config)}
 
 
 def check_batch_sizes(global_batch: int, microbatch: Any, world_size: int) -> int:

@@ -13,6 +13,14 @@ log = logging.getLogger("lion")
 class UserError(Exception):
     """Something the user gave cannot be used. The message is one sentence: what, where, and the way out."""
 
+    status = 2  # of the process that ends with it
+
+
+class RunFailed(UserError):
+    """A run that began well cannot go on. The message is one sentence too."""
+
+    status = 1
+
 
 def run(main: Callable[[list[str]], None]) -> None:
     """Run a command's `main(argv)` and end the process: 0 done, 2 the user's mistake, 130 interrupted, 1 a failure."""
@@ -30,9 +38,9 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def fail(error: UserError) -> int:
-    """Say what the user can mend, in one line, and return the exit status for it."""
+    """Say in one line what is wrong, and return the exit status for it."""
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+    return error.status
 
 
 def is_main_process() -> bool:

@@ -54,6 +54,22 @@ class LionMLM(CastingModel):
             eval_metrics=[LanguageCrossEntropy(), MaskedAccuracy(), MostFrequentTokenAccuracy(config.vocab_size)],
         )
 
+    def flops_per_batch(self, batch: Mapping[str, Tensor]) -> float:
+        """Operations of a training step, forward and backward: 6 a weight and token, the vocabulary at labelled tokens only.
+
+        Of attention, (L, L) or (C, C) matrices twice a layer; of the chunkwise form also its two D×E states.
+        """
+        config = self.model.config
+        rows, length = batch["input_ids"].shape
+        layers = sum(p.numel() for p in self.model.lion.layers.parameters())
+        head = sum(p.numel() for p in self.model.head.parameters())
+        hidden, chunk = config.hidden_size, min(config.chunk_size, length)
+        chunkwise = config.mixer != "softmax" and config.attention_form == "chunkwise"
+        width = chunk + 2 * hidden // config.num_attention_heads if chunkwise else length
+        attention = 2 * config.num_hidden_layers * hidden * width
+        labelled = float((batch["labels"] != -100).sum())
+        return 6.0 * ((layers + attention) * rows * length + head * labelled)
+
     def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
         """Logits at the labelled positions, (labels, vocabulary): nothing else is measured, so nothing else is computed."""
         labelled = batch["labels"] != -100

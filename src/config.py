@@ -90,6 +90,13 @@ class PretrainConfig:
     save_num_checkpoints_to_keep: int = key("older ones are deleted; -1: keep all", -1)
     load_path: str | None = key("checkpoint to start from, with its optimizer and place in the data", None)
     autoresume: bool = key("go on from the last checkpoint in save_folder, if there is one", True)
+    on_nonfinite_loss: str = key(
+        "stop: end the run before such a step is saved; skip: leave out the step's update, and count it", "stop"
+    )
+    fsdp_config: dict[str, Any] = key(
+        "arguments of Composer's FSDPConfig, to shard the model over GPUs; empty: DDP", {}
+    )
+    compile_config: Any = key("arguments of torch.compile for the model, {} for its defaults; null: not compiled", None)
     log_interval: str = key("how often to write a line to metrics.jsonl", "10ba")
     progress_bar: bool = key("show progress and time left", True)
 

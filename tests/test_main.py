@@ -58,7 +58,7 @@ def test_a_run_leaves_metrics_curves_checkpoints_and_event_files(finished):
 
 def test_a_run_says_what_it_will_do_and_where_the_result_lies(finished):
     _, folder, result = finished
-    for words in ("lion-s, 1 layers of 32", "samples in", "for 6ba", str(folder)):
+    for words in ("lion-s, 1 layers of 32", "samples in", "6ba: 6 steps of 8 samples", str(folder)):
         assert words in result.stderr
     for words in ("before", "after", "latest-rank0.pt", "curves.png", "metrics.jsonl"):
         assert words in result.stdout
