@@ -19,6 +19,10 @@ def main(argv: list[str]) -> None:
         report(folder)
     else:
         pretrain(config, folder)
+    if config.hf_export is not None and is_main_process():
+        from src.hf_export import export_last
+
+        print(f"\nHub folder    {export_last(folder)}")
 
 
 def pretrain(config: PretrainConfig, folder: Path) -> None:
@@ -26,12 +30,14 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     import torch
     from composer.utils import dist, reproducibility
 
-    from src import builders, run_guards, saving, text_data
+    from src import builders, hf_export, run_guards, saving, text_data
     from src.composer_models import LionMLM
     from src.run_log import RunLog
 
     builders.quiet()
     builders.check_choice("on_nonfinite_loss", config.on_nonfinite_loss, ("stop", "skip"))
+    if config.hf_export is not None:
+        builders.check_choice("hf_export", config.hf_export, hf_export.CHOICES)
     if config.save_num_checkpoints_to_keep == 0 or config.save_num_checkpoints_to_keep < -1:
         raise UserError(f"save_num_checkpoints_to_keep {config.save_num_checkpoints_to_keep} must be at least 1, or -1 to keep all")  # fmt: skip
     builders.check_times(max_duration=config.max_duration, eval_interval=config.eval_interval,
@@ -68,6 +74,7 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
             run_guards.SeedEveryStep(config.seed),
             run_guards.FiniteLoss(config.on_nonfinite_loss, writer),
             writer,
+            *([hf_export.HubExports(writer)] if config.hf_export == "save" else []),
             run_guards.StopOnSignal(writer),
         ],
         loggers=[*builders.build_loggers(config.loggers), run_log],
@@ -99,7 +106,7 @@ MAY_CHANGE = {
     "max_duration", "eval_interval", "eval_first", "eval_subset_num_batches", "save_interval", "save_num_checkpoints_to_keep",
     "log_interval", "progress_bar", "callbacks", "loggers", "device", "device_train_microbatch_size", "device_eval_batch_size",
     "save_folder", "data_local", "data_remote", "train_loader", "eval_loader", "load_path", "autoresume", "on_nonfinite_loss",
-    "fsdp_config", "compile_config",
+    "fsdp_config", "compile_config", "hf_export",
 }  # fmt: skip
 
 
@@ -175,7 +182,8 @@ def conclude(config: PretrainConfig, model, folder: Path) -> None:
     """Draw the curves, write the summary and print it."""
     if not is_main_process():
         return
-    from src.run_log import draw_curves, evaluations, read_metrics
+    from src.metrics import evaluations, read_metrics
+    from src.run_log import draw_curves
 
     draw_curves([(config.run_name, folder)], folder / "curves.png")
     results = evaluations(folder)

@@ -46,7 +46,7 @@ class Checkpoint:
     config: dict[str, Any]  # arguments of LionConfig
     tokenizer: dict[str, dict[str, Any]]  # file name → {"file_extension", "content"}; empty where it holds none
     weights: dict[str, Tensor]
-    timestamp: dict[str, Any] = field(default_factory=dict)  # batch, sample, epoch, …; empty in weights-only checkpoints
+    timestamp: dict[str, Any] = field(default_factory=dict)  # batch, sample, …; empty in weights-only checkpoints
     run_name: str | None = None
     published: str | None = None  # where a checkpoint of the paper's authors comes from; None for ours
 

@@ -97,6 +97,9 @@ class PretrainConfig:
         "arguments of Composer's FSDPConfig, to shard the model over GPUs; empty: DDP", {}
     )
     compile_config: Any = key("arguments of torch.compile for the model, {} for its defaults; null: not compiled", None)
+    hf_export: str | None = key(
+        "save, end: also write each checkpoint, or the last one, to save_folder/hub as a folder for the Hub", None
+    )
     log_interval: str = key("how often to write a line to metrics.jsonl", "10ba")
     progress_bar: bool = key("show progress and time left", True)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from src import lion
@@ -47,23 +48,29 @@ TEXTS = (  # one text, or a pair
 
 @contextmanager
 def whole(out: Path) -> Iterator[Path]:
-    """A folder to write into that gets its name, `out`, only if nothing failed. Raises UserError for a name it cannot have."""
-    if "." in out.name:
-        raise UserError(
-            f"--out {out}: transformers cannot load code from a folder with a dot in its name; leave the dot out"
-        )
-    if out.exists():
-        raise UserError(f"--out {out} is already there; name another folder")
+    """A folder to write into that gets its name, `out`, only if nothing failed. Raises UserError where it cannot have it."""
+    check_name(out)
     unfinished = out.with_name(f"{out.name}-unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
         yield unfinished
         unfinished.rename(out)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written ({error.strerror or error}); name another folder or make room") from None  # fmt: skip
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--out {out} cannot be written ({reason}); name another folder or make room") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def check_name(out: Path) -> None:
+    """Raise UserError for a folder that is there already, or that transformers could not load."""
+    if "." in out.name:
+        raise UserError(
+            f"--out {out}: transformers cannot load code from a folder with a dot in its name; leave the dot out"
+        )
+    if out.exists():
+        raise UserError(f"--out {out} is already there; name another folder")
 
 
 def write(checkpoint: Checkpoint, out: Path) -> None:
@@ -105,7 +112,7 @@ def verify(checkpoint: Checkpoint, folder: Path) -> float:
             raise UserError(f"{folder} tokenizes otherwise than the checkpoint; export it anew")
     with torch.no_grad():
         expected = model(**inputs)
-    difference = max(_difference(expected[name], outputs[name], inputs["attention_mask"]) for name in expected)
+    difference = max((expected[name] - outputs[name]).abs().max().item() for name in expected)
     if not difference <= TOLERANCE:
         raise UserError(f"{folder} gives logits that differ from the checkpoint's by {difference:.1e}; export it anew")
     return difference
@@ -207,10 +214,3 @@ def _run_probe(class_name: str, folder: Path, work: Path) -> None:
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise UserError(f"{folder} does not load in plain transformers: {reason}")
-
-
-def _difference(expected: Tensor, given: Tensor, mask: Tensor) -> float:
-    """The largest difference, at real tokens where there is an output for each."""
-    if expected.shape[:2] == mask.shape:
-        expected, given = expected[mask.bool()], given[mask.bool()]
-    return (expected - given).abs().max().item()

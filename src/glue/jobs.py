@@ -16,7 +16,7 @@ from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy, Multi
 from torchmetrics.regression import SpearmanCorrCoef
 from transformers import PreTrainedTokenizerBase
 
-from src import builders, hub
+from src import builders, checkpoints
 from src.cli import UserError, log
 from src.composer_models import LionClassifier
 from src.config import FinetuneConfig, to_dict
@@ -163,7 +163,7 @@ def read_start(config: FinetuneConfig) -> Start:
             raise UserError("starting_checkpoint_load_path is not set; name a checkpoint, or set tokenizer_name to start from random weights")  # fmt: skip
         tokenizer = builders.build_tokenizer(config.tokenizer_name, config.max_seq_len)
         return Start(builders.build_lion_config(config.model, tokenizer, config.max_seq_len).to_dict(), None, tokenizer, "random weights")  # fmt: skip
-    settings, weights, tokenizer = hub.read_encoder(Path(path))
+    settings, weights, tokenizer = checkpoints.read_encoder(Path(path))
     if config.tokenizer_name is not None:
         tokenizer = builders.build_tokenizer(config.tokenizer_name, config.max_seq_len)
     if tokenizer is None:
@@ -195,7 +195,7 @@ def build_model(start: Start, task: Task) -> LionForSequenceClassification:
         fresh = {
             name: tensor for name, tensor in own.items() if name.startswith("pooler.") and name not in start.weights
         }
-        hub.load_all(model.lion, {**fresh, **start.weights}, start.name)
+        checkpoints.load_all(model.lion, {**fresh, **start.weights}, start.name)
     return model
 
 
