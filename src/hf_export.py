@@ -54,10 +54,12 @@ def export_last(folder: Path) -> Path:
 
 def export_newest(folder: Path, seconds: float | None = None) -> tuple[Path, str | None]:
     """Export a run's newest checkpoint in a process of its own; returns the Hub folder, and why there is none (or None)."""
-    checkpoint = folder / (folder / LATEST).readlink()
+    checkpoint = (folder / LATEST).resolve()
     out = folder / "hub" / checkpoint.name.removesuffix("-rank0.pt")
-    if out.is_dir():
-        return out, None
+    if out.is_dir() and checkpoint.exists():
+        if out.stat().st_mtime >= checkpoint.stat().st_mtime:
+            return out, None
+        shutil.rmtree(out)  # of a checkpoint of that name which was lost and made anew
     script = Path(__file__).with_name("hub.py")
     command = [sys.executable, str(script), "export", "--checkpoint", str(checkpoint), "--out", str(out)]
     try:
