@@ -142,7 +142,8 @@ def download(name: str, out: Path) -> Path:
     org, repo, *rest = name.split("/")
     api = HfApi()
     with hub_errors(f"{org}/{repo}", f"--checkpoint {name} is no file here, and ", "try again, or name a file"):
-        found = [file for file in api.list_repo_files(f"{org}/{repo}") if file.endswith(hub_folder.PICKLES)]
+        files = [file.rfilename for file in api.model_info(f"{org}/{repo}").siblings or []]
+        found = [file for file in files if file.endswith(hub_folder.PICKLES)]
         if rest:
             found = [file for file in found if file == "/".join(rest)]
         if len(found) != 1:
@@ -177,7 +178,13 @@ def read_tokenizer(name: str, config: dict[str, Any], work: Path) -> dict[str, d
 def hub_errors(repo_id: str, prefix: str, way_out: str) -> Iterator[None]:
     """What the Hub and its client raise, as a UserError. Whose messages never hold the token."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+    )
     from requests import RequestException
 
     try:
@@ -188,6 +195,8 @@ def hub_errors(repo_id: str, prefix: str, way_out: str) -> Iterator[None]:
         raise UserError("no token for the Hub; `huggingface-cli login`, or set HF_TOKEN to one that may write") from None  # fmt: skip
     except OfflineModeIsEnabled:
         raise UserError(f"{prefix}the Hub is not asked for {repo_id} while HF_HUB_OFFLINE is set; unset it") from None
+    except LocalEntryNotFoundError:  # what the client calls a connection that fails in a download
+        raise UserError(f"{prefix}the Hub at {constants.ENDPOINT} broke off; {way_out}") from None
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else None
         reasons = {
@@ -196,7 +205,7 @@ def hub_errors(repo_id: str, prefix: str, way_out: str) -> Iterator[None]:
             404: "there is none of that name, or it is private",
         }
         if status in reasons:
-            raise UserError(f"{prefix}the Hub refused {repo_id} ({reasons[status]}); check the name, and set HF_TOKEN to a token that may") from None  # fmt: skip
+            raise UserError(f"{prefix}the Hub refused {repo_id} ({reasons[status]}); check the name, and set HF_TOKEN to one that may") from None  # fmt: skip
         raise UserError(f"{prefix}the Hub refused {repo_id}: {str(error).splitlines()[0]}; {way_out}") from None
     except (RequestException, RuntimeError) as error:  # hf_xet, which sends large files, raises the latter
         raise UserError(f"{prefix}the Hub at {constants.ENDPOINT} could not be reached ({type(error).__name__}); {way_out}") from None  # fmt: skip

@@ -196,13 +196,12 @@ def _inputs(checkpoint: Checkpoint, vocab_size: int, longest: int, work: Path) -
         ids = (torch.arange(3 * 16) % vocab_size).view(3, 16)
         mask = torch.arange(16) < torch.tensor([[16], [9], [1]])
         return {"input_ids": ids, "attention_mask": mask.long()}, None
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, DataCollatorWithPadding
 
     checkpoint.write_tokenizer(work / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
     tokens = [dict(tokenizer(*text, truncation=True, max_length=longest)) for text in TEXTS]
-    batch = tokenizer.pad(tokens, return_tensors="pt")
-    return dict(batch), {"tokens": tokens, "vocabulary": tokenizer.get_vocab()}
+    return dict(DataCollatorWithPadding(tokenizer)(tokens)), {"tokens": tokens, "vocabulary": tokenizer.get_vocab()}
 
 
 def _run_probe(class_name: str, folder: Path, work: Path) -> None:
