@@ -19,6 +19,10 @@ def main(argv: list[str]) -> None:
         report(folder)
     else:
         pretrain(config, folder)
+    if config.hf_export is not None and is_main_process():
+        from src.hf_export import export_last
+
+        print(f"\nHub folder    {export_last(folder)}")
 
 
 def pretrain(config: PretrainConfig, folder: Path) -> None:
@@ -26,12 +30,13 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     import torch
     from composer.utils import dist, reproducibility
 
-    from src import builders, run_guards, saving, text_data
-    from src.composer_models import LionMLM
+    from src import builders, hf_export, run_guards, saving, text_data
     from src.run_log import RunLog
 
     builders.quiet()
     builders.check_choice("on_nonfinite_loss", config.on_nonfinite_loss, ("stop", "skip"))
+    if config.hf_export is not None:
+        builders.check_choice("hf_export", config.hf_export, hf_export.CHOICES)
     if config.save_num_checkpoints_to_keep == 0 or config.save_num_checkpoints_to_keep < -1:
         raise UserError(f"save_num_checkpoints_to_keep {config.save_num_checkpoints_to_keep} must be at least 1, or -1 to keep all")  # fmt: skip
     builders.check_times(max_duration=config.max_duration, eval_interval=config.eval_interval,
@@ -45,9 +50,8 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     )
     torch.set_float32_matmul_precision(config.float32_matmul_precision)
     tokenizer = builders.build_tokenizer(config.tokenizer_name, config.max_seq_len)
-    model_config = builders.build_lion_config(config.model, tokenizer, config.max_seq_len)
     reproducibility.seed_all(config.seed)
-    model = LionMLM(model_config, tokenizer)
+    model = build_model(config, tokenizer)
     train_loader = text_data.build(config.train_loader, tokenizer, device_batch, train=True)
     eval_loader = text_data.build(config.eval_loader, tokenizer, config.device_eval_batch_size, train=False)
     padding = train_loader.padding
@@ -69,6 +73,7 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
             run_guards.SeedEveryStep(config.seed),
             run_guards.FiniteLoss(config.on_nonfinite_loss, writer),
             writer,
+            *([hf_export.HubExports(writer)] if config.hf_export == "save" else []),
             run_guards.StopOnSignal(writer),
         ],
         loggers=[*builders.build_loggers(config.loggers), run_log],
@@ -99,12 +104,41 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     conclude(config, model, folder)
 
 
+def build_model(config: PretrainConfig, tokenizer):
+    """A model with random weights, or with those of `model.pretrained_checkpoint`: its encoder whole, and its head if it has one."""
+    from src import builders
+    from src.composer_models import LionMLM
+
+    section = dict(config.model)
+    name = section.pop("pretrained_checkpoint", None)
+    if name is None:
+        return LionMLM(builders.build_lion_config(section, tokenizer, config.max_seq_len), tokenizer)
+
+    from src.checkpoints import load_all
+    from src.pretrained import read_pretrained
+    from src.token_rows import vocabulary_digest
+
+    start = read_pretrained(name, "model.pretrained_checkpoint")
+    if start.tokenizer is not None and vocabulary_digest(start.tokenizer) != vocabulary_digest(tokenizer):
+        raise UserError(f"tokenizer_name: {config.tokenizer_name} is not the tokenizer of {name}; name that one")
+    section = {**builders.lion_arguments(start.config), **section}
+    model = LionMLM(builders.build_lion_config(section, tokenizer, config.max_seq_len), tokenizer)
+    own = model.model.state_dict()
+    with_head = any(part.startswith("head.") for part in start.weights)
+    new = {} if with_head else {part: tensor for part, tensor in own.items() if part.startswith("head.")}
+    unread = ("lion.pooler.", "classifier.")  # of models for classification
+    weights = {part: tensor for part, tensor in start.weights.items() if not part.startswith(unread)}
+    load_all(model.model, {**new, **weights}, name)
+    log.info(f"weights of {name}{'' if with_head else ', with a new head'}")
+    return model
+
+
 # What may differ between the first and the second half of a run.
 MAY_CHANGE = {
     "max_duration", "eval_interval", "eval_first", "eval_subset_num_batches", "save_interval", "save_num_checkpoints_to_keep",
     "log_interval", "progress_bar", "callbacks", "loggers", "device", "device_train_microbatch_size", "device_eval_batch_size",
     "save_folder", "data_local", "data_remote", "train_loader", "eval_loader", "load_path", "autoresume", "on_nonfinite_loss",
-    "fsdp_config", "compile_config",
+    "fsdp_config", "compile_config", "hf_export",
 }  # fmt: skip
 
 
@@ -177,7 +211,8 @@ def conclude(config: PretrainConfig, model, folder: Path) -> None:
     """Draw the curves, write the summary and print it."""
     if not is_main_process():
         return
-    from src.run_log import draw_curves, evaluations, read_metrics
+    from src.metrics import evaluations, read_metrics
+    from src.run_log import draw_curves
 
     draw_curves([(config.run_name, folder)], folder / "curves.png")
     results = evaluations(folder)

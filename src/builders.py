@@ -110,6 +110,11 @@ def build_lion_config(arguments: Mapping[str, Any], tokenizer: PreTrainedTokeniz
     return config
 
 
+def lion_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a stored configuration, what LionConfig takes by name."""
+    return {name: settings[name] for name in inspect.signature(LionConfig).parameters if name in settings}
+
+
 def build_optimizer(section: Mapping[str, Any], model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer over the model's parameters. `filter_bias_norm_wd: true` decays matrices alone, not biases and norms."""
     section = dict(section)

@@ -62,7 +62,11 @@ class PretrainConfig:
     """Keys of `main.py`."""
 
     run_name: str = key("name of the run")
-    model: dict[str, Any] = key("sizes and mixer: any argument of LionConfig (src/lion/configuration_lion.py)", {})
+    model: dict[str, Any] = key(
+        "sizes and mixer: any argument of LionConfig (src/lion/configuration_lion.py); and pretrained_checkpoint, to go on from "
+        "one of main.py, a Hub folder, a checkpoint of the paper's authors or a Hugging Face BERT",
+        {},
+    )
     tokenizer_name: str = key("Hub name or folder of the tokenizer")
     data_local: str = key("folder with the shards that src/convert_dataset.py wrote")
     data_remote: str | None = key("where the shards lie, if `data_local` is only a cache for them", None)
@@ -105,6 +109,9 @@ class PretrainConfig:
         "arguments of Composer's FSDPConfig, to shard the model over GPUs; empty: DDP", {}
     )
     compile_config: Any = key("arguments of torch.compile for the model, {} for its defaults; null: not compiled", None)
+    hf_export: str | None = key(
+        "save, end: also write each checkpoint, or the last one, to save_folder/hub as a folder for the Hub", None
+    )
     log_interval: str = key("how often to write a line to metrics.jsonl", "10ba")
     progress_bar: bool = key("show progress and time left", True)
 

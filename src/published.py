@@ -49,7 +49,8 @@ def config_from_published(config: dict) -> LionConfig:
     same = (
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
         "hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings", "type_vocab_size",
-        "initializer_range", "layer_norm_eps", "pad_token_id", "classifier_dropout", "num_labels",
+        "initializer_range", "layer_norm_eps", "pad_token_id", "classifier_dropout", "num_labels", "id2label", "label2id",
+        "problem_type",
     )  # fmt: skip
     return LionConfig(mixer=MIXERS[arch], **{name: config[name] for name in same if config.get(name) is not None})
 
@@ -58,15 +59,17 @@ def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> d
     """Their tensors under our names: all of them, but for those that repeat another or that the variant does not read.
 
     Left out on purpose: `position_ids` (a constant), `cls.predictions.bias` (the decoder's bias once more), the position
-    table of LION-D and LION-S (a dummy), and the next-sentence head of BERT checkpoints.
+    table of LION-D and LION-S (a dummy), the next-sentence head of BERT checkpoints, and the pooler and the head of masked
+    words beside what does not read them: a classifier reads the pooler, masked language modelling the head.
     Raises UserError naming every tensor it does not know.
     """
     ours, unknown = {}, []
+    classifier = any(name.startswith("classifier.") for name in state)
+    unread = ("cls.seq_relationship.", "cls.predictions." if classifier else "bert.pooler.")
     for name, tensor in state.items():
-        unused = (
-            name.endswith("position_ids") or name == "cls.predictions.bias" or name.startswith("cls.seq_relationship.")
-        )
-        if unused or (name == "bert.embeddings.position_embeddings.weight" and not config.has_positions):
+        if name.endswith("position_ids") or name == "cls.predictions.bias" or name.startswith(unread):
+            continue
+        if name == "bert.embeddings.position_embeddings.weight" and not config.has_positions:
             continue
         for pattern, replacement in RENAMED:
             renamed, found = re.subn(pattern, replacement, name)
@@ -77,7 +80,7 @@ def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> d
             unknown.append(name)
     if unknown:
         raise UserError(f"the checkpoint holds tensors that no LION model has: {', '.join(sorted(unknown))}")
-    if "cls.predictions.bias" in state:
+    if "cls.predictions.bias" in state and not classifier:
         ours.setdefault("head.decoder.bias", state["cls.predictions.bias"])
     for layer in range(config.num_hidden_layers):
         for kind in ("weight", "bias"):

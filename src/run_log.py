@@ -10,11 +10,10 @@ from composer import Logger, State, Time, TimeUnit
 from composer.loggers import LoggerDestination
 
 from src.cli import is_main_process, progress
+from src.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from src.text_data import Padding
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class RunLog(LoggerDestination):
@@ -147,31 +146,6 @@ class RunLog(LoggerDestination):
         }
         with self.path.open("a") as file:
             file.write(json.dumps({**at, **values}) + "\n")
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; a last line that a kill cut in half is left out."""
-    lines = []
-    for line in (folder / METRICS_FILE).read_text().splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return lines
-
-
-def evaluations(folder: Path) -> list[dict[str, Any]]:
-    """The evaluations of a pretraining run in order: {"batch", "loss", "masked_accuracy", "most_frequent_token"}."""
-    return [
-        {
-            "batch": line["batch"],
-            "loss": line["eval"]["eval/LanguageCrossEntropy"],
-            "masked_accuracy": line["eval"]["eval/MaskedAccuracy"],
-            "most_frequent_token": line["eval"]["eval/MostFrequentTokenAccuracy"],
-        }
-        for line in read_metrics(folder)
-        if "eval" in line
-    ]
 
 
 def draw_curves(runs: Iterable[tuple[str, Path]], picture: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
+PARITY = ROOT.parent / "shared" / "parity"  # small models in the authors' naming, where they lie beside the repository
 CACHE = tempfile.TemporaryDirectory(prefix="hub-cache-", ignore_cleanup_errors=True)
 for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "PYTHONPATH"):
     os.environ.pop(name, None)
@@ -92,6 +93,13 @@ def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def tokens_of(folder: Path) -> dict[str, int]:
+    """The vocabulary of the tokenizer in a folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder).get_vocab()
 
 
 @pytest.fixture(scope="session")

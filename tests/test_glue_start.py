@@ -11,7 +11,8 @@ from conftest import ROOT, TINY_MODEL, VOCABULARY
 from glue_files import write_yaml
 from safetensors.torch import load_file, save_file
 
-from src import hub
+from src import hub_folder
+from src.checkpoints import read_checkpoint
 from src.cli import UserError
 from src.config import FinetuneConfig, load
 from src.glue.start import build_model, read_start
@@ -138,8 +139,7 @@ def test_a_checkpoint_as_the_authors_publish_them_is_a_start(config, tokenizer_f
 
 
 def test_a_folder_of_ours_by_its_path_or_its_name_on_the_hub(config, checkpoint, tmp_path, monkeypatch):
-    read = hub.read_checkpoint(checkpoint)
-    hub.write_folder(read.build(), read.tokenizer, tmp_path / "mine")
+    hub_folder.write(read_checkpoint(checkpoint), tmp_path / "mine")
     expected = read_start(config()).digest()
     start = read_start(config(f"starting_checkpoint_load_path={tmp_path / 'mine'}"))
     assert (start.digest(), start.name) == (expected, str(tmp_path / "mine"))

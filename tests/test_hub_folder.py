@@ -1,137 +1,389 @@
-"""A folder as the Hub holds it, used by programs that have torch and transformers and not this repository.
+"""A folder as the Hub holds it: made from a checkpoint, and used by programs that have torch and transformers alone.
 
-Needs neither Composer nor a checkpoint, so that it also runs under the newest transformers (`make test-compat`).
+Needs no Composer, so that it also runs under the newest transformers (`make test-compat`).
 """
 
 import json
+import re
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from src import hub
+from src import hub, hub_folder
+from src.checkpoints import read_checkpoint
+from src.cli import UserError
 from src.lion import LionConfig, LionForMaskedLM, LionForSequenceClassification
-from tests.conftest import MIXERS, TINY_MODEL, VOCABULARY, environment
+from tests.conftest import MIXERS, ROOT, TINY_MODEL, VOCABULARY, environment
+from tests.fake_hub import serve
 
 AUTO_CLASSES = (
     "AutoModel", "AutoModelForMaskedLM", "AutoModelForSequenceClassification", "AutoModelForTokenClassification",
     "AutoModelForQuestionAnswering",
 )  # fmt: skip
+FILES = {
+    "README.md", "proof.json", "config.json", "model.safetensors", "configuration_lion.py", "modeling_lion.py",
+    "linear_attention.py", "tokenizer.json", "tokenizer_config.json",
+}  # fmt: skip
+SENTENCE = "the old dog sees a [MASK] ."
 
 
-def write(out: Path, tokenizer_folder: Path, kind: type, mixer: str = "lion-s", **changes) -> Path:
-    tokenizer = {  # as a Composer checkpoint holds it
-        path.name: {
-            "file_extension": path.suffix,
-            "content": path.read_text() if path.suffix == ".txt" else json.loads(path.read_text()),
+def write_checkpoint(path: Path, tokenizer_folder: Path, kind: type, mixer: str = "lion-s", **changes) -> Path:
+    """An untrained model as the checkpoint that Composer would save of it."""
+    tokenizer = {
+        file.name: {
+            "file_extension": file.suffix,
+            "content": file.read_text() if file.suffix == ".txt" else json.loads(file.read_text()),
         }
-        for path in tokenizer_folder.iterdir()
+        for file in tokenizer_folder.iterdir()
     }
     torch.manual_seed(0)
     settings = {**TINY_MODEL, "mixer": mixer, "vocab_size": -(-len(VOCABULARY) // 8) * 8, "initializer_range": 0.3}
-    hub.write_folder(kind(LionConfig(**settings, **changes)), tokenizer, out)
-    return out
+    model = kind(LionConfig(**settings, **changes))
+    config = {"file_extension": ".json", "content": model.config.to_dict(), "class": f"modeling_lion.{kind.__name__}"}
+    state = {
+        "model": {f"model.{name}": tensor for name, tensor in model.state_dict().items()},
+        "integrations": {"huggingface": {"model": {"config": config}, "tokenizer": tokenizer}},
+        "timestamp": {"Timestamp": {"batch": 1200, "sample": 9600}},
+        "run_name": f"tiny-{mixer}",
+    }
+    torch.save({"state": state, "rng": []}, path)
+    return path
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory, tokenizer_folder) -> Path:
-    """A masked language model of each mixer, and a classifier of two named labels."""
-    out = tmp_path_factory.mktemp("hub")
-    for mixer in MIXERS:
-        write(out / mixer, tokenizer_folder, LionForMaskedLM, mixer)
-    labels = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
-    write(out / "classifier", tokenizer_folder, LionForSequenceClassification, **labels)
-    return out
+def made(tmp_path_factory, tokenizer_folder):
+    """made(name): a checkpoint of a mixer, or "classifier", and the folder that export made and proved of it, once a name."""
+    work, done = tmp_path_factory.mktemp("hub"), {}
+
+    def make(name: str = "lion-s") -> tuple[Path, Path]:
+        if name not in done:
+            checkpoint = work / f"{name}.pt"
+            if name == "classifier":
+                labels = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
+                write_checkpoint(checkpoint, tokenizer_folder, LionForSequenceClassification, **labels)
+            else:
+                write_checkpoint(checkpoint, tokenizer_folder, LionForMaskedLM, name)
+            hub.export(checkpoint, work / name)
+            done[name] = checkpoint, work / name
+        return done[name]
+
+    return make
 
 
-def outside(program: str, folder: Path, cwd: Path) -> str:
-    """The output of a program that runs in another folder, offline, with code caches of its own."""
+@pytest.fixture
+def spoilt(made, tmp_path) -> tuple[Path, Path]:
+    """A checkpoint and a copy of its folder, to be changed."""
+    checkpoint, folder = made()
+    return checkpoint, Path(shutil.copytree(folder, tmp_path / "my-model"))
+
+
+def verify(checkpoint: Path, folder: Path) -> float:
+    return hub_folder.verify(read_checkpoint(checkpoint), folder)
+
+
+# What export writes
+
+
+@pytest.mark.parametrize("name", [*MIXERS, "classifier"])
+def test_a_folder_holds_the_checkpoints_weights_config_code_and_proof(made, name):
+    checkpoint, folder = made(name)
+    assert {path.name for path in folder.iterdir()} >= FILES
+    config = json.loads((folder / "config.json").read_text())
+    assert config["mixer"] == ("lion-s" if name == "classifier" else name)
+    assert config["model_type"] == "lion"
+    for value in config["auto_map"].values():
+        module, attribute = value.split(".")
+        assert f"class {attribute}(" in (folder / f"{module}.py").read_text()
+    for code in hub_folder.CODE.glob("*.py"):
+        assert code.name == "__init__.py" or code.read_bytes() == (folder / code.name).read_bytes()
+    state = torch.load(checkpoint, weights_only=True)["state"]["model"]
+    stored = load_file(folder / "model.safetensors")
+    assert {f"model.{tensor}" for tensor in stored} == state.keys() - {"model.head.decoder.weight"}  # tied
+    assert all(torch.equal(tensor, state[f"model.{key}"]) for key, tensor in stored.items())
+    proof = json.loads((folder / "proof.json").read_text())
+    assert proof["largest_difference"] <= 1e-5
+    assert proof["sha256"].keys() == {path.name for path in folder.iterdir()} - {"README.md", "proof.json"}
+    assert not list(folder.parent.glob("*-unfinished"))
+
+
+def test_a_classifiers_labels_keep_their_names(made):
+    config = json.loads((made("classifier")[1] / "config.json").read_text())
+    assert config["id2label"] == {"0": "bad", "1": "good"}
+    assert config["architectures"] == ["LionForSequenceClassification"]
+
+
+def test_a_folder_knows_no_place_on_the_machine_that_made_it(made, tokenizer_folder):
+    checkpoint, folder = made()
+    for path in folder.iterdir():
+        for place in (tokenizer_folder, checkpoint.parent, ROOT):
+            assert str(place).encode() not in path.read_bytes(), path.name
+
+
+# verify
+
+
+def test_verify_passes_for_the_folder_that_export_wrote_and_needs_no_card(spoilt):
+    (spoilt[1] / "README.md").unlink()
+    assert verify(*spoilt) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["lion.layers.0.attention.qkv.weight", "lion.embeddings.word_embeddings.weight", "head.decoder.bias"])  # fmt: skip
+def test_verify_names_the_tensor_that_differs_and_no_other(spoilt, name):
+    checkpoint, folder = spoilt
+    weights = load_file(folder / "model.safetensors")
+    weights[name].flatten()[-1] += 1e-3
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"differs from \S+ in (head\.decoder\.weight, )?{re.escape(name)};"):
+        verify(checkpoint, folder)
+
+
+def test_verify_names_a_tensor_that_is_not_there(spoilt):
+    checkpoint, folder = spoilt
+    weights = load_file(folder / "model.safetensors")
+    del weights["lion.layers.0.mlp_in.bias"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"in lion\.layers\.0\.mlp_in\.bias;"):
+        verify(checkpoint, folder)
+
+
+def test_verify_sees_other_logits_from_the_same_weights(spoilt):
+    """Changed code or config does not show in the weights, only in what the folder computes."""
+    checkpoint, folder = spoilt
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "relu"}))
+    with pytest.raises(UserError, match="logits that differ"):
+        verify(checkpoint, folder)
+
+
+def test_verify_sees_another_word_in_the_vocabulary_even_if_no_sentence_has_it(spoilt):
+    checkpoint, folder = spoilt
+    text = (folder / "tokenizer.json").read_text()
+    assert '"ship"' in text
+    (folder / "tokenizer.json").write_text(text.replace('"ship"', '"boat"'))
+    with pytest.raises(UserError, match="tokenizes otherwise"):
+        verify(checkpoint, folder)
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "modeling_lion.py"])
+def test_verify_of_an_incomplete_folder_names_the_file(spoilt, missing):
+    checkpoint, folder = spoilt
+    (folder / missing).unlink()
+    with pytest.raises(UserError, match=missing.replace(".", r"\.")):
+        verify(checkpoint, folder)
+
+
+def test_verify_of_a_cut_file_names_the_folder(spoilt):
+    checkpoint, folder = spoilt
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match=re.escape(str(folder))):
+        verify(checkpoint, folder)
+
+
+# What export refuses, with nothing left behind
+
+
+@pytest.mark.parametrize("failure", [UserError("no"), OSError(28, "No space left on device")])
+def test_a_folder_that_could_not_be_finished_is_not_there_at_all(tmp_path, failure):
+    with pytest.raises(UserError, match=r"no|No space left on device"), hub_folder.whole(tmp_path / "out") as folder:
+        (folder / "half").write_text("half")
+        raise failure
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["trained.pt", "sub/weights.bin", ".env"])
+def test_a_pickle_and_a_hidden_file_are_not_published(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=re.escape(name)):
+        hub_folder.files(tmp_path)
+
+
+# Programs outside the repository
+
+
+def outside(program: str, folder: Path, cwd: Path, **changes: str) -> str:
+    """The output of a program that runs in another folder, offline unless it is told otherwise, with code caches of its own."""
+    offline = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(cwd / "modules"), "CUDA_VISIBLE_DEVICES": "", **changes}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program, str(folder)], cwd=cwd, capture_output=True, text=True,
-        env=environment(HF_HUB_OFFLINE="1", HF_MODULES_CACHE=str(cwd / "modules"), PYTHONPATH=""), timeout=120,
+        env=environment(**offline), timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 HEAD = """
-import sys, torch, transformers
+import json, sys
+sys.modules["triton"] = None  # as where it is not installed
+import torch, transformers
 from pathlib import Path
 folder = Path(sys.argv[1])
 tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 batch = tokenizer(["the small cat sees a red house .", "every king"], padding=True, return_tensors="pt")
+assert not any(name == "src" or name.startswith("src.") for name in sys.modules)
 """
 
-
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_every_auto_class_loads_the_folder_and_what_it_saves_loads_again(folders, mixer, tmp_path):
-    program = f"""{HEAD}
+USE = f"""{HEAD}
 for name in {AUTO_CLASSES}:
     auto = getattr(transformers, name)
     model = auto.from_pretrained(folder, trust_remote_code=True).eval()
     model.save_pretrained(name)
     tokenizer.save_pretrained(name)
+    assert not any("--" in place for place in json.loads(Path(name, "config.json").read_text())["auto_map"].values())
     again = auto.from_pretrained(name, trust_remote_code=True).eval()
     with torch.no_grad():
         one, other = model(**batch), again(**batch)
     assert all(torch.equal(x, y) for x, y in zip(one.to_tuple(), other.to_tuple())), name
     print(name, *one[0].shape)
+
+logits = {{}}
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    model, info = transformers.AutoModelForMaskedLM.from_pretrained(
+        folder, trust_remote_code=True, torch_dtype=dtype, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    with torch.no_grad():
+        logits[dtype] = model.eval()(**batch).logits
+    assert logits[dtype].dtype == dtype
+exact = logits[torch.float32]
+for dtype in (torch.bfloat16, torch.float16):
+    print(dtype, float((logits[dtype].float() - exact).norm() / exact.norm()))
 """
-    lines = outside(program, folders / mixer, tmp_path).splitlines()
-    assert [line.split()[0] for line in lines] == list(AUTO_CLASSES)
 
 
-def test_the_masked_language_model_is_loaded_whole(folders, tmp_path):
-    program = f"""{HEAD}
-model, info = transformers.AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
-print(*(len(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")))
-with torch.no_grad():
-    torch.save(model.eval()(**batch).logits, "logits.pt")
-"""
-    assert outside(program, folders / "lion-s", tmp_path).split() == ["0", "0", "0"]
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_every_auto_class_and_precision_loads_the_folder_and_what_it_saves_loads_again(made, mixer, tmp_path):
+    lines = [line.split() for line in outside(USE, made(mixer)[1], tmp_path).splitlines()]
+    shapes = {line[0]: line[1:] for line in lines[: len(AUTO_CLASSES)]}
+    assert list(shapes) == list(AUTO_CLASSES)
+    assert shapes["AutoModelForSequenceClassification"] == ["2", "2"]
+    assert shapes["AutoModel"][-1] == "32"
+    errors = {dtype: float(error) for dtype, error in lines[len(AUTO_CLASSES) :]}
+    assert errors["torch.bfloat16"] < 0.05
+    assert errors["torch.float16"] < 0.01
+
+
+def test_the_pipelines_of_the_cards_fill_masks_and_name_labels(made, tmp_path):
+    """The lines of use of both cards, as they stand there; the guesses are those of the checkpoint."""
+    lines = ["import json"]
+    for name in ("lion-s", "classifier"):
+        use = re.search(r"```python\n(.*?)```", (made(name)[1] / "README.md").read_text(), re.DOTALL)[1]
+        *before, last = use.strip().splitlines()
+        lines += [*before, f"print(json.dumps({last}))"]
+    lines.append(f"print(json.dumps(fill({SENTENCE!r})))")
+    folder = made()[1].parent
+    for name in ("lion-s", "classifier"):
+        (tmp_path / name).symlink_to(folder / name)
+    fill, classify, guesses = map(json.loads, outside("\n".join(lines), folder, tmp_path).splitlines()[-3:])
+    assert len(fill) == 5
+    assert classify[0]["label"] in ("good", "bad")
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folders / "lion-s")
-    batch = tokenizer(["the small cat sees a red house .", "every king"], padding=True, return_tensors="pt")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "lion-s")
+    batch = tokenizer(SENTENCE, return_tensors="pt")
     with torch.no_grad():
-        own = LionForMaskedLM.from_pretrained(folders / "lion-s").eval()(**batch).logits
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt", weights_only=True), own, atol=1e-6, rtol=1e-6)
+        logits = read_checkpoint(made()[0]).build()(**batch).logits
+    expected = logits[batch["input_ids"] == tokenizer.mask_token_id][0].softmax(-1).topk(5)
+    assert [guess["token"] for guess in guesses] == expected.indices.tolist()
+    assert [guess["score"] for guess in guesses] == pytest.approx(expected.values.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_gives_finite_numbers(folders, dtype, tmp_path):
-    program = f"""{HEAD}
-model = transformers.AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True, torch_dtype="{dtype}").eval()
-with torch.no_grad():
-    logits = model(**batch).logits
-print(logits.dtype, bool(logits.isfinite().all()))
-"""
-    assert outside(program, folders / "lion-s", tmp_path).split() == [f"torch.{dtype}", "True"]
-
-
-def test_pipelines_fill_masks_and_name_labels(folders, tmp_path):
-    program = """
-import sys
-from pathlib import Path
-from transformers import pipeline
-folder = Path(sys.argv[1])
-fill = pipeline("fill-mask", model=str(folder / "lion-s"), trust_remote_code=True)
-print(len(fill("the small [MASK] sees a red house .", top_k=5)))
-classify = pipeline("text-classification", model=str(folder / "classifier"), trust_remote_code=True)
-print(classify("the small cat .")[0]["label"])
-"""
-    count, label = outside(program, folders, tmp_path).split()[-2:]
-    assert count == "5"
-    assert label in ("good", "bad")
-
-
-def test_a_long_text_is_encoded_in_pieces_from_the_folder(folders, tmp_path):
-    program = f"""{HEAD}
+LONG = f"""{HEAD}
 model = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
 ids = torch.randint(5, 40, (1, 1000))
 with torch.no_grad():
     print(float((model(ids).last_hidden_state - model.encode_long(ids, piece_length=300)).abs().max()) < 1e-4)
 """
-    assert outside(program, folders / "lion-s", tmp_path).strip() == "True"
+
+
+def test_a_long_text_is_encoded_in_pieces_from_the_folder(made, tmp_path):
+    assert outside(LONG, made()[1], tmp_path).strip() == "True"
+
+
+TRAINER = f"""{HEAD}
+from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
+model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2, trust_remote_code=True)
+before = {{name: p.detach().clone() for name, p in model.named_parameters()}}
+texts = ["the small cat sees a red house .", "every king finds the old ship ."] * 8
+data = [{{**tokenizer(text), "labels": number % 2}} for number, text in enumerate(texts)]
+arguments = TrainingArguments("out", max_steps=20, learning_rate=5e-3, per_device_train_batch_size=8, use_cpu=True,
+                              report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True)
+trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data,
+                  data_collator=transformers.DataCollatorWithPadding(tokenizer))
+first = trainer.evaluate()["eval_loss"]
+trainer.train()
+last = trainer.evaluate()["eval_loss"]
+assert last < first / 2, (first, last)
+assert not [name for name, p in model.named_parameters() if torch.equal(before[name], p)]
+trainer.save_model("trained")
+again = AutoModelForSequenceClassification.from_pretrained("trained", trust_remote_code=True).eval()
+with torch.no_grad():
+    print(torch.equal(again(**batch).logits, model.eval()(**batch).logits))
+"""
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers' Trainer needs accelerate")
+def test_the_trainer_of_transformers_trains_and_saves_it(made, tmp_path):
+    assert outside(TRAINER, made()[1], tmp_path).split()[-1] == "True"
+
+
+SENTENCES = f"""{HEAD}
+from sentence_transformers import SentenceTransformer
+texts = ["the small cat sees a red house .", "every king"]
+encoder = SentenceTransformer(str(folder), trust_remote_code=True, device="cpu")
+vectors = encoder.encode(texts, convert_to_tensor=True)
+model = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+with torch.no_grad():
+    hidden = model(**batch).last_hidden_state
+mask = batch["attention_mask"][..., None]
+assert torch.allclose(vectors, (hidden * mask).sum(1) / mask.sum(1), atol=1e-5)
+encoder.save("saved")
+again = SentenceTransformer("saved", trust_remote_code=True, device="cpu").encode(texts, convert_to_tensor=True)
+print(torch.equal(again, vectors))
+"""
+
+
+@pytest.mark.skipif(find_spec("sentence_transformers") is None, reason="sentence-transformers is not installed")
+def test_sentence_transformers_takes_the_mean_of_the_real_tokens(made, tmp_path):
+    assert outside(SENTENCES, made()[1], tmp_path).split()[-1] == "True"
+
+
+GPU = f"""{HEAD}
+model = transformers.AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True).eval()
+with torch.no_grad():
+    exact = model(**batch).logits
+    batch = batch.to("cuda")
+    for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 0.05), (torch.float16, 0.01)):
+        logits = model.to("cuda", dtype)(**batch).logits.float().cpu()
+        assert (logits - exact).norm() / exact.norm() < bound, dtype
+print("done")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_folder_computes_the_same_on_a_gpu(made, mixer, tmp_path):
+    for head in (GPU, GPU.replace('sys.modules["triton"] = None', "pass")):
+        assert outside(head, made(mixer)[1], tmp_path, CUDA_VISIBLE_DEVICES="0").split()[-1] == "done"
+
+
+BY_NAME = f"""{HEAD.replace("folder = Path(sys.argv[1])", 'folder = "lions/small-cat"')}
+model = transformers.AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True).eval()
+local = transformers.AutoModelForMaskedLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+with torch.no_grad():
+    print(torch.equal(model(**batch).logits, local(**batch).logits))
+"""
+
+
+def test_a_folder_on_the_hub_is_loaded_by_its_name(made, tmp_path):
+    with serve() as fake:
+        fake.repos["lions/small-cat"] = {"main": {path.name: path.read_bytes() for path in made()[1].iterdir()}}
+        changes = {"HF_ENDPOINT": fake.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+        assert outside(BY_NAME, made()[1], tmp_path, HF_HUB_OFFLINE="0", **changes).strip() == "True"

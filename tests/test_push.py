@@ -1,15 +1,14 @@
-"""`hub.py push` against a small Hub of the tests' own, and the model loaded back from there by its name."""
+"""`hub.py push` and `import` by name against a small Hub of the tests' own, and the model loaded back from there."""
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import PARITY, assert_one_sentence, run, tokens_of
 
-from src import hub as ours
-from tests.conftest import assert_one_sentence, environment, run
+from src import hub
+from src.cli import UserError
 from tests.fake_hub import FakeHub, serve
 
 REPO = "lions/small-cat"
@@ -19,7 +18,7 @@ REPO = "lions/small-cat"
 def made(tmp_path_factory, write_checkpoint) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("made")
     checkpoint = write_checkpoint(folder / "checkpoint.pt")
-    ours.export(checkpoint, folder / "my-model")
+    hub.export(checkpoint, folder / "my-model")
     return checkpoint, folder / "my-model"
 
 
@@ -29,44 +28,39 @@ def folder(made, tmp_path) -> Path:
 
 
 @pytest.fixture
-def fake():
+def fake(monkeypatch):
+    """A Hub that this process talks to, with a token that may write."""
     with serve() as hub:
+        template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        monkeypatch.setattr("huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setenv("HF_TOKEN", FakeHub.token)
         yield hub
 
 
-def push(fake: FakeHub, folder: Path, *options: object, token: str | None = FakeHub.token, repo: str = REPO):
-    changes = {"HF_ENDPOINT": fake.url, "HF_HUB_DISABLE_XET": "1", **({} if token is None else {"HF_TOKEN": token})}
-    return run("src/hub.py", "push", "--folder", folder, "--repo_id", repo, *options, **changes)
+def as_a_user(fake: FakeHub, folder: Path, *options: object, **changes: str):
+    settings = {"HF_ENDPOINT": fake.url, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": FakeHub.token, **changes}
+    return run("src/hub.py", "push", "--folder", folder, "--repo_id", REPO, *options, **settings)
 
 
-def test_a_pushed_folder_is_loaded_back_by_name_in_plain_transformers(fake, folder, tmp_path):
-    (folder / "README.md").write_text("A card edited by hand.")
-    result = push(fake, folder)
+def test_a_pushed_folder_lies_on_the_hub_and_its_card_tells_how_to_load_it_by_name(fake, folder, tmp_path):
+    (folder / "README.md").write_text((folder / "README.md").read_text() + "A line by hand.\n")
+    result = as_a_user(fake, folder, HF_HOME=str(tmp_path / "home"))
     assert result.returncode == 0, result.stderr
     assert f"{fake.url}/{REPO}" in result.stdout
-    stored = fake.repos[REPO]["main"]
-    assert stored == {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert fake.repos[REPO]["main"] == {path.name: path.read_bytes() for path in folder.iterdir()}
     assert fake.private == {REPO: False}
-
-    program = f"""
-import torch, transformers
-model = transformers.AutoModelForMaskedLM.from_pretrained("{REPO}", trust_remote_code=True).eval()
-tokenizer = transformers.AutoTokenizer.from_pretrained("{REPO}", trust_remote_code=True)
-local = transformers.AutoModelForMaskedLM.from_pretrained({str(folder)!r}, trust_remote_code=True).eval()
-batch = tokenizer("the small cat sees a red house .", return_tensors="pt")
-with torch.no_grad():
-    print(torch.equal(model(**batch).logits, local(**batch).logits))
-"""
-    changes = {"HF_ENDPOINT": fake.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": ""}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], cwd=tmp_path, env=environment(**changes), capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.stdout.strip() == "True", done.stderr
+    card = fake.repos[REPO]["main"]["README.md"].decode()
+    assert f'pipeline("fill-mask", model="{REPO}", trust_remote_code=True)' in card
+    assert card.endswith("A line by hand.\n")
+    assert FakeHub.token not in result.stdout + result.stderr
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or FakeHub.token.encode() not in path.read_bytes(), path
 
 
 def test_a_push_may_be_repeated_private_and_to_a_branch(fake, folder):
     for _ in range(2):
-        assert push(fake, folder, "--private", "--revision", "step-1200").returncode == 0
+        hub.push(folder, REPO, private=True, revision="step-1200")
     assert fake.private == {REPO: True}
     assert fake.repos[REPO]["main"] == {}
     assert "model.safetensors" in fake.repos[REPO]["step-1200"]
@@ -75,44 +69,107 @@ def test_a_push_may_be_repeated_private_and_to_a_branch(fake, folder):
 
 def test_a_push_that_broke_off_goes_on_without_sending_the_weights_again(fake, folder):
     fake.fail_commits = 10
-    assert_one_sentence(push(fake, folder), fake.url, "push again")
+    with pytest.raises(UserError, match=rf"{fake.url} could not be reached .*push again") as broken:
+        hub.push(folder, REPO)
+    assert FakeHub.token not in str(broken.value)
     fake.fail_commits = 0
-    assert push(fake, folder).returncode == 0
+    hub.push(folder, REPO)
     assert len(fake.uploads) == 1
 
 
-def test_without_a_token_or_with_one_that_may_not_write_nothing_is_sent(fake, folder):
-    assert_one_sentence(push(fake, folder, token=None), "HF_TOKEN")
-    assert_one_sentence(push(fake, folder, token="hf_other"), REPO, "HF_TOKEN")
-    assert not fake.repos and not fake.uploads
+def test_without_a_token_or_with_one_that_may_not_write_nothing_is_sent(fake, folder, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_other")
+    with pytest.raises(UserError, match=rf"refused {REPO} \(the token is missing or not valid\).*HF_TOKEN") as refused:
+        hub.push(folder, REPO)
+    assert "hf_other" not in str(refused.value)
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(UserError, match="HF_TOKEN"):
+        hub.push(folder, REPO)
+    assert not fake.repos
+    assert not fake.uploads
 
 
-def test_a_hub_that_cannot_be_reached_and_a_name_that_cannot_be(fake, folder):
-    nowhere = FakeHub()
-    nowhere.url = "http://127.0.0.1:9"
-    assert_one_sentence(push(nowhere, folder), "127.0.0.1:9", "reached")
-    assert_one_sentence(push(fake, folder, repo="a/b/c"), "--repo_id a/b/c")
+def test_a_hub_that_cannot_be_reached(folder, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", FakeHub.token)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9 could not be reached"):
+        hub.push(folder, REPO)
+
+
+def test_a_hub_that_may_not_be_asked(fake, folder):
+    assert_one_sentence(as_a_user(fake, folder, HF_HUB_OFFLINE="1"), REPO, "HF_HUB_OFFLINE")
+
+
+def test_a_name_that_cannot_be(fake, folder):
+    with pytest.raises(UserError, match=r"a/b/c is no name of the Hub"):
+        hub.push(folder, "a/b/c")
 
 
 def test_a_folder_that_changed_since_export_is_pushed_only_if_it_is_still_the_checkpoint(fake, made, folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "chunk_size": 64}))
-    assert_one_sentence(push(fake, folder), "config.json", "--checkpoint")
+    with pytest.raises(UserError, match=r"config\.json changed since export; name the --checkpoint"):
+        hub.push(folder, REPO)
     assert not fake.repos
-    assert push(fake, folder, "--checkpoint", made[0]).returncode == 0
+    hub.push(folder, REPO, made[0])
+    hub.push(folder, REPO)  # with the new proof
 
     (folder / "config.json").write_text(json.dumps({**config, "layer_norm_eps": 0.5}))
-    assert_one_sentence(push(fake, folder, "--checkpoint", made[0]), "differ")
+    with pytest.raises(UserError, match="differ"):
+        hub.push(folder, REPO, made[0])
+
+
+@pytest.mark.parametrize("spoil", ["unlink", "write"])
+def test_a_file_that_is_missing_or_new_is_named(fake, folder, spoil):
+    name = {"unlink": "linear_attention.py", "write": "notes.txt"}[spoil]
+    (folder / name).unlink() if spoil == "unlink" else (folder / name).write_text("new")
+    with pytest.raises(UserError, match=f"{name} changed since export"):
+        hub.push(folder, REPO)
+    assert not fake.repos
 
 
 def test_what_is_no_folder_of_export_is_refused(fake, folder, tmp_path):
-    assert_one_sentence(push(fake, tmp_path / "nowhere"), "nowhere", "not there")
-    (folder / "proof.json").unlink()
-    assert_one_sentence(push(fake, folder), "proof.json", "--checkpoint")
+    with pytest.raises(UserError, match="nowhere is not there"):
+        hub.push(tmp_path / "nowhere", REPO)
+    (folder / "proof.json").write_text("[]")
+    with pytest.raises(UserError, match=r"no proof\.json.*--checkpoint"):
+        hub.push(folder, REPO)
 
 
 def test_a_link_out_of_the_folder_is_not_followed(fake, made, folder, tmp_path):
     (tmp_path / "secret.txt").write_text("secret")
     (folder / "notes.txt").symlink_to(tmp_path / "secret.txt")
-    assert_one_sentence(push(fake, folder, "--checkpoint", made[0]), "notes.txt", "link")
+    with pytest.raises(UserError, match=r"notes\.txt is a link"):
+        hub.push(folder, REPO, made[0])
     assert not fake.repos
+
+
+# import by name
+
+
+@pytest.mark.skipif(not PARITY.is_dir(), reason="no published checkpoint lies beside the repository")
+def test_a_published_checkpoint_is_imported_from_the_hub_and_pushed_on(fake, tmp_path, tokenizer_folder):
+    data = (PARITY / "legacy-nova.pt").read_bytes()
+    fake.repos["authors/model-mlm"] = {"main": {"README.md": b"theirs", "step-1.pt": data}}
+    out = tmp_path / "my-model"
+    hub.import_published("authors/model-mlm", out, str(tokenizer_folder))
+    assert tokens_of(out) == tokens_of(tokenizer_folder)
+    assert "authors/model-mlm" in (out / "README.md").read_text()
+    hub.push(out, REPO)
+    assert fake.repos[REPO]["main"]["model.safetensors"] == (out / "model.safetensors").read_bytes()
+
+
+def test_a_name_with_no_checkpoint_or_several_says_so(fake, tmp_path):
+    files = {"README.md": b""}
+    fake.repos["authors/none"] = {"main": files}
+    fake.repos["authors/two"] = {"main": {**files, "a.pt": b"not a", "b.pt": b"checkpoint"}}
+    for name, words in (
+        ("authors/none", "no checkpoints"),
+        ("authors/two", r"authors/two/FILE: a\.pt, b\.pt"),
+        ("authors/two/a.pt", "not a readable checkpoint"),
+        ("authors/nobody", "none of that name"),
+        ("runs/lost/latest-rank0.pt", "is no file here"),
+    ):
+        with pytest.raises(UserError, match=words):
+            hub.import_published(name, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

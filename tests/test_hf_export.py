@@ -1,0 +1,101 @@
+"""The key `hf_export`: Hub folders that a run leaves, and that no failure of theirs costs the run anything."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from conftest import run
+from test_main import batches, metrics
+
+import main
+from src import hf_export, hub_folder
+from src.checkpoints import read_checkpoint
+from src.cli import RunFailed, UserError
+
+
+def folders(run_folder: Path) -> set[str]:
+    return {path.name for path in (run_folder / "hub").iterdir()}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, write_config) -> tuple[Path, Path]:
+    """Config file and save_folder of a run of 6 steps that exported each of its saves, and kept one."""
+    folder = tmp_path_factory.mktemp("saved")
+    config = write_config(folder, hf_export="save", save_num_checkpoints_to_keep=1, loggers={})
+    result = run("main.py", config, cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert "no Hub folder" not in result.stderr
+    assert result.stdout.rstrip().endswith(f"Hub folder    {folder / 'run' / 'hub' / 'ep0-ba6'}")
+    return config, folder / "run"
+
+
+def test_each_save_becomes_a_hub_folder_and_as_many_are_kept_as_checkpoints(saved):
+    _, folder = saved
+    assert folders(folder) == {"ep0-ba6"}
+    out = folder / "hub" / "ep0-ba6"
+    hub_folder.check_proof(out)
+    read = read_checkpoint(folder / "latest-rank0.pt")
+    assert hub_folder._differing(read.build().state_dict(), hub_folder.read_folder(out)[1]) == []
+    card = (out / "README.md").read_text()
+    last = [line["eval"] for line in metrics(folder) if "eval" in line][-1]
+    assert f"At step 6, with 15% of the tokens masked: masked accuracy {last['eval/MaskedAccuracy']:.2%}" in card
+
+
+def test_a_finished_run_whose_last_hub_folder_is_lost_makes_it_again_and_trains_nothing(saved):
+    config, folder = saved
+    (folder / "hub" / "ep0-ba6").rename(folder / "lost")
+    before = (folder / "metrics.jsonl").read_bytes()
+    result = run("main.py", config)
+    assert result.returncode == 0, result.stderr
+    assert "finished already" in result.stderr
+    assert folders(folder) == {"ep0-ba6"}
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_failing_export_costs_the_run_nothing(tmp_path, write_config):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "hub").write_text("a file, where the Hub folders should go")
+    config = write_config(tmp_path, hf_export="save", loggers={})
+    result = run("main.py", config, cwd=tmp_path)
+    assert result.returncode == 1
+    assert re.findall(r"step (\d+): no Hub folder, training goes on: ", result.stderr) == ["3", "6"]
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("error: the run is done and saved, but not its Hub folder: ")
+    assert "Traceback" not in result.stderr
+    assert batches(metrics(tmp_path / "run"), "loss") == [1, 2, 3, 4, 5, 6]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["after"]["batch"] == 6
+    read_checkpoint(tmp_path / "run" / "latest-rank0.pt").build()
+
+
+def test_only_the_first_rank_exports_and_only_after_a_save(tmp_path, monkeypatch):
+    class Writer:
+        folder, saved_batch = tmp_path, -1
+
+    asked = []
+    monkeypatch.setattr(hf_export, "export_newest", lambda *_: asked.append(1) or (tmp_path / "hub" / "x", "refused"))
+    callback = hf_export.HubExports(Writer)
+    callback.batch_checkpoint(None, None)
+    assert asked == []
+    Writer.saved_batch = 3
+    callback.batch_checkpoint(None, None)
+    callback.epoch_checkpoint(None, None)
+    assert asked == [1]
+    Writer.saved_batch = 6
+    monkeypatch.setattr("composer.utils.dist.get_global_rank", lambda: 1)
+    callback.batch_checkpoint(None, None)
+    assert asked == [1]
+
+
+def test_an_export_that_takes_too_long_is_ended_and_told(tmp_path):
+    (tmp_path / "ep0-ba3-rank0.pt").write_bytes(b"")
+    (tmp_path / "latest-rank0.pt").symlink_to("ep0-ba3-rank0.pt")
+    assert hf_export.export_newest(tmp_path, 0.01) == (tmp_path / "hub" / "ep0-ba3", "it took more than 0 s")
+    with pytest.raises(RunFailed, match="not a readable checkpoint"):
+        hf_export.export_last(tmp_path)
+
+
+def test_another_value_is_refused_before_anything_is_written(config_file, tmp_path):
+    with pytest.raises(UserError, match="hf_export: 'always' is none of end, save"):
+        main.main([str(config_file), "hf_export=always"])
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,159 @@
+"""What a model card says: facts of the checkpoint and of its run's folder, and nothing where they are not known."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import write_jsonl
+
+from src.checkpoints import Checkpoint, read_checkpoint
+from src.cli import UserError
+from src.glue.report import write as write_report
+from src.model_card import model_card, read_scores
+
+EVALUATIONS = [
+    {"batch": batch, "samples": 8 * batch, "seconds": 1.0,
+     "eval": {"eval/LanguageCrossEntropy": loss, "eval/MaskedAccuracy": accuracy, "eval/MostFrequentTokenAccuracy": 0.0625}}
+    for batch, loss, accuracy in ((600, 3.5, 0.25), (1200, 2.5, 0.375), (1800, 1.5, 0.5))
+]  # fmt: skip
+RESULT = {
+    "task": "rte", "title": "RTE", "seed": 19, "metrics": ["accuracy"], "scores": {"dev": {"accuracy": 0.625}},
+    "score": 0.625, "majority": 0.5, "train_examples": 2490,
+    "settings": {"task": {"columns": ["sentence1", "sentence2"], "epochs": 2, "lr": 1e-5}},
+}  # fmt: skip
+
+
+def metadata(card: str) -> dict:
+    return yaml.safe_load(re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)[1])
+
+
+@pytest.fixture
+def checkpoint(tmp_path, write_checkpoint, write_config) -> Checkpoint:
+    """The checkpoint of step 1,200 in the folder of its run, which went on to step 1,800."""
+    from src.config import PretrainConfig, load, to_dict
+
+    config = load(PretrainConfig, "main.py", [str(write_config(tmp_path))])
+    path = write_checkpoint(tmp_path / "run" / "checkpoint.pt")
+    (path.parent / "config.yaml").write_text(yaml.safe_dump(to_dict(config)))
+    (path.parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in EVALUATIONS))
+    return read_checkpoint(path)
+
+
+def test_a_card_tells_sizes_steps_recipe_and_the_evaluation_of_that_step(checkpoint):
+    card = model_card(checkpoint, "my-model")
+    parameters = sum(p.numel() for p in checkpoint.build().parameters())
+    for fact in (
+        "# tiny\n", "LION-S", "- mixer: lion-s", f"- parameters: {parameters:,}\n", "- layers: 1", "- hidden size: 32",
+        "- steps: 1,200", "- samples: 9,600", "- data: out\n", "- split: train", "- tokens of a text, at most: 32",
+        "- share masked: 0.3", "- samples of a step: 8", "- optimizer: decoupled_adamw (", "lr 0.0008",
+        "- schedule: linear_decay_with_warmup (", "t_warmup 0.06dur", "- seed: 17",
+        "At step 1,200, with 15% of the tokens masked: masked accuracy 37.50% (always guessing the most frequent token: 6.25%), loss 2.500.",
+        'pipeline("fill-mask", model="my-model", trust_remote_code=True)', "Apache 2.0", "@inproceedings{afzal2025linear",
+    ):  # fmt: skip
+        assert fact in card, fact
+    assert "longest text" not in card  # lion-s has no positions
+    assert "precision" not in card  # the run took its default, and did not write it down
+
+
+def test_the_metadata_is_what_the_hub_reads(checkpoint):
+    data = metadata(model_card(checkpoint, "my-model"))
+    assert data["library_name"] == "transformers"
+    assert data["pipeline_tag"] == "fill-mask"
+    assert data["license"] == "apache-2.0"
+    [model] = data["model-index"]
+    assert model["name"] == "tiny"
+    [result] = model["results"]
+    assert result["task"]["type"] == "fill-mask"
+    assert result["dataset"] == {"name": "out", "type": "out", "split": "val"}
+    assert {metric["type"]: metric["value"] for metric in result["metrics"]} == {"accuracy": 0.375, "cross entropy": 2.5}  # fmt: skip
+
+
+@pytest.mark.parametrize("spoil", ["nothing there", "another run", "cut"])
+def test_what_is_not_known_is_left_out(checkpoint, spoil):
+    folder = checkpoint.path.parent
+    if spoil == "nothing there":
+        (folder / "config.yaml").unlink()
+        (folder / "metrics.jsonl").unlink()
+    elif spoil == "another run":
+        text = (folder / "config.yaml").read_text()
+        (folder / "config.yaml").write_text(text.replace("run_name: tiny", "run_name: other"))
+    else:
+        (folder / "config.yaml").write_text("run_name: [tiny")
+    card = model_card(checkpoint, "my-model")
+    assert "- steps: 1,200" in card
+    assert "## Evaluation" not in card
+    assert "optimizer" not in card
+    assert "model-index" not in metadata(card)
+    assert "None" not in card
+
+
+def test_a_checkpoint_without_times_or_tokenizer_has_a_card_too(checkpoint):
+    checkpoint.tokenizer, checkpoint.timestamp, checkpoint.run_name = {}, {}, None
+    card = model_card(checkpoint, "my-model")
+    assert "# my-model\n" in card
+    assert "## Training" not in card
+    assert 'AutoModelForMaskedLM.from_pretrained("my-model", trust_remote_code=True)' in card
+    assert "pipeline_tag" not in metadata(card)
+
+
+def test_scores_of_glue_go_into_table_and_metadata(checkpoint, tmp_path):
+    results = [{**RESULT, "seed": seed, "score": score} for seed, score in ((19, 0.625), (717, 0.6875))]
+    own = {**RESULT, "task": "word_order", "title": "WordOrder", "metrics": ["matthews"], "score": 0.5}
+    write_report([*results, own], tmp_path, "tiny-glue")
+    for path in (tmp_path, tmp_path / "report.json"):
+        card = model_card(checkpoint, "my-model", read_scores(path))
+        assert re.search(r"\| RTE +\| accuracy +\| 65\.62 +\| +2 \|", card), card
+        found = {
+            result["dataset"]["type"]: result["metrics"][0]["value"]
+            for result in metadata(card)["model-index"][0]["results"]
+        }
+        assert found == {"nyu-mll/glue": 0.65625, "word_order": 0.5, "out": 0.375}
+
+
+def test_what_is_no_report_of_glue_is_refused(tmp_path):
+    write_jsonl(tmp_path / "report.json", ["a", "b"])
+    for path in (tmp_path, tmp_path / "report.json", tmp_path / "nowhere"):
+        with pytest.raises(UserError, match=re.escape(f"--glue {path}")):
+            read_scores(path)
+
+
+@pytest.fixture
+def classifier(tmp_path, checkpoint) -> Checkpoint:
+    """A fine-tuned checkpoint in the folder of its job."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "result.json").write_text(json.dumps(RESULT))
+    config = {**checkpoint.config, "id2label": {0: "entailment", 1: "not_entailment"}}
+    checkpoint.path, checkpoint.run_name = Path(tmp_path, "job", "latest-rank0.pt"), "tiny-glue-rte-19"
+    checkpoint.class_name, checkpoint.config = "LionForSequenceClassification", config
+    return checkpoint
+
+
+def test_a_classifiers_card_tells_task_labels_and_scores(classifier):
+    card = model_card(classifier, "my-model")
+    for fact in (
+        "fine-tuned on RTE", "- labels: entailment, not_entailment", "- training examples: 2,490", "- epochs: 2", "62.50",
+        'classify({"text": "One text.", "text_pair": "Another."})',
+    ):  # fmt: skip
+        assert fact in card, fact
+    data = metadata(card)
+    assert data["pipeline_tag"] == "text-classification"
+    assert data["datasets"] == ["nyu-mll/glue"]
+    [result] = data["model-index"][0]["results"]
+    assert result["dataset"] == {"name": "GLUE RTE", "type": "nyu-mll/glue", "config": "rte", "split": "dev"}
+
+
+def test_the_result_of_another_job_is_left_out(classifier):
+    classifier.run_name = "tiny-glue-rte-717"
+    card = model_card(classifier, "my-model")
+    assert "RTE" not in card
+    assert 'classify("A text.")' in card
+
+
+def test_a_published_checkpoints_card_names_its_source_and_no_licence_of_its_weights(checkpoint):
+    checkpoint.published = "LIONS-EPFL/LION-S-base-mlm"
+    card = model_card(checkpoint, "my-model")
+    assert "Converted from the paper's authors' LIONS-EPFL/LION-S-base-mlm" in card
+    assert "license" not in metadata(card)
+    assert "## Evaluation" not in card  # what lies beside the file is not its run's

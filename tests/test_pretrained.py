@@ -1,0 +1,87 @@
+"""What training goes on from: weights whole and under our names, whatever holds them."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import assert_one_sentence, run
+
+from src import hub_folder
+from src.checkpoints import read_checkpoint
+from src.cli import UserError
+from src.pretrained import read_pretrained
+
+SENTENCE = "the old dog sees a [MASK] ."
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, write_checkpoint) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "checkpoint.pt")
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path) -> Path:
+    hub_folder.write(read_checkpoint(checkpoint), tmp_path / "my-model")
+    return tmp_path / "my-model"
+
+
+@pytest.mark.parametrize("of", ["checkpoint", "folder"])
+def test_an_encoder_is_read_whole_from_a_checkpoint_and_from_its_folder(checkpoint, folder, tokenizer, of):
+    read = read_pretrained(str({"checkpoint": checkpoint, "folder": folder}[of]), "key")
+    weights = read.encoder()
+    state = torch.load(checkpoint, weights_only=False)["state"]["model"]
+    expected = {name.removeprefix("model.lion."): t for name, t in state.items() if name.startswith("model.lion.")}
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert read.config["hidden_size"] == 32
+    assert read.tokenizer(SENTENCE)["input_ids"] == tokenizer(SENTENCE)["input_ids"]
+    assert read.tokenizer.model_max_length == tokenizer.model_max_length
+
+
+@pytest.mark.parametrize("spoil", ["config.json", "model.safetensors", "model_type", "cut"])
+def test_a_folder_that_is_not_ours_is_refused_by_name(folder, tmp_path, spoil):
+    spoilt = Path(shutil.copytree(folder, tmp_path / "spoilt"))
+    if spoil == "model_type":
+        (spoilt / "config.json").write_text('{"model_type": "gpt2"}')
+    elif spoil == "cut":
+        (spoilt / "model.safetensors").write_bytes(b"\0" * 20)
+    else:
+        (spoilt / spoil).unlink()
+    words = {"model_type": "gpt2", "cut": "cannot be read"}.get(spoil, spoil)
+    with pytest.raises(UserError, match=f"{re.escape(str(spoilt))}.*{words}"):
+        read_pretrained(str(spoilt), "key")
+
+
+def test_pretraining_goes_on_from_a_hub_folder(folder, tmp_path, write_config):
+    config = write_config(tmp_path, model={"pretrained_checkpoint": str(folder)}, max_duration="1ba", loggers={})
+    frozen = ["optimizer.lr=0", "optimizer.weight_decay=0"]
+    result = run("main.py", config, *frozen)
+    assert result.returncode == 0, result.stderr
+    assert f"weights of {folder}" in result.stderr
+    trained = torch.load(tmp_path / "run" / "latest-rank0.pt", weights_only=False)["state"]["model"]
+    expected = read_pretrained(str(folder), "key").weights
+    assert all(torch.equal(trained[f"model.{name}"], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.pretrained_checkpoint=nowhere/at/all"], ["model.pretrained_checkpoint", "nowhere/at/all"]),
+        (["model.hidden_size=64"], ["do not fit", "another shape"]),
+    ],
+)
+def test_a_start_that_does_not_fit_is_refused_before_anything_is_written(folder, tmp_path, write_config, overrides, words):  # fmt: skip
+    config = write_config(tmp_path, model={"pretrained_checkpoint": str(folder)}, loggers={})
+    assert_one_sentence(run("main.py", config, *overrides), *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_vocabulary_than_the_starts_is_refused(folder, tmp_path, write_config, tokenizer_folder):
+    other = Path(shutil.copytree(tokenizer_folder, tmp_path / "other"))
+    (other / "tokenizer.json").unlink()
+    lines = (other / "vocab.txt").read_text().splitlines()
+    (other / "vocab.txt").write_text("\n".join([*lines[:-2], lines[-1], lines[-2]]) + "\n")
+    config = write_config(tmp_path, model={"pretrained_checkpoint": str(folder)}, tokenizer_name=str(other), loggers={})
+    assert_one_sentence(run("main.py", config), "tokenizer_name", str(other), str(folder))
