@@ -265,10 +265,28 @@ def checkpoint_of(loaded: dict[str, Any], path: Path) -> Checkpoint:
     return Checkpoint(path, class_name, dict(config["content"]), integration.get("tokenizer", {}), weights, timestamp, state.get("run_name"))  # fmt: skip
 
 
-def read_encoder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], "PreTrainedTokenizerBase | None"]:
-    """Config, weights (named as in LionModel) and tokenizer of a checkpoint of main.py or a Hub folder of ours.
+def published_of(loaded: dict[str, Any], path: Path) -> Checkpoint | None:
+    """A checkpoint that the paper's authors published, under our names; None for any other."""
+    from src.published import config_from_published, state_dict_from_published
 
-    Raises UserError where the path is neither.
+    try:
+        integration = loaded["state"]["integrations"]["huggingface"]
+        content, tensors = integration["model"]["config"]["content"], loaded["state"]["model"]
+    except (KeyError, TypeError):
+        return None
+    if "arch_type" not in content:
+        return None
+    config = config_from_published(content)
+    weights = state_dict_from_published({name.removeprefix("model."): x for name, x in tensors.items()}, config)
+    tokenizer = integration.get("tokenizer") or {}
+    return Checkpoint(path, "LionForMaskedLM", config.to_dict(), tokenizer, weights, {}, None)
+
+
+def read_encoder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], "PreTrainedTokenizerBase | None"]:
+    """Config, weights (named as in LionModel) and tokenizer of a checkpoint, of main.py or published by the paper's authors,
+    or of a Hub folder of ours.
+
+    Raises UserError where the path is none of them.
     """
     from transformers import AutoTokenizer
 
@@ -276,7 +294,8 @@ def read_encoder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], "PreTra
         config, weights = _read_folder(path)
         tokenizer = AutoTokenizer.from_pretrained(path) if (path / "tokenizer_config.json").is_file() else None
     else:
-        checkpoint = read_checkpoint(path)
+        loaded = load_safely(path)
+        checkpoint = published_of(loaded, path) or checkpoint_of(loaded, path)
         config, weights, tokenizer = checkpoint.config, checkpoint.weights, None
         if checkpoint.tokenizer:
             with tempfile.TemporaryDirectory() as folder:

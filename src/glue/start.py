@@ -3,7 +3,6 @@
 import hashlib
 import inspect
 import json
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,35 +89,7 @@ def read_encoder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], PreTrai
     """Config, weights (named as in LionModel) and tokenizer. Raises UserError for what is none of the four."""
     if path.is_dir() and not (path / "config.json").is_file() and len(files := list(path.glob("*.pt"))) == 1:
         path = files[0]  # as the paper's authors publish theirs on the Hub
-    if path.is_dir():
-        return read_bert(path) if _model_type(path) == "bert" else hub.read_encoder(path)
-    loaded = hub.load_safely(path)
-    try:
-        integration = loaded["state"]["integrations"]["huggingface"]
-        content, state = integration["model"]["config"]["content"], loaded["state"]["model"]
-    except (KeyError, TypeError):
-        raise UserError(f"{path} is no Composer checkpoint of a transformers model") from None
-    files = integration.get("tokenizer") or {}
-    if "arch_type" in content:
-        settings = config_from_published(content)
-        named = {name.removeprefix("model."): tensor for name, tensor in state.items()}
-        config, weights = settings.to_dict(), state_dict_from_published(named, settings)
-    else:
-        checkpoint = hub.checkpoint_of(loaded, path)
-        config, weights = checkpoint.config, checkpoint.weights
-    return config, _encoder_of(weights), _tokenizer(files)
-
-
-def _encoder_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix("lion."): tensor for name, tensor in weights.items() if name.startswith("lion.")}
-
-
-def _tokenizer(files: dict[str, dict[str, Any]]) -> PreTrainedTokenizerBase | None:
-    if not files:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        hub.write_tokenizer(files, Path(folder))
-        return AutoTokenizer.from_pretrained(folder)
+    return read_bert(path) if path.is_dir() and _model_type(path) == "bert" else hub.read_encoder(path)
 
 
 def _model_type(folder: Path) -> str | None:
@@ -147,7 +118,8 @@ def read_bert(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], PreTrain
     named = {f"bert.{name}": tensor for name, tensor in model.state_dict().items() if name not in told["missing_keys"]}
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"))
     tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
-    return settings.to_dict(), _encoder_of(state_dict_from_published(named, settings)), tokenizer
+    weights = state_dict_from_published(named, settings)
+    return settings.to_dict(), {name.removeprefix("lion."): tensor for name, tensor in weights.items()}, tokenizer
 
 
 def build_model(start: Start, task: Task) -> LionForSequenceClassification:
