@@ -1,23 +1,44 @@
-"""Fine-tune on GLUE:  python glue.py yamls/finetune-glue/lion-s-base.yaml starting_checkpoint_load_path=CKPT [key=value ...]"""
+"""Fine-tune on GLUE:  python glue.py yamls/finetune-glue/lion-s-base.yaml starting_checkpoint_load_path=CKPT [key=value ...]
+
+Compare what came out:  python glue.py report DIR [DIR ...]
+"""
 
 import sys
 from pathlib import Path
 
 from src import cli
-from src.cli import is_main_process
+from src.cli import log
 from src.config import FinetuneConfig, load
 
 
 def main(argv: list[str]) -> None:
-    config = load(FinetuneConfig, "glue.py", argv)  # before the imports below, which take seconds
-    from src.glue import jobs, report
+    if argv[:1] == ["report"]:
+        from src.glue import compare
 
-    results = jobs.run_jobs(config)
-    if is_main_process():
-        folder = Path(config.save_folder)
-        rows = report.write(results, folder, config.base_run_name)
-        print("\n" + "\n\n".join(filter(None, (report.table(rows), report.closing(rows)))) + "\n")
-        print(f"report       {folder / 'report.md'}, report.json, report.png\npredictions  {folder / 'jobs'}")
+        compare.main(argv[1:])
+    else:
+        flags = {"--rerun": "rerun=true"}
+        finetune(load(FinetuneConfig, "glue.py", [flags.get(argument, argument) for argument in argv]))
+
+
+def finetune(config: FinetuneConfig) -> None:
+    """Run a config's jobs, and report."""
+    from src.glue import jobs, report, submission  # seconds, so after the config is read
+
+    results, failures = jobs.run_jobs(config)
+    folder = Path(config.save_folder)
+    failed = [f"{failure.job.name}: {failure.reason}" for failure in failures]
+    rows = report.write(results, folder, config.base_run_name, failed)
+    print(f"\n{report.text(rows, failed)}\n")
+    print(f"report       {folder / 'report.md'}, report.json, report.png\npredictions  {folder / 'jobs'}")
+    if config.predict_test and rows:
+        place, missing = submission.write(rows, folder)
+        print(f"test sets    {place}" + (f"; the server also needs {', '.join(missing)}" if missing else ""))
+    if failures:
+        log.info(
+            f"error: {len(failures)} of {len(results) + len(failures)} jobs failed; the same command runs them again"
+        )
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

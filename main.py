@@ -1,6 +1,7 @@
 """Pretrain an encoder as a masked language model:  [composer -n N] main.py yamls/pretrain/lion-s-base.yaml [key=value ...]"""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -25,11 +26,14 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     import torch
     from composer.utils import dist, reproducibility
 
-    from src import builders, text_data
+    from src import builders, run_guards, saving, text_data
     from src.composer_models import LionMLM
     from src.run_log import RunLog
 
     builders.quiet()
+    builders.check_choice("on_nonfinite_loss", config.on_nonfinite_loss, ("stop", "skip"))
+    if config.save_num_checkpoints_to_keep == 0 or config.save_num_checkpoints_to_keep < -1:
+        raise UserError(f"save_num_checkpoints_to_keep {config.save_num_checkpoints_to_keep} must be at least 1, or -1 to keep all")  # fmt: skip
     builders.check_times(max_duration=config.max_duration, eval_interval=config.eval_interval,
                          save_interval=config.save_interval, log_interval=config.log_interval)  # fmt: skip
     if config.load_path is not None and "://" not in config.load_path and not Path(config.load_path).is_file():
@@ -46,37 +50,51 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     model = LionMLM(model_config, tokenizer)
     train_loader = text_data.build(config.train_loader, tokenizer, device_batch, train=True)
     eval_loader = text_data.build(config.eval_loader, tokenizer, config.device_eval_batch_size, train=False)
-    run_log = RunLog(folder, config.log_interval, config.run_name, config.progress_bar)
+    padding = train_loader.padding
+    run_log = RunLog(folder, config.log_interval, config.run_name, config.progress_bar, padding)
+    writer = saving.CheckpointWriter(folder, config.save_interval, config.save_num_checkpoints_to_keep)
     trainer = builders.build_trainer(
         model,
         device=device,
         precision=precision,
         run_name=config.run_name,
         seed=config.seed,
-        train_dataloader=train_loader,
-        eval_dataloader=eval_loader,
+        train_dataloader=builders.build_data_spec(train_loader),
+        eval_dataloader=builders.build_data_spec(eval_loader),
         optimizers=builders.build_optimizer(config.optimizer, model),
         schedulers=builders.build_scheduler(config.scheduler),
         algorithms=builders.build_algorithms(config.algorithms),
-        callbacks=builders.build_callbacks(config.callbacks),
+        callbacks=[
+            *builders.build_callbacks(config.callbacks),
+            run_guards.SeedEveryStep(config.seed),
+            run_guards.FiniteLoss(config.on_nonfinite_loss, writer),
+            writer,
+            run_guards.StopOnSignal(writer),
+        ],
         loggers=[*builders.build_loggers(config.loggers), run_log],
         max_duration=config.max_duration,
         eval_interval=config.eval_interval,
         eval_subset_num_batches=config.eval_subset_num_batches,
         device_train_microbatch_size=config.device_train_microbatch_size,
-        save_folder=str(folder),
-        save_interval=config.save_interval,
-        save_num_checkpoints_to_keep=config.save_num_checkpoints_to_keep,
-        save_overwrite=True,  # of a file that a kill cut in half; `check_save_folder` guards finished runs
-        load_path=config.load_path,
-        autoresume=config.autoresume,
+        accumulate_train_batch_on_tokens=True,  # the loss is a mean over the masked tokens of the whole batch
+        load_path=str(saving.newest_whole(folder) or config.load_path or "") or None,
+        parallelism_config=builders.parallelism(config.fsdp_config, device),
+        compile_config=config.compile_config,
     )
-    announce(config, model, train_loader, device, precision, trainer.state)
+    samples = text_data.describe(config.train_loader.dataset, train_loader.dataset)
+    announce(config, model, samples, steps_of(config, train_loader), device, precision, trainer.state)
     remember(config, folder)
     if config.eval_first and trainer.state.timestamp.batch == 0:
         trainer.eval()
-    if trainer.state.timestamp < trainer.state.max_duration:
-        trainer.fit()
+    try:
+        if trainer.state.timestamp < trainer.state.max_duration:
+            trainer.fit()
+            log.info(f"padding: {padding}")
+    except run_guards.Stopped as stopped:
+        trainer.close()
+        raise SystemExit(stopped.status) from None
+    finally:
+        run_log.end_progress()  # before the error that may have ended it is said
     trainer.close()
     conclude(config, model, folder)
 
@@ -85,7 +103,8 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
 MAY_CHANGE = {
     "max_duration", "eval_interval", "eval_first", "eval_subset_num_batches", "save_interval", "save_num_checkpoints_to_keep",
     "log_interval", "progress_bar", "callbacks", "loggers", "device", "device_train_microbatch_size", "device_eval_batch_size",
-    "save_folder", "data_local", "data_remote", "train_loader", "eval_loader", "load_path", "autoresume",
+    "save_folder", "data_local", "data_remote", "train_loader", "eval_loader", "load_path", "autoresume", "on_nonfinite_loss",
+    "fsdp_config", "compile_config",
 }  # fmt: skip
 
 
@@ -129,14 +148,29 @@ def remember(config: PretrainConfig, folder: Path) -> None:
         OmegaConf.save(OmegaConf.create(to_dict(config)), folder / "config.yaml")
 
 
-def announce(config: PretrainConfig, model, train_loader, device: str, precision: str, state) -> None:
+def announce(config: PretrainConfig, model, samples: str, steps: int, device: str, precision: str, state) -> None:
     """Say what is about to be done."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info(f"{config.run_name}: {model.config.mixer}, {model.config.num_hidden_layers} layers of {model.config.hidden_size}, {parameters:,} parameters, on {device} in {precision}")  # fmt: skip
-    log.info(f"data: {train_loader.dataset.size:,} samples in {config.data_local}; {config.global_train_batch_size} a step, up to {config.max_seq_len} tokens each, for {config.max_duration}")  # fmt: skip
-    log.info(f"checkpoints, curves and metrics: {config.save_folder}")
+    log.info(f"data: {samples}, up to {config.max_seq_len} tokens each")
+    log.info(f"{config.max_duration}: {steps:,} steps of {config.global_train_batch_size:,} samples, up to {config.global_train_batch_size * config.max_seq_len:,} tokens")  # fmt: skip
+    log.info(f"checkpoints, curves and metrics: {config.save_folder}, a checkpoint every {config.save_interval}")
     if state.timestamp.batch.value:
         log.info(f"going on from step {state.timestamp.batch.value}")
+
+
+def steps_of(config: PretrainConfig, train_loader) -> int:
+    """Steps of the whole run; for a duration in tokens, as many as full rows would make."""
+    from composer import Time, TimeUnit
+
+    duration = Time.from_timestring(config.max_duration)
+    in_a_step = {
+        TimeUnit.BATCH: 1,
+        TimeUnit.SAMPLE: config.global_train_batch_size,
+        TimeUnit.TOKEN: config.global_train_batch_size * config.max_seq_len,
+        TimeUnit.EPOCH: 1 / len(train_loader),
+    }
+    return math.ceil(duration.value / in_a_step[duration.unit])
 
 
 def conclude(config: PretrainConfig, model, folder: Path) -> None:
@@ -152,6 +186,7 @@ def conclude(config: PretrainConfig, model, folder: Path) -> None:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "seconds": read_metrics(folder)[-1]["seconds"],
         "before": results[0] if results[0]["batch"] == 0 else None,
+        "best": min(results, key=lambda result: result["loss"]),
         "after": results[-1],
     }
     unfinished = folder / "summary.unfinished"
@@ -164,11 +199,11 @@ def report(folder: Path) -> None:
     """Print what came out of a finished run, and where it lies."""
     summary = json.loads((folder / "summary.json").read_text())
     print(f"\n{'':14}{'loss':>8}{'masked accuracy':>18}{'most frequent token':>22}")
-    for name in ("before", "after"):
+    names = ("before", "after") if summary["best"] == summary["after"] else ("before", "best", "after")
+    for name in names:
         if result := summary[name]:
-            print(
-                f"{name:14}{result['loss']:8.3f}{result['masked_accuracy']:18.2%}{result['most_frequent_token']:22.2%}"
-            )
+            shown = f"{name}, step {result['batch']:,}" if name == "best" else name
+            print(f"{shown:14}{result['loss']:8.3f}{result['masked_accuracy']:18.2%}{result['most_frequent_token']:22.2%}")  # fmt: skip
     checkpoint = folder / "latest-rank0.pt"
     print(
         f"\ncheckpoint    {checkpoint}\ncurves        {folder / 'curves.png'}\nmetrics       {folder / 'metrics.jsonl'}"

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
         lines.append([row["case"], rate, f"×{rows[0]['seconds'] / row['seconds']:.2f}", f"×{one / row['seconds']:.2f}"])
     origin = a.text.name if a.text else "random words"
     title = f"Conversion of {size / 1e6:.0f} MB of {origin} to rows of {a.length} tokens, vocabulary of {len(tokenizer):,}, medians of {a.rounds} rounds:"  # fmt: skip
-    measure.write(a.out, "convert-cpu", title, measure.machine("cpu"), lines, rows)
+    measure.write(a.out, "convert-cpu", title, measure.machine("cpu"), [lines], rows)
 
 
 def write_source(path: Path, tokenizer, text: Path | None, size: float) -> int:

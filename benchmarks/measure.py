@@ -115,11 +115,13 @@ def processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def write(out: Path, name: str, title: str, facts: dict[str, Any], lines: list[list[str]], rows: list[dict[str, Any]]) -> None:  # fmt: skip
-    """Write name.md and name.json below `out`, and show the table."""
+def write(
+    out: Path, name: str, title: str, facts: dict[str, Any], tables: list[list[list[str]]], rows: list[dict[str, Any]]
+) -> None:
+    """Write name.md, with the tables one below the other, and name.json below `out`, and show the tables."""
     out.mkdir(parents=True, exist_ok=True)
     caption = f"{title} {', '.join(f'{key} {value}' for key, value in facts.items())}."
-    table = markdown(lines)
-    (out / f"{name}.md").write_text(f"{caption}\n\n{table}\n", encoding="utf-8")
+    text = "\n\n".join([caption, *map(markdown, tables)])
+    (out / f"{name}.md").write_text(f"{text}\n", encoding="utf-8")
     (out / f"{name}.json").write_text(json.dumps({"title": title, "machine": facts, "rows": rows}, indent=1) + "\n")
-    print(f"\n{caption}\n\n{table}\n\ntable    {out / name}.md\nnumbers  {out / name}.json")
+    print(f"\n{text}\n\ntable    {out / name}.md\nnumbers  {out / name}.json")

@@ -70,9 +70,29 @@ def main(argv: list[str]) -> None:
 
     title = f"Attention of {a.heads} heads of {a.head_dim}, batch {a.batch}, {a.dtype}, chunks of {a.chunk_size}:"
     name = f"operator-{a.device}"
-    measure.write(a.out, name, title, measure.machine(a.device), table(rows, a.batch), rows)
+    measure.write(a.out, name, title, measure.machine(a.device), [at_a_glance(rows), table(rows, a.batch)], rows)
     draw(rows, a.out / f"{name}.png")
     print(f"picture  {a.out / name}.png")
+
+
+def at_a_glance(rows: list[dict]) -> list[list[str]]:
+    """A line a length: forward and backward together of the forms that matter there, and the memory of two of them."""
+    numbers = {(row["length"], row["form"], row["variant"]): row for row in rows}
+    times = {
+        "softmax": ("softmax", "softmax"), "full, S": ("full", "lion-s"), "chunkwise, LIT": ("chunkwise", "lion-lit"),
+        "D": ("chunkwise", "lion-d"), "S": ("chunkwise", "lion-s"),
+    }  # fmt: skip
+    peaks = {"peak: softmax": times["softmax"], "chunkwise, S": times["S"]}
+    lines = [["length", *times, "softmax / S", *peaks]]
+    for length in dict.fromkeys(row["length"] for row in rows):
+        here = {case: numbers.get((length, *case)) for case in times.values()}
+        softmax, chunkwise = here[times["softmax"]], here[times["S"]]
+        lines.append([
+            f"{length:,}", *(f"{row['both_ms']:,.1f} ms" if row else "-" for row in here.values()),
+            f"×{softmax['both_ms'] / chunkwise['both_ms']:.1f}" if softmax and chunkwise else "-",
+            *(f"{here[case]['peak_mib']:.0f} MiB" if here[case] else "-" for case in peaks.values()),
+        ])  # fmt: skip
+    return lines
 
 
 def table(rows: list[dict], batch: int) -> list[list[str]]:

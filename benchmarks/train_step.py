@@ -14,7 +14,6 @@ import contextlib
 from pathlib import Path
 
 import torch
-from transformers import BertConfig, BertForMaskedLM
 
 from benchmarks import measure
 from src import cli
@@ -54,7 +53,7 @@ def main(argv: list[str]) -> None:
         f"A training step (forward, backward, AdamW) of {a.layers} layers of {a.hidden}, {a.batch} texts of {a.length} tokens, "
         f"{a.masked:.0%} masked, dropout {a.dropout}, {a.precision}:"
     )
-    measure.write(a.out, f"train-step-{a.device}", title, measure.machine(a.device), lines, rows)
+    measure.write(a.out, f"train-step-{a.device}", title, measure.machine(a.device), [lines], rows)
 
 
 def prepare(name: str, a: argparse.Namespace):
@@ -66,6 +65,8 @@ def prepare(name: str, a: argparse.Namespace):
     }  # fmt: skip
     torch.manual_seed(0)
     if name == "Hugging Face BERT":
+        from transformers import BertConfig, BertForMaskedLM  # it makes tensors, before which src.cli has its say
+
         model = BertForMaskedLM(BertConfig(**sizes, attn_implementation="sdpa"))
     else:
         model = LionForMaskedLM(LionConfig(**sizes, mixer=name, attention_form=a.form))

@@ -9,12 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Algorithm, Callback, Evaluator, Time, Trainer
+from composer import Algorithm, Callback, DataSpec, Evaluator, Time, Trainer
 from composer.algorithms import GradientClipping
-from composer.callbacks import LRMonitor, MemoryMonitor, OptimizerMonitor, RuntimeEstimator, SpeedMonitor
+from composer.callbacks import (
+    EarlyStopper,
+    LRMonitor,
+    MemoryMonitor,
+    MemorySnapshot,
+    OOMObserver,
+    OptimizerMonitor,
+    RuntimeEstimator,
+    SpeedMonitor,
+    SystemMetricsMonitor,
+)
 from composer.loggers import FileLogger, LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
 from composer.optim import (
     ComposerScheduler,
+    ConstantScheduler,
     ConstantWithWarmupScheduler,
     CosineAnnealingWithWarmupScheduler,
     DecoupledAdamW,
@@ -24,23 +35,31 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from src import collate
 from src.cli import UserError
 from src.config import nearest
 from src.lion import LionConfig
+from src.schedule import WarmupStableDecayScheduler
 
 OPTIMIZERS = {"decoupled_adamw": DecoupledAdamW, "adamw": torch.optim.AdamW}
 SCHEDULERS = {
     "linear_decay_with_warmup": LinearWithWarmupScheduler,
     "cosine_with_warmup": CosineAnnealingWithWarmupScheduler,
+    "constant": ConstantScheduler,
     "constant_with_warmup": ConstantWithWarmupScheduler,
+    "warmup_stable_decay": WarmupStableDecayScheduler,
 }
 ALGORITHMS = {"gradient_clipping": GradientClipping}
 CALLBACKS = {
+    "early_stopper": EarlyStopper,
     "lr_monitor": LRMonitor,
     "memory_monitor": MemoryMonitor,
+    "memory_snapshot": MemorySnapshot,
+    "oom_observer": OOMObserver,
     "optimizer_monitor": OptimizerMonitor,
     "runtime_estimator": RuntimeEstimator,
     "speed_monitor": SpeedMonitor,
+    "system_metrics_monitor": SystemMetricsMonitor,
 }
 LOGGERS = {"file": FileLogger, "mlflow": MLFlowLogger, "tensorboard": TensorboardLogger, "wandb": WandBLogger}
 
@@ -123,6 +142,7 @@ def build_loggers(section: Mapping[str, Any]) -> list[LoggerDestination]:
 def build(kind: str, registry: Mapping[str, Callable], section: Mapping[str, Any], **fixed: Any) -> Any:
     """The object that a section's `name` stands for, with the section's other keys as arguments.
 
+    An unknown argument that is null is left out: so a file can drop what it inherits for an object of another name.
     Raises UserError for an unknown name, an unknown argument, or arguments that the class refuses.
     """
     arguments = dict(section)
@@ -130,9 +150,10 @@ def build(kind: str, registry: Mapping[str, Callable], section: Mapping[str, Any
     if name not in registry:
         raise UserError(f"{kind}: unknown name {name!r}{nearest(str(name), list(registry))}")
     known = [parameter for parameter in inspect.signature(registry[name]).parameters if parameter not in fixed]
-    for argument in arguments:
-        if argument not in known and "kwargs" not in known:
-            raise UserError(f"unknown key {kind}.{argument}{nearest(argument, known)}")
+    if "kwargs" not in known:
+        arguments = {argument: value for argument, value in arguments.items() if argument in known or value is not None}
+        if unknown := next((argument for argument in arguments if argument not in known), None):
+            raise UserError(f"unknown key {kind}.{unknown}{nearest(unknown, known)} (an inherited one that {name} does not have goes with {kind}.{unknown}=null)")  # fmt: skip
     try:
         return registry[name](**fixed, **arguments)
     except (TypeError, ValueError, ImportError) as error:
@@ -172,6 +193,16 @@ def resolve_precision(precision: str | None, device: str) -> str:
     return precision
 
 
+def build_data_spec(dataloader: Any) -> DataSpec:
+    """How Composer counts and splits batches of text, in which several samples may share a row."""
+    return DataSpec(
+        dataloader,
+        split_batch=collate.split_batch,
+        get_num_samples_in_batch=collate.sample_count,
+        get_num_tokens_in_batch=collate.token_counts,
+    )
+
+
 def build_evaluator(label: str, dataloader: Any) -> Evaluator:
     """All of the model's metrics on one split."""
     return Evaluator(label=label, dataloader=dataloader, device_eval_microbatch_size=dataloader.batch_size)
@@ -203,6 +234,21 @@ def check_times(**times: str) -> None:
             raise UserError(f"{name}: {value!r} is no time; give a number with ba (batches), sp (samples), ep (epochs) or tok (tokens)") from None  # fmt: skip
     if "log_interval" in times and not times["log_interval"].endswith("ba"):
         raise UserError(f"log_interval: {times['log_interval']!r} must be in batches, such as 10ba")
+
+
+def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise UserError for a key with another value than those it knows."""
+    if value not in allowed:
+        raise UserError(f"{name}: {value!r} is none of {', '.join(allowed)}")
+
+
+def parallelism(fsdp_config: Mapping[str, Any], device: str) -> dict[str, Any] | None:
+    """Composer's parallelism_config. Raises UserError for FSDP without GPUs."""
+    if not fsdp_config:
+        return None
+    if device != "gpu":
+        raise UserError("fsdp_config shards a model over GPUs, and this run is on a cpu; leave it out")
+    return {"fsdp": dict(fsdp_config)}
 
 
 def check_batch_sizes(global_batch: int, microbatch: Any, world_size: int) -> int:

@@ -9,15 +9,26 @@ from tqdm import tqdm
 
 log = logging.getLogger("lion")
 
+# Torch's own switch for pages of 2 MB under large tensors on a CPU, read when it makes its first one. With pages of 4 kB, a step on
+# a long text spends a good part of its time on having the system clear them (benchmarks/operator.py at 16,384 tokens).
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
 
 class UserError(Exception):
     """Something the user gave cannot be used. The message is one sentence: what, where, and the way out."""
 
+    status = 2  # of the process that ends with it
+
+
+class RunFailed(UserError):
+    """A run that began well cannot go on. The message is one sentence too."""
+
+    status = 1
+
 
 def run(main: Callable[[list[str]], None]) -> None:
     """Run a command's `main(argv)` and end the process: 0 done, 2 the user's mistake, 130 interrupted, 1 a failure."""
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    log.setLevel(logging.INFO if is_main_process() else logging.WARNING)
+    start_log()
     try:
         main(sys.argv[1:])
     except UserError as error:
@@ -29,10 +40,16 @@ def run(main: Callable[[list[str]], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def start_log() -> None:
+    """Log messages as they are, to stderr; of the main process alone, but for warnings."""
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    log.setLevel(logging.INFO if is_main_process() else logging.WARNING)
+
+
 def fail(error: UserError) -> int:
-    """Say what the user can mend, in one line, and return the exit status for it."""
+    """Say in one line what is wrong, and return the exit status for it."""
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+    return error.status
 
 
 def is_main_process() -> bool:

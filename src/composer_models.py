@@ -54,6 +54,22 @@ class LionMLM(CastingModel):
             eval_metrics=[LanguageCrossEntropy(), MaskedAccuracy(), MostFrequentTokenAccuracy(config.vocab_size)],
         )
 
+    def flops_per_batch(self, batch: Mapping[str, Tensor]) -> float:
+        """Operations of a training step, forward and backward: 6 a weight and token, the vocabulary at labelled tokens only.
+
+        Of attention, (L, L) or (C, C) matrices twice a layer; of the chunkwise form also its two D×E states.
+        """
+        config = self.model.config
+        rows, length = batch["input_ids"].shape
+        layers = sum(p.numel() for p in self.model.lion.layers.parameters())
+        head = sum(p.numel() for p in self.model.head.parameters())
+        hidden, chunk = config.hidden_size, min(config.chunk_size, length)
+        chunkwise = config.mixer != "softmax" and config.attention_form == "chunkwise"
+        width = chunk + 2 * hidden // config.num_attention_heads if chunkwise else length
+        attention = 2 * config.num_hidden_layers * hidden * width
+        labelled = float((batch["labels"] != -100).sum())
+        return 6.0 * ((layers + attention) * rows * length + head * labelled)
+
     def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
         """Logits at the labelled positions, (labels, vocabulary): nothing else is measured, so nothing else is computed."""
         labelled = batch["labels"] != -100
@@ -67,12 +83,15 @@ class LionMLM(CastingModel):
 
 
 class LionClassifier(CastingModel):
-    """Classification or regression of a text or a pair of texts. `metrics` are torchmetrics by class name."""
+    """Classification or regression of a text or a pair of texts. `metrics` are torchmetrics by name."""
 
-    def __init__(self, model: LionForSequenceClassification, tokenizer: PreTrainedTokenizerBase, metrics: list[Metric]):
-        super().__init__(model, tokenizer, use_logits=True, eval_metrics=metrics)
+    def __init__(
+        self, model: LionForSequenceClassification, tokenizer: PreTrainedTokenizerBase, metrics: dict[str, Metric]
+    ):
+        super().__init__(model, tokenizer, use_logits=True)
+        self.val_metrics = metrics
 
     def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
         """Logits, (batch, classes), or predictions, (batch,), of a regression."""
         with self.autocast():
-            return super().eval_forward(dict(batch), outputs).float()
+            return super().eval_forward({"labels": None, **batch}, outputs).float()  # a test set has no labels

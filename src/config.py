@@ -29,10 +29,18 @@ class DatasetConfig:
     remote: str | None = key(
         "where the shards lie (s3://, gs://, oci://, a path), if not in `local`", II("data_remote")
     )
+    streams: dict[str, Any] = key(
+        "several sources in place of `local` and `remote`, by name: each a local, a remote, a split (by default the one "
+        "below) and one of proportion (share of an epoch), repeat (times an epoch) and choose (samples an epoch)",
+        {},
+    )
     split: str = key("sub-folder of the shards, e.g. train, train_small, val")
     tokenizer_name: str = key("Hub name or folder of the tokenizer", II("tokenizer_name"))
     max_seq_len: int = key("longest sequence in tokens; the rest of a text is cut off", II("max_seq_len"))
     mlm_probability: float = key("share of tokens to predict", II("mlm_probability"))
+    whole_word_masking: bool = key("hide all pieces of a word or none", False)
+    packing: bool = key("put several samples in a row of max_seq_len, kept apart, and keep apart the documents of rows made with --concat_tokens", False)  # fmt: skip
+    pad_to_max_length: bool = key("pad rows to max_seq_len; else to the longest of the batch", False)
     shuffle: bool = key("new order in every epoch, by seed", False)
     seed: int = key("seed of order and masks", II("seed"))
     predownload: int | None = key("samples to fetch ahead of the one in use, with `remote`", None)
@@ -90,6 +98,13 @@ class PretrainConfig:
     save_num_checkpoints_to_keep: int = key("older ones are deleted; -1: keep all", -1)
     load_path: str | None = key("checkpoint to start from, with its optimizer and place in the data", None)
     autoresume: bool = key("go on from the last checkpoint in save_folder, if there is one", True)
+    on_nonfinite_loss: str = key(
+        "stop: end the run before such a step is saved; skip: leave out the step's update, and count it", "stop"
+    )
+    fsdp_config: dict[str, Any] = key(
+        "arguments of Composer's FSDPConfig, to shard the model over GPUs; empty: DDP", {}
+    )
+    compile_config: Any = key("arguments of torch.compile for the model, {} for its defaults; null: not compiled", None)
     log_interval: str = key("how often to write a line to metrics.jsonl", "10ba")
     progress_bar: bool = key("show progress and time left", True)
 
@@ -99,17 +114,18 @@ class FinetuneConfig:
     """Keys of `glue.py`."""
 
     base_run_name: str = key("name of the run; each job is called by it, its task and its seed")
-    starting_checkpoint_load_path: str | None = key("pretrained encoder: a checkpoint of main.py or a Hub folder; none: random weights", None)  # fmt: skip
+    starting_checkpoint_load_path: str | None = key("pretrained encoder: a checkpoint of main.py, one that the paper's authors published, a folder of ours or a BERT of Hugging Face, or the Hub name of one; none: random weights", None)  # fmt: skip
     from_scratch: bool = key(
         "take sizes and tokenizer from the starting checkpoint but not its weights: the baseline", False
     )
     model: dict[str, Any] = key("arguments of LionConfig, over those of the starting checkpoint", {})
     tokenizer_name: str | None = key("Hub name or folder; by default the one in the starting checkpoint", None)
     glue_dir: str | None = key("folder with the official GLUE TSV files; by default the Hub's nyu-mll/glue", None)
-    tasks: dict[str, Any] = key(
-        "hyperparameters of each task, over those in src/glue/tasks.py; or tasks of one's own", {}
-    )
+    tasks: dict[str, Any] = key("hyperparameters of each task, over those in src/glue/tasks.py, several values for a search; or tasks of one's own", {})  # fmt: skip
     tasks_to_run: list[str] = key("names of tasks, in order; empty: the eight of GLUE", [])
+    mnli_first: bool = key("start RTE, MRPC and STS-B from the encoder tuned on MNLI with its first seed", False)
+    predict_test: bool = key("predict GLUE's test sets too, in files that its server takes", False)
+    parallel: Any = key("false: one job at a time; true: one on each GPU, or CPU core; or how many at a time", False)
     max_seq_len: int = key("longest sequence in tokens", 128)
     scheduler: dict[str, Any] = key("name and arguments, as in pretraining")
     algorithms: dict[str, Any] = key("by name, with arguments", {})
@@ -121,7 +137,7 @@ class FinetuneConfig:
     default_seed: int = key("seed of tasks that name none", 19)
     save_folder: str = key("where scores, the report and predictions go")
     save_finetuned_checkpoints: bool = key("keep each job's trained model", False)
-    rerun: bool = key("run jobs again that are already done", False)
+    rerun: bool = key("run jobs again that are already done; also as --rerun", False)
     progress_bar: bool = key("show progress and time left", True)
 
 

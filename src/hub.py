@@ -245,7 +245,11 @@ def load_safely(path: Path) -> dict[str, Any]:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint of main.py or glue.py. Raises UserError where it is not one."""
-    loaded = load_safely(path)
+    return checkpoint_of(load_safely(path), path)
+
+
+def checkpoint_of(loaded: dict[str, Any], path: Path) -> Checkpoint:
+    """What `load_safely` read from a path. Raises UserError where it is no checkpoint of main.py or glue.py."""
     try:
         state = loaded["state"]
         integration = state["integrations"]["huggingface"]

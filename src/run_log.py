@@ -1,14 +1,18 @@
 """What a run leaves to look at: a progress line while it lasts, `metrics.jsonl`, and a picture of its curves."""
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from composer import Logger, State, Time, TimeUnit
 from composer.loggers import LoggerDestination
 
 from src.cli import is_main_process, progress
+
+if TYPE_CHECKING:
+    from src.text_data import Padding
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -16,18 +20,29 @@ METRICS_FILE = "metrics.jsonl"
 class RunLog(LoggerDestination):
     """Writes a line to `folder/metrics.jsonl` every `interval` batches of training and after every evaluation.
 
-    Lines of training: {"batch", "samples", "seconds", "loss", …}, the loss a mean since the line before. Lines of
+    Lines of training: {"batch", "samples", "seconds", "loss", "lr", "masked_accuracy", "samples_per_second",
+    "tokens_per_second", …}, the loss and the rates means since the line before, and the share of padding so far. Lines of
     evaluation: {"batch", "samples", "seconds", "eval": {metric: value}}. A run that goes on from a checkpoint drops the
     lines after it.
     """
 
-    def __init__(self, folder: Path, interval: str = "10ba", description: str = "train", show_progress: bool = True):
+    def __init__(
+        self,
+        folder: Path,
+        interval: str = "10ba",
+        description: str = "train",
+        show_progress: bool = True,
+        padding: "Padding | None" = None,
+    ):
         self.path = folder / METRICS_FILE
         self.interval = Time.from_timestring(interval).value
         self.description = description
         self.show_progress = show_progress
+        self.padding = padding
         self.latest: dict[str, float] = {}
         self.losses: list[float] = []
+        self.before = (0, 0, 0.0)  # samples, tokens and seconds at the line before
+        self.rates: dict[str, float] = {}  # over the time between the last two lines
         self.bar = None
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -44,7 +59,16 @@ class RunLog(LoggerDestination):
             kept = [line for line in read_metrics(self.path.parent) if line["batch"] <= batch] if batch else []
             self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses, "padding": vars(self.padding) if self.padding else {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = list(state["losses"])
+        if self.padding:
+            vars(self.padding).update(state["padding"])
+
     def fit_start(self, state: State, logger: Logger) -> None:
+        self.before = self._counts(state)
         if self.show_progress:
             self.bar = progress(desc=self.description, unit="step", initial=state.timestamp.batch.value)
 
@@ -52,11 +76,14 @@ class RunLog(LoggerDestination):
         self.losses.append(self.latest["loss/train/total"])
         batch = state.timestamp.batch.value
         if batch % self.interval == 0 or batch == self._last_batch(state):
-            self._write(state, {"loss": sum(self.losses) / len(self.losses), **self._training_metrics(state)})
+            finite = [loss for loss in self.losses if math.isfinite(loss)]
+            loss = {"loss": sum(finite) / len(finite)} if finite else {}
+            padding = self.padding.shares() if self.padding else {}
+            self._write(state, {**loss, **self._training_metrics(state), **padding})
             self.losses.clear()
         if self.bar is not None:
             self.bar.total = self._last_batch(state)
-            self.bar.set_postfix_str(f"loss {self.latest['loss/train/total']:.3f}", refresh=False)
+            self.bar.set_postfix_str(self._postfix(), refresh=False)
             self.bar.update(batch - self.bar.n)
 
     def eval_end(self, state: State, logger: Logger) -> None:
@@ -69,6 +96,10 @@ class RunLog(LoggerDestination):
         self._write(state, {"eval": values})
 
     def fit_end(self, state: State, logger: Logger) -> None:
+        self.end_progress()
+
+    def end_progress(self) -> None:
+        """End the line of the bar, so that what is said next has its own."""
         if self.bar is not None:
             self.bar.close()
 
@@ -79,15 +110,32 @@ class RunLog(LoggerDestination):
         elapsed = state.get_elapsed_duration().value
         return round(state.timestamp.batch.value / elapsed) if elapsed else None
 
+    def _counts(self, state: State) -> tuple[int, int, float]:
+        now = state.timestamp
+        return now.sample.value, now.token.value, now.total_wct.total_seconds()
+
     def _training_metrics(self, state: State) -> dict[str, float]:
         metrics = {"lr": state.schedulers[0].get_last_lr()[0]} if state.schedulers else {}
         for name, key in (
             ("masked_accuracy", "metrics/train/MaskedAccuracy"),
-            ("samples_per_second", "throughput/samples_per_sec"),
+            ("skipped_steps", "skipped_steps"),
+            ("flops_per_second", "throughput/flops_per_sec"),  # of the speed_monitor, from its second window on
+            ("share_of_peak_flops", "throughput/device/mfu"),
         ):
             if key in self.latest:
                 metrics[name] = self.latest[key]
-        return metrics
+        samples, tokens, seconds = (now - then for now, then in zip(self._counts(state), self.before))
+        self.before = self._counts(state)
+        self.rates = {"samples_per_second": samples / seconds, "tokens_per_second": tokens / seconds} if seconds else {}
+        return metrics | self.rates
+
+    def _postfix(self) -> str:
+        parts = [f"loss {self.latest['loss/train/total']:.3f}"]
+        if "metrics/train/MaskedAccuracy" in self.latest:
+            parts.append(f"accuracy {self.latest['metrics/train/MaskedAccuracy']:.1%}")
+        if "tokens_per_second" in self.rates:
+            parts.append(f"{self.rates['tokens_per_second']:,.0f} tokens/s")
+        return ", ".join(parts)
 
     def _write(self, state: State, values: dict[str, Any]) -> None:
         if not is_main_process():

@@ -1,98 +1,117 @@
-"""MDS shards → masked batches.
-
-Masks are drawn from (seed, epoch, sample), so they do not depend on the number of workers or devices, differ from epoch
-to epoch, and are the same again in a run that was interrupted.
-"""
+"""MDS shards, of text or of tokens, in one place or several → batches for masked language modelling."""
 
 import json
-from collections.abc import Sequence
+import os
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from composer.utils import dist
-from streaming import StreamingDataLoader, StreamingDataset
+from streaming import Stream, StreamingDataLoader, StreamingDataset
+from streaming.base.storage import CloudDownloader
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from src.cli import UserError
-from src.config import LoaderConfig
+from src.collate import MaskingCollator, sample_count
+from src.config import DatasetConfig, LoaderConfig, nearest
+from src.masking import Masking
+from src.token_rows import vocabulary_digest
 
-IGNORED = -100  # the label of a token that is not to be predicted
+STREAM_KEYS = ["local", "remote", "split", "proportion", "repeat", "choose"]
 
 
 class StreamingTextDataset(StreamingDataset):
-    """Texts from MDS shards with a `text` column. Samples: {"text": str, "sample": (epoch, index)}."""
+    """Samples of MDS shards: what the shards hold, `text` or `tokens`, and "sample": (epoch, index).
+
+    The index counts through all shards of all streams, so no two samples have the same.
+    """
 
     epoch = 0
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.prepared: set[int] = set()
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """Ahead of every sample, streaming takes a lock (a file) to see to its shard; once does, if none is evicted."""
+        if blocking or self.cache_limit or shard_id not in self.prepared:
+            super().prepare_shard(shard_id, blocking)
+            self.prepared.add(shard_id)
 
     def _resume_incr_epoch(self) -> tuple[int, int]:
         self.epoch, sample_in_epoch = super()._resume_incr_epoch()
         return self.epoch, sample_in_epoch
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"text": super().__getitem__(index)["text"], "sample": (self.epoch, int(index))}
+        return {**super().__getitem__(index), "sample": (self.epoch, int(index))}
 
 
-class MaskingCollator:
-    """Samples → a batch for masked language modelling (Devlin et al. 2018, section 3.1).
+@dataclass
+class Padding:
+    """How much of the batches that a loader has given is padding, and how much would be without packing."""
 
-    Of the tokens that are no special ones, `mlm_probability` are to be predicted: 80 % of those become [MASK], 10 % a
-    random token, 10 % stay. Rows are padded to the longest, rounded up to a multiple of 8.
-    """
+    tokens: int = 0
+    positions: int = 0
+    unpacked_positions: int = 0
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, max_seq_len: int, mlm_probability: float, seed: int, every_epoch: bool
-    ):
-        self.tokenizer = tokenizer
-        self.max_seq_len = max_seq_len
-        self.mlm_probability = mlm_probability
-        self.seed = seed
-        self.every_epoch = every_epoch  # draw anew in each epoch (training) or keep the masks (evaluation)
-        self.special = np.array(sorted(tokenizer.all_special_ids))
-        self.pad_to = 8 if max_seq_len % 8 == 0 else None
-        self.ordinary = np.setdiff1d(np.arange(len(tokenizer)), self.special)
+    def count(self, batch: dict[str, Tensor], collator: MaskingCollator) -> None:
+        self.tokens += int(batch["attention_mask"].sum())
+        self.positions += batch["input_ids"].numel()
+        if collator.packing:
+            longest = int(batch["sample_lengths"].max())
+            self.unpacked_positions += sample_count(batch) * collator.row_length(longest)
 
-    def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        batch = self.tokenizer(
-            [sample["text"] for sample in samples],
-            truncation=True,
-            max_length=self.max_seq_len,
-            padding="longest",
-            pad_to_multiple_of=self.pad_to,
-            return_token_type_ids=False,
-            return_tensors="np",
-        )
-        ids, labels = zip(*(self.mask(row, *sample["sample"]) for row, sample in zip(batch["input_ids"], samples)))
-        return {
-            "input_ids": torch.from_numpy(np.stack(ids)),
-            "attention_mask": torch.from_numpy(batch["attention_mask"]),
-            "labels": torch.from_numpy(np.stack(labels)),
-        }
+    def shares(self) -> dict[str, float]:
+        """Padding as a share of all positions."""
+        named = {"padding": self.positions, "padding_without_packing": self.unpacked_positions}
+        return {name: 1 - self.tokens / positions for name, positions in named.items() if positions}
 
-    def mask(self, ids: np.ndarray, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """The row with tokens hidden, and its labels; both (length,)."""
-        draw = np.random.default_rng((self.seed, epoch if self.every_epoch else 0, index))
-        chosen = (draw.random(self.max_seq_len)[: len(ids)] < self.mlm_probability) & ~np.isin(ids, self.special)
-        fate = draw.random(self.max_seq_len)[: len(ids)]
-        random_ids = draw.choice(self.ordinary, self.max_seq_len)[: len(ids)]
-        labels = np.where(chosen, ids, IGNORED)
-        hidden = np.where(chosen & (fate < 0.8), self.tokenizer.mask_token_id, ids)
-        return np.where(chosen & (fate >= 0.9), random_ids, hidden), labels
+    def __str__(self) -> str:
+        shares = self.shares()
+        without = f", {shares['padding_without_packing']:.1%} without packing" if self.unpacked_positions else ""
+        return f"{shares['padding']:.1%} of the positions{without}"
 
 
-def build(
-    config: LoaderConfig, tokenizer: PreTrainedTokenizerBase, batch_size: int, train: bool
-) -> StreamingDataLoader:
-    """Masked batches of `batch_size` rows for this device. Raises UserError where the split has no shards."""
+class TextDataLoader(StreamingDataLoader):
+    """Counts samples, of which several may share a row, where it is asked how far it got; and padding."""
+
+    collate_fn: MaskingCollator
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.padding = Padding()
+
+    def _get_batch_size(self, batch: dict[str, Tensor]) -> int:
+        return sample_count(batch)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for batch in super().__iter__():
+            self.padding.count(batch, self.collate_fn)
+            yield batch
+
+
+def build(config: LoaderConfig, tokenizer: PreTrainedTokenizerBase, batch_size: int, train: bool) -> TextDataLoader:
+    """Masked batches of `batch_size` samples for this device. Raises UserError for shards or options that cannot be used."""
     options = config.dataset
     if not 0 < options.mlm_probability < 1:
         raise UserError(f"mlm_probability {options.mlm_probability} must lie between 0 and 1")
+    masking = Masking(
+        tokenizer,
+        options.mlm_probability,
+        options.seed,
+        every_epoch=train,
+        whole_words=options.whole_word_masking,
+    )
     dataset = build_dataset(
         options.local,
         options.remote,
         options.split,
+        options.streams,
         batch_size=batch_size,
         shuffle=options.shuffle,
         shuffle_seed=options.seed,
@@ -100,41 +119,75 @@ def build(
         cache_limit=options.cache_limit,
         num_canonical_nodes=options.num_canonical_nodes,
     )
+    if "tokens" in dataset.shards[0].column_names:
+        for stream in dataset.streams:
+            check_tokens(stream, tokenizer, options)
     devices = dist.get_world_size()
     if config.drop_last and len(dataset) < batch_size:  # of one device
         raise UserError(f"the split {options.split} gives each of {devices} devices {len(dataset)} samples, less than a batch of {batch_size}; lower global_train_batch_size, or convert more text")  # fmt: skip
-    return StreamingDataLoader(
+    return TextDataLoader(
         dataset,
         batch_size=batch_size,
-        collate_fn=MaskingCollator(
-            tokenizer, options.max_seq_len, options.mlm_probability, options.seed, every_epoch=train
-        ),
+        collate_fn=MaskingCollator(tokenizer, options.max_seq_len, masking, options.packing, options.pad_to_max_length),
         num_workers=config.num_workers,
+        worker_init_fn=leave_signals_to_the_main_process,
         drop_last=config.drop_last,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=config.num_workers > 0,
     )
 
 
-def build_dataset(local: str, remote: str | None, split: str, **options: Any) -> StreamingTextDataset:
-    """The samples of a split, checked before any work. Raises UserError where there are no shards."""
-    folder = Path(local) / split
-    if remote is None and not (folder / "index.json").is_file():
-        command = (
-            f"python src/convert_dataset.py --dataset allenai/c4 --data_subset en --splits {split} --out_root {local}"
-        )
-        if not Path(local).is_dir():
-            raise UserError(f"data_local: the folder {local} does not exist; write shards to it, e.g. with `{command}`")
-        splits = sorted(path.parent.name for path in Path(local).glob("*/index.json"))
-        found = f"its splits are {', '.join(splits)}" if splits else "it holds no finished split"
-        raise UserError(f"data_local: {folder} holds no shards ({found}); write them, e.g. with `{command}`")
-    if remote is None:
-        check_shards(folder)
-    dataset = StreamingTextDataset(local=local, remote=remote, split=split, **options)
-    columns = dataset.shards[0].column_names
-    if "text" not in columns:
-        raise UserError(f"{folder}: the shards have columns {', '.join(columns)} but no `text`; convert the data anew")
+def leave_signals_to_the_main_process(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; the main one still needs batches to end its step."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def build_dataset(
+    local: str, remote: str | None, split: str, streams: Mapping[str, Any] | None = None, **options: Any
+) -> StreamingTextDataset:
+    """The samples of a split, or of several streams, checked before any work. Raises UserError where there are no shards."""
+    sources = {f"streams.{name}": source for name, source in (streams or {}).items()}
+    if not sources:
+        sources = {"data_local": {"local": local, "remote": remote}}
+    opened = [open_stream(name, source, split) for name, source in sources.items()]
+    try:
+        Stream.validate_weights(opened)
+        dataset = StreamingTextDataset(streams=opened, **options)
+    except Exception as error:  # whatever the clients of s3, gs and oci raise, and streaming, of weights and limits
+        places = ", ".join(str(stream.remote or stream.local) for stream in opened)
+        raise UserError(f"cannot read the shards of {split} in {places}: {first_line(error)}") from None
+    check_columns(dataset)
     return dataset
+
+
+def open_stream(name: str, source: Any, split: str) -> Stream:
+    """One source of shards; those that lie here are checked. `name` is the key to speak of."""
+    if not isinstance(source, Mapping) or source.get("local") is None:
+        raise UserError(f"{name} must hold `key: value` lines, and among them local: the folder with the shards, or the cache for its remote")  # fmt: skip
+    for field in source:
+        if field not in STREAM_KEYS:
+            raise UserError(f"unknown key {name}.{field}{nearest(field, STREAM_KEYS)}")
+    split = source.get("split") or split
+    if source.get("remote") is None:
+        check_folder(name, Path(source["local"]), split)
+    try:
+        return Stream(**{**source, "split": split})
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name}: {first_line(error)}") from None
+
+
+def check_folder(name: str, local: Path, split: str) -> None:
+    """Raise UserError where a folder has no such split, or not all of it."""
+    folder = local / split
+    if (folder / "index.json").is_file():
+        check_shards(folder)
+        return
+    command = f"python src/convert_dataset.py --dataset allenai/c4 --data_subset en --splits {split} --out_root {local}"
+    if not local.is_dir():
+        raise UserError(f"{name}: the folder {local} does not exist; write shards to it, e.g. with `{command}`")
+    splits = sorted(path.parent.name for path in local.glob("*/index.json"))
+    found = f"its splits are {', '.join(splits)}" if splits else "it holds no finished split"
+    raise UserError(f"{name}: {folder} holds no shards ({found}); write them, e.g. with `{command}`")
 
 
 def check_shards(folder: Path) -> None:
@@ -151,3 +204,64 @@ def check_shards(folder: Path) -> None:
     missing = [stored for raw, stored in names if not ((folder / raw).is_file() or (folder / stored).is_file())]
     if missing:
         raise UserError(f"{folder} lacks {len(missing)} of {len(names)} shards ({missing[0]}, …); copy the split again or convert it anew with --overwrite")  # fmt: skip
+
+
+def check_columns(dataset: StreamingTextDataset) -> None:
+    """Raise UserError where the shards hold neither text nor tokens, or some hold the one and some the other."""
+    kinds = {}
+    for stream, shard in zip(dataset.streams, dataset.shard_offset_per_stream):
+        columns = dataset.shards[shard].column_names
+        kind = next((name for name in ("text", "tokens") if name in columns), None)
+        if kind is None:
+            raise UserError(f"{folder_of(stream)}: the shards have columns {', '.join(columns)} but no `text` or `tokens`; convert the data anew")  # fmt: skip
+        kinds[kind] = folder_of(stream)
+    if len(kinds) > 1:
+        raise UserError(
+            f"{kinds['text']} holds text and {kinds['tokens']} tokens, which do not mix; convert both alike"
+        )
+
+
+def check_tokens(stream: Stream, tokenizer: PreTrainedTokenizerBase, options: DatasetConfig) -> None:
+    """Raise UserError where a stream's tokens are not this tokenizer's, or its rows longer than max_seq_len."""
+    made = tokens_summary(stream)
+    if made["digest"] != vocabulary_digest(tokenizer):
+        raise UserError(f"tokenizer_name: {options.tokenizer_name} did not make the tokens in {folder_of(stream)}, but {made['tokenizer']} with {made['vocab_size']:,} tokens; name that one, or convert the text again")  # fmt: skip
+    if made["length"] > options.max_seq_len:
+        raise UserError(f"max_seq_len {options.max_seq_len} is less than the {made['length']} tokens of rows in {folder_of(stream)}; set it to {made['length']}, or convert the text with --{made['mode']} {options.max_seq_len}")  # fmt: skip
+
+
+def tokens_summary(stream: Stream) -> dict[str, Any]:
+    """What split.json says about a stream's tokens; fetched from its remote where it is not here yet."""
+    path = folder_of(stream) / "split.json"
+    if not path.exists() and stream.remote is not None:
+        with tempfile.TemporaryDirectory(
+            dir=path.parent
+        ) as folder:  # each process fetches it, and none sees half of it
+            fetched = Path(folder) / path.name
+            try:
+                CloudDownloader.direct_download(os.path.join(stream.remote, stream.split, path.name), str(fetched))
+                fetched.replace(path)
+            except Exception as error:  # whatever the clients of s3, gs and oci raise
+                raise UserError(f"{stream.remote}: cannot fetch {stream.split}/split.json ({first_line(error)}), which tells what tokenizer made the tokens; copy it there, or convert the text again") from None  # fmt: skip
+    try:
+        made = json.loads(path.read_text())["tokens"]
+        return {name: made[name] for name in ("tokenizer", "vocab_size", "digest", "mode", "length")}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is missing or damaged, and without it nothing tells what tokenizer made the tokens; copy the split again, or convert the text again") from None  # fmt: skip
+
+
+def folder_of(stream: Stream) -> Path:
+    """Where a stream's shards lie here."""
+    return Path(stream.local) / stream.split
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def describe(options: DatasetConfig, dataset: StreamingTextDataset) -> str:
+    """How many samples there are, and where."""
+    if not options.streams:
+        return f"{dataset.size:,} samples in {options.remote or options.local}"
+    parts = ", ".join(f"{stream.choose:,} of {name}" for name, stream in zip(options.streams, dataset.streams))
+    return f"{dataset.epoch_size:,} samples an epoch ({parts})"

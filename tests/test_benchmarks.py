@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from glue_files import write_glue
 
 from tests.conftest import run
 
@@ -34,3 +35,28 @@ def test_a_benchmark_writes_a_table_and_its_numbers(name, tmp_path):
             "lion-s",
         ]
         assert all(row["ms"] > 0 for row in written["rows"])
+
+
+def test_the_loader_is_timed_with_and_without_packing_by_workers_and_beside_a_step(tmp_path, shards, tokenizer_folder):
+    result = run(
+        "benchmarks/dataloader.py", "--data_local", shards, "--tokenizer_name", tokenizer_folder, "--max_seq_len", 16,
+        "--loader_batch", 8, "--workers", 0, 1, "--seconds", 0.1, *SMALL["train_step"][:6], "--device", "cpu", "--out", tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    *loaders, step = json.loads((tmp_path / "dataloader-cpu.json").read_text())["rows"]
+    assert [(row["kind"], row["packing"], row["workers"]) for row in loaders] == [
+        ("text", packing, workers) for packing in (False, True) for workers in (0, 1)
+    ]
+    assert all(row["samples_per_second"] > 0 for row in (*loaders, step))
+    assert all(0 <= row["padding"] < 1 for row in loaders)
+    assert (tmp_path / "dataloader-cpu.md").read_text().strip() in result.stdout
+
+
+def test_the_benchmark_of_padding_times_both_on_the_same_texts(tmp_path, tokenizer_folder):
+    result = run("benchmarks/finetune_padding.py", "--glue_dir", write_glue(tmp_path / "glue"), "--tokenizer", tokenizer_folder,
+                 "--layers", "1", "--hidden", "64", "--batch", "4", "--steps", "3", "--device", "cpu", "--out", tmp_path)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    longest, fixed = json.loads((tmp_path / "finetune-padding-cpu.json").read_text())["rows"]
+    assert longest["tokens"] < fixed["tokens"] == 128
+    assert longest["ratio"] == 1 < fixed["ratio"]
+    assert fixed["epoch_s"] == pytest.approx(6 * fixed["ms"] / 1000)

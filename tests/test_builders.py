@@ -4,10 +4,11 @@ import re
 
 import pytest
 import torch
-from composer import Trainer
+from composer import Callback, Trainer
 from composer.algorithms import GradientClipping
 from composer.callbacks import LRMonitor, SpeedMonitor
 from composer.loggers import FileLogger
+from composer.models import ComposerClassifier
 from composer.optim import (
     ConstantWithWarmupScheduler,
     CosineAnnealingWithWarmupScheduler,
@@ -64,6 +65,34 @@ def test_unknown_names_and_arguments_are_told_with_the_nearest_known_one(model, 
         build(model)
     for word in words:
         assert word in str(error.value)
+
+
+def test_an_inherited_argument_that_another_object_does_not_have_goes_with_null():
+    scheduler = builders.build_scheduler({"name": "constant", "t_warmup": None, "alpha": 0.5})
+    assert scheduler.alpha == 0.5
+
+
+def test_warmup_stable_decay_rises_stays_and_falls_at_the_end(model):
+    section = {"name": "warmup_stable_decay", "t_warmup": "2ba", "decay": 0.5, "alpha_f": 0.2}
+    dataset = torch.utils.data.TensorDataset(torch.zeros(8, 1), torch.zeros(8, dtype=torch.long))
+    classifier = ComposerClassifier(torch.nn.Linear(1, 2), num_classes=2)
+    optimizer = torch.optim.SGD(classifier.parameters(), lr=1.0)
+    rates = []
+
+    class Record(Callback):
+        def batch_start(self, state, logger):
+            rates.append(state.schedulers[0].get_last_lr()[0])
+
+    loader = torch.utils.data.DataLoader(dataset, batch_size=1)
+    builders.build_trainer(classifier, device="cpu", precision="fp32", train_dataloader=loader, optimizers=optimizer,
+                           schedulers=builders.build_scheduler(section), max_duration="8ba", callbacks=[Record()]).fit()  # fmt: skip
+    assert rates == pytest.approx([0, 0, 0.5, 1, 1, 1, 0.8, 0.6])  # Composer sets a rate by the steps before the last
+
+
+@pytest.mark.parametrize("decay", [0, 1.5])
+def test_a_decay_that_is_no_share_of_the_run_is_refused(decay):
+    with pytest.raises(UserError, match=f"scheduler.decay {decay}"):
+        builders.build_scheduler({"name": "warmup_stable_decay", "t_warmup": "2ba", "decay": decay})
 
 
 @pytest.mark.parametrize(

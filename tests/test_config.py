@@ -128,6 +128,14 @@ def test_to_dict_is_plain_and_loads_back(tmp_path, config_file):
     assert pretrain(path) == config
 
 
+def test_streams_are_plain_dictionaries_with_what_they_refer_to(config_file):
+    overrides = ["train_loader.dataset.streams.web.local=${data_local}/web", "train_loader.dataset.streams.web.proportion=0.5"]  # fmt: skip
+    config = pretrain(config_file, "data_local=/elsewhere", *overrides)
+    assert config.train_loader.dataset.streams == {"web": {"local": "/elsewhere/web", "proportion": 0.5}}
+    assert type(config.train_loader.dataset.streams["web"]) is dict
+    assert config.eval_loader.dataset.streams == {}
+
+
 # --help and --print_config
 
 

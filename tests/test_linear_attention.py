@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from src.lion import linear_attention
-from src.lion.linear_attention import attention_matrix, definition, piece_states
+from src.lion.linear_attention import _BLOCK_ENTRIES, attention_matrix, definition, piece_states
 
 FORMS = ("full", "recurrent", "chunkwise", "auto")
 DECAYS = ("none", "head", "token")
@@ -172,6 +172,15 @@ def test_the_chunk_size_changes_nothing(chunk_size):
     inputs, mask = draw("token", 33, 2, 3, "holes")
     actual = outputs_and_gradients(linear_attention, inputs, mask=mask, form="chunkwise", chunk_size=chunk_size)
     assert_all_close(actual, reference("token", 33, 2, 3, "holes"))
+
+
+@pytest.mark.parametrize("entries", [1, 4 * 3 * 5 * 5, 2**18])  # one text's chunk, four of them, all
+@pytest.mark.parametrize("decay", DECAYS)
+def test_how_many_chunks_are_worked_on_at_a_time_changes_nothing(decay, entries, monkeypatch):
+    monkeypatch.setitem(_BLOCK_ENTRIES, "cpu", entries)
+    inputs, mask = draw(decay, 33, 2, 3, "holes")
+    actual = outputs_and_gradients(linear_attention, inputs, mask=mask, form="chunkwise", chunk_size=5)
+    assert_all_close(actual, reference(decay, 33, 2, 3, "holes"))
 
 
 @pytest.mark.parametrize("decay", DECAYS)

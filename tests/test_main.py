@@ -1,6 +1,7 @@
 """Pretraining as a user runs it: what a run leaves, that it is not done twice, that it survives a kill, what it refuses."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Result, assert_one_sentence, environment, run, snapshot
+from conftest import ROOT, TINY_MODEL, Result, assert_one_sentence, environment, run, snapshot
 from omegaconf import OmegaConf
 
 import main
@@ -58,7 +59,7 @@ def test_a_run_leaves_metrics_curves_checkpoints_and_event_files(finished):
 
 def test_a_run_says_what_it_will_do_and_where_the_result_lies(finished):
     _, folder, result = finished
-    for words in ("lion-s, 1 layers of 32", "samples in", "for 6ba", str(folder)):
+    for words in ("lion-s, 1 layers of 32", "samples in", "6ba: 6 steps of 8 samples", str(folder)):
         assert words in result.stderr
     for words in ("before", "after", "latest-rank0.pt", "curves.png", "metrics.jsonl"):
         assert words in result.stdout
@@ -142,6 +143,46 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_same_end(tmp_path,
     assert [line for line in left if line["batch"] < step] == [line for line in lines if line["batch"] < step]
     checkpoint = torch.load(folder / "latest-rank0.pt", weights_only=False)
     assert checkpoint["state"]["timestamp"]["Timestamp"]["batch"] == 300
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in metrics(folder) if "loss" in line]
+
+
+def test_packing_devices_microbatches_workers_and_a_stop_change_nothing_but_rounding(tmp_path, write_config):
+    """A plain run, and one with packed rows on two devices that goes on, from the middle of an epoch, on one."""
+    same = {
+        "model": {**TINY_MODEL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        "scheduler": {"t_warmup": "0ba", "alpha_f": 1.0},  # the same rate however long the run is
+        "eval_interval": "9ba", "save_interval": "5ba", "loggers": {}, "global_train_batch_size": 8,
+    }  # fmt: skip
+    for name in ("plain", "packed"):
+        (tmp_path / name).mkdir()
+    plain = write_config(tmp_path / "plain", **same, max_duration="9ba")
+    packed = write_config(
+        tmp_path / "packed",
+        **same,
+        max_duration="5ba",
+        device_train_microbatch_size=2,
+        train_loader={"dataset": {"packing": True}, "num_workers": 1},
+        eval_loader={"dataset": {"packing": True}, "num_workers": 0},
+    )
+    result = run("main.py", plain)
+    assert result.returncode == 0, result.stderr
+    launch = [sys.executable, "-m", "composer.cli.launcher", "-n", "2", ROOT / "main.py", packed]
+    two = subprocess.run(launch, env=environment(), capture_output=True, text=True, timeout=120)
+    assert two.returncode == 0, two.stderr
+    one = run("main.py", packed, "max_duration=9ba", "train_loader.num_workers=2", "device_train_microbatch_size=8")
+    assert one.returncode == 0, one.stderr
+    assert "going on from step 5" in one.stderr
+    expected, found = losses(tmp_path / "plain" / "run"), losses(tmp_path / "packed" / "run")
+    assert len(expected) == len(found) == 9
+    assert found == pytest.approx(expected, rel=1e-5)
+    evaluations = [metrics(tmp_path / name / "run")[-1]["eval"] for name in ("plain", "packed")]
+    assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-4)
+    shares = [line for line in metrics(tmp_path / "packed" / "run") if "loss" in line][-1]
+    assert 0 < shares["padding"] < shares["padding_without_packing"]
+    assert re.search(r"padding: [\d.]+% of the positions, [\d.]+% without packing", one.stderr)
 
 
 # check_save_folder, in this process

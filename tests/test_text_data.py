@@ -1,156 +1,101 @@
-"""Shards → masked batches: what is masked, when it is the same again, how rows are padded, and in what order they come."""
+"""Shards → masked batches: in what order they come, from where, when they are the same again, and what is refused."""
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY_MODEL, WORDS, sentences
+from conftest import TINY_MODEL, sentences, write_jsonl
 from streaming import MDSWriter
+from streaming.base.storage.download import S3Downloader
+from transformers import BertTokenizerFast
 
+from src import convert_dataset
 from src.cli import UserError
+from src.collate import sample_count
 from src.config import DatasetConfig, LoaderConfig
-from src.text_data import IGNORED, MaskingCollator, build, build_dataset
+from src.masking import IGNORED
+from src.text_data import StreamingTextDataset, build, build_dataset, describe
+from src.token_rows import vocabulary_digest
+
+Batch = dict[str, torch.Tensor]
 
 
-def collator(tokenizer, max_seq_len: int = 64, seed: int = 17, share: float = 0.3, train: bool = True):
-    return MaskingCollator(tokenizer, max_seq_len, share, seed, every_epoch=train)
-
-
-def samples(texts: list[str], epoch: int = 0, first: int = 0) -> list[dict]:
-    return [{"text": text, "sample": (epoch, first + i)} for i, text in enumerate(texts)]
-
-
-def unmasked(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def unmasked(batch: Batch) -> torch.Tensor:
     return torch.where(batch["labels"] == IGNORED, batch["input_ids"], batch["labels"])
 
 
-# Masks
-
-
-@pytest.fixture(scope="module")
-def many(tokenizer) -> dict[str, torch.Tensor]:
-    """Masked rows of 64,000 tokens, with the ids they had."""
-    texts = [" ".join(np.random.default_rng(i).choice(WORDS, 200)) for i in range(1000)]
-    original = tokenizer(texts, truncation=True, max_length=64, return_tensors="pt", return_token_type_ids=False)
-    return {**collator(tokenizer)(samples(texts)), "original": original["input_ids"]}
-
-
-def test_the_share_of_tokens_to_predict_and_what_becomes_of_them(many, tokenizer):
-    chosen = many["labels"] != IGNORED
-    ordinary = ~torch.isin(many["original"], torch.tensor(tokenizer.all_special_ids))
-    assert chosen[ordinary].float().mean() == pytest.approx(0.3, abs=0.01)
-    before, after = many["original"][chosen], many["input_ids"][chosen]
-    masked, kept = after == tokenizer.mask_token_id, after == before
-    assert masked.float().mean() == pytest.approx(0.8, abs=0.01)
-    # of the random tokens, one in the number of ordinary ones is by chance the old one
-    chance = 0.1 / (len(tokenizer) - len(tokenizer.all_special_ids))
-    assert kept.float().mean() == pytest.approx(0.1 + chance, abs=0.01)
-    random = after[~masked & ~kept]
-    assert not torch.isin(random, torch.tensor(tokenizer.all_special_ids)).any()
-    assert len(random.unique()) == len(tokenizer) - len(tokenizer.all_special_ids)
-
-
-def test_every_place_of_a_row_is_chosen_as_often(many):
-    share = (many["labels"] != IGNORED).float().mean(0)[1:-1]  # without [CLS] and [SEP]
-    assert share.min() > 0.22
-    assert share.max() < 0.38
-
-
-def test_labels_are_the_old_ids_where_chosen_and_nothing_else_changes(many):
-    chosen = many["labels"] != IGNORED
-    assert torch.equal(many["labels"][chosen], many["original"][chosen])
-    assert torch.equal(many["input_ids"][~chosen], many["original"][~chosen])
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_special_tokens_and_padding_are_never_chosen(tokenizer, share):
-    texts = ["the dog", "☃ the unknown ☃", *sentences(6)]
-    batch = collator(tokenizer, share=share)(samples(texts))
-    original = tokenizer(texts, padding=True, pad_to_multiple_of=8, return_tensors="pt")["input_ids"]
-    special = torch.isin(original, torch.tensor(tokenizer.all_special_ids))
-    assert tokenizer.unk_token_id in original
-    assert tokenizer.pad_token_id in original
-    assert torch.equal(batch["labels"] != IGNORED, ~special if share else torch.zeros_like(special))
-    assert torch.equal(batch["input_ids"][special], original[special])
-    assert torch.equal(batch["attention_mask"].bool(), original != tokenizer.pad_token_id)
-
-
-def test_a_mask_depends_on_seed_epoch_and_sample_and_not_on_its_batch(tokenizer):
-    collate = collator(tokenizer)
-    texts = sentences(6)
-    together = collate(samples(texts, epoch=2, first=40))
-    for i, text in enumerate(texts):
-        alone = collate([{"text": text, "sample": (2, 40 + i)}])
-        length = int(alone["attention_mask"].sum())
-        for name in ("input_ids", "labels"):
-            assert torch.equal(alone[name][0, :length], together[name][i, :length])
-
-
-@pytest.mark.parametrize(("change", "same"), [({}, True), ({"seed": 18}, False), ({"epoch": 1}, False), ({"index": 1}, False)])  # fmt: skip
-@pytest.mark.parametrize("train", [True, False], ids=["training", "evaluation"])
-def test_when_the_same_text_is_masked_alike(tokenizer, change, same, train):
-    text = " ".join(WORDS)
-
-    def labels(seed=17, epoch=0, index=0):
-        return collator(tokenizer, seed=seed, train=train)([{"text": text, "sample": (epoch, index)}])["labels"]
-
-    if not train and "epoch" in change:
-        same = True  # evaluations are comparable
-    assert torch.equal(labels(), labels(**change)) == same
-
-
-# Rows
-
-
-@pytest.mark.parametrize("max_seq_len", [8, 20, 24, 64])
-def test_rows_are_padded_to_a_multiple_of_8_and_never_beyond_max_seq_len(tokenizer, max_seq_len):
-    collate = collator(tokenizer, max_seq_len)
-    for words in range(1, 70):
-        batch = collate(samples(["the dog", " ".join((WORDS * 2)[:words])]))
-        length = batch["input_ids"].shape[1]
-        real = int(batch["attention_mask"].sum(1).max())
-        assert real <= length <= max_seq_len
-        assert length - real < 8
-        assert length % 8 == 0 or max_seq_len % 8
-        assert batch["attention_mask"].shape == batch["labels"].shape == batch["input_ids"].shape
-
-
-@pytest.mark.parametrize("max_seq_len", [8, 20])
-def test_a_cut_text_still_ends_with_sep(tokenizer, max_seq_len):
-    batch = collator(tokenizer, max_seq_len)(samples([" ".join(WORDS)]))
-    row = unmasked(batch)[0]
-    expected = tokenizer(" ".join(WORDS), add_special_tokens=False)["input_ids"][: max_seq_len - 2]
-    assert row.tolist() == [tokenizer.cls_token_id, *expected, tokenizer.sep_token_id]
-
-
-# Loaders
-
-
-def config(shards: Path, split: str = "train", workers: int = 0, **changes) -> LoaderConfig:
+def config(shards: Path, split: str = "train", workers: int = 0, drop_last: bool = False, **changes) -> LoaderConfig:
     options = {"local": str(shards), "remote": None, "split": split, "max_seq_len": 64, "mlm_probability": 0.3, "seed": 17, **changes}  # fmt: skip
-    return LoaderConfig(DatasetConfig(**options), num_workers=workers)
+    return LoaderConfig(DatasetConfig(**options), num_workers=workers, drop_last=drop_last)
 
 
-def epochs(loader, count: int = 1) -> list[list[dict[str, torch.Tensor]]]:
+def same(batches: list[Batch], others: list[Batch]) -> bool:
+    return len(batches) == len(others) and all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(batches, others)
+    )
+
+
+def epochs(loader, count: int = 1) -> list[list[Batch]]:
     return [list(loader) for _ in range(count)]
 
 
-def test_the_loader_gives_the_same_samples_and_masks_with_no_worker_and_with_two(shards, tokenizer):
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_loader_gives_the_same_batches_with_no_worker_and_with_two(shards, tokenizer, packing):
     plain, parallel = (
-        epochs(build(config(shards, workers=workers, shuffle=True), tokenizer, 5, train=True), 2) for workers in (0, 2)
+        epochs(build(config(shards, workers=workers, shuffle=True, packing=packing), tokenizer, 5, train=True), 2)
+        for workers in (0, 2)
     )
-    for one, other in zip(plain, parallel):
-        rows = [
-            sorted((tuple(ids), tuple(labels)) for batch in epoch for ids, labels in unpadded(batch))
-            for epoch in (one, other)
-        ]
-        assert rows[0] == rows[1]
+    assert all(same(one, other) for one, other in zip(plain, parallel))
+    assert not same(*plain)
 
 
-def unpadded(batch: dict[str, torch.Tensor]):
-    for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"].bool()):
-        yield ids[mask].tolist(), labels[mask].tolist()
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_last_batch_is_left_out_or_not_as_the_config_says(shards, tokenizer, workers, packing):
+    for drop_last in (False, True):
+        options = config(shards, workers=workers, drop_last=drop_last, packing=packing)
+        loader = build(options, tokenizer, 5, train=True)
+        size = loader.dataset.size
+        assert size % 5
+        full = [5] * (size // 5)
+        assert [sample_count(batch) for batch in loader] == (full if drop_last else [*full, size % 5])
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (0, 2), (2, 1)])
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_loader_goes_on_within_an_epoch_with_another_number_of_workers(shards, tokenizer, before, after, packing):
+    def loader(workers):
+        return build(config(shards, workers=workers, shuffle=True, packing=packing), tokenizer, 5, train=True)
+
+    _, second, third = epochs(loader(0), 3)
+    stopped = loader(before)
+    list(stopped)
+    batches = iter(stopped)
+    seen = [next(batches) for _ in range(4)]
+    state = stopped.state_dict()
+    resumed = loader(after)
+    resumed.load_state_dict(state)
+    assert same([*seen, *resumed], second)
+    assert same(list(resumed), third)
+
+
+def test_going_on_reads_no_sample_again(shards, tokenizer, monkeypatch):
+    read = []
+    fetch = StreamingTextDataset.__getitem__
+    monkeypatch.setattr(StreamingTextDataset, "__getitem__", lambda self, i: read.append(int(i)) or fetch(self, i))
+    stopped = build(config(shards, shuffle=True), tokenizer, 5, train=True)
+    batches = iter(stopped)
+    for _ in range(4):
+        next(batches)
+    seen, state = read[:20], stopped.state_dict()
+    resumed = build(config(shards, shuffle=True), tokenizer, 5, train=True)
+    read.clear()
+    resumed.load_state_dict(state)
+    list(resumed)
+    assert sorted(seen + read) == list(range(stopped.dataset.size))
 
 
 def test_an_epoch_holds_every_text_once(shards, tokenizer):
@@ -193,6 +138,216 @@ def test_a_batch_is_what_the_model_takes(shards, tokenizer):
     assert loss.item() > 0
 
 
+def test_padding_is_counted_with_and_without_packing(shards, tokenizer):
+    loader = build(config(shards, "val"), tokenizer, 8, train=False)
+    packed = build(config(shards, "val", packing=True), tokenizer, 8, train=False)
+    for single, batch in zip(loader, packed):
+        assert batch["attention_mask"].sum() == single["attention_mask"].sum()
+    assert loader.padding.shares() == {"padding": packed.padding.shares()["padding_without_packing"]}
+    assert packed.padding.shares()["padding"] < 0.6 * loader.padding.shares()["padding"]
+    assert str(packed.padding).endswith(f"% of the positions, {loader.padding.shares()['padding']:.1%} without packing")
+
+
+# Rows of tokens
+
+
+def write_tokens(folder: Path, tokenizer, texts: list[str], length: int = 64) -> Path:
+    """A split of rows of tokens, a text each; returns the folder of splits."""
+    with MDSWriter(out=str(folder / "train"), columns={"tokens": "ndarray:uint16"}) as out:
+        for text in texts:
+            out.write({"tokens": np.array(tokenizer(text, truncation=True, max_length=length)["input_ids"], np.uint16)})
+    made = {"tokenizer": "mine", "vocab_size": len(tokenizer), "digest": vocabulary_digest(tokenizer), "mode": "max_seq_len", "length": length}  # fmt: skip
+    (folder / "train" / "split.json").write_text(json.dumps({"tokens": made}))
+    return folder
+
+
+def write_texts(folder: Path, texts: list[str], *options: str) -> Path:
+    folder.mkdir()
+    data = write_jsonl(folder / "data.jsonl", texts)
+    convert_dataset.main(["--data_files", str(data), "--splits", "train", "--out_root", str(folder), *options])
+    return folder
+
+
+@pytest.mark.parametrize("changes", [{}, {"packing": True}, {"whole_word_masking": True}])
+def test_tokens_give_the_batches_that_their_text_gives(tmp_path, tokenizer, changes):
+    texts = sentences(23)
+    folders = write_texts(tmp_path / "text", texts), write_tokens(tmp_path / "tokens", tokenizer, texts)
+    batches = [list(build(config(folder, **changes), tokenizer, 5, train=True)) for folder in folders]
+    assert same(*batches)
+
+
+def test_tokens_of_another_tokenizer_are_refused(tmp_path, tokenizer, tokenizer_folder):
+    folder = write_tokens(tmp_path, tokenizer, sentences(3))
+    vocabulary = (tokenizer_folder / "vocab.txt").read_text().split()
+    (tmp_path / "vocab.txt").write_text("\n".join([*vocabulary[:-2], vocabulary[-1], vocabulary[-2]]))
+    other = BertTokenizerFast(str(tmp_path / "vocab.txt"))
+    with pytest.raises(
+        UserError, match=rf"^tokenizer_name: other did not make .*train, but mine with {len(tokenizer)} tokens;"
+    ):
+        build(config(folder, tokenizer_name="other"), other, 2, train=True)
+
+
+def test_tokens_longer_than_max_seq_len_are_refused(tmp_path, tokenizer):
+    folder = write_tokens(tmp_path, tokenizer, sentences(3), length=64)
+    with pytest.raises(UserError, match=r"max_seq_len 32 is less than the 64 tokens of rows .* --max_seq_len 32"):
+        build(config(folder, max_seq_len=32), tokenizer, 2, train=True)
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}", '{"tokens": null}', "[]"])
+def test_tokens_of_which_nothing_tells_the_tokenizer_are_refused(tmp_path, tokenizer, content):
+    folder = write_tokens(tmp_path, tokenizer, sentences(3))
+    (folder / "train" / "split.json").unlink()
+    if content is not None:
+        (folder / "train" / "split.json").write_text(content)
+    with pytest.raises(UserError, match=r"train/split.json is missing or damaged"):
+        build(config(folder), tokenizer, 2, train=True)
+
+
+# Streams
+
+
+def source_of(batch: Batch, tokenizer) -> list[str]:
+    """Which stream each row is from: its texts begin with the stream's name."""
+    return [tokenizer.convert_ids_to_tokens(int(row[1])) for row in unmasked(batch)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> dict[str, dict]:
+    """Streams of 40 and 20 texts."""
+    folder = tmp_path_factory.mktemp("streams")
+    for name, count in (("dog", 40), ("cat", 20)):
+        write_texts(folder / name, [f"{name} {text}" for text in sentences(count)])
+    return {name: {"local": str(folder / name)} for name in ("dog", "cat")}
+
+
+@pytest.mark.parametrize(
+    ("weights", "dogs", "cats"),
+    [
+        ([{}, {}], 40, 20),
+        ([{"proportion": 0.2}, {"proportion": 0.8}], 12, 48),
+        ([{"proportion": 1}, {"proportion": 3}], 15, 45),
+        ([{"repeat": 0.5}, {"repeat": 2}], 20, 40),
+        ([{"choose": 7}, {}], 7, 20),
+    ],
+)
+def test_streams_are_mixed_as_they_are_weighted(two, tokenizer, weights, dogs, cats):
+    streams = {name: {**stream, **weight} for (name, stream), weight in zip(two.items(), weights)}
+    options = config(Path("unused"), shuffle=True, streams=streams)
+    loader = build(options, tokenizer, 6, train=True)
+    found = [name for batch in loader for name in source_of(batch, tokenizer)]
+    assert (found.count("dog"), found.count("cat")) == (dogs, cats)
+    assert found[:dogs] != ["dog"] * dogs  # they are shuffled among each other
+    assert describe(options.dataset, loader.dataset) == f"{dogs + cats} samples an epoch ({dogs} of dog, {cats} of cat)"
+
+
+def test_the_same_text_in_two_streams_has_two_masks(two, tokenizer, tmp_path):
+    copy = shutil.copytree(two["cat"]["local"], tmp_path / "copy")
+    streams = {"cat": two["cat"], "copy": {"local": str(copy)}}
+    loader = build(config(Path("unused"), streams=streams), tokenizer, 20, train=True)
+    first, second = loader
+    assert torch.equal(unmasked(first), unmasked(second))
+    assert not torch.equal(first["labels"], second["labels"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dog": "folder"}, ["streams.dog must hold", "local"]),
+        ({"dog": {"remote": "s3://bucket"}}, ["streams.dog must hold", "local"]),
+        ({"dog": {"local": "x", "proporton": 1}}, ["unknown key streams.dog.proporton; did you mean proportion?"]),
+        ({"dog": {"local": "no/such"}}, ["streams.dog: the folder no/such does not exist"]),
+        ({"dog": {"local": "{cat}", "split": "val"}}, ["streams.dog", "val holds no shards (its splits are train)"]),
+        ({"dog": {"local": "{dog}", "proportion": 1, "repeat": 1}}, ["streams.dog: At most one of"]),
+        ({"dog": {"local": "{dog}", "proportion": -1}}, ["streams.dog", "non-negative"]),
+        ({"dog": {"local": "{dog}", "proportion": "half"}}, ["streams.dog: "]),
+        ({"dog": {"local": "{dog}", "proportion": 1}}, ["cannot read the shards", "incompatible"]),
+        ({"dog": {"local": "{cat}"}}, ["cannot read the shards", "Reused local directory"]),
+        ({"dog": {"local": "x", "remote": "ftp://nowhere"}}, ["streams.dog: Unsupported remote path"]),
+    ],
+)
+def test_streams_that_cannot_be_are_refused_by_name(two, tokenizer, change, words):
+    def filled(value):
+        return value.format(dog=two["dog"]["local"], cat=two["cat"]["local"]) if isinstance(value, str) else value
+
+    changed = {
+        name: {key: filled(value) for key, value in stream.items()} if isinstance(stream, dict) else stream
+        for name, stream in change.items()
+    }
+    with pytest.raises(UserError) as error:
+        build(config(Path("unused"), streams={**two, **changed}), tokenizer, 4, train=True)
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_text_and_tokens_do_not_mix(two, tokenizer, tmp_path):
+    streams = {"dog": two["dog"], "rows": {"local": str(write_tokens(tmp_path, tokenizer, sentences(3)))}}
+    with pytest.raises(UserError, match=r"dog/train holds text and \S+ tokens, which do not mix"):
+        build(config(Path("unused"), streams=streams), tokenizer, 4, train=True)
+
+
+# A remote and its cache
+
+
+def test_a_remote_is_copied_to_the_cache_and_gives_what_it_holds(tmp_path, shards, tokenizer):
+    def loader(local, remote=None, **changes):
+        return build(config(local, shuffle=True, remote=remote, **changes), tokenizer, 5, train=True)
+
+    expected = epochs(loader(shards), 2)
+    found = epochs(loader(tmp_path / "cache", str(shards), workers=2), 2)
+    assert all(same(one, other) for one, other in zip(expected, found))
+    assert (tmp_path / "cache" / "train" / "index.json").is_file()
+
+
+def test_the_cache_holds_no_more_than_its_limit(tmp_path, tokenizer):
+    texts = sentences(120)
+    remote = write_texts(tmp_path / "remote", texts, "--size_limit", "1024")
+    assert len(list((remote / "train").glob("*.mds"))) > 10
+    cache, limit = tmp_path / "cache", (remote / "train" / "index.json").stat().st_size + 5 * 1024
+    loader = build(config(cache, remote=str(remote), cache_limit=f"{limit}b", predownload=8), tokenizer, 8, train=True)
+    rows = []
+    for batch in loader:
+        rows += [row[real.bool()].tolist() for row, real in zip(unmasked(batch), batch["attention_mask"])]
+        assert sum(path.stat().st_size for path in (cache / "train").iterdir() if path.suffix != ".tmp") <= limit
+    assert rows == tokenizer(texts, truncation=True, max_length=64)["input_ids"]
+
+
+def test_tokens_of_a_remote_are_checked_by_the_split_json_there(tmp_path, tokenizer):
+    remote = write_tokens(tmp_path / "remote", tokenizer, sentences(12))
+    options = config(tmp_path / "cache", remote=str(remote))
+    assert sum(sample_count(batch) for batch in build(options, tokenizer, 4, train=True)) == 12
+    with pytest.raises(UserError, match="max_seq_len 32 is less than"):
+        build(config(tmp_path / "cache", remote=str(remote), max_seq_len=32), tokenizer, 4, train=True)
+    (remote / "train" / "split.json").unlink()
+    build(options, tokenizer, 4, train=True)  # it is in the cache
+    with pytest.raises(UserError, match=r"cannot fetch train/split.json \(.*No such file"):
+        build(config(tmp_path / "other", remote=str(remote)), tokenizer, 4, train=True)
+
+
+@pytest.mark.parametrize("options", [{"remote": "s3://bucket/texts"}, {"streams": {"web": {"remote": "s3://bucket/texts"}}}])  # fmt: skip
+def test_a_bucket_is_read_through_its_own_client(tmp_path, tokenizer, monkeypatch, options):
+    here = write_tokens(tmp_path / "here", tokenizer, sentences(12))
+    asked = []
+
+    def fetch(self, remote, local, timeout):
+        asked.append(remote)
+        shutil.copy(here / remote.removeprefix("s3://bucket/texts/"), local)
+
+    monkeypatch.setattr(S3Downloader, "_download_file_impl", fetch)
+    for stream in options.get("streams", {}).values():
+        stream["local"] = str(tmp_path / "cache")
+    loader = build(config(tmp_path / "cache", **options), tokenizer, 4, train=True)
+    assert sum(sample_count(batch) for batch in loader) == 12
+    assert sorted(asked) == [
+        f"s3://bucket/texts/train/{name}" for name in ("index.json", "shard.00000.mds", "split.json")
+    ]
+
+
+def test_a_remote_that_is_not_there_is_named(tmp_path, tokenizer):
+    with pytest.raises(UserError, match=r"cannot read the shards of train in \S+nowhere: .*No such file"):
+        build(config(tmp_path / "cache", remote=str(tmp_path / "nowhere")), tokenizer, 4, train=True)
+
+
 # What is not there
 
 
@@ -214,14 +369,13 @@ def test_an_empty_folder_holds_no_split(tmp_path):
 def test_shards_without_text_are_named_with_their_columns(tmp_path):
     with MDSWriter(out=str(tmp_path / "train"), columns={"body": "str", "id": "int"}) as out:
         out.write({"body": "hello", "id": 1})
-    with pytest.raises(UserError, match=r"train: the shards have columns body, id but no `text`"):
+    with pytest.raises(UserError, match=r"train: the shards have columns body, id but no `text` or `tokens`"):
         build_dataset(str(tmp_path), None, "train")
 
 
 def test_a_split_that_does_not_fill_one_batch_is_refused_where_such_batches_are_left_out(shards, tokenizer):
     """Epochs without a batch would go by for ever."""
-    options = config(shards)
-    options.drop_last = True
+    options = config(shards, drop_last=True)
     with pytest.raises(UserError, match=r"1000"):
         build(options, tokenizer, 1000, train=True)
 

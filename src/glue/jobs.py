@@ -1,266 +1,161 @@
-"""One fine-tuning run, a task with a seed; and all of a config's, one after another, each done once."""
+"""All of a config's fine-tuning runs, each done once."""
 
-import inspect
 import json
 import os
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from composer.utils import reproducibility
-from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy, MulticlassMatthewsCorrCoef
-from torchmetrics.regression import SpearmanCorrCoef
-from transformers import PreTrainedTokenizerBase
+from filelock import FileLock, Timeout
 
-from src import builders, hub
+from src import builders
 from src.cli import UserError, log
-from src.composer_models import LionClassifier
 from src.config import FinetuneConfig, to_dict
-from src.glue.data import Batches, Example, check_sources, loader, read_task
-from src.glue.tasks import Task, select
-from src.lion import LionConfig, LionForSequenceClassification
-from src.run_log import RunLog
+from src.glue.job import CHECKPOINT_FILE, Job, read_result
+from src.glue.pool import Failure, run_all
+from src.glue.sources import check_sources, digest, read_task
+from src.glue.start import build_model, read_start
+from src.glue.tasks import FROM_MNLI, Task, select
 
-RESULT_FILE = "result.json"
-
-
-class F1OfClasses(BinaryF1Score):
-    """F1 of class 1 from logits of two classes."""
-
-    def update(self, logits: Tensor, labels: Tensor) -> None:
-        super().update(logits.argmax(-1), labels)
+Result = dict[str, Any]
 
 
-METRICS = {
-    "accuracy": lambda classes: MulticlassAccuracy(classes, average="micro"),
-    "f1": lambda classes: F1OfClasses(),
-    "matthews": lambda classes: MulticlassMatthewsCorrCoef(classes),
-    "spearman": lambda classes: SpearmanCorrCoef(),
-}
-
-
-@dataclass
-class Start:
-    """What every job starts from: sizes, weights of the encoder (None: random ones) and tokenizer."""
-
-    config: dict[str, Any]
-    weights: dict[str, Tensor] | None
-    tokenizer: PreTrainedTokenizerBase
-    name: str
-
-
-def run_jobs(config: FinetuneConfig) -> list[dict[str, Any]]:
-    """Run every task with every seed that has no result yet, and return all results."""
+def run_jobs(config: FinetuneConfig) -> tuple[list[Result], list[Failure]]:
+    """Run every task with every seed that has no result yet; returns all results, and the jobs that have none."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("glue.py is started by python, not by a launcher; parallel=true runs a job on every GPU")
     builders.quiet()
     device = builders.resolve_device(config.device)
-    builders.resolve_precision(config.precision, device)
     tasks = select(config.tasks_to_run, config.tasks, config.default_seed)
-    check_sources(tasks, config.glue_dir)
-    start = read_start(config)
-    jobs = [(task, seed) for task in tasks for seed in task.seeds]
+    check(config, tasks, device)
+    places = where_to_run(config.parallel, device)
     folder = Path(config.save_folder)
-    log.info(f"{config.base_run_name}: {len(jobs)} jobs ({', '.join(task.title for task in tasks)}), from {start.name}, on {device}")  # fmt: skip
-    log.info(f"scores and predictions: {folder}")
-    results, data, begun, trained = [], {}, time.monotonic(), 0
-    for number, (task, seed) in enumerate(jobs, 1):
-        place = folder / "jobs" / f"{task.name}-{seed}"
-        settings = fingerprint(config, task, start)
-        result = None if config.rerun else finished(place, settings)
-        if result is None:
-            if task.name not in data:
-                data = {task.name: read_task(task, config.glue_dir)}  # one task's examples at a time
-            name = f"[{number}/{len(jobs)}] {task.title} seed {seed}"
-            result = run_job(config, name, task, seed, start, *data[task.name], place, device)
-            write_whole(place / RESULT_FILE, json.dumps({**result, "settings": settings}, indent=1))
-            trained += 1
-            minutes = (time.monotonic() - begun) / trained * (len(jobs) - number) / 60
-            left = f", about {minutes:.0f} min left" if number < len(jobs) else ""
-            log.info(f"{name}: {100 * result['score']:.2f} in {result['seconds']:.0f} s{left}")
-        else:
-            log.info(f"[{number}/{len(jobs)}] {task.title} seed {seed}: {100 * result['score']:.2f}, done earlier")
-        results.append(result)
-    return results
+    with alone_in(folder):
+        start = read_start(config)
+        build_model(start, replace(tasks[0], labels=tasks[0].labels or ("a", "b")))  # or weights that do not fit end it
+        jobs = plan(config, tasks, start.digest())
+        done = {job.folder: result for job in jobs if not config.rerun and (result := finished(job, config))}
+        log.info(f"{config.base_run_name}: {len(jobs)} jobs ({', '.join(dict.fromkeys(task.title for task in tasks))}), from {start.name}, on {device}")  # fmt: skip
+        log.info(f"scores and predictions: {folder}")
+        for job in jobs:
+            if job.folder in done:
+                log.info(f"{job.name}: {100 * done[job.folder]['score']:.2f}, done earlier")
+        del start  # every job's process reads it for itself
+        todo = with_work(config, [job for job in jobs if job.folder not in done])
+        failures = run_all(config, todo, device, places[: len(todo)])
+        failed = {failure.job.folder for failure in failures}
+        results = [done.get(job.folder) or read_result(job) for job in jobs if job.folder not in failed]
+    return results, failures
 
 
-def run_job(
-    config: FinetuneConfig,
-    name: str,
-    task: Task,
-    seed: int,
-    start: Start,
-    train: list[Example],
-    validation: dict[str, list[Example]],
-    folder: Path,
-    device: str,
-) -> dict[str, Any]:
-    """Fine-tune on one task with one seed; returns scores, the majority class's beside them, and where predictions lie."""
-    folder.mkdir(parents=True, exist_ok=True)
-    reproducibility.seed_all(seed)
-    tokenizer = start.tokenizer
-    model = LionClassifier(
-        build_model(start, task), tokenizer, [METRICS[metric](task.num_labels) for metric in task.metrics]
-    )
-    batches = Batches(tokenizer, config.max_seq_len, regression=not task.labels)
-    eval_loaders = {
-        split: loader(examples, batches, config.device_eval_batch_size) for split, examples in validation.items()
-    }
-    run_log = RunLog(folder, "10ba", name, config.progress_bar)
-    trainer = builders.build_trainer(
-        model,
-        device=device,
-        precision=builders.resolve_precision(task.precision or config.precision, device),
-        run_name=f"{config.base_run_name}-{task.name}-{seed}",
-        seed=seed,
-        train_dataloader=loader(train, batches, task.batch_size, shuffle_seed=seed),
-        eval_dataloader=[builders.build_evaluator(split, eval_loader) for split, eval_loader in eval_loaders.items()],
-        optimizers=builders.build_optimizer(
-            {
-                "name": task.optimizer,
-                "lr": task.lr,
-                "weight_decay": task.weight_decay,
-                "betas": (0.9, 0.98),
-                "eps": 1e-6,
-            },
-            model,
-        ),
-        schedulers=builders.build_scheduler(config.scheduler),
-        algorithms=builders.build_algorithms(config.algorithms),
-        callbacks=builders.build_callbacks(config.callbacks),
-        loggers=[*builders.build_loggers(config.loggers), run_log],
-        max_duration=f"{task.epochs}ep",
-        eval_interval=task.eval_interval,
-        save_folder=str(folder) if config.save_finetuned_checkpoints else None,
-        save_interval=f"{task.epochs}ep",
-        save_overwrite=True,
-    )
-    trainer.fit()
-    scores, majority = {}, {}
-    for split, eval_loader in eval_loaders.items():
-        logits, labels = predict(trainer.state.model, eval_loader, trainer.state.device)
-        with (folder / f"predictions-{split}.jsonl").open("w") as file:
-            for row, label in zip(logits.tolist(), labels.tolist()):
-                file.write(json.dumps({"logits": row, "label": label}) + "\n")
-        scores[split] = score(task, logits, labels)
-        majority[split] = score(task, constant_prediction(task, train, len(labels)), labels)
-    seconds = trainer.state.timestamp.total_wct.total_seconds()
-    trainer.close()
-    return {"task": task.name, "title": task.title, "seed": seed, "metrics": list(task.metrics), "scores": scores,
-            "score": mean_score(scores), "majority": mean_score(majority), "train_examples": len(train),
-            "validation_examples": {split: len(examples) for split, examples in validation.items()},
-            "seconds": round(seconds, 1), "start": start.name, "folder": str(folder)}  # fmt: skip
+def check(config: FinetuneConfig, tasks: list[Task], device: str) -> None:
+    """Raise UserError for what would stop a job later on."""
+    for key in ("max_seq_len", "device_eval_batch_size"):
+        if getattr(config, key) < 1:
+            raise UserError(f"{key} {getattr(config, key)} must be at least 1")
+    builders.build_scheduler(config.scheduler)
+    builders.build_algorithms(config.algorithms)
+    builders.build_callbacks(config.callbacks)
+    builders.resolve_precision(config.precision, device)
+    for task in tasks:
+        builders.resolve_precision(task.precision or config.precision, device)
+        builders.check_times(**{f"tasks.{task.name}.eval_interval": task.eval_interval})
+        if task.optimizer not in builders.OPTIMIZERS:
+            raise UserError(f"tasks.{task.name}.optimizer: {task.optimizer} is none of {', '.join(builders.OPTIMIZERS)}")  # fmt: skip
+    if config.mnli_first:
+        mnli = [task for task in tasks if task.name == "mnli"]
+        if not mnli:
+            raise UserError("mnli_first needs MNLI's encoder; add mnli to tasks_to_run")
+        if len(mnli) > 1:
+            raise UserError("mnli_first with a search over mnli: it is not known which encoder to take; give mnli one value each")  # fmt: skip
+    check_sources(tasks, config.glue_dir, config.predict_test)
 
 
-def read_start(config: FinetuneConfig) -> Start:
-    """Read the starting checkpoint, or make up a random start. Raises UserError where neither can be."""
-    path = config.starting_checkpoint_load_path
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if path is None:
-        if config.tokenizer_name is None:
-            raise UserError("starting_checkpoint_load_path is not set; name a checkpoint, or set tokenizer_name to start from random weights")  # fmt: skip
-        tokenizer = builders.build_tokenizer(config.tokenizer_name, config.max_seq_len)
-        return Start(builders.build_lion_config(config.model, tokenizer, config.max_seq_len).to_dict(), None, tokenizer, "random weights")  # fmt: skip
-    settings, weights, tokenizer = hub.read_encoder(Path(path))
-    if config.tokenizer_name is not None:
-        tokenizer = builders.build_tokenizer(config.tokenizer_name, config.max_seq_len)
-    if tokenizer is None:
-        raise UserError(f"{path} holds no tokenizer; set tokenizer_name")
-    # Vocabulary and padding are the checkpoint's, not the tokenizer's, rounded.
-    changed = {
-        "vocab_size": settings["vocab_size"],
-        **{key: settings[key] for key in _lion_keys(settings)},
-        **config.model,
-    }
-    settings = builders.build_lion_config(changed, tokenizer, config.max_seq_len).to_dict()
-    if config.from_scratch:
-        return Start(settings, None, tokenizer, f"random weights, of the sizes of {path}")
-    return Start(settings, weights, tokenizer, str(path))
-
-
-def _lion_keys(settings: dict[str, Any]) -> list[str]:
-    return [name for name in inspect.signature(LionConfig).parameters if name in settings]
-
-
-def build_model(start: Start, task: Task) -> LionForSequenceClassification:
-    """A classifier with the starting encoder: all of it, but for the pooler that pretraining does not have."""
-    names = {"id2label": dict(enumerate(task.labels)), "label2id": {label: i for i, label in enumerate(task.labels)}}
-    labels = names if task.labels else {"num_labels": 1, "problem_type": "regression"}
-    settings = {name: start.config[name] for name in _lion_keys(start.config)}
-    model = LionForSequenceClassification(LionConfig(**settings, **labels))
-    if start.weights is not None:
-        own = model.lion.state_dict()
-        fresh = {
-            name: tensor for name, tensor in own.items() if name.startswith("pooler.") and name not in start.weights
-        }
-        hub.load_all(model.lion, {**fresh, **start.weights}, start.name)
-    return model
-
-
-@torch.no_grad()
-def predict(model: LionClassifier, eval_loader, device) -> tuple[Tensor, Tensor]:
-    """Logits, or predictions of a regression, and labels of a whole split, on the CPU."""
-    model.eval()
-    logits, labels = [], []
-    for batch in eval_loader:
-        labels.append(batch["labels"])
-        logits.append(model.eval_forward(device.batch_to_device(batch)).cpu())
-    return torch.cat(logits), torch.cat(labels)
-
-
-def score(task: Task, logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """Each metric of a task over a whole split."""
-    values = {}
-    for name in task.metrics:
-        metric: Metric = METRICS[name](task.num_labels)
-        metric.update(logits, labels)
-        # A constant correlates with nothing; torchmetrics gives it NaN (Spearman) or not quite 0 (Matthews).
-        values[name] = 0.0 if name in ("matthews", "spearman") and is_constant(logits) else float(metric.compute())
-    return values
-
-
-def is_constant(logits: Tensor) -> bool:
-    """Whether every example is given the same class, or the same value."""
-    predictions = logits.argmax(-1) if logits.ndim == 2 else logits
-    return bool((predictions == predictions[0]).all())
-
-
-def mean_score(scores: dict[str, dict[str, float]]) -> float:
-    values = [value for metrics in scores.values() for value in metrics.values()]
-    return sum(values) / len(values)
-
-
-def constant_prediction(task: Task, train: list[Example], length: int) -> Tensor:
-    """What always giving the training set's most frequent class (or mean) predicts."""
-    labels = torch.tensor([example.label for example in train])
-    if not task.labels:
-        return labels.mean().expand(length)
-    logits = torch.zeros(length, task.num_labels)
-    logits[:, int(labels.mode().values)] = 1
-    return logits
-
-
-def fingerprint(config: FinetuneConfig, task: Task, start: Start) -> dict[str, Any]:
-    """What a result depends on: if any of it changes, the job runs again."""
-    shared = {name: value for name, value in to_dict(config).items() if name in ("max_seq_len", "scheduler", "algorithms", "precision", "glue_dir")}  # fmt: skip
-    path = Path(start.name)
-    stamp = path.stat().st_mtime if path.exists() else None
-    settings = {**shared, "task": asdict(task), "start": start.name, "start_changed": stamp, "model": start.config}
-    return json.loads(json.dumps(settings))
-
-
-def finished(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """A job's result, if it has one that the same settings gave."""
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Hold a folder for this process. Raises UserError where another one holds it, or it cannot be written."""
+    lock = FileLock(folder / ".lock", timeout=0)
     try:
-        result = json.loads((folder / RESULT_FILE).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"save_folder: another glue.py is at work in {folder}; wait for it, or name another folder") from None  # fmt: skip
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise UserError(f"save_folder: {folder} cannot be written ({error.strerror}); name another folder") from None
+    with lock:
+        yield
+
+
+def where_to_run(parallel: Any, device: str) -> list[str | None]:
+    """Where jobs run at the same time: a GPU each, by its number, or so many processes on the CPU (None each)."""
+    if isinstance(parallel, bool) or parallel is None:
+        number = None if parallel else 1
+    elif isinstance(parallel, int) and parallel > 0:
+        number = parallel
+    else:
+        raise UserError(f"parallel: {parallel!r} is neither true, false nor a number of jobs")
+    if device == "cpu":
+        return [None] * (number or os.cpu_count() or 1)
+    if number == 1:
+        return [None]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    if number is not None and number > len(there):
+        raise UserError(f"parallel: {number} jobs at a time, but there are {len(there)} GPUs; a job takes one")
+    return list(there[:number])
+
+
+def plan(config: FinetuneConfig, tasks: list[Task], start: dict[str, Any]) -> list[Job]:
+    """A job a task and seed, each with what its result depends on: if any of it changes, the job runs again."""
+    shared = {name: value for name, value in to_dict(config).items() if name in ("max_seq_len", "scheduler", "algorithms", "precision")}  # fmt: skip
+    digests = {task.name: digest(task, config.glue_dir, config.predict_test) for task in tasks}
+
+    def job(task: Task, seed: int, after: Job | None = None) -> Job:
+        data = dict(digests[task.name])
+        test_data = data.pop("test", None)
+        hyperparameters = {key: value for key, value in asdict(task).items() if key not in ("title", "seeds", "files", "hub")}  # fmt: skip
+        settings = {**shared, "task": hyperparameters, "seed": seed, "data": data, "start": after.settings if after else start}  # fmt: skip
+        return Job(
+            task=task,
+            seed=seed,
+            folder=Path(config.save_folder) / "jobs" / "-".join(filter(None, (task.name, task.variant, str(seed)))),
+            settings=json.loads(json.dumps(settings)),
+            test_data=json.loads(json.dumps(test_data)),
+            after=after,
+            keep_checkpoint=config.save_finetuned_checkpoints or (config.mnli_first and task.name == "mnli"),
+        )
+
+    mnli = next((job(task, task.seeds[0]) for task in tasks if task.name == "mnli" and config.mnli_first), None)
+    return [job(task, seed, mnli if task.name in FROM_MNLI else None) for task in tasks for seed in task.seeds]
+
+
+def finished(job: Job, config: FinetuneConfig) -> Result | None:
+    """A job's result, if it has one that the same settings gave, with all that is asked for beside it."""
+    try:
+        result = read_result(job)
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
         return None
-    return result if result.get("settings") == settings else None
+    if not isinstance(result, dict) or "settings" not in result:
+        return None
+    if result["settings"] != job.settings:
+        now = job.settings
+        changed = [key for key in now if result["settings"].get(key) != now[key]]
+        log.info(f"{job.name}: its result is of another {', '.join(changed)}, so it runs again")
+        return None
+    splits = [*result["scores"], *result["test_splits"]]
+    files = [job.folder / f"predictions-{split}.jsonl" for split in splits]
+    files += [job.folder / CHECKPOINT_FILE] if job.keep_checkpoint else []
+    tested = not config.predict_test or result["test_data"] == job.test_data
+    return result if tested and all(file.is_file() for file in files) else None
 
 
-def write_whole(path: Path, text: str) -> None:
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+def with_work(config: FinetuneConfig, jobs: list[Job]) -> list[Job]:
+    """The jobs with what they cost. Reads every row of their data, so that a bad one is told before any job runs."""
+    work: dict[str, int] = {}
+    for job in jobs:
+        if job.task.name not in work:
+            work[job.task.name] = read_task(job.task, config.glue_dir, config.predict_test).work // job.task.epochs
+    return [replace(job, work=work[job.task.name] * job.task.epochs) for job in jobs]

@@ -9,78 +9,125 @@ from src.glue.tasks import GLUE
 from src.tables import markdown
 
 Result = dict[str, Any]
+Row = dict[str, Any]
 
 
-def summarize(results: list[Result]) -> list[dict[str, Any]]:
-    """A row a task: mean and standard deviation over seeds, each seed, and the majority class's score."""
-    rows: dict[str, dict[str, Any]] = {}
+def summarize(results: list[Result]) -> list[Row]:
+    """A row a task: mean and standard deviation over seeds, each seed, and the majority class's score.
+
+    Of a searched task, the candidate with the highest mean, and all of them under "candidates".
+    """
+    candidates: dict[str, dict[str, Row]] = {}
     for result in results:
-        row = rows.setdefault(result["task"], {"task": result["task"], "title": result["title"],
-                                               "metrics": result["metrics"], "majority": result["majority"], "seeds": {}})  # fmt: skip
+        variant = result.get("variant", "")
+        row = candidates.setdefault(result["task"], {}).setdefault(variant, {
+            "task": result["task"], "title": result["title"], "variant": variant, "metrics": result["metrics"],
+            "majority": result["majority"], "seeds": {}, "folders": {},
+        })  # fmt: skip
         row["seeds"][str(result["seed"])] = result["score"]
-    for row in rows.values():
-        scores = list(row["seeds"].values())
-        row["mean"], row["std"] = mean(scores), stdev(scores) if len(scores) > 1 else None
-    return list(rows.values())
+        row["folders"][str(result["seed"])] = result["folder"]
+    rows = []
+    for variants in candidates.values():
+        for row in variants.values():
+            scores = list(row["seeds"].values())
+            row["mean"], row["std"] = mean(scores), stdev(scores) if len(scores) > 1 else None
+        best = dict(max(variants.values(), key=lambda row: row["mean"]))
+        if best["variant"]:
+            best["candidates"] = [{key: row[key] for key in ("variant", "mean", "std", "seeds")} for row in variants.values()]  # fmt: skip
+        rows.append(best)
+    return rows
 
 
-def glue_average(rows: list[dict[str, Any]]) -> float | None:
+def glue_average(rows: list[Row]) -> float | None:
     """The mean over the eight tasks of GLUE, where all of them are there."""
     scores = {row["task"]: row["mean"] for row in rows}
     return mean(scores[name] for name in GLUE) if all(name in scores for name in GLUE) else None
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def spread(row: Row) -> str:
+    """Mean ± standard deviation, in points."""
+    return f"{100 * row['mean']:.2f}" + ("" if row["std"] is None else f" ± {100 * row['std']:.2f}")
+
+
+def each_seed(row: Row) -> str:
+    return ", ".join(f"{100 * score:.2f}" for score in row["seeds"].values())
+
+
+def table(rows: list[Row]) -> str:
     """Markdown, to be read as it is."""
     lines = [["task", "metric", "majority class", "score", "seeds"]]
     for row in rows:
-        spread = "" if row["std"] is None else f" ± {100 * row['std']:.2f}"
-        seeds = ", ".join(f"{100 * score:.2f}" for score in row["seeds"].values())
-        lines.append([row["title"], " and ".join(row["metrics"]), f"{100 * row['majority']:.2f}", f"{100 * row['mean']:.2f}{spread}", seeds])  # fmt: skip
+        title = f"{row['title']}*" if row["variant"] else row["title"]
+        lines.append([title, " and ".join(row["metrics"]), f"{100 * row['majority']:.2f}", spread(row), each_seed(row)])
     return markdown(lines)
 
 
-def closing(rows: list[dict[str, Any]]) -> str:
-    """The GLUE average, or what it lacks; nothing where none of the tasks is GLUE's."""
+def search_table(rows: list[Row]) -> str:
+    """The candidates of every search, and a note on how to read its winner's score."""
+    lines = [["search", "candidate", "score", "seeds"]]
+    for row in rows:
+        for candidate in row.get("candidates", ()):
+            chosen = ", picked" if candidate["variant"] == row["variant"] else ""
+            lines.append([row["title"], f"{candidate['variant']}{chosen}", spread(candidate), each_seed(candidate)])
+    if len(lines) == 1:
+        return ""
+    note = "\\* The best of the candidates below on the validation set itself: a score picked so is too high rather than too low."  # fmt: skip
+    return f"{note}\n\n{markdown(lines)}"
+
+
+def closing(rows: list[Row], failures: list[str] = ()) -> str:
+    """The GLUE average, or what it lacks, where a task is GLUE's; and the jobs that failed."""
+    lines, there = [], {row["task"] for row in rows}
     average = glue_average(rows)
     if average is not None:
-        return f"GLUE average: {100 * average:.2f}"
-    there = {row["task"] for row in rows}
-    if not there & GLUE.keys():
-        return ""
-    return f"GLUE average: not without {', '.join(GLUE[name].title for name in GLUE if name not in there)}"
+        lines.append(f"GLUE average: {100 * average:.2f}")
+    elif there & GLUE.keys():
+        missing = ", ".join(GLUE[name].title for name in GLUE if name not in there)
+        lines.append(f"GLUE average: not without {missing}")
+    if failures:
+        lines.append("\n".join(["Failed, and not in the scores:", *(f"- {failure}" for failure in failures)]))
+    return "\n\n".join(lines)
 
 
-def write(results: list[Result], folder: Path, name: str) -> list[dict[str, Any]]:
+def text(rows: list[Row], failures: list[str] = ()) -> str:
+    return "\n\n".join(filter(None, (table(rows) if rows else "", closing(rows, failures), search_table(rows))))
+
+
+def write(results: list[Result], folder: Path, name: str, failures: list[str] = ()) -> list[Row]:
     """Write report.md, report.json and report.png into a run's folder; returns the rows."""
     rows = summarize(results)
-    (folder / "report.json").write_text(json.dumps({"run": name, "tasks": rows, "glue": glue_average(rows)}, indent=1))
-    (folder / "report.md").write_text("\n\n".join(filter(None, (f"# {name}", table(rows), closing(rows)))) + "\n")
-    draw([(name, rows)], folder / "report.png")
+    content = {"run": name, "tasks": rows, "glue": glue_average(rows), "failed": list(failures)}
+    (folder / "report.json").write_text(json.dumps(content, indent=1))
+    (folder / "report.md").write_text(f"# {name}\n\n{text(rows, failures)}\n")
+    if rows:
+        draw([(name, rows)], folder / "report.png")
     return rows
 
 
-def draw(runs: list[tuple[str, list[dict[str, Any]]]], picture: Path) -> None:
+def draw(runs: list[tuple[str, list[Row]]], picture: Path) -> None:
     """Bars: the score of every task, a color a run, each seed a dot, the majority class a dashed line."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    tasks = [row["title"] for row in runs[0][1]]
+    tasks = list({row["task"]: row for _, rows in runs for row in rows}.values())
+    places = {row["task"]: place for place, row in enumerate(tasks)}
     figure, axis = plt.subplots(figsize=(max(4, 1.2 * len(tasks) * max(1, len(runs) / 2) + 2), 4), layout="constrained")
     width = 0.8 / len(runs)
     for number, (name, rows) in enumerate(runs):
-        places = [place - 0.4 + width * (number + 0.5) for place in range(len(rows))]
-        axis.bar(places, [100 * row["mean"] for row in rows], width * 0.92, label=name, alpha=0.8)
-        for place, row in zip(places, rows):
-            axis.plot([place] * len(row["seeds"]), [100 * score for score in row["seeds"].values()], "k.", markersize=4)
-    for place, row in enumerate(runs[0][1]):
+        middles = [places[row["task"]] - 0.4 + width * (number + 0.5) for row in rows]
+        axis.bar(middles, [100 * row["mean"] for row in rows], width * 0.92, label=name, alpha=0.8)
+        for middle, row in zip(middles, rows):
+            axis.plot(
+                [middle] * len(row["seeds"]), [100 * score for score in row["seeds"].values()], "k.", markersize=4
+            )
+    for place, row in enumerate(tasks):
         line = [100 * row["majority"]] * 2
         axis.plot(
             [place - 0.45, place + 0.45], line, "k--", linewidth=1, label="majority class" if place == 0 else None
         )
-    axis.set_xticks(range(len(tasks)), [f"{row['title']}\n{' and '.join(row['metrics'])}" for row in runs[0][1]])
+    axis.set_xticks(range(len(tasks)), [f"{row['title']}\n{' and '.join(row['metrics'])}" for row in tasks])
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(picture, dpi=150)

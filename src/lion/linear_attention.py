@@ -90,22 +90,21 @@ def linear_attention(
         q, k, v = q.float(), k.float(), v.float()  # states and row sums are sums over the whole text
     if normalize:  # the row sum is what a column of ones in V receives
         v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
-    q, k = _scaled_and_masked(q, k, mask, scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    k = _masked(k, mask)
     with torch.autocast(q.device.type, enabled=False):
         sums = _running_sums(log_decay, seq_idx, q.shape[-2])
         if form == "full":
-            y = F.dropout(_scores(q, k, sums), dropout_p) @ v
+            y = F.dropout(_scores(scale * q, k, sums), dropout_p) @ v
         elif form == "recurrent":
-            y = _recurrent(q, k, v, sums)
+            y = _recurrent(scale * q, k, v, sums)
         else:
-            alike = (
-                seq_idx is None and log_decay is not None and log_decay.ndim == 1
-            )  # then one chunk's sums do for all
-            y = _chunkwise(q, k, v, tuple(x[..., :chunk_size] for x in sums) if alike else sums, chunk_size)
+            alike = seq_idx is None and log_decay is not None and log_decay.ndim == 1
+            y = _chunkwise(q, k, v, sums, scale, chunk_size, alike)
         if left_state is not None:
-            y = y + _drawn(q, None if sums is None else sums[0], left_state)
+            y = y + _drawn(scale * q, None if sums is None else sums[0], left_state)
         if right_state is not None:
-            y = y + _drawn(q, None if sums is None else sums[1][..., -1:] - sums[1], right_state)
+            y = y + _drawn(scale * q, None if sums is None else sums[1][..., -1:] - sums[1], right_state)
     if normalize:
         y = y[..., :-1] / (y[..., -1:] + 1e-6)
     return y.to(dtype)
@@ -146,8 +145,8 @@ def attention_matrix(
     scale: float | None = None,
 ) -> Tensor:
     """The matrix s·QKᵀ⊙M of the full form, (B, H, L, L), with the columns of masked keys 0. Arguments as above."""
-    q, k = _scaled_and_masked(q, k, mask, scale)
-    return _scores(q, k, _running_sums(log_decay, seq_idx, q.shape[-2]))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _scores(scale * q, _masked(k, mask), _running_sums(log_decay, seq_idx, q.shape[-2]))
 
 
 class PieceStates(NamedTuple):
@@ -169,8 +168,7 @@ def piece_states(k: Tensor, v: Tensor, log_decay: Tensor | None = None, *, mask:
     with `right = right * across + leftward`. `linear_attention(..., left_state=left, right_state=right)` of a piece is
     what the whole text gives there.
     """
-    if mask is not None:
-        k = k.masked_fill(~mask[:, None, :, None], 0)
+    k = _masked(k, mask)
     with torch.autocast(k.device.type, enabled=False):
         wide = torch.promote_types(k.dtype, torch.float32)
         k, v = k.to(wide), v.to(wide)
@@ -222,9 +220,8 @@ def _exp(log_weight: Tensor) -> Tensor:
     return log_weight.clamp(min=_LOG_NOTHING).exp()
 
 
-def _scaled_and_masked(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return q, k if mask is None else k.masked_fill(~mask[:, None, :, None], 0)
+def _masked(k: Tensor, mask: Tensor | None) -> Tensor:
+    return k if mask is None else k.masked_fill(~mask[:, None, :, None], 0)
 
 
 # The full form
@@ -266,15 +263,19 @@ class _DecayedScores(torch.autograd.Function):
         return grad_q, grad_k, *(x.sum_to_size(before.shape) for x in grad_sums)
 
 
+def _block_entries(x: Tensor) -> int:
+    return _BLOCK_ENTRIES.get(x.device.type, _BLOCK_ENTRIES["cuda"])
+
+
 def _blocks(x: Tensor) -> list[slice]:
-    """Slices over texts (B, H, L, ·), or chunks (N·B, H, C, ·): so few at a time that their matrices stay in the cache."""
+    """Slices over texts, (B, H, L, ·): so few at a time that their matrices stay in the cache."""
     count, heads, length, _ = x.shape
-    size = max(1, _BLOCK_ENTRIES.get(x.device.type, _BLOCK_ENTRIES["cuda"]) // (heads * length * length))
+    size = max(1, _block_entries(x) // (heads * length * length))
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
 def _masks(before: Tensor, upto: Tensor, dtype: torch.dtype) -> Callable[[slice], Tensor]:
-    """The decay masks of the texts or chunks in a slice; made once where all are alike."""
+    """The decay masks of the texts in a slice; made once where all are alike."""
     if len(before) > 1:
         return lambda block: _decay_mask(before[block], upto[block], dtype)
     mask = _decay_mask(before, upto, dtype)
@@ -367,115 +368,165 @@ def _two_passes(q: Tensor, k: Tensor, v: Tensor, before: Tensor, upto: Tensor) -
 # The chunkwise form
 
 
-def _chunkwise(q: Tensor, k: Tensor, v: Tensor, sums: tuple[Tensor, Tensor] | None, chunk_size: int) -> Tensor:
-    """`sums` over the whole text, or over one chunk where all chunks are alike."""
+def _chunkwise(
+    q: Tensor, k: Tensor, v: Tensor, sums: tuple[Tensor, Tensor] | None, scale: float, chunk_size: int, alike: bool
+) -> Tensor:
+    """`alike`: the decays of one chunk are those of all."""
     if sums is None:  # nothing decays, so one state holds the whole text
-        return q @ (k.mT @ v)
-    B, _, L, _ = q.shape
-
-    def chunks(x: Tensor) -> Tensor:  # (B, H, L, ·) to (N·B, H, C, ·), each chunk in one piece of memory
-        x = F.pad(x, (0, 0, 0, -L % chunk_size)).unflatten(2, (-1, chunk_size))
-        return x.permute(2, 0, 1, 3, 4).reshape(-1, *x.shape[1:2], *x.shape[3:])
-
-    before, upto = (
-        F.pad(x, (0, -x.shape[-1] % chunk_size), mode="replicate").unflatten(2, (-1, chunk_size)).permute(2, 0, 1, 3)
-        for x in sums
-    )  # (N or 1, B or 1, H or 1, C)
-    end = upto[..., -1:]
-    start = F.pad(end[:-1], (0, 0, 0, 0, 0, 0, 1, 0))  # where the chunk before ended
-    before, upto, total = (x.flatten(0, 1) for x in (before - start, upto - start, end - start))
-    logs = before, total - upto, total - before, upto, total
-    weights = [_exp(x).to(q.dtype)[..., None] for x in logs]  # no exponent is above 0
-    y = _Chunkwise.apply(B, chunks(q), chunks(k), chunks(v), before, upto, *weights)
-    return y.unflatten(0, (-1, B)).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :L]
+        return q @ (scale * (k.mT @ v))
+    before, upto = sums
+    length = q.shape[-2]
+    begin = torch.arange(0, length, chunk_size, device=q.device)
+    chunk = torch.arange(length, device=q.device) // chunk_size
+    end = upto[..., (begin + chunk_size - 1).clamp(max=length - 1)]  # (B or 1, H or 1, N), of each chunk
+    start = F.pad(end[..., :-1], (1, 0))
+    across = _exp(end - start).to(q.dtype)[..., None, None]
+    start, end = start[..., chunk], end[..., chunk]  # (B or 1, H or 1, L), of each token's chunk
+    logs = before - start, end - upto, end - before, upto - start  # none is above 0
+    weights = [_exp(x).to(q.dtype)[..., None] for x in logs]
+    return _Chunkwise.apply(scale, chunk_size, alike, q, k, v, before - start, upto - start, *weights, across)
 
 
 class _Chunkwise(torch.autograd.Function):
     """The full form inside chunks of C tokens; a D×E state from the left and one from the right bring in the rest.
 
-    q, k, v: (N·B, H, C, D or E). before, upto: the running sums from each chunk's start, (N·B or 1, H or 1, C). The weights,
-    (…, C, 1): since_start and until_end of a query, to_end and from_start of a key; and across, (…, 1, 1), of a chunk.
-    The backward pass computes states and C×C matrices again: kept, they would be most of the memory.
+    before, upto: the running sums from each chunk's start, (B or 1, H or 1, L). The weights, (B or 1, H or 1, L, 1):
+    since_start and until_end of a query, to_end and from_start of a key; and across, (B or 1, H or 1, N, 1, 1), of a chunk.
+    The backward pass computes states and C×C matrices again: kept, they would be most of the memory. Both passes read and
+    write long tensors a block at a time where they lie, since a copy of one is memory that the system has to find first.
     """
 
     @staticmethod
-    def forward(ctx, B, q, k, v, before, upto, since_start, until_end, to_end, from_start, across):
-        ctx.B = B
+    def forward(ctx, scale, chunk_size, alike, q, k, v, before, upto, since_start, until_end, to_end, from_start, across):  # fmt: skip
+        ctx.constants = scale, chunk_size, alike
         ctx.save_for_backward(q, k, v, before, upto, since_start, until_end, to_end, from_start, across)
-        left, right = _received(B, k, v, to_end, from_start, across)
+        blocks = _chunk_blocks(q, chunk_size)
+        left, right = _received(blocks, k, v, to_end, from_start, across)
         y = torch.empty_like(v)
-        decay = _masks(before, upto, q.dtype)
-        for block in _blocks(q):
-            y[block] = (q[block] @ k[block].mT).mul_(decay(block)) @ v[block]
-            y[block] += (q[block] * _at(since_start, block)) @ left[block]
-            y[block] += (q[block] * _at(until_end, block)) @ right[block]
+        decay = _chunk_masks(blocks, before, upto, q.dtype, alike)
+        for block in blocks:
+            Q, K, V = scale * block.of(q), block.of(k), block.of(v)
+            Y = (Q @ K.mT).mul_(decay(block)) @ V
+            Y += (Q * block.of(since_start)) @ block.state(left)
+            Y += (Q * block.of(until_end)) @ block.state(right)
+            block.of(y).copy_(Y)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        B = ctx.B
+        scale, chunk_size, alike = ctx.constants
         q, k, v, before, upto, since_start, until_end, to_end, from_start, across = ctx.saved_tensors
+        blocks = _chunk_blocks(q, chunk_size)
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        with_decays = any(ctx.needs_input_grad[4:])
+        with_decays = any(ctx.needs_input_grad[6:])
         grad_sums = [q.new_empty(q.shape[:-1], dtype=torch.float64) for _ in range(2)]
         grad_weights = [q.new_empty(*q.shape[:-1], 1) for _ in range(4)]
         with torch.autocast(q.device.type, enabled=False):
-            left, right = _received(B, k, v, to_end, from_start, across)
+            left, right = _received(blocks, k, v, to_end, from_start, across)
             # What a chunk's queries draw from a state flows back to all the keys in it: the same two scans.
-            to_right, to_left = _received(B, q, grad, until_end, since_start, across)
-            decay = _masks(before, upto, q.dtype)
-            for block in _blocks(q):
-                Q, K, V, dY, M = q[block], k[block], v[block], grad[block], decay(block)
+            to_right, to_left = _received(blocks, q, grad, scale * until_end, scale * since_start, across)
+            decay = _chunk_masks(blocks, before, upto, q.dtype, alike)
+            for block in blocks:
+                Q, K, V, dY, M = scale * block.of(q), block.of(k), block.of(v), block.of(grad), decay(block)
+                S_left, S_right, G_left, G_right = (block.state(x) for x in (left, right, to_left, to_right))
                 scores, grad_scores = (Q @ K.mT).mul_(M), dY @ V.mT
-                grad_v[block] = scores.mT @ dY
+                dV = scores.mT @ dY
                 if with_decays:
-                    grad_sums[0][block], grad_sums[1][block] = _sums_gradients(scores.mul_(grad_scores))
+                    for grad_sum, of_block in zip(grad_sums, _sums_gradients(scores.mul_(grad_scores))):
+                        block.of(grad_sum).copy_(of_block)
                 grad_scores.mul_(M)
-                grad_q[block] = grad_scores @ K
-                grad_k[block] = grad_scores.mT @ Q
-                grad_v[block] += (K * _at(to_end, block)) @ to_left[block]
-                grad_v[block] += (K * _at(from_start, block)) @ to_right[block]
+                dQ, dK = grad_scores @ K, grad_scores.mT @ Q
+                dV += (K * block.of(to_end)) @ G_left
+                dV += (K * block.of(from_start)) @ G_right
                 through_states = (
-                    (Q, grad_q, since_start, dY @ left[block].mT),
-                    (Q, grad_q, until_end, dY @ right[block].mT),
-                    (K, grad_k, to_end, V @ to_left[block].mT),
-                    (K, grad_k, from_start, V @ to_right[block].mT),
+                    (Q, dQ, since_start, dY @ S_left.mT),
+                    (Q, dQ, until_end, dY @ S_right.mT),
+                    (K, dK, to_end, V @ G_left.mT),
+                    (K, dK, from_start, V @ G_right.mT),
                 )
-                for (x, grad_x, weight, drawn), grad_weight in zip(through_states, grad_weights):
+                for (x, dX, weight, drawn), grad_weight in zip(through_states, grad_weights):
                     if with_decays:
-                        grad_weight[block] = (x * drawn).sum(-1, keepdim=True)
-                    grad_x[block] += drawn.mul_(_at(weight, block))
+                        block.of(grad_weight).copy_((x * drawn).sum(-1, keepdim=True))
+                    dX += drawn.mul_(block.of(weight))
+                for whole, of_block in ((grad_q, dQ.mul_(scale)), (grad_k, dK), (grad_v, dV)):
+                    block.of(whole).copy_(of_block)
             if not with_decays:
-                return None, grad_q, grad_k, grad_v, *[None] * 7
+                return None, None, None, grad_q, grad_k, grad_v, *[None] * 7
             grad_across = (left * to_left).sum((-2, -1), keepdim=True) + (right * to_right).sum((-2, -1), keepdim=True)
         inputs = before, upto, since_start, until_end, to_end, from_start, across
         grads = *grad_sums, *grad_weights, grad_across
-        return None, grad_q, grad_k, grad_v, *(grad.sum_to_size(x.shape) for grad, x in zip(grads, inputs))
+        return None, None, None, grad_q, grad_k, grad_v, *(grad.sum_to_size(x.shape) for grad, x in zip(grads, inputs))
+
+
+class _Block(NamedTuple):
+    """n chunks of b texts, so few that their C×C matrices stay in the cache. A text's last chunk may be shorter than C."""
+
+    texts: slice
+    chunks: slice
+    tokens: slice
+
+    def of(self, x: Tensor) -> Tensor:
+        """A view of this block of x, (B or 1, H or 1, L, ...): (b or 1, H or 1, n, C, ...)."""
+        return self._texts(x)[:, :, self.tokens].unflatten(2, (self.chunks.stop - self.chunks.start, -1))
+
+    def state(self, x: Tensor) -> Tensor:
+        """A view of this block of x, (B or 1, H or 1, N, ...): (b or 1, H or 1, n, ...)."""
+        return self._texts(x)[:, :, self.chunks]
+
+    def _texts(self, x: Tensor) -> Tensor:
+        return x if len(x) == 1 else x[self.texts]
+
+
+def _chunk_blocks(x: Tensor, chunk_size: int) -> list[_Block]:
+    """All of x, (B, H, L, ·), in blocks."""
+    count, heads, length, _ = x.shape
+    matrices = _block_entries(x) // (heads * chunk_size * chunk_size)
+    texts = min(max(matrices, 1), count)
+    chunks = max(matrices // texts, 1)
+    whole = length // chunk_size
+    spans = [(first, min(first + chunks, whole)) for first in range(0, whole, chunks)]
+    if length % chunk_size:
+        spans.append((whole, whole + 1))
+    return [
+        _Block(slice(text, text + texts), slice(*span), slice(span[0] * chunk_size, min(span[1] * chunk_size, length)))
+        for text in range(0, count, texts)
+        for span in spans
+    ]
+
+
+def _chunk_masks(
+    blocks: list[_Block], before: Tensor, upto: Tensor, dtype: torch.dtype, alike: bool
+) -> Callable[[_Block], Tensor]:
+    """The decay masks of a block, (b or 1, H or 1, n or 1, C, C); made once where all chunks are alike."""
+    if not alike:
+        return lambda block: _decay_mask(block.of(before), block.of(upto), dtype)
+    mask = _decay_mask(*(blocks[0].of(x)[:, :, :1] for x in (before, upto)), dtype)
+
+    def cut(block: _Block) -> Tensor:  # to the last chunk's length
+        length = block.of(before).shape[-1]
+        return mask[..., :length, :length]
+
+    return cut
 
 
 def _received(
-    B: int, k: Tensor, v: Tensor, to_end: Tensor, from_start: Tensor, across: Tensor
+    blocks: list[_Block], k: Tensor, v: Tensor, to_end: Tensor, from_start: Tensor, across: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The states in which each chunk finds all earlier and all later ones, (N·B, H, D, E) each."""
-    across = across.expand(len(k), *across.shape[1:]).unflatten(0, (-1, B))
+    """The states in which each chunk finds all earlier and all later ones, (B, H, N, D, E) each."""
+    count = blocks[-1].chunks.stop
     states = []
     for weight, order in ((to_end, 1), (from_start, -1)):
-        updates = k.new_empty(*k.shape[:2], k.shape[-1], v.shape[-1])
-        for block in _blocks(k):
-            updates[block] = (k[block] * _at(weight, block)).mT @ v[block]
-        updates = updates.unflatten(0, (-1, B))  # (N, B, H, D, E)
-        state = torch.zeros_like(updates[0])
-        for n in range(len(updates))[::order]:
-            following = torch.addcmul(updates[n], state, across[n])
-            updates[n] = state
+        updates = k.new_empty(*k.shape[:2], count, k.shape[-1], v.shape[-1])
+        for block in blocks:
+            block.state(updates).copy_((block.of(k) * block.of(weight)).mT @ block.of(v))
+        state = torch.zeros_like(updates[:, :, 0])
+        for n in range(count)[::order]:
+            following = torch.addcmul(updates[:, :, n], state, across[:, :, n])
+            updates[:, :, n] = state
             state = following
-        states.append(updates.flatten(0, 1))
+        states.append(updates)
     return states[0], states[1]
-
-
-def _at(weight: Tensor, block: slice) -> Tensor:
-    return weight if len(weight) == 1 else weight[block]
 
 
 def _check(

@@ -1,0 +1,96 @@
+"""Samples a second of the data loader, beside those of a training step:  python benchmarks/dataloader.py [--data_local DIR ...]
+
+Folders may hold text or tokens; src/convert_dataset.py writes both. Every loader is timed with and without packing, with
+each number of workers, and on its own: a training step that computes beside it has its share of the processor. Writes a
+table and its numbers.
+"""
+
+import os
+import sys
+
+sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import argparse
+import itertools
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks import measure, train_step
+from src import builders, cli, text_data
+from src.collate import sample_count
+from src.config import DatasetConfig, LoaderConfig
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data_local", nargs="+", default=["demo/shards"], metavar="DIR", help="(default: demo/shards, of `make demo`)")  # fmt: skip
+    parser.add_argument("--split", default="train", help="(default: train)")
+    parser.add_argument("--tokenizer_name", default="demo/tokenizer", help="(default: demo/tokenizer)")
+    parser.add_argument("--max_seq_len", type=int, default=128, help="tokens (default: 128)")
+    parser.add_argument("--loader_batch", type=int, default=128, help="samples the loader gives at once (default: 128)")
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
+    parser.add_argument("--seconds", type=float, default=3, help="of each loader (default: 3)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--model", default="lion-s", choices=train_step.MODELS, help="(default: lion-s)")
+    parser.add_argument("--batch", type=int, help="samples of its step (default: 8 on a CPU, 128 on a GPU)")
+    parser.add_argument("--layers", type=int, default=12, help="(default: 12)")
+    parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
+    a = parser.parse_args(argv)
+    builders.quiet()
+    tokenizer = builders.build_tokenizer(a.tokenizer_name, a.max_seq_len)
+
+    rows = []
+    cases = list(itertools.product(a.data_local, (False, True), a.workers))
+    for folder, packing, workers in cli.progress(cases, desc="loaders"):
+        loader = open_loader(folder, packing, workers, tokenizer, a)
+        kind = "tokens" if "tokens" in loader.dataset.shards[0].column_names else "text"
+        speed = samples_per_second(loader, a.seconds)
+        rows.append({"data": folder, "kind": kind, "packing": packing, "workers": workers, "samples_per_second": speed, **loader.padding.shares()})  # fmt: skip
+        del loader  # and its workers
+    step = step_samples_per_second(a)
+
+    lines = [["samples", "workers", "samples a second", f"against {a.model}'s step", "padding"]]
+    for row in rows:
+        lines.append([
+            f"{row['kind']}{', packed' if row['packing'] else ''}", str(row["workers"]),
+            f"{row['samples_per_second']:,.0f}", f"×{row['samples_per_second'] / step:,.0f}", f"{row['padding']:.1%}",
+        ])  # fmt: skip
+    title = (
+        f"Batches of {a.loader_batch} samples of at most {a.max_seq_len} tokens; a step of {a.model}, {a.layers} layers of {a.hidden}, "
+        f"takes {step:,.1f} samples a second:"
+    )
+    rows.append({"model": a.model, "samples_per_second": step})
+    measure.write(a.out, f"dataloader-{a.device}", title, measure.machine(a.device), [lines], rows)
+
+
+def open_loader(folder: str, packing: bool, workers: int, tokenizer, a: argparse.Namespace) -> text_data.TextDataLoader:
+    options = DatasetConfig(
+        local=folder, remote=None, split=a.split, tokenizer_name=a.tokenizer_name, max_seq_len=a.max_seq_len,
+        mlm_probability=0.3, packing=packing, shuffle=True, seed=17,
+    )  # fmt: skip
+    return text_data.build(LoaderConfig(options, num_workers=workers), tokenizer, a.loader_batch, train=True)
+
+
+def samples_per_second(loader: text_data.TextDataLoader, seconds: float) -> float:
+    """Over as many epochs as it takes, from the second batch on."""
+    batches = (batch for _ in itertools.count() for batch in loader)
+    next(batches)
+    begin, count = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        count += sample_count(next(batches))
+    return count / (time.perf_counter() - begin)
+
+
+def step_samples_per_second(a: argparse.Namespace) -> float:
+    a.batch = a.batch or (8 if a.device == "cpu" else 128)
+    a.precision = "fp32" if a.device == "cpu" else "amp_bf16"
+    a.length, a.masked, a.dropout, a.form = a.max_seq_len, 0.3, 0.1, "auto"
+    step = train_step.prepare(a.model, a)
+    return a.batch / measure.interleaved({a.model: step}, a.device, rounds=5, seconds=30)[a.model]
+
+
+if __name__ == "__main__":
+    cli.run(main)

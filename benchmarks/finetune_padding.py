@@ -1,0 +1,115 @@
+"""An epoch of fine-tuning, padded to the longest text of each batch and to a fixed length:
+
+    python benchmarks/finetune_padding.py --glue_dir DIR --tokenizer bert-base-uncased [--task sst2] [--device cuda]
+
+Training steps on batches of the task's first epoch, in its shuffled order, evenly chosen; both paddings take each batch in
+turn. An epoch's time is the mean step's, as often as an epoch has steps. Writes a table and its numbers.
+"""
+
+import os
+import sys
+
+sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import argparse
+import contextlib
+import time
+from pathlib import Path
+from statistics import mean
+
+import torch
+
+from benchmarks import measure
+from src import builders, cli
+from src.glue.batches import Batches, loader
+from src.glue.sources import read_task
+from src.glue.tasks import GLUE
+from src.lion import LionConfig, LionForSequenceClassification
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--glue_dir", help="folder with the official GLUE TSV files (default: the Hub's nyu-mll/glue)")
+    parser.add_argument("--tokenizer", default="bert-base-uncased", help="(default: bert-base-uncased)")
+    parser.add_argument("--task", default="sst2", choices=GLUE, help="(default: sst2)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--length", type=int, default=128, help="of fixed padding (default: 128)")
+    parser.add_argument("--batch", type=int, help="texts a step (default: the task's)")
+    parser.add_argument("--mixer", default="lion-s", help="(default: lion-s)")
+    parser.add_argument("--layers", type=int, default=12, help="(default: 12)")
+    parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
+    parser.add_argument("--steps", type=int, default=20, help="batches to time (default: 20)")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
+    a = parser.parse_args(argv)
+
+    task = GLUE[a.task]
+    tokenizer = builders.build_tokenizer(a.tokenizer, a.length)
+    examples = read_task(task, a.glue_dir).train
+    batched = loader(
+        examples, Batches(tokenizer, a.length, task.regression), a.batch or task.batch_size, shuffle_seed=19
+    )
+    every = max(1, len(batched) // a.steps)
+    batches = [batch for number, batch in enumerate(batched) if number % every == 0][: a.steps]
+    step = prepare(a, len(tokenizer), task.num_labels)
+    paddings = {
+        "the longest of the batch": batches,
+        f"{a.length} tokens": [widen(batch, a.length) for batch in batches],
+    }
+    for padded in paddings.values():
+        step(padded[0])
+    seconds: dict[str, list[float]] = {name: [] for name in paddings}
+    for number in cli.progress(range(len(batches)), desc="batches"):
+        for name, padded in paddings.items():
+            synchronize(a.device)
+            begin = time.perf_counter()
+            step(padded[number])
+            synchronize(a.device)
+            seconds[name].append(time.perf_counter() - begin)
+
+    rows, lines = [], [["padded to", "tokens a text", "a step, ms", "an epoch, s", "against the longest"]]
+    (fastest, _) = paddings
+    for name, padded in paddings.items():
+        width = mean(batch["input_ids"].shape[1] for batch in padded)
+        ratio = mean(seconds[name]) / mean(seconds[fastest])
+        rows.append({"padding": name, "tokens": width, "ms": 1000 * mean(seconds[name]), "epoch_s": len(batched) * mean(seconds[name]), "ratio": ratio})  # fmt: skip
+        lines.append([name, f"{width:.1f}", f"{rows[-1]['ms']:.1f}", f"{rows[-1]['epoch_s']:,.0f}", f"×{ratio:.2f}"])
+    real = mean(int(batch["attention_mask"].sum()) / len(batch["attention_mask"]) for batch in batches)
+    title = (
+        f"{task.title}, {len(examples):,} texts of {real:.1f} tokens on average, {a.batch or task.batch_size} a step, {a.mixer} of {a.layers} layers "
+        f"of {a.hidden}, forward, backward and AdamW, over {len(batches)} of an epoch's {len(batched):,} batches:"
+    )
+    measure.write(a.out, f"finetune-padding-{a.device}", title, measure.machine(a.device), [lines], rows)
+
+
+def widen(batch: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+    """A batch padded on to a fixed length; 0 pads ids, masks and segments alike."""
+    extra = length - batch["input_ids"].shape[1]
+    return {name: x if name == "labels" else torch.nn.functional.pad(x, (0, extra)) for name, x in batch.items()}
+
+
+def prepare(a: argparse.Namespace, vocabulary: int, labels: int):
+    """A function that takes one step on a batch."""
+    torch.manual_seed(0)
+    config = LionConfig(vocab_size=-(-vocabulary // 8) * 8, mixer=a.mixer, num_hidden_layers=a.layers, hidden_size=a.hidden,
+                        num_attention_heads=a.hidden // 64, intermediate_size=4 * a.hidden, num_labels=labels)  # fmt: skip
+    model = LionForSequenceClassification(config).to(a.device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    half = torch.autocast("cuda", torch.bfloat16) if a.device == "cuda" else contextlib.nullcontext()
+
+    def step(batch: dict[str, torch.Tensor]) -> None:
+        with half:
+            loss = model(**{name: x.to(a.device) for name, x in batch.items()}).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    cli.run(main)

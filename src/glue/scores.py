@@ -1,0 +1,73 @@
+"""The metrics of the tasks, over a whole split at once."""
+
+import torch
+from scipy.stats import pearsonr, spearmanr
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.functional.classification import (
+    binary_f1_score,
+    multiclass_accuracy,
+    multiclass_f1_score,
+    multiclass_matthews_corrcoef,
+)
+from torchmetrics.utilities import dim_zero_cat
+
+from src.glue.tasks import Task
+
+# Each of (predictions, labels, classes): class numbers, or the values of a regression, both (examples,).
+METRICS = {
+    "accuracy": lambda guesses, labels, n: multiclass_accuracy(guesses, labels, n, "micro", validate_args=False),
+    "f1": lambda guesses, labels, n: binary_f1_score(guesses, labels, validate_args=False),
+    "macro_f1": lambda guesses, labels, n: multiclass_f1_score(guesses, labels, n, "macro", validate_args=False),
+    "matthews": lambda guesses, labels, n: multiclass_matthews_corrcoef(guesses, labels, n, validate_args=False),
+    "spearman": lambda guesses, labels, n: spearmanr(guesses, labels).statistic,
+    "pearson": lambda guesses, labels, n: pearsonr(guesses, labels).statistic,
+}
+CORRELATIONS = ("matthews", "spearman", "pearson")
+
+
+def score(metrics: tuple[str, ...], predictions: Tensor, labels: Tensor, classes: int) -> dict[str, float]:
+    """Each metric of predictions, (examples,), that are class numbers or the values of a regression."""
+    values = {}
+    for name in metrics:
+        # A constant correlates with nothing; the libraries give it NaN, or not quite 0.
+        if name in CORRELATIONS and (is_constant(predictions) or is_constant(labels)):
+            values[name] = 0.0
+        else:
+            values[name] = float(METRICS[name](predictions, labels, classes))
+    return values
+
+
+def predicted(logits: Tensor) -> Tensor:
+    """The class of each example, from (examples, classes); a regression's values as they are, (examples,)."""
+    return logits.argmax(-1) if logits.ndim == 2 else logits
+
+
+def mean_score(scores: dict[str, dict[str, float]]) -> float:
+    """A task's score: the mean over its metrics and splits."""
+    values = [value for metrics in scores.values() for value in metrics.values()]
+    return sum(values) / len(values)
+
+
+def is_constant(values: Tensor) -> bool:
+    return bool((values == values[0]).all())
+
+
+class TaskScore(Metric):
+    """One of a task's metrics for evaluation during training: gathers a split's predictions and computes over all of them."""
+
+    full_state_update = False
+
+    def __init__(self, task: Task, metric: str):
+        super().__init__()
+        self.task, self.metric = task, metric
+        self.add_state("predictions", default=[], dist_reduce_fx="cat")
+        self.add_state("labels", default=[], dist_reduce_fx="cat")
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        self.predictions.append(predicted(logits))
+        self.labels.append(labels)
+
+    def compute(self) -> Tensor:
+        predictions, labels = dim_zero_cat(self.predictions).cpu(), dim_zero_cat(self.labels).cpu()
+        return torch.tensor(score((self.metric,), predictions, labels, self.task.num_labels)[self.metric])

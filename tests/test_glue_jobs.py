@@ -1,0 +1,318 @@
+"""Runs of several jobs by the command that a user gives: what they leave, what is done again, and what stops them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from composer.devices import DeviceCPU
+from conftest import ROOT, assert_one_sentence, environment, run, sentences, snapshot
+from glue_files import OFFICIAL_TEST, write_glue, write_tsv, write_yaml
+from test_glue_scores import reference
+
+import glue
+from src.cli import UserError
+from src.composer_models import LionClassifier
+from src.config import FinetuneConfig, load
+from src.glue.batches import Batches, loader
+from src.glue.job import predict
+from src.glue.jobs import where_to_run
+from src.glue.sources import Example, read_task
+from src.glue.start import build_model, read_start
+from src.glue.tasks import GLUE
+
+PNG = b"\x89PNG\r\n\x1a\n"
+ONE = {"epochs": 1, "batch_size": 8, "seeds": [19], "eval_interval": "1ep"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, write_checkpoint) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("pretrained") / "checkpoint.pt")
+
+
+@pytest.fixture(scope="module")
+def glue_dir(tmp_path_factory) -> Path:
+    return write_glue(tmp_path_factory.mktemp("glue"))
+
+
+@pytest.fixture(scope="module")
+def shared(glue_dir, checkpoint) -> dict:
+    return {"glue_dir": str(glue_dir), "starting_checkpoint_load_path": str(checkpoint)}
+
+
+@pytest.mark.parametrize("mixer", ["lion-s", "softmax"])
+@pytest.mark.parametrize("name", ["sst2", "rte", "stsb"])
+def test_padding_to_the_longest_does_not_change_predictions(shared, write_checkpoint, tmp_path, mixer, name):
+    checkpoint = write_checkpoint(tmp_path / "c.pt", mixer)
+    path = write_yaml(tmp_path / "f.yaml", **{**shared, "starting_checkpoint_load_path": str(checkpoint)})
+    start = read_start(load(FinetuneConfig, "glue.py", [str(path)]))
+    task = GLUE[name]
+    torch.manual_seed(0)
+    model = LionClassifier(build_model(start, task), start.tokenizer, {})
+    torch.nn.init.normal_(model.model.classifier.weight)
+    texts = ["dog", *sentences(8), "a song"]
+    examples = [Example((text, texts[i - 1])[: len(task.columns)], float(i % 2)) for i, text in enumerate(texts)]
+    batches = Batches(start.tokenizer, 64, task.regression)
+    alone, together = (predict(model, loader(examples, batches, size), DeviceCPU()) for size in (1, len(examples)))
+    assert len({batch["input_ids"].shape[1] for batch in loader(examples, batches, 1)}) > 3
+    assert alone.std() > 0.01
+    torch.testing.assert_close(alone, together, atol=1e-5, rtol=1e-5)
+
+
+def test_training_batches_hold_every_example_once_in_an_order_by_seed(tokenizer):
+    batches = Batches(tokenizer, 64, regression=True)
+    examples = [Example((text,), float(i)) for i, text in enumerate(sentences(21))]
+
+    def order(seed: int, epochs: int = 1) -> list[list[float]]:
+        batched = loader(examples, batches, 8, shuffle_seed=seed)
+        return [[label for batch in batched for label in batch["labels"].tolist()] for _ in range(epochs)]
+
+    first, second = order(1, epochs=2)
+    assert sorted(first) == sorted(second) == list(range(21))
+    assert first != second and first != list(range(21))
+    assert order(1)[0] == first != order(2)[0]
+
+
+@pytest.fixture(scope="module")
+def finetuned(tmp_path_factory, shared):
+    """Arguments, save_folder and output of a run: MNLI, RTE from it, STS-B from it, SST-2 searched, a task of one's own."""
+    folder = tmp_path_factory.mktemp("finetuned")
+    own = [f"{text},{'many' if len(text) > 100 else 'few'}" for text in sentences(30, seed=9)]
+    (folder / "own.csv").write_text("\n".join(["words,amount", *own]))
+    files = {split: str(folder / "own.csv") for split in ("train", "validation", "test")}
+    tasks = {
+        "rte": {**ONE, "seeds": [19, 20]}, "mnli": ONE, "stsb": ONE, "sst2": {**ONE, "lr": [1e-4, 1e-3]},
+        "amount": {**ONE, "columns": ["words"], "label": "amount", "metrics": ["macro_f1"], "files": files},
+    }  # fmt: skip
+    path = write_yaml(folder / "finetune.yaml", **shared, tasks=tasks, tasks_to_run=["rte", "mnli", "stsb", "sst2", "amount"],
+                      mnli_first=True, predict_test=True, parallel=2)  # fmt: skip
+    done = run("glue.py", path, cwd=folder, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [str(path)], folder / "run", done
+
+
+def test_a_run_prints_its_table_and_leaves_report_picture_and_predictions(finetuned):
+    _, folder, done = finetuned
+    for row in (r"\| RTE +\| accuracy +\| +50\.00 \| +\d+\.\d\d ± \d+\.\d\d", r"\| STS-B +\| spearman +\| +0\.00 \|", r"\| amount +\| macro_f1",
+                r"\| SST-2\* ", r"lr=0\.00\d*1?, picked"):  # fmt: skip
+        assert re.search(row, done.stdout), done.stdout
+    assert "GLUE average: not without QQP, QNLI, MRPC, CoLA" in done.stdout
+    assert "7 jobs (RTE, MNLI, STS-B, SST-2, amount)" in done.stderr
+    written = json.loads((folder / "report.json").read_text())
+    assert [row["task"] for row in written["tasks"]] == ["rte", "mnli", "stsb", "sst2", "amount"]
+    assert set(written["tasks"][0]["seeds"]) == {"19", "20"}
+    assert written["glue"] is None
+    assert "| RTE " in (folder / "report.md").read_text()
+    assert (folder / "report.png").read_bytes().startswith(PNG)
+    jobs = {path.name for path in (folder / "jobs").iterdir()}
+    assert jobs == {"rte-19", "rte-20", "mnli-19", "stsb-19", "sst2-lr=0.0001-19", "sst2-lr=0.001-19", "amount-19"}
+
+
+def test_the_scores_of_a_run_follow_from_its_predictions(finetuned, glue_dir):
+    _, folder, _ = finetuned
+    for place in (folder / "jobs").iterdir():
+        written, name = json.loads((place / "result.json").read_text()), place.name.split("-")[0]
+        for split, scores in written["scores"].items():
+            rows = [json.loads(line) for line in (place / f"predictions-{split}.jsonl").read_text().splitlines()]
+            logits, labels = torch.tensor([row["logits"] for row in rows]), torch.tensor([row["label"] for row in rows])
+            guesses = logits.argmax(-1) if logits.ndim == 2 else logits
+            assert scores == {metric: pytest.approx(reference(metric, guesses, labels), abs=1e-6) for metric in written["metrics"]}  # fmt: skip
+            if name in GLUE:
+                examples = read_task(GLUE[name], str(glue_dir)).validation[split]
+                assert labels.tolist() == pytest.approx([example.label for example in examples])
+                if GLUE[name].labels:
+                    assert [row["prediction"] for row in rows] == [GLUE[name].labels[guess] for guess in guesses]
+        evaluated = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+        last = [line["eval"] for line in evaluated if "eval" in line][-1]  # during training, at its end
+        for split, scores in written["scores"].items():
+            for metric, value in scores.items():
+                assert last[f"{split}/{metric}"] == pytest.approx(value, abs=1e-6)
+
+
+def test_tasks_after_mnli_start_from_its_encoder(finetuned):
+    _, folder, _ = finetuned
+    starts = {path.parent.name: json.loads(path.read_text())["start"] for path in folder.glob("jobs/*/result.json")}
+    assert all(starts[name].endswith("mnli-19/latest-rank0.pt") for name in ("rte-19", "rte-20", "stsb-19"))
+    assert starts["mnli-19"] == starts["sst2-lr=0.001-19"] != starts["rte-19"]
+
+
+def test_predictions_of_the_test_sets_are_in_files_for_the_server(finetuned):
+    _, folder, done = finetuned
+    files = {path.name: path.read_text().splitlines() for path in (folder / "submission").iterdir()}
+    assert files.keys() == {"MNLI-m.tsv", "MNLI-mm.tsv", "RTE.tsv", "STS-B.tsv", "SST-2.tsv", "amount-test.tsv"}
+    for name, lines in files.items():
+        assert lines[0] == "index\tprediction"
+        assert [line.split("\t")[0] for line in lines[1:]] == [str(i) for i in range(30 if "amount" in name else 5)]
+    assert {line.split("\t")[1] for line in files["RTE.tsv"][1:]} <= {"entailment", "not_entailment"}
+    assert {line.split("\t")[1] for line in files["SST-2.tsv"][1:]} <= {"0", "1"}
+    assert "the server also needs QQP.tsv, QNLI.tsv, MRPC.tsv, CoLA.tsv, WNLI.tsv, AX.tsv" in done.stdout
+
+
+def test_the_same_command_again_trains_nothing_and_shows_the_same_table(finetuned, capsys, caplog):
+    arguments, folder, done = finetuned
+    jobs = snapshot(folder / "jobs")
+    with caplog.at_level("INFO", logger="lion"):
+        glue.main(arguments)
+    assert caplog.text.count("done earlier") == 7
+    assert snapshot(folder / "jobs") == jobs
+    assert capsys.readouterr().out == done.stdout
+
+
+def test_a_changed_value_runs_what_it_changes_again_and_rerun_runs_what_is_done(finetuned, glue_dir, caplog):
+    arguments, folder, _ = finetuned
+    jobs = snapshot(folder / "jobs")
+
+    def changed() -> set[str]:
+        now = snapshot(folder / "jobs")
+        return {name.split("/")[0] for name in now if now[name] != jobs.get(name)}
+
+    with caplog.at_level("INFO", logger="lion"):
+        glue.main([*arguments, "tasks.stsb.lr=0.5"])
+    assert caplog.text.count("done earlier") == 6
+    assert "STS-B seed 19: its result is of another task, so it runs again" in caplog.text
+    assert changed() == {"stsb-19"}
+    lines = [json.loads(line) for line in (folder / "jobs/stsb-19/metrics.jsonl").read_text().splitlines()]
+    assert [line["batch"] for line in lines if "loss" in line] == [3]  # of the new run alone
+    jobs = snapshot(folder / "jobs")
+    glue.main([*arguments, "tasks_to_run=[amount]", "mnli_first=false", "--rerun"])
+    assert changed() == {"amount-19"}
+    # Another test set matters only where it is to be predicted; RTE starts from MNLI's encoder, which is not trained again.
+    write_tsv(glue_dir / "RTE/test.tsv", OFFICIAL_TEST["rte"][0], [["0", "the dog sees", "a cat"]])
+    jobs = snapshot(folder / "jobs")
+    glue.main([*arguments, "tasks_to_run=[mnli,rte]", "predict_test=false"])
+    assert changed() == set()
+    glue.main([*arguments, "tasks_to_run=[mnli,rte]"])
+    assert changed() == {"rte-19", "rte-20"}
+    assert len((folder / "submission/RTE.tsv").read_text().splitlines()) == 2
+
+
+def test_a_job_that_fails_or_is_killed_is_reported_and_takes_no_other_along(tmp_path, shared, capsys, caplog):
+    folder = write_glue(tmp_path / "glue")
+    settings = {**shared, "glue_dir": str(folder), "tasks_to_run": ["sst2", "stsb", "rte"]}
+    path = write_yaml(tmp_path / "f.yaml", **settings, tasks={"sst2": {**ONE, "epochs": 1000}, "stsb": ONE, "rte": ONE})
+
+    def disturb() -> None:
+        wait_for(lambda: metrics(tmp_path / "run/jobs/sst2-19") > 2)
+        (folder / "STS-B/train.tsv").write_bytes(b"\xff\xfe\n")  # after the command has read it
+        os.kill(job_process(os.getpid()), signal.SIGKILL)
+
+    disturber = threading.Thread(target=disturb)
+    disturber.start()
+    with caplog.at_level("INFO", logger="lion"), pytest.raises(SystemExit) as ended:
+        glue.main([str(path)])
+    disturber.join()
+    assert ended.value.code == 1
+    assert "2 of 3 jobs failed" in caplog.text
+    out = capsys.readouterr().out
+    assert re.search(r"\n\| RTE ", out) and not re.search(r"\n\| SST-2 ", out)
+    assert "- SST-2 seed 19: killed by signal 9" in out
+    assert re.search(r"- STS-B seed 19: \S+train\.tsv, line 1: not valid UTF-8.*log: \S+stsb-19/log\.txt", out)
+    write_glue(tmp_path / "glue")
+    write_yaml(path, **settings, tasks={"sst2": ONE, "stsb": ONE, "rte": ONE})
+    caplog.clear()
+    with caplog.at_level("INFO", logger="lion"):
+        glue.main([str(path)])
+    assert caplog.text.count("done earlier") == 1 and "Failed" not in capsys.readouterr().out
+
+
+def test_a_killed_command_takes_its_jobs_along_and_keeps_what_was_done(tmp_path, shared, caplog):
+    settings = {**shared, "tasks_to_run": ["sst2", "rte"]}
+    path = write_yaml(tmp_path / "f.yaml", **settings, tasks={"sst2": ONE, "rte": {**ONE, "epochs": 1000}})
+    process = start(path)
+    wait_for(lambda: metrics(tmp_path / "run/jobs/rte-19") > 2, process)
+    job = job_process(process.pid)
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not psutil.pid_exists(job))
+    assert [place.parent.name for place in tmp_path.rglob("result.json")] == ["sst2-19"]
+    write_yaml(path, **settings, tasks={"sst2": ONE, "rte": ONE})
+    with caplog.at_level("INFO", logger="lion"):
+        glue.main([str(path)])
+    assert caplog.text.count("done earlier") == 1
+    assert len(list(tmp_path.rglob("result.json"))) == 2
+
+
+def start(path: Path) -> subprocess.Popen:
+    command = [sys.executable, str(ROOT / "glue.py"), str(path)]
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(condition, process: subprocess.Popen | None = None, seconds: float = 100) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process is None or process.poll() is None, process.stderr.read()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def metrics(place: Path) -> int:
+    """Lines of a running job's metrics.jsonl."""
+    path = place / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.is_file() else 0
+
+
+def job_process(command: int) -> int:
+    """The process of the running job: a child of the fork server, which is a child of the command."""
+    servers = [child for child in psutil.Process(command).children() if "forkserver" in " ".join(child.cmdline())]
+    (job,) = [job.pid for server in servers for job in server.children()]
+    return job
+
+
+def test_places_are_gpus_by_number_or_so_many_processes(monkeypatch):
+    assert where_to_run(False, "cpu") == where_to_run(1, "gpu") == [None]
+    assert where_to_run(3, "cpu") == [None] * 3
+    assert where_to_run(True, "cpu") == [None] * os.cpu_count()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    assert where_to_run(True, "gpu") == ["4", "6", "7"]
+    assert where_to_run(2, "gpu") == ["4", "6"]
+    with pytest.raises(UserError, match="4 jobs at a time, but there are 3 GPUs"):
+        where_to_run(4, "gpu")
+    for wrong in ("yes", 0, -1, 1.5):
+        with pytest.raises(UserError, match="parallel"):
+            where_to_run(wrong, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("mnli_first=true", ["mnli_first", "add mnli"]),
+        ("tasks.sst2.eval_interval=often", ["tasks.sst2.eval_interval", "'often'"]),
+        ("tasks.sst2.optimizer=sgd", ["tasks.sst2.optimizer", "sgd", "adamw"]),
+        ("tasks.sst2.precision=fp8", ["precision", "'fp8'"]),
+        ("model.num_hidden_layers=2", ["misses", "layers.1"]),
+        ("scheduler.name=steps", ["scheduler", "steps"]),
+        ("device_eval_batch_size=0", ["device_eval_batch_size 0 must be at least 1"]),
+        ("parallel=many", ["parallel", "'many'"]),
+        ("tasks_to_run=[sst2,qqp]", ["QQP/train.tsv is not there"]),
+        ("save_folder={}", ["save_folder", "name another folder"]),
+    ],
+)
+def test_a_mistake_is_told_before_any_task_is_trained(tmp_path, shared, override, words):
+    (tmp_path / "file").touch()
+    path = write_yaml(tmp_path / "f.yaml", **shared, tasks_to_run=["sst2"])
+    with pytest.raises(UserError) as error:
+        glue.main([str(path), override.format(tmp_path / "file")])
+    for word in words:
+        assert word in str(error.value)
+    assert not list(tmp_path.rglob("result.json"))
+
+
+def test_a_folder_in_use_by_another_command_is_refused(tmp_path, shared):
+    from src.glue.jobs import alone_in
+
+    path = write_yaml(tmp_path / "f.yaml", **shared, tasks_to_run=["sst2"])
+    with alone_in(tmp_path / "run"), pytest.raises(UserError, match=r"another glue\.py is at work in"):
+        glue.main([str(path)])
+
+
+def test_a_mistake_ends_the_command_in_one_sentence(finetuned):
+    assert_one_sentence(run("glue.py", *finetuned[0], "taks_to_run=[sst2]"), "unknown key taks_to_run", "tasks_to_run")
+    assert_one_sentence(run("glue.py", "report", finetuned[1].parent), "holds no report.json")

@@ -1,0 +1,190 @@
+"""Reports of a run, comparison of several, and the files for GLUE's server."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from src.cli import UserError
+from src.glue import compare, report, submission
+from src.glue.scores import mean_score, predicted, score
+from src.glue.tasks import GLUE
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def result(task: str, seed: int, value: float, variant: str = "") -> dict:
+    return {"task": task, "title": GLUE[task].title, "metrics": list(GLUE[task].metrics), "majority": 0.5, "seed": seed,
+            "score": value, "variant": variant, "folder": f"{task}-{variant}{seed}"}  # fmt: skip
+
+
+def test_the_report_has_mean_and_deviation_over_seeds_and_the_average_of_all_eight_tasks_only():
+    results = [result(name, 19, 0.8) for name in GLUE if name != "rte"]
+    rows = report.summarize([*results, result("rte", 1, 0.5), result("rte", 2, 0.7)])
+    rte = rows[-1]
+    assert (rte["mean"], rte["std"]) == pytest.approx((0.6, 0.02**0.5))
+    assert rte["seeds"] == {"1": 0.5, "2": 0.7}
+    assert report.glue_average(rows) == pytest.approx((7 * 0.8 + 0.6) / 8)
+    assert "GLUE average: 77.50" in report.closing(rows)
+    assert "60.00 ± 14.14" in report.table(rows)
+    assert report.glue_average(rows[:-1]) is None
+    assert "not without RTE" in report.closing(rows[:-1])
+
+
+def test_a_search_reports_its_best_candidate_as_picked_and_all_of_them():
+    values = {"lr=1e-05": (0.6, 0.8), "lr=3e-05": (0.75, 0.75)}
+    results = [
+        result("rte", seed, value, variant) for variant, pair in values.items() for seed, value in enumerate(pair)
+    ]
+    (row,) = report.summarize(results)
+    assert (row["variant"], row["mean"], row["seeds"]) == ("lr=3e-05", 0.75, {"0": 0.75, "1": 0.75})
+    assert [candidate["mean"] for candidate in row["candidates"]] == pytest.approx([0.7, 0.75])
+    text = report.text([row])
+    assert "| RTE* " in text and "lr=3e-05, picked" in text and "lr=1e-05 " in text
+    assert "on the validation set itself" in text
+
+
+def test_failed_jobs_stand_in_the_report(tmp_path):
+    report.write([result("rte", 1, 0.5)], tmp_path, "run", ["RTE seed 2: out of memory"])
+    for name in ("report.md", "report.json"):
+        assert "RTE seed 2: out of memory" in (tmp_path / name).read_text()
+    assert (tmp_path / "report.png").read_bytes().startswith(PNG)
+
+
+# Several runs
+
+
+def write_run(folder: Path, task: str, seeds: dict[int, torch.Tensor], labels: torch.Tensor) -> Path:
+    """A finished run of one task, from its logits by seed."""
+    results = []
+    for seed, logits in seeds.items():
+        place = folder / "jobs" / f"{task}-{seed}"
+        place.mkdir(parents=True)
+        scores = {"dev": score(GLUE[task].metrics, predicted(logits), labels, GLUE[task].num_labels)}
+        written = {**result(task, seed, mean_score(scores)), "scores": scores, "labels": list(GLUE[task].labels), "folder": place.name}  # fmt: skip
+        (place / "result.json").write_text(json.dumps(written))
+        lines = [{"logits": row, "label": label} for row, label in zip(logits.tolist(), labels.tolist())]
+        (place / "predictions-dev.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        results.append(written)
+    report.write(results, folder, folder.name)
+    return folder
+
+
+def noisy(labels: torch.Tensor, right: float, seed: int) -> torch.Tensor:
+    """Logits that are right for this share of the examples."""
+    draw = torch.rand(len(labels), generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.one_hot(torch.where(draw < right, labels, 1 - labels), 2).float()
+
+
+@pytest.fixture
+def labels() -> torch.Tensor:
+    return torch.randint(2, (400,), generator=torch.Generator().manual_seed(0))
+
+
+def difference_of(folders: list[Path], task: str) -> compare.Difference | None:
+    runs = {folder.name: compare.read_report(folder) for folder in folders}
+    return compare.compare(runs, folders, 500)[folders[1].name][task]
+
+
+def test_the_interval_of_an_accuracy_is_that_of_the_binomial(tmp_path, labels):
+    """All of the second run's errors away from none of the first's: the variance of the difference is known."""
+    first = write_run(tmp_path / "a", "rte", {1: noisy(labels, 0.8, 1)}, labels)
+    second = write_run(tmp_path / "b", "rte", {1: noisy(labels, 0.6, 1)}, labels)  # wrong wherever the first is
+    found = difference_of([first, second], "rte")
+    half = 1.96 * (-found.mean * (1 + found.mean) / 400) ** 0.5
+    assert found.mean == pytest.approx(-0.2, abs=0.05)
+    assert (found.low, found.high) == pytest.approx((found.mean - half, found.mean + half), abs=0.012)
+    assert found.p == pytest.approx(2 / 501)  # no resample says the contrary
+
+
+@pytest.mark.parametrize("task", ["rte", "mrpc", "cola"])
+def test_runs_that_predict_the_same_do_not_differ_and_equally_good_ones_not_significantly(tmp_path, labels, task):
+    seeds = {seed: noisy(labels, 0.7, seed) for seed in (1, 2)}
+    folders = [write_run(tmp_path / name, task, seeds, labels) for name in ("a", "b")]
+    found = difference_of(folders, task)
+    assert (found.mean, found.low, found.high, found.p) == (0, 0, 0, 1)
+    other = write_run(tmp_path / "c", task, {seed: noisy(labels, 0.7, 10 + seed) for seed in (1, 2)}, labels)
+    found = difference_of([folders[0], other], task)
+    assert found.low < 0 < found.high and found.p > 0.05
+
+
+def test_a_regression_is_compared_by_its_correlation(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(6, (300,), generator=generator).float()
+    near, far = (labels + noise * torch.randn(300, generator=generator) for noise in (0.5, 4))
+    folders = [
+        write_run(tmp_path / name, "stsb", {1: values}, labels) for name, values in (("far", far), ("near", near))
+    ]
+    found = difference_of(folders, "stsb")
+    assert 0.2 < found.low < found.mean < found.high and found.p < 0.01
+
+
+def test_the_report_command_shows_runs_side_by_side(tmp_path, labels, capsys):
+    first = write_run(tmp_path / "base", "rte", {1: noisy(labels, 0.6, 1), 2: noisy(labels, 0.6, 2)}, labels)
+    second = write_run(tmp_path / "better", "rte", {1: noisy(labels, 0.9, 3), 3: noisy(labels, 0.9, 4)}, labels)
+    write_run(tmp_path / "alone", "cola", {1: noisy(labels, 0.9, 3)}, labels)
+    compare.main(
+        [str(first), str(second), str(tmp_path / "alone"), "--out", str(tmp_path / "out"), "--resamples", "200"]
+    )
+    shown = capsys.readouterr().out
+    assert "| better − base" in shown and "paired bootstrap of 200 resamples" in shown
+    assert "p = 0.010" in shown  # (0 + 1) · 2 / 201
+    assert (tmp_path / "out" / "compare.md").read_text().strip() in shown
+    assert (tmp_path / "out" / "compare.png").read_bytes().startswith(PNG)
+    written = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert written["differences"]["better"]["rte"]["low"] > 0
+    assert written["differences"]["alone"] == {}
+    compare.main([str(first)])
+    assert "| RTE " in capsys.readouterr().out
+
+
+def test_runs_over_other_examples_are_not_compared(tmp_path, labels, capsys):
+    first = write_run(tmp_path / "a", "rte", {1: noisy(labels, 0.6, 1)}, labels)
+    second = write_run(tmp_path / "b", "rte", {1: noisy(labels[:300], 0.6, 1)}, labels[:300])
+    assert difference_of([first, second], "rte") is None
+    compare.main([str(first), str(second)])
+    assert "other examples" in capsys.readouterr().out
+
+
+def test_what_cannot_be_compared_is_named(tmp_path, labels):
+    folder = write_run(tmp_path / "a", "rte", {1: noisy(labels, 0.6, 1)}, labels)
+    with pytest.raises(UserError, match=r"nowhere holds no report\.json"):
+        compare.main([str(tmp_path / "nowhere")])
+    with pytest.raises(UserError, match="named twice"):
+        compare.main([str(folder), str(folder)])
+    other = write_run(tmp_path / "b", "rte", {1: noisy(labels, 0.6, 1)}, labels)
+    (other / "jobs/rte-1/predictions-dev.jsonl").write_text('{"logits": [1')
+    with pytest.raises(UserError, match="rte-1 lacks predictions that can be read"):
+        compare.main([str(folder), str(other)])
+    (other / "report.json").write_text('{"tasks"')
+    with pytest.raises(UserError, match="damaged"):
+        compare.main([str(other)])
+
+
+# The server's files
+
+
+def test_the_servers_files_have_its_labels_and_the_best_seeds_predictions(tmp_path):
+    predictions = {"mnli": "neutral", "qnli": "not_entailment", "rte": "entailment", "sst2": "positive", "cola": "unacceptable",
+                   "mrpc": "equivalent", "qqp": "not_duplicate", "stsb": 5.25}  # fmt: skip
+    results = []
+    for name, prediction in predictions.items():
+        for seed, value in ((1, 0.6), (2, 0.9)):
+            place = tmp_path / "jobs" / f"{name}-{seed}"
+            place.mkdir(parents=True)
+            written = {**result(name, seed, value), "labels": list(GLUE[name].labels), "test_splits": list(GLUE[name].tsv_test), "folder": place.name}  # fmt: skip
+            (place / "result.json").write_text(json.dumps(written))
+            for split in GLUE[name].tsv_test:
+                told = [prediction, prediction if seed == 2 else (0.0 if name == "stsb" else GLUE[name].labels[-1])]
+                (place / f"predictions-{split}.jsonl").write_text("".join(json.dumps({"prediction": p}) + "\n" for p in told))  # fmt: skip
+            results.append(written)
+    folder, missing = submission.write(report.summarize(results), tmp_path)
+    expected = {"MNLI-m": "neutral", "MNLI-mm": "neutral", "QNLI": "not_entailment", "RTE": "entailment", "SST-2": "1",
+                "CoLA": "0", "MRPC": "1", "QQP": "0", "STS-B": "5.000"}  # fmt: skip
+    assert {path.stem for path in folder.iterdir()} == expected.keys()
+    for name, shown in expected.items():
+        assert (folder / f"{name}.tsv").read_text() == f"index\tprediction\n0\t{shown}\n1\t{shown}\n"
+    assert missing == ["WNLI.tsv", "AX.tsv"]
+    _, missing = submission.write(report.summarize(results[4:]), tmp_path)
+    assert missing == ["MNLI-m.tsv", "MNLI-mm.tsv", "QNLI.tsv", "WNLI.tsv", "AX.tsv"]

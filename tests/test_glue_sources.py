@@ -1,0 +1,258 @@
+"""Where examples come from: the official files of GLUE, files of one's own, and the Hub."""
+
+import json
+import logging
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from glue_files import MNLI_DEV, MRPC, OFFICIAL, OFFICIAL_TEST, write_tsv
+
+from src.cli import UserError
+from src.glue.sources import Example, digest, read_task
+from src.glue.tasks import GLUE, select
+
+
+def own(tmp_path: Path, **given) -> object:
+    """A task of one's own as a config gives it; paths are below tmp_path."""
+    files = {split: str(tmp_path / name) for split, name in given.pop("files", {}).items()}
+    (task,) = select(["mine"], {"mine": {"columns": ["text"], "files": files, **given}}, 7)
+    return task
+
+
+def write_official(folder: Path, name: str, train: list, dev: list | None = None, bom: bool = False) -> None:
+    """A task's train and dev files with these rows; dev is the official row if none are given."""
+    header, row, _ = OFFICIAL[name]
+    write_tsv(folder / GLUE[name].folder / "train.tsv", header, train, bom)
+    dev_header, dev_row = (header, row)
+    if name == "mnli":
+        dev_header, dev_row = MNLI_DEV, [*row[:-1], "neutral", "neutral", "neutral", "neutral", row[-1]]
+    for split in GLUE[name].tsv_validation:
+        write_tsv(folder / GLUE[name].folder / f"{split}.tsv", dev_header, dev or [dev_row], bom)
+
+
+# The official files
+
+
+@pytest.mark.parametrize("bom", [False, True], ids=["", "bom"])
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_the_official_files_of_each_task_are_read(tmp_path, name, bom):
+    _, row, expected = OFFICIAL[name]
+    write_official(tmp_path, name, [row, row], bom=bom)
+    header, test_row = OFFICIAL_TEST[name]
+    for split in GLUE[name].tsv_test:
+        write_tsv(tmp_path / GLUE[name].folder / f"{split}.tsv", header, [test_row] * 3, bom)
+    data = read_task(GLUE[name], str(tmp_path), with_test=True)
+    assert data.train == [expected, expected]
+    assert data.validation == {split: [expected] for split in GLUE[name].tsv_validation}
+    assert data.test == {split: [Example(expected.texts, None)] * 3 for split in GLUE[name].tsv_test}
+
+
+def test_files_with_the_line_ends_of_windows_and_a_blank_last_line_are_read(tmp_path):
+    write_official(tmp_path, "sst2", [["good", "1"]])
+    (tmp_path / "SST-2/train.tsv").write_bytes("sentence\tlabel\r\na\u2028b\x85c \t1\r\nbad\t0\r\n\r\n".encode())
+    data = read_task(GLUE["sst2"], str(tmp_path))
+    assert data.train == [Example(("a\u2028b\x85c ",), 1), Example(("bad",), 0)]
+
+
+def test_the_few_bad_rows_of_qqp_are_left_out_and_counted(tmp_path, caplog):
+    good = OFFICIAL["qqp"][1]
+    write_official(tmp_path, "qqp", [good, good[:4], ["the rest of it", "Why?", "1"], good])
+    with caplog.at_level(logging.INFO, logger="lion"):
+        data = read_task(GLUE["qqp"], str(tmp_path))
+    assert data.train == [OFFICIAL["qqp"][2]] * 2
+    assert "train.tsv: left out 2 rows that are not 6 columns long (line 3, 4)" in caplog.text
+    write_official(tmp_path, "qqp", [good, *[good[:4]] * (GLUE["qqp"].malformed_rows + 1)])
+    with pytest.raises(UserError, match=r"train\.tsv, line 103: 4 columns instead of 6, after 100 others"):
+        read_task(GLUE["qqp"], str(tmp_path))
+
+
+def test_a_bad_row_of_a_test_set_is_refused_even_in_qqp(tmp_path):
+    write_official(tmp_path, "qqp", [OFFICIAL["qqp"][1]])
+    header, row = OFFICIAL_TEST["qqp"]
+    write_tsv(tmp_path / "QQP" / "test.tsv", header, [row, row[:2]])
+    with pytest.raises(UserError, match=r"test\.tsv, line 3: 2 columns instead of 3"):
+        read_task(GLUE["qqp"], str(tmp_path), with_test=True)
+
+
+def test_rows_of_mnli_that_have_no_gold_label_are_left_out_and_counted(tmp_path, caplog):
+    row = OFFICIAL["mnli"][1]
+    write_official(tmp_path, "mnli", [row, [*row[:-1], "-"]])
+    with caplog.at_level(logging.INFO, logger="lion"):
+        assert len(read_task(GLUE["mnli"], str(tmp_path)).train) == 1
+    assert "left out 1 rows without a label (-)" in caplog.text
+
+
+def test_mrpc_under_its_publishers_names_does_not_train_on_the_development_set(tmp_path, caplog):
+    rows = [[str(i % 2), str(i), str(100 + i), f"first {i} .", f"second {i} ."] for i in range(5)]
+    folder = tmp_path / "MRPC"
+    write_tsv(folder / "msr_paraphrase_train.txt", MRPC, rows, bom=True)
+    write_tsv(folder / "dev.tsv", MRPC, rows[1:3], bom=True)
+    write_tsv(folder / "msr_paraphrase_test.txt", MRPC, rows[:2], bom=True)
+    with caplog.at_level(logging.INFO, logger="lion"):
+        data = read_task(GLUE["mrpc"], str(tmp_path), with_test=True)
+    assert [example.texts[0] for example in data.train] == ["first 0 .", "first 3 .", "first 4 ."]
+    assert [example.texts[0] for example in data.validation["dev"]] == ["first 1 .", "first 2 ."]
+    assert len(data.test["test"]) == 2
+    assert "2 rows are in the development set" in caplog.text
+    write_tsv(folder / "train.tsv", MRPC, rows[3:])  # the official name goes before
+    assert len(read_task(GLUE["mrpc"], str(tmp_path)).train) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("sst2", "sentence\tlabel\ngood\t1\nbad\n", ["train.tsv, line 3", "1 columns instead of 2"]),
+        ("sst2", "sentence\tlabel\ngood\tvery\t1\n", ["train.tsv, line 2", "3 columns instead of 2"]),
+        ("sst2", "sentence\tlabel\ngood\t1\nbad\tno\n", ["train.tsv, line 3", "'no'", "negative, positive"]),
+        ("sst2", "sentence\tlabel\ngood\t2\n", ["train.tsv, line 2", "'2'"]),
+        ("sst2", "sentence\tlabel\ngood\t-1\n", ["train.tsv, line 2", "'-1'"]),
+        ("sst2", "sentence\tlabel\ngood\t0.5\n", ["train.tsv, line 2", "'0.5'"]),
+        ("sst2", "sentence\tlabel\ngood\t\n", ["train.tsv, line 2", "no label"]),
+        ("sst2", "text\tlabel\ngood\t1\n", ["train.tsv", "sentence", "text, label"]),
+        ("sst2", "sentence\tlabel\n", ["train.tsv", "no examples"]),
+        ("sst2", "", ["train.tsv", "no examples"]),
+        ("cola", "gj04\t1\t\tGood.\ngj04\t1\n", ["train.tsv, line 2", "2 columns instead of 4"]),
+        ("cola", "gj04\t1\n", ["train.tsv, line 1", "2 columns"]),
+        ("rte", "index\tsentence1\tsentence2\n0\ta\tb\n", ["train.tsv", "label"]),
+        ("stsb", "sentence1\tsentence2\tscore\na\tb\tmuch\n", ["train.tsv, line 2", "'much'", "a number"]),
+        ("stsb", "sentence1\tsentence2\tscore\na\tb\tnan\n", ["train.tsv, line 2", "'nan'"]),
+        ("stsb", "sentence1\tsentence2\tscore\na\tb\tinf\n", ["train.tsv, line 2", "'inf'"]),
+        ("sst2", None, ["train.tsv", "SST-2", "tasks_to_run"]),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_by_file_and_line(tmp_path, name, content, words):
+    write_official(tmp_path, name, [OFFICIAL[name][1]])
+    train = tmp_path / GLUE[name].folder / "train.tsv"
+    train.unlink()
+    if content is not None:
+        train.write_text(content)
+    with pytest.raises(UserError) as error:
+        read_task(GLUE[name], str(tmp_path))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_bytes_that_are_no_text_are_named_by_line(tmp_path):
+    write_official(tmp_path, "sst2", [["good", "1"]])
+    (tmp_path / "SST-2/dev.tsv").write_bytes(b"sentence\tlabel\ngood\t1\nb\xe4d\t0\n")
+    with pytest.raises(UserError, match=r"dev\.tsv, line 3: not valid UTF-8"):
+        read_task(GLUE["sst2"], str(tmp_path))
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"glue_dir: the folder \S+nowhere does not exist"):
+        read_task(GLUE["sst2"], str(tmp_path / "nowhere"))
+
+
+# Files of one's own
+
+ROWS = [('He said "no", and\tleft.', "good"), ("Two\nlines.", "bad"), ("Ünïcode, quoted.", "good")]
+
+
+def write_rows(path: Path, rows=ROWS) -> None:
+    if path.suffix == ".csv":
+        quoted = ['"{}",{}'.format(text.replace('"', '""'), label) for text, label in rows]
+        path.write_text("\n".join(["text,stars", *quoted]), encoding="utf-8")
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps({"text": text, "stars": label}) + "\n" for text, label in rows))
+    elif path.suffix == ".parquet":
+        texts, labels = zip(*rows)
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts, "stars": labels}), path)
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_files_of_ones_own_are_read_and_their_labels_found(tmp_path, ending):
+    for name in ("train", "dev", "test"):
+        write_rows(tmp_path / f"{name}.{ending}")
+    task = own(tmp_path, label="stars", files={"train": f"train.{ending}", "validation": f"dev.{ending}", "test": f"test.{ending}"})  # fmt: skip
+    data = read_task(task, None, with_test=True)
+    assert data.task.labels == ("bad", "good")
+    assert data.train == [Example((text,), float(label == "good")) for text, label in ROWS]
+    assert data.validation == {"validation": data.train}
+    assert data.test == {"test": [Example((text,), None) for text, _ in ROWS]}
+
+
+def test_quotes_in_a_tsv_of_ones_own_are_literal_and_several_files_are_one_set(tmp_path):
+    write_tsv(tmp_path / "a.tsv", ["text", "label"], [['"So', "1"]])
+    write_tsv(tmp_path / "b.tsv", ["label", "text"], [["10", "b"], ["2", "c"]])
+    files = {"train": [str(tmp_path / "a.tsv"), str(tmp_path / "b.tsv")], "validation": str(tmp_path / "a.tsv")}
+    (task,) = select(["mine"], {"mine": {"columns": ["text"], "files": files}}, 7)
+    data = read_task(task, None)
+    assert data.task.labels == ("1", "2", "10")  # by number
+    assert data.train == [Example(('"So',), 0), Example(("b",), 2), Example(("c",), 1)]
+
+
+def test_a_regression_reads_numbers(tmp_path):
+    write_rows(tmp_path / "a.jsonl", [("x", 1), ("y", 2.5)])
+    task = own(tmp_path, label="stars", kind="regression", files={"train": "a.jsonl", "validation": "a.jsonl"})
+    assert task.metrics == ("spearman",)
+    assert [example.label for example in read_task(task, None).train] == [1, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", "text,stars\ngood,1\nbad\n", ["a.csv, line 3", "1 columns instead of 2"]),
+        ("a.csv", 'text,stars\n"two\nlines",1\n"never closed,1\n', ["a.csv, line 4", "not valid CSV"]),
+        ("a.csv", "words,stars\ngood,1\n", ["a.csv", "no text", "words, stars"]),
+        ("a.csv", "text,stars\nx,\n", ["a.csv, line 2", "no label in stars"]),
+        ("a.jsonl", '{"text": "x", "stars": 1}\n{"text": "x"\n', ["a.jsonl, line 2", "not valid JSON"]),
+        ("a.jsonl", '{"text": "x"}\n', ["a.jsonl, line 1", "no stars", "its keys are text"]),
+        ("a.jsonl", "[1]\n", ["a.jsonl, line 1", "it is no object"]),
+        ("a.jsonl", '{"text": 5, "stars": 1}\n', ["a.jsonl, line 1", "no text in text but 5"]),
+        ("a.jsonl", '{"text": "x", "stars": null}\n', ["a.jsonl, line 1", "no label"]),
+        ("a.jsonl", '{"text": "x", "stars": 1}\n', ["all rows", "label '1'"]),
+        ("a.parquet", "not parquet", ["a.parquet", "not a readable Parquet file"]),
+        ("a.txt", "x\n", ["a.txt", "cannot read .txt", ".jsonl"]),
+    ],
+)
+def test_what_is_wrong_in_a_file_of_ones_own_is_named(tmp_path, name, content, words):
+    (tmp_path / name).write_text(content)
+    task = own(tmp_path, label="stars", files={"train": name, "validation": name})
+    with pytest.raises(UserError) as error:
+        read_task(task, None)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_label_of_the_validation_set_that_training_has_not_is_refused(tmp_path):
+    write_rows(tmp_path / "train.csv", [("x", "1"), ("y", "2")])
+    write_rows(tmp_path / "dev.csv", [("x", "0")])  # a number, but of no class: the classes are called 1 and 2
+    task = own(tmp_path, label="stars", files={"train": "train.csv", "validation": "dev.csv"})
+    with pytest.raises(UserError, match=r"dev\.csv, line 2: the label '0' is not one of 1, 2"):
+        read_task(task, None)
+
+
+def test_the_digest_tells_other_files_apart_wherever_they_lie(tmp_path):
+    for folder in ("a", "b"):
+        write_official(tmp_path / folder, "sst2", [["good", "1"]])
+    assert digest(GLUE["sst2"], str(tmp_path / "a")) == digest(GLUE["sst2"], str(tmp_path / "b"))
+    write_official(tmp_path / "b", "sst2", [["good", "0"]])
+    assert digest(GLUE["sst2"], str(tmp_path / "a")) != digest(GLUE["sst2"], str(tmp_path / "b"))
+
+
+# The Hub
+
+
+def test_a_silent_hub_is_told_in_one_sentence():
+    with pytest.raises(UserError, match=r"nyu-mll/glue \(sst2\), train.*set glue_dir"):
+        read_task(GLUE["sst2"], None)
+
+
+def test_a_data_set_as_the_hub_keeps_it_is_read(tmp_path, monkeypatch):
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    features = Features({"text": Value("string"), "stars": ClassLabel(names=["2", "1"])})  # names, not numbers, count
+    (tmp_path / "set").mkdir()
+    for split in ("train", "test"):
+        table = Dataset.from_dict({"text": ["x", "y"], "stars": [1, 0]}, features=features)
+        table.to_parquet(tmp_path / "set" / f"{split}.parquet")
+    task = own(tmp_path, hub=str(tmp_path / "set"), label="stars", validation=["test"])
+    data = read_task(task, None)
+    assert data.task.labels == ("1", "2")
+    assert data.train == data.validation["test"] == [Example(("x",), 0), Example(("y",), 1)]
+    with pytest.raises(UserError, match=r"has no column words \(it has text, stars\)"):
+        read_task(own(tmp_path, hub=str(tmp_path / "set"), columns=["words"], label="stars"), None)

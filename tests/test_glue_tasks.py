@@ -1,0 +1,104 @@
+"""The tasks as data, and what a config changes in them."""
+
+import pytest
+
+from src.cli import UserError
+from src.glue.tasks import GLUE, select
+
+OWN = {"columns": ["text"], "files": {"train": "a.csv", "validation": "b.csv"}}
+
+
+def test_the_eight_tasks_have_their_official_folders_and_metrics():
+    assert {task.name: (task.folder, task.metrics, task.num_labels) for task in GLUE.values()} == {
+        "mnli": ("MNLI", ("accuracy",), 3), "rte": ("RTE", ("accuracy",), 2), "qqp": ("QQP", ("accuracy", "f1"), 2),
+        "qnli": ("QNLI", ("accuracy",), 2), "sst2": ("SST-2", ("accuracy",), 2), "stsb": ("STS-B", ("spearman",), 1),
+        "mrpc": ("MRPC", ("f1",), 2), "cola": ("CoLA", ("matthews",), 2),
+    }  # fmt: skip
+    assert [task.name for task in GLUE.values() if task.precision == "fp32"] == ["stsb"]
+    assert [task.name for task in GLUE.values() if task.malformed_rows] == ["qqp"]
+
+
+def test_without_a_choice_the_eight_tasks_run_with_their_own_seeds():
+    tasks = select([], {}, 7)
+    assert [task.name for task in tasks] == list(GLUE)
+    assert all(task.seeds == GLUE[task.name].seeds for task in tasks)
+
+
+def test_tasks_run_in_the_order_asked_for_with_what_the_config_changes():
+    rte, sst2 = select(["rte", "sst2"], {"rte": {"lr": 0.5, "seeds": [1, 2]}, "sst2": {"seeds": []}}, 7)
+    assert (rte.name, rte.lr, rte.seeds, rte.epochs) == ("rte", 0.5, (1, 2), GLUE["rte"].epochs)
+    assert sst2.seeds == (7,)  # default_seed
+
+
+def test_like_takes_what_is_not_given_from_a_task_of_glue():
+    (task,) = select(
+        ["mine"], {"mine": {"like": "rte", "title": "Mine", "folder": "Mine", "labels": ["a", "b", "c"]}}, 7
+    )
+    assert (task.name, task.title, task.folder, task.num_labels) == ("mine", "Mine", "Mine", 3)
+    assert (task.columns, task.metrics, task.seeds) == (("sentence1", "sentence2"), ("accuracy",), GLUE["rte"].seeds)
+
+
+def test_files_or_a_data_set_of_ones_own_go_before_the_folder_of_the_task_it_is_like():
+    (task,) = select(["mine"], {"mine": {"like": "rte", "files": OWN["files"]}}, 7)
+    assert (task.folder, task.title) == (None, "mine")
+    (task,) = select(["mine"], {"mine": {"like": "rte", "hub": "org/name"}}, 7)
+    assert (task.folder, task.hub) == (None, "org/name")
+
+
+def test_a_new_task_needs_its_columns_and_a_place_and_no_more():
+    (task,) = select(["mine"], {"mine": OWN}, 7)
+    assert (task.title, task.metrics, task.kind, task.label, task.seeds) == ("mine", ("accuracy",), "classification", "label", (7,))  # fmt: skip
+    (task,) = select(["mine"], {"mine": {**OWN, "kind": "regression"}}, 7)
+    assert (task.metrics, task.num_labels) == (("spearman",), 1)
+
+
+def test_several_values_of_a_hyperparameter_are_a_search_over_all_combinations():
+    tasks = select(["rte"], {"rte": {"lr": [1e-5, 3e-5], "epochs": [2, 3], "batch_size": 8}}, 7)
+    assert [(task.lr, task.epochs, task.batch_size) for task in tasks] == [(1e-5, 2, 8), (1e-5, 3, 8), (3e-5, 2, 8), (3e-5, 3, 8)]  # fmt: skip
+    assert [task.variant for task in tasks][1] == "lr=1e-05,epochs=3"
+    assert {task.name for task in tasks} == {"rte"}
+    (task,) = select(["rte"], {"rte": {"lr": [3e-5]}}, 7)  # one value is no search
+    assert (task.lr, task.variant) == (3e-5, "")
+
+
+@pytest.mark.parametrize(
+    ("to_run", "changes", "words"),
+    [
+        (["sst"], {}, ["tasks_to_run", "unknown task sst", "did you mean"]),
+        (["zzz"], {}, ["unknown task zzz", "known are", "mnli"]),
+        (["rte", "rte"], {}, ["tasks_to_run", "rte more than once"]),
+        ([], {"rte": {"learning_rate": 1}}, ["unknown key tasks.rte.learning_rate"]),
+        ([], {"rte": {"epoch": 1}}, ["unknown key tasks.rte.epoch", "did you mean epochs?"]),
+        ([], {"rte": {"name": "other"}}, ["tasks.rte.name"]),
+        ([], {"rte": {"variant": "x"}}, ["tasks.rte.variant"]),
+        ([], {"rte": {"metrics": ["acuracy"]}}, ["tasks.rte.metrics", "acuracy", "did you mean accuracy?"]),
+        ([], {"rte": {"metrics": []}}, ["tasks.rte.metrics", "at least one"]),
+        ([], {"rte": {"metrics": ["spearman"]}}, ["tasks.rte.metrics", "spearman", "classification"]),
+        ([], {"stsb": {"metrics": ["accuracy"]}}, ["tasks.stsb.metrics", "accuracy", "regression"]),
+        ([], {"mnli": {"metrics": ["f1"]}}, ["tasks.mnli.metrics", "two classes", "macro_f1"]),
+        ([], {"rte": {"metrics": "accuracy"}}, ["tasks.rte.metrics"]),
+        ([], {"mine": {"like": "rt"}}, ["tasks.mine.like", "rt", "did you mean rte?"]),
+        ([], {"mine": {"lr": 1.0}}, ["tasks.mine", "columns", "like:"]),
+        ([], {"mine": {"columns": ["a"]}}, ["tasks.mine", "files", "hub", "folder"]),
+        ([], {"mine": {**OWN, "columns": ["a", "b", "c"]}}, ["tasks.mine.columns", "one or two", "not 3"]),
+        ([], {"mine": {**OWN, "files": {"train": "a.csv"}}}, ["tasks.mine.files lacks validation"]),
+        ([], {"mine": {**OWN, "files": {"tain": "a.csv"}}}, ["tasks.mine.files", "train, validation, test"]),
+        ([], {"mine": {**OWN, "kind": "clustering"}}, ["tasks.mine.kind", "classification or regression"]),
+        ([], {"mine": {**OWN, "labels": ["a"]}}, ["tasks.mine.labels", "two or more"]),
+        ([], {"my task": OWN}, ["tasks.my task", "letters, digits"]),
+        ([], {"rte": 5}, ["tasks.rte"]),
+        ([], {"rte": {"seeds": 19}}, ["tasks.rte.seeds"]),
+        ([], {"rte": {"seeds": [1, 1]}}, ["tasks.rte.seeds", "twice"]),
+        ([], {"rte": {"seeds": [-1]}}, ["tasks.rte.seeds", "-1"]),
+        ([], {"rte": {"lr": "fast"}}, ["tasks.rte.lr", "a number", "'fast'"]),
+        ([], {"rte": {"epochs": 1.5}}, ["tasks.rte.epochs", "a whole number", "1.5"]),
+        ([], {"rte": {"batch_size": [8, 0]}}, ["tasks.rte.batch_size", "at least 1", "not 0"]),
+        ([], {"rte": {"lr": []}}, ["tasks.rte", "a search needs values"]),
+        ([], {"rte": {"lr": [0.1, 0.1]}}, ["tasks.rte", "each once"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_tasks_is_named(to_run, changes, words):
+    with pytest.raises(UserError) as error:
+        select(to_run, changes, 7)
+    for word in words:
+        assert word in str(error.value)

@@ -1,0 +1,94 @@
+"""Runs that are asked to stop, and runs whose loss is no number any more."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, environment, run
+
+from src import saving
+from src.run_guards import FiniteLoss, SeedEveryStep
+
+
+@pytest.mark.parametrize(("asked", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_run_asked_to_stop_saves_its_step_says_so_and_goes_on_from_there(asked, status, tmp_path, write_config):
+    config = write_config(tmp_path, max_duration="2000ba", save_interval="1000ba", eval_interval="1000ba", loggers={})
+    folder = tmp_path / "run"
+    process = subprocess.Popen([sys.executable, ROOT / "main.py", config], env=environment(), stderr=subprocess.PIPE, text=True)  # fmt: skip
+    deadline = time.monotonic() + 90
+    while not (folder / "metrics.jsonl").is_file() or '"batch": 5' not in (folder / "metrics.jsonl").read_text():
+        assert process.poll() is None, "the run ended before it was asked to"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(asked)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == status, said
+    assert "Traceback" not in said
+    steps = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["batch"]
+    assert 5 <= steps < 1000
+    assert f"{asked.name}: step {steps} is saved; the same command goes on from there" in said
+    assert [path.name.split("-")[1] for path in saving.checkpoints(folder)] == [f"ba{steps}"]
+    result = run("main.py", config, "max_duration=" + f"{steps + 2}ba")
+    assert result.returncode == 0, result.stderr
+    assert f"going on from step {steps}\n" in result.stderr
+
+
+def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(tmp_path, write_config):
+    config = write_config(
+        tmp_path,
+        max_duration="40ba",
+        save_interval="1ba",
+        scheduler={"name": "constant", "t_warmup": None, "alpha_f": None},
+        loggers={},
+    )
+    result = run("main.py", config, "optimizer.lr=1e30")
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    last = result.stderr.rstrip().splitlines()[-1]
+    assert last.startswith("error: step ")
+    if "the loss is" in last:
+        assert "learning rate 1e+30" in last
+    for path in saving.checkpoints(tmp_path / "run"):
+        assert path.name in last or path != saving.checkpoints(tmp_path / "run")[0]
+        weights = torch.load(path, weights_only=False)["state"]["model"]
+        assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_an_update_with_gradients_that_are_no_numbers_is_left_out_and_counted(poisoned):
+    model = torch.nn.Linear(3, 2)
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x = torch.ones(4, 3)
+    if poisoned:
+        x[1, 1] = float("nan")
+    model(x).sum().backward()
+    logged = {}
+    guard = FiniteLoss("skip", writer=None)
+    state = SimpleNamespace(model=model, timestamp=SimpleNamespace(batch=SimpleNamespace(value=7)))
+    guard.after_train_batch(state, SimpleNamespace(log_metrics=logged.update))
+    optimizer.step()
+    changed = [name for name, tensor in model.named_parameters() if not torch.equal(tensor, before[name])]
+    assert changed == ([] if poisoned else ["weight", "bias"])
+    assert logged == {"skipped_steps": int(poisoned)}
+    again = FiniteLoss("skip", writer=None)
+    again.load_state_dict(guard.state_dict())
+    assert again.skipped == int(poisoned)
+
+
+def test_a_step_draws_by_its_number_whatever_was_drawn_before():
+    def draw(seed: int, batch: int) -> torch.Tensor:
+        state = SimpleNamespace(timestamp=SimpleNamespace(batch=SimpleNamespace(value=batch)))
+        SeedEveryStep(seed).batch_start(state, None)
+        return torch.rand(8)
+
+    first = draw(17, 3)
+    torch.rand(100)
+    assert torch.equal(draw(17, 3), first)
+    assert not torch.equal(draw(17, 4), first)
+    assert not torch.equal(draw(18, 3), first)

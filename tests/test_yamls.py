@@ -1,0 +1,45 @@
+"""The configs that come with the project: each builds its model, of the size that the README names, and trains."""
+
+import re
+
+import pytest
+import torch
+from conftest import ROOT
+
+from src.config import PretrainConfig, load
+from src.lion import LionConfig, LionForMaskedLM
+
+MODELS = sorted(path.stem for path in (ROOT / "yamls/pretrain").glob("*.yaml") if "-" in path.stem)
+VOCABULARY = {"tiny": 8192, "base": 30528, "large": 30528, "8k": 30528}  # of the demo, and of BERT to a multiple of 8
+
+
+def build(name: str) -> LionForMaskedLM:
+    config = load(PretrainConfig, "main.py", [str(ROOT / f"yamls/pretrain/{name}.yaml")])
+    return LionForMaskedLM(LionConfig(vocab_size=VOCABULARY[name.rsplit("-", 1)[-1]], **config.model))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_readme_names_the_size_of_every_model(name):
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in build(name).parameters())
+    if name.endswith("-large"):
+        assert round(parameters, -6) == 335_000_000
+    else:
+        rows = re.findall(r"^\| `([\w-]+)\.yaml` .*?\| *([\d,]+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+        assert dict(rows)[name] == f"{parameters:,}"
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name.endswith(("-base", "-8k"))])
+def test_a_base_model_learns_in_one_step(name):
+    torch.manual_seed(0)
+    model = build(name).train()
+    ids = torch.randint(1000, 30000, (2, 24))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    losses = []
+    for _ in range(2):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+    assert losses[1] < losses[0]
