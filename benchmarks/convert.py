@@ -19,14 +19,14 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from streaming import MDSWriter
 
-from benchmarks import measure
 from src import cli, convert_dataset
 from src.token_rows import load_tokenizer
 
 
 def main(argv: list[str]) -> None:
+    from benchmarks import measure  # not above: it imports torch, and so would each worker, as it imports this file
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", required=True, help="a folder, or a name on the Hub")
     parser.add_argument("--text", type=Path, help="a text file to take the lines of, again and again (default: words of the vocabulary)")  # fmt: skip
@@ -85,6 +85,8 @@ def convert(source: Path, out: Path, a: argparse.Namespace, mode: str, workers: 
 
 def plain(source: Path, out: Path, tokenizer, length: int) -> None:
     """What one would write first: rows of `--max_seq_len`."""
+    from streaming import MDSWriter
+
     shutil.rmtree(out, ignore_errors=True)
     dtype = "uint16" if len(tokenizer) <= 65536 else "uint32"
     with (
