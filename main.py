@@ -123,12 +123,15 @@ def build_model(config: PretrainConfig, tokenizer):
         raise UserError(f"tokenizer_name: {config.tokenizer_name} is not the tokenizer of {name}; name that one")
     section = {**builders.lion_arguments(start.config), **section}
     model = LionMLM(builders.build_lion_config(section, tokenizer, config.max_seq_len), tokenizer)
-    own = model.model.state_dict()
     with_head = any(part.startswith("head.") for part in start.weights)
-    new = {} if with_head else {part: tensor for part, tensor in own.items() if part.startswith("head.")}
     unread = ("lion.pooler.", "classifier.")  # of models for classification
     weights = {part: tensor for part, tensor in start.weights.items() if not part.startswith(unread)}
-    load_all(model.model, {**new, **weights}, name)
+    # The decoder is the word embeddings, which a Hub folder holds once.
+    weights.setdefault("head.decoder.weight", weights.get("lion.embeddings.word_embeddings.weight"))
+    if not with_head:
+        own = model.model.state_dict()
+        weights = {**{part: tensor for part, tensor in own.items() if part.startswith("head.")}, **weights}
+    load_all(model.model, weights, name)
     log.info(f"weights of {name}{'' if with_head else ', with a new head'}")
     return model
 

@@ -64,8 +64,8 @@ def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> d
     Raises UserError naming every tensor it does not know.
     """
     ours, unknown = {}, []
-    classifier = any(name.startswith("classifier.") for name in state)
-    unread = ("cls.seq_relationship.", "cls.predictions." if classifier else "bert.pooler.")
+    classifier, words = (any(name.startswith(part) for name in state) for part in ("classifier.", "cls.predictions."))
+    unread = ("cls.seq_relationship.", *(["cls.predictions."] if classifier else ["bert.pooler."] if words else []))
     for name, tensor in state.items():
         if name.endswith("position_ids") or name == "cls.predictions.bias" or name.startswith(unread):
             continue

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_one_sentence, run
+from conftest import TINY_MODEL, VOCABULARY, assert_one_sentence, run
 
 from src import hub_folder
 from src.checkpoints import read_checkpoint
@@ -63,6 +63,24 @@ def test_pretraining_goes_on_from_a_hub_folder(folder, tmp_path, write_config):
     trained = torch.load(tmp_path / "run" / "latest-rank0.pt", weights_only=False)["state"]["model"]
     expected = read_pretrained(str(folder), "key").weights
     assert all(torch.equal(trained[f"model.{name}"], tensor) for name, tensor in expected.items())
+
+
+def test_pretraining_goes_on_from_a_hugging_face_bert_with_a_new_head(tmp_path, write_config, tokenizer_folder):
+    from transformers import BertConfig, BertModel
+
+    sizes = {key: value for key, value in TINY_MODEL.items() if key != "mixer"}
+    bert = BertModel(BertConfig(vocab_size=-(-len(VOCABULARY) // 8) * 8, **sizes), add_pooling_layer=False)
+    bert.save_pretrained(tmp_path / "bert")
+    shutil.copytree(tokenizer_folder, tmp_path / "bert", dirs_exist_ok=True)
+    start = {"pretrained_checkpoint": str(tmp_path / "bert")}
+    config = write_config(tmp_path, model=start, max_duration="1ba", loggers={})
+    result = run("main.py", config, "optimizer.lr=0", "optimizer.weight_decay=0")
+    assert result.returncode == 0, result.stderr
+    assert "with a new head" in result.stderr
+    trained = torch.load(tmp_path / "run" / "latest-rank0.pt", weights_only=False)["state"]["model"]
+    assert torch.equal(trained["model.lion.embeddings.word_embeddings.weight"], bert.embeddings.word_embeddings.weight)
+    assert torch.equal(trained["model.head.decoder.weight"], bert.embeddings.word_embeddings.weight)
+    assert torch.equal(trained["model.lion.layers.0.mlp_in.weight"], bert.encoder.layer[0].intermediate.dense.weight)
 
 
 @pytest.mark.parametrize(
