@@ -108,7 +108,7 @@ def check(arguments: argparse.Namespace) -> None:
     """Raise UserError for arguments that do not go together, or lie outside what they can be."""
     if arguments.val_fraction is not None and not 0 < arguments.val_fraction < 1:
         raise UserError(f"--val_fraction {arguments.val_fraction} must lie between 0 and 1")
-    length = arguments.concat_tokens or arguments.max_seq_len
+    length = arguments.max_seq_len if arguments.concat_tokens is None else arguments.concat_tokens
     if (arguments.tokenizer is None) != (length is None):
         raise UserError("rows of tokens take --tokenizer NAME together with --concat_tokens N or --max_seq_len N; leave out both to write text")  # fmt: skip
     if length is not None and not 3 <= length < 2**31:
@@ -165,7 +165,7 @@ class Documents:
     def first(self, count: int) -> "Documents":
         """Up to the count-th document."""
         kept = np.flatnonzero(self.sizes > 0)
-        if len(kept) <= count:
+        if len(kept) < count:
             return self
         sizes = self.sizes[: kept[count - 1] + 1]
         return Documents(sizes, self.texts and self.texts[:count], self.rows and self.rows.first(count))
@@ -245,7 +245,11 @@ def plan(arguments: argparse.Namespace) -> list[Job]:
         check_free(job, arguments.overwrite)
     for job in jobs:
         if job.progress is None:
-            job.progress = begin(job.unfinished, command=job.command, splits=arguments.splits, stamps=job.source.stamps)
+            try:
+                facts = {"command": job.command, "splits": arguments.splits, "stamps": job.source.stamps}
+                job.progress = begin(job.unfinished, **facts)
+            except OSError as error:
+                raise cannot_write(job, error) from None
     return jobs
 
 
@@ -310,16 +314,23 @@ def discard_if_nothing_is_done(jobs: list[Job]) -> None:
     """After an error, leave no trace of a command that has neither a split nor a shard to go on from."""
     from src.shard_writer import read_progress
 
-    found = [(read_progress(job.unfinished) or {"shards": []}) if job.unfinished.exists() else None for job in jobs]
-    if len(found) < len(jobs[0].progress["splits"]) or any(
-        progress is None or progress["shards"] for progress in found
-    ):
+    left = [read_progress(job.unfinished) for job in jobs]
+    if len(jobs) < len(jobs[0].progress["splits"]) or any(progress is None or progress["shards"] for progress in left):
         log.info(f"what is complete stays in {jobs[0].folder.parent}, and the same command goes on from it")
         return
     for job in jobs:
         shutil.rmtree(job.unfinished)
     with contextlib.suppress(OSError):  # it holds other things
         jobs[0].folder.parent.rmdir()
+
+
+def cannot_write(job: Job, error: OSError) -> UserError:
+    again = (
+        " and give the same command, which goes on from the shards that are complete" if job.source.resumable else ""
+    )
+    return UserError(
+        f"cannot write {job.unfinished}: {error.strerror or error}; make room{again}, or name another --out_root"
+    )
 
 
 def write_split(job: Job, arguments: argparse.Namespace) -> None:
@@ -339,10 +350,7 @@ def write_split(job: Job, arguments: argparse.Namespace) -> None:
             (job.unfinished / "split.json").write_text(json.dumps(summary, indent=1) + "\n")
             give_name(job.unfinished, job.folder)
     except OSError as error:
-        way_out = "make room and give the same command, which goes on from the shards that are complete" if job.source.resumable else "make room"  # fmt: skip
-        raise UserError(
-            f"cannot write {job.unfinished}: {error.strerror or error}; {way_out}, or name another --out_root"
-        ) from None
+        raise cannot_write(job, error) from None
     log.info(f"{job.folder}: {in_words(summary)}")
 
 

@@ -60,3 +60,12 @@ def test_the_benchmark_of_padding_times_both_on_the_same_texts(tmp_path, tokeniz
     assert longest["tokens"] < fixed["tokens"] == 128
     assert longest["ratio"] == 1 < fixed["ratio"]
     assert fixed["epoch_s"] == pytest.approx(6 * fixed["ms"] / 1000)
+
+
+def test_conversion_is_timed_in_both_modes_beside_a_plain_loop(tmp_path, tokenizer_folder):
+    result = run("benchmarks/convert.py", "--tokenizer", tokenizer_folder, "--megabytes", "0.05", "--workers", "1", "--rounds", "1", "--out", tmp_path)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    rows = json.loads((tmp_path / "convert-cpu.json").read_text())["rows"]
+    assert [row["case"] for row in rows] == ["plain loop", "max_seq_len, 1 worker", "concat_tokens, 1 worker"]
+    assert all(row["megabytes_per_second"] > 0 for row in rows)
+    assert (tmp_path / "convert-cpu.md").read_text().strip() in result.stdout

@@ -110,11 +110,12 @@ def test_a_document_without_tokens_is_an_empty_one(tokenizer_folder, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["--concat_tokens", "--max_seq_len", None])
-def test_a_limit_is_kept_in_the_middle_of_a_batch(mode, source, tokenizer, tokenizer_folder, tmp_path, monkeypatch):
+def test_a_limit_is_kept_in_the_middle_of_a_batch(mode, tokenizer, tokenizer_folder, tmp_path, monkeypatch):
     monkeypatch.setitem(convert_dataset.SPLITS, "train_small", ("train", 7))
     options = ("--tokenizer", tokenizer_folder, mode, 32) if mode else ()
+    source = write_jsonl(tmp_path / "a.jsonl", [*DOCUMENTS[:8], "", "", *(DOCUMENTS[8:] if mode else [])])
     convert("--data_files", source, "--splits", "train_small", "--out_root", tmp_path, *options)
-    first = DOCUMENTS[1:8]
+    first = DOCUMENTS[1:8]  # and after the last one, nothing is counted
     facts = summary(tmp_path / "train_small")
     assert (facts["documents"], facts["empty"]) == (7, 1)
     if mode == "--concat_tokens":
@@ -163,6 +164,7 @@ MISTAKES = {
     "no room": (["--tokenizer", "x", "--max_seq_len", "2"], ["2 tokens"]),
     "a shard too large": (["--size_limit", str(2**32)], ["--size_limit"]),
     "no worker": (["--num_workers", "0"], ["--num_workers"]),
+    "a length of none": (["--tokenizer", "x", "--concat_tokens", "0"], ["0 tokens"]),
     "no such tokenizer": (["--tokenizer", "./none", "--max_seq_len", "8"], ["--tokenizer", "./none"]),
 }
 
@@ -353,6 +355,12 @@ def test_a_full_disk_is_told_and_what_is_there_is_kept(parts, tmp_path, small_ba
     assert len(json.loads((tmp_path / "out" / ".train.unfinished" / "progress.json").read_text())["shards"]) == 4
     convert(*command, "--out_root", tmp_path / "out")
     assert files(tmp_path / "out" / "train") == files(tmp_path / "whole" / "train")
+
+
+def test_a_folder_that_cannot_be_written_is_named(parts, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write .*file/out/\.train\.unfinished"):
+        convert("--data_files", parts, "--splits", "train", "--out_root", tmp_path / "file" / "out")
 
 
 def test_two_processes_do_not_write_the_same_split(parts, tmp_path, small_batches):
