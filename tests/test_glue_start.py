@@ -70,6 +70,9 @@ def test_from_scratch_takes_the_sizes_and_no_weights(config, checkpoint):
     own = build_model(start, GLUE["rte"]).lion.state_dict()
     state = torch.load(checkpoint, weights_only=False)["state"]["model"]
     assert not torch.equal(own["layers.0.mlp_in.weight"], state["model.lion.layers.0.mlp_in.weight"])
+    assert (
+        read_start(config("from_scratch=true"), str(checkpoint)).weights is not None
+    )  # of MNLI's job, tuned from scratch
 
 
 def test_without_any_start_sizes_are_the_configs(config, tokenizer_folder):

@@ -42,7 +42,7 @@ class Start:
 
 
 def read_start(config: FinetuneConfig, path: str | None = None) -> Start:
-    """Read `path`, by default the starting checkpoint, or make up a random start. Raises UserError where neither can be."""
+    """Read `path`, or the starting checkpoint, or make up a random start. Raises UserError where none can be."""
     name = path or config.starting_checkpoint_load_path
     if name is None:
         if config.tokenizer_name is None:
@@ -59,7 +59,7 @@ def read_start(config: FinetuneConfig, path: str | None = None) -> Start:
     # Vocabulary and padding are the checkpoint's, not the tokenizer's, rounded.
     changed = {**builders.lion_arguments(settings), **config.model}
     settings = builders.build_lion_config(changed, tokenizer, config.max_seq_len).to_dict()
-    if config.from_scratch:
+    if config.from_scratch and path is None:
         return Start(settings, None, tokenizer, f"random weights, of the sizes of {name}")
     return Start(settings, pretrained.encoder(), tokenizer, name)
 
