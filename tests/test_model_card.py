@@ -20,7 +20,7 @@ EVALUATIONS = [
 ]  # fmt: skip
 RESULT = {
     "task": "rte", "title": "RTE", "seed": 19, "metrics": ["accuracy"], "scores": {"dev": {"accuracy": 0.625}},
-    "score": 0.625, "majority": 0.5, "train_examples": 2490,
+    "score": 0.625, "majority": 0.5, "train_examples": 2490, "variant": "", "folder": "rte-19",
     "settings": {"task": {"columns": ["sentence1", "sentence2"], "epochs": 2, "lr": 1e-5}},
 }  # fmt: skip
 
