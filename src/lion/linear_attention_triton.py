@@ -59,13 +59,14 @@ def _runs_on(device_type: str) -> bool:
     return device_type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
 
 
-# What the kernels share. A running sum is three numbers in units of log 2, `high + low ± half`: the middle of before and
-# upto, which two float32 numbers hold as exactly as differences of neighbours need, and half of what lies between the two.
-# before = high + low − half, upto = high + low + half. SIGN = −1 exchanges them.
+# What the kernels share. Of each token they read four numbers, side by side: high, low, half and real. The running sums are, in
+# units of log 2, before = high + low − half and upto = high + low + half: their middle as two float32 numbers, which hold it as
+# exactly as differences of neighbours need, and half of what lies between them. SIGN = −1 exchanges the two. real is 1 or 0,
+# the mask.
 
 
 @triton.jit
-def _tile(pointer, start, stride, length, SIZE: tl.constexpr, T: tl.constexpr, PADDED: tl.constexpr, DOT: tl.constexpr):
+def _tile(pointer, start, stride, length, SIZE, T: tl.constexpr, PADDED: tl.constexpr, DOT: tl.constexpr):
     """T tokens from `start` on of a text, (length, SIZE): (T, PADDED), 0 beyond either."""
     token, feature = tl.arange(0, T), tl.arange(0, PADDED)
     inside = (start + token < length)[:, None] & (feature < SIZE)[None, :]
@@ -74,7 +75,7 @@ def _tile(pointer, start, stride, length, SIZE: tl.constexpr, T: tl.constexpr, P
 
 
 @triton.jit
-def _put(pointer, start, stride, length, x, SIZE: tl.constexpr, T: tl.constexpr, PADDED: tl.constexpr):
+def _put(pointer, start, stride, length, x, SIZE, T: tl.constexpr, PADDED: tl.constexpr):
     """The way back of `_tile`."""
     token, feature = tl.arange(0, T), tl.arange(0, PADDED)
     inside = (start + token < length)[:, None] & (feature < SIZE)[None, :]
@@ -98,21 +99,22 @@ def _state(pointer, D: tl.constexpr, E: tl.constexpr, PD: tl.constexpr, PE: tl.c
 
 
 @triton.jit
-def _sums(pointer, plane, first, T: tl.constexpr, SIGN: tl.constexpr):
-    """high, low and half of T tokens."""
-    token = first + tl.arange(0, T)
-    high, low, half = (
-        tl.load(pointer + token),
-        tl.load(pointer + plane + token),
-        tl.load(pointer + 2 * plane + token),
-    )
-    return high, low, SIGN * half
+def _sums(pointer, first, T: tl.constexpr, SIGN: tl.constexpr):
+    """high, low, half and real of T tokens. Loaded as one tile: a vector would be loaded in the layout of the scores' columns,
+    many times over and with a register for each."""
+    token, pair = first + tl.arange(0, T), tl.arange(0, 2)
+    four = tl.load(pointer + token[:, None, None] * 4 + pair[None, :, None] * 2 + pair[None, None, :])
+    even, odd = tl.split(four)
+    high, half = tl.split(even)
+    low, real = tl.split(odd)
+    return high, low, SIGN * half, real
 
 
 @triton.jit
-def _sum(pointer, plane, token, SIGN: tl.constexpr):
+def _sum(pointer, token, SIGN: tl.constexpr):
     """high, low and half of one token."""
-    return tl.load(pointer + token), tl.load(pointer + plane + token), SIGN * tl.load(pointer + 2 * plane + token)
+    pointer += token * 4
+    return tl.load(pointer), tl.load(pointer + 1), SIGN * tl.load(pointer + 2)
 
 
 @triton.jit
@@ -142,11 +144,11 @@ def _place(H, blocks, per_chunk, length, T: tl.constexpr):
 
 @triton.jit
 def _sums_kernel(
-    log_decay, seq_idx, sums, H, L, C, N, plane,
+    log_decay, mask, seq_idx, sums, H, L, C, N,
     decay_batch, decay_head, decay_token,
     LOG_NOTHING: tl.constexpr, LOG2E: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The running sums of one chunk from its start, in float64, as high, low and half. (3, B or 1, H, N·C)"""
+    """high, low, half and real of one chunk, with sums from its start on: (B or 1, H, N·C, 4)."""
     row, chunk = tl.program_id(0) // N, (tl.program_id(0) % N).to(tl.int64)
     b, h = (row // H).to(tl.int64), (row % H).to(tl.int64)
     so_far = tl.zeros((1,), tl.float64)
@@ -169,15 +171,19 @@ def _sums_kernel(
         half = (decay * (0.5 * LOG2E)).to(tl.float32)
         middle = upto * LOG2E - half.to(tl.float64)
         high = middle.to(tl.float32)
-        out = sums + row.to(tl.int64) * N * C + token
+        real = tl.full((SIZE,), 1.0, tl.float32)
+        if mask is not None:
+            real = tl.load(mask + b * L + token, mask=inside, other=0).to(tl.float32)
+        out = sums + (row.to(tl.int64) * N * C + token) * 4
         tl.store(out, high, mask=local < C)
-        tl.store(out + plane, (middle - high.to(tl.float64)).to(tl.float32), mask=local < C)
-        tl.store(out + 2 * plane, half, mask=local < C)
+        tl.store(out + 1, (middle - high.to(tl.float64)).to(tl.float32), mask=local < C)
+        tl.store(out + 2, half, mask=local < C)
+        tl.store(out + 3, real, mask=local < C)
 
 
 @triton.jit
 def _states_kernel(
-    k, v, mask, sums, states, H, L, C, N, columns, plane, side,
+    k, v, mask, sums, states, H, L, C, N, columns, side,
     k_batch, k_head, k_token, v_batch, v_head, v_token, sums_batch, sums_head, sums_chunk,
     D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
     SIGN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -192,27 +198,27 @@ def _states_kernel(
     k += b * k_batch + h * k_head
     v += b * v_batch + h * v_head + column
     begin, end = chunk * C, tl.minimum(chunk * C + C, L)
-    e = tl.arange(0, PE)
     rightward, leftward = tl.zeros((PD, PE), tl.float32), tl.zeros((PD, PE), tl.float32)
     if sums is not None:
         sums += b * sums_batch + h * sums_head + chunk * sums_chunk
-        end_high, end_low, end_half = _sum(sums, plane, C - 1, 1)
+        end_high, end_low, end_half = _sum(sums, C - 1, 1)
     for block in range(0, tl.cdiv(end - begin, T)):
         start = begin + block * T
         K = _tile(k, start, k_token, L, D, T, PD, DOT)
-        inside = (start + tl.arange(0, T) < L)[:, None] & (column + e < E)[None, :]
-        V = tl.load(v + start * v_token + tl.arange(0, T)[:, None] * v_token + e[None, :], mask=inside, other=0.0).to(DOT)
+        V = _tile(v, start, v_token, L, E - column, T, PE, DOT)
         if mask is not None:
             K = tl.where(_real(mask + b * L, start, L, T)[:, None], K, 0.0).to(DOT)
         if sums is None:
             rightward = tl.dot(tl.trans(K), V, rightward, input_precision=PRECISION)
         else:
-            high, low, half = _sums(sums, plane, block * T, T, SIGN)
+            high, low, half, real = _sums(sums, block * T, T, SIGN)
             to_end = _weight(end_high, end_low, end_half, high, low, -half)
             from_start = tl.exp2(high + low + half)
+            if SIGN == 1:
+                to_end, from_start = to_end * real, from_start * real
             rightward = tl.dot(tl.trans((K * to_end[:, None]).to(DOT)), V, rightward, input_precision=PRECISION)
             leftward = tl.dot(tl.trans((K * from_start[:, None]).to(DOT)), V, leftward, input_precision=PRECISION)
-    d = tl.arange(0, PD)
+    d, e = tl.arange(0, PD), tl.arange(0, PE)
     inside = (d < D)[:, None] & (column + e < E)[None, :]
     out = states + (row * N + chunk) * D * E + column + d[:, None] * E + e[None, :]
     tl.store(out, rightward, mask=inside)
@@ -222,7 +228,7 @@ def _states_kernel(
 
 @triton.jit
 def _scan_kernel(
-    states, received, sums, H, C, N, parts, plane, side, sums_batch, sums_head, sums_chunk,
+    states, received, sums, H, C, N, parts, side, sums_batch, sums_head, sums_chunk,
     SIZE: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """From each chunk's own states to those that it receives, from the left and from the right: (2, B·H, N, D, E).
@@ -233,12 +239,12 @@ def _scan_kernel(
     direction, row = (rest % 2).to(tl.int64), (rest // 2).to(tl.int64)
     entry = part * PART + tl.arange(0, PART)
     place = direction * side + row * N * SIZE + entry
-    sums += row // H * sums_batch + row % H * sums_head + C - 1
+    sums += row // H * sums_batch + row % H * sums_head
     state = tl.zeros((PART,), tl.float32)
     for step in tl.range(0, N, num_stages=STAGES):
         chunk = direction * (N - 1 - step) + (1 - direction) * step
         tl.store(received + place + chunk * SIZE, state.to(received.dtype.element_ty), mask=entry < SIZE)
-        high, low, half = _sum(sums, plane, chunk * sums_chunk, 1)
+        high, low, half = _sum(sums + chunk * sums_chunk, C - 1, 1)
         own = tl.load(states + place + chunk * SIZE, mask=entry < SIZE, other=0.0)
         state = state * tl.exp2(high + low + half) + own
 
@@ -264,7 +270,7 @@ def _attend(
 
 @triton.jit
 def _forward_kernel(
-    q, k, v, y, mask, sums, received, scale, H, L, C, N, blocks, plane, side,
+    q, k, v, y, mask, sums, received, scale, H, L, C, N, blocks, side,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, y_batch, y_head, y_token,
     sums_batch, sums_head, sums_chunk,
     D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
@@ -292,35 +298,35 @@ def _forward_kernel(
         out = left
     else:
         sums += b * sums_batch + h * sums_head + chunk * sums_chunk
-        high, low, half = _sums(sums, plane, own * T, T, 1)
-        high0, low0, half0 = _sum(sums, plane, own * T, 1)  # of the first token
-        high1, low1, half1 = _sum(sums, plane, own * T + T - 1, 1)  # of the last
+        high, low, half, real = _sums(sums, own * T, T, 1)
+        high0, low0, half0 = _sum(sums, own * T, 1)  # of the first token
+        high1, low1, half1 = _sum(sums, own * T + T - 1, 1)  # of the last
 
         if received is not None:
             left *= tl.exp2(high0 + low0 - half0)
         for other in range(0, own):
-            high2, low2, half2 = _sums(sums, plane, other * T, T, 1)
-            weight = _weight(high0, low0, -half0, high2, low2, -half2)[None, :]
+            high2, low2, half2, real2 = _sums(sums, other * T, T, 1)
+            weight = (_weight(high0, low0, -half0, high2, low2, -half2) * real2)[None, :]
             left = _attend(
-                left, Q, k, v, mask, begin + other * T, L, weight, k_token, v_token, D, E, T, PD, PE, DOT, PRECISION
+                left, Q, k, v, None, begin + other * T, L, weight, k_token, v_token, D, E, T, PD, PE, DOT, PRECISION
             )
         out = left * _weight(high, low, -half, high0, low0, -half0)[:, None]
 
         right = tl.zeros((T, PE), tl.float32)
         if received is not None:
-            end_high, end_low, end_half = _sum(sums, plane, C - 1, 1)
+            end_high, end_low, end_half = _sum(sums, C - 1, 1)
             right = tl.dot(Q, _state(received + side, D, E, PD, PE, DOT), input_precision=PRECISION)
             right *= _weight(end_high, end_low, end_half, high1, low1, half1)
         for other in range(own + 1, count):
-            high2, low2, half2 = _sums(sums, plane, other * T, T, 1)
-            weight = _weight(high2, low2, half2, high1, low1, half1)[None, :]
+            high2, low2, half2, real2 = _sums(sums, other * T, T, 1)
+            weight = (_weight(high2, low2, half2, high1, low1, half1) * real2)[None, :]
             right = _attend(
-                right, Q, k, v, mask, begin + other * T, L, weight, k_token, v_token, D, E, T, PD, PE, DOT, PRECISION
+                right, Q, k, v, None, begin + other * T, L, weight, k_token, v_token, D, E, T, PD, PE, DOT, PRECISION
             )
         out += right * _weight(high1, low1, half1, high, low, half)[:, None]
 
-        weight = _mask_inside(high, low, half)
-        out = _attend(out, Q, k, v, mask, start, L, weight, k_token, v_token, D, E, T, PD, PE, DOT, PRECISION)
+        weight = _mask_inside(high, low, half) * real[None, :]
+        out = _attend(out, Q, k, v, None, start, L, weight, k_token, v_token, D, E, T, PD, PE, DOT, PRECISION)
     _put(y + b * y_batch + h * y_head, start, y_token, L, out * scale, E, T, PE)
 
 
@@ -344,7 +350,7 @@ def _query_gradients(
 
 @triton.jit
 def _query_gradients_kernel(
-    q, k, v, dy, dq, mask, sums, received, grad_sums, scale, H, L, C, N, blocks, plane, side, grad_plane,
+    q, k, v, dy, dq, mask, sums, received, grad_sums, scale, H, L, C, N, blocks, side, grad_plane,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     dy_batch, dy_head, dy_token, dq_batch, dq_head, dq_token, sums_batch, sums_head, sums_chunk,
     D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
@@ -375,9 +381,9 @@ def _query_gradients_kernel(
         out = left
     else:
         sums += b * sums_batch + h * sums_head + chunk * sums_chunk
-        high, low, half = _sums(sums, plane, own * T, T, 1)
-        high0, low0, half0 = _sum(sums, plane, own * T, 1)
-        high1, low1, half1 = _sum(sums, plane, own * T + T - 1, 1)
+        high, low, half, real = _sums(sums, own * T, T, 1)
+        high0, low0, half0 = _sum(sums, own * T, 1)
+        high1, low1, half1 = _sum(sums, own * T + T - 1, 1)
         past, future, until_end = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
 
         if received is not None:
@@ -385,10 +391,10 @@ def _query_gradients_kernel(
             if DECAYS:
                 past = tl.sum(Q * left, 1)
         for other in range(0, own):
-            high2, low2, half2 = _sums(sums, plane, other * T, T, 1)
-            weight = _weight(high0, low0, -half0, high2, low2, -half2)[None, :]
+            high2, low2, half2, real2 = _sums(sums, other * T, T, 1)
+            weight = (_weight(high0, low0, -half0, high2, low2, -half2) * real2)[None, :]
             left, pairs = _query_gradients(
-                left, Q, dY, k, v, mask, begin + other * T, L, weight, k_token, v_token,
+                left, Q, dY, k, v, None, begin + other * T, L, weight, k_token, v_token,
                 D, E, T, PD, PE, DOT, PRECISION, DECAYS,
             )  # fmt: skip
             if DECAYS:
@@ -399,16 +405,16 @@ def _query_gradients_kernel(
 
         right = tl.zeros((T, PD), tl.float32)
         if received is not None:
-            end_high, end_low, end_half = _sum(sums, plane, C - 1, 1)
+            end_high, end_low, end_half = _sum(sums, C - 1, 1)
             right = tl.dot(dY, tl.trans(_state(received + side, D, E, PD, PE, DOT)), input_precision=PRECISION)
             right *= _weight(end_high, end_low, end_half, high1, low1, half1)
             if DECAYS:
                 until_end = tl.sum(Q * right, 1)
         for other in range(own + 1, count):
-            high2, low2, half2 = _sums(sums, plane, other * T, T, 1)
-            weight = _weight(high2, low2, half2, high1, low1, half1)[None, :]
+            high2, low2, half2, real2 = _sums(sums, other * T, T, 1)
+            weight = (_weight(high2, low2, half2, high1, low1, half1) * real2)[None, :]
             right, pairs = _query_gradients(
-                right, Q, dY, k, v, mask, begin + other * T, L, weight, k_token, v_token,
+                right, Q, dY, k, v, None, begin + other * T, L, weight, k_token, v_token,
                 D, E, T, PD, PE, DOT, PRECISION, DECAYS,
             )  # fmt: skip
             if DECAYS:
@@ -417,9 +423,9 @@ def _query_gradients_kernel(
         out += right * to_last[:, None]
         future *= to_last
 
-        weight = _mask_inside(high, low, half)
+        weight = _mask_inside(high, low, half) * real[None, :]
         out, pairs = _query_gradients(
-            out, Q, dY, k, v, mask, start, L, weight, k_token, v_token, D, E, T, PD, PE, DOT, PRECISION, DECAYS
+            out, Q, dY, k, v, None, start, L, weight, k_token, v_token, D, E, T, PD, PE, DOT, PRECISION, DECAYS
         )
         if DECAYS:
             t = tl.arange(0, T)
@@ -450,7 +456,7 @@ def _key_gradients(
 
 @triton.jit
 def _key_gradients_kernel(
-    q, k, v, dy, dk, dv, mask, sums, received, grad_sums, scale, H, L, C, N, blocks, plane, side, grad_plane,
+    q, k, v, dy, dk, dv, mask, sums, received, grad_sums, scale, H, L, C, N, blocks, side, grad_plane,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     dy_batch, dy_head, dy_token, dk_batch, dk_head, dk_token, dv_batch, dv_head, dv_token,
     sums_batch, sums_head, sums_chunk,
@@ -466,9 +472,13 @@ def _key_gradients_kernel(
     dy += b * dy_batch + h * dy_head
     K = _tile(k + b * k_batch + h * k_head, start, k_token, L, D, T, PD, DOT)
     V = _tile(v + b * v_batch + h * v_head, start, v_token, L, E, T, PE, DOT)
-    if mask is not None:  # the gradients of a key that is not real are then 0, but that of k itself
-        real = _real(mask + b * L, start, L, T)
-        K = tl.where(real[:, None], K, 0.0).to(DOT)
+    real = tl.full((T,), 1.0, tl.float32)
+    if sums is not None:
+        sums += b * sums_batch + h * sums_head + chunk * sums_chunk
+        high, low, half, real = _sums(sums, own * T, T, -1)
+    elif mask is not None:
+        real = _real(mask + b * L, start, L, T).to(tl.float32)
+    K = tl.where(real[:, None] != 0, K, 0.0).to(DOT)
     left_k, left_v = tl.zeros((T, PD), tl.float32), tl.zeros((T, PE), tl.float32)
     if received is not None:
         received += (row if sums is None else row * N + chunk) * D * E
@@ -484,10 +494,8 @@ def _key_gradients_kernel(
                 )  # fmt: skip
         out_k, out_v = left_k, left_v
     else:
-        sums += b * sums_batch + h * sums_head + chunk * sums_chunk
-        high, low, half = _sums(sums, plane, own * T, T, -1)
-        high0, low0, half0 = _sum(sums, plane, own * T, -1)
-        high1, low1, half1 = _sum(sums, plane, own * T + T - 1, -1)
+        high0, low0, half0 = _sum(sums, own * T, -1)
+        high1, low1, half1 = _sum(sums, own * T + T - 1, -1)
         past, future, to_end = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
 
         if received is not None:
@@ -497,7 +505,7 @@ def _key_gradients_kernel(
             if DECAYS:
                 past = tl.sum(K * left_k, 1)
         for other in range(0, own):
-            high2, low2, half2 = _sums(sums, plane, other * T, T, -1)
+            high2, low2, half2, _ = _sums(sums, other * T, T, -1)
             weight = _weight(high0, low0, -half0, high2, low2, -half2)[None, :]
             left_k, left_v, pairs = _key_gradients(
                 left_k, left_v, K, V, q, dy, begin + other * T, L, weight, q_token, dy_token,
@@ -511,7 +519,7 @@ def _key_gradients_kernel(
 
         right_k, right_v = tl.zeros((T, PD), tl.float32), tl.zeros((T, PE), tl.float32)
         if received is not None:
-            end_high, end_low, end_half = _sum(sums, plane, C - 1, 1)
+            end_high, end_low, end_half = _sum(sums, C - 1, 1)
             until_end = _weight(end_high, end_low, end_half, high1, low1, half1)
             S = _state(received + side, D, E, PD, PE, DOT)
             right_k = tl.dot(V, tl.trans(S), input_precision=PRECISION) * until_end
@@ -519,7 +527,7 @@ def _key_gradients_kernel(
             if DECAYS:
                 to_end = tl.sum(K * right_k, 1)
         for other in range(own + 1, count):
-            high2, low2, half2 = _sums(sums, plane, other * T, T, -1)
+            high2, low2, half2, _ = _sums(sums, other * T, T, -1)
             weight = _weight(high2, low2, half2, high1, low1, half1)[None, :]
             right_k, right_v, pairs = _key_gradients(
                 right_k, right_v, K, V, q, dy, begin + other * T, L, weight, q_token, dy_token,
@@ -544,15 +552,14 @@ def _key_gradients_kernel(
             tl.store(grad_sums, -future * scale)
             tl.store(grad_sums + grad_plane, past * scale)
             tl.store(grad_sums + 2 * grad_plane, to_end * to_last * scale)
-    if mask is not None:
-        out_k = tl.where(real[:, None], out_k, 0.0)
+    out_k = tl.where(real[:, None] != 0, out_k, 0.0)
     _put(dk + b * dk_batch + h * dk_head, start, dk_token, L, out_k * scale, D, T, PD)
     _put(dv + b * dv_batch + h * dv_head, start, dv_token, L, out_v * scale, E, T, PE)
 
 
 @triton.jit
 def _decay_gradients_kernel(
-    log_decay, sums, grad_sums, received, grad_received, grad, scale, H, L, C, N, plane, side, grad_plane,
+    log_decay, sums, grad_sums, received, grad_received, grad, scale, H, L, C, N, side, grad_plane,
     decay_batch, decay_head, decay_token, sums_batch, sums_head, sums_chunk,
     LOG_NOTHING: tl.constexpr, STATE: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -574,7 +581,7 @@ def _decay_gradients_kernel(
                 S = tl.load(received + direction * side + entry, mask=inside, other=0.0).to(tl.float32)
                 G = tl.load(grad_received + (1 - direction) * side + entry, mask=inside, other=0.0).to(tl.float32)
                 crossing += S * G
-        high, low, half = _sum(sums + b * sums_batch + h * sums_head + chunk * sums_chunk, plane, C - 1, 1)
+        high, low, half = _sum(sums + b * sums_batch + h * sums_head + chunk * sums_chunk, C - 1, 1)
         total += tl.sum(crossing, 0).to(tl.float64) * tl.exp2(high + low + half) * scale
     grad_sums += row * N * C + chunk * C
     length = tl.minimum(C, L - chunk * C)
@@ -623,7 +630,7 @@ class _Plan:
     """Shapes, strides and types of one call, which every kernel takes from here."""
 
     def __init__(self, q: Tensor, v: Tensor, with_sums: bool, alike: bool, chunk_size: int):
-        """with_sums: there are decays, or packed sequences. alike: the running sums of one chunk and text are those of all."""
+        """with_sums: there are decays, or packed sequences. alike: the numbers of one chunk and text are those of all."""
         self.B, self.H, self.L, self.D = q.shape
         self.E = v.shape[-1]
         self.T = min(_BLOCK, max(16, triton.next_power_of_2(self.L)))
@@ -635,9 +642,9 @@ class _Plan:
         self.N = triton.cdiv(self.L, self.C)
         self.with_states = self.N > 1 or not self.inside
         self.blocks = triton.cdiv(self.L, self.T)
-        self.sums_shape = (3, 1, self.H, self.C) if alike else (3, self.B, self.H, self.N * self.C)
-        self.sums_strides = (0, self.C, 0) if alike else (self.H * self.N * self.C, self.N * self.C, self.C)
-        self.plane = math.prod(self.sums_shape[1:])
+        self.sums_shape = (1, self.H, self.C, 4) if alike else (self.B, self.H, self.N * self.C, 4)
+        head = 4 * self.sums_shape[2]
+        self.sums_strides = (0, head, 0) if alike else (self.H * head, head, 4 * self.C)
         self.side = self.B * self.H * self.N * self.D * self.E
         self.device, self.dtype = q.device, q.dtype
         self.dot, self.precision = _multiplied_as(q.dtype)
@@ -685,17 +692,20 @@ def _decay_strides(log_decay: Tensor | None) -> tuple[int, int, int]:
     return log_decay.stride() if log_decay.ndim == 3 else (0, log_decay.stride(0), 0)
 
 
-def _running_sums(plan: _Plan, log_decay: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
+def _running_sums(
+    plan: _Plan, log_decay: Tensor | None, mask: Tensor | None, seq_idx: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The running sums, if there are any, and what is left for the mask to do, which is in them if there are."""
     if log_decay is None and seq_idx is None:
-        return None
+        return None, mask
     sums = torch.empty(plan.sums_shape, dtype=torch.float32, device=plan.device)
-    B, N = plan.sums_shape[1], sums.shape[-1] // plan.C
+    N = plan.sums_shape[2] // plan.C
     _start(
-        _sums_kernel, B * plan.H * N, log_decay, seq_idx, sums, plan.H, plan.L, plan.C, N, plan.plane,
+        _sums_kernel, plan.sums_shape[0] * plan.H * N, log_decay, mask, seq_idx, sums, plan.H, plan.L, plan.C, N,
         *_decay_strides(log_decay), LOG_NOTHING=_LOG_NOTHING, LOG2E=math.log2(math.e),
         SIZE=min(triton.next_power_of_2(plan.C), 1024), num_warps=4,
     )  # fmt: skip
-    return sums
+    return sums, None
 
 
 def _received(
@@ -710,8 +720,8 @@ def _received(
     PE = min(plan.PE, 64)
     columns = triton.cdiv(E, PE)
     _start(
-        _states_kernel, rows * N * columns, k, v, mask, sums, states, plan.H, plan.L, plan.C, N, columns, plan.plane,
-        plan.side, *k.stride()[:3], *v.stride()[:3], *plan.sums_strides, **{**plan.sizes, "PE": PE},
+        _states_kernel, rows * N * columns, k, v, mask, sums, states, plan.H, plan.L, plan.C, N, columns, plan.side,
+        *k.stride()[:3], *v.stride()[:3], *plan.sums_strides, **{**plan.sizes, "PE": PE},
         SIGN=sign, **plan.dots, num_warps=plan.num_warps, num_stages=plan.num_stages,
     )  # fmt: skip
     kept = plan.dtype if plan.dtype == torch.bfloat16 else torch.float32  # as they are multiplied
@@ -721,7 +731,7 @@ def _received(
     part = 256
     parts = triton.cdiv(D * E, part)
     _start(
-        _scan_kernel, rows * 2 * parts, states, received, sums, plan.H, plan.C, N, parts, plan.plane, plan.side,
+        _scan_kernel, rows * 2 * parts, states, received, sums, plan.H, plan.C, N, parts, plan.side,
         *plan.sums_strides, SIZE=D * E, PART=part, STAGES=4, num_warps=2,
     )  # fmt: skip
     return received
@@ -742,11 +752,11 @@ def _forward(
     chunk_size: int,
 ) -> Tensor:
     plan, q, k, v, mask, seq_idx = _prepare(q, k, v, log_decay, mask, seq_idx, chunk_size)
-    sums = _running_sums(plan, log_decay, seq_idx)
+    sums, mask = _running_sums(plan, log_decay, mask, seq_idx)
     y = plan.empty_like_tokens(plan.E)
     _start(
         _forward_kernel, plan.B * plan.H * plan.blocks, q, k, v, y, mask, sums, _received(plan, k, v, mask, sums), scale,
-        plan.H, plan.L, plan.C, plan.N, plan.blocks, plan.plane, plan.side,
+        plan.H, plan.L, plan.C, plan.N, plan.blocks, plan.side,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *y.stride()[:3], *plan.sums_strides,
         **plan.sizes, INSIDE=plan.inside, **plan.dots, num_warps=plan.num_warps, num_stages=plan.num_stages,
     )  # fmt: skip
@@ -769,13 +779,13 @@ def _backward(
     """∂q, ∂k, ∂v and ∂log_decay, which has no entries unless with_decays."""
     plan, q, k, v, mask, seq_idx = _prepare(q, k, v, log_decay, mask, seq_idx, chunk_size)
     dy = _tokens(dy)
-    sums = _running_sums(plan, log_decay, seq_idx)
+    sums, mask = _running_sums(plan, log_decay, mask, seq_idx)
     received, grad_received = _received(plan, k, v, mask, sums), _received(plan, q, dy, None, sums, sign=-1)
     dq, dk, dv = plan.empty_like_tokens(plan.D), plan.empty_like_tokens(plan.D), plan.empty_like_tokens(plan.E)
     grad_sums, grad_plane = None, plan.B * plan.H * plan.N * plan.C
     if with_decays:
         grad_sums = torch.empty(6, grad_plane, dtype=torch.float32, device=plan.device)
-    shape = plan.H, plan.L, plan.C, plan.N, plan.blocks, plan.plane, plan.side, grad_plane
+    shape = plan.H, plan.L, plan.C, plan.N, plan.blocks, plan.side, grad_plane
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3]
     options = {
         **plan.sizes, "INSIDE": plan.inside, **plan.dots, "num_warps": plan.num_warps, "num_stages": plan.num_stages,
@@ -795,7 +805,7 @@ def _backward(
     )
     _start(
         _decay_gradients_kernel, plan.B * plan.H * plan.N, log_decay, sums, grad_sums, received, grad_received, grad, scale,
-        plan.H, plan.L, plan.C, plan.N, plan.plane, plan.side, grad_plane,
+        plan.H, plan.L, plan.C, plan.N, plan.side, grad_plane,
         *_decay_strides(log_decay), *plan.sums_strides, LOG_NOTHING=_LOG_NOTHING,
         STATE=plan.D * plan.E, PART=1024, SIZE=min(triton.next_power_of_2(plan.C), 1024), num_warps=4,
     )  # fmt: skip
@@ -805,7 +815,7 @@ def _backward(
 def _prepare(q, k, v, log_decay, mask, seq_idx, chunk_size):
     """The plan of a call, and its tensors as the kernels read them."""
     with_sums = log_decay is not None or seq_idx is not None
-    alike = seq_idx is None and log_decay is not None and log_decay.ndim == 1
+    alike = seq_idx is None and mask is None and log_decay is not None and log_decay.ndim == 1
     plan = _Plan(q, v, with_sums, alike, chunk_size)
     mask = None if mask is None else mask.contiguous().view(torch.uint8)
     return plan, _tokens(q), _tokens(k), _tokens(v), mask, None if seq_idx is None else seq_idx.contiguous()
