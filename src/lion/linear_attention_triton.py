@@ -35,6 +35,7 @@ AVAILABLE = not isinstance(triton, SimpleNamespace)
 
 LARGEST_HEAD = 128  # of q and k, and of v: what the registers of one program hold
 _LOG_NOTHING = -60.0  # as in linear_attention.py
+_OTHERS = 32
 _BLOCK = 64  # T: the rows that a warp group of a Hopper card multiplies at once
 
 
@@ -124,19 +125,19 @@ def _weight(to_high, to_low, to_half, from_high, from_low, from_half):
 
 
 @triton.jit
-def _mask_inside(high, low, half):
-    """M among the tokens of one block, (T, T): −|m_i − m_j| + h_j − h_i is the logarithm in both triangles."""
-    distance = tl.abs((high[:, None] - high[None, :]) + (low[:, None] - low[None, :]))
-    return tl.exp2(half[None, :] - half[:, None] - distance)
+def _decay_mask(high, low, half, other_high, other_low, other_half):
+    """M, (T, S), wherever the tokens lie: −|m_i − m_j| + h_j − h_i is its logarithm in both triangles."""
+    distance = tl.abs((high[:, None] - other_high[None, :]) + (low[:, None] - other_low[None, :]))
+    return tl.exp2(other_half[None, :] - half[:, None] - distance)
 
 
 @triton.jit
-def _place(H, blocks, per_chunk, length, T: tl.constexpr):
-    """Which text and head, its number, chunk, block of the chunk, and how many blocks the chunk has."""
+def _place(H, blocks, C, length, T: tl.constexpr, S: tl.constexpr):
+    """Text, head, both in one, chunk, block of T rows in the chunk, and how many blocks of S tokens the chunk has."""
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    chunk = block // per_chunk
-    count = tl.minimum(per_chunk, tl.cdiv(length, T) - chunk * per_chunk)
-    return (row // H).to(tl.int64), (row % H).to(tl.int64), row.to(tl.int64), chunk.to(tl.int64), block % per_chunk, count
+    chunk, own = block // (C // T), block % (C // T)
+    count = tl.cdiv(tl.minimum(C, length - chunk * C), S)
+    return (row // H).to(tl.int64), (row % H).to(tl.int64), row.to(tl.int64), chunk.to(tl.int64), own, count
 
 
 # Running sums and states
@@ -185,7 +186,7 @@ def _sums_kernel(
 def _states_kernel(
     k, v, mask, sums, states, H, L, C, N, columns, side,
     k_batch, k_head, k_token, v_batch, v_head, v_token, sums_batch, sums_head, sums_chunk,
-    D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
     SIGN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Σ_j k_j v_jᵀ of one chunk, as it arrives after the chunk's end and before its start: (2, B·H, N, D, E).
@@ -256,15 +257,15 @@ def _scan_kernel(
 @triton.jit
 def _attend(
     total, Q, k, v, mask, first, length, weight, k_token, v_token,
-    D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """total + (QKᵀ ⊙ weight) V over one block of keys; weight is (1, T) or (T, T)."""
-    K = _tile(k, first, k_token, length, D, T, PD, DOT)
-    V = _tile(v, first, v_token, length, E, T, PE, DOT)
+    """total + (QKᵀ ⊙ weight) V over one block of keys; weight is (1, S) or (T, S)."""
+    K = _tile(k, first, k_token, length, D, S, PD, DOT)
+    V = _tile(v, first, v_token, length, E, S, PE, DOT)
     scores = tl.dot(Q, tl.trans(K), input_precision=PRECISION) * weight
     if mask is not None:
-        scores = tl.where(_real(mask, first, length, T)[None, :], scores, 0.0)
+        scores = tl.where(_real(mask, first, length, S)[None, :], scores, 0.0)
     return tl.dot(scores.to(DOT), V, total, input_precision=PRECISION)
 
 
@@ -273,11 +274,11 @@ def _forward_kernel(
     q, k, v, y, mask, sums, received, scale, H, L, C, N, blocks, side,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, y_batch, y_head, y_token,
     sums_batch, sums_head, sums_chunk,
-    D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
     INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The output of one block of queries."""
-    b, h, row, chunk, own, count = _place(H, blocks, C // T, L, T)
+    b, h, row, chunk, own, count = _place(H, blocks, C, L, T, S)
     begin = chunk * C
     start = begin + own * T
     k += b * k_batch + h * k_head
@@ -293,7 +294,7 @@ def _forward_kernel(
         if INSIDE:
             for other in range(0, count):
                 left = _attend(
-                    left, Q, k, v, mask, begin + other * T, L, 1.0, k_token, v_token, D, E, T, PD, PE, DOT, PRECISION
+                    left, Q, k, v, mask, begin + other * S, L, 1.0, k_token, v_token, D, E, S, PD, PE, DOT, PRECISION
                 )
         out = left
     else:
@@ -304,11 +305,11 @@ def _forward_kernel(
 
         if received is not None:
             left *= tl.exp2(high0 + low0 - half0)
-        for other in range(0, own):
-            high2, low2, half2, real2 = _sums(sums, other * T, T, 1)
+        for other in range(0, own * (T // S)):
+            high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
             weight = (_weight(high0, low0, -half0, high2, low2, -half2) * real2)[None, :]
             left = _attend(
-                left, Q, k, v, None, begin + other * T, L, weight, k_token, v_token, D, E, T, PD, PE, DOT, PRECISION
+                left, Q, k, v, None, begin + other * S, L, weight, k_token, v_token, D, E, S, PD, PE, DOT, PRECISION
             )
         out = left * _weight(high, low, -half, high0, low0, -half0)[:, None]
 
@@ -317,31 +318,35 @@ def _forward_kernel(
             end_high, end_low, end_half = _sum(sums, C - 1, 1)
             right = tl.dot(Q, _state(received + side, D, E, PD, PE, DOT), input_precision=PRECISION)
             right *= _weight(end_high, end_low, end_half, high1, low1, half1)
-        for other in range(own + 1, count):
-            high2, low2, half2, real2 = _sums(sums, other * T, T, 1)
+        for other in range((own + 1) * (T // S), count):
+            high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
             weight = (_weight(high2, low2, half2, high1, low1, half1) * real2)[None, :]
             right = _attend(
-                right, Q, k, v, None, begin + other * T, L, weight, k_token, v_token, D, E, T, PD, PE, DOT, PRECISION
+                right, Q, k, v, None, begin + other * S, L, weight, k_token, v_token, D, E, S, PD, PE, DOT, PRECISION
             )
         out += right * _weight(high1, low1, half1, high, low, half)[:, None]
 
-        weight = _mask_inside(high, low, half) * real[None, :]
-        out = _attend(out, Q, k, v, None, start, L, weight, k_token, v_token, D, E, T, PD, PE, DOT, PRECISION)
+        for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
+            high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
+            weight = _decay_mask(high, low, half, high2, low2, half2) * real2[None, :]
+            out = _attend(
+                out, Q, k, v, None, begin + other * S, L, weight, k_token, v_token, D, E, S, PD, PE, DOT, PRECISION
+            )
     _put(y + b * y_batch + h * y_head, start, y_token, L, out * scale, E, T, PE)
 
 
 @triton.jit
 def _query_gradients(
     total, Q, dY, k, v, mask, first, length, weight, k_token, v_token,
-    D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
-    """total + (dY Vᵀ ⊙ weight) K over one block of keys, and ∂/∂ log M there, (T, T), if DECAYS."""
-    K = _tile(k, first, k_token, length, D, T, PD, DOT)
-    V = _tile(v, first, v_token, length, E, T, PE, DOT)
+    """total + (dY Vᵀ ⊙ weight) K over one block of keys, and ∂/∂ log M there, (T, S), if DECAYS."""
+    K = _tile(k, first, k_token, length, D, S, PD, DOT)
+    V = _tile(v, first, v_token, length, E, S, PE, DOT)
     grad = tl.dot(dY, tl.trans(V), input_precision=PRECISION) * weight
     if mask is not None:
-        grad = tl.where(_real(mask, first, length, T)[None, :], grad, 0.0)
+        grad = tl.where(_real(mask, first, length, S)[None, :], grad, 0.0)
     pairs = grad
     if DECAYS:
         pairs = tl.dot(Q, tl.trans(K), input_precision=PRECISION) * grad
@@ -353,12 +358,12 @@ def _query_gradients_kernel(
     q, k, v, dy, dq, mask, sums, received, grad_sums, scale, H, L, C, N, blocks, side, grad_plane,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     dy_batch, dy_head, dy_token, dq_batch, dq_head, dq_token, sums_batch, sums_head, sums_chunk,
-    D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
     INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """∂q of one block of queries, and their part of the gradients of the running sums, if `grad_sums` is there."""
     DECAYS: tl.constexpr = grad_sums is not None
-    b, h, row, chunk, own, count = _place(H, blocks, C // T, L, T)
+    b, h, row, chunk, own, count = _place(H, blocks, C, L, T, S)
     begin = chunk * C
     start = begin + own * T
     k += b * k_batch + h * k_head
@@ -375,8 +380,8 @@ def _query_gradients_kernel(
         if INSIDE:
             for other in range(0, count):
                 left, _ = _query_gradients(
-                    left, Q, dY, k, v, mask, begin + other * T, L, 1.0, k_token, v_token,
-                    D, E, T, PD, PE, DOT, PRECISION, DECAYS,
+                    left, Q, dY, k, v, mask, begin + other * S, L, 1.0, k_token, v_token,
+                    D, E, S, PD, PE, DOT, PRECISION, DECAYS,
                 )  # fmt: skip
         out = left
     else:
@@ -390,12 +395,12 @@ def _query_gradients_kernel(
             left *= tl.exp2(high0 + low0 - half0)
             if DECAYS:
                 past = tl.sum(Q * left, 1)
-        for other in range(0, own):
-            high2, low2, half2, real2 = _sums(sums, other * T, T, 1)
+        for other in range(0, own * (T // S)):
+            high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
             weight = (_weight(high0, low0, -half0, high2, low2, -half2) * real2)[None, :]
             left, pairs = _query_gradients(
-                left, Q, dY, k, v, None, begin + other * T, L, weight, k_token, v_token,
-                D, E, T, PD, PE, DOT, PRECISION, DECAYS,
+                left, Q, dY, k, v, None, begin + other * S, L, weight, k_token, v_token,
+                D, E, S, PD, PE, DOT, PRECISION, DECAYS,
             )  # fmt: skip
             if DECAYS:
                 past += tl.sum(pairs, 1)
@@ -410,12 +415,12 @@ def _query_gradients_kernel(
             right *= _weight(end_high, end_low, end_half, high1, low1, half1)
             if DECAYS:
                 until_end = tl.sum(Q * right, 1)
-        for other in range(own + 1, count):
-            high2, low2, half2, real2 = _sums(sums, other * T, T, 1)
+        for other in range((own + 1) * (T // S), count):
+            high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
             weight = (_weight(high2, low2, half2, high1, low1, half1) * real2)[None, :]
             right, pairs = _query_gradients(
-                right, Q, dY, k, v, None, begin + other * T, L, weight, k_token, v_token,
-                D, E, T, PD, PE, DOT, PRECISION, DECAYS,
+                right, Q, dY, k, v, None, begin + other * S, L, weight, k_token, v_token,
+                D, E, S, PD, PE, DOT, PRECISION, DECAYS,
             )  # fmt: skip
             if DECAYS:
                 future += tl.sum(pairs, 1)
@@ -423,15 +428,19 @@ def _query_gradients_kernel(
         out += right * to_last[:, None]
         future *= to_last
 
-        weight = _mask_inside(high, low, half) * real[None, :]
-        out, pairs = _query_gradients(
-            out, Q, dY, k, v, None, start, L, weight, k_token, v_token, D, E, T, PD, PE, DOT, PRECISION, DECAYS
-        )
+        i, j = own * T + tl.arange(0, T), tl.arange(0, S)
+        for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
+            high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
+            weight = _decay_mask(high, low, half, high2, low2, half2) * real2[None, :]
+            out, pairs = _query_gradients(
+                out, Q, dY, k, v, None, begin + other * S, L, weight, k_token, v_token,
+                D, E, S, PD, PE, DOT, PRECISION, DECAYS,
+            )  # fmt: skip
+            if DECAYS:
+                past += tl.sum(tl.where(i[:, None] > other * S + j[None, :], pairs, 0.0), 1)
+                future += tl.sum(tl.where(i[:, None] < other * S + j[None, :], pairs, 0.0), 1)
         if DECAYS:
-            t = tl.arange(0, T)
-            past += tl.sum(tl.where(t[:, None] > t[None, :], pairs, 0.0), 1)
-            future += tl.sum(tl.where(t[:, None] < t[None, :], pairs, 0.0), 1)
-            grad_sums += row * N * C + start + t
+            grad_sums += row * N * C + start + tl.arange(0, T)
             tl.store(grad_sums, past * scale)
             tl.store(grad_sums + grad_plane, -future * scale)
             tl.store(grad_sums + 2 * grad_plane, until_end * to_last * scale)
@@ -441,12 +450,12 @@ def _query_gradients_kernel(
 @triton.jit
 def _key_gradients(
     total_k, total_v, K, V, q, dy, first, length, weight, q_token, dy_token,
-    D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """total_k + (V dYᵀ ⊙ weight) Q and total_v + (K Qᵀ ⊙ weight) dY over one block of queries, and ∂/∂ log Mᵀ there, (T, T)."""
-    Q = _tile(q, first, q_token, length, D, T, PD, DOT)
-    dY = _tile(dy, first, dy_token, length, E, T, PE, DOT)
+    """total_k + (V dYᵀ ⊙ weight) Q and total_v + (K Qᵀ ⊙ weight) dY over one block of queries, and ∂/∂ log Mᵀ there, (T, S)."""
+    Q = _tile(q, first, q_token, length, D, S, PD, DOT)
+    dY = _tile(dy, first, dy_token, length, E, S, PE, DOT)
     scores = tl.dot(K, tl.trans(Q), input_precision=PRECISION) * weight
     total_v = tl.dot(scores.to(DOT), dY, total_v, input_precision=PRECISION)
     grad = tl.dot(V, tl.trans(dY), input_precision=PRECISION)
@@ -460,12 +469,12 @@ def _key_gradients_kernel(
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     dy_batch, dy_head, dy_token, dk_batch, dk_head, dk_token, dv_batch, dv_head, dv_token,
     sums_batch, sums_head, sums_chunk,
-    D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
     INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """∂k and ∂v of one block of keys, and their part of the gradients of the running sums. `received`: states of q and dy."""
     DECAYS: tl.constexpr = grad_sums is not None
-    b, h, row, chunk, own, count = _place(H, blocks, C // T, L, T)
+    b, h, row, chunk, own, count = _place(H, blocks, C, L, T, S)
     begin = chunk * C
     start = begin + own * T
     q += b * q_batch + h * q_head
@@ -482,15 +491,15 @@ def _key_gradients_kernel(
     left_k, left_v = tl.zeros((T, PD), tl.float32), tl.zeros((T, PE), tl.float32)
     if received is not None:
         received += (row if sums is None else row * N + chunk) * D * E
-        S = _state(received, D, E, PD, PE, DOT)
-        left_k = tl.dot(V, tl.trans(S), input_precision=PRECISION)
-        left_v = tl.dot(K, S, input_precision=PRECISION)
+        state = _state(received, D, E, PD, PE, DOT)
+        left_k = tl.dot(V, tl.trans(state), input_precision=PRECISION)
+        left_v = tl.dot(K, state, input_precision=PRECISION)
     if sums is None:
         if INSIDE:
             for other in range(0, count):
                 left_k, left_v, _ = _key_gradients(
-                    left_k, left_v, K, V, q, dy, begin + other * T, L, 1.0, q_token, dy_token,
-                    D, E, T, PD, PE, DOT, PRECISION,
+                    left_k, left_v, K, V, q, dy, begin + other * S, L, 1.0, q_token, dy_token,
+                    D, E, S, PD, PE, DOT, PRECISION,
                 )  # fmt: skip
         out_k, out_v = left_k, left_v
     else:
@@ -504,12 +513,12 @@ def _key_gradients_kernel(
             left_v *= from_start
             if DECAYS:
                 past = tl.sum(K * left_k, 1)
-        for other in range(0, own):
-            high2, low2, half2, _ = _sums(sums, other * T, T, -1)
+        for other in range(0, own * (T // S)):
+            high2, low2, half2, _ = _sums(sums, other * S, S, -1)
             weight = _weight(high0, low0, -half0, high2, low2, -half2)[None, :]
             left_k, left_v, pairs = _key_gradients(
-                left_k, left_v, K, V, q, dy, begin + other * T, L, weight, q_token, dy_token,
-                D, E, T, PD, PE, DOT, PRECISION,
+                left_k, left_v, K, V, q, dy, begin + other * S, L, weight, q_token, dy_token,
+                D, E, S, PD, PE, DOT, PRECISION,
             )  # fmt: skip
             if DECAYS:
                 past += tl.sum(pairs, 1)
@@ -521,17 +530,17 @@ def _key_gradients_kernel(
         if received is not None:
             end_high, end_low, end_half = _sum(sums, C - 1, 1)
             until_end = _weight(end_high, end_low, end_half, high1, low1, half1)
-            S = _state(received + side, D, E, PD, PE, DOT)
-            right_k = tl.dot(V, tl.trans(S), input_precision=PRECISION) * until_end
-            right_v = tl.dot(K, S, input_precision=PRECISION) * until_end
+            state = _state(received + side, D, E, PD, PE, DOT)
+            right_k = tl.dot(V, tl.trans(state), input_precision=PRECISION) * until_end
+            right_v = tl.dot(K, state, input_precision=PRECISION) * until_end
             if DECAYS:
                 to_end = tl.sum(K * right_k, 1)
-        for other in range(own + 1, count):
-            high2, low2, half2, _ = _sums(sums, other * T, T, -1)
+        for other in range((own + 1) * (T // S), count):
+            high2, low2, half2, _ = _sums(sums, other * S, S, -1)
             weight = _weight(high2, low2, half2, high1, low1, half1)[None, :]
             right_k, right_v, pairs = _key_gradients(
-                right_k, right_v, K, V, q, dy, begin + other * T, L, weight, q_token, dy_token,
-                D, E, T, PD, PE, DOT, PRECISION,
+                right_k, right_v, K, V, q, dy, begin + other * S, L, weight, q_token, dy_token,
+                D, E, S, PD, PE, DOT, PRECISION,
             )  # fmt: skip
             if DECAYS:
                 future += tl.sum(pairs, 1)
@@ -540,15 +549,19 @@ def _key_gradients_kernel(
         out_v += right_v * to_last[:, None]
         future *= to_last
 
-        weight = _mask_inside(high, low, half)
-        out_k, out_v, pairs = _key_gradients(
-            out_k, out_v, K, V, q, dy, start, L, weight, q_token, dy_token, D, E, T, PD, PE, DOT, PRECISION
-        )
+        i, j = own * T + tl.arange(0, T), tl.arange(0, S)
+        for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
+            high2, low2, half2, _ = _sums(sums, other * S, S, -1)
+            weight = _decay_mask(high, low, half, high2, low2, half2)
+            out_k, out_v, pairs = _key_gradients(
+                out_k, out_v, K, V, q, dy, begin + other * S, L, weight, q_token, dy_token,
+                D, E, S, PD, PE, DOT, PRECISION,
+            )  # fmt: skip
+            if DECAYS:
+                past += tl.sum(tl.where(i[:, None] > other * S + j[None, :], pairs, 0.0), 1)
+                future += tl.sum(tl.where(i[:, None] < other * S + j[None, :], pairs, 0.0), 1)
         if DECAYS:
-            t = tl.arange(0, T)
-            past += tl.sum(tl.where(t[:, None] > t[None, :], pairs, 0.0), 1)
-            future += tl.sum(tl.where(t[:, None] < t[None, :], pairs, 0.0), 1)
-            grad_sums += 3 * grad_plane + row * N * C + start + t
+            grad_sums += 3 * grad_plane + row * N * C + start + tl.arange(0, T)
             tl.store(grad_sums, -future * scale)
             tl.store(grad_sums + grad_plane, past * scale)
             tl.store(grad_sums + 2 * grad_plane, to_end * to_last * scale)
@@ -634,6 +647,7 @@ class _Plan:
         self.B, self.H, self.L, self.D = q.shape
         self.E = v.shape[-1]
         self.T = min(_BLOCK, max(16, triton.next_power_of_2(self.L)))
+        self.S = min(_OTHERS, self.T)
         self.PD, self.PE = (max(16, triton.next_power_of_2(size)) for size in (self.D, self.E))
         self.inside = with_sums or chunk_size == 0
         if not self.inside:
@@ -648,7 +662,7 @@ class _Plan:
         self.side = self.B * self.H * self.N * self.D * self.E
         self.device, self.dtype = q.device, q.dtype
         self.dot, self.precision = _multiplied_as(q.dtype)
-        self.sizes = {"D": self.D, "E": self.E, "T": self.T, "PD": self.PD, "PE": self.PE}
+        self.sizes = {"D": self.D, "E": self.E, "T": self.T, "S": self.S, "PD": self.PD, "PE": self.PE}
         self.dots = {"DOT": self.dot, "PRECISION": self.precision}
         self.num_warps = 8 if max(self.PD, self.PE) > 64 else 4
         self.num_stages = 2 if self.dot == tl.float32 else 3
