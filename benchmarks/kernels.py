@@ -99,7 +99,7 @@ def compiled(start: Start, card: int) -> dict[str, int]:
         if isinstance(value, torch.Tensor):
             signature[name] = "*" + POINTERS[value.dtype]
             attributes[(place,)] = [["tt.divisibility", 16]]
-        elif value is None or value == 1 and isinstance(value, int):  # as a start specializes them
+        elif value is None or (value == 1 and isinstance(value, int)):  # as a start specializes them
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, int):
             signature[name] = "i32"

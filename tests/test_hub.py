@@ -21,7 +21,7 @@ from src.lion import LionForMaskedLM
 PARITY = ROOT.parent / "shared" / "parity"
 FILES = {
     "README.md", "proof.json", "config.json", "model.safetensors", "configuration_lion.py", "modeling_lion.py", "linear_attention.py",
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt",
+    "linear_attention_triton.py", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt",
 }  # fmt: skip
 SENTENCE = "the old dog sees a [MASK] ."
 

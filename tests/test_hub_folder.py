@@ -135,3 +135,25 @@ with torch.no_grad():
     print(float((model(ids).last_hidden_state - model.encode_long(ids, piece_length=300)).abs().max()) < 1e-4)
 """
     assert outside(program, folders / "lion-s", tmp_path).strip() == "True"
+
+
+def test_the_folder_loads_where_triton_is_not_installed(folders, tmp_path):
+    program = f"""
+import sys
+sys.modules["triton"] = None  # importing it then fails
+{HEAD}
+model = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+with torch.no_grad():
+    print(bool(model(**batch).last_hidden_state.isfinite().all()))
+"""
+    assert outside(program, folders / "lion-s", tmp_path).strip() == "True"
+
+
+def test_copies_of_the_kernels_in_two_folders_live_in_one_program(folders, tmp_path):
+    """Each registers operators with PyTorch, under names of its own."""
+    program = f"""{HEAD}
+models = [transformers.AutoModel.from_pretrained(folder.parent / name, trust_remote_code=True) for name in ("lion-s", "lion-d")]
+modules = [name for name in sys.modules if name.endswith("linear_attention_triton")]
+print(len(modules), len({{sys.modules[name]._forward._qualname for name in modules}}))
+"""
+    assert outside(program, folders / "lion-s", tmp_path).split() == ["2", "2"]

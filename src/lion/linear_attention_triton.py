@@ -39,15 +39,15 @@ _OTHERS = 32
 _BLOCK = 64  # T: the rows that a warp group of a Hopper card multiplies at once
 
 
-def covers(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernels compute these operands: on an NVIDIA card since Ampere, or anywhere in Triton's interpreter;
-    in bfloat16, float16 or float32, all alike; heads of up to 128, of any size."""
+def covers(q: Tensor, k: Tensor, v: Tensor, extra: int = 0) -> bool:
+    """Whether the kernels compute these operands, v with so many extra columns: on an NVIDIA card since Ampere, or anywhere in
+    Triton's interpreter; in bfloat16, float16 or float32, all alike; heads of up to 128, of any size."""
     return (
         AVAILABLE
         and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and q.dtype == k.dtype == v.dtype
         and q.device == k.device == v.device
-        and max(q.shape[-1], v.shape[-1]) <= LARGEST_HEAD
+        and max(q.shape[-1], v.shape[-1] + extra) <= LARGEST_HEAD
         and min(q.numel(), v.numel()) > 0
         and _runs_on(q.device.type)
     )
@@ -250,8 +250,9 @@ def _scan_kernel(
         state = state * tl.exp2(high + low + half) + own
 
 
-# Outputs and gradients. A program has T rows of the result: queries, or keys for the gradients of k and v. `left` gathers what
-# comes from before the rows' block, as it is at the block's first token; `right` what comes from after it, as at its last.
+# Outputs and gradients. A program has T rows of the result: queries, or keys for the gradients of k and v. What comes from before
+# the rows' block is gathered as it is at the block's first token, and then decayed to each row at once; what comes from after it
+# is decayed from the block's last token to each row block by block, since there is no room for a second sum.
 
 
 @triton.jit
@@ -299,7 +300,7 @@ def _forward_kernel(
         out = left
     else:
         sums += b * sums_batch + h * sums_head + chunk * sums_chunk
-        high, low, half, real = _sums(sums, own * T, T, 1)
+        high, low, half, _ = _sums(sums, own * T, T, 1)
         high0, low0, half0 = _sum(sums, own * T, 1)  # of the first token
         high1, low1, half1 = _sum(sums, own * T + T - 1, 1)  # of the last
 
@@ -313,18 +314,17 @@ def _forward_kernel(
             )
         out = left * _weight(high, low, -half, high0, low0, -half0)[:, None]
 
-        right = tl.zeros((T, PE), tl.float32)
+        to_last = _weight(high1, low1, half1, high, low, half)
         if received is not None:
             end_high, end_low, end_half = _sum(sums, C - 1, 1)
             right = tl.dot(Q, _state(received + side, D, E, PD, PE, DOT), input_precision=PRECISION)
-            right *= _weight(end_high, end_low, end_half, high1, low1, half1)
+            out += right * (_weight(end_high, end_low, end_half, high1, low1, half1) * to_last)[:, None]
         for other in range((own + 1) * (T // S), count):
             high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
-            weight = (_weight(high2, low2, half2, high1, low1, half1) * real2)[None, :]
-            right = _attend(
-                right, Q, k, v, None, begin + other * S, L, weight, k_token, v_token, D, E, S, PD, PE, DOT, PRECISION
+            weight = to_last[:, None] * (_weight(high2, low2, half2, high1, low1, half1) * real2)[None, :]
+            out = _attend(
+                out, Q, k, v, None, begin + other * S, L, weight, k_token, v_token, D, E, S, PD, PE, DOT, PRECISION
             )
-        out += right * _weight(high1, low1, half1, high, low, half)[:, None]
 
         for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
             high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
@@ -386,7 +386,7 @@ def _query_gradients_kernel(
         out = left
     else:
         sums += b * sums_batch + h * sums_head + chunk * sums_chunk
-        high, low, half, real = _sums(sums, own * T, T, 1)
+        high, low, half, _ = _sums(sums, own * T, T, 1)
         high0, low0, half0 = _sum(sums, own * T, 1)
         high1, low1, half1 = _sum(sums, own * T + T - 1, 1)
         past, future, until_end = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
@@ -408,25 +408,23 @@ def _query_gradients_kernel(
         out = left * from_first[:, None]
         past *= from_first
 
-        right = tl.zeros((T, PD), tl.float32)
+        to_last = _weight(high1, low1, half1, high, low, half)
         if received is not None:
             end_high, end_low, end_half = _sum(sums, C - 1, 1)
             right = tl.dot(dY, tl.trans(_state(received + side, D, E, PD, PE, DOT)), input_precision=PRECISION)
-            right *= _weight(end_high, end_low, end_half, high1, low1, half1)
+            right *= (_weight(end_high, end_low, end_half, high1, low1, half1) * to_last)[:, None]
+            out += right
             if DECAYS:
                 until_end = tl.sum(Q * right, 1)
         for other in range((own + 1) * (T // S), count):
             high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
-            weight = (_weight(high2, low2, half2, high1, low1, half1) * real2)[None, :]
-            right, pairs = _query_gradients(
-                right, Q, dY, k, v, None, begin + other * S, L, weight, k_token, v_token,
+            weight = to_last[:, None] * (_weight(high2, low2, half2, high1, low1, half1) * real2)[None, :]
+            out, pairs = _query_gradients(
+                out, Q, dY, k, v, None, begin + other * S, L, weight, k_token, v_token,
                 D, E, S, PD, PE, DOT, PRECISION, DECAYS,
             )  # fmt: skip
             if DECAYS:
                 future += tl.sum(pairs, 1)
-        to_last = _weight(high1, low1, half1, high, low, half)
-        out += right * to_last[:, None]
-        future *= to_last
 
         i, j = own * T + tl.arange(0, T), tl.arange(0, S)
         for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
@@ -443,7 +441,7 @@ def _query_gradients_kernel(
             grad_sums += row * N * C + start + tl.arange(0, T)
             tl.store(grad_sums, past * scale)
             tl.store(grad_sums + grad_plane, -future * scale)
-            tl.store(grad_sums + 2 * grad_plane, until_end * to_last * scale)
+            tl.store(grad_sums + 2 * grad_plane, until_end * scale)
     _put(dq + b * dq_batch + h * dq_head, start, dq_token, L, out * scale, D, T, PD)
 
 
@@ -526,28 +524,25 @@ def _key_gradients_kernel(
         out_k, out_v = left_k * from_first[:, None], left_v * from_first[:, None]
         past *= from_first
 
-        right_k, right_v = tl.zeros((T, PD), tl.float32), tl.zeros((T, PE), tl.float32)
+        to_last = _weight(high1, low1, half1, high, low, half)
         if received is not None:
             end_high, end_low, end_half = _sum(sums, C - 1, 1)
-            until_end = _weight(end_high, end_low, end_half, high1, low1, half1)
+            until_end = (_weight(end_high, end_low, end_half, high1, low1, half1) * to_last)[:, None]
             state = _state(received + side, D, E, PD, PE, DOT)
-            right_k = tl.dot(V, tl.trans(state), input_precision=PRECISION) * until_end
-            right_v = tl.dot(K, state, input_precision=PRECISION) * until_end
+            out_v += tl.dot(K, state, input_precision=PRECISION) * until_end
+            right = tl.dot(V, tl.trans(state), input_precision=PRECISION) * until_end
+            out_k += right
             if DECAYS:
-                to_end = tl.sum(K * right_k, 1)
+                to_end = tl.sum(K * right, 1)
         for other in range((own + 1) * (T // S), count):
             high2, low2, half2, _ = _sums(sums, other * S, S, -1)
-            weight = _weight(high2, low2, half2, high1, low1, half1)[None, :]
-            right_k, right_v, pairs = _key_gradients(
-                right_k, right_v, K, V, q, dy, begin + other * S, L, weight, q_token, dy_token,
+            weight = to_last[:, None] * _weight(high2, low2, half2, high1, low1, half1)[None, :]
+            out_k, out_v, pairs = _key_gradients(
+                out_k, out_v, K, V, q, dy, begin + other * S, L, weight, q_token, dy_token,
                 D, E, S, PD, PE, DOT, PRECISION,
             )  # fmt: skip
             if DECAYS:
                 future += tl.sum(pairs, 1)
-        to_last = _weight(high1, low1, half1, high, low, half)
-        out_k += right_k * to_last[:, None]
-        out_v += right_v * to_last[:, None]
-        future *= to_last
 
         i, j = own * T + tl.arange(0, T), tl.arange(0, S)
         for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
@@ -564,7 +559,7 @@ def _key_gradients_kernel(
             grad_sums += 3 * grad_plane + row * N * C + start + tl.arange(0, T)
             tl.store(grad_sums, -future * scale)
             tl.store(grad_sums + grad_plane, past * scale)
-            tl.store(grad_sums + 2 * grad_plane, to_end * to_last * scale)
+            tl.store(grad_sums + 2 * grad_plane, to_end * scale)
     out_k = tl.where(real[:, None] != 0, out_k, 0.0)
     _put(dk + b * dk_batch + h * dk_head, start, dk_token, L, out_k * scale, D, T, PD)
     _put(dv + b * dv_batch + h * dv_head, start, dv_token, L, out_v * scale, E, T, PE)
