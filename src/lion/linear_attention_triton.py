@@ -35,8 +35,10 @@ AVAILABLE = not isinstance(triton, SimpleNamespace)
 
 LARGEST_HEAD = 128  # of q and k, and of v: what the registers of one program hold
 _LOG_NOTHING = -60.0  # as in linear_attention.py
-_OTHERS = 32
-_BLOCK = 64  # T: the rows that a warp group of a Hopper card multiplies at once
+_BLOCK = 64  # T, the rows of a program: what a warp group of a Hopper card multiplies at once
+_OTHERS = (
+    32  # S, the tokens that they meet at a time: with more the numbers of a thread no longer fit into its registers
+)
 
 
 def covers(q: Tensor, k: Tensor, v: Tensor, extra: int = 0) -> bool:
@@ -145,7 +147,7 @@ def _place(H, blocks, C, length, T: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def _sums_kernel(
-    log_decay, mask, seq_idx, sums, H, L, C, N,
+    sums, log_decay, mask, seq_idx, H, L, C, N,
     decay_batch, decay_head, decay_token,
     LOG_NOTHING: tl.constexpr, LOG2E: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -659,7 +661,7 @@ class _Plan:
         self.dot, self.precision = _multiplied_as(q.dtype)
         self.sizes = {"D": self.D, "E": self.E, "T": self.T, "S": self.S, "PD": self.PD, "PE": self.PE}
         self.dots = {"DOT": self.dot, "PRECISION": self.precision}
-        self.num_warps = 8 if max(self.PD, self.PE) > 64 else 4
+        self.num_warps = max(1, self.T // 16)  # each multiplies 16 rows
         self.num_stages = 2 if self.dot == tl.float32 else 3
 
     def empty_like_tokens(self, size: int) -> Tensor:
@@ -686,8 +688,9 @@ def _tf32_is_allowed() -> bool:
     return torch.backends.cuda.matmul.allow_tf32 if precision is None else precision == "tf32"
 
 
-def _start(kernel, programs: int, *arguments, **options) -> None:
-    kernel[(programs,)](*arguments, **options)
+def _start(kernel, programs: int, q: Tensor, *arguments, **options) -> None:
+    with torch.cuda.device_of(q):  # Triton starts kernels on the current card
+        kernel[(programs,)](q, *arguments, **options)
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -710,7 +713,7 @@ def _running_sums(
     sums = torch.empty(plan.sums_shape, dtype=torch.float32, device=plan.device)
     N = plan.sums_shape[2] // plan.C
     _start(
-        _sums_kernel, plan.sums_shape[0] * plan.H * N, log_decay, mask, seq_idx, sums, plan.H, plan.L, plan.C, N,
+        _sums_kernel, plan.sums_shape[0] * plan.H * N, sums, log_decay, mask, seq_idx, plan.H, plan.L, plan.C, N,
         *_decay_strides(log_decay), LOG_NOTHING=_LOG_NOTHING, LOG2E=math.log2(math.e),
         SIZE=min(triton.next_power_of_2(plan.C), 1024), num_warps=4,
     )  # fmt: skip
