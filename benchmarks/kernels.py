@@ -61,9 +61,11 @@ def main(argv: list[str]) -> None:
     measure.write(a.out, "kernels", "What each kernel needs:", facts, [[header, *lines]], rows)
 
 
-def starts(form: str, decay: str, dtype: torch.dtype, d: int, e: int, length: int = 512) -> list[Start]:
+def starts(
+    form: str, decay: str, dtype: torch.dtype, d: int, e: int, length: int = 512, heads: int = 12
+) -> list[Start]:
     """The kernels that a forward and a backward pass start, with a mask, on operands as the model has them."""
-    B, H = 2, 12
+    B, H = 2, heads
     qkv = torch.empty(B, length, H, 2 * d + e, dtype=dtype).transpose(1, 2)
     q, k, v = qkv.split([d, d, e], dim=-1)
     shape = {"none": None, "head": (H,), "token": (B, H, length)}[decay]

@@ -105,7 +105,7 @@ def test_the_kernels_have_the_outputs_and_gradients_of_the_definition(form, deca
 @pytest.mark.parametrize("mask", ["left", "right"])
 @pytest.mark.parametrize("form", FORMS)
 def test_each_text_of_a_batch_has_its_own_padding(form, mask):
-    inputs, real = draw("head", LONG, 2, 2, mask)
+    inputs, real = draw("head", LONG, 2, 1, mask)
     check(inputs, form, mask=real)
 
 
@@ -117,13 +117,13 @@ def test_heads_of_any_size(form, decay, sizes):
     check(inputs, form)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 16, 33, 1000])
+@pytest.mark.parametrize("chunk_size", [1, 33, 1000])
 def test_the_chunk_size_changes_nothing(chunk_size):
     inputs, _ = draw("token", LONG, 1, 1)
     check(inputs, "chunkwise", chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("decay", ["none", "token"])
 @pytest.mark.parametrize("form", FORMS)
 def test_normalized_rows_are_divided_by_their_sum(form, decay):
     inputs, mask = draw(decay, LONG, 1, 1, "holes", positive=True)
@@ -131,15 +131,17 @@ def test_normalized_rows_are_divided_by_their_sum(form, decay):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("decay", ["none", "token"])
 @pytest.mark.parametrize("form", FORMS)
 def test_half_precision_keeps_two_digits(form, decay, dtype):
     inputs, mask = draw(decay, LONG, 1, HEADS, "holes", d=16, e=16)
     check(inputs, form, dtype, mask=mask)
 
 
-@pytest.mark.parametrize("value", [-math.inf, -1e4, -59.0, 0.0])
-@pytest.mark.parametrize("where", ["everywhere", "here and there"])
+@pytest.mark.parametrize(
+    "where, value",
+    [("everywhere", -math.inf), ("everywhere", -59.0), ("here and there", -1e4), ("here and there", 0.0)],
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_decays_at_their_limits(form, where, value):
     inputs, _ = draw("token", LONG, 1, 1)
@@ -150,7 +152,7 @@ def test_decays_at_their_limits(form, where, value):
     check(inputs, form)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("decay", ["none", "token"])
 @pytest.mark.parametrize("form", FORMS)
 def test_packed_sequences_give_what_each_gives_alone(form, decay):
     lengths = PACKED if GPU else (5, 1, 27, 9)
@@ -163,10 +165,9 @@ def test_packed_sequences_give_what_each_gives_alone(form, decay):
     assert max(distance(x, y) for x, y in zip(actual, expected)) < 1e-5
 
 
-@pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_text_in_pieces_gives_what_the_whole_text_gives(form, decay):
-    inputs, mask = draw(decay, 33, 1, 1, "holes")
+def test_a_text_in_pieces_gives_what_the_whole_text_gives(form):
+    inputs, mask = draw("token", 33, 1, 1, "holes")
     actual = results(in_pieces, inputs, device=DEVICE, dtype=torch.float32, mask=mask, form=form, chunk_size=16)
     assert max(distance(x, y) for x, y in zip(actual, exact(inputs, torch.float32, mask=mask))) < 1e-5
 

@@ -91,7 +91,7 @@ def linear_attention(
         dropout_p: dropout on the matrix s·QKᵀ⊙M, which only the full form has.
 
     Returns:
-        (B, H, L, E) in v's dtype. States and summed log decays are kept in float32 or better whatever the inputs are.
+        (B, H, L, E) in v's dtype. States and log decays are summed in float32 or better whatever the inputs are.
 
     Raises:
         ValueError: shapes that do not fit each other, an unknown form, dropout asked of a form without a matrix, or states

@@ -36,9 +36,7 @@ AVAILABLE = not isinstance(triton, SimpleNamespace)
 LARGEST_HEAD = 128  # of q and k, and of v: what the registers of one program hold
 _LOG_NOTHING = -60.0  # as in linear_attention.py
 _BLOCK = 64  # T, the rows of a program: what a warp group of a Hopper card multiplies at once
-_OTHERS = (
-    32  # S, the tokens that they meet at a time: with more the numbers of a thread no longer fit into its registers
-)
+_OTHERS = 32  # S, the tokens that they meet at a time; with more, a thread's numbers exceed its registers
 
 
 def covers(q: Tensor, k: Tensor, v: Tensor, extra: int = 0) -> bool:
@@ -205,16 +203,16 @@ def _states_kernel(
     if sums is not None:
         sums += b * sums_batch + h * sums_head + chunk * sums_chunk
         end_high, end_low, end_half = _sum(sums, C - 1, 1)
-    for block in range(0, tl.cdiv(end - begin, T)):
-        start = begin + block * T
-        K = _tile(k, start, k_token, L, D, T, PD, DOT)
-        V = _tile(v, start, v_token, L, E - column, T, PE, DOT)
+    for block in range(0, tl.cdiv(end - begin, S)):
+        start = begin + block * S
+        K = _tile(k, start, k_token, L, D, S, PD, DOT)
+        V = _tile(v, start, v_token, L, E - column, S, PE, DOT)
         if mask is not None:
-            K = tl.where(_real(mask + b * L, start, L, T)[:, None], K, 0.0).to(DOT)
+            K = tl.where(_real(mask + b * L, start, L, S)[:, None], K, 0.0).to(DOT)
         if sums is None:
             rightward = tl.dot(tl.trans(K), V, rightward, input_precision=PRECISION)
         else:
-            high, low, half, real = _sums(sums, block * T, T, SIGN)
+            high, low, half, real = _sums(sums, block * S, S, SIGN)
             to_end = _weight(end_high, end_low, end_half, high, low, -half)
             from_start = tl.exp2(high + low + half)
             if SIGN == 1:
