@@ -44,17 +44,17 @@ def test_a_benchmark_writes_a_table_and_its_numbers(name, tmp_path):
         assert all(row["ms"] > 0 for row in written["rows"])
 
 
-@pytest.mark.parametrize("form", ["full", "chunkwise"])
-@pytest.mark.parametrize("card", [80, 90])
-def test_the_kernels_compile_and_keep_their_numbers_in_registers(card, form):
+@pytest.mark.parametrize("card, which", [(80, "key_gradients"), (90, "")])
+def test_the_kernels_compile_and_keep_their_numbers_in_registers(card, which):
     """What Triton's interpreter accepts the compiler need not. Heads of 64 in bfloat16; benchmarks/kernels.py compiles all."""
     pytest.importorskip("triton", reason="triton is not installed")
     from benchmarks import kernels
 
-    starts = kernels.starts(form, "token", torch.bfloat16, 64, 64)
+    starts = kernels.starts("chunkwise", "token", torch.bfloat16, 64, 64)
     distinct = {(start.kernel.__name__, start.options.get("SIGN")): start for start in starts}
-    assert len(distinct) == (5 if form == "full" else 8)
+    assert len(distinct) == 8  # sums, states of keys and of queries, their scan, the output and three gradients
     for (name, _), start in distinct.items():
-        needs = kernels.compiled(start, card)
-        assert needs["spilled"] <= 64, name
-        assert needs["shared"] <= kernels.SHARED[card] // 2, name  # two programs a multiprocessor at least
+        if which in name:
+            needs = kernels.compiled(start, card)
+            assert needs["spilled"] <= 64, name
+            assert needs["shared"] <= kernels.SHARED[card] // 2, name  # two programs a multiprocessor at least
