@@ -642,8 +642,8 @@ class _Plan:
         self.B, self.H, self.L, self.D = q.shape
         self.E = v.shape[-1]
         self.T = min(_BLOCK, max(16, triton.next_power_of_2(self.L)))
-        self.S = min(_OTHERS, self.T)
         self.PD, self.PE = (max(16, triton.next_power_of_2(size)) for size in (self.D, self.E))
+        self.S = min(_OTHERS if max(self.PD, self.PE) <= 64 else _OTHERS // 2, self.T)
         self.inside = with_sums or chunk_size == 0
         if not self.inside:
             chunk_size *= 4  # nothing is computed inside chunks, and fewer states have to be added up
