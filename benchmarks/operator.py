@@ -118,7 +118,7 @@ def at_a_glance(rows: list[dict]) -> list[list[str]]:
         here = {case: numbers.get((length, *case)) for case in times.values()}
         softmax, chunkwise = here[times["softmax"]], here[times["S"]]
         lines.append([
-            f"{length:,}", *(f"{row['both_ms']:,.1f} ms" if row else "-" for row in here.values()),
+            f"{length:,}", *(f"{row['both_ms']:,.{1 if row['both_ms'] >= 1 else 3}f} ms" if row else "-" for row in here.values()),
             f"×{softmax['both_ms'] / chunkwise['both_ms']:.1f}" if softmax and chunkwise else "-",
             *(f"{here[case]['peak_mib']:.0f} MiB" if here[case] else "-" for case in peaks.values()),
         ])  # fmt: skip
@@ -130,8 +130,8 @@ def table(rows: list[dict], batch: int) -> list[list[str]]:
     for row in rows:
         ratio = row["softmax_over_this"]
         lines.append([
-            f"{row['length']:,}", row["form"], row["variant"], f"{row['forward_ms']:.2f}",
-            f"{row['forward_floor_ms']:.3f}", f"{row['both_ms']:.2f}", f"{row['both_floor_ms']:.3f}",
+            f"{row['length']:,}", row["form"], row["variant"], f"{row['forward_ms']:.3f}",
+            f"{row['forward_floor_ms']:.3f}", f"{row['both_ms']:.3f}", f"{row['both_floor_ms']:.3f}",
             f"{1000 * row['both_ms'] / row['length'] / batch:.1f}", "-" if ratio is None else f"×{ratio:.2f}",
             f"{row['peak_mib']:.0f}",
         ])  # fmt: skip
