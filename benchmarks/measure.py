@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -93,6 +93,29 @@ def _highest_mark() -> int:
         return 1024 * int(status.split("VmHWM:")[1].split()[0])
     except (OSError, IndexError):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Rates(NamedTuple):
+    """What a device was seen to do: bytes moved a second, and operations of a matrix product a second."""
+
+    bytes: float
+    operations: float
+
+    def floor(self, bytes: float, operations: float) -> float:
+        """Seconds below which this much cannot be done."""
+        return max(bytes / self.bytes, operations / self.operations)
+
+
+def rates(device: str, dtype: torch.dtype) -> Rates:
+    """Measure a large copy and a large matrix product."""
+    size, side = (2**30, 8192) if device == "cuda" else (2**26, 1024)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    matrix = torch.ones(side, side, dtype=dtype, device=device)
+    product = torch.empty_like(matrix)
+    cases = {"copy": lambda: target.copy_(source), "product": lambda: torch.mm(matrix, matrix, out=product)}
+    times = interleaved(cases, device, rounds=9, seconds=20)
+    return Rates(2 * size / times["copy"], 2 * side**3 / times["product"])
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 import json
 
 import pytest
+import torch
 from glue_files import write_glue
 
 from tests.conftest import run
 
 SMALL = {
     "operator": ["--lengths", "16", "40", "--forms", "chunkwise", "--heads", "2", "--head_dim", "8", "--rounds", "1"],
+    "inference": ["--lengths", "16", "40", "--batch", "1", "2", "--layers", "1", "--hidden", "64", "--rounds", "1"],
     "train_step": ["--layers", "1", "--hidden", "64", "--batch", "2", "--length", "16", "--rounds", "1"],
 }
 
@@ -25,6 +27,12 @@ def test_a_benchmark_writes_a_table_and_its_numbers(name, tmp_path):
         cases = {(row["length"], row["form"], row["variant"]) for row in written["rows"]}
         assert len(cases) == len(written["rows"]) == 8
         assert all(row["forward_ms"] > 0 and row["both_ms"] > 0 and row["peak_mib"] >= 0 for row in written["rows"])
+        assert all(0 < row["forward_floor_ms"] < row["both_floor_ms"] for row in written["rows"])
+        assert (tmp_path / f"{stem}.png").stat().st_size > 1000
+    elif name == "inference":
+        cases = {(row["batch"], row["length"], row["mixer"], row["form"]) for row in written["rows"]}
+        assert len(cases) == len(written["rows"]) == 16
+        assert all(row["ms"] > 0 and row["peak_mib"] > 0 for row in written["rows"])
         assert (tmp_path / f"{stem}.png").stat().st_size > 1000
     else:
         assert [row["model"] for row in written["rows"]] == [
@@ -69,3 +77,19 @@ def test_conversion_is_timed_in_both_modes_beside_a_plain_loop(tmp_path, tokeniz
     assert [row["case"] for row in rows] == ["plain loop", "max_seq_len, 1 worker", "concat_tokens, 1 worker"]
     assert all(row["megabytes_per_second"] > 0 for row in rows)
     assert (tmp_path / "convert-cpu.md").read_text().strip() in result.stdout
+
+
+@pytest.mark.parametrize("card, which", [(80, "key_gradients"), (90, "")])
+def test_the_kernels_compile_and_keep_their_numbers_in_registers(card, which):
+    """What Triton's interpreter accepts the compiler need not. Heads of 64 in bfloat16; benchmarks/kernels.py compiles all."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from benchmarks import kernels
+
+    starts = kernels.starts("chunkwise", "token", torch.bfloat16, 64, 64)
+    distinct = {(start.kernel.__name__, start.options.get("SIGN")): start for start in starts}
+    assert len(distinct) == 8  # sums, states of keys and of queries, their scan, the output and three gradients
+    for (name, _), start in distinct.items():
+        if which in name:
+            needs = kernels.compiled(start, card)
+            assert needs["spilled"] <= 64, name
+            assert needs["shared"] <= kernels.SHARED[card] // 2, name  # two programs a multiprocessor at least

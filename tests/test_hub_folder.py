@@ -28,7 +28,7 @@ AUTO_CLASSES = (
 )  # fmt: skip
 FILES = {
     "README.md", "proof.json", "config.json", "model.safetensors", "configuration_lion.py", "modeling_lion.py",
-    "linear_attention.py", "tokenizer.json", "tokenizer_config.json",
+    "linear_attention.py", "linear_attention_triton.py", "tokenizer.json", "tokenizer_config.json",
 }  # fmt: skip
 SENTENCE = "the old dog sees a [MASK] ."
 
@@ -387,3 +387,18 @@ def test_a_folder_on_the_hub_is_loaded_by_its_name(made, tmp_path):
         fake.repos["lions/small-cat"] = {"main": {path.name: path.read_bytes() for path in made()[1].iterdir()}}
         changes = {"HF_ENDPOINT": fake.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
         assert outside(BY_NAME, made()[1], tmp_path, HF_HUB_OFFLINE="0", **changes).strip() == "True"
+
+
+def test_copies_of_the_kernels_in_two_folders_live_in_one_program(made, tmp_path):
+    """Each registers operators with PyTorch, under names of its own."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    other = shutil.copytree(made("lion-d")[1], tmp_path / "another-model")
+    program = (
+        HEAD.replace('sys.modules["triton"] = None', "pass")
+        + f"""
+models = [transformers.AutoModel.from_pretrained(name, trust_remote_code=True) for name in (folder, {str(other)!r})]
+modules = [name for name in sys.modules if name.endswith("linear_attention_triton")]
+print(len(modules), len({{sys.modules[name]._forward._qualname for name in modules}}))
+"""
+    )
+    assert outside(program, made()[1], tmp_path).split() == ["2", "2"]

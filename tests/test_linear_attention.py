@@ -3,6 +3,8 @@
 import functools
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 
 from src.lion import linear_attention
 from src.lion.linear_attention import _BLOCK_ENTRIES, attention_matrix, definition, piece_states
+from tests.conftest import ROOT, environment
 
 FORMS = ("full", "recurrent", "chunkwise", "auto")
 DECAYS = ("none", "head", "token")
@@ -685,3 +688,28 @@ def shapes(**changes) -> dict[str, Tensor]:
 def test_arguments_that_do_not_fit_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         linear_attention(**shapes(**changes))
+
+
+# The kernels
+
+
+def test_the_kernels_give_these_numbers_in_tritons_interpreter():
+    pytest.importorskip("triton", reason="triton is not installed")
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "tests/test_linear_attention_triton.py"]
+    variables = environment(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_operator_works_where_triton_is_not_installed():
+    program = """
+import sys
+sys.modules["triton"] = None  # importing it then fails
+import torch
+from src.lion import linear_attention
+q = torch.randn(1, 2, 20, 4, requires_grad=True)
+linear_attention(q, q, q, torch.full((2,), -0.5)).sum().backward()
+print(bool(q.grad.isfinite().all()))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.stdout.strip() == "True", done.stderr

@@ -13,12 +13,15 @@ Afzal et al., "Linear Attention for Efficient Bidirectional Sequence Modeling", 
     chunkwise   the matrix inside chunks, D×E states between them        O(L) work and memory
     recurrent   a D×E state in each direction, token by token            O(L) work, O(1) state
 
+On a GPU the full and the chunkwise form are kernels of their own, in linear_attention_triton.py, where these cover the operands.
+
 All of them read the decays off two running sums: with before_t = log λ_1 + … + log λ_{t-1} and upto_t = before_t + log λ_t,
 log M_ij is before_i − before_j in the past and upto_j − upto_i in the future.
 
 Letters in shape comments: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk.
 """
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -26,6 +29,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from .linear_attention_triton import covers, fused_linear_attention
 
 FORMS = ("auto", "full", "recurrent", "chunkwise")
 
@@ -38,6 +43,14 @@ _LOG_NOTHING = -60.0
 # 1.2 and 1.1 ms at 128, 4.4 and 1.6 ms at 256).
 _FULL_UP_TO = 256
 _FULL_UP_TO_WITHOUT_DECAY = 128
+
+# The same for the kernels, by count: beyond, the full form's L products a token are more than the chunkwise form's work with
+# its states, and fewer kernels to start no longer outweigh that. Not measured yet.
+_FUSED_FULL_UP_TO = 512
+_FUSED_FULL_UP_TO_WITHOUT_DECAY = 128
+
+# LION_TRITON=0 computes everything in PyTorch, for comparison.
+_FUSED = os.environ.get("LION_TRITON", "1") != "0"
 
 # Entries of L×L or C×C matrices that are worked on at a time: on a CPU what stays in its cache, on a GPU what fills it.
 _BLOCK_ENTRIES = {"cpu": 2**18, "cuda": 2**26}
@@ -78,23 +91,29 @@ def linear_attention(
         dropout_p: dropout on the matrix s·QKᵀ⊙M, which only the full form has.
 
     Returns:
-        (B, H, L, E) in v's dtype. States and summed log decays are kept in float32 or better whatever the inputs are.
+        (B, H, L, E) in v's dtype. States and log decays are summed in float32 or better whatever the inputs are.
 
     Raises:
         ValueError: shapes that do not fit each other, an unknown form, dropout asked of a form without a matrix, or states
             together with packing or normalization.
     """
-    form = _check(q, k, v, log_decay, mask, seq_idx, left_state, right_state, normalize, form, chunk_size, dropout_p)
+    _check(q, k, v, log_decay, mask, seq_idx, left_state, right_state, normalize, form, chunk_size, dropout_p)
     dtype = v.dtype
-    if (normalize or form != "full") and dtype in (torch.bfloat16, torch.float16):
+    form, fused = _choose(q, k, v, log_decay is not None or seq_idx is not None, normalize, form, dropout_p)
+    if (normalize or (form != "full" and not fused)) and dtype in (torch.bfloat16, torch.float16):
         q, k, v = q.float(), k.float(), v.float()  # states and row sums are sums over the whole text
     if normalize:  # the row sum is what a column of ones in V receives
         v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    k = _masked(k, mask)
+    if not fused:  # the kernels mask keys, and sum decays, on their way
+        k = _masked(k, mask)
     with torch.autocast(q.device.type, enabled=False):
-        sums = _running_sums(log_decay, seq_idx, q.shape[-2])
-        if form == "full":
+        sums = None
+        if not fused or left_state is not None or right_state is not None:
+            sums = _running_sums(log_decay, seq_idx, q.shape[-2])
+        if fused:
+            y = fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, None if form == "full" else chunk_size)
+        elif form == "full":
             y = F.dropout(_scores(scale * q, k, sums), dropout_p) @ v
         elif form == "recurrent":
             y = _recurrent(scale * q, k, v, sums)
@@ -533,8 +552,8 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, mask: Tensor | None,
     seq_idx: Tensor | None, left_state: Tensor | None, right_state: Tensor | None, normalize: bool,
     form: str, chunk_size: int, dropout_p: float,
-) -> str:  # fmt: skip
-    """Raise ValueError for arguments that do not fit; return the form with "auto" decided."""
+) -> None:  # fmt: skip
+    """Raise ValueError for arguments that do not fit."""
     if q.ndim != 4:
         raise ValueError(f"q must be (batch, heads, length, head_dim), not {tuple(q.shape)}")
     B, H, L, D = q.shape
@@ -557,7 +576,22 @@ def _check(
         raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
     if dropout_p > 0 and form not in ("auto", "full"):
         raise ValueError(f"dropout on the attention matrix exists only in the full form, not in the {form} one")
-    if form != "auto":
-        return form
-    longest = _FULL_UP_TO_WITHOUT_DECAY if log_decay is None and seq_idx is None else _FULL_UP_TO
-    return "full" if dropout_p > 0 or longest >= L else "chunkwise"
+
+
+def _choose(
+    q: Tensor, k: Tensor, v: Tensor, decays: bool, normalize: bool, form: str, dropout_p: float
+) -> tuple[str, bool]:
+    """The form, with "auto" decided, and whether the kernels of linear_attention_triton.py compute it.
+
+    PyTorch computes what they have no kernel for: the recurrent form, dropout on the matrix, float64, operands of different
+    types, heads above 128, CPUs and cards before Ampere. `attention_matrix` and `piece_states` are always PyTorch's.
+    """
+    extra = int(normalize)  # normalization adds a column to v
+    fused = _FUSED and form != "recurrent" and dropout_p == 0 and covers(q, k, v, extra)
+    if form == "auto":
+        if fused:
+            longest = _FUSED_FULL_UP_TO if decays else _FUSED_FULL_UP_TO_WITHOUT_DECAY
+        else:
+            longest = _FULL_UP_TO if decays else _FULL_UP_TO_WITHOUT_DECAY
+        form = "full" if dropout_p > 0 or q.shape[-2] <= longest else "chunkwise"
+    return form, fused

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import (
 
 from .configuration_lion import LionConfig
 from .linear_attention import PieceStates, attention_matrix, linear_attention, piece_states, sequence_begins
+from .linear_attention_triton import AVAILABLE  # noqa: F401 - transformers takes along from a Hub folder what this file names
 
 
 class LionEmbeddings(nn.Module):

@@ -1,0 +1,139 @@
+"""Latency and memory of whole encoders against the length:  python benchmarks/inference.py [--device cuda] [--batch 1 64]
+
+One forward pass of each mixer and form at the base size on random tokens, interleaved, medians. Writes a table, its numbers
+and a picture.
+"""
+
+import os
+import sys
+
+sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from benchmarks import measure
+from src import cli
+from src.lion import LionConfig, LionModel
+
+MIXERS = ("softmax", "lion-lit", "lion-d", "lion-s")
+LONGEST = {"full": 4096, "recurrent": 2048, "chunkwise": 2**20, "auto": 2**20, "softmax": 32768}
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--lengths", type=int, nargs="+", help="(default: 128 to 2,048; to 65,536 on a GPU)")
+    parser.add_argument("--batch", type=int, nargs="+", help="texts a pass (default: 1; 1 and 64 on a GPU)")
+    parser.add_argument(
+        "--tokens", type=int, default=2**20, help="the most in a pass, of all texts (default: 1,048,576)"
+    )
+    parser.add_argument("--forms", nargs="+", default=["auto"], choices=[form for form in LONGEST if form != "softmax"])
+    parser.add_argument("--layers", type=int, default=12, help="(default: 12)")
+    parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
+    parser.add_argument("--dtype", help="(default: bfloat16 on a GPU, float32 on a CPU)")
+    parser.add_argument("--rounds", type=int, default=9, help="each case's runs; 3 where they take long (default: 9)")
+    parser.add_argument(
+        "--seconds", type=float, default=20, help="that a length may take before 3 rounds do (default: 20)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
+    a = parser.parse_args(argv)
+    a.dtype = a.dtype or ("bfloat16" if a.device == "cuda" else "float32")
+    a.lengths = sorted(a.lengths or [128, 512, 2048, *([8192, 16384, 65536] if a.device == "cuda" else [])])
+    a.batch = a.batch or ([1, 64] if a.device == "cuda" else [1])
+    size = (a.layers, a.hidden, a.lengths[-1], a.dtype, a.device)
+
+    cases = [("softmax", "softmax"), *((mixer, form) for mixer in MIXERS[1:] for form in a.forms)]
+    rows = []
+    for batch in a.batch:
+        for length in cli.progress(a.lengths, desc=f"batch {batch}"):
+            here = [case for case in cases if length <= LONGEST[case[1]] and batch * length <= a.tokens]
+            runs = {case: prepare(*case, batch, length, *size) for case in here}
+            times = measure.interleaved(runs, a.device, a.rounds, a.seconds)
+            rows += [
+                {"batch": batch, "length": length, "mixer": mixer, "form": form, "ms": 1000 * times[mixer, form]}
+                for mixer, form in here
+            ]
+            del runs
+    for mixer, form in cli.progress(cases, desc="memory"):
+        own = sorted((row for row in rows if (row["mixer"], row["form"]) == (mixer, form)), key=tokens)
+        arguments = [(mixer, form, row["batch"], row["length"], *size) for row in own]
+        for row, peak in zip(own, measure.peak_memory(prepare, (mixer, form, 1, 16, *size), arguments, a.device)):
+            row["peak_mib"] = peak / 2**20
+
+    title = f"One pass of an encoder of {a.layers} layers of {a.hidden}, {a.dtype}; peak memory with its weights:"
+    name = f"inference-{a.device}"
+    measure.write(a.out, name, title, measure.machine(a.device), [table(rows)], rows)
+    draw(rows, a.out / f"{name}.png")
+    print(f"picture  {a.out / name}.png")
+
+
+def tokens(row: dict) -> int:
+    return row["batch"] * row["length"]
+
+
+def prepare(mixer, form, batch, length, layers, hidden, positions, dtype, device):
+    """A function of no arguments that encodes one batch."""
+    torch.manual_seed(0)
+    config = LionConfig(
+        mixer=mixer, num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=hidden // 64,
+        intermediate_size=4 * hidden, max_position_embeddings=positions,
+    )  # fmt: skip
+    model = LionModel(config).to(device, getattr(torch, dtype)).eval()
+    ids = torch.randint(5, config.vocab_size, (batch, length), device=device)
+    options = {} if mixer == "softmax" else {"attention_form": form}
+
+    def run() -> None:
+        with torch.inference_mode():
+            model(ids, **options)
+
+    return run
+
+
+def table(rows: list[dict]) -> list[list[str]]:
+    softmax = {(row["batch"], row["length"]): row["ms"] for row in rows if row["mixer"] == "softmax"}
+    lines = [["batch", "length", "mixer", "form", "ms", "µs a token", "softmax's time is", "peak, MiB"]]
+    for row in rows:
+        beside = softmax.get((row["batch"], row["length"]))
+        lines.append([
+            str(row["batch"]), f"{row['length']:,}", row["mixer"], row["form"], f"{row['ms']:,.2f}",
+            f"{1000 * row['ms'] / tokens(row):.2f}", "-" if beside is None else f"×{beside / row['ms']:.2f}",
+            f"{row['peak_mib']:,.0f}",
+        ])  # fmt: skip
+    return lines
+
+
+def draw(rows: list[dict], picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    figure, axes = plt.subplots(len(batches), 2, figsize=(11, 4.2 * len(batches)), layout="constrained", squeeze=False)
+    styles = {"auto": "-", "softmax": "-", "full": "-.", "chunkwise": "--", "recurrent": ":"}
+    colors = {"softmax": "black", "lion-lit": "tab:green", "lion-d": "tab:orange", "lion-s": "tab:blue"}
+    for line, batch in zip(axes, batches):
+        for case in dict.fromkeys((row["mixer"], row["form"]) for row in rows):
+            own = [row for row in rows if row["batch"] == batch and (row["mixer"], row["form"]) == case]
+            label = case[0] if case[0] == case[1] else " ".join(case)
+            for axis, key in zip(line, ("ms", "peak_mib")):
+                axis.plot(
+                    [row["length"] for row in own], [row[key] for row in own], styles[case[1]], color=colors[case[0]],
+                    marker=".", label=label,
+                )  # fmt: skip
+        for axis, title in zip(line, (f"batch {batch}: one pass, ms", f"batch {batch}: peak memory, MiB")):
+            axis.set(xlabel="length", title=title)
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log", nonpositive="mask")
+            axis.grid(alpha=0.3)
+            axis.spines[["top", "right"]].set_visible(False)
+    axes[0][1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(picture, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    cli.run(main)

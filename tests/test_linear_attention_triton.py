@@ -1,0 +1,330 @@
+"""The GPU kernels against the definition in float64: on a GPU, or with TRITON_INTERPRET=1 on the CPU by Triton's interpreter.
+
+test_linear_attention.py starts the second where there is no GPU. The interpreter takes milliseconds for what a GPU does in
+nanoseconds, so blocks and texts are short there.
+"""
+
+import importlib
+import itertools
+import math
+import os
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from src.lion import linear_attention
+from src.lion.linear_attention import definition
+from tests.test_linear_attention import DECAYS, PACKED, distance, draw, in_pieces, one_by_one
+
+GPU = torch.cuda.is_available()
+if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+kernels = importlib.import_module("src.lion.linear_attention_triton")
+operator = importlib.import_module("src.lion.linear_attention")  # the package's name for it is the function
+
+DEVICE = "cuda" if GPU else "cpu"
+FORMS = ("full", "chunkwise")
+CHUNK = 128 if GPU else 32
+LENGTHS = (1, 7, 64, 65, 300, 1000) if GPU else (1, 40)
+LONG = 300 if GPU else 40
+HEADS = 2 if GPU else 1
+HEAD_SIZES = ((64, 64), (32, 64), (128, 128), (20, 33), (128, 65)) if GPU else ((20, 33),)
+
+
+@pytest.fixture(autouse=True)
+def started(monkeypatch) -> list[str]:
+    """The names of the kernels that a test has started; and blocks so short that there are several."""
+    if not GPU:
+        monkeypatch.setattr(kernels, "_BLOCK", 32)
+        monkeypatch.setattr(kernels, "_OTHERS", 16)
+    names: list[str] = []
+    start = kernels._start
+
+    def record(kernel, *arguments, **options) -> None:
+        names.append(kernel.__name__)
+        start(kernel, *arguments, **options)
+
+    monkeypatch.setattr(kernels, "_start", record)
+    return names
+
+
+def results(function, inputs: list[Tensor | None], *, device: str, dtype: torch.dtype, **options) -> list[Tensor]:
+    """The output and the gradients of q, k, v and log_decay, with operands of a type, on a device. log_decay is in float32."""
+    types = dtype, dtype, dtype, torch.promote_types(dtype, torch.float32)
+    leaves = [None if x is None else x.to(device, kind).requires_grad_() for x, kind in zip(inputs, types)]
+    options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
+    y = function(*leaves, **options)
+    probe = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device, y.dtype)
+    leaves = [x for x in leaves if x is not None]
+    return [x.cpu() for x in (y.detach(), *torch.autograd.grad((y * probe).sum(), leaves, materialize_grads=True))]
+
+
+def exact(inputs: list[Tensor | None], dtype: torch.dtype, **options) -> list[Tensor]:
+    """What the definition gives in float64 for operands as they are in a type. Long texts in the full form, which is tested."""
+
+    def operator(*operands, **options):
+        short = operands[0].shape[-2] <= 64 and "seq_idx" not in options
+        return definition(*operands, **options) if short else linear_attention(*operands, form="full", **options)
+
+    rounded = [None if x is None else x.to(kind) for x, kind in zip(inputs, (dtype, dtype, dtype, torch.float32))]
+    return results(operator, rounded, device="cpu", dtype=torch.float64, **options)
+
+
+def check(inputs: list[Tensor | None], form: str, dtype: torch.dtype = torch.float32, **options) -> None:
+    """The kernels' output and gradients are those of the definition."""
+    actual = results(
+        linear_attention,
+        inputs,
+        device=DEVICE,
+        dtype=dtype,
+        form=form,
+        chunk_size=options.pop("chunk_size", CHUNK),
+        **options,
+    )
+    expected = exact(inputs, dtype, **options)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for name, x, y in zip(("output", "q", "k", "v", "log_decay"), actual, expected, strict=False):
+        assert x.shape == y.shape and x.isfinite().all(), name
+        assert x.dtype == (torch.float32 if name == "log_decay" else dtype), name
+        assert distance(x, y) < tolerance or float(y.norm()) < 1e-12 > float(x.norm()), f"{name}: {distance(x, y):.1e}"
+
+
+@pytest.mark.parametrize("mask", ["none", "holes"])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_kernels_have_the_outputs_and_gradients_of_the_definition(form, decay, length, mask, started):
+    inputs, real = draw(decay, length, 1, HEADS, mask)
+    check(inputs, form, **({} if real is None else {"mask": real}))
+    assert {"_forward_kernel", "_query_gradients_kernel", "_key_gradients_kernel"} <= set(started)
+
+
+@pytest.mark.parametrize("mask", ["left", "right"])
+@pytest.mark.parametrize("form", FORMS)
+def test_each_text_of_a_batch_has_its_own_padding(form, mask):
+    inputs, real = draw("head", LONG, 2, 1, mask)
+    check(inputs, form, mask=real)
+
+
+@pytest.mark.parametrize("sizes", HEAD_SIZES, ids=str)
+@pytest.mark.parametrize("decay", ["none", "token"])
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_of_any_size(form, decay, sizes):
+    inputs, _ = draw(decay, LONG, 1, 1, d=sizes[0], e=sizes[1])
+    check(inputs, form)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 33, 1000])
+def test_the_chunk_size_changes_nothing(chunk_size):
+    inputs, _ = draw("token", LONG, 1, 1)
+    check(inputs, "chunkwise", chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("decay", ["none", "token"])
+@pytest.mark.parametrize("form", FORMS)
+def test_normalized_rows_are_divided_by_their_sum(form, decay):
+    inputs, mask = draw(decay, LONG, 1, 1, "holes", positive=True)
+    check(inputs, form, mask=mask, normalize=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("decay", ["none", "token"])
+@pytest.mark.parametrize("form", FORMS)
+def test_half_precision_keeps_two_digits(form, decay, dtype):
+    inputs, mask = draw(decay, LONG, 1, HEADS, "holes", d=16, e=16)
+    check(inputs, form, dtype, mask=mask)
+
+
+@pytest.mark.parametrize(
+    "where, value",
+    [("everywhere", -math.inf), ("everywhere", -59.0), ("here and there", -1e4), ("here and there", 0.0)],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_decays_at_their_limits(form, where, value):
+    inputs, _ = draw("token", LONG, 1, 1)
+    some = torch.rand(inputs[3].shape, generator=torch.Generator().manual_seed(0)) < (
+        1 if where == "everywhere" else 0.3
+    )
+    inputs[3][some] = value
+    check(inputs, form)
+
+
+@pytest.mark.parametrize("decay", ["none", "token"])
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_sequences_give_what_each_gives_alone(form, decay):
+    lengths = PACKED if GPU else (5, 1, 27, 9)
+    inputs, mask = draw(decay, sum(lengths), 1, 1, "holes")
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    operands = {"device": DEVICE, "dtype": torch.float32, "mask": mask}
+    actual = results(linear_attention, inputs, form=form, chunk_size=CHUNK, seq_idx=numbers, **operands)
+    rounded = [None if x is None else x.float() for x in inputs]
+    expected = results(one_by_one(definition, lengths), rounded, device="cpu", dtype=torch.float64, mask=mask)
+    assert max(distance(x, y) for x, y in zip(actual, expected)) < 1e-5
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_text_in_pieces_gives_what_the_whole_text_gives(form):
+    inputs, mask = draw("token", 33, 1, 1, "holes")
+    actual = results(in_pieces, inputs, device=DEVICE, dtype=torch.float32, mask=mask, form=form, chunk_size=16)
+    assert max(distance(x, y) for x, y in zip(actual, exact(inputs, torch.float32, mask=mask))) < 1e-5
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_views_of_one_projection_are_read_where_they_lie(form):
+    inputs, _ = draw("token", LONG, 2, 2, d=16, e=16)
+    qkv = torch.stack([x.transpose(1, 2) for x in inputs[:3]], dim=2)  # (B, L, 3, H, D), as the model has it
+
+    def projected(qkv, log_decay):
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
+        assert not q.is_contiguous() and kernels._tokens(q) is q
+        return linear_attention(q, k, v, log_decay.mT.contiguous().mT, form=form, chunk_size=CHUNK)
+
+    qkv, log_decay = (x.to(DEVICE, torch.float32).requires_grad_() for x in (qkv, inputs[3]))
+    y = projected(qkv, log_decay)
+    assert y.transpose(1, 2).is_contiguous()  # so that the layer after it need not copy
+    torch.autograd.backward(y, torch.ones_like(y))
+    operands = [x.detach().double().cpu().requires_grad_() for x in (qkv, log_decay)]
+    z = linear_attention(*operands[0].permute(2, 0, 3, 1, 4).unbind(), operands[1], form="full")
+    torch.autograd.backward(z, torch.ones_like(z))
+    for x, exact in ((y.detach(), z.detach()), (qkv.grad, operands[0].grad), (log_decay.grad, operands[1].grad)):
+        assert distance(x.cpu(), exact) < 1e-5
+
+
+def test_features_that_do_not_lie_side_by_side_are_copied():
+    inputs, _ = draw("head", LONG, 1, 1)
+    check([inputs[0].mT.contiguous().mT, inputs[1], inputs[2].mT.contiguous().mT, inputs[3]], "chunkwise")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_only_the_inputs_that_ask_for_a_gradient_get_one(form, started):
+    inputs, _ = draw("token", LONG, 1, 1)
+    q, k, v, log_decay = (x.to(DEVICE, torch.float32) for x in inputs)
+    q.requires_grad_()
+    y = linear_attention(q, k, v, log_decay, form=form, chunk_size=CHUNK)
+    (grad,) = torch.autograd.grad(y.sum(), q)
+    assert "_decay_gradients_kernel" not in started
+    log_decay.requires_grad_()
+    y = linear_attention(q, k, v, log_decay, form=form, chunk_size=CHUNK)
+    assert torch.equal(torch.autograd.grad(y.sum(), [q, log_decay])[0], grad)
+    assert "_decay_gradients_kernel" in started
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_second_run_gives_the_same_bits(form):
+    inputs, mask = draw("token", LONG, 2, 1, "holes")
+    one, other = (
+        results(linear_attention, inputs, device=DEVICE, dtype=torch.float32, form=form, chunk_size=CHUNK, mask=mask)
+        for _ in range(2)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(one, other))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_compiled_operator_is_one_graph_and_gives_the_same_numbers(form):
+    inputs, mask = draw("token", LONG, 1, 1, "holes")
+    compiled = torch.compile(linear_attention, backend="inductor" if GPU else "aot_eager", fullgraph=True)
+    options = {"device": DEVICE, "dtype": torch.float32, "mask": mask, "form": form, "chunk_size": CHUNK}
+    for x, y in zip(results(compiled, inputs, **options), results(linear_attention, inputs, **options)):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("decay", ["none", "token"])
+def test_the_operators_keep_what_pytorch_asks_of_them(decay):
+    inputs, mask = draw(decay, 20, 1, 1, "holes")
+    q, k, v, log_decay = (None if x is None else x.to(DEVICE, torch.float32) for x in inputs)
+    arguments = (q, k, v, log_decay, mask.to(DEVICE), None, 0.5, 16)
+    torch.library.opcheck(kernels._forward, arguments)
+    torch.library.opcheck(kernels._backward, (torch.ones_like(v), *arguments, log_decay is not None))
+
+
+@pytest.mark.parametrize("slow_at_the_end", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_float32_keeps_five_digits_far_into_a_text(form, slow_at_the_end):
+    L = 4000 if GPU else 200
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, L, 8, generator=generator) for _ in range(3))
+    log_decay = -40 * torch.rand(1, 1, L, generator=generator)
+    if slow_at_the_end:  # neighbours are close there, while the sum of all that came before is large
+        log_decay[..., L * 3 // 4 :] *= 1e-4
+    y = linear_attention(*(x.to(DEVICE) for x in (q, k, v, log_decay)), form=form, chunk_size=CHUNK).cpu()
+    assert distance(y, linear_attention(q.double(), k.double(), v.double(), log_decay.double(), form="full")) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": torch.float64}, {"d": 129}, {"e": 129}, {"e": 128, "normalize": True}, {"form": "recurrent"},
+        {"form": "full", "dropout_p": 0.1}, {"v_dtype": torch.bfloat16}, {"fused": False},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_pytorch_computes_what_the_kernels_do_not_cover(changes, started, monkeypatch):
+    options = dict(changes)
+    inputs, _ = draw("token", 7, 1, 1, d=options.pop("d", 4), e=options.pop("e", 4))
+    dtype = options.pop("dtype", torch.float32)
+    monkeypatch.setattr(operator, "_FUSED", options.pop("fused", True))
+    q, k, v, log_decay = (x.to(DEVICE, dtype) for x in inputs)
+    if v_dtype := options.pop("v_dtype", None):
+        assert operator._choose(q, k, v.to(v_dtype), True, False, "auto", 0.0) == ("full", False)
+        return
+    assert linear_attention(q, k, v, log_decay, **options).isfinite().all()
+    assert started == []
+
+
+def test_auto_takes_one_chunk_for_short_texts_and_states_for_long_ones(started, monkeypatch):
+    monkeypatch.setattr(operator, "_FUSED_FULL_UP_TO", 33)
+    for length in (33, 34):
+        inputs, _ = draw("token", length, 1, 1)
+        started.clear()
+        linear_attention(
+            *(x.to(DEVICE, torch.float32) for x in inputs), chunk_size=CHUNK if length == 34 and not GPU else 16
+        )
+        assert ("_scan_kernel" in started) == (length == 34)
+
+
+@pytest.mark.parametrize("setting", [False, True])
+def test_float32_is_multiplied_as_pytorch_multiplies_it(setting, monkeypatch):
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = setting
+        assert kernels._multiplied_as(torch.float32)[1] == ("tf32" if setting else "ieee")
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("form", FORMS)
+def test_memory_grows_with_the_length_alone(form, decay):
+    peaks = []
+    for length in (2048, 8192):
+        inputs = [None if x is None else x.to(DEVICE, torch.bfloat16) for x in draw(decay, length, 1, 4, d=64, e=64)[0]]
+        inputs = [None if x is None else x.requires_grad_() for x in inputs]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        linear_attention(*inputs, form=form).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del inputs
+    assert peaks[1] <= 4.2 * peaks[0]
+    assert peaks[1] < 12 * 4 * 8192 * 64 * 2  # of q's size; one L×L matrix would be 128 of it
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+def test_bfloat16_errs_at_most_twice_as_much_as_softmax_attention():
+    for form, decay in itertools.product(FORMS, DECAYS):
+        (q, k, v, log_decay), _ = draw(decay, 300, 2, 4, d=64, e=64)
+        q, k, v = (x.bfloat16() for x in (q, k, v))
+        softmax = distance(
+            F.scaled_dot_product_attention(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE)).cpu(),
+            F.scaled_dot_product_attention(q.double(), k.double(), v.double()),
+        )
+        on_card = [None if x is None else x.to(DEVICE) for x in (q, k, v, log_decay)]
+        y = linear_attention(*on_card, form=form).cpu()
+        exact = linear_attention(q.double(), k.double(), v.double(), log_decay, form="full")
+        assert distance(y, exact) < 2 * softmax, (form, decay)
