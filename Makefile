@@ -20,7 +20,7 @@ compare: $(VENV)/installed  ## the same for LION-LIT, -D, -S and BERT, in one ta
 	$(VENV)/bin/python -m src.demo --compare
 
 test: $(VENV)/installed  ## the whole test suite
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-compat: $(VENV)-compat/installed  ## the encoder and its Hub folder under the newest torch and transformers
 	$(VENV)-compat/bin/python -m pytest tests/test_linear_attention.py tests/test_modeling_lion.py tests/test_published.py tests/test_hub_folder.py

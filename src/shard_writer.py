@@ -125,7 +125,7 @@ def read_progress(folder: Path) -> dict[str, Any] | None:
     """What there is to go on from; None where there is nothing."""
     try:
         return json.loads((folder / PROGRESS).read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
