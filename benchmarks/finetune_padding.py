@@ -1,4 +1,4 @@
-"""An epoch of fine-tuning, padded to the longest text of each batch and to a fixed length:
+"""An epoch of fine-tuning, its batches grouped by length and padded to their longest text, or all padded to a fixed length:
 
     python benchmarks/finetune_padding.py --glue_dir DIR --tokenizer bert-base-uncased [--task sst2] [--device cuda]
 

@@ -22,7 +22,7 @@ import glue
 from src.cli import UserError
 from src.composer_models import LionClassifier
 from src.config import FinetuneConfig, load
-from src.glue.batches import Batches, loader
+from src.glue.batches import Batches, GroupedByLength, loader
 from src.glue.job import predict
 from src.glue.jobs import where_to_run
 from src.glue.sources import Example, read_task
@@ -79,6 +79,16 @@ def test_training_batches_hold_every_example_once_in_an_order_by_seed(tokenizer)
     assert sorted(first) == sorted(second) == list(range(21))
     assert first != second and first != list(range(21))
     assert order(1)[0] == first != order(2)[0]
+
+
+def test_texts_of_a_training_batch_are_about_as_long_and_their_batches_in_any_order(tokenizer):
+    examples = [Example(("x" * (1 + i % 97),), float(i)) for i in range(801)]
+    order = list(GroupedByLength(examples, 8, seed=1))
+    assert sorted(order) == list(range(801))
+    batches = [[1 + i % 97 for i in order[at : at + 8]] for at in range(0, 800, 8)]
+    assert sum(max(batch) - min(batch) for batch in batches) / len(batches) < 8  # of 97; about 75 without
+    longest = [max(batch) for batch in batches]
+    assert abs(torch.corrcoef(torch.tensor([longest, list(range(100))]).float())[0, 1]) < 0.3
 
 
 @pytest.fixture(scope="module")

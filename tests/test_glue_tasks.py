@@ -92,6 +92,7 @@ def test_several_values_of_a_hyperparameter_are_a_search_over_all_combinations()
         ([], {"rte": {"seeds": [-1]}}, ["tasks.rte.seeds", "-1"]),
         ([], {"rte": {"lr": "fast"}}, ["tasks.rte.lr", "a number", "'fast'"]),
         ([], {"rte": {"epochs": 1.5}}, ["tasks.rte.epochs", "a whole number", "1.5"]),
+        ([], {"rte": {"epochs": 2.0}}, ["tasks.rte.epochs", "a whole number", "2.0"]),
         ([], {"rte": {"batch_size": [8, 0]}}, ["tasks.rte.batch_size", "at least 1", "not 0"]),
         ([], {"rte": {"lr": []}}, ["tasks.rte", "a search needs values"]),
         ([], {"rte": {"lr": [0.1, 0.1]}}, ["tasks.rte", "each once"]),

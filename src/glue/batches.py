@@ -1,10 +1,10 @@
 """Examples → batches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedTokenizerBase
 
 from src.glue.sources import Example
@@ -32,14 +32,40 @@ class Batches:
         return {**batch, "labels": torch.tensor([example.label for example in examples], dtype=self.label_dtype)}
 
 
+class GroupedByLength(Sampler[int]):
+    """A new order in every epoch, in which texts of about the same length stand in a batch, so that little is padded.
+
+    The shuffled examples are sorted within stretches of up to 50 batches, a quarter of the epoch at most; then the batches
+    are shuffled. A last batch that is not full stays the last.
+    """
+
+    def __init__(self, examples: list[Example], batch_size: int, seed: int):
+        self.lengths = [sum(map(len, example.texts)) for example in examples]
+        self.batch_size = batch_size
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        size, order = self.batch_size, torch.randperm(len(self), generator=self.generator).tolist()
+        rest = order[len(order) // size * size :]
+        stretch = size * max(1, min(50, len(order) // (4 * size)))
+        batches = []
+        for begin in range(0, len(order) - len(rest), stretch):
+            near = sorted(order[begin : min(begin + stretch, len(order) - len(rest))], key=self.lengths.__getitem__)
+            batches += [near[at : at + size] for at in range(0, len(near), size)]
+        for number in torch.randperm(len(batches), generator=self.generator).tolist():
+            yield from batches[number]
+        yield from rest
+
+
 def loader(examples: list[Example], batches: Batches, batch_size: int, shuffle_seed: int | None = None) -> DataLoader:
     """Batches of a list of examples; in a new order in every epoch if there is a seed. No example is left out."""
-    generator = None if shuffle_seed is None else torch.Generator().manual_seed(shuffle_seed)
     return DataLoader(
         examples,  # type: ignore[arg-type]  # a list is a map-style dataset
         batch_size=batch_size,
-        shuffle=shuffle_seed is not None,
-        generator=generator,
+        sampler=None if shuffle_seed is None else GroupedByLength(examples, batch_size, shuffle_seed),
         collate_fn=batches,
         pin_memory=torch.cuda.is_available(),
     )

@@ -176,7 +176,7 @@ def _new_task(name: str, given: dict[str, Any]) -> Task:
 
 def _check_number(key: str, value: Any, kind: type, least: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or (kind is int and value != int(value)) or value < least:
+    if not number or (kind is int and not isinstance(value, int)) or value < least:
         raise UserError(f"{key} must be {'a whole number' if kind is int else 'a number'} of at least {least:g}, not {value!r}")  # fmt: skip
 
 
