@@ -118,14 +118,13 @@ def push(
     else:
         hub_folder.prove(read_checkpoint(checkpoint), folder)
         names = hub_folder.files(folder)
-    if CARD in names:  # its lines of use name the folder, until the model has a name on the Hub
-        card = (folder / CARD).read_text(encoding="utf-8")
-        (folder / CARD).write_text(card.replace(f'"{folder.resolve().name}"', f'"{repo_id}"'), encoding="utf-8")
     api = HfApi()
     with hub_errors(repo_id, "", "push again, it goes on where it stopped"):
         repo = api.create_repo(repo_id, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
+        if CARD in names:
+            name_in_card(folder, repo_id)
         commit = api.create_commit(
             repo_id,
             operations=[CommitOperationAdd(name, folder / name) for name in names],
@@ -133,6 +132,14 @@ def push(
             revision=revision,
         )
     print(f"{folder} is at {repo} ({revision or 'main'}, commit {commit.oid[:7]})")
+
+
+def name_in_card(folder: Path, repo_id: str) -> None:
+    """Have the lines of use in a model card load the model by its name on the Hub, where they name the folder."""
+    card = (folder / CARD).read_text(encoding="utf-8")
+    for before in ("model=", "from_pretrained("):
+        card = card.replace(f'{before}"{folder.resolve().name}"', f'{before}"{repo_id}"')
+    (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def download(name: str, out: Path) -> Path:
