@@ -126,8 +126,8 @@ def build_model(config: PretrainConfig, tokenizer):
     with_head = any(part.startswith("head.") for part in start.weights)
     unread = ("lion.pooler.", "classifier.")  # of models for classification
     weights = {part: tensor for part, tensor in start.weights.items() if not part.startswith(unread)}
-    # The decoder is the word embeddings, which a Hub folder holds once.
-    weights.setdefault("head.decoder.weight", weights.get("lion.embeddings.word_embeddings.weight"))
+    if (embeddings := weights.get("lion.embeddings.word_embeddings.weight")) is not None:
+        weights.setdefault("head.decoder.weight", embeddings)  # the same tensor, which a Hub folder holds once
     if not with_head:
         own = model.model.state_dict()
         weights = {**{part: tensor for part, tensor in own.items() if part.startswith("head.")}, **weights}

@@ -253,6 +253,8 @@ def parallelism(fsdp_config: Mapping[str, Any], device: str) -> dict[str, Any] |
         return None
     if device != "gpu":
         raise UserError("fsdp_config shards a model over GPUs, and this run is on a cpu; leave it out")
+    if fsdp_config.get("state_dict_type", "full") != "full":
+        raise UserError("fsdp_config.state_dict_type must be full: a checkpoint is one file")
     return {"fsdp": dict(fsdp_config)}
 
 

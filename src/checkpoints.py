@@ -9,7 +9,7 @@ import pickle
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -18,9 +18,6 @@ from torch import Tensor
 from src import lion
 from src.cli import UserError
 from src.published import config_from_published, state_dict_from_published
-
-if TYPE_CHECKING:
-    pass
 
 MODELS = (
     "LionModel", "LionForMaskedLM", "LionForSequenceClassification", "LionForTokenClassification",

@@ -77,7 +77,7 @@ class PretrainConfig:
 
     optimizer: dict[str, Any] = key("name (decoupled_adamw, adamw) and its arguments")
     scheduler: dict[str, Any] = key(
-        "name (linear_decay_with_warmup, cosine_with_warmup, constant_with_warmup) and its arguments"
+        "name (linear_decay_with_warmup, cosine_with_warmup, constant, constant_with_warmup, warmup_stable_decay) and its arguments"
     )
     algorithms: dict[str, Any] = key("by name, with arguments: gradient_clipping, …", {})
     callbacks: dict[str, Any] = key("by name, with arguments: speed_monitor, lr_monitor, memory_monitor, …", {})

@@ -59,7 +59,7 @@ def export_newest(folder: Path, seconds: float | None = None) -> tuple[Path, str
     if out.is_dir() and checkpoint.exists():
         if out.stat().st_mtime >= checkpoint.stat().st_mtime:
             return out, None
-        shutil.rmtree(out)  # of a checkpoint of that name which was lost and made anew
+        shutil.rmtree(out, ignore_errors=True)  # of a checkpoint of that name which was lost and made anew
     script = Path(__file__).with_name("hub.py")
     command = [sys.executable, str(script), "export", "--checkpoint", str(checkpoint), "--out", str(out)]
     try:

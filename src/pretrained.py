@@ -46,7 +46,10 @@ def read_pretrained(name: str, key: str) -> Pretrained:
             return Pretrained(checkpoint.config, checkpoint.weights, AutoTokenizer.from_pretrained(folder))
     if _model_type(path) == "bert":
         return read_bert(path)
-    return Pretrained(*read_folder(path), _tokenizer(path))
+    config, weights = read_folder(path)
+    if config.get("architectures") == ["LionModel"]:  # without a head, whose names begin at the encoder
+        weights = {f"lion.{part}": tensor for part, tensor in weights.items()}
+    return Pretrained(config, weights, _tokenizer(path))
 
 
 def local_path(name: str, key: str) -> Path:

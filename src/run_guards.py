@@ -24,7 +24,7 @@ class SeedEveryStep(Callback):
 
 
 class FiniteLoss(Callback):
-    """What to do where a step gives no finite loss or gradients: "stop" the run, or "skip" the step's update and count it.
+    """ "stop": end the run where a loss is not finite. "skip": leave out an update whose gradients are not, and count it.
 
     A run that stops has not saved the step: the checkpoint before it is still the newest.
     """
@@ -85,8 +85,8 @@ class StopOnSignal(Callback):
 
     def _ask(self, signum: int, frame: object) -> None:
         log.info(f"{signal.Signals(signum).name}: finishing this step and saving; once more to end at once")
-        self.asked = signum
-        self._restore()
+        self.asked = self.asked or signum
+        signal.signal(signum, self.before[signum])  # not the other one, which a launcher sends after a Ctrl-C
 
     def _restore(self) -> None:
         for signum, handler in self.before.items():

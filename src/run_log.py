@@ -56,7 +56,9 @@ class RunLog(LoggerDestination):
         if is_main_process() and self.path.is_file():
             batch = state.timestamp.batch.value
             kept = [line for line in read_metrics(self.path.parent) if line["batch"] <= batch] if batch else []
-            self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            unfinished = self.path.with_suffix(".unfinished")
+            unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            unfinished.replace(self.path)
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": self.losses, "padding": vars(self.padding) if self.padding else {}}

@@ -69,9 +69,9 @@ class CheckpointWriter(Callback):
             try:
                 if refused is None:
                     self._publish(unfinished, path)
+                unfinished.unlink(missing_ok=True)
             except OSError as error:
-                refused = error.strerror or str(error)
-            unfinished.unlink(missing_ok=True)
+                refused = refused or error.strerror or str(error)
         said = [refused]
         dist.broadcast_object_list(said)
         return said[0]
@@ -85,7 +85,8 @@ class CheckpointWriter(Callback):
         link.symlink_to(path.name)
         link.replace(self.folder / LATEST)
         if self.keep >= 1:
-            for old in checkpoints(self.folder)[self.keep :]:
+            found = checkpoints(self.folder)
+            for old in found[found.index(path) :][self.keep :]:  # a later one was damaged, and left out
                 old.unlink()
 
 
@@ -125,5 +126,5 @@ def is_whole(path: Path) -> bool:
 
 def way_back(folder: Path) -> str:
     """What to do after a failure, as the end of a sentence."""
-    last = next(iter(checkpoints(folder)), None)
+    last = next(filter(is_whole, checkpoints(folder)), None)
     return f"the same command goes on from {last}" if last else "no checkpoint was saved before"

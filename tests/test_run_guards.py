@@ -15,7 +15,10 @@ from src import saving
 from src.run_guards import FiniteLoss, SeedEveryStep
 
 
-@pytest.mark.parametrize(("asked", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+# The last is what a launcher makes of a Ctrl-C.
+@pytest.mark.parametrize(
+    ("asked", "status"), [([signal.SIGTERM], 143), ([signal.SIGINT], 130), ([signal.SIGINT, signal.SIGTERM], 130)]
+)
 def test_a_run_asked_to_stop_saves_its_step_says_so_and_goes_on_from_there(asked, status, tmp_path, write_config):
     config = write_config(tmp_path, max_duration="2000ba", save_interval="1000ba", eval_interval="1000ba", loggers={})
     folder = tmp_path / "run"
@@ -25,13 +28,15 @@ def test_a_run_asked_to_stop_saves_its_step_says_so_and_goes_on_from_there(asked
         assert process.poll() is None, "the run ended before it was asked to"
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(asked)
+    for signum in asked:
+        process.send_signal(signum)
+        time.sleep(0.001)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == status, said
     assert "Traceback" not in said
     steps = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["batch"]
     assert 5 <= steps < 1000
-    assert f"{asked.name}: step {steps} is saved; the same command goes on from there" in said
+    assert f"{asked[0].name}: step {steps} is saved; the same command goes on from there" in said
     assert [path.name.split("-")[1] for path in saving.checkpoints(folder)] == [f"ba{steps}"]
     result = run("main.py", config, "max_duration=" + f"{steps + 2}ba")
     assert result.returncode == 0, result.stderr

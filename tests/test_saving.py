@@ -159,3 +159,12 @@ def test_a_run_does_not_begin_anew_because_all_its_checkpoints_are_damaged(folde
         path.write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
         saving.newest_whole(folder)
+
+
+def test_a_damaged_later_checkpoint_does_not_cost_the_new_one(folder):
+    (folder / "ep1-ba100-rank0.pt").write_bytes(b"cut")
+    writer = saving.CheckpointWriter(folder, "10ba", keep=1)
+    torch.save({"batch": 20}, folder / "ep0-ba20.unfinished")
+    writer._publish(folder / "ep0-ba20.unfinished", folder / "ep0-ba20-rank0.pt")
+    assert [path.name for path in saving.checkpoints(folder)] == ["ep1-ba100-rank0.pt", "ep0-ba20-rank0.pt"]
+    assert saving.newest_whole(folder) == (folder / saving.LATEST).resolve() == folder / "ep0-ba20-rank0.pt"
