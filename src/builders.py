@@ -1,5 +1,6 @@
 """Config → Composer objects. The only place that knows names; main.py and glue.py share it."""
 
+import functools
 import inspect
 import logging
 import os
@@ -28,7 +29,6 @@ from composer.optim import (
     ConstantScheduler,
     ConstantWithWarmupScheduler,
     CosineAnnealingWithWarmupScheduler,
-    DecoupledAdamW,
     LinearWithWarmupScheduler,
 )
 from torch import nn
@@ -39,9 +39,10 @@ from src import collate
 from src.cli import UserError
 from src.config import nearest
 from src.lion import LionConfig
+from src.optimizer import FusedDecoupledAdamW
 from src.schedule import WarmupStableDecayScheduler
 
-OPTIMIZERS = {"decoupled_adamw": DecoupledAdamW, "adamw": torch.optim.AdamW}
+OPTIMIZERS = {"decoupled_adamw": FusedDecoupledAdamW, "adamw": functools.partial(torch.optim.AdamW, fused=True)}
 SCHEDULERS = {
     "linear_decay_with_warmup": LinearWithWarmupScheduler,
     "cosine_with_warmup": CosineAnnealingWithWarmupScheduler,

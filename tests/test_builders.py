@@ -12,7 +12,6 @@ from composer.models import ComposerClassifier
 from composer.optim import (
     ConstantWithWarmupScheduler,
     CosineAnnealingWithWarmupScheduler,
-    DecoupledAdamW,
     LinearWithWarmupScheduler,
 )
 from conftest import TINY_MODEL, VOCABULARY
@@ -21,6 +20,7 @@ from transformers import BertTokenizerFast
 from src import builders
 from src.cli import UserError
 from src.lion import LionConfig, LionForMaskedLM
+from src.optimizer import FusedDecoupledAdamW
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_schedulers_are_built_by_name_with_their_arguments(name, kind):
         assert scheduler.alpha_f == 0.02
 
 
-@pytest.mark.parametrize(("name", "kind"), [("decoupled_adamw", DecoupledAdamW), ("adamw", torch.optim.AdamW)])
+@pytest.mark.parametrize(("name", "kind"), [("decoupled_adamw", FusedDecoupledAdamW), ("adamw", torch.optim.AdamW)])
 def test_optimizers_are_built_over_every_parameter(model, name, kind):
     built = optimizer(model, name=name, betas=[0.9, 0.98], eps=1e-6)
     assert type(built) is kind

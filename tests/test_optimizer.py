@@ -1,0 +1,55 @@
+"""The fused optimizer takes Composer's steps."""
+
+import copy
+
+import torch
+from composer.optim import DecoupledAdamW
+from torch import nn
+
+from src.optimizer import FusedDecoupledAdamW
+
+
+def train(kind, steps: int, state: dict | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A small model after `steps` under a falling rate, with and without weight decay; from an optimizer's `state` on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.GELU(), nn.Linear(5, 3))
+    groups = [
+        {"params": [model[0].weight, model[2].weight]},
+        {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0},
+    ]
+    optimizer = kind(groups, lr=1e-2, betas=(0.9, 0.98), eps=1e-6, weight_decay=1e-2)
+    if state is not None:
+        optimizer.load_state_dict(copy.deepcopy(state))  # which it takes over, not copies
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for _ in range(steps):
+        model(torch.randn(4, 7)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return model, optimizer
+
+
+def test_it_takes_the_steps_of_composers_class():
+    ours, theirs = train(FusedDecoupledAdamW, 20)[0], train(DecoupledAdamW, 20)[0]
+    for ours_now, theirs_now in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(ours_now, theirs_now, rtol=1e-5, atol=1e-7)
+
+
+def test_weight_decay_is_as_it_was_after_a_step():
+    _, optimizer = train(FusedDecoupledAdamW, 3)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [1e-2, 0.0]
+
+
+def test_it_goes_on_from_the_state_of_composers_class():
+    _, optimizer = train(DecoupledAdamW, 5)
+    state = optimizer.state_dict()
+    ours, theirs = train(FusedDecoupledAdamW, 5, state)[0], train(DecoupledAdamW, 5, state)[0]
+    for ours_now, theirs_now in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(ours_now, theirs_now, rtol=1e-5, atol=1e-7)
+
+
+def test_its_monitor_sees_what_it_sees_of_composers_class():
+    model, optimizer = train(FusedDecoupledAdamW, 2)
+    weight = model[0].weight
+    weight.grad = torch.ones_like(weight)
+    assert optimizer.report_per_parameter_metrics(weight, "weight", {})["l2_norm/moment/weight"] > 0
