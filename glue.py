@@ -23,7 +23,10 @@ def main(argv: list[str]) -> None:
 
 def finetune(config: FinetuneConfig) -> None:
     """Run a config's jobs, and report."""
-    from src.glue import jobs, report, submission  # seconds, so after the config is read
+    from src.glue import fork_server
+
+    fork_server.start()  # its imports and those below take seconds each, and so one time instead of two
+    from src.glue import jobs, report, submission
 
     results, failures = jobs.run_jobs(config)
     folder = Path(config.save_folder)

@@ -51,7 +51,8 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     torch.set_float32_matmul_precision(config.float32_matmul_precision)
     tokenizer = builders.build_tokenizer(config.tokenizer_name, config.max_seq_len)
     reproducibility.seed_all(config.seed)
-    model = build_model(config, tokenizer)
+    saved = saving.newest_whole(folder)
+    model = build_model(config, tokenizer, saved)
     train_loader = text_data.build(config.train_loader, tokenizer, device_batch, train=True)
     eval_loader = text_data.build(config.eval_loader, tokenizer, config.device_eval_batch_size, train=False)
     padding = train_loader.padding
@@ -82,7 +83,7 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
         eval_subset_num_batches=config.eval_subset_num_batches,
         device_train_microbatch_size=config.device_train_microbatch_size,
         accumulate_train_batch_on_tokens=True,  # the loss is a mean over the masked tokens of the whole batch
-        load_path=str(saving.newest_whole(folder) or config.load_path or "") or None,
+        load_path=str(saved or config.load_path or "") or None,
         parallelism_config=builders.parallelism(config.fsdp_config, device),
         compile_config=config.compile_config,
     )
@@ -104,8 +105,11 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     conclude(config, model, folder)
 
 
-def build_model(config: PretrainConfig, tokenizer):
-    """A model with random weights, or with those of `model.pretrained_checkpoint`: its encoder whole, and its head if it has one."""
+def build_model(config: PretrainConfig, tokenizer, saved: Path | None = None):
+    """A model with random weights, or with those of `model.pretrained_checkpoint`: its encoder whole, and its head if it has one.
+
+    A run that goes on has its sizes from `saved`, its own checkpoint; what it began with need not be there any more.
+    """
     from src import builders
     from src.composer_models import LionMLM
 
@@ -118,6 +122,7 @@ def build_model(config: PretrainConfig, tokenizer):
     from src.pretrained import read_pretrained
     from src.token_rows import vocabulary_digest
 
+    name = str(saved or name)
     start = read_pretrained(name, "model.pretrained_checkpoint")
     if start.tokenizer is not None and vocabulary_digest(start.tokenizer) != vocabulary_digest(tokenizer):
         raise UserError(f"tokenizer_name: {config.tokenizer_name} is not the tokenizer of {name}; name that one")

@@ -11,7 +11,7 @@ from tests.conftest import run
 SMALL = {
     "operator": ["--lengths", "16", "40", "--forms", "chunkwise", "--heads", "2", "--head_dim", "8", "--rounds", "1"],
     "inference": ["--lengths", "16", "40", "--batch", "1", "2", "--layers", "1", "--hidden", "64", "--rounds", "1"],
-    "train_step": ["--layers", "1", "--hidden", "64", "--batch", "2", "--length", "16", "--rounds", "1"],
+    "train_step": ["--layers", "1", "--hidden", "64", "--batch", "2", "--rounds", "1"],
 }
 
 
@@ -35,14 +35,10 @@ def test_a_benchmark_writes_a_table_and_its_numbers(name, tmp_path):
         assert all(row["ms"] > 0 and row["peak_mib"] > 0 for row in written["rows"])
         assert (tmp_path / f"{stem}.png").stat().st_size > 1000
     else:
-        assert [row["model"] for row in written["rows"]] == [
-            "Hugging Face BERT",
-            "softmax",
-            "lion-lit",
-            "lion-d",
-            "lion-s",
-        ]
-        assert all(row["ms"] > 0 for row in written["rows"])
+        names = ["Hugging Face BERT", "Hugging Face ModernBERT", "softmax", "lion-lit", "lion-d", "lion-s"]
+        assert [row["model"] for row in written["rows"]] == names
+        assert all(row["ms"] > 0 and row["floor_ms"] > 0 for row in written["rows"])
+        assert (tmp_path / f"{stem}.png").stat().st_size > 1000
 
 
 def test_the_loader_is_timed_with_and_without_packing_by_workers_and_beside_a_step(tmp_path, shards, tokenizer_folder):

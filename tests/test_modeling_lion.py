@@ -718,6 +718,25 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(mixer,
     assert_same(actual, expected)
 
 
+@pytest.mark.parametrize("form", ["full", "chunkwise"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_layer_compiles_as_one_graph(mixer, form):
+    layer = build(mixer, LionModel).layers[0]
+    mask = torch.ones(3, 21, dtype=torch.bool)
+    mask[1, -7:] = False
+    seq_idx = (torch.arange(21) >= 9).long().expand(3, -1)
+
+    def outputs_and_gradients(run):
+        x = torch.randn(3, 21, D, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y, _ = run(x, mask, seq_idx, form)
+        return y, *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for x, y in zip(outputs_and_gradients(compiled), outputs_and_gradients(layer)):
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
+
+
 # Precision
 
 

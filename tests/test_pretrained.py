@@ -64,6 +64,11 @@ def test_pretraining_goes_on_from_a_hub_folder(folder, tmp_path, write_config):
     expected = read_pretrained(str(folder), "key").weights
     assert all(torch.equal(trained[f"model.{name}"], tensor) for name, tensor in expected.items())
 
+    shutil.rmtree(folder)
+    prolonged = run("main.py", config, *frozen, "max_duration=2ba")
+    assert prolonged.returncode == 0, prolonged.stderr
+    assert "going on from step 1" in prolonged.stderr
+
 
 def test_pretraining_goes_on_from_a_hugging_face_bert_with_a_new_head(tmp_path, write_config, tokenizer_folder):
     from transformers import BertConfig, BertModel

@@ -1,13 +1,10 @@
 """Jobs in processes of their own: one after another, or several at a time on GPUs or CPU cores."""
 
 import multiprocessing
-import os
 import time
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -16,9 +13,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from src import cli
 from src.cli import log
 from src.config import FinetuneConfig
+from src.glue import fork_server
 from src.glue.job import LOG_FILE, RESULT_FILE, Job, read_result, run_in_process
 
-ROOT = Path(__file__).resolve().parents[2]
 BAR = "{percentage:3.0f}% |{bar:20}| {elapsed} gone, {remaining} left{postfix}"
 
 
@@ -61,7 +58,7 @@ def run_all(config: FinetuneConfig, jobs: list[Job], device: str, places: list[s
     """Run jobs, as many at a time as there are places, the largest first; returns those that failed."""
     if not jobs:
         return []
-    start_fork_server()
+    fork_server.start()
     several = len(places) > 1
     threads = max(1, torch.get_num_threads() // len(places)) if several and device == "cpu" else None
     waiting = sorted(jobs, key=lambda job: -job.work) if several else list(jobs)
@@ -104,21 +101,6 @@ def next_job(waiting: list[Job], running: list[Running], failures: list[Failure]
             waiting.remove(job)
             return job
     return None
-
-
-def start_fork_server() -> None:
-    """A process that imports what jobs need, once, and from which each job is forked.
-
-    Before Python 3.12 it is not told where this project is, would find nothing to import and leave it to every job.
-    """
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), before)))
-    forkserver.set_forkserver_preload(["src.glue.job"])
-    forkserver.ensure_running()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
 
 
 def begin(config: FinetuneConfig, job: Job, device: str, place: str | None, threads: int | None) -> Running:

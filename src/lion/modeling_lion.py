@@ -278,7 +278,8 @@ class LionModel(LionPreTrainedModel):
         hidden_states, attentions = [x], []
         for layer in self.layers:
             x, matrix = layer(x, mask, seq_idx, form, output_attentions)
-            hidden_states.append(x)
+            if output_hidden_states:
+                hidden_states.append(x)
             attentions.append(matrix)
         output = BaseModelOutputWithPooling(
             last_hidden_state=x,
@@ -393,13 +394,17 @@ class LionForMaskedLM(LionPreTrainedModel):
                 for the labelled positions alone, (labels that are not -100, V) in reading order: the head costs a third of a base model.
         """
         return_dict = self.config.return_dict if return_dict is None else return_dict
+        labelled = None
+        if labels is not None and self.training:  # ahead of the encoder: a GPU makes us wait for their number
+            labelled = (labels.flatten() != -100).nonzero().squeeze(1)
+            labels = labels.flatten()[labelled]
         output = self.lion(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
             output_attentions, output_hidden_states, True, attention_form, seq_idx,
         )  # fmt: skip
         x = output.last_hidden_state
-        if labels is not None and self.training:
-            x, labels = x[labels != -100], labels[labels != -100]
+        if labelled is not None:
+            x = x.flatten(0, 1).index_select(0, labelled)
         logits = self.head(x)
         loss = None
         if labels is not None:
