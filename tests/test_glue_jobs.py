@@ -20,7 +20,7 @@ from glue_files import OFFICIAL_TEST, write_glue, write_tsv, write_yaml
 from test_glue_scores import reference
 
 import glue
-from src.cli import UserError, progress
+from src.cli import RunFailed, UserError, progress
 from src.composer_models import LionClassifier
 from src.config import FinetuneConfig, load
 from src.glue.batches import Batches, GroupedByLength, loader
@@ -67,6 +67,15 @@ def test_padding_to_the_longest_does_not_change_predictions(shared, write_checkp
     assert len({batch["input_ids"].shape[1] for batch in loader(examples, batches, 1)}) > 3
     assert alone.std() > 0.01
     torch.testing.assert_close(alone, together, atol=1e-5, rtol=1e-5)
+
+
+def test_predictions_that_are_not_finite_fail_the_job():
+    class Diverged(torch.nn.Module):
+        def eval_forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return batch * float("nan")
+
+    with pytest.raises(RunFailed, match="not finite; set a smaller lr"):
+        predict(Diverged(), [torch.ones(2)], DeviceCPU())
 
 
 def test_training_batches_hold_every_example_once_in_an_order_by_seed(tokenizer):

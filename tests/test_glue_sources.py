@@ -187,7 +187,7 @@ ROWS = [('He said "no", and\tleft.', "good"), ("Two\nlines.", "bad"), ("Ünïcod
 
 
 def write_rows(path: Path, rows=ROWS) -> None:
-    if path.suffix == ".csv":
+    if path.suffix.lower() == ".csv":
         quoted = ['"{}",{}'.format(text.replace('"', '""'), label) for text, label in rows]
         path.write_text("\n".join(["text,stars", *quoted]), encoding="utf-8")
     elif path.suffix == ".jsonl":
@@ -197,7 +197,7 @@ def write_rows(path: Path, rows=ROWS) -> None:
         pyarrow.parquet.write_table(pyarrow.table({"text": texts, "stars": labels}), path)
 
 
-@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("ending", ["csv", "CSV", "jsonl", "parquet"])
 def test_files_of_ones_own_are_read_and_their_labels_found(tmp_path, ending):
     for name in ("train", "dev", "test"):
         write_rows(tmp_path / f"{name}.{ending}")

@@ -264,13 +264,14 @@ def read_rows(path: Path, wanted: Columns, may_skip: int = 0, form: str | None =
     In .tsv, quotes are literal; in .csv they enclose a cell. `may_skip` rows of another length than the header are left
     out. Raises UserError naming file and line of a row that cannot be read.
     """
-    if form == "tab" or path.suffix == ".tsv":
+    ending = path.suffix.lower()
+    if form == "tab" or ending == ".tsv":
         return _pick(path, _tsv_cells(path), wanted, may_skip)
-    if path.suffix == ".csv":
+    if ending == ".csv":
         return _pick(path, _csv_cells(path), wanted, may_skip)
-    if path.suffix == ".jsonl":
+    if ending == ".jsonl":
         return _jsonl_rows(path, wanted)
-    if path.suffix == ".parquet":
+    if ending == ".parquet":
         return _parquet_rows(path, wanted)
     raise UserError(f"{path}: cannot read {path.suffix or 'a file without an ending'}; give {', '.join(ENDINGS)}")
 
