@@ -59,11 +59,14 @@ def test_malformed_rows_may_be_left_out_of_the_official_files_alone():
     assert [task.malformed_rows for task in tasks] == [100, 100, 0]
 
 
-def test_a_number_is_taken_as_its_text_and_a_task_may_have_one_for_its_name():
-    (task,) = select(
-        ["2020"], {2020: {**OWN, "title": 2020, "columns": [0], "labels": [0, "b"], "eval_interval": 500}}, 7
-    )
-    assert (task.name, task.title, task.columns, task.labels, task.eval_interval) == ("2020", "2020", (0,), ("0", "b"), "500")  # fmt: skip
+def test_a_number_is_taken_as_its_text():
+    (task,) = select(["mine"], {"mine": {**OWN, "title": 2020, "columns": [0], "labels": [0, "b"], "eval_interval": 500}}, 7)  # fmt: skip
+    assert (task.title, task.columns, task.labels, task.eval_interval) == ("2020", (0,), ("0", "b"), "500")
+
+
+def test_a_default_seed_that_is_none_is_refused():
+    with pytest.raises(UserError, match="default_seed: -1 is no whole number"):
+        select([], {}, -1)
 
 
 def test_a_new_task_needs_its_columns_and_a_place_and_no_more():

@@ -110,8 +110,9 @@ def select(to_run: list[str], changes: Mapping[str, Any], default_seed: int) -> 
 
     Raises UserError for unknown tasks and fields, and for values that no task can have.
     """
+    _check_seeds("default_seed", (default_seed,))
     known = {name: [task] for name, task in GLUE.items()}
-    for name, given in ((str(name), given) for name, given in changes.items()):  # YAML reads 2020 as a number
+    for name, given in changes.items():
         if not isinstance(given, Mapping):
             raise UserError(f"tasks.{name} must hold `key: value` lines, not {given!r}")
         known[name] = _changed(name, dict(given))
@@ -204,6 +205,12 @@ def _check_number(key: str, value: Any, kind: type, least: float) -> None:
         raise UserError(f"{key} must be {'a whole number' if kind is int else 'a number'} of at least {least:g}, not {value!r}")  # fmt: skip
 
 
+def _check_seeds(key: str, seeds: tuple[Any, ...]) -> None:
+    for seed in seeds:
+        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+            raise UserError(f"{key}: {seed!r} is no whole number from 0 to 2³² − 1")
+
+
 def _check(task: Task) -> None:
     """Raise UserError for fields that do not fit together."""
     place = f"tasks.{task.name}"
@@ -236,9 +243,7 @@ def _check(task: Task) -> None:
             raise UserError(f"{place}.files.{split} must be a path or a list of them, not {paths!r}")
     if not (task.files or task.hub or task.folder):
         raise UserError(f"{place} needs files (train: PATH, validation: PATH), hub (the name of a data set), or folder (below glue_dir)")  # fmt: skip
-    for seed in task.seeds:
-        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-            raise UserError(f"{place}.seeds: {seed!r} is no whole number from 0 to 2³² − 1")
+    _check_seeds(f"{place}.seeds", task.seeds)
     if len(set(task.seeds)) < len(task.seeds):
         raise UserError(f"{place}.seeds names a seed twice; name each once")
     check_labels(task)
