@@ -128,7 +128,7 @@ def draw(runs: list[tuple[str, list[Row]]], picture: Path) -> None:
         axis.plot(
             [place - 0.45, place + 0.45], line, "k--", linewidth=1, label="majority class" if place == 0 else None
         )
-    axis.set_xticks(range(len(tasks)), [f"{row['title']}\n{' and '.join(row['metrics'])}" for row in tasks])
+    axis.set_xticks(range(len(tasks)), ["\n".join((row["title"], *row["metrics"])) for row in tasks])
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(picture, dpi=150)
