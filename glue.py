@@ -17,8 +17,8 @@ def main(argv: list[str]) -> None:
 
         compare.main(argv[1:])
     else:
-        flags = {"--rerun": "rerun=true"}
-        finetune(load(FinetuneConfig, "glue.py", [flags.get(argument, argument) for argument in argv]))
+        rerun = ["rerun=true"] if "--rerun" in argv else []  # last, since the file comes first
+        finetune(load(FinetuneConfig, "glue.py", [*(a for a in argv if a != "--rerun"), *rerun]))
 
 
 def finetune(config: FinetuneConfig) -> None:

@@ -1,6 +1,7 @@
 """Runs of several jobs by the command that a user gives: what they leave, what is done again, and what stops them."""
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -19,12 +20,13 @@ from glue_files import OFFICIAL_TEST, write_glue, write_tsv, write_yaml
 from test_glue_scores import reference
 
 import glue
-from src.cli import UserError
+from src.cli import RunFailed, UserError, progress
 from src.composer_models import LionClassifier
 from src.config import FinetuneConfig, load
 from src.glue.batches import Batches, GroupedByLength, loader
-from src.glue.job import predict
+from src.glue.job import Job, predict
 from src.glue.jobs import where_to_run
+from src.glue.pool import BAR, Running, show
 from src.glue.sources import Example, read_task
 from src.glue.start import build_model, read_start
 from src.glue.tasks import GLUE
@@ -65,6 +67,15 @@ def test_padding_to_the_longest_does_not_change_predictions(shared, write_checkp
     assert len({batch["input_ids"].shape[1] for batch in loader(examples, batches, 1)}) > 3
     assert alone.std() > 0.01
     torch.testing.assert_close(alone, together, atol=1e-5, rtol=1e-5)
+
+
+def test_predictions_that_are_not_finite_fail_the_job():
+    class Diverged(torch.nn.Module):
+        def eval_forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return batch * float("nan")
+
+    with pytest.raises(RunFailed, match="not finite; set a smaller lr"):
+        predict(Diverged(), [torch.ones(2)], DeviceCPU())
 
 
 def test_training_batches_hold_every_example_once_in_an_order_by_seed(tokenizer):
@@ -163,7 +174,7 @@ def test_predictions_of_the_test_sets_are_in_files_for_the_server(finetuned):
         assert [line.split("\t")[0] for line in lines[1:]] == [str(i) for i in range(30 if "amount" in name else 5)]
     assert {line.split("\t")[1] for line in files["RTE.tsv"][1:]} <= {"entailment", "not_entailment"}
     assert {line.split("\t")[1] for line in files["SST-2.tsv"][1:]} <= {"0", "1"}
-    assert "the server also needs QQP.tsv, QNLI.tsv, MRPC.tsv, CoLA.tsv, WNLI.tsv, AX.tsv" in done.stdout
+    assert "the server also needs AX.tsv, QQP.tsv, QNLI.tsv, MRPC.tsv, CoLA.tsv, WNLI.tsv" in done.stdout
 
 
 def test_the_same_command_again_trains_nothing_and_shows_the_same_table(finetuned, capsys, caplog):
@@ -192,7 +203,7 @@ def test_a_changed_value_runs_what_it_changes_again_and_rerun_runs_what_is_done(
     lines = [json.loads(line) for line in (folder / "jobs/stsb-19/metrics.jsonl").read_text().splitlines()]
     assert [line["batch"] for line in lines if "loss" in line] == [3]  # of the new run alone
     jobs = snapshot(folder / "jobs")
-    glue.main([*arguments, "tasks_to_run=[amount]", "mnli_first=false", "--rerun"])
+    glue.main(["--rerun", *arguments, "tasks_to_run=[amount]", "mnli_first=false"])
     assert changed() == {"amount-19"}
     # Another test set matters only where it is to be predicted; RTE starts from MNLI's encoder, which is not trained again.
     write_tsv(glue_dir / "RTE/test.tsv", OFFICIAL_TEST["rte"][0], [["0", "the dog sees", "a cat"]])
@@ -290,11 +301,25 @@ def test_places_are_gpus_by_number_or_so_many_processes(monkeypatch):
             where_to_run(wrong, "cpu")
 
 
+def test_the_progress_line_tells_jobs_done_time_left_and_the_steps_of_running_jobs():
+    jobs = [Job(GLUE["rte"], seed, Path(f"rte-{seed}"), {}, work=100) for seed in (1, 2, 3)]
+    ours, its = multiprocessing.Pipe()
+    its.send(("step", 1200, 2400))
+    running = Running(jobs[1], None, ours, None, begun=0)
+    running.listen()
+    bar = progress(total=300, smoothing=0, bar_format=BAR)
+    show(bar, [jobs[2]], [running], 3)
+    bar.close()
+    assert bar.n == 150
+    assert re.search(r" 50% .* left.*1 of 3 jobs done; RTE seed 2 step 1,200 of 2,400", str(bar))
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
         ("mnli_first=true", ["mnli_first", "add mnli"]),
         ("tasks.sst2.eval_interval=often", ["tasks.sst2.eval_interval", "'often'"]),
+        ("tasks.sst2.eval_interval=500", ["tasks.sst2.eval_interval", "'500'"]),
         ("tasks.sst2.optimizer=sgd", ["tasks.sst2.optimizer", "sgd", "adamw"]),
         ("tasks.sst2.precision=fp8", ["precision", "'fp8'"]),
         ("model.num_hidden_layers=2", ["misses", "layers.1"]),

@@ -55,19 +55,20 @@ def test_failed_jobs_stand_in_the_report(tmp_path):
 # Several runs
 
 
-def write_run(folder: Path, task: str, seeds: dict[int, torch.Tensor], labels: torch.Tensor) -> Path:
+def write_run(folder: Path, task: str, seeds: dict[int, torch.Tensor], labels: torch.Tensor, split: str = "dev",
+              variant: str = "", failed: tuple[str, ...] = ()) -> Path:  # fmt: skip
     """A finished run of one task, from its logits by seed."""
     results = []
     for seed, logits in seeds.items():
         place = folder / "jobs" / f"{task}-{seed}"
         place.mkdir(parents=True)
-        scores = {"dev": score(GLUE[task].metrics, predicted(logits), labels, GLUE[task].num_labels)}
-        written = {**result(task, seed, mean_score(scores)), "scores": scores, "labels": list(GLUE[task].labels), "folder": place.name}  # fmt: skip
+        scores = {split: score(GLUE[task].metrics, predicted(logits), labels, GLUE[task].num_labels)}
+        written = {**result(task, seed, mean_score(scores), variant), "scores": scores, "labels": list(GLUE[task].labels), "folder": place.name}  # fmt: skip
         (place / "result.json").write_text(json.dumps(written))
         lines = [{"logits": row, "label": label} for row, label in zip(logits.tolist(), labels.tolist())]
-        (place / "predictions-dev.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (place / f"predictions-{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         results.append(written)
-    report.write(results, folder, folder.name)
+    report.write(results, folder, folder.name, failed)
     return folder
 
 
@@ -147,6 +148,22 @@ def test_runs_over_other_examples_are_not_compared(tmp_path, labels, capsys):
     assert "other examples" in capsys.readouterr().out
 
 
+def test_the_same_examples_may_come_from_the_hub_and_from_files(tmp_path, labels):
+    folders = [write_run(tmp_path / split, "rte", {1: noisy(labels, 0.6, 1)}, labels, split) for split in ("dev", "validation")]  # fmt: skip
+    assert difference_of(folders, "rte").p == 1
+
+
+def test_a_comparison_tells_what_was_picked_and_what_failed(tmp_path, labels, capsys):
+    first = write_run(tmp_path / "a", "rte", {1: noisy(labels, 0.6, 1)}, labels, failed=("RTE seed 2: out of memory",))
+    second = write_run(tmp_path / "b", "rte", {1: noisy(labels, 0.9, 1)}, labels, variant="lr=1e-05")
+    compare.main([str(first), str(second), "--resamples", "100"])
+    shown = capsys.readouterr().out
+    (row,) = [line for line in shown.splitlines() if line.startswith("| RTE")]
+    assert row.split("|")[3].strip()[-1] != "*" and row.split("|")[4].strip()[-1] == "*"
+    assert "\\* Of a search, picked on these examples" in shown
+    assert "a lacks jobs that failed: RTE seed 2: out of memory" in shown
+
+
 def test_what_cannot_be_compared_is_named(tmp_path, labels):
     folder = write_run(tmp_path / "a", "rte", {1: noisy(labels, 0.6, 1)}, labels)
     with pytest.raises(UserError, match=r"nowhere holds no report\.json"):
@@ -166,6 +183,8 @@ def test_what_cannot_be_compared_is_named(tmp_path, labels):
 
 
 def test_the_servers_files_have_its_labels_and_the_best_seeds_predictions(tmp_path):
+    splits = {name: task.tsv_test for name, task in GLUE.items()}
+    splits["mnli"] += ("AX",)
     predictions = {"mnli": "neutral", "qnli": "not_entailment", "rte": "entailment", "sst2": "positive", "cola": "unacceptable",
                    "mrpc": "equivalent", "qqp": "not_duplicate", "stsb": 5.25}  # fmt: skip
     results = []
@@ -173,18 +192,18 @@ def test_the_servers_files_have_its_labels_and_the_best_seeds_predictions(tmp_pa
         for seed, value in ((1, 0.6), (2, 0.9)):
             place = tmp_path / "jobs" / f"{name}-{seed}"
             place.mkdir(parents=True)
-            written = {**result(name, seed, value), "labels": list(GLUE[name].labels), "test_splits": list(GLUE[name].tsv_test), "folder": place.name}  # fmt: skip
+            written = {**result(name, seed, value), "labels": list(GLUE[name].labels), "test_splits": list(splits[name]), "folder": place.name}  # fmt: skip
             (place / "result.json").write_text(json.dumps(written))
-            for split in GLUE[name].tsv_test:
+            for split in splits[name]:
                 told = [prediction, prediction if seed == 2 else (0.0 if name == "stsb" else GLUE[name].labels[-1])]
                 (place / f"predictions-{split}.jsonl").write_text("".join(json.dumps({"prediction": p}) + "\n" for p in told))  # fmt: skip
             results.append(written)
     folder, missing = submission.write(report.summarize(results), tmp_path)
-    expected = {"MNLI-m": "neutral", "MNLI-mm": "neutral", "QNLI": "not_entailment", "RTE": "entailment", "SST-2": "1",
+    expected = {"MNLI-m": "neutral", "MNLI-mm": "neutral", "AX": "neutral", "QNLI": "not_entailment", "RTE": "entailment", "SST-2": "1",
                 "CoLA": "0", "MRPC": "1", "QQP": "0", "STS-B": "5.000"}  # fmt: skip
     assert {path.stem for path in folder.iterdir()} == expected.keys()
     for name, shown in expected.items():
         assert (folder / f"{name}.tsv").read_text() == f"index\tprediction\n0\t{shown}\n1\t{shown}\n"
-    assert missing == ["WNLI.tsv", "AX.tsv"]
+    assert missing == ["WNLI.tsv"]
     _, missing = submission.write(report.summarize(results[4:]), tmp_path)
-    assert missing == ["MNLI-m.tsv", "MNLI-mm.tsv", "QNLI.tsv", "WNLI.tsv", "AX.tsv"]
+    assert missing == ["MNLI-m.tsv", "MNLI-mm.tsv", "AX.tsv", "QNLI.tsv", "WNLI.tsv"]

@@ -1,5 +1,7 @@
 """Scores, against scikit-learn and SciPy."""
 
+import math
+
 import pytest
 import scipy.stats
 import sklearn.metrics
@@ -57,6 +59,11 @@ def test_always_the_same_class_scores_as_in_scikit_learn(metric, chosen):
 def test_what_is_always_the_same_has_no_correlation(metric):
     constant, other = torch.ones(6), torch.tensor([0.0, 1, 0, 1, 1, 1])
     assert score((metric,), constant, other, 2) == score((metric,), other, constant, 2) == {metric: 0.0}
+
+
+def test_what_is_not_finite_has_no_score():
+    values = score(("spearman", "pearson"), torch.tensor([0.0, float("nan"), 1]), torch.tensor([0.0, 1, 2]), 1)
+    assert all(math.isnan(value) for value in values.values())
 
 
 def test_a_tasks_score_is_the_mean_of_its_metrics_and_splits():

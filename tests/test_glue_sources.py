@@ -2,15 +2,16 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from glue_files import MNLI_DEV, MRPC, OFFICIAL, OFFICIAL_TEST, write_tsv
+from glue_files import MNLI_DEV, MRPC, OFFICIAL, OFFICIAL_TEST, PAIR_TEST, write_tsv
 
 from src.cli import UserError
-from src.glue.sources import Example, digest, read_task
+from src.glue.sources import Example, check_sources, digest, read_task, splits_of
 from src.glue.tasks import GLUE, select
 
 
@@ -84,6 +85,22 @@ def test_rows_of_mnli_that_have_no_gold_label_are_left_out_and_counted(tmp_path,
     assert "left out 1 rows without a label (-)" in caplog.text
 
 
+@pytest.mark.parametrize("place", ["diagnostic/diagnostic.tsv", "AX/AX.tsv"])
+def test_the_diagnostic_set_is_predicted_with_mnli_where_it_is_there(tmp_path, place):
+    write_official(tmp_path, "mnli", [OFFICIAL["mnli"][1]])
+    for split in GLUE["mnli"].tsv_test:
+        write_tsv(tmp_path / "MNLI" / f"{split}.tsv", OFFICIAL_TEST["mnli"][0], [OFFICIAL_TEST["mnli"][1]])
+    before = digest(GLUE["mnli"], str(tmp_path), with_test=True)
+    write_tsv(tmp_path / place, PAIR_TEST, [["0", "It rains.", "It is wet."]])
+    data = read_task(GLUE["mnli"], str(tmp_path), with_test=True)
+    assert list(data.test) == ["test_matched", "test_mismatched", "AX"]
+    assert data.test["AX"] == [Example(("It rains.", "It is wet."), None)]
+    assert digest(GLUE["mnli"], str(tmp_path), with_test=True)["test"].keys() - before["test"] == {"AX"}
+    assert splits_of(GLUE["mnli"], None, with_test=True)[-1].hub == ("nyu-mll/glue", "ax", "test")
+    for task, glue_dir, with_test in ((GLUE["mnli"], str(tmp_path), False), (GLUE["rte"], str(tmp_path), True)):
+        assert "AX" not in [split.name for split in splits_of(task, glue_dir, with_test)]
+
+
 def test_mrpc_under_its_publishers_names_does_not_train_on_the_development_set(tmp_path, caplog):
     rows = [[str(i % 2), str(i), str(100 + i), f"first {i} .", f"second {i} ."] for i in range(5)]
     folder = tmp_path / "MRPC"
@@ -141,6 +158,24 @@ def test_bytes_that_are_no_text_are_named_by_line(tmp_path):
         read_task(GLUE["sst2"], str(tmp_path))
 
 
+def test_a_task_that_is_like_another_does_not_take_its_examples(tmp_path):
+    (task,) = select(["mine"], {"mine": {"like": "rte", "folder": "Mine"}}, 7)
+    with pytest.raises(UserError, match=r"tasks\.mine lies in Mine below glue_dir, which is not set; set glue_dir"):
+        read_task(task, None)
+
+
+def test_a_data_set_that_is_named_goes_before_glue_dir(tmp_path):
+    (task,) = select(["sst2"], {"sst2": {"hub": "org/name"}}, 7)
+    assert splits_of(task, str(tmp_path), with_test=False)[0].hub == ("org/name", "sst2", "train")
+
+
+def test_a_split_is_not_predicted_both_for_validation_and_as_the_test_set():
+    (task,) = select(["mine"], {"mine": {"columns": ["text"], "hub": "org/name", "validation": ["test"]}}, 7)
+    check_sources([task], None)
+    with pytest.raises(UserError, match=r"tasks\.mine: test is to be predicted twice"):
+        check_sources([task], None, with_test=True)
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(UserError, match=r"glue_dir: the folder \S+nowhere does not exist"):
         read_task(GLUE["sst2"], str(tmp_path / "nowhere"))
@@ -152,7 +187,7 @@ ROWS = [('He said "no", and\tleft.', "good"), ("Two\nlines.", "bad"), ("Ünïcod
 
 
 def write_rows(path: Path, rows=ROWS) -> None:
-    if path.suffix == ".csv":
+    if path.suffix.lower() == ".csv":
         quoted = ['"{}",{}'.format(text.replace('"', '""'), label) for text, label in rows]
         path.write_text("\n".join(["text,stars", *quoted]), encoding="utf-8")
     elif path.suffix == ".jsonl":
@@ -162,7 +197,7 @@ def write_rows(path: Path, rows=ROWS) -> None:
         pyarrow.parquet.write_table(pyarrow.table({"text": texts, "stars": labels}), path)
 
 
-@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("ending", ["csv", "CSV", "jsonl", "parquet"])
 def test_files_of_ones_own_are_read_and_their_labels_found(tmp_path, ending):
     for name in ("train", "dev", "test"):
         write_rows(tmp_path / f"{name}.{ending}")
@@ -203,7 +238,10 @@ def test_a_regression_reads_numbers(tmp_path):
         ("a.jsonl", "[1]\n", ["a.jsonl, line 1", "it is no object"]),
         ("a.jsonl", '{"text": 5, "stars": 1}\n', ["a.jsonl, line 1", "no text in text but 5"]),
         ("a.jsonl", '{"text": "x", "stars": null}\n', ["a.jsonl, line 1", "no label"]),
+        ("a.jsonl", '{"text": "x", "stars": NaN}\n', ["a.jsonl, line 1", "no label"]),
+        ("a.jsonl", '{"text": "x", "stars": [1, 2]}\n', ["a.jsonl, line 1", "[1, 2] is no single label"]),
         ("a.jsonl", '{"text": "x", "stars": 1}\n', ["all rows", "label '1'"]),
+        ("a.csv", "text,stars\n", ["a.csv holds no examples with a label"]),
         ("a.parquet", "not parquet", ["a.parquet", "not a readable Parquet file"]),
         ("a.txt", "x\n", ["a.txt", "cannot read .txt", ".jsonl"]),
     ],
@@ -215,6 +253,24 @@ def test_what_is_wrong_in_a_file_of_ones_own_is_named(tmp_path, name, content, w
         read_task(task, None)
     for word in words:
         assert word in str(error.value)
+
+
+def test_columns_by_name_and_by_number_go_together(tmp_path):
+    (tmp_path / "a.csv").write_text("text,stars\nx,1\ny,0\n")
+    data = read_task(own(tmp_path, columns=[0], label="stars", files={"train": "a.csv", "validation": "a.csv"}), None)
+    assert data.train == [Example(("x",), 1), Example(("y",), 0)]
+
+
+def test_whole_numbers_of_a_table_that_had_gaps_are_the_same_classes(tmp_path, caplog):
+    write_rows(tmp_path / "train.parquet", [("x", 1.0), ("y", 0.0), ("z", -1.0)])
+    write_rows(tmp_path / "dev.parquet", [("x", 1)])
+    task = own(tmp_path, label="stars", unlabelled=-1, metrics=["f1"], files={"train": "train.parquet", "validation": "dev.parquet"})  # fmt: skip
+    with caplog.at_level(logging.INFO, logger="lion"):
+        data = read_task(task, None)
+    assert data.task.labels == ("0", "1")
+    assert data.train == [Example(("x",), 1), Example(("y",), 0)] and data.validation["validation"] == data.train[:1]
+    assert "left out 1 rows without a label (-1)" in caplog.text
+    assert "the labels of the training set are 0, 1; f1 is that of 1" in caplog.text
 
 
 def test_a_label_of_the_validation_set_that_training_has_not_is_refused(tmp_path):
@@ -241,18 +297,59 @@ def test_a_silent_hub_is_told_in_one_sentence():
         read_task(GLUE["sst2"], None)
 
 
-def test_a_data_set_as_the_hub_keeps_it_is_read(tmp_path, monkeypatch):
+@pytest.fixture
+def on_hub(tmp_path, monkeypatch):
+    """on_hub(stars, names, ...): a task over a data set as the Hub keeps it, its texts x, y, …, its classes called so."""
     from datasets import ClassLabel, Dataset, Features, Value
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    features = Features({"text": Value("string"), "stars": ClassLabel(names=["2", "1"])})  # names, not numbers, count
-    (tmp_path / "set").mkdir()
-    for split in ("train", "test"):
-        table = Dataset.from_dict({"text": ["x", "y"], "stars": [1, 0]}, features=features)
-        table.to_parquet(tmp_path / "set" / f"{split}.parquet")
-    task = own(tmp_path, hub=str(tmp_path / "set"), label="stars", validation=["test"])
+
+    def make(stars: list, names: list[str] | None, **given):
+        features = Features({"text": Value("string"), "stars": ClassLabel(names=names) if names else Value("int64")})
+        folder = tmp_path / "set"
+        folder.mkdir()
+        for split in ("train", "test"):
+            table = Dataset.from_dict({"text": list("xyzuvw"[: len(stars)]), "stars": stars}, features=features)
+            table.to_parquet(folder / f"{split}.parquet")
+        return own(tmp_path, hub=str(folder), label="stars", validation=["test"], **given)
+
+    return make
+
+
+def test_a_data_set_as_the_hub_keeps_it_is_read_with_its_order_of_classes(on_hub):
+    task = on_hub([1, 0], ["2", "1"])  # names, not numbers, count
     data = read_task(task, None)
-    assert data.task.labels == ("1", "2")
-    assert data.train == data.validation["test"] == [Example(("x",), 0), Example(("y",), 1)]
+    assert data.task.labels == ("2", "1")
+    assert data.train == data.validation["test"] == [Example(("x",), 1), Example(("y",), 0)]
     with pytest.raises(UserError, match=r"has no column words \(it has text, stars\)"):
-        read_task(own(tmp_path, hub=str(tmp_path / "set"), columns=["words"], label="stars"), None)
+        read_task(replace(task, columns=("words",)), None)
+
+
+def test_labels_in_another_order_than_the_hubs_are_the_same_by_name(on_hub):
+    """As WNLI's, read like RTE."""
+    task = on_hub([1, 0], ["not_entailment", "entailment"], like="rte", columns=["text"])
+    assert task.labels == ("entailment", "not_entailment")
+    assert read_task(task, None).train == [Example(("x",), 0), Example(("y",), 1)]
+
+
+def test_other_labels_than_the_hubs_are_refused(on_hub):
+    task = on_hub([1, 0], ["no", "yes"], labels=["bad", "good"])
+    with pytest.raises(UserError, match=r"its labels are no, yes, and those of tasks\.mine are bad, good; set labels"):
+        read_task(task, None)
+
+
+@pytest.mark.parametrize("names", [["no", "yes"], None], ids=["classes", "numbers"])
+def test_rows_that_nobody_has_labelled_are_left_out_and_counted(on_hub, caplog, names):
+    """As SNLI's."""
+    task = on_hub([0, -1 if names else None, 1, None], names)
+    with caplog.at_level(logging.INFO, logger="lion"):
+        data = read_task(task, None)
+    assert data.task.labels == tuple(names or ("0", "1"))
+    assert data.train == data.validation["test"] == [Example(("x",), 0), Example(("z",), 1)]
+    assert "set, train: left out 2 rows without a label" in caplog.text
+    assert "set, test: left out 2 rows without a label" in caplog.text
+
+
+def test_a_hidden_test_set_cannot_be_validated_on(on_hub):
+    with pytest.raises(UserError, match="set, train holds no examples with a label"):
+        read_task(on_hub([-1, -1], ["no", "yes"], labels=["no", "yes"]), None)

@@ -35,6 +35,7 @@ def test_like_takes_what_is_not_given_from_a_task_of_glue():
         ["mine"], {"mine": {"like": "rte", "title": "Mine", "folder": "Mine", "labels": ["a", "b", "c"]}}, 7
     )
     assert (task.name, task.title, task.folder, task.num_labels) == ("mine", "Mine", "Mine", 3)
+    assert (task.hub, task.subset) == (None, None)  # not RTE's own examples
     assert (task.columns, task.metrics, task.seeds) == (("sentence1", "sentence2"), ("accuracy",), GLUE["rte"].seeds)
 
 
@@ -42,7 +43,30 @@ def test_files_or_a_data_set_of_ones_own_go_before_the_folder_of_the_task_it_is_
     (task,) = select(["mine"], {"mine": {"like": "rte", "files": OWN["files"]}}, 7)
     assert (task.folder, task.title) == (None, "mine")
     (task,) = select(["mine"], {"mine": {"like": "rte", "hub": "org/name"}}, 7)
-    assert (task.folder, task.hub) == (None, "org/name")
+    assert (task.folder, task.hub, task.subset) == (None, "org/name", None)
+    (task,) = select(["rte"], {"rte": {"hub": "org/glue"}}, 7)  # GLUE, as somebody else keeps it
+    assert (task.folder, task.hub, task.subset) == (None, "org/glue", "rte")
+    (task,) = select(["wnli"], {"wnli": {"like": "rte", "subset": "wnli"}}, 7)
+    assert (task.folder, task.hub, task.subset) == (None, "nyu-mll/glue", "wnli")
+    (task,) = select(["wnli"], {"wnli": {"like": "rte", "subset": "wnli", "folder": "WNLI"}}, 7)
+    assert (task.folder, task.hub, task.subset) == ("WNLI", "nyu-mll/glue", "wnli")
+
+
+def test_malformed_rows_may_be_left_out_of_the_official_files_alone():
+    tasks = select(
+        ["qqp", "same", "mine"], {"same": {"like": "qqp"}, "mine": {"like": "qqp", "files": OWN["files"]}}, 7
+    )
+    assert [task.malformed_rows for task in tasks] == [100, 100, 0]
+
+
+def test_a_number_is_taken_as_its_text():
+    (task,) = select(["mine"], {"mine": {**OWN, "title": 2020, "columns": [0], "labels": [0, "b"], "eval_interval": 500}}, 7)  # fmt: skip
+    assert (task.title, task.columns, task.labels, task.eval_interval) == ("2020", (0,), ("0", "b"), "500")
+
+
+def test_a_default_seed_that_is_none_is_refused():
+    with pytest.raises(UserError, match="default_seed: -1 is no whole number"):
+        select([], {}, -1)
 
 
 def test_a_new_task_needs_its_columns_and_a_place_and_no_more():
@@ -87,6 +111,21 @@ def test_several_values_of_a_hyperparameter_are_a_search_over_all_combinations()
         ([], {"mine": {**OWN, "labels": ["a"]}}, ["tasks.mine.labels", "two or more"]),
         ([], {"my task": OWN}, ["tasks.my task", "letters, digits"]),
         ([], {"rte": 5}, ["tasks.rte"]),
+        ([], {"rte": {"optimizer": ["adamw", "decoupled_adamw"]}}, ["tasks.rte.optimizer", "only epochs, batch_size, lr"]),
+        ([], {"mine": {"kind": ["regression"], **OWN}}, ["tasks.mine.kind", "is no text"]),
+        ([], {"mine": {"like": ["rte"]}}, ["tasks.mine.like", "is no text"]),
+        ([], {"rte": {"optimizer": None}}, ["tasks.rte.optimizer", "None is no text"]),
+        ([], {"rte": {"metrics": [["accuracy"]]}}, ["tasks.rte.metrics", "is no text"]),
+        ([], {"rte": {"labels": [False, True]}}, ["tasks.rte.labels", "False is no text; put a name in quotes"]),
+        ([], {"rte": {"validation": []}}, ["tasks.rte.validation", "at least one"]),
+        ([], {"rte": {"malformed_rows": "many"}}, ["tasks.rte.malformed_rows", "a whole number"]),
+        ([], {"rte": {"tsv_other_names": "train"}}, ["tasks.rte.tsv_other_names", "key: value"]),
+        ([], {"mine": {**OWN, "columns": [-5]}}, ["tasks.mine", "-5", "the first is 0"]),
+        ([], {"mine": {**OWN, "label": -1}}, ["tasks.mine", "-1", "the first is 0"]),
+        ([], {"mine": {**OWN, "files": "a.csv"}}, ["tasks.mine.files", "key: value", "'a.csv'"]),
+        ([], {"mine": {**OWN, "files": {"train": None, "validation": "b.csv"}}}, ["tasks.mine.files.train", "a path", "None"]),
+        ([], {"mine": {**OWN, "files": {"train": "a.csv", "validation": 5}}}, ["tasks.mine.files.validation", "a path", "5"]),
+        ([], {"mine": {**OWN, "files": {"train": [], "validation": "b.csv"}}}, ["tasks.mine.files.train", "a path"]),
         ([], {"rte": {"seeds": 19}}, ["tasks.rte.seeds"]),
         ([], {"rte": {"seeds": [1, 1]}}, ["tasks.rte.seeds", "twice"]),
         ([], {"rte": {"seeds": [-1]}}, ["tasks.rte.seeds", "-1"]),

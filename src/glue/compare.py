@@ -18,8 +18,9 @@ RESAMPLES = 1000
 NOTE = (
     "Differences against {first} in points, with 95 % interval and two-sided p, by a paired bootstrap of {resamples:,} resamples "
     "over the validation examples: in each, the runs are scored on the same drawn examples, and a run's seeds are averaged. "
-    "The spread between seeds stands beside the means; it is not in the interval."
+    "The spread between seeds stands beside the means; it is not in the interval, and p is not corrected for the number of tasks."
 )
+PICKED = "\\* Of a search, picked on these examples: its score, and what it gains, are too high rather than too low."
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,11 @@ def main(argv: list[str]) -> None:
         differences: dict[str, Any] = {}
     else:
         differences = compare(runs, arguments.folders, arguments.resamples)
-        text = "\n\n".join(
-            (table(runs, differences), NOTE.format(first=next(iter(runs)), resamples=arguments.resamples))
-        )
+        notes = [NOTE.format(first=next(iter(runs)), resamples=arguments.resamples)]
+        if any(row["variant"] for run in runs.values() for row in run["tasks"]):
+            notes.append(PICKED)
+        notes += [f"{name} lacks jobs that failed: {'; '.join(run['failed'])}" for name, run in runs.items() if run.get("failed")]  # fmt: skip
+        text = "\n\n".join((table(runs, differences), *notes))
     print(f"\n{text}\n")
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
@@ -99,11 +102,11 @@ def compare(runs: dict[str, dict], folders: list[Path], resamples: int) -> dict[
     return differences
 
 
-def read_predictions(folder: Path, row: dict[str, Any]) -> dict[str, dict[str, tuple]]:
-    """Seed → split → (predictions, labels, classes) of a task, as arrays."""
+def read_predictions(folder: Path, row: dict[str, Any]) -> dict[str, list[tuple]]:
+    """Seed → (predictions, labels, classes) of each split of a task, as arrays."""
     import torch
 
-    found: dict[str, dict[str, tuple]] = {}
+    found: dict[str, list[tuple]] = {}
     for seed, name in row["folders"].items():
         place = folder / "jobs" / name
         try:
@@ -114,7 +117,7 @@ def read_predictions(folder: Path, row: dict[str, Any]) -> dict[str, dict[str, t
                 logits = torch.tensor([line["logits"] for line in read])
                 guesses = logits.argmax(-1) if logits.ndim == 2 else logits
                 labels = torch.tensor([line["label"] for line in read])
-                found.setdefault(seed, {})[split] = (guesses, labels, len(result["labels"]) or 1)
+                found.setdefault(seed, []).append((guesses, labels, len(result["labels"]) or 1))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{place} lacks predictions that can be read ({error}); repeat its glue.py") from None
     return found
@@ -127,16 +130,17 @@ def difference(ours: dict, theirs: dict, our_row: dict, their_row: dict, resampl
     from src.glue.scores import mean_score, score
 
     one, other = next(iter(ours.values())), next(iter(theirs.values()))
-    same = our_row["metrics"] == their_row["metrics"] and one.keys() == other.keys()
-    if not same or not all(torch.equal(one[split][1], other[split][1]) for split in one):
+    # In the order of the splits, whose names are others on the Hub than in GLUE's files.
+    same = our_row["metrics"] == their_row["metrics"] and len(one) == len(other)
+    if not same or not all(torch.equal(a[1], b[1]) for a, b in zip(one, other)):
         return None
     metrics, generator = tuple(our_row["metrics"]), torch.Generator().manual_seed(0)
 
-    def mean_of(seeds: dict, drawn: dict) -> float:
+    def mean_of(seeds: dict[str, list[tuple]], drawn: list[torch.Tensor]) -> float:
         scores = [
             mean_score({
-                split: score(metrics, guesses[drawn[split]], labels[drawn[split]], classes)
-                for split, (guesses, labels, classes) in splits.items()
+                str(number): score(metrics, guesses[rows], labels[rows], classes)
+                for number, (rows, (guesses, labels, classes)) in enumerate(zip(drawn, splits))
             })
             for splits in seeds.values()
         ]  # fmt: skip
@@ -144,7 +148,7 @@ def difference(ours: dict, theirs: dict, our_row: dict, their_row: dict, resampl
 
     found = []
     for _ in range(resamples):
-        drawn = {split: torch.randint(len(v[1]), (len(v[1]),), generator=generator) for split, v in one.items()}
+        drawn = [torch.randint(len(labels), (len(labels),), generator=generator) for _, labels, _ in one]
         found.append(mean_of(theirs, drawn) - mean_of(ours, drawn))
     values = torch.tensor(found, dtype=torch.float64)
     low, high = torch.quantile(values, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
@@ -154,13 +158,17 @@ def difference(ours: dict, theirs: dict, our_row: dict, their_row: dict, resampl
     return Difference(their_row["mean"] - our_row["mean"], low, high, p)
 
 
+def score_of(row: dict[str, Any] | None) -> str:
+    return "-" if row is None else f"{report.spread(row)}{'*' if row['variant'] else ''}"
+
+
 def table(runs: dict[str, dict], differences: dict[str, dict[str, Difference | None]]) -> str:
     """A row a task: each run's score, and each later run's difference from the first's."""
     rows = {name: {row["task"]: row for row in run["tasks"]} for name, run in runs.items()}
     tasks = {row["task"]: row for run in runs.values() for row in run["tasks"]}
     lines = [["task", "metric", *runs, *(f"{name} − {next(iter(runs))}" for name in differences)]]
     for task, row in tasks.items():
-        scores = [report.spread(rows[name][task]) if task in rows[name] else "-" for name in runs]
+        scores = [score_of(rows[name].get(task)) for name in runs]
         told = [
             str(of_run.get(task) or ("other examples" if task in of_run else "-")) for of_run in differences.values()
         ]

@@ -18,7 +18,7 @@ from composer.utils import reproducibility
 from torch import Tensor
 
 from src import builders, cli
-from src.cli import UserError, log
+from src.cli import RunFailed, UserError, log
 from src.composer_models import LionClassifier
 from src.config import FinetuneConfig
 from src.glue.batches import Batches, loader
@@ -174,9 +174,12 @@ def run_job(config: FinetuneConfig, job: Job, device: str, steps: Steps) -> dict
 
 @torch.no_grad()
 def predict(model: LionClassifier, eval_loader, device) -> Tensor:
-    """Logits, or predictions of a regression, of a whole split, on the CPU."""
+    """Logits, or predictions of a regression, of a whole split, on the CPU. Raises RunFailed where they are not finite."""
     model.eval()
-    return torch.cat([model.eval_forward(device.batch_to_device(batch)).cpu() for batch in eval_loader])
+    logits = torch.cat([model.eval_forward(device.batch_to_device(batch)).cpu() for batch in eval_loader])
+    if not logits.isfinite().all():
+        raise RunFailed("what the trained model predicts is not finite; set a smaller lr")
+    return logits
 
 
 def write_predictions(path: Path, task: Task, logits: Tensor, examples: list[Example]) -> None:

@@ -98,7 +98,7 @@ def write(results: list[Result], folder: Path, name: str, failures: list[str] = 
     rows = summarize(results)
     content = {"run": name, "tasks": rows, "glue": glue_average(rows), "failed": list(failures)}
     (folder / "report.json").write_text(json.dumps(content, indent=1))
-    (folder / "report.md").write_text(f"# {name}\n\n{text(rows, failures)}\n")
+    (folder / "report.md").write_text(f"# {name}\n\n{text(rows, failures)}\n", encoding="utf-8")
     if rows:
         draw([(name, rows)], folder / "report.png")
     return rows
@@ -109,6 +109,7 @@ def draw(runs: list[tuple[str, list[Row]]], picture: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # a dollar in a title is a dollar
     from matplotlib import pyplot as plt
 
     tasks = list({row["task"]: row for _, rows in runs for row in rows}.values())
@@ -127,7 +128,7 @@ def draw(runs: list[tuple[str, list[Row]]], picture: Path) -> None:
         axis.plot(
             [place - 0.45, place + 0.45], line, "k--", linewidth=1, label="majority class" if place == 0 else None
         )
-    axis.set_xticks(range(len(tasks)), [f"{row['title']}\n{' and '.join(row['metrics'])}" for row in tasks])
+    axis.set_xticks(range(len(tasks)), ["\n".join((row["title"], *row["metrics"])) for row in tasks])
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(picture, dpi=150)

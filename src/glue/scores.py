@@ -30,8 +30,10 @@ def score(metrics: tuple[str, ...], predictions: Tensor, labels: Tensor, classes
     """Each metric of predictions, (examples,), that are class numbers or the values of a regression."""
     values = {}
     for name in metrics:
+        if not predictions.isfinite().all():
+            values[name] = float("nan")
         # A constant correlates with nothing; the libraries give it NaN, or not quite 0.
-        if name in CORRELATIONS and (is_constant(predictions) or is_constant(labels)):
+        elif name in CORRELATIONS and (is_constant(predictions) or is_constant(labels)):
             values[name] = 0.0
         else:
             values[name] = float(METRICS[name](predictions, labels, classes))

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from src.cli import UserError, log
-from src.glue.tasks import Task, check_labels
+from src.glue.tasks import HUB, Task, check_labels
 
+DIAGNOSTIC = "AX"  # GLUE's set of test examples that MNLI's model is to predict
+DIAGNOSTIC_FILES = ("diagnostic/diagnostic.tsv", "AX/AX.tsv")
 ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet")
 Columns = tuple[str | int, ...]
 
@@ -43,12 +45,21 @@ class Row(NamedTuple):
     label: Any
 
 
+class Part(NamedTuple):
+    """Rows of one file or of a data set on the Hub, and its name."""
+
+    place: str
+    rows: list[Row]
+    classes: tuple[str, ...] = ()  # by their numbers, where the source tells
+
+
 class Split(NamedTuple):
-    """A split, and the files it is in; none if it is on the Hub."""
+    """A split, and the files it is in, or the data set, subset and split that it is on the Hub."""
 
     kind: str  # train, validation or test
     name: str
     paths: tuple[Path, ...]
+    hub: tuple[str | None, ...] = ()
 
 
 def splits_of(task: Task, glue_dir: str | None, with_test: bool) -> list[Split]:
@@ -61,11 +72,15 @@ def splits_of(task: Task, glue_dir: str | None, with_test: bool) -> list[Split]:
     if glue_dir is not None and task.folder is not None:
         names = {"train": ("train",), "validation": task.tsv_validation, "test": task.tsv_test}
         folder = Path(glue_dir) / task.folder
-        return [Split(kind, name, (_official(task, folder, name),)) for kind in kinds for name in names[kind]]
+        found = [Split(kind, name, (_official(task, folder, name),)) for kind in kinds for name in names[kind]]
+        places = [path for path in (Path(glue_dir) / place for place in DIAGNOSTIC_FILES) if path.is_file()]
+        return found + [Split("test", DIAGNOSTIC, (path,)) for path in places[:1] if with_test and task.name == "mnli"]
     if task.hub is None:
         raise UserError(f"tasks.{task.name} lies in {task.folder} below glue_dir, which is not set; set glue_dir, or give the task files")  # fmt: skip
     names = {"train": (task.train,), "validation": task.validation, "test": task.test}
-    return [Split(kind, name, ()) for kind in kinds for name in names[kind]]
+    found = [Split(kind, name, (), (task.hub, task.subset, name)) for kind in kinds for name in names[kind]]
+    diagnostic = with_test and task.name == "mnli" and task.hub == HUB
+    return found + ([Split("test", DIAGNOSTIC, (), (HUB, "ax", "test"))] if diagnostic else [])
 
 
 def _paths(given: str | list[str]) -> tuple[Path, ...]:
@@ -84,7 +99,11 @@ def check_sources(tasks: Iterable[Task], glue_dir: str | None, with_test: bool =
     if glue_dir is not None and not Path(glue_dir).is_dir():
         raise UserError(f"glue_dir: the folder {glue_dir} does not exist; download GLUE to it, or leave glue_dir out")
     for task in tasks:
-        for split in splits_of(task, glue_dir, with_test):
+        splits = splits_of(task, glue_dir, with_test)
+        predicted = [split.name for split in splits if split.kind != "train"]
+        if twice := [name for name in predicted if predicted.count(name) > 1]:
+            raise UserError(f"tasks.{task.name}: {twice[0]} is to be predicted twice, for validation and for the test; name another split, or leave predict_test out")  # fmt: skip
+        for split in splits:
             for path in split.paths:
                 check_file(task, path)
 
@@ -101,7 +120,7 @@ def digest(task: Task, glue_dir: str | None, with_test: bool = False) -> dict[st
     """What the examples are, shortly, by kind of split: digests of the files, or the names on the Hub."""
     found: dict[str, Any] = {}
     for split in splits_of(task, glue_dir, with_test):
-        content = [_sha256(path) for path in split.paths] or [task.hub, task.subset]
+        content = [_sha256(path) for path in split.paths] or list(split.hub[:2])
         found.setdefault(split.kind, {})[split.name] = content
     return found
 
@@ -118,14 +137,14 @@ def read_task(task: Task, glue_dir: str | None, with_test: bool = False) -> Data
     """The examples of a task. Raises UserError naming file and line, or the data set, that cannot be read."""
     check_sources([task], glue_dir, with_test)
     splits = splits_of(task, glue_dir, with_test)
-    sources = {split: _read_hub(task, split) if not split.paths else [] for split in splits}
-    for split in splits:
-        for path in split.paths:
-            sources[split].append((str(path), _read_path(task, split, path)))
+    sources = {
+        split: [_read_path(task, split, path) for path in split.paths] or [_read_hub(task, split)] for split in splits
+    }
     if not task.regression and not task.labels:
-        task = replace(task, labels=_found_labels(task, [row.label for _, rows in sources[splits[0]] for row in rows]))
+        task = replace(task, labels=_found_labels(task, sources[splits[0]]))
         check_labels(task)
-        log.info(f"{task.title}: the labels of the training set are {', '.join(task.labels)}")
+        of_which = f"; f1 is that of {task.labels[1]}" if "f1" in task.metrics else ""
+        log.info(f"{task.title}: the labels of the training set are {', '.join(task.labels)}{of_which}")
     examples = {split: _examples(task, split, parts) for split, parts in sources.items()}
     of_kind = {kind: {s.name: found for s, found in examples.items() if s.kind == kind} for kind in ("train", "validation", "test")}  # fmt: skip
     (train,) = of_kind["train"].values()
@@ -144,37 +163,46 @@ def _without_validation(path: Path, train: list[Example], validation: dict[str, 
     return kept
 
 
-def _examples(task: Task, split: Split, parts: list[tuple[str, list[Row]]]) -> list[Example]:
-    examples = []
-    for place, rows in parts:
+def _examples(task: Task, split: Split, parts: list[Part]) -> list[Example]:
+    examples, unit = [], "line" if split.paths else "row"
+    for place, rows, _ in parts:
         for row in rows:
-            label = None if split.kind == "test" else parse_label(task, row.label, f"{place}, line {row.number}")
+            label = None if split.kind == "test" else parse_label(task, row.label, f"{place}, {unit} {row.number}")
             examples.append(Example(row.texts, label))
         if not rows:
-            raise UserError(f"{place} holds no examples")
+            raise UserError(f"{place} holds no examples{'' if split.kind == 'test' else ' with a label'}")
     return examples
 
 
-def _found_labels(task: Task, values: list[Any]) -> tuple[str, ...]:
-    """The different labels of a training set, in order, by number where all are whole numbers."""
-    names = {str(value) for value in values}
+def _found_labels(task: Task, parts: list[Part]) -> tuple[str, ...]:
+    """The labels of a training set: in the order of its source, or sorted, by number where all are whole numbers."""
+    for place, rows, _ in parts:
+        for row in rows:
+            if isinstance(row.label, list | dict):
+                raise UserError(f"{place}, line {row.number}: {row.label!r} is no single label; name the label's column, or mend the row")  # fmt: skip
+    names = {class_name(row.label) for part in parts for row in part.rows}
     if len(names) > 1000:
         raise UserError(f"tasks.{task.name}: {len(names):,} different labels in column {task.label}; set kind: regression, or name the label's column")  # fmt: skip
     whole = all(name.removeprefix("-").isdecimal() for name in names)
-    found = tuple(sorted(names, key=int if whole else None))
-    if len(found) < 2:
-        raise UserError(f"tasks.{task.name}: all rows of the training set have the label {found[0]!r}; there is nothing to learn")  # fmt: skip
-    return found
+    if len(names) < 2:
+        shown = f"all rows of the training set have the label {names.pop()!r}" if names else f"{parts[0].place} holds no examples with a label"  # fmt: skip
+        raise UserError(f"tasks.{task.name}: {shown}; there is nothing to learn")
+    return parts[0].classes or tuple(sorted(names, key=int if whole else None))
+
+
+def class_name(label: Any) -> str:
+    """A label as the name of a class: 1.0, as tables with gaps keep whole numbers, is 1."""
+    return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
 
 
 def parse_label(task: Task, label: Any, place: str) -> float:
     """A label as a number: a class by name, or by number where no name looks like one; or the value of a regression."""
-    name = str(label)
+    name = class_name(label)
     if name in task.labels:
         return float(task.labels.index(name))
     try:
         value = float("nan") if isinstance(label, bool) else float(label)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = float("nan")
     if task.regression:
         if math.isfinite(value):
@@ -193,7 +221,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _read_path(task: Task, split: Split, path: Path) -> list[Row]:
+def _read_path(task: Task, split: Split, path: Path) -> Part:
     columns, label = task.columns, task.label
     if not task.files:
         columns = task.tsv_columns or columns
@@ -209,18 +237,24 @@ def _read_path(task: Task, split: Split, path: Path) -> list[Row]:
         for column, text in zip(columns, texts):
             if not isinstance(text, str):
                 raise UserError(f"{path}, line {number}: no text in {column} but {text!r}; mend or remove the row")
-        if split.kind != "test" and (value is None or value == ""):
+        if split.kind != "test" and _no_label(value):
             raise UserError(f"{path}, line {number}: no label in {label}; mend or remove the row")
         found.append(Row(number, tuple(texts), value))
-    return _labelled(task, str(path), found)
+    return Part(str(path), _labelled(task, split, str(path), found))
 
 
-def _labelled(task: Task, place: str, rows: list[Row]) -> list[Row]:
-    if task.unlabelled is None:
+def _no_label(value: Any) -> bool:
+    return value is None or value == "" or value != value  # NaN
+
+
+def _labelled(task: Task, split: Split, place: str, rows: list[Row]) -> list[Row]:
+    """The rows that have a label, and the others counted."""
+    if split.kind == "test":
         return rows
-    kept = [row for row in rows if row.label != task.unlabelled]
+    kept = [row for row in rows if not _no_label(row.label) and class_name(row.label) != task.unlabelled]
     if len(kept) < len(rows):
-        log.info(f"{place}: left out {len(rows) - len(kept):,} rows without a label ({task.unlabelled})")
+        mark = "" if task.unlabelled is None else f" ({task.unlabelled})"
+        log.info(f"{place}: left out {len(rows) - len(kept):,} rows without a label{mark}")
     return kept
 
 
@@ -230,13 +264,14 @@ def read_rows(path: Path, wanted: Columns, may_skip: int = 0, form: str | None =
     In .tsv, quotes are literal; in .csv they enclose a cell. `may_skip` rows of another length than the header are left
     out. Raises UserError naming file and line of a row that cannot be read.
     """
-    if form == "tab" or path.suffix == ".tsv":
+    ending = path.suffix.lower()
+    if form == "tab" or ending == ".tsv":
         return _pick(path, _tsv_cells(path), wanted, may_skip)
-    if path.suffix == ".csv":
+    if ending == ".csv":
         return _pick(path, _csv_cells(path), wanted, may_skip)
-    if path.suffix == ".jsonl":
+    if ending == ".jsonl":
         return _jsonl_rows(path, wanted)
-    if path.suffix == ".parquet":
+    if ending == ".parquet":
         return _parquet_rows(path, wanted)
     raise UserError(f"{path}: cannot read {path.suffix or 'a file without an ending'}; give {', '.join(ENDINGS)}")
 
@@ -274,14 +309,15 @@ def _pick(
     path: Path, rows: Iterator[tuple[int, list[str]]], wanted: Columns, may_skip: int
 ) -> Iterator[tuple[int, tuple]]:
     """The wanted columns, by the names of a header, or by number. Every row is as long as the first."""
+    names = [column for column in wanted if isinstance(column, str)]
     places, width, skipped = [column for column in wanted if isinstance(column, int)], 0, []
     for number, row in rows:
         if not width:
             width = len(row)
-            if len(places) < len(wanted):
-                if missing := [str(column) for column in wanted if column not in row]:
+            if names:
+                if missing := [name for name in names if name not in row]:
                     raise UserError(f"{path}: its header has no {', '.join(missing)} (it has {', '.join(row)})")
-                places = [row.index(str(column)) for column in wanted]
+                places = [row.index(column) if isinstance(column, str) else column for column in wanted]
                 continue
         if len(row) != width or max(places) >= width:
             if len(skipped) < may_skip:
@@ -326,29 +362,33 @@ def _parquet_rows(path: Path, wanted: Columns) -> Iterator[tuple[int, tuple]]:
         raise UserError(f"{path}: not a readable Parquet file ({error})") from None
 
 
-def _read_hub(task: Task, split: Split) -> list[tuple[str, list[Row]]]:
+def _read_hub(task: Task, split: Split) -> Part:
     """The rows of a split on the Hub (or in a folder that `datasets` reads). Raises UserError where it does not answer."""
     from datasets import ClassLabel, load_dataset
 
-    name = task.hub if task.subset is None else f"{task.hub} ({task.subset})"
+    hub, subset, split_name = split.hub
+    name = hub if subset is None else f"{hub} ({subset})"
     try:
-        table = load_dataset(task.hub, task.subset, split=split.name)
+        table = load_dataset(hub, subset, split=split_name)
     except Exception as error:  # whatever the Hub's clients raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         way_out = "set glue_dir to a folder with the GLUE files" if task.folder else f"mend tasks.{task.name}.hub"
-        raise UserError(f"cannot read {name}, {split.name}, from the Hugging Face Hub: {reason}; {way_out}") from None
+        raise UserError(f"cannot read {name}, {split_name}, from the Hugging Face Hub: {reason}; {way_out}") from None
     wanted = task.columns if split.kind == "test" else (*task.columns, task.label)
     if missing := [str(column) for column in wanted if column not in table.column_names]:
         raise UserError(f"{name} has no column {', '.join(missing)} (it has {', '.join(table.column_names)})")
-    feature = table.features.get(task.label)
-    names = feature.names if isinstance(feature, ClassLabel) and tuple(feature.names) == (task.labels or tuple(feature.names)) else None  # fmt: skip
+    feature = None if split.kind == "test" else table.features[task.label]
+    classes = tuple(feature.names or ()) if isinstance(feature, ClassLabel) else ()
+    if classes and task.labels and set(classes) != set(task.labels):
+        raise UserError(f"{name}: its labels are {', '.join(classes)}, and those of tasks.{task.name} are {', '.join(task.labels)}; set labels to the former")  # fmt: skip
     content, rows = table.select_columns(list(wanted))[:], []
     for number, cells in enumerate(zip(*(content[column] for column in wanted)), 1):
         value = None if split.kind == "test" else cells[-1]
-        if names is not None and value is not None:
-            value = names[value] if value >= 0 else task.unlabelled
+        if classes and value is not None:
+            value = classes[value] if value >= 0 else None  # as the Hub marks what nobody has labelled
         texts = cells[: len(task.columns)]
         if not all(isinstance(text, str) for text in texts):
-            raise UserError(f"{name}, {split.name}, row {number}: {texts!r} is no text; name the text columns")
+            raise UserError(f"{name}, {split_name}, row {number}: {texts!r} is no text; name the text columns")
         rows.append(Row(number, texts, value))
-    return [(f"{name}, {split.name}", _labelled(task, name, rows))]
+    place = f"{name}, {split_name}"
+    return Part(place, _labelled(task, split, place, rows), classes)

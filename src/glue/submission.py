@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from src.glue.sources import DIAGNOSTIC
 from src.glue.tasks import GLUE
 
-FILES = {"cola": ("CoLA",), "sst2": ("SST-2",), "mrpc": ("MRPC",), "stsb": ("STS-B",), "mnli": ("MNLI-m", "MNLI-mm"),
+FILES = {"cola": ("CoLA",), "sst2": ("SST-2",), "mrpc": ("MRPC",), "stsb": ("STS-B",), "mnli": ("MNLI-m", "MNLI-mm", DIAGNOSTIC),
          "qnli": ("QNLI",), "rte": ("RTE",), "qqp": ("QQP",)}  # fmt: skip
-NOT_OURS = ("WNLI", "AX")  # the server wants these too
+NOT_OURS = "WNLI"  # the server wants it too
 NUMBERED = ("cola", "sst2", "mrpc", "qqp")  # the class's number; the others' names
 
 
@@ -19,6 +20,7 @@ def write(rows: list[dict[str, Any]], run: Path) -> tuple[Path, list[str]]:
     """
     folder = run / "submission"
     folder.mkdir(exist_ok=True)
+    written = set()
     for row in rows:
         best = max(row["seeds"], key=row["seeds"].get)
         job = run / "jobs" / row["folders"][best]
@@ -28,10 +30,11 @@ def write(rows: list[dict[str, Any]], run: Path) -> tuple[Path, list[str]]:
             lines = (job / f"predictions-{split}.jsonl").read_text(encoding="utf-8").splitlines()
             shown = [show(row["task"], json.loads(line)["prediction"], result["labels"]) for line in lines]
             numbered = "".join(f"{index}\t{prediction}\n" for index, prediction in enumerate(shown))
-            (folder / f"{file}.tsv").write_text(f"index\tprediction\n{numbered}", encoding="utf-8")
-    there = {row["task"] for row in rows}
-    missing = [file for task in GLUE if task not in there for file in FILES[task]]
-    return folder, [f"{file}.tsv" for file in (*missing, *NOT_OURS)] if there & GLUE.keys() else []
+            name = DIAGNOSTIC if split == DIAGNOSTIC else file
+            (folder / f"{name}.tsv").write_text(f"index\tprediction\n{numbered}", encoding="utf-8")
+            written.add(name)
+    wanted = [*(file for task in GLUE for file in FILES[task]), NOT_OURS]
+    return folder, [f"{name}.tsv" for name in wanted if name not in written] if written & set(wanted) else []
 
 
 def show(task: str, prediction: str | float, labels: list[str]) -> str:

@@ -9,13 +9,12 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from src.cli import UserError
 from src.config import nearest
 
 METRICS = {"classification": ("accuracy", "f1", "macro_f1", "matthews"), "regression": ("spearman", "pearson")}
-LISTS = ("metrics", "columns", "labels", "validation", "test", "tsv_columns", "tsv_test_columns", "tsv_validation", "tsv_test", "seeds")  # fmt: skip
 SPLITS = ("train", "validation", "test")
 # Hyperparameters: what kind of number, and the least that it may be.
 NUMBERS = {"epochs": (int, 1), "batch_size": (int, 1), "lr": (float, 0.0), "weight_decay": (float, 0.0)}
@@ -75,8 +74,9 @@ FIVE_SEEDS = (19, 8364, 717, 10536, 90166)
 PAIR = ("sentence1", "sentence2")
 MICROSOFT = {"train": "msr_paraphrase_train.txt", "test": "msr_paraphrase_test.txt"}  # MRPC as its publisher names it
 
+HUB = "nyu-mll/glue"
 GLUE = {
-    task.name: replace(task, hub="nyu-mll/glue", subset=task.name)
+    task.name: replace(task, hub=HUB, subset=task.name)
     for task in (
         Task("mnli", "MNLI", ("accuracy",), ("premise", "hypothesis"), labels=("entailment", "neutral", "contradiction"),
              folder="MNLI", tsv_columns=PAIR, tsv_label="gold_label", unlabelled="-",
@@ -110,6 +110,7 @@ def select(to_run: list[str], changes: Mapping[str, Any], default_seed: int) -> 
 
     Raises UserError for unknown tasks and fields, and for values that no task can have.
     """
+    _check_seeds("default_seed", (default_seed,))
     known = {name: [task] for name, task in GLUE.items()}
     for name, given in changes.items():
         if not isinstance(given, Mapping):
@@ -125,29 +126,24 @@ def select(to_run: list[str], changes: Mapping[str, Any], default_seed: int) -> 
 
 
 def _changed(name: str, given: dict[str, Any]) -> list[Task]:
-    like = given.pop("like", name)
+    like = _typed(f"tasks.{name}.like", given.pop("like", name), str)
     if like != name and like not in GLUE:
         raise UserError(f"tasks.{name}.like: unknown task {like}{nearest(like, list(GLUE))}")
     if not name.replace("_", "").replace("-", "").isalnum():
         raise UserError(f"tasks.{name}: a task's name is made of letters, digits, - and _; its `title` may be anything")
-    allowed = [entry.name for entry in fields(Task) if entry.name not in ("name", "variant")]
+    allowed = {entry.name: entry.type for entry in fields(Task) if entry.name not in ("name", "variant")}
     for key, value in given.items():
         if key not in allowed:
-            raise UserError(f"unknown key tasks.{name}.{key}{nearest(key, allowed)}")
-        if key in LISTS:
-            if not isinstance(value, list):
-                raise UserError(f"tasks.{name}.{key} must be a list, such as [{value}], not {value!r}")
-            given[key] = tuple(map(str, value) if key == "labels" else value)
+            raise UserError(f"unknown key tasks.{name}.{key}{nearest(str(key), list(allowed))}")
+        if key not in NUMBERS:
+            given[key] = _typed(f"tasks.{name}.{key}", value, allowed[key])
     searched = {key: value for key, value in given.items() if key in NUMBERS and isinstance(value, list)}
     for key in given.keys() & NUMBERS.keys():
         for value in searched.get(key, [given[key]]):
             _check_number(f"tasks.{name}.{key}", value, *NUMBERS[key])
     if like in GLUE:
-        if ("files" in given or "hub" in given) and like != name:
-            given.setdefault("folder", None)  # it is not where the task is that it resembles
-        if like != name:
-            given.setdefault("title", name)
-        base = replace(GLUE[like], name=name, **_without(given, searched))
+        own_title = {} if like == name else {"title": name}
+        base = replace(_elsewhere(GLUE[like], name, given), name=name, **{**own_title, **_without(given, searched)})
     else:
         base = _new_task(name, _without(given, searched))
     _check(base)
@@ -161,6 +157,37 @@ def _changed(name: str, given: dict[str, Any]) -> list[Task]:
     return candidates
 
 
+def _typed(key: str, value: Any, kind: Any) -> Any:
+    """A value as its field has it: a list as a tuple, a number as its text. Raises UserError for one of another type."""
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise UserError(f"{key} must be a list, such as [{value}], not {value!r}")
+        return tuple(_typed(key, entry, get_args(kind)[0]) for entry in value)
+    if get_origin(kind) is Mapping:
+        if not isinstance(value, Mapping):
+            raise UserError(f"{key} must hold `key: value` lines, not {value!r}")
+        return value
+    if kind is int:  # of which `_check` knows the least
+        return value
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number or (isinstance(value, kind) and not isinstance(value, bool)):
+        return value if isinstance(value, kind) else str(value)
+    several = f"only {', '.join(NUMBERS)} take several values" if isinstance(value, list) else "put a name in quotes"
+    raise UserError(f"{key}: {value!r} is no text; {several}")
+
+
+def _elsewhere(task: Task, name: str, given: Mapping[str, Any]) -> Task:
+    """A task of GLUE without what does not hold where its examples are taken from another place than its own."""
+    place = {key for key in ("files", "folder", "hub", "subset") if given.get(key)}
+    if not place:
+        return task
+    if name != task.name:
+        task = replace(task, subset=None, malformed_rows=0)
+    if not place & {"hub", "subset"}:
+        task = replace(task, hub=None, subset=None)
+    return replace(task, folder=None)  # files or a data set that are named go before glue_dir
+
+
 def _without(given: Mapping[str, Any], left_out: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if key not in left_out}
 
@@ -168,8 +195,6 @@ def _without(given: Mapping[str, Any], left_out: Mapping[str, Any]) -> dict[str,
 def _new_task(name: str, given: dict[str, Any]) -> Task:
     if "columns" not in given:
         raise UserError(f"tasks.{name}: a new task needs columns, the names of one or two text columns, or `like:` a task of GLUE")  # fmt: skip
-    if not any(key in given for key in ("files", "hub", "folder")):
-        raise UserError(f"tasks.{name}: a new task needs files (train: PATH, validation: PATH), hub (the name of a data set), or folder (below glue_dir)")  # fmt: skip
     metric = METRICS.get(given.get("kind", "classification"), [""])[0]
     return Task(**{"name": name, "title": name, "metrics": (metric,), **given})
 
@@ -178,6 +203,12 @@ def _check_number(key: str, value: Any, kind: type, least: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or (kind is int and not isinstance(value, int)) or value < least:
         raise UserError(f"{key} must be {'a whole number' if kind is int else 'a number'} of at least {least:g}, not {value!r}")  # fmt: skip
+
+
+def _check_seeds(key: str, seeds: tuple[Any, ...]) -> None:
+    for seed in seeds:
+        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+            raise UserError(f"{key}: {seed!r} is no whole number from 0 to 2³² − 1")
 
 
 def _check(task: Task) -> None:
@@ -192,16 +223,27 @@ def _check(task: Task) -> None:
     for metric in task.metrics:
         if metric not in METRICS[task.kind]:
             raise UserError(f"{place}.metrics: unknown metric {metric} for a {task.kind}{nearest(metric, list(METRICS[task.kind]))}")  # fmt: skip
-    for key in ("columns", "tsv_columns"):
-        if len(getattr(task, key)) not in (1, 2) and not (key == "tsv_columns" and not task.tsv_columns):
-            raise UserError(f"{place}.{key}: one or two text columns, not {len(getattr(task, key))}")
-    if not isinstance(task.files, Mapping) or task.files.keys() - set(SPLITS):
+    for key in ("columns", "tsv_columns", "tsv_test_columns"):
+        given = getattr(task, key)
+        if len(given) not in (1, 2) and (given or key == "columns"):
+            raise UserError(f"{place}.{key}: one or two text columns, not {len(given)}")
+    for key in ("validation", "tsv_validation"):
+        if not getattr(task, key):
+            raise UserError(f"{place}.{key}: name at least one split")
+    for column in (*task.columns, *task.tsv_columns, *task.tsv_test_columns, task.label, task.tsv_label):
+        if isinstance(column, int) and column < 0:
+            raise UserError(f"{place}: no column has the number {column}; the first is 0")
+    _check_number(f"{place}.malformed_rows", task.malformed_rows, int, 0)
+    if task.files.keys() - set(SPLITS):
         raise UserError(f"{place}.files must name files under {', '.join(SPLITS)}, not {task.files!r}")
     if task.files and not {"train", "validation"} <= task.files.keys():
         raise UserError(f"{place}.files lacks {' and '.join(sorted({'train', 'validation'} - task.files.keys()))}; name a file for each")  # fmt: skip
-    for seed in task.seeds:
-        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-            raise UserError(f"{place}.seeds: {seed!r} is no whole number from 0 to 2³² − 1")
+    for split, paths in task.files.items():
+        if not (paths and all(isinstance(path, str) for path in (paths if isinstance(paths, list) else [paths]))):
+            raise UserError(f"{place}.files.{split} must be a path or a list of them, not {paths!r}")
+    if not (task.files or task.hub or task.folder):
+        raise UserError(f"{place} needs files (train: PATH, validation: PATH), hub (the name of a data set), or folder (below glue_dir)")  # fmt: skip
+    _check_seeds(f"{place}.seeds", task.seeds)
     if len(set(task.seeds)) < len(task.seeds):
         raise UserError(f"{place}.seeds names a seed twice; name each once")
     check_labels(task)
