@@ -1,3 +1,3 @@
 """Speed and memory, as commands."""
 
-import src.cli  # noqa: F401  it says how torch is to ask for memory, which counts from its first tensor on
+import src  # noqa: F401  it says how torch is to ask for memory, which counts from its first tensor on

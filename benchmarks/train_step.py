@@ -101,7 +101,7 @@ def build(name: str, a: argparse.Namespace) -> torch.nn.Module:
         "attention_probs_dropout_prob": a.dropout,
     }
     if name == BERT:
-        from transformers import BertConfig, BertForMaskedLM  # it makes tensors, before which src.cli has its say
+        from transformers import BertConfig, BertForMaskedLM  # it makes tensors, before which src has its say
 
         return BertForMaskedLM(BertConfig(**sizes, **of_bert, attn_implementation="sdpa"))
     if name == MODERN_BERT:

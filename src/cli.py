@@ -9,10 +9,6 @@ from tqdm import tqdm
 
 log = logging.getLogger("lion")
 
-# Torch's own switch for pages of 2 MB under large tensors on a CPU, read when it makes its first one. With pages of 4 kB, a step on
-# a long text spends a good part of its time on having the system clear them (benchmarks/operator.py at 16,384 tokens).
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
 
 class UserError(Exception):
     """Something the user gave cannot be used. The message is one sentence: what, where, and the way out."""
