@@ -1,12 +1,14 @@
 """Pretrain an encoder as a masked language model:  [composer -n N] main.py yamls/pretrain/lion-s-base.yaml [key=value ...]"""
 
+import functools
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
 from src import cli
-from src.cli import UserError, is_main_process, log
+from src.cli import RunFailed, UserError, is_main_process, log
 from src.config import PretrainConfig, load, to_dict
 
 
@@ -27,32 +29,27 @@ def main(argv: list[str]) -> None:
 
 def pretrain(config: PretrainConfig, folder: Path) -> None:
     """One run, from config to trained checkpoint, curves and metrics in `save_folder`."""
-    import torch
     from composer.utils import dist, reproducibility
 
     from src import builders, hf_export, run_guards, saving, text_data
     from src.run_log import RunLog
 
     builders.quiet()
-    builders.check_choice("on_nonfinite_loss", config.on_nonfinite_loss, ("stop", "skip"))
-    if config.hf_export is not None:
-        builders.check_choice("hf_export", config.hf_export, hf_export.CHOICES)
-    if config.save_num_checkpoints_to_keep == 0 or config.save_num_checkpoints_to_keep < -1:
-        raise UserError(f"save_num_checkpoints_to_keep {config.save_num_checkpoints_to_keep} must be at least 1, or -1 to keep all")  # fmt: skip
-    builders.check_times(max_duration=config.max_duration, eval_interval=config.eval_interval,
-                         save_interval=config.save_interval, log_interval=config.log_interval)  # fmt: skip
-    if config.load_path is not None and "://" not in config.load_path and not Path(config.load_path).is_file():
-        raise UserError(f"load_path: {config.load_path} is not a file; name a checkpoint, or leave it out")
+    check(config)
     device = builders.resolve_device(config.device)
     precision = builders.resolve_precision(config.precision, device)
     device_batch = builders.check_batch_sizes(
-        config.global_train_batch_size, config.device_train_microbatch_size, dist.get_world_size()
+        config.global_train_batch_size, config.device_train_microbatch_size, dist.get_world_size(), device
     )
-    torch.set_float32_matmul_precision(config.float32_matmul_precision)
+    scheduler = builders.build_scheduler(config.scheduler, config.max_duration)
+    algorithms = builders.build_algorithms(config.algorithms)
     tokenizer = builders.build_tokenizer(config.tokenizer_name, config.max_seq_len)
     reproducibility.seed_all(config.seed)
     saved = saving.newest_whole(folder)
     model = build_model(config, tokenizer, saved)
+    optimizer = builders.build_optimizer(config.optimizer, model)
+    if saved is None and config.load_path is not None:
+        check_load_path(config, model)
     train_loader = text_data.build(config.train_loader, tokenizer, device_batch, train=True)
     eval_loader = text_data.build(config.eval_loader, tokenizer, config.device_eval_batch_size, train=False)
     padding = train_loader.padding
@@ -62,13 +59,14 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
         model,
         device=device,
         precision=precision,
+        float32_matmul_precision=config.float32_matmul_precision,
         run_name=config.run_name,
         seed=config.seed,
         train_dataloader=builders.build_data_spec(train_loader),
         eval_dataloader=builders.build_data_spec(eval_loader),
-        optimizers=builders.build_optimizer(config.optimizer, model),
-        schedulers=builders.build_scheduler(config.scheduler),
-        algorithms=builders.build_algorithms(config.algorithms),
+        optimizers=optimizer,
+        schedulers=scheduler,
+        algorithms=algorithms,
         callbacks=[
             *builders.build_callbacks(config.callbacks),
             run_guards.SeedEveryStep(config.seed),
@@ -96,13 +94,67 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
         if trainer.state.timestamp < trainer.state.max_duration:
             trainer.fit()
             log.info(f"padding: {padding}")
+        elif run_guards.on_any_rank(not is_evaluated(folder, trainer.state.timestamp.batch.value), trainer.state):
+            trainer.eval()  # a kill came after the last checkpoint and before the evaluation that follows it
     except run_guards.Stopped as stopped:
         trainer.close()
         raise SystemExit(stopped.status) from None
     finally:
         run_log.end_progress()  # before the error that may have ended it is said
     trainer.close()
-    conclude(config, model, folder)
+    conclude(config, model, folder, trainer.state.timestamp.batch.value)
+
+
+def check(config: PretrainConfig) -> None:
+    """Raise UserError for values that no run can have, before anything is read or written."""
+    from src import builders, hf_export
+
+    builders.check_choice("on_nonfinite_loss", config.on_nonfinite_loss, ("stop", "skip"))
+    builders.check_choice("float32_matmul_precision", config.float32_matmul_precision, ("highest", "high", "medium"))
+    if config.hf_export is not None:
+        builders.check_choice("hf_export", config.hf_export, hf_export.CHOICES)
+    builders.check_times(max_duration=config.max_duration, eval_interval=config.eval_interval,
+                         save_interval=config.save_interval, log_interval=config.log_interval)  # fmt: skip
+    for name in ("save_num_checkpoints_to_keep", "eval_subset_num_batches"):
+        if (value := getattr(config, name)) < 1 and value != -1:
+            raise UserError(f"{name} {value} must be at least 1, or -1 for all")
+    loaders = ("train_loader", "eval_loader")
+    least = {"device_eval_batch_size": 1, "seed": 0, "max_seq_len": 3}
+    for loader in loaders:
+        least |= {f"{loader}.num_workers": 0, f"{loader}.dataset.seed": 0, f"{loader}.dataset.max_seq_len": 3}
+    for name, bound in least.items():
+        value = functools.reduce(getattr, name.split("."), config)
+        if not bound <= value < 2**32:
+            raise UserError(f"{name} {value} must lie between {bound} and {2**32 - 1}")
+    for loader in loaders:
+        if (own := getattr(config, loader).dataset.tokenizer_name) != config.tokenizer_name:
+            raise UserError(f"{loader}.dataset.tokenizer_name {own} is not tokenizer_name {config.tokenizer_name}, and a run has one tokenizer; leave it out")  # fmt: skip
+    if not isinstance(config.compile_config, dict | None):
+        raise UserError(f"compile_config must hold `key: value` lines, {{}} or null, not {config.compile_config!r}")
+
+
+def check_load_path(config: PretrainConfig, model) -> None:
+    """Raise UserError for a checkpoint that a run of this model cannot go on from; one behind a URL is Composer's to read."""
+    from composer import Time
+
+    from src import saving
+    from src.checkpoints import read_checkpoint
+
+    if "://" in config.load_path:
+        return
+    path = Path(config.load_path)
+    if not path.is_file():
+        raise UserError(f"load_path: {path} is not a file; name a checkpoint, or leave it out")
+    if not saving.is_whole(path):
+        raise UserError(f"load_path: {path} is damaged (cut short?), or no checkpoint; copy it again, or name another")
+    checkpoint = read_checkpoint(path)
+    own, its = ({name: w.shape for name, w in ws.items()} for ws in (model.model.state_dict(), checkpoint.weights))
+    if own != its or checkpoint.published:
+        raise UserError(f"load_path: {path} is of another model than this config's; give the config it was trained with, or begin with its weights alone as model.pretrained_checkpoint")  # fmt: skip
+    end = Time.from_timestring(config.max_duration)
+    done = checkpoint.timestamp.get(end.unit.name.lower(), 0)
+    if done >= end.value:
+        raise UserError(f"load_path: {path} is at {done}{end.unit.value}, so max_duration {config.max_duration} leaves nothing to train; set a longer one")  # fmt: skip
 
 
 def build_model(config: PretrainConfig, tokenizer, saved: Path | None = None):
@@ -116,7 +168,7 @@ def build_model(config: PretrainConfig, tokenizer, saved: Path | None = None):
     section = dict(config.model)
     name = section.pop("pretrained_checkpoint", None)
     if name is None:
-        return LionMLM(builders.build_lion_config(section, tokenizer, config.max_seq_len), tokenizer)
+        return LionMLM(builders.build_lion_config(section, tokenizer, longest_text(config)), tokenizer)
 
     from src.checkpoints import load_all
     from src.pretrained import read_pretrained
@@ -127,7 +179,7 @@ def build_model(config: PretrainConfig, tokenizer, saved: Path | None = None):
     if start.tokenizer is not None and vocabulary_digest(start.tokenizer) != vocabulary_digest(tokenizer):
         raise UserError(f"tokenizer_name: {config.tokenizer_name} is not the tokenizer of {name}; name that one")
     section = {**builders.lion_arguments(start.config), **section}
-    model = LionMLM(builders.build_lion_config(section, tokenizer, config.max_seq_len), tokenizer)
+    model = LionMLM(builders.build_lion_config(section, tokenizer, longest_text(config)), tokenizer)
     with_head = any(part.startswith("head.") for part in start.weights)
     unread = ("lion.pooler.", "classifier.")  # of models for classification
     weights = {part: tensor for part, tensor in start.weights.items() if not part.startswith(unread)}
@@ -141,6 +193,11 @@ def build_model(config: PretrainConfig, tokenizer, saved: Path | None = None):
     return model
 
 
+def longest_text(config: PretrainConfig) -> int:
+    """In tokens, of training and evaluation."""
+    return max(config.train_loader.dataset.max_seq_len, config.eval_loader.dataset.max_seq_len)
+
+
 # What may differ between the first and the second half of a run.
 MAY_CHANGE = {
     "max_duration", "eval_interval", "eval_first", "eval_subset_num_batches", "save_interval", "save_num_checkpoints_to_keep",
@@ -152,8 +209,13 @@ MAY_CHANGE = {
 
 def check_save_folder(config: PretrainConfig, folder: Path) -> None:
     """Refuse a folder that another run's results would be mixed with. Raises UserError."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"save_folder: {folder} is a file; name another folder")
+    if "://" in config.save_folder:
+        raise UserError(f"save_folder: {config.save_folder} is no folder of this machine, where a run has to save; name one, and copy it from there")  # fmt: skip
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not there.is_dir():
+        raise UserError(f"save_folder: {there} is a file; name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"save_folder: {there} cannot be written to; name another folder, or change its permissions")
     before = stored_config(folder)
     if before is None:
         return
@@ -184,10 +246,24 @@ def remember(config: PretrainConfig, folder: Path) -> None:
     """Keep the resolved config beside what it makes."""
     from omegaconf import OmegaConf
 
-    if is_main_process():
+    if not is_main_process():
+        return
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "summary.json").unlink(missing_ok=True)  # of a shorter run that now goes on
-        OmegaConf.save(OmegaConf.create(to_dict(config)), folder / "config.yaml")
+        if stored_config(folder) != to_dict(config):
+            unfinished = folder / "config.unfinished"
+            OmegaConf.save(OmegaConf.create(to_dict(config)), unfinished)
+            unfinished.replace(folder / "config.yaml")
+    except OSError as error:
+        raise UserError(f"save_folder: cannot write to {folder}: {error.strerror or error}; make room there, or name another folder") from None  # fmt: skip
+
+
+def is_evaluated(folder: Path, step: int) -> bool:
+    """Whether the run's last evaluation is of this step."""
+    from src.metrics import evaluations
+
+    return any(result["step"] == step for result in evaluations(folder)[-1:])
 
 
 def announce(config: PretrainConfig, model, samples: str, steps: int, device: str, precision: str, state) -> None:
@@ -215,26 +291,34 @@ def steps_of(config: PretrainConfig, train_loader) -> int:
     return math.ceil(duration.value / in_a_step[duration.unit])
 
 
-def conclude(config: PretrainConfig, model, folder: Path) -> None:
-    """Draw the curves, write the summary and print it."""
+def conclude(config: PretrainConfig, model, folder: Path, step: int) -> None:
+    """Draw the curves, write the summary and print it. Raises RunFailed where the disk does not take them."""
     if not is_main_process():
         return
     from src.metrics import evaluations, read_metrics
     from src.run_log import draw_curves
 
-    draw_curves([(config.run_name, folder)], folder / "curves.png")
+    again = f"make room in {folder}, and the same command does it again"
+    if not is_evaluated(folder, step):
+        raise RunFailed(f"the run is done and saved, but its last evaluation could not be written; {again}")
     results = evaluations(folder)
     summary = {
         "run": config.run_name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "seconds": read_metrics(folder)[-1]["seconds"],
-        "before": results[0] if results[0]["batch"] == 0 else None,
+        "before": results[0] if results[0]["step"] == 0 else None,
         "best": min(results, key=lambda result: result["loss"]),
         "after": results[-1],
     }
     unfinished = folder / "summary.unfinished"
-    unfinished.write_text(json.dumps(summary, indent=1))
-    unfinished.replace(folder / "summary.json")
+    try:
+        draw_curves([(config.run_name, folder)], folder / "curves.png")
+        unfinished.write_text(json.dumps(summary, indent=1))
+        unfinished.replace(folder / "summary.json")
+    except OSError as error:
+        raise RunFailed(
+            f"the run is done and saved, but not its summary ({error.strerror or error}); {again}"
+        ) from None
     report(folder)
 
 
@@ -245,8 +329,8 @@ def report(folder: Path) -> None:
     names = ("before", "after") if summary["best"] == summary["after"] else ("before", "best", "after")
     for name in names:
         if result := summary[name]:
-            shown = f"{name}, step {result['batch']:,}" if name == "best" else name
-            print(f"{shown:14}{result['loss']:8.3f}{result['masked_accuracy']:18.2%}{result['most_frequent_token']:22.2%}")  # fmt: skip
+            shown = f"{name}, step {result['step']:,}" if name == "best" else name
+            print(f"{shown:14}{result['loss']:8.3f}{result['accuracy']:18.2%}{result['most_frequent_token']:22.2%}")  # fmt: skip
     checkpoint = folder / "latest-rank0.pt"
     print(
         f"\ncheckpoint    {checkpoint}\ncurves        {folder / 'curves.png'}\nmetrics       {folder / 'metrics.jsonl'}"

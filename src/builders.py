@@ -3,14 +3,18 @@
 import functools
 import inspect
 import logging
+import math
 import os
+import textwrap
+import typing
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from composer import Algorithm, Callback, DataSpec, Evaluator, Time, Trainer
+from composer import Algorithm, Callback, DataSpec, Evaluator, Time, Timestamp, TimeUnit, Trainer
 from composer.algorithms import GradientClipping
 from composer.callbacks import (
     EarlyStopper,
@@ -33,6 +37,7 @@ from composer.optim import (
 )
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.activations import ACT2FN
 from transformers.utils import logging as transformers_logging
 
 from src import collate
@@ -42,6 +47,15 @@ from src.lion import LionConfig
 from src.optimizer import FusedDecoupledAdamW
 from src.schedule import WarmupStableDecayScheduler
 
+
+def gradient_clipping(clipping_type: str, clipping_threshold: float) -> GradientClipping:
+    """Composer's, which looks at its arguments in the first step."""
+    check_choice("algorithms.gradient_clipping.clipping_type", clipping_type, ("adaptive", "norm", "value"))
+    if not float(clipping_threshold) > 0:
+        raise ValueError(f"clipping_threshold {clipping_threshold} is not above 0")
+    return GradientClipping(clipping_type, float(clipping_threshold))
+
+
 OPTIMIZERS = {"decoupled_adamw": FusedDecoupledAdamW, "adamw": functools.partial(torch.optim.AdamW, fused=True)}
 SCHEDULERS = {
     "linear_decay_with_warmup": LinearWithWarmupScheduler,
@@ -50,7 +64,7 @@ SCHEDULERS = {
     "constant_with_warmup": ConstantWithWarmupScheduler,
     "warmup_stable_decay": WarmupStableDecayScheduler,
 }
-ALGORITHMS = {"gradient_clipping": GradientClipping}
+ALGORITHMS = {"gradient_clipping": gradient_clipping}
 CALLBACKS = {
     "early_stopper": EarlyStopper,
     "lr_monitor": LRMonitor,
@@ -62,6 +76,7 @@ CALLBACKS = {
     "speed_monitor": SpeedMonitor,
     "system_metrics_monitor": SystemMetricsMonitor,
 }
+TIME_UNITS = {"ba": "batches", "sp": "samples", "ep": "epochs", "tok": "tokens", "dur": "a share of the run"}
 LOGGERS = {"file": FileLogger, "mlflow": MLFlowLogger, "tensorboard": TensorboardLogger, "wandb": WandBLogger}
 
 
@@ -89,10 +104,12 @@ def build_lion_config(arguments: Mapping[str, Any], tokenizer: PreTrainedTokeniz
 
     Raises UserError for an unknown argument, or sizes that do not fit the tokenizer or the text length.
     """
-    known = [name for name in inspect.signature(LionConfig).parameters if name != "kwargs"]
-    for name in arguments:
+    known = {name: entry for name, entry in inspect.signature(LionConfig).parameters.items() if name != "kwargs"}
+    for name, value in arguments.items():
         if name not in known:
-            raise UserError(f"unknown key model.{name}{nearest(name, known)}")
+            raise UserError(f"unknown key model.{name}{nearest(name, list(known))}")
+        check_argument(f"model.{name}", value, known[name].annotation)
+    check_choice("model.hidden_act", arguments.get("hidden_act", "gelu"), tuple(ACT2FN))
     options = {"vocab_size": -(-len(tokenizer) // 8) * 8, "pad_token_id": tokenizer.pad_token_id, **arguments}
     try:
         config = LionConfig(**options)
@@ -111,14 +128,50 @@ def build_lion_config(arguments: Mapping[str, Any], tokenizer: PreTrainedTokeniz
     return config
 
 
+def check_argument(name: str, value: Any, annotation: Any) -> None:
+    """Raise UserError for an argument of LionConfig that is not of its type, or that no model can have."""
+    kind, *others = typing.get_args(annotation) or (annotation,)
+    if value is None and type(None) in others:
+        return
+    if kind in (int, float):
+        least, below = (1 if kind is int and not name.endswith("_id") else 0), (1 if "dropout" in name else math.inf)
+        number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+        if not number or not least <= value < below:
+            what = "a whole number" if kind is int else "a number"
+            raise UserError(f"{name} must be {what} of at least {least}{'' if below > 1 else ' and below 1'}, not {value!r}")  # fmt: skip
+    elif type(value) is not kind:
+        raise UserError(f"{name} must be {'true or false' if kind is bool else 'a word'}, not {value!r}")
+
+
 def lion_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Of a stored configuration, what LionConfig takes by name."""
     return {name: settings[name] for name in inspect.signature(LionConfig).parameters if name in settings}
 
 
+def arguments_by_name() -> str:
+    """What the sections of a config that begin with a name take, with defaults, for `--help`."""
+    own = {"optimizer": ["filter_bias_norm_wd=False"]}  # see build_optimizer
+    registries = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS, "algorithms": ALGORITHMS, "callbacks": CALLBACKS, "loggers": LOGGERS}  # fmt: skip
+    made = {"model:": LionConfig}
+    made |= {f"{kind}: {name}": cls for kind, registry in registries.items() for name, cls in registry.items()}
+    lines = []
+    for name, cls in made.items():
+        shown = [
+            entry.name if entry.default is entry.empty else f"{entry.name}={entry.default!r}"
+            for entry in inspect.signature(cls).parameters.values()
+            if entry.name != "params" and entry.kind not in (entry.VAR_POSITIONAL, entry.VAR_KEYWORD)
+        ]
+        words = ", ".join(shown + own.get(name.split(":")[0], [])) or "no arguments"
+        lines += [f"  {name}", textwrap.fill(words, 112, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+    return "\n".join(lines)
+
+
 def build_optimizer(section: Mapping[str, Any], model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer over the model's parameters. `filter_bias_norm_wd: true` decays matrices alone, not biases and norms."""
     section = dict(section)
+    betas = section.get("betas", (0.9, 0.98))
+    if not (isinstance(betas, list | tuple) and len(betas) == 2):
+        raise UserError(f"optimizer.betas must be two numbers, such as [0.9, 0.98], not {betas!r}")
     without_decay = section.pop("filter_bias_norm_wd", False)
     parameters: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if without_decay:
@@ -129,8 +182,28 @@ def build_optimizer(section: Mapping[str, Any], model: nn.Module) -> torch.optim
     return build("optimizer", OPTIMIZERS, section, params=parameters)
 
 
-def build_scheduler(section: Mapping[str, Any]) -> ComposerScheduler:
-    return build("scheduler", SCHEDULERS, section)
+def build_scheduler(section: Mapping[str, Any], max_duration: str = "1ep") -> ComposerScheduler:
+    """A learning-rate schedule, tried at both ends of a run of `max_duration`. Raises UserError where that fails."""
+    if section.get("t_warmup") is not None:
+        check_time("scheduler.t_warmup", section["t_warmup"], tuple(TIME_UNITS), zero=True)
+    scheduler = build("scheduler", SCHEDULERS, section)
+    begin = SimpleNamespace(
+        max_duration=Time.from_timestring(max_duration),
+        timestamp=Timestamp(),
+        dataloader_len=Time.from_batch(1000),
+        get_elapsed_duration=lambda: Time(0.0, TimeUnit.DURATION),
+    )
+    late = Timestamp(epoch=10**12, batch=10**12, sample=10**12, token=10**12)
+    end = SimpleNamespace(
+        **{**vars(begin), "timestamp": late, "get_elapsed_duration": lambda: Time(1.0, TimeUnit.DURATION)}
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a warm-up of no step
+            scheduler(begin), scheduler(end)
+    except Exception as error:  # Composer finds out here, and in no one way, what it cannot compute
+        raise UserError(f"scheduler: {section['name']} refuses these arguments: {error}") from None
+    return scheduler
 
 
 def build_algorithms(section: Mapping[str, Any]) -> list[Algorithm]:
@@ -162,7 +235,9 @@ def build(kind: str, registry: Mapping[str, Callable], section: Mapping[str, Any
             raise UserError(f"unknown key {kind}.{unknown}{nearest(unknown, known)} (an inherited one that {name} does not have goes with {kind}.{unknown}=null)")  # fmt: skip
     try:
         return registry[name](**fixed, **arguments)
-    except (TypeError, ValueError, ImportError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # whatever a class of torch or Composer raises
         raise UserError(f"{kind}: {name} refuses these arguments: {error}") from None
 
 
@@ -214,13 +289,17 @@ def build_evaluator(label: str, dataloader: Any) -> Evaluator:
     return Evaluator(label=label, dataloader=dataloader, device_eval_microbatch_size=dataloader.batch_size)
 
 
-def build_trainer(model: nn.Module, *, device: str, precision: str, **arguments: Any) -> Trainer:
+def build_trainer(
+    model: nn.Module, *, device: str, precision: str, float32_matmul_precision: str = "highest", **arguments: Any
+) -> Trainer:
     """Composer's Trainer, quiet but for warnings that a user can act on. bfloat16 on a CPU is the model's business."""
     quiet()
     if device == "cpu" and precision == "amp_bf16":
         model.cpu_bfloat16 = True
         precision = "fp32"
-    return Trainer(model=model, device=device, precision=precision, progress_bar=False, **arguments)
+    trainer = Trainer(model=model, device=device, precision=precision, progress_bar=False, **arguments)
+    torch.set_float32_matmul_precision(float32_matmul_precision)  # Composer's device for GPUs has just allowed TF32
+    return trainer
 
 
 def quiet() -> None:
@@ -231,15 +310,23 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", module=r"(composer|torch|torchmetrics|streaming)\b.*")
 
 
-def check_times(**times: str) -> None:
-    """Raise UserError for a key whose value Composer cannot read as a time, such as 1000ba."""
+def check_times(**times: Any) -> None:
+    """Raise UserError for a key whose value is no time above 0, such as 1000ba, in a unit that the key can have."""
+    units = {"max_duration": ("ba", "sp", "ep", "tok"), "log_interval": ("ba",)}
     for name, value in times.items():
-        try:
-            Time.from_timestring(value)
-        except ValueError:
-            raise UserError(f"{name}: {value!r} is no time; give a number with ba (batches), sp (samples), ep (epochs) or tok (tokens)") from None  # fmt: skip
-    if "log_interval" in times and not times["log_interval"].endswith("ba"):
-        raise UserError(f"log_interval: {times['log_interval']!r} must be in batches, such as 10ba")
+        check_time(name, value, units.get(name, tuple(TIME_UNITS)))
+
+
+def check_time(name: str, value: Any, units: tuple[str, ...], zero: bool = False) -> None:
+    """Raise UserError for what is no time in one of these units, above 0 or from it on."""
+    try:
+        time = Time.from_timestring(value)
+        good = time.unit.value in units and (time.value > 0 or (zero and time.value == 0))
+    except (ValueError, TypeError, OverflowError):
+        good = False
+    if not good:
+        known = " or ".join(f"{unit} ({TIME_UNITS[unit]})" for unit in units)
+        raise UserError(f"{name}: {value!r} is no time; give a number{'' if zero else ' above 0'} and {known}, such as 10ba")  # fmt: skip
 
 
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -259,13 +346,15 @@ def parallelism(fsdp_config: Mapping[str, Any], device: str) -> dict[str, Any] |
     return {"fsdp": dict(fsdp_config)}
 
 
-def check_batch_sizes(global_batch: int, microbatch: Any, world_size: int) -> int:
-    """Samples a device takes in one step. Raises UserError where the sizes do not divide."""
+def check_batch_sizes(global_batch: int, microbatch: Any, world_size: int, device: str) -> int:
+    """Samples a device takes in one step. Raises UserError where the sizes do not divide, or the device cannot find them."""
     if global_batch < 1:
         raise UserError(f"global_train_batch_size {global_batch} must be at least 1")
     if global_batch % world_size:
         raise UserError(f"global_train_batch_size {global_batch} cannot be divided among {world_size} devices")
     device_batch = global_batch // world_size
+    if microbatch == "auto" and device != "gpu":
+        raise UserError(f"device_train_microbatch_size: auto finds what fits on a GPU, and this run is on a cpu; give a number, such as {device_batch}")  # fmt: skip
     if microbatch != "auto" and not (isinstance(microbatch, int) and 1 <= microbatch <= device_batch):
         raise UserError(f"device_train_microbatch_size {microbatch} must be auto or between 1 and the {device_batch} samples of a device's batch")  # fmt: skip
     return device_batch

@@ -3,11 +3,13 @@
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 
 from tqdm import tqdm
 
 log = logging.getLogger("lion")
+PATIENCE = 10  # seconds that an error of another process than the main one waits
 
 
 class UserError(Exception):
@@ -37,13 +39,15 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def start_log() -> None:
-    """Log messages as they are, to stderr; of the main process alone, but for warnings."""
+    """Log messages as they are, to stderr; of the main process alone."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    log.setLevel(logging.INFO if is_main_process() else logging.WARNING)
+    log.setLevel(logging.INFO if is_main_process() else logging.ERROR)
 
 
 def fail(error: UserError) -> int:
     """Say in one line what is wrong, and return the exit status for it."""
+    if not is_main_process():
+        time.sleep(PATIENCE)  # where the main process has the same error, it says it, and its launcher ends this one
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     return error.status
 

@@ -63,7 +63,7 @@ class PretrainConfig:
 
     run_name: str = key("name of the run")
     model: dict[str, Any] = key(
-        "sizes and mixer: any argument of LionConfig (src/lion/configuration_lion.py); and pretrained_checkpoint, to go on from "
+        "sizes and mixer: any argument of LionConfig (below; src/lion/configuration_lion.py says what they mean); and pretrained_checkpoint, to go on from "
         "one of main.py, a Hub folder, a checkpoint of the paper's authors or a Hugging Face BERT",
         {},
     )
@@ -75,7 +75,9 @@ class PretrainConfig:
     train_loader: LoaderConfig = field(default_factory=LoaderConfig)
     eval_loader: LoaderConfig = field(default_factory=LoaderConfig)
 
-    optimizer: dict[str, Any] = key("name (decoupled_adamw, adamw) and its arguments")
+    optimizer: dict[str, Any] = key(
+        "name (decoupled_adamw, adamw) and its arguments; with filter_bias_norm_wd: true, biases and norms have no weight decay"
+    )
     scheduler: dict[str, Any] = key(
         "name (linear_decay_with_warmup, cosine_with_warmup, constant, constant_with_warmup, warmup_stable_decay) and its arguments"
     )
@@ -195,6 +197,18 @@ def nearest(name: str, known: list[str]) -> str:
     return f"; known are {', '.join(sorted(known))}" if len(known) <= 20 else "; --help lists the keys"
 
 
+class _Help(argparse.Action):
+    """The keys at once, and then the arguments of what is chosen by name, which take seconds to import."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.print_help()
+        print("\narguments of model, and of what is chosen by name (in `callbacks` and the like as name: {argument: value}):\n", flush=True)  # fmt: skip
+        from src import builders
+
+        print(builders.arguments_by_name())
+        parser.exit()
+
+
 def _parse(schema: type, script: str, argv: list[str]) -> argparse.Namespace:
     example = "pretrain/lion-s-base.yaml max_duration=1000ba" if schema is PretrainConfig else "finetune-glue/lion-s-base.yaml tasks_to_run=[sst2,rte]"  # fmt: skip
     parser = argparse.ArgumentParser(
@@ -203,7 +217,9 @@ def _parse(schema: type, script: str, argv: list[str]) -> argparse.Namespace:
         description=f"Example: {script} yamls/{example}",
         epilog="keys, in the YAML file or as key=value (what stands after = is the default):\n\n" + describe(schema),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this and stop")
     parser.add_argument("yaml", metavar="FILE.yaml", help="the config, e.g. one of yamls/")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="values over those of the file")
     parser.add_argument("--print_config", action="store_true", help="print the whole resolved config and stop")

@@ -33,7 +33,7 @@ import numpy as np
 
 from src import cli
 from src.cli import UserError, log, progress
-from src.text_files import LINE_KINDS, STANDARD_INPUT, Batch, Reading, texts
+from src.text_files import LINE_KINDS, STANDARD_INPUT, Batch, Reading, file_kind, texts
 from src.text_sources import Files, HubDataset, grouped
 from src.token_rows import Packer, RowMaker, Rows, load_tokenizer, vocabulary_digest
 from src.worker_pool import in_order
@@ -117,8 +117,14 @@ def check(arguments: argparse.Namespace) -> None:
         raise UserError(f"--size_limit {arguments.size_limit} must lie between 1 and {2**32 - 1} bytes")
     if arguments.num_workers < 1:
         raise UserError(f"--num_workers {arguments.num_workers} must be at least 1")
+    if arguments.stdin_format and str(STANDARD_INPUT) not in (arguments.data_files or []):
+        raise UserError("--stdin_format goes with --data_files -, the standard input; leave it out")
     if arguments.data_files is None:
+        if arguments.one_document_per_file:
+            raise UserError("--one_document_per_file goes with --data_files, and .txt files among them; leave it out")
         return
+    if arguments.data_subset is not None:
+        raise UserError("--data_subset is a configuration of --dataset, and files have none; leave it out")
     if arguments.val_fraction is None and any(SPLITS[split][0] == "validation" for split in arguments.splits):
         raise UserError(
             "files have no validation split; give --val_fraction 0.01 to set documents aside, or --splits train"
@@ -277,7 +283,11 @@ def open_source(arguments: argparse.Namespace, hub_split: str) -> Files | HubDat
     if str(STANDARD_INPUT) in arguments.data_files:
         stdin = arguments.stdin_format or ("jsonl" if sys.stdin.buffer.peek(1)[:1] == b"{" else "txt")
         log.info(f"standard input: read as .{stdin}; it cannot be read again, so a conversion of it begins anew if interrupted")  # fmt: skip
-    return Files(arguments.data_files, Reading(arguments.text_column, arguments.one_document_per_file, stdin))
+    reading = Reading(arguments.text_column, arguments.one_document_per_file, stdin)
+    files = Files(arguments.data_files, reading)
+    if arguments.one_document_per_file and all(file_kind(path, reading)[0] != "txt" for path in files.paths):
+        raise UserError("--one_document_per_file goes with .txt files, and there are none among --data_files; leave it out")  # fmt: skip
+    return files
 
 
 def describe(arguments: argparse.Namespace, source: Files | HubDataset, rows: RowMaker | None) -> dict[str, Any]:
@@ -305,7 +315,8 @@ def cannot_go_on(job: Job) -> str | None:
     before = job.progress["command"]
     differing = [name for name in {**before, **job.command} if before.get(name) != job.command.get(name)]
     if differing:
-        return f"by another command ({', '.join(f'--{name}' for name in differing)} not the same)"
+        shown = {"files": "the number of files", "hub_split": "the Hub's split", "revision": "the dataset's revision"}
+        return f"by another command ({', '.join(shown.get(name, f'--{name}') for name in differing)} not the same)"
     changed = job.source.changed(job.progress["stamps"], job.progress["state"]["last"])
     return changed and f"{changed} has changed since"
 
@@ -343,15 +354,20 @@ def write_split(job: Job, arguments: argparse.Namespace) -> None:
         with contextlib.closing(ShardWriter(job.unfinished, job.progress, job.source.resumable, **options)) as writer:
             counts = write_shards(job, writer, arguments.num_workers)
             if counts["documents"] == 0:
-                raise UserError(
-                    f"{job.folder.name}: there is not one document with text; check the source and --text_column"
-                )
+                raise nothing_written(job, counts)
             summary = summarize(job, counts, writer)
             (job.unfinished / "split.json").write_text(json.dumps(summary, indent=1) + "\n")
             give_name(job.unfinished, job.folder)
     except OSError as error:
         raise cannot_write(job, error) from None
     log.info(f"{job.folder}: {in_words(summary)}")
+
+
+def nothing_written(job: Job, counts: Counter) -> UserError:
+    if counts["of_other_split"]:
+        raised = "raise" if job.prepare.validation else "lower"
+        return UserError(f"{job.folder.name}: none of the {counts['of_other_split']:,} documents falls to it; {raised} --val_fraction {job.prepare.val_fraction:g}, and give --overwrite")  # fmt: skip
+    return UserError(f"{job.folder.name}: there is not one document with text; check the source and --text_column")
 
 
 def write_shards(job: Job, writer: "ShardWriter", workers: int) -> Counter:
@@ -365,7 +381,10 @@ def write_shards(job: Job, writer: "ShardWriter", workers: int) -> Counter:
     if rows is None:
         workers = 1  # to parse text takes less time than to send it to another process and back
     groups = grouped(job.source.batches(state["place"]))
-    bar = progress(desc=job.folder.name, total=job.source.total, unit=job.source.unit, initial=counts["read"])
+    total = job.source.total
+    if job.source.unit == "docs" and job.limit is not None and job.prepare.val_fraction is None:
+        total = min(total or job.limit, job.limit)
+    bar = progress(desc=job.folder.name, total=total, unit=job.source.unit, initial=counts["read"])
     with bar, contextlib.closing(in_order(job.prepare, groups, workers)) as results:
         text_before, start = counts["text_bytes"], time.perf_counter()
         for places, batches, documents in results:
@@ -401,6 +420,7 @@ def count(documents: Documents, rows: RowMaker | None, batches: list[Batch]) -> 
         "read": sum(batch.size for batch in batches),
         "documents": np.count_nonzero(sizes > 0),
         "empty": np.count_nonzero(sizes == 0),
+        "of_other_split": np.count_nonzero(sizes < 0),
         "text_bytes": int(sizes[sizes > 0].sum()),
     }
     if rows:
@@ -430,7 +450,8 @@ def in_words(summary: dict[str, Any]) -> str:
     words = [f"{summary['documents']:,} documents"]
     if summary["empty"]:
         words.append(f"{summary['empty']:,} empty ones left out")
-    words.append(f"{summary['text_bytes'] / 1e6:,.1f} MB of text")
+    mean = summary["text_bytes"] / summary["documents"]
+    words.append(f"{summary['text_bytes'] / 1e6:,.1f} MB of text ({mean:,.0f} bytes a document)")
     if tokens := summary.get("tokens"):
         words.append(f"{tokens['of_text']:,} tokens ({tokens['of_text'] / summary['documents']:,.1f} a document)")
         words.append(f"{summary['samples']:,} rows of at most {tokens['length']}")

@@ -8,8 +8,10 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; a last line that a kill cut in half is left out."""
-    lines = []
+    """The lines of a run's metrics.jsonl, none if it is not there; a last line that a kill cut in half is left out."""
+    lines: list[dict[str, Any]] = []
+    if not (folder / METRICS_FILE).is_file():
+        return lines
     for line in (folder / METRICS_FILE).read_text().splitlines():
         try:
             lines.append(json.loads(line))
@@ -19,12 +21,12 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:
-    """The evaluations of a pretraining run in order: {"batch", "loss", "masked_accuracy", "most_frequent_token"}."""
+    """The evaluations of a pretraining run in order: {"step", "loss", "accuracy", "most_frequent_token"}."""
     return [
         {
-            "batch": line["batch"],
+            "step": line["step"],
             "loss": line["eval"]["eval/LanguageCrossEntropy"],
-            "masked_accuracy": line["eval"]["eval/MaskedAccuracy"],
+            "accuracy": line["eval"]["eval/MaskedAccuracy"],
             "most_frequent_token": line["eval"]["eval/MostFrequentTokenAccuracy"],
         }
         for line in read_metrics(folder)

@@ -58,7 +58,7 @@ def read_run(checkpoint: Checkpoint) -> Run:
         run.config = config
         if (folder / METRICS_FILE).is_file():
             step = checkpoint.timestamp.get("batch", 0)
-            run.evaluation = next((e for e in reversed(evaluations(folder)) if e["batch"] <= step), None)
+            run.evaluation = next((e for e in reversed(evaluations(folder)) if e["step"] <= step), None)
     result = _read(folder / "result.json")
     if "task" in result and name.endswith(f"-{result['task']}-{result.get('seed')}"):
         run.result = result
@@ -95,11 +95,9 @@ def _metadata(checkpoint: Checkpoint, run: Run, title: str, scores: dict[str, An
     results = [*_glue_results(scores or {"tasks": []}), *_job_results(run.result)]
     data, split = _data(run.config), _at(run.config, "eval_loader.dataset.split")
     if run.evaluation and data:
-        for kind, value in (("accuracy", "masked_accuracy"), ("cross entropy", "loss")):
-            results.append(
-                EvalResult("fill-mask", data, data, kind, run.evaluation[value], metric_name=value.replace("_", " "),
-                           dataset_split=split)
-            )  # fmt: skip
+        for kind, key, name in (("accuracy", "accuracy", "masked accuracy"), ("cross entropy", "loss", "loss")):
+            value = run.evaluation[key]
+            results.append(EvalResult("fill-mask", data, data, kind, value, metric_name=name, dataset_split=split))
     card = ModelCardData(
         model_name=title if results else None,
         eval_results=results or None,
@@ -200,7 +198,7 @@ def _evaluation(run: Run, scores: dict[str, Any] | None) -> str:
         share = _at(run.config, "eval_loader.dataset.mlm_probability")
         masked = "" if share is None else f", with {share:.0%} of the tokens masked"
         parts.append(
-            f"At step {run.evaluation['batch']:,}{masked}: masked accuracy {run.evaluation['masked_accuracy']:.2%} (always"
+            f"At step {run.evaluation['step']:,}{masked}: masked accuracy {run.evaluation['accuracy']:.2%} (always"
             f" guessing the most frequent token: {run.evaluation['most_frequent_token']:.2%}), loss {run.evaluation['loss']:.3f}."
         )
     if run.result:

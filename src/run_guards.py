@@ -64,7 +64,7 @@ class FiniteLoss(Callback):
 
 
 class Stopped(Exception):
-    """The run was asked to end by a signal, and has saved its last step. `status` is what the process should end with."""
+    """The run was asked to end by a signal, and has saved its last step if the disk let it. `status` is what the process should end with."""
 
     def __init__(self, signum: int):
         self.status = 128 + signum
@@ -94,9 +94,13 @@ class StopOnSignal(Callback):
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         if on_any_rank(self.asked, state):
-            self.writer.save(state)
+            refused = self.writer.save(state)
             signum = self.asked or signal.SIGTERM  # another rank was asked
-            log.info(f"{signal.Signals(signum).name}: step {state.timestamp.batch.value} is saved; the same command goes on from there")  # fmt: skip
+            name = signal.Signals(signum).name
+            if refused:
+                log.warning(f"{name}: {refused}; {way_back(self.writer.folder)}")
+            else:
+                log.info(f"{name}: step {state.timestamp.batch.value} is saved; the same command goes on from there")
             raise Stopped(signum)
 
     def fit_end(self, state: State, logger: Logger) -> None:

@@ -1,7 +1,9 @@
 """What a run leaves to look at: a progress line while it lasts, `metrics.jsonl`, and a picture of its curves."""
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from composer import Logger, State, Time, TimeUnit
 from composer.loggers import LoggerDestination
 
-from src.cli import is_main_process, progress
+from src.cli import is_main_process, log, progress
 from src.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
@@ -19,10 +21,10 @@ if TYPE_CHECKING:
 class RunLog(LoggerDestination):
     """Writes a line to `folder/metrics.jsonl` every `interval` batches of training and after every evaluation.
 
-    Lines of training: {"batch", "samples", "seconds", "loss", "lr", "masked_accuracy", "samples_per_second",
-    "tokens_per_second", …}, the loss and the rates means since the line before, and the share of padding so far. Lines of
-    evaluation: {"batch", "samples", "seconds", "eval": {metric: value}}. A run that goes on from a checkpoint drops the
-    lines after it.
+    Lines of training: {"step", "samples", "seconds", "loss", "accuracy", "lr", "samples_per_second", "tokens_per_second",
+    …}, the accuracy that of the masked tokens, the loss and the rates means since the line before, and the share of padding
+    so far. Lines of evaluation: {"step", "samples", "seconds", "eval": {metric: value}}. A run that goes on from a
+    checkpoint drops the lines after it. Where the disk refuses a line, the run goes on without it, and says so once.
     """
 
     def __init__(
@@ -43,6 +45,11 @@ class RunLog(LoggerDestination):
         self.before = (0, 0, 0.0)  # samples, tokens and seconds at the line before
         self.rates: dict[str, float] = {}  # over the time between the last two lines
         self.bar = None
+        self.refused = False  # a line
+        self.first: tuple[float, ...] | None = (
+            None  # step, tokens and seconds at the end of the first step of this process
+        )
+        self.told_time_left = False
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self.latest.update({name: float(value) for name, value in metrics.items()})
@@ -54,11 +61,14 @@ class RunLog(LoggerDestination):
     def after_load(self, state: State, logger: Logger) -> None:
         """Forget what came after the checkpoint that the run goes on from."""
         if is_main_process() and self.path.is_file():
-            batch = state.timestamp.batch.value
-            kept = [line for line in read_metrics(self.path.parent) if line["batch"] <= batch] if batch else []
+            step = state.timestamp.batch.value
+            kept = [line for line in read_metrics(self.path.parent) if line["step"] <= step] if step else []
             unfinished = self.path.with_suffix(".unfinished")
-            unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            unfinished.replace(self.path)
+            try:
+                unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept))
+                unfinished.replace(self.path)
+            except OSError as error:
+                self._refuse(error)
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": self.losses, "padding": vars(self.padding) if self.padding else {}}
@@ -82,6 +92,8 @@ class RunLog(LoggerDestination):
             padding = self.padding.shares() if self.padding else {}
             self._write(state, {**loss, **self._training_metrics(state), **padding})
             self.losses.clear()
+        if not self.told_time_left:
+            self._tell_time_left(state)
         if self.bar is not None:
             self.bar.total = self._last_batch(state)
             self.bar.set_postfix_str(self._postfix(), refresh=False)
@@ -118,7 +130,7 @@ class RunLog(LoggerDestination):
     def _training_metrics(self, state: State) -> dict[str, float]:
         metrics = {"lr": state.schedulers[0].get_last_lr()[0]} if state.schedulers else {}
         for name, key in (
-            ("masked_accuracy", "metrics/train/MaskedAccuracy"),
+            ("accuracy", "metrics/train/MaskedAccuracy"),
             ("skipped_steps", "skipped_steps"),
             ("flops_per_second", "throughput/flops_per_sec"),  # of the speed_monitor, from its second window on
             ("share_of_peak_flops", "throughput/device/mfu"),
@@ -138,16 +150,44 @@ class RunLog(LoggerDestination):
             parts.append(f"{self.rates['tokens_per_second']:,.0f} tokens/s")
         return ", ".join(parts)
 
+    def _tell_time_left(self, state: State) -> None:
+        """After ten steps, or twenty seconds of them, say once how long the rest will take. The first, the slowest, is left out."""
+        _, tokens, seconds = self._counts(state)
+        now = (state.timestamp.batch.value, tokens, seconds)
+        if self.first is None:
+            self.first = now
+            return
+        steps, tokens, seconds = (end - begin for begin, end in zip(self.first, now))
+        last = self._last_batch(state)
+        if last is None or not seconds or (steps < 10 and seconds < 20):
+            return
+        self.told_time_left = True
+        minutes = math.ceil((last - now[0]) * seconds / steps / 60)
+        if self.bar is not None:
+            self.bar.clear()
+        log.info(f"about {minutes // 60}:{minutes % 60:02} hours left at {tokens / seconds:,.0f} tokens a second")
+
     def _write(self, state: State, values: dict[str, Any]) -> None:
         if not is_main_process():
             return
         at = {
-            "batch": state.timestamp.batch.value,
+            "step": state.timestamp.batch.value,
             "samples": state.timestamp.sample.value,
             "seconds": round(state.timestamp.total_wct.total_seconds(), 1),
         }
-        with self.path.open("a") as file:
-            file.write(json.dumps({**at, **values}) + "\n")
+        size = self.path.stat().st_size if self.path.is_file() else 0
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps({**at, **values}) + "\n")
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, size)  # half a line would hide those after it
+            self._refuse(error)
+
+    def _refuse(self, error: OSError) -> None:
+        if not self.refused:
+            log.warning(f"cannot write {self.path}: {error.strerror or error}; training goes on, and leaves out what cannot be written there")  # fmt: skip
+        self.refused = True
 
 
 def draw_curves(runs: Iterable[tuple[str, Path]], picture: Path) -> None:
@@ -160,7 +200,7 @@ def draw_curves(runs: Iterable[tuple[str, Path]], picture: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     panels = (
         ("loss", "loss", "eval/LanguageCrossEntropy"),
-        ("masked accuracy", "masked_accuracy", "eval/MaskedAccuracy"),
+        ("masked accuracy", "accuracy", "eval/MaskedAccuracy"),
     )
     floor = None
     for color, (name, folder) in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"], runs):

@@ -30,18 +30,20 @@ class CheckpointWriter(Callback):
         self.saved_batch = -1
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        if self.is_due(state, Event.BATCH_CHECKPOINT):
-            self.save(state)
+        self._save_if_due(state, Event.BATCH_CHECKPOINT)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        if self.is_due(state, Event.EPOCH_CHECKPOINT):
-            self.save(state)
+        self._save_if_due(state, Event.EPOCH_CHECKPOINT)
 
-    def save(self, state: State) -> None:
-        """Save this step, if it is not saved yet. Every rank has to call it."""
+    def _save_if_due(self, state: State, event: Event) -> None:
+        if self.is_due(state, event) and (refused := self.save(state)):
+            log.warning(f"{refused}; training goes on and tries again at the next save")
+
+    def save(self, state: State) -> str | None:
+        """Save this step, if it is not saved yet; None, or why it cannot be. Every rank has to call it."""
         batch = state.timestamp.batch.value
         if batch == self.saved_batch:
-            return
+            return None
         finite = all(bool(torch.isfinite(parameter).all()) for parameter in state.model.parameters())
         if dist.all_gather_object(finite).count(False):
             raise RunFailed(f"step {batch}: some weights are no finite numbers any more, and were not saved; {way_back(self.folder)}")  # fmt: skip
@@ -49,10 +51,10 @@ class CheckpointWriter(Callback):
         refused = self._write(state, path)
         if refused is None:
             self.saved_batch = batch
-        elif state.timestamp >= state.max_duration:
+            return None
+        if state.timestamp >= state.max_duration:
             raise RunFailed(f"cannot save step {batch}, the last, to {path}: {refused}; make room there, then {way_back(self.folder)}")  # fmt: skip
-        else:
-            log.warning(f"cannot save step {batch} to {path}: {refused}; training goes on and tries again at the next save")  # fmt: skip
+        return f"cannot save step {batch} to {path}: {refused}"
 
     def _write(self, state: State, path: Path) -> str | None:
         """None, or on every rank why rank 0 could not write."""

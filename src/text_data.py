@@ -124,7 +124,7 @@ def build(config: LoaderConfig, tokenizer: PreTrainedTokenizerBase, batch_size: 
             check_tokens(stream, tokenizer, options)
     devices = dist.get_world_size()
     if config.drop_last and len(dataset) < batch_size:  # of one device
-        raise UserError(f"the split {options.split} gives each of {devices} devices {len(dataset)} samples, less than a batch of {batch_size}; lower global_train_batch_size, or convert more text")  # fmt: skip
+        raise UserError(f"the split {options.split} gives each of {devices} devices {len(dataset)} samples, less than a batch of {batch_size}; lower {'global_train_batch_size' if train else 'device_eval_batch_size'}, or convert more text")  # fmt: skip
     return TextDataLoader(
         dataset,
         batch_size=batch_size,
@@ -250,6 +250,15 @@ def tokens_summary(stream: Stream) -> dict[str, Any]:
         raise UserError(f"{path} is missing or damaged, and without it nothing tells what tokenizer made the tokens; copy the split again, or convert the text again") from None  # fmt: skip
 
 
+def tokens_of_text(stream: Stream) -> int | None:
+    """How many tokens of text a stream's rows hold, where they are rows of tokens."""
+    try:
+        made = json.loads((folder_of(stream) / "split.json").read_text())["tokens"]
+        return round(made["of_text"] * (1 - made["share_cut_off"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def folder_of(stream: Stream) -> Path:
     """Where a stream's shards lie here."""
     return Path(stream.local) / stream.split
@@ -260,8 +269,10 @@ def first_line(error: Exception) -> str:
 
 
 def describe(options: DatasetConfig, dataset: StreamingTextDataset) -> str:
-    """How many samples there are, and where."""
+    """How many samples there are, of how many tokens where split.json tells it, and where."""
     if not options.streams:
-        return f"{dataset.size:,} samples in {options.remote or options.local}"
+        tokens = [tokens_of_text(stream) for stream in dataset.streams]
+        told = "" if None in tokens else f" ({sum(tokens):,} tokens)"
+        return f"{dataset.size:,} samples{told} in {options.remote or options.local}"
     parts = ", ".join(f"{stream.choose:,} of {name}" for name, stream in zip(options.streams, dataset.streams))
     return f"{dataset.epoch_size:,} samples an epoch ({parts})"

@@ -10,6 +10,7 @@ import glob
 import io
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -55,10 +56,14 @@ class Batch:
 
 
 def find_files(patterns: list[str]) -> list[Path]:
-    """The files that match, pattern by pattern, each once. Raises UserError for a pattern that nothing matches."""
+    """The files that match, pattern by pattern, each once. Raises UserError for a pattern that nothing matches.
+
+    The name of a file is itself first, and a pattern only where there is no such file: `a[1].txt`.
+    """
     paths = []
     for pattern in patterns:
-        found = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if not path.is_dir())
+        names = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+        found = sorted(path for path in map(Path, names) if not path.is_dir())
         if Path(pattern) == STANDARD_INPUT:
             found = [STANDARD_INPUT]
         if not found:

@@ -1,6 +1,7 @@
 """Where documents come from: files, or a dataset of the Hugging Face Hub; both can be read on from a place in them."""
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from src.cli import UserError
 from src.text_files import BATCH_BYTES, STANDARD_INPUT, Batch, Reading, file_kind, find_files, read_batches
 
+RECORDS = 256  # of a dataset, read at a time
 C4_DOCUMENTS = {"train": 364_868_892, "validation": 364_608}  # allenai/c4 en, for the time left
 
 Place = Any  # as JSON holds it
@@ -50,7 +52,10 @@ class Files:
 
 
 class HubDataset:
-    """A split of a dataset of the Hub, streamed. A place is the state that `datasets` gives of its iterator."""
+    """A split of a dataset of the Hub, streamed. A place is [state that `datasets` gives, batches to skip from there].
+
+    A state of None is the beginning.
+    """
 
     unit = "docs"
     resumable = True
@@ -72,12 +77,15 @@ class HubDataset:
         return None
 
     def batches(self, place: Place | None) -> Iterator[tuple[Place, Batch]]:
-        if place is not None:
-            self.documents.load_state_dict(place)
-        rows = self.documents.iter(batch_size=256)
-        while True:
+        state, skip = place or (None, 0)
+        if state is not None:
+            self.documents.load_state_dict(state)
+        rows = self.documents.iter(batch_size=RECORDS)
+        for number in itertools.count():
             try:
-                place = self.documents.state_dict()
+                # Before the first batch after a load `datasets` gives the state of the beginning, and after it one that
+                # may lie too far (a table that was cut counts twice); both places are named by the state that was loaded.
+                here = [state, number] if number < 2 else [self.documents.state_dict(), 0]
                 columns = next(rows, None)
             except Exception as error:
                 raise self._unreadable(error) from None
@@ -88,7 +96,8 @@ class HubDataset:
                 raise UserError(f"{self.dataset}: no column {self.column!r} (there are {', '.join(columns)}); name it with --text_column")  # fmt: skip
             if not all(isinstance(text, str | None) for text in texts):
                 raise UserError(f"{self.dataset}: column {self.column!r} holds other things than text; name another with --text_column")  # fmt: skip
-            yield place, Batch(self.dataset, 0, texts, "text", len(texts))
+            if number >= skip:
+                yield here, Batch(self.dataset, 0, texts, "text", len(texts))
 
     def _unreadable(self, error: Exception) -> UserError:
         reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -104,11 +104,10 @@ def read_all(files: list[Path], text_column: str) -> Iterator[str]:
 
 def save(tokenizer: Tokenizer, out: Path, lowercase: bool) -> None:
     """Write the folder that AutoTokenizer loads: tokenizer.json, vocab.txt and the two small files beside them."""
-    unfinished = out.with_name(f"{out.name}-unfinished")
+    unfinished = out / ".unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     fast = BertTokenizerFast(tokenizer_object=tokenizer, do_lower_case=lowercase, model_max_length=MAX_LENGTH)
     fast.save_pretrained(unfinished)
-    out.mkdir(parents=True, exist_ok=True)
     for file in sorted(unfinished.iterdir(), key=lambda file: file.name == "tokenizer.json"):  # the last makes it whole
         file.replace(out / file.name)
     unfinished.rmdir()

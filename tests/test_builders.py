@@ -46,15 +46,25 @@ def optimizer(model, **changes):
         (lambda m: optimizer(m, params=[]), ["unknown key optimizer.params"]),
         (lambda m: optimizer(m, lr=-1), ["optimizer", "decoupled_adamw", "-1"]),
         (lambda m: optimizer(m, lr="fast"), ["optimizer", "decoupled_adamw"]),
+        (lambda m: optimizer(m, betas=[0.9]), ["optimizer.betas", "two numbers", "[0.9]"]),
+        (lambda m: optimizer(m, betas=0.9), ["optimizer.betas"]),
+        (lambda m: optimizer(m, weight_decay="much"), ["optimizer", "decoupled_adamw"]),
         (lambda _: builders.build_scheduler({"name": "linear_decay"}), ["scheduler", "did you mean linear_decay_with_warmup?"]),
         (lambda _: builders.build_scheduler({"name": "cosine_with_warmup", "t_warmup": "1ba", "alpha": 0}), ["scheduler.alpha", "alpha_f"]),
         (lambda _: builders.build_scheduler({"name": "cosine_with_warmup"}), ["scheduler", "t_warmup"]),
         (lambda _: builders.build_scheduler({"name": "cosine_with_warmup", "t_warmup": "soon"}), ["scheduler", "soon"]),
+        (lambda _: builders.build_scheduler({"name": "linear_decay_with_warmup", "t_warmup": 100}), ["scheduler.t_warmup", "100", "dur"]),
+        (lambda _: builders.build_scheduler({"name": "constant_with_warmup", "t_warmup": "6%"}), ["scheduler.t_warmup", "6%"]),
+        (lambda _: builders.build_scheduler({"name": "warmup_stable_decay", "t_warmup": "1h"}), ["scheduler.t_warmup", "1h"]),
+        (lambda _: builders.build_scheduler({"name": "linear_decay_with_warmup", "t_warmup": "9ba"}, "99sp"), ["scheduler", "t_warmup", "same units"]),
+        (lambda _: builders.build_scheduler({"name": "cosine_with_warmup", "t_warmup": "1ba", "alpha_f": "low"}), ["scheduler", "cosine_with_warmup"]),
         (lambda _: builders.build_scheduler({}), ["scheduler", "known are"]),
         (lambda _: builders.build_algorithms({"gradient_cliping": {}}), ["algorithms", "did you mean gradient_clipping?"]),
         (lambda _: builders.build_algorithms({"gradient_clipping": {"threshold": 1}}), ["algorithms.gradient_clipping", "threshold"]),
         (lambda _: builders.build_algorithms({"gradient_clipping": {}}), ["gradient_clipping", "clipping_type"]),
         (lambda _: builders.build_algorithms({"gradient_clipping": 1.0}), ["gradient_clipping"]),
+        (lambda _: builders.build_algorithms({"gradient_clipping": {"clipping_type": "foo", "clipping_threshold": 1}}), ["algorithms.gradient_clipping.clipping_type", "'foo'", "norm"]),
+        (lambda _: builders.build_algorithms({"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": -1}}), ["gradient_clipping", "-1"]),
         (lambda _: builders.build_callbacks({"speed_monitr": {}}), ["callbacks", "did you mean speed_monitor?"]),
         (lambda _: builders.build_callbacks({"speed_monitor": {"window": 3}}), ["unknown key callbacks.speed_monitor.window", "window_size"]),
         (lambda _: builders.build_loggers({"tensorbord": {}}), ["loggers", "did you mean tensorboard?"]),
@@ -192,9 +202,27 @@ def test_bfloat16_on_a_cpu_computes_in_bfloat16(tokenizer):
     trainer.close()
 
 
+class TrainerOfAGPU:
+    """Does to the products of float32 what Composer does where it trains on a GPU."""
+
+    def __init__(self, **arguments):
+        torch.backends.cuda.matmul.allow_tf32 = True
+
+
+@pytest.mark.parametrize("precision", [None, "high", "medium"])
+def test_products_of_float32_are_rounded_only_where_it_is_asked_for(monkeypatch, precision):
+    monkeypatch.setattr(builders, "Trainer", TrainerOfAGPU)
+    asked = {"float32_matmul_precision": precision} if precision else {}
+    try:
+        builders.build_trainer(torch.nn.Linear(1, 1), device="gpu", precision="fp32", **asked)
+        assert torch.get_float32_matmul_precision() == (precision or "highest")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 @pytest.mark.parametrize(("batch", "microbatch", "world", "got"), [(64, 64, 1, 64), (64, 8, 4, 16), (64, "auto", 2, 32), (6, 4, 1, 6)])  # fmt: skip
 def test_a_batch_is_divided_among_the_devices(batch, microbatch, world, got):
-    assert builders.check_batch_sizes(batch, microbatch, world) == got
+    assert builders.check_batch_sizes(batch, microbatch, world, "gpu") == got
 
 
 @pytest.mark.parametrize(
@@ -211,7 +239,38 @@ def test_a_batch_is_divided_among_the_devices(batch, microbatch, world, got):
 )
 def test_batch_sizes_that_cannot_be_are_refused(batch, microbatch, world, words):
     with pytest.raises(UserError, match=re.escape(words)):
-        builders.check_batch_sizes(batch, microbatch, world)
+        builders.check_batch_sizes(batch, microbatch, world, "gpu")
+
+
+def test_a_cpu_finds_no_microbatch_by_itself():
+    with pytest.raises(UserError, match=r"device_train_microbatch_size: auto .* a number, such as 32"):
+        builders.check_batch_sizes(64, "auto", 2, "cpu")
+
+
+# Times
+
+
+@pytest.mark.parametrize(
+    "times",
+    [{"max_duration": "3e9tok"}, {"eval_interval": "0.1dur", "save_interval": "1ep"}, {"log_interval": "10ba"}, {"tasks.x.eval_interval": "5ba"}],
+)  # fmt: skip
+def test_times_above_0_in_the_units_of_their_key_are_accepted(times):
+    builders.check_times(**times)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_duration", "1.5ep"), ("save_interval", "0.5ba"), ("tasks.x.eval_interval", 500), ("max_duration", "60sec"),
+        ("max_duration", "1h30m"), ("max_duration", "1iter"), ("max_duration", "1dur"), ("log_interval", "0ba"),
+        ("log_interval", "10sp"), ("eval_interval", "0ba"), ("eval_interval", "0dur"), ("save_interval", "-3ba"),
+        ("save_interval", "ba"), ("save_interval", ""), ("save_interval", "1e999ba"), ("save_interval", "nanba"),
+        ("save_interval", None),
+    ],
+)  # fmt: skip
+def test_what_is_no_time_is_refused_by_name(name, value):
+    with pytest.raises(UserError, match=re.escape(f"{name}: {value!r} is no time")):
+        builders.check_times(**{name: value})
 
 
 # Model and tokenizer
@@ -231,6 +290,13 @@ def test_the_vocabulary_is_the_tokenizers_rounded_up(tokenizer):
         ({"mixer": "lion-x"}, 64, ["model", "lion-x", "lion-lit, lion-d, lion-s, softmax"]),
         ({"num_attention_heads": 3}, 64, ["model", "hidden_size 32", "num_attention_heads 3"]),
         ({"vocab_size": 32}, 64, ["model.vocab_size 32", "tokenizer"]),
+        ({"num_attention_heads": 0}, 64, ["model.num_attention_heads", "at least 1", "0"]),
+        ({"hidden_size": "abc"}, 64, ["model.hidden_size", "whole number", "'abc'"]),
+        ({"hidden_size": 32.0}, 64, ["model.hidden_size", "whole number", "32.0"]),
+        ({"hidden_act": "gleu"}, 64, ["model.hidden_act", "'gleu'", "gelu"]),
+        ({"hidden_act": None}, 64, ["model.hidden_act", "None"]),
+        ({"hidden_dropout_prob": 2}, 64, ["model.hidden_dropout_prob", "below 1", "2"]),
+        ({"tie_word_embeddings": "yes"}, 64, ["model.tie_word_embeddings", "true or false"]),
         ({"mixer": "softmax"}, 256, ["max_seq_len 256", "max_position_embeddings 128", "softmax"]),
         ({"mixer": "lion-lit"}, 256, ["max_seq_len 256", "max_position_embeddings 128", "lion-lit"]),
         ({"attention_form": "chunkwise", "attention_probs_dropout_prob": 0.1}, 64, ["attention_probs_dropout_prob", "chunkwise"]),
@@ -242,6 +308,17 @@ def test_a_model_that_cannot_be_is_refused(tokenizer, changes, max_seq_len, word
         builders.build_lion_config({**TINY_MODEL, **changes}, tokenizer, max_seq_len)
     for word in words:
         assert word in str(error.value)
+
+
+def test_values_of_the_types_of_the_model_are_accepted(tokenizer):
+    changes = {
+        "hidden_dropout_prob": 0,
+        "classifier_dropout": None,
+        "layer_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }
+    config = builders.build_lion_config({**TINY_MODEL, **changes}, tokenizer, 64)
+    assert {name: getattr(config, name) for name in changes} == changes
 
 
 @pytest.mark.parametrize("mixer", ["lion-d", "lion-s"])

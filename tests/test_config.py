@@ -154,6 +154,8 @@ def test_help_lists_every_key_with_its_meaning(schema, read, capsys):
         assert len(at) == 1, name
         assert len(lines[at[0] + 1].strip()) > 5, name
     assert describe(schema) in text
+    for name in ("hidden_size=768", "clipping_threshold", "window_size=", "filter_bias_norm_wd=False", "t_warmup"):
+        assert name in text, name
 
 
 def test_print_config_prints_yaml_that_loads_back_to_the_same_config(tmp_path, config_file, capsys):

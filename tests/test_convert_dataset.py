@@ -103,6 +103,16 @@ def test_val_fraction_parts_the_texts_without_overlap_or_loss_whatever_the_order
     assert other == [train, val]
 
 
+def test_a_val_fraction_that_leaves_a_split_without_documents_is_told_with_the_way_out(tmp_path):
+    command = ["--data_files", write_jsonl(tmp_path / "a.jsonl", TEXTS), "--out_root", tmp_path / "out"]
+    with pytest.raises(
+        UserError, match=f"^val: none of the {len(TEXTS)} .* raise --val_fraction 1e-05, and give --overwrite"
+    ):
+        convert(*command, "--val_fraction", 0.00001)
+    convert(*command, "--val_fraction", 0.3, "--overwrite")
+    assert len(read(tmp_path / "out" / "train")) + len(read(tmp_path / "out" / "val")) == len(TEXTS)
+
+
 @pytest.mark.parametrize("fraction", [0.02, 0.5])
 def test_val_fraction_is_the_share_that_goes_to_val(fraction):
     texts = [f"text {i}" for i in range(20_000)]
@@ -130,7 +140,7 @@ def test_empty_documents_are_left_out_and_counted(tmp_path, caplog):
     with caplog.at_level("INFO", logger="lion"):
         convert("--data_files", tmp_path / "a.jsonl", "--splits", "train", "--out_root", tmp_path / "out")
     assert read(tmp_path / "out" / "train") == ["one", "two"]
-    assert "2 documents, 3 empty ones left out" in caplog.text
+    assert "2 documents, 3 empty ones left out, 0.0 MB of text (3 bytes a document)" in caplog.text
 
 
 # A split that is already there
@@ -228,10 +238,16 @@ def test_a_parquet_file_without_the_column_lists_those_it_has(tmp_path):
         (["--data_files", "nothing-*.jsonl"], "--val_fraction"),
         (["--data_files", "a.jsonl", "--val_fraction", "1.5"], "between 0 and 1"),
         (["--data_files", "a.jsonl", "--val_fraction", "nan"], "between 0 and 1"),
+        (["--data_files", "a.jsonl", "--splits", "train", "--data_subset", "en"], "--data_subset"),
+        (["--data_files", "a.jsonl", "--splits", "train", "--stdin_format", "txt"], "--stdin_format"),
+        (["--data_files", "a.jsonl", "--splits", "train", "--one_document_per_file"], "--one_document_per_file"),
+        (["--dataset", "a/b", "--one_document_per_file"], "--one_document_per_file"),
+        (["--dataset", "a/b", "--stdin_format", "txt"], "--stdin_format"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
     with pytest.raises(UserError) as error:
         convert(*arguments, "--out_root", "out")
     assert words in str(error.value)

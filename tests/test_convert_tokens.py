@@ -248,14 +248,14 @@ def parts(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("mode", ["--concat_tokens", "--max_seq_len", None])
-def test_killed_ten_times_it_writes_the_same_bytes(mode, parts, tokenizer_folder, tmp_path, small_batches):
+def test_killed_again_and_again_it_writes_the_same_bytes(mode, parts, tokenizer_folder, tmp_path, small_batches):
     draw = random.Random(str(mode))
     command = ["--data_files", parts, "--val_fraction", 0.3, "--size_limit", 4000, "--num_workers", 1]
     command += ["--tokenizer", tokenizer_folder, mode, 24] if mode else []
     convert(*command, "--out_root", tmp_path / "whole")
     out = tmp_path / "out"
     kills = 0
-    while kills < 10:
+    while kills < 4:
         moment = draw.choice(["save_progress", "to_disk", "to_disk", "give_name"])
         kills += killed(moment, draw.randint(1, 20) if moment != "give_name" else 1, *command, "--out_root", out)
         done = [split for split in ("train", "val") if (out / split).exists()]
@@ -443,27 +443,44 @@ def test_standard_input_gives_one_split(tmp_path):
 # The Hub, which a folder stands for: datasets streams both alike
 
 
-@pytest.fixture
-def dataset(tmp_path) -> Path:
+FEATURES = (
+    "dataset_info: {features: [{name: id, dtype: int64}, {name: text, dtype: string}]}"  # datasets then reads tables
+)
+
+
+@pytest.fixture(params=["", FEATURES], ids=["rows", "tables"])
+def dataset(request, tmp_path) -> Path:
     folder = tmp_path / "dataset"
     folder.mkdir()
+    (folder / "README.md").write_text(f"---\n{request.param}\n---\n")
     for number in range(3):
-        lines = [json.dumps({"id": 1, "text": text or None}) + "\n" for text in DOCUMENTS[number::3]]
+        lines = [json.dumps({"id": 1, "text": text or None}) + "\n" for text in DOCUMENTS[number:450:3]]
         (folder / f"train-{number}.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
     return folder
 
 
-def test_a_streamed_dataset_goes_on_where_it_was(dataset, tokenizer_folder, tmp_path, small_batches):
-    command = ["--dataset", dataset, "--val_fraction", 0.2, "--size_limit", 4000, "--num_workers", 1,
+def test_a_streamed_dataset_goes_on_where_it_was(dataset, tokenizer_folder, tmp_path, small_batches, monkeypatch):
+    """Killed after every other shard, of which several come of a batch."""
+    monkeypatch.setattr("src.text_sources.RECORDS", 70)
+    command = ["--dataset", dataset, "--val_fraction", 0.2, "--size_limit", 1000, "--num_workers", 1,
                "--tokenizer", tokenizer_folder, "--concat_tokens", 24]  # fmt: skip
     convert(*command, "--out_root", tmp_path / "whole")
     found = documents(tmp_path / "whole" / "train") + documents(tmp_path / "whole" / "val")
-    assert len(found) == len([text for text in DOCUMENTS if text.strip()])
-    kills = sum(killed("save_progress", call, *command, "--out_root", tmp_path / "out") for call in (5, 4, 7))
-    assert kills == 3
-    convert(*command, "--out_root", tmp_path / "out")
+    assert len(found) == len([text for text in DOCUMENTS[:450] if text.strip()])
+    kills = 0
+    while killed("save_progress", 3 if kills else 4, *command, "--out_root", tmp_path / "out"):
+        kills += 1
+    assert kills > 8
     for split in ("train", "val"):
         assert files(tmp_path / "out" / split) == files(tmp_path / "whole" / split)
+
+
+def test_progress_of_a_small_split_goes_to_its_limit(dataset, tmp_path, monkeypatch):
+    totals, progress = [], convert_dataset.progress
+    monkeypatch.setitem(convert_dataset.SPLITS, "train_small", ("train", 7))
+    monkeypatch.setattr(convert_dataset, "progress", lambda **options: totals.append(options["total"]) or progress(**options))  # fmt: skip
+    convert("--dataset", dataset, "--splits", "train_small", "--out_root", tmp_path / "out")
+    assert totals == [7]
 
 
 @pytest.mark.parametrize("options, words", [(["--text_column", "body"], "no column 'body'.*id, text"), (["--text_column", "id"], "other things than text"), (["--splits", "val"], "validation")])  # fmt: skip

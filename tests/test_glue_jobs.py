@@ -201,7 +201,7 @@ def test_a_changed_value_runs_what_it_changes_again_and_rerun_runs_what_is_done(
     assert "STS-B seed 19: its result is of another task, so it runs again" in caplog.text
     assert changed() == {"stsb-19"}
     lines = [json.loads(line) for line in (folder / "jobs/stsb-19/metrics.jsonl").read_text().splitlines()]
-    assert [line["batch"] for line in lines if "loss" in line] == [3]  # of the new run alone
+    assert [line["step"] for line in lines if "loss" in line] == [3]  # of the new run alone
     jobs = snapshot(folder / "jobs")
     glue.main(["--rerun", *arguments, "tasks_to_run=[amount]", "mnli_first=false"])
     assert changed() == {"amount-19"}

@@ -63,7 +63,7 @@ def test_a_failing_export_costs_the_run_nothing(tmp_path, write_config):
     assert last.startswith("error: the run is done and saved, but not its Hub folder: ")
     assert "Traceback" not in result.stderr
     assert batches(metrics(tmp_path / "run"), "loss") == [1, 2, 3, 4, 5, 6]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["after"]["batch"] == 6
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["after"]["step"] == 6
     read_checkpoint(tmp_path / "run" / "latest-rank0.pt").build()
 
 

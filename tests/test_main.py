@@ -1,7 +1,10 @@
 """Pretraining as a user runs it: what a run leaves, that it is not done twice, that it survives a kill, what it refuses."""
 
+import errno
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +28,7 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def batches(lines: list[dict], of: str) -> list[int]:
-    return [line["batch"] for line in lines if of in line]
+    return [line["step"] for line in lines if of in line]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,7 @@ def finished(tmp_path_factory, write_config) -> tuple[Path, Path, Result]:
     folder = tmp_path_factory.mktemp("finished")
     config = write_config(folder)
     (folder / "run").mkdir()
-    (folder / "run" / "metrics.jsonl").write_text('{"batch": 1, "samples": 8, "loss": -1}\n{"batch": 2, "sam')
+    (folder / "run" / "metrics.jsonl").write_text('{"step": 1, "samples": 8, "loss": -1}\n{"step": 2, "sam')
     result = run("main.py", config, cwd=folder)
     assert result.returncode == 0, result.stderr
     return config, folder / "run", result
@@ -103,14 +106,22 @@ def test_another_run_is_refused_and_the_finished_one_left_alone(finished, overri
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("data_local=no/such/shards", ["data_local", "no/such/shards", "does not exist", "convert_dataset.py"]),
         ("max_duration=soon", ["max_duration", "soon"]),
         ("load_path=nowhere.pt", ["load_path", "nowhere.pt"]),
         ("tokenizer_name=nobody/nothing", ["tokenizer_name", "nobody/nothing", "Hub", "give a folder"]),
     ],
 )
 def test_what_cannot_be_used_is_named_before_anything_is_written(config_file, tmp_path, override, words):
-    assert_one_sentence(run("main.py", config_file, override, cwd=tmp_path), *words)
+    with pytest.raises(UserError) as error:
+        main.main([str(config_file), override])
+    for word in words:
+        assert word in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_shards_that_are_not_there_are_told_in_one_sentence(config_file, tmp_path):
+    result = run("main.py", config_file, "data_local=no/such/shards", cwd=tmp_path)
+    assert_one_sentence(result, "data_local", "no/such/shards", "does not exist", "convert_dataset.py")
     assert not (tmp_path / "run").exists()
 
 
@@ -140,7 +151,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_same_end(tmp_path,
     lines = metrics(folder)
     assert batches(lines, "loss") == list(range(1, 301))
     assert batches(lines, "eval") == list(range(0, 301, 50))
-    assert [line for line in left if line["batch"] < step] == [line for line in lines if line["batch"] < step]
+    assert [line for line in left if line["step"] < step] == [line for line in lines if line["step"] < step]
     checkpoint = torch.load(folder / "latest-rank0.pt", weights_only=False)
     assert checkpoint["state"]["timestamp"]["Timestamp"]["batch"] == 300
 
@@ -149,43 +160,69 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in metrics(folder) if "loss" in line]
 
 
-def test_packing_devices_microbatches_workers_and_a_stop_change_nothing_but_rounding(tmp_path, write_config):
-    """A plain run, and one with packed rows on two devices that goes on, from the middle of an epoch, on one."""
+def test_packing_devices_microbatches_workers_and_stops_change_nothing_but_rounding(tmp_path, write_config, caplog):
+    """A plain run, and one with packed rows that goes on in the middle of epochs: one device, two, and one again."""
     same = {
         "model": {**TINY_MODEL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         "scheduler": {"t_warmup": "0ba", "alpha_f": 1.0},  # the same rate however long the run is
-        "eval_interval": "9ba", "save_interval": "5ba", "loggers": {}, "global_train_batch_size": 8,
+        "eval_interval": "20ba", "save_interval": "20ba", "loggers": {}, "global_train_batch_size": 8,
     }  # fmt: skip
     for name in ("plain", "packed"):
         (tmp_path / name).mkdir()
-    plain = write_config(tmp_path / "plain", **same, max_duration="9ba")
+    plain = write_config(tmp_path / "plain", **same, max_duration="20ba")
     packed = write_config(
         tmp_path / "packed",
         **same,
-        max_duration="5ba",
         device_train_microbatch_size=2,
         train_loader={"dataset": {"packing": True}, "num_workers": 1},
         eval_loader={"dataset": {"packing": True}, "num_workers": 0},
     )
-    result = run("main.py", plain)
-    assert result.returncode == 0, result.stderr
-    launch = [sys.executable, "-m", "composer.cli.launcher", "-n", "2", ROOT / "main.py", packed]
-    two = subprocess.run(launch, env=environment(), capture_output=True, text=True, timeout=120)
-    assert two.returncode == 0, two.stderr
-    one = run("main.py", packed, "max_duration=9ba", "train_loader.num_workers=2", "device_train_microbatch_size=8")
-    assert one.returncode == 0, one.stderr
-    assert "going on from step 5" in one.stderr
+
+    with caplog.at_level("INFO", logger="lion"):
+        main.main([str(plain)])
+        assert "about 0:01 hours left at" in caplog.text
+        main.main([str(packed), "max_duration=2ba"])
+        launch = [
+            sys.executable,
+            "-m",
+            "composer.cli.launcher",
+            "-n",
+            "2",
+            ROOT / "main.py",
+            packed,
+            "max_duration=13ba",
+        ]
+        two = subprocess.run(launch, env=environment(), capture_output=True, text=True, timeout=120)
+        assert two.returncode == 0, two.stderr
+        assert "going on from step 2" in two.stderr
+        main.main([str(packed), "max_duration=20ba", "train_loader.num_workers=2", "device_train_microbatch_size=8"])
+        assert "going on from step 13" in caplog.text
+        assert re.search(r"padding: [\d.]+% of the positions, [\d.]+% without packing", caplog.text)
     expected, found = losses(tmp_path / "plain" / "run"), losses(tmp_path / "packed" / "run")
-    assert len(expected) == len(found) == 9
+    assert len(expected) == len(found) == 20
     assert found == pytest.approx(expected, rel=1e-5)
     evaluations = [metrics(tmp_path / name / "run")[-1]["eval"] for name in ("plain", "packed")]
     assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-4)
     shares = [line for line in metrics(tmp_path / "packed" / "run") if "loss" in line][-1]
     assert 0 < shares["padding"] < shares["padding_without_packing"]
-    assert re.search(r"padding: [\d.]+% of the positions, [\d.]+% without packing", one.stderr)
 
 
-# check_save_folder, in this process
+# In this process
+
+
+def test_an_evaluation_that_a_kill_prevented_is_made_up_for(finished, tmp_path):
+    config, before, _ = finished
+    folder = tmp_path / "run"
+    shutil.copytree(before, folder, symlinks=True)
+    (folder / "summary.json").unlink()
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert "eval" in lines[-1]
+    (folder / "metrics.jsonl").write_text("".join(lines[:-1]))
+    main.main([str(config), f"save_folder={folder}", "loggers={}"])
+    assert [line.get("eval") for line in metrics(folder)] == [line.get("eval") for line in metrics(before)]
+    names = ("before", "best", "after")
+    summaries = [json.loads((place / "summary.json").read_text()) for place in (folder, before)]
+    assert [summaries[0][name] for name in names] == [summaries[1][name] for name in names]
 
 
 @pytest.fixture
@@ -206,10 +243,106 @@ def test_a_new_an_empty_and_an_own_folder_are_accepted(config, tmp_path):
     main.check_save_folder(config, tmp_path / "own")
 
 
-def test_a_file_is_no_save_folder(config, tmp_path):
+@pytest.mark.parametrize("name", ["file", "file/below/it"])
+def test_a_file_is_no_save_folder(config, tmp_path, name):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="is a file"):
-        main.check_save_folder(config, tmp_path / "file")
+    with pytest.raises(UserError, match="file is a file; name another folder"):
+        main.check_save_folder(config, tmp_path / name)
+
+
+def test_a_save_folder_that_cannot_be_made_is_refused(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # as of another user's folder
+    with pytest.raises(UserError, match=f"save_folder: {tmp_path} cannot be written to"):
+        main.check_save_folder(config, tmp_path / "new")
+
+
+def test_a_bucket_is_no_save_folder(config):
+    config.save_folder = "s3://bucket/run"
+    with pytest.raises(UserError, match="save_folder: s3://bucket/run is no folder of this machine"):
+        main.check_save_folder(config, Path(config.save_folder))
+
+
+def test_the_config_beside_a_run_is_written_whole_and_only_if_it_has_changed(config, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    main.remember(config, folder)
+    files = snapshot(folder)
+    main.remember(config, folder)
+    assert snapshot(folder) == files and list(files) == ["config.yaml"]
+
+    def full(_, path):
+        path.write_text("hal")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(OmegaConf, "save", full)
+    config.max_duration = "9ba"
+    with pytest.raises(UserError, match=f"save_folder: cannot write to {folder}: No space left on device"):
+        main.remember(config, folder)
+    assert snapshot(folder)["config.yaml"] == files["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("save_interval=0ba", "save_interval: '0ba'"),
+        ("save_interval=-5ba", "save_interval: '-5ba'"),
+        ("eval_interval=500", "eval_interval: '500'"),
+        ("max_duration=0.5dur", "max_duration: '0.5dur'"),
+        ("seed=-1", "seed -1"),
+        ("train_loader.dataset.seed=4294967296", "train_loader.dataset.seed 4294967296"),
+        ("train_loader.num_workers=-1", "train_loader.num_workers -1"),
+        ("device_eval_batch_size=0", "device_eval_batch_size 0"),
+        ("eval_subset_num_batches=0", "eval_subset_num_batches 0"),
+        ("save_num_checkpoints_to_keep=0", "save_num_checkpoints_to_keep 0"),
+        ("max_seq_len=2", "max_seq_len 2"),
+        ("eval_loader.dataset.max_seq_len=2", "eval_loader.dataset.max_seq_len 2"),
+        (
+            "train_loader.dataset.tokenizer_name=other",
+            "train_loader.dataset.tokenizer_name other is not tokenizer_name",
+        ),
+        ("float32_matmul_precision=low", "float32_matmul_precision: 'low'"),
+        ("compile_config=max-autotune", "compile_config"),
+    ],
+)
+def test_values_that_no_run_can_have_are_refused(config_file, override, words):
+    with pytest.raises(UserError, match=f"^{words}"):
+        main.check(load(PretrainConfig, "main.py", [str(config_file), override]))
+
+
+@pytest.mark.parametrize("loader", ["train_loader", "eval_loader"])
+def test_the_longest_text_of_both_loaders_has_to_fit_the_positions(config_file, tokenizer, loader):
+    overrides = ["model.mixer=lion-lit", f"{loader}.dataset.max_seq_len=256"]
+    config = load(PretrainConfig, "main.py", [str(config_file), *overrides])
+    with pytest.raises(UserError, match=r"max_seq_len 256 is more than model\.max_position_embeddings 128"):
+        main.build_model(config, tokenizer)
+
+
+LOAD_PATHS = {
+    "the end": ({}, [], "is at 6ba, so max_duration 6ba leaves nothing to train"),
+    "another model": ({}, ["max_duration=9ba", "model.hidden_size=64"], "is of another model"),
+    "cut short": ({"cut": True}, ["max_duration=9ba"], "is damaged"),
+    "no checkpoint": ({"holds": {"weights": 1}}, ["max_duration=9ba"], "is no Composer checkpoint"),
+    "no file": ({"name": "nowhere.pt"}, [], "is not a file"),
+}
+
+
+@pytest.mark.parametrize("changes, overrides, words", LOAD_PATHS.values(), ids=LOAD_PATHS.keys())
+def test_a_checkpoint_that_cannot_be_gone_on_from_is_refused(finished, tokenizer, tmp_path, changes, overrides, words):
+    path = tmp_path / "checkpoint.pt"
+    shutil.copy(finished[1] / "latest-rank0.pt", path)
+    if "cut" in changes:
+        path.write_bytes(path.read_bytes()[:-500])
+    if "holds" in changes:
+        torch.save(changes["holds"], path)
+    path = tmp_path / changes.get("name", path.name)
+    config = load(PretrainConfig, "main.py", [str(finished[0]), f"load_path={path}", *overrides])
+    with pytest.raises(UserError, match=re.escape(f"{path} {words}")):
+        main.check_load_path(config, main.build_model(config, tokenizer))
+
+
+def test_a_checkpoint_of_the_same_model_can_be_gone_on_from(finished, tokenizer):
+    overrides = [f"load_path={finished[1] / 'latest-rank0.pt'}", "max_duration=9ba"]
+    config = load(PretrainConfig, "main.py", [str(finished[0]), *overrides])
+    main.check_load_path(config, main.build_model(config, tokenizer))
 
 
 @pytest.mark.parametrize("key", ["max_duration", "eval_interval", "save_interval", "device_train_microbatch_size"])

@@ -14,7 +14,7 @@ from src.glue.report import write as write_report
 from src.model_card import model_card, read_scores
 
 EVALUATIONS = [
-    {"batch": batch, "samples": 8 * batch, "seconds": 1.0,
+    {"step": batch, "samples": 8 * batch, "seconds": 1.0,
      "eval": {"eval/LanguageCrossEntropy": loss, "eval/MaskedAccuracy": accuracy, "eval/MostFrequentTokenAccuracy": 0.0625}}
     for batch, loss, accuracy in ((600, 3.5, 0.25), (1200, 2.5, 0.375), (1800, 1.5, 0.5))
 ]  # fmt: skip

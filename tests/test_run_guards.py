@@ -1,6 +1,7 @@
 """Runs that are asked to stop, and runs whose loss is no number any more."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -11,20 +12,23 @@ import pytest
 import torch
 from conftest import ROOT, environment, run
 
+import main
 from src import saving
-from src.run_guards import FiniteLoss, SeedEveryStep
+from src.run_guards import FiniteLoss, SeedEveryStep, StopOnSignal, Stopped
 
 
 # The last is what a launcher makes of a Ctrl-C.
 @pytest.mark.parametrize(
     ("asked", "status"), [([signal.SIGTERM], 143), ([signal.SIGINT], 130), ([signal.SIGINT, signal.SIGTERM], 130)]
 )
-def test_a_run_asked_to_stop_saves_its_step_says_so_and_goes_on_from_there(asked, status, tmp_path, write_config):
+def test_a_run_asked_to_stop_saves_its_step_says_so_and_goes_on_from_there(
+    asked, status, tmp_path, write_config, caplog
+):
     config = write_config(tmp_path, max_duration="2000ba", save_interval="1000ba", eval_interval="1000ba", loggers={})
     folder = tmp_path / "run"
     process = subprocess.Popen([sys.executable, ROOT / "main.py", config], env=environment(), stderr=subprocess.PIPE, text=True)  # fmt: skip
     deadline = time.monotonic() + 90
-    while not (folder / "metrics.jsonl").is_file() or '"batch": 5' not in (folder / "metrics.jsonl").read_text():
+    while not (folder / "metrics.jsonl").is_file() or '"step": 5' not in (folder / "metrics.jsonl").read_text():
         assert process.poll() is None, "the run ended before it was asked to"
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -34,13 +38,26 @@ def test_a_run_asked_to_stop_saves_its_step_says_so_and_goes_on_from_there(asked
     said = process.communicate(timeout=60)[1]
     assert process.returncode == status, said
     assert "Traceback" not in said
-    steps = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["batch"]
+    steps = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     assert 5 <= steps < 1000
     assert f"{asked[0].name}: step {steps} is saved; the same command goes on from there" in said
     assert [path.name.split("-")[1] for path in saving.checkpoints(folder)] == [f"ba{steps}"]
-    result = run("main.py", config, "max_duration=" + f"{steps + 2}ba")
-    assert result.returncode == 0, result.stderr
-    assert f"going on from step {steps}\n" in result.stderr
+    with caplog.at_level("INFO", logger="lion"):
+        main.main([str(config), f"max_duration={steps + 2}ba"])
+    assert f"going on from step {steps}\n" in caplog.text
+
+
+def test_a_run_asked_to_stop_on_a_full_disk_says_what_is_not_saved(tmp_path, caplog):
+    torch.save({}, tmp_path / "ep0-ba5-rank0.pt")
+    writer = SimpleNamespace(
+        folder=tmp_path, save=lambda state: "cannot save step 7 to ep0-ba7-rank0.pt: No space left"
+    )
+    guard = StopOnSignal(writer)
+    guard.asked = signal.SIGTERM
+    with caplog.at_level("INFO", logger="lion"), pytest.raises(Stopped):
+        guard.batch_checkpoint(SimpleNamespace(timestamp=SimpleNamespace(batch=SimpleNamespace(value=7))), None)
+    assert re.search(r"SIGTERM: cannot save step 7 .*; the same command goes on from .*ba5-rank0\.pt", caplog.text)
+    assert "is saved" not in caplog.text
 
 
 def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(tmp_path, write_config):

@@ -64,6 +64,12 @@ def test_the_last_batch_is_left_out_or_not_as_the_config_says(shards, tokenizer,
         assert [sample_count(batch) for batch in loader] == (full if drop_last else [*full, size % 5])
 
 
+@pytest.mark.parametrize(("train", "key"), [(True, "global_train_batch_size"), (False, "device_eval_batch_size")])
+def test_a_batch_larger_than_the_split_is_refused_by_the_key_to_lower(shards, tokenizer, train, key):
+    with pytest.raises(UserError, match=f"the split val gives .* less than a batch of 500; lower {key}"):
+        build(config(shards, "val", drop_last=True), tokenizer, 500, train=train)
+
+
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (0, 2), (2, 1)])
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_loader_goes_on_within_an_epoch_with_another_number_of_workers(shards, tokenizer, before, after, packing):
@@ -174,6 +180,18 @@ def test_tokens_give_the_batches_that_their_text_gives(tmp_path, tokenizer, chan
     folders = write_texts(tmp_path / "text", texts), write_tokens(tmp_path / "tokens", tokenizer, texts)
     batches = [list(build(config(folder, **changes), tokenizer, 5, train=True)) for folder in folders]
     assert same(*batches)
+
+
+def test_what_is_described_has_the_tokens_that_split_json_tells_of(tmp_path, tokenizer, tokenizer_folder):
+    texts = sentences(23)
+    folder = write_texts(tmp_path / "cut", texts, "--tokenizer", str(tokenizer_folder), "--max_seq_len", "16")
+    options = config(folder)
+    loader = build(options, tokenizer, 5, train=True)
+    kept = sum(len(ids) - 2 for ids in tokenizer(texts, truncation=True, max_length=16)["input_ids"])
+    assert describe(options.dataset, loader.dataset) == f"23 samples ({kept} tokens) in {folder}"
+    plain = config(write_texts(tmp_path / "plain", texts))
+    loader = build(plain, tokenizer, 5, train=True)
+    assert describe(plain.dataset, loader.dataset) == f"23 samples in {tmp_path / 'plain'}"
 
 
 def test_tokens_of_another_tokenizer_are_refused(tmp_path, tokenizer, tokenizer_folder):

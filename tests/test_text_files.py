@@ -146,3 +146,12 @@ def test_patterns_find_each_file_once_and_no_folder(tmp_path):
         (tmp_path / name).write_text("one\n")
     found = find_files([f"{tmp_path}/b.txt", f"{tmp_path}/**/*.txt"])
     assert [str(path.relative_to(tmp_path)) for path in found] == ["b.txt", "a.txt", "deep.txt/c.txt"]
+
+
+def test_the_name_of_a_file_is_no_pattern(tmp_path):
+    for name in ("a[1].txt", "a1.txt", "a2.txt"):
+        (tmp_path / name).write_text("one\n")
+    assert [path.name for path in find_files([f"{tmp_path}/a[1].txt", f"{tmp_path}/a[2].txt"])] == [
+        "a[1].txt",
+        "a2.txt",
+    ]

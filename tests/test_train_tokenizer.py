@@ -72,6 +72,16 @@ def test_case_can_be_kept_and_txt_files_are_read(tmp_path):
     assert tokenizer.tokenize("Anna sees Otto") == ["Anna", "sees", "Otto"]
 
 
+def test_the_folder_may_be_the_one_where_one_is(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("Anna sees Otto.\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    main(["--data_files", "a.txt", "--vocab_size", "40", "--out", "."])
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path).tokenize("anna") == ["an", "##na"] or (tmp_path / "vocab.txt").is_file()
+    )
+    assert not list(tmp_path.glob("*unfinished"))
+
+
 MISTAKES = {
     "no file": (None, [], "nothing matches"),
     "no such column": ('{"body": "It is."}', [], r"data.jsonl, line 1: no text under 'text' \(its keys are body\)"),

@@ -141,7 +141,7 @@ class Demo:
         report.draw([("pretrained", scores), ("without pretraining", baseline)], picture)
         lines = [["", "baseline", "without pretraining", "pretrained"]]
         lines.append(["masked accuracy", f"{summary['after']['most_frequent_token']:.2%} (most frequent token)",
-                      f"{summary['before']['masked_accuracy']:.2%}", f"{summary['after']['masked_accuracy']:.2%}"])  # fmt: skip
+                      f"{summary['before']['accuracy']:.2%}", f"{summary['after']['accuracy']:.2%}"])  # fmt: skip
         for row, base in zip(scores, baseline):
             lines.append([f"{row['title']}, {row['metrics'][0]}", f"{100 * row['majority']:.2f} (majority class)",
                           f"{100 * base['mean']:.2f}", f"{100 * row['mean']:.2f}"])  # fmt: skip
@@ -171,7 +171,7 @@ class Demo:
         lines = [["model", "parameters", "masked accuracy", *(f"{row['title']}, {row['metrics'][0]}" for row in rows), "training time"]]  # fmt: skip
         for model, summary in summaries.items():
             lines.append([
-                model, f"{summary['parameters']:,}", f"{summary['after']['masked_accuracy']:.2%}",
+                model, f"{summary['parameters']:,}", f"{summary['after']['accuracy']:.2%}",
                 *(f"{100 * row['mean']:.2f}" for row in scores[model]),
                 f"×{summary['seconds'] / summaries['bert-tiny']['seconds']:.2f}",
             ])  # fmt: skip

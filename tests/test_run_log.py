@@ -1,0 +1,93 @@
+"""What a run writes while it lasts, and what it says: with a full disk too, and once how long it will take."""
+
+import datetime
+import errno
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from composer import Time, Timestamp
+
+from src.metrics import read_metrics
+from src.run_log import RunLog
+
+
+def state_at(step: int, seconds: float = 1.0) -> SimpleNamespace:
+    """Of a run of 1,000 steps of 8 samples and 100 tokens, `seconds` each."""
+    now = Timestamp(batch=step, sample=8 * step, token=100 * step, total_wct=datetime.timedelta(seconds=step * seconds))
+    end = Time.from_batch(1000)
+    return SimpleNamespace(timestamp=now, max_duration=end, schedulers=[], dataloader_len=None,
+                           get_elapsed_duration=lambda: Time.from_timestring(f"{step / 1000}dur"))  # fmt: skip
+
+
+def run(log: RunLog, steps: range, seconds: float = 1.0) -> None:
+    log.fit_start(state_at(steps[0] - 1, seconds), None)
+    for step in steps:
+        log.log_metrics({"loss/train/total": 2.0, "metrics/train/MaskedAccuracy": 0.25})
+        log.batch_end(state_at(step, seconds), None)
+
+
+def test_a_line_holds_step_samples_loss_accuracy_and_rates(tmp_path):
+    run(RunLog(tmp_path, "5ba", show_progress=False), range(1, 11))
+    lines = read_metrics(tmp_path)
+    assert [line["step"] for line in lines] == [5, 10]
+    assert lines[1] == {"step": 10, "samples": 80, "seconds": 10.0, "loss": 2.0, "accuracy": 0.25,
+                        "samples_per_second": 8.0, "tokens_per_second": 100.0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("first", "seconds", "told"), [(1, 1.0, [11]), (1, 30.0, [2]), (501, 12.0, [503]), (1, 0.0, [])]
+)
+def test_the_time_left_is_told_once_after_the_first_steps(tmp_path, caplog, first, seconds, told):
+    log = RunLog(tmp_path, "100ba", show_progress=False)
+    with caplog.at_level("INFO", logger="lion"):
+        for step in range(first, first + 30):
+            before = len(caplog.records)
+            if step == first:
+                log.fit_start(state_at(step - 1, seconds), None)
+            log.log_metrics({"loss/train/total": 2.0})
+            log.batch_end(state_at(step, seconds), None)
+            assert (len(caplog.records) > before) == (step in told)
+    for step in told:
+        minutes = -(-(1000 - step) * seconds // 60)
+        rate = f"{100 / seconds:,.0f}"
+        assert f"about {minutes // 60:.0f}:{minutes % 60:02.0f} hours left at {rate} tokens a second" in caplog.text
+
+
+def test_a_full_disk_costs_lines_and_no_run_and_is_told_once(tmp_path, monkeypatch, caplog):
+    log = RunLog(tmp_path, "1ba", show_progress=False)
+    run(log, range(1, 4))
+    before, original, full = (tmp_path / "metrics.jsonl").read_bytes(), Path.open, [True]
+
+    def refuse(path, mode="r", *rest, **named):
+        file = original(path, mode, *rest, **named)
+        if mode == "a" and full:
+            file.write('{"step": ')  # as much as there is room for
+            file.close()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return file
+
+    monkeypatch.setattr(Path, "open", refuse)
+    run(log, range(4, 7))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert caplog.text.count("No space left on device") == 1
+    full.clear()
+    run(log, range(7, 9))
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 7, 8]
+
+
+def test_lines_after_the_checkpoint_are_dropped_and_a_full_disk_is_no_end(tmp_path, monkeypatch, caplog):
+    log = RunLog(tmp_path, "1ba", show_progress=False)
+    run(log, range(1, 6))
+    log.after_load(state_at(3), None)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
+
+    def full(path, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    log.after_load(state_at(2), None)
+    assert "No space left on device" in caplog.text
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
