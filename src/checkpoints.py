@@ -4,9 +4,15 @@ Every tensor that is read finds its place in a model, or the reading fails with 
 """
 
 import datetime
+import inspect
+import io
 import json
-import pickle
+import pickletools
 import re
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +20,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from src import lion
 from src.cli import UserError
@@ -23,6 +30,16 @@ MODELS = (
     "LionModel", "LionForMaskedLM", "LionForSequenceClassification", "LionForTokenClassification",
     "LionForQuestionAnswering",
 )  # fmt: skip
+# Of a model's configuration nothing else is taken: other keys can name code, which transformers would load (custom_pipelines).
+DEFAULTS = {
+    name: parameter.default for name, parameter in inspect.signature(lion.LionConfig.__init__).parameters.items()
+}
+SETTINGS = {*DEFAULTS, "num_labels", "id2label", "label2id", "problem_type"} - {"self", "kwargs"}
+# Nor are other files of a tokenizer: a file of any other name can be code, or name some (adapter_config.json, modules.json).
+TOKENIZER_FILES = {
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "vocab.txt", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model",
+}  # fmt: skip
 # Beside tensors and plain containers, all that a checkpoint's random states and times are made of. NumPy 1 and 2 name
 # the module of the same functions differently.
 HARMLESS: list[Any] = [
@@ -40,7 +57,7 @@ class Checkpoint:
     path: Path
     class_name: str  # of the model, one of MODELS
     config: dict[str, Any]  # arguments of LionConfig
-    tokenizer: dict[str, dict[str, Any]]  # file name → {"file_extension", "content"}; empty where it holds none
+    tokenizer: dict[str, dict[str, Any]]  # as Composer keeps it, see `tokenizer_files`; empty where it holds none
     weights: dict[str, Tensor]
     timestamp: dict[str, Any] = field(default_factory=dict)  # batch, sample, …; empty in weights-only checkpoints
     run_name: str | None = None
@@ -48,22 +65,47 @@ class Checkpoint:
 
     def build(self) -> "lion.LionPreTrainedModel":
         """The model with its weights, every tensor used and none missing. Raises UserError naming those that are not."""
-        model = getattr(lion, self.class_name)(lion.LionConfig(**self.config))
+        try:
+            model = getattr(lion, self.class_name)(lion.LionConfig(**self.config))
+        except Exception as error:  # whatever a layer says of sizes that cannot be
+            raise UserError(f"the config of {self.path} makes no model ({first_line(error)})") from None
         load_all(model, self.weights, str(self.path))
         return model.eval()
 
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The tokenizer's files by name. Raises UserError for one that is none of TOKENIZER_FILES, or names code."""
+        files = {}
+        try:
+            for name, file in self.tokenizer.items():
+                suffix, content = file["file_extension"], file["content"]
+                name = name if name.endswith(suffix) else name + suffix  # old Composer left the suffix out of the name
+                if name not in TOKENIZER_FILES:
+                    raise UserError(f"the tokenizer of {self.path} has a file {name}, which is no tokenizer's; it was not written")  # fmt: skip
+                if name == "tokenizer_config.json" and "auto_map" in (content := dict(content)):
+                    raise UserError(f"the tokenizer of {self.path} wants to run code of its own (auto_map in {name}); it was not written")  # fmt: skip
+                if name.endswith(".json"):
+                    content = json.dumps(content, indent=2, ensure_ascii=False)
+                elif isinstance(content, list):
+                    content = "\n".join(content)
+                files[name] = content if isinstance(content, bytes) else content.encode()
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise UserError(f"the tokenizer of {self.path} is not kept as Composer does; name another") from None
+        return files
+
     def write_tokenizer(self, out: Path) -> None:
-        """The tokenizer as files that AutoTokenizer loads. Raises UserError for a file outside the folder."""
+        """The tokenizer as files that AutoTokenizer loads. Raises UserError as `tokenizer_files` does."""
+        files = self.tokenizer_files()
         out.mkdir(parents=True, exist_ok=True)
-        for name, file in self.tokenizer.items():
-            content = file["content"]
-            if Path(name).name != name:
-                raise UserError(f"the tokenizer of {self.path} wants to write {name}, outside its folder; it was not opened")  # fmt: skip
-            if file["file_extension"] == ".json":
-                content = json.dumps(content, indent=2, ensure_ascii=False)
-            elif isinstance(content, list):
-                content = "\n".join(content)
-            (out / name).write_text(content, encoding="utf-8")
+        for name, content in files.items():
+            (out / name).write_bytes(content)
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer, if there is one. Raises UserError for one that cannot be loaded."""
+        if not self.tokenizer:
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            self.write_tokenizer(Path(folder))
+            return load_tokenizer(Path(folder), str(self.path))
 
 
 def load_safely(path: Path) -> dict[str, Any]:
@@ -71,17 +113,72 @@ def load_safely(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{path} is not a file; give a checkpoint, e.g. runs/NAME/latest-rank0.pt")
     try:
-        with torch.serialization.safe_globals(HARMLESS):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        unsafe = re.search(r"GLOBAL (\S+)", str(error))
-        if unsafe:
-            raise UserError(f"{path} wants to run {unsafe[1]} when it is read; it was not opened") from None
-        raise UserError(f"{path} is not a readable checkpoint; copy it again or use an earlier one") from None
-    except Exception:  # over a file that is no checkpoint, the unpickler can stumble in any way
+        loaded = _load(path)
+        if zipfile.is_zipfile(path) and (damaged := zipfile.ZipFile(path).testzip()):
+            raise ValueError(f"{damaged} has another checksum")  # which torch does not compare
+        return loaded
+    except Exception as error:  # over a file that is no checkpoint, the unpickler can stumble in any way
+        if unsafe := _refused(error) or next(filter(_is_refused, _imports(path)), None):
+            raise UserError(f"{path} wants to run {unsafe} when it is read; it was not opened") from None
         raise UserError(
-            f"{path} is not a readable checkpoint (cut short?); copy it again or use an earlier one"
+            f"{path} is not a readable checkpoint (damaged?); copy it again or use an earlier one"
         ) from None
+
+
+def _load(file: Path | io.BytesIO) -> Any:
+    with torch.serialization.safe_globals(HARMLESS), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of pickle protocols; those that are not read fail below
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _refused(error: Exception) -> str | None:
+    """The "module.name" that torch says it does not import, if that is what it says."""
+    found = re.search(r"GLOBAL (\S+) (?:was not|whose module)", str(error))
+    return found[1] if found else None
+
+
+def _is_refused(name: str) -> bool:
+    """Whether a pickle that imports this "module.name" is refused."""
+    try:
+        _load(io.BytesIO("c{}\n{}\n.".format(*name.rsplit(".", 1)).encode()))
+    except Exception as error:  # there are no tensors in it, so it always fails; the question is for what
+        return _refused(error) is not None
+    return False
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """The "module.name" of all that a file's pickles import, in newer protocols too, which torch stops at. Runs nothing."""
+    try:
+        with path.open("rb") as raw:
+            file: Any = raw
+            if zipfile.is_zipfile(raw):
+                archive = zipfile.ZipFile(raw)
+                file = archive.open(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+            else:
+                raw.seek(0)
+            while True:  # without a zip, a checkpoint is several pickles, one after the other
+                strings: list[str] = []
+                memo: dict[int, str | None] = {}
+                before = None  # the argument of the operation before, if that is a string
+                for operation, argument, _ in pickletools.genops(file):
+                    if operation.name in ("GLOBAL", "INST"):
+                        found = argument.replace(" ", ".", 1)
+                    elif operation.name == "STACK_GLOBAL":
+                        found = ".".join(strings[-2:])
+                    else:
+                        found = ""
+                        if operation.name == "MEMOIZE":
+                            memo[len(memo)] = before
+                        elif operation.name.endswith("PUT"):
+                            memo[int(argument)] = before
+                        elif operation.name.endswith("GET"):
+                            argument = memo.get(int(argument))
+                        before = argument if isinstance(argument, str) else None
+                        strings += [before] if before is not None else []
+                    if re.fullmatch(r"\w+(\.\w+)+", found):
+                        yield found
+    except Exception:  # the end of what reads as a pickle
+        return
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -93,20 +190,59 @@ def read_checkpoint(path: Path) -> Checkpoint:
         class_name = integration["model"]["config"]["class"].rsplit(".", 1)[-1]
         config = dict(integration["model"]["config"]["content"])
         weights = {name.removeprefix("model."): tensor for name, tensor in state["model"].items()}
-    except (KeyError, TypeError, AttributeError, ValueError):
+        timestamp = dict(state.get("timestamp", {}).get("Timestamp", {}))
+        tokenizer = dict(integration.get("tokenizer") or {})
+    except Exception:  # whatever lies there instead says of being asked
         raise UserError(f"{path} is no Composer checkpoint of a transformers model") from None
-    timestamp = state.get("timestamp", {}).get("Timestamp", {})
-    facts = {"timestamp": timestamp, "run_name": state.get("run_name")}
-    tokenizer = integration.get("tokenizer") or {}
+    name = state.get("run_name")
+    facts = {
+        "timestamp": {unit: count for unit, count in timestamp.items() if isinstance(count, int)},
+        "run_name": name if isinstance(name, str) else None,
+    }
+    if strange := sorted(name for name, tensor in weights.items() if not _is_plain(tensor)):
+        raise UserError(f"{path} holds {', '.join(strange)}, which are no plain tensors of numbers")
+    published = None
     if "arch_type" in config:
-        ours = config_from_published(config)
+        ours = config_from_published(config, str(path))
+        published = path.name
         classifier = any(name.startswith("classifier.") for name in weights)
         class_name = "LionForSequenceClassification" if classifier else "LionForMaskedLM"
         weights = state_dict_from_published(weights, ours)
-        return Checkpoint(path, class_name, ours.to_dict(), tokenizer, weights, published=path.name, **facts)
-    if class_name not in MODELS:
+        config = ours.to_dict()
+    elif class_name not in MODELS:
         raise UserError(f"{path} holds a {class_name}, which is no model of ours")
-    return Checkpoint(path, class_name, config, tokenizer, weights, **facts)
+    config = settings(lion_config(config, str(path)).to_dict())
+    return Checkpoint(path, class_name, config, tokenizer, weights, published=published, **facts)
+
+
+def _is_plain(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized  # fmt: skip
+
+
+def settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Of a stored configuration, what makes the model."""
+    return {name: config[name] for name in SETTINGS if name in config}
+
+
+def lion_config(config: dict[str, Any], source: str) -> "lion.LionConfig":
+    """A stored configuration as LionConfig. Raises UserError for values that it does not take."""
+    for name, value in config.items():
+        default = DEFAULTS.get(name)
+        number = not isinstance(default, int | float) or isinstance(value, int | float)
+        if not number or (type(default) is int and value < (0 if name == "pad_token_id" else 1)):
+            raise UserError(f"the config of {source} makes no model ({name} is {value!r})")
+    try:
+        return lion.LionConfig(**settings(config))
+    except Exception as error:  # whatever arithmetic says of a value of another type
+        raise UserError(f"the config of {source} makes no model ({first_line(error)})") from None
+
+
+def load_tokenizer(folder: Path, source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder, never running code from there. Raises UserError for one that cannot be loaded."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # whatever transformers, tokenizers and sentencepiece raise
+        raise UserError(f"the tokenizer of {source} cannot be loaded ({first_line(error)}); name another, as tokenizer_name in a config or as --tokenizer of hub.py") from None  # fmt: skip
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -120,6 +256,8 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         config = json.loads((folder / "config.json").read_text())
         weights = load_file(folder / "model.safetensors")
+        if not isinstance(config, dict):
+            raise ValueError("config.json holds no settings")
     except (SafetensorError, ValueError) as error:
         raise UserError(f"{folder} cannot be read ({error}); export it anew") from None
     if config.get("model_type") != "lion":
@@ -149,3 +287,8 @@ def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str) ->
     # Two names of one tensor, as the word embeddings and the decoder are, take the weights of the last.
     if lost := sorted(name for name, tensor in own.items() if not torch.equal(tensor, weights[name].to(tensor.dtype))):
         raise UserError(f"the weights of {source} do not fit: {type(model).__name__} shares {', '.join(lost)} with another tensor, and theirs differ")  # fmt: skip
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in short; its name where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

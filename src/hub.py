@@ -20,10 +20,12 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from src import cli, hub_folder
-from src.checkpoints import Checkpoint, read_checkpoint
+from src.checkpoints import Checkpoint, first_line, read_checkpoint
 from src.cli import UserError, log
 from src.hub_folder import CARD
 from src.model_card import model_card, read_scores
+
+PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")  # what a checkpoint may be called
 
 
 def main(argv: list[str]) -> None:
@@ -36,12 +38,17 @@ def main(argv: list[str]) -> None:
     export_.add_argument("--out", type=Path, required=True, help="folder to write; must not exist yet")
     export_.add_argument("--glue", type=Path, help="folder of a glue.py run, whose scores go into the model card")
     verify_ = commands.add_parser("verify", help="compare a folder with the checkpoint it was made from")
-    verify_.add_argument("--checkpoint", type=Path, required=True, help="the checkpoint")
+    verify_.add_argument("--checkpoint", required=True, help="the checkpoint: a file, or ORG/NAME on the Hub")
     verify_.add_argument("--folder", type=Path, required=True, help="what export or import wrote")
+    verify_.add_argument("--tokenizer", help="what import was given as its tokenizer")
+    verify_.add_argument(
+        "--python", default=sys.executable, help="the Python of another environment, to load the folder there"
+    )
     push_ = commands.add_parser("push", help="upload a folder to the Hugging Face Hub")
     push_.add_argument("--folder", type=Path, required=True, help="what export wrote; README.md may have changed since")
     push_.add_argument("--repo_id", required=True, help="ORG/NAME on the Hub; made if it is not there")
-    push_.add_argument("--checkpoint", type=Path, help="verify against it first, where files changed after export")
+    push_.add_argument("--checkpoint", help="verify against it first, where files changed after export")
+    push_.add_argument("--tokenizer", help="with --checkpoint: what import was given as its tokenizer")
     push_.add_argument("--private", action="store_true", help="make the repository private, if it is not there yet")
     push_.add_argument("--revision", help="branch to push to; made if it is not there (default: main)")
     import_ = commands.add_parser(
@@ -52,7 +59,7 @@ def main(argv: list[str]) -> None:
     )
     import_.add_argument("--out", type=Path, required=True, help="folder to write; must not exist yet")
     import_.add_argument(
-        "--tokenizer", help="folder or Hub name of the tokenizer to put beside the weights, if the checkpoint has none"
+        "--tokenizer", help="folder or Hub name of the tokenizer to put beside the weights, instead of the checkpoint's"
     )
     arguments = vars(parser.parse_args(argv))
     command = {"export": export, "verify": verify, "push": push, "import": import_published}[arguments.pop("command")]
@@ -68,29 +75,35 @@ def export(checkpoint: Path, out: Path, glue: Path | None = None) -> None:
     write_proved(read, out, None if glue is None else read_scores(glue))
 
 
-def verify(checkpoint: Path, folder: Path) -> None:
+def verify(checkpoint: str, folder: Path, tokenizer: str | None = None, python: str = sys.executable) -> None:
     """Compare a folder with its checkpoint and print the largest difference. Raises UserError where they differ."""
-    difference = hub_folder.verify(read_checkpoint(checkpoint), folder)
+    difference = hub_folder.verify(open_checkpoint(checkpoint, tokenizer), folder, python)
     print(f"{folder} gives the checkpoint's logits (largest difference {difference:.1e})")
 
 
 def import_published(checkpoint: str, out: Path, tokenizer: str | None = None) -> None:
     """Write a checkpoint published by the paper's authors as an ordinary folder of ours. Every tensor has to have a place."""
     hub_folder.check_name(out)
-    with tempfile.TemporaryDirectory() as work:
-        path = Path(checkpoint)
-        if not path.exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)+", checkpoint):
-            path = download(checkpoint, Path(work))
-        read = read_checkpoint(path)
-        if not read.published:
-            raise UserError(f"{checkpoint} is a checkpoint of ours; take `hub.py export` for it")
-        read.path = Path(checkpoint)
-        read.published = path.name if path == read.path else checkpoint
-        if tokenizer is not None:
-            read.tokenizer = read_tokenizer(tokenizer, read.config, Path(work, "tokenizer"))
-        write_proved(read, out)
+    read = open_checkpoint(checkpoint, tokenizer)
+    if not read.published:
+        raise UserError(f"{checkpoint} is a checkpoint of ours; take `hub.py export` for it")
+    write_proved(read, out)
     if not read.tokenizer:
         log.info(f"{out} has no tokenizer, as the checkpoint has none; to add one, import again with --tokenizer")
+
+
+def open_checkpoint(name: str, tokenizer: str | None = None) -> Checkpoint:
+    """A checkpoint that lies here or on the Hub; with the `tokenizer` of that folder or Hub name, if given, as its own."""
+    with tempfile.TemporaryDirectory() as work:
+        path = Path(name)
+        if not path.exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)+", name):
+            path = download(name, Path(work))
+        read = read_checkpoint(path)
+        if path != Path(name):
+            read.path, read.published = Path(name), name if read.published else None
+        if tokenizer is not None:
+            read.tokenizer = read_tokenizer(tokenizer, read.config, Path(work, "tokenizer"))
+    return read
 
 
 def write_proved(checkpoint: Checkpoint, out: Path, scores: dict[str, Any] | None = None) -> None:
@@ -103,7 +116,12 @@ def write_proved(checkpoint: Checkpoint, out: Path, scores: dict[str, Any] | Non
 
 
 def push(
-    folder: Path, repo_id: str, checkpoint: Path | None = None, private: bool = False, revision: str | None = None
+    folder: Path,
+    repo_id: str,
+    checkpoint: str | None = None,
+    private: bool = False,
+    revision: str | None = None,
+    tokenizer: str | None = None,
 ) -> None:
     """Upload a folder whose files are those that were compared with the checkpoint. Safe to repeat.
 
@@ -116,17 +134,17 @@ def push(
     if checkpoint is None:
         hub_folder.check_proof(folder)
     else:
-        hub_folder.prove(read_checkpoint(checkpoint), folder)
+        hub_folder.prove(open_checkpoint(checkpoint, tokenizer), folder)
         names = hub_folder.files(folder)
     api = HfApi()
     with hub_errors(repo_id, "", "push again, it goes on where it stopped"):
-        repo = api.create_repo(repo_id, private=private, exist_ok=True)
+        repo = api.create_repo(repo_id, private=private, exist_ok=True)  # a name without ORG/ gets the user's
         if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
+            api.create_branch(repo.repo_id, branch=revision, exist_ok=True)
         if CARD in names:
-            name_in_card(folder, repo_id)
+            name_in_card(folder, repo.repo_id)
         commit = api.create_commit(
-            repo_id,
+            repo.repo_id,
             operations=[CommitOperationAdd(name, folder / name) for name in names],
             commit_message=f"Upload {folder.resolve().name}",
             revision=revision,
@@ -150,7 +168,7 @@ def download(name: str, out: Path) -> Path:
     api = HfApi()
     with hub_errors(f"{org}/{repo}", f"--checkpoint {name} is no file here, and ", "try again, or name a file"):
         files = [file.rfilename for file in api.model_info(f"{org}/{repo}").siblings or []]
-        found = [file for file in files if file.endswith(hub_folder.PICKLES)]
+        found = [file for file in files if file.endswith(PICKLES)]
         if rest:
             found = [file for file in found if file == "/".join(rest)]
         if len(found) != 1:
@@ -165,9 +183,11 @@ def read_tokenizer(name: str, config: dict[str, Any], work: Path) -> dict[str, d
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, model_max_length=config["max_position_embeddings"])
-    except (OSError, ValueError) as error:
-        reason = "the folder holds no tokenizer" if Path(name).is_dir() else str(error).splitlines()[0]
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, model_max_length=config["max_position_embeddings"], trust_remote_code=False
+        )
+    except Exception as error:  # whatever transformers, tokenizers and sentencepiece raise
+        reason = "the folder holds no tokenizer" if Path(name).is_dir() else first_line(error)
         raise UserError(f"--tokenizer: cannot load {name} ({reason}); give a folder with tokenizer.json") from None
     if len(tokenizer) > config["vocab_size"]:
         raise UserError(f"--tokenizer {name} has {len(tokenizer)} tokens, and the model's vocabulary is {config['vocab_size']}; name the one it was trained with")  # fmt: skip
@@ -175,7 +195,7 @@ def read_tokenizer(name: str, config: dict[str, Any], work: Path) -> dict[str, d
     return {
         path.name: {
             "file_extension": path.suffix,
-            "content": json.loads(path.read_text("utf-8")) if path.suffix == ".json" else path.read_text("utf-8"),
+            "content": json.loads(path.read_text("utf-8")) if path.suffix == ".json" else path.read_bytes(),
         }
         for path in work.iterdir()
     }
@@ -213,7 +233,7 @@ def hub_errors(repo_id: str, prefix: str, way_out: str) -> Iterator[None]:
         }
         if status in reasons:
             raise UserError(f"{prefix}the Hub refused {repo_id} ({reasons[status]}); check the name, and set HF_TOKEN to one that may") from None  # fmt: skip
-        raise UserError(f"{prefix}the Hub refused {repo_id}: {str(error).splitlines()[0]}; {way_out}") from None
+        raise UserError(f"{prefix}the Hub refused {repo_id}: {first_line(error)}; {way_out}") from None
     except (RequestException, RuntimeError) as error:  # hf_xet, which sends large files, raises the latter
         raise UserError(f"{prefix}the Hub at {constants.ENDPOINT} could not be reached ({type(error).__name__}); {way_out}") from None  # fmt: skip
 

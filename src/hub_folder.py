@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from src import lion
-from src.checkpoints import Checkpoint, read_folder
-from src.cli import UserError
+from src.checkpoints import SETTINGS, Checkpoint, lion_config, read_folder
+from src.cli import UserError, log
 
 CODE = Path(lion.__file__).parent
 PROBE = Path(__file__).with_name("hub_probe.py")
@@ -36,7 +36,8 @@ AUTO_MAP = {
 CARD = "README.md"
 PROOF = "proof.json"  # what export leaves for push: the digests of the files it has compared with the checkpoint
 TOLERANCE = 1e-5  # between the logits of the checkpoint and of the folder
-PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
+SAME_NUMBERS = {"attention_form", "chunk_size"}  # settings that change the cost alone
+PUBLISHED = {".json", ".jinja", ".jpg", ".md", ".model", ".png", ".py", ".safetensors", ".svg", ".txt"}  # no pickles
 TEXTS = (  # one text, or a pair
     ("The encoder reads the whole sentence at once.",),
     ("A short one.",),
@@ -76,7 +77,8 @@ def check_name(out: Path) -> None:
 def write(checkpoint: Checkpoint, out: Path) -> None:
     """config.json with auto_map, model.safetensors, the modelling code, and the tokenizer's files."""
     model = checkpoint.build()
-    tokenizer_config = checkpoint.tokenizer.get("tokenizer_config.json", {}).get("content", {})
+    checkpoint.write_tokenizer(out)
+    tokenizer_config = json.loads(checkpoint.tokenizer_files().get("tokenizer_config.json", b"{}"))
     model.config.auto_map = dict(AUTO_MAP)
     model.config.architectures = [checkpoint.class_name]
     # pipeline() finds no tokenizer for an architecture it does not know, unless the config names one.
@@ -85,37 +87,47 @@ def write(checkpoint: Checkpoint, out: Path) -> None:
     for file in sorted(CODE.glob("*.py")):
         if file.name != "__init__.py":
             shutil.copy(file, out / file.name)
-    checkpoint.write_tokenizer(out)
 
 
-def verify(checkpoint: Checkpoint, folder: Path) -> float:
+def verify(checkpoint: Checkpoint, folder: Path, python: str = sys.executable) -> float:
     """Compare a folder, loaded in a fresh Python process without this repository, with the checkpoint it came from.
 
+    Tokens are compared where the checkpoint has a tokenizer. `python` may be that of another environment.
     Returns the largest difference of logits. Raises UserError naming the tensors, or what else, that differs.
     """
     from safetensors.torch import load_file, save_file
 
-    _, stored = read_folder(folder)
+    config, stored = read_folder(folder)
     model = checkpoint.build()
-    if differing := _differing(model.state_dict(), stored):
+    if differing := _differing(model.state_dict(), stored) or _changed(model.config, lion_config(config, str(folder))):
         raise UserError(f"{folder} differs from {checkpoint.path} in {', '.join(differing)}; export it anew")
     longest = min(model.config.max_position_embeddings, 128)
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        inputs, tokens = _inputs(checkpoint, model.config.vocab_size, longest, work)
+        inputs, tokens = _inputs(checkpoint, model.config.vocab_size, longest)
         save_file(inputs, work / "inputs.safetensors")
         (work / "texts.json").write_text(json.dumps([TEXTS, longest]))
-        _run_probe(checkpoint.class_name, folder, work)
+        _run_probe(checkpoint.class_name, folder, work, python)
         outputs = load_file(work / "outputs.safetensors")
         given = work / "tokens.json"
-        if tokens != (json.loads(given.read_text()) if given.is_file() else None):
+        if tokens is None and given.is_file():
+            log.info(f"the tokens of {folder} are not compared, as {checkpoint.path} has no tokenizer; name it as --tokenizer to compare them")  # fmt: skip
+        elif tokens != (json.loads(given.read_text()) if given.is_file() else None):
             raise UserError(f"{folder} tokenizes otherwise than the checkpoint; export it anew")
     with torch.no_grad():
         expected = model(**inputs)
-    difference = max((expected[name] - outputs[name]).abs().max().item() for name in expected)
+    difference = largest_difference(expected, outputs)
     if not difference <= TOLERANCE:
         raise UserError(f"{folder} gives logits that differ from the checkpoint's by {difference:.1e}; export it anew")
     return difference
+
+
+def largest_difference(expected: dict[str, Tensor], outputs: dict[str, Tensor]) -> float:
+    """Between the numbers of two outputs: NaN where one is no number, infinite where names or shapes differ."""
+    if {name: tensor.shape for name, tensor in expected.items()} != {name: t.shape for name, t in outputs.items()}:
+        return float("inf")
+    # Python's own max may pass over a NaN.
+    return torch.stack([(expected[name] - outputs[name]).abs().max() for name in expected]).max().item()
 
 
 def prove(checkpoint: Checkpoint, folder: Path) -> float:
@@ -144,7 +156,7 @@ def check_proof(folder: Path) -> None:
 
 
 def files(folder: Path) -> list[str]:
-    """The files of a folder that may be published. Raises UserError for one that may not: a link, a pickle, a hidden file."""
+    """The files of a folder that may be published. Raises UserError for one that may not: a link, a hidden file, another kind."""
     if not folder.is_dir():
         raise UserError(f"--folder {folder} is not there")
     names = []
@@ -154,9 +166,9 @@ def files(folder: Path) -> list[str]:
             raise UserError(f"{folder}/{name} is a link, which may lead out of the folder; put the file itself there")
         if path.name.startswith("."):
             raise UserError(f"{folder}/{name} is hidden, so it is not published unseen; remove or rename it")
-        if path.suffix in PICKLES:
-            raise UserError(f"{folder}/{name} may run code when it is read, so it is not published; remove it")
         if path.is_file():
+            if path.suffix.lower() not in PUBLISHED and name not in ("LICENSE", "NOTICE"):
+                raise UserError(f"{folder}/{name} is of no kind that is published ({', '.join(sorted(PUBLISHED))}), and might run code when it is read; remove it")  # fmt: skip
             names.append(name)
     return names
 
@@ -181,35 +193,44 @@ def auto_class(class_name: str) -> str:
 
 def _differing(own: dict[str, Tensor], stored: dict[str, Tensor]) -> list[str]:
     """Names of tensors that are not the same; of two names of one tensor, as tied weights have, one may be missing."""
-    places = [tensor.data_ptr() for tensor in own.values()]
-    return sorted(
-        name
-        for name in own.keys() | stored.keys()
-        if not (name in own and name in stored and torch.equal(own[name], stored[name]))
-        and not (name in own and name not in stored and places.count(own[name].data_ptr()) > 1)
-    )
+    there = {own[name].data_ptr() for name in own.keys() & stored.keys()}
+
+    def same(name: str) -> bool:
+        if name not in own or name not in stored:
+            return name in own and own[name].data_ptr() in there
+        one, other = own[name], stored[name]
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(one, other)
+
+    return sorted(name for name in own.keys() | stored.keys() if not same(name))
 
 
-def _inputs(checkpoint: Checkpoint, vocab_size: int, longest: int, work: Path) -> tuple[dict[str, Tensor], Any]:
+def _changed(own: "lion.LionConfig", stored: "lion.LionConfig") -> list[str]:
+    """Names of the settings, labels among them, that are not the same and matter."""
+    return sorted(name for name in SETTINGS - SAME_NUMBERS if getattr(own, name, None) != getattr(stored, name, None))
+
+
+def _inputs(checkpoint: Checkpoint, vocab_size: int, longest: int) -> tuple[dict[str, Tensor], Any]:
     """A batch to compare logits with, and what the checkpoint's tokenizer makes of TEXTS, if it has one."""
-    if not checkpoint.tokenizer:
+    tokenizer = checkpoint.load_tokenizer()
+    if tokenizer is None:
         ids = (torch.arange(3 * 16) % vocab_size).view(3, 16)
         mask = torch.arange(16) < torch.tensor([[16], [9], [1]])
         return {"input_ids": ids, "attention_mask": mask.long()}, None
-    from transformers import AutoTokenizer, DataCollatorWithPadding
+    from transformers import DataCollatorWithPadding
 
-    checkpoint.write_tokenizer(work / "tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
     tokens = [dict(tokenizer(*text, truncation=True, max_length=longest)) for text in TEXTS]
     return dict(DataCollatorWithPadding(tokenizer)(tokens)), {"tokens": tokens, "vocabulary": tokenizer.get_vocab()}
 
 
-def _run_probe(class_name: str, folder: Path, work: Path) -> None:
-    hidden = ("PYTHONPATH", "HF_MODULES_CACHE", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES")
+def _run_probe(class_name: str, folder: Path, work: Path, python: str) -> None:
+    hidden = ("PYTHONPATH", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment |= {"HF_MODULES_CACHE": str(work / "modules"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", PROBE.read_text(), str(folder.resolve()), auto_class(class_name), str(work)]
-    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True)
+    command = [python, "-c", PROBE.read_text(), str(folder.resolve()), auto_class(class_name), str(work)]
+    try:
+        done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True)
+    except OSError as error:
+        raise UserError(f"--python {python} cannot be started ({error.strerror}); name the Python of an environment") from None  # fmt: skip
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise UserError(f"{folder} does not load in plain transformers: {reason}")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 folder, auto_class, work = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 if (folder / "tokenizer_config.json").is_file():
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     texts, longest = json.loads((work / "texts.json").read_text())
     tokens = [dict(tokenizer(*text, truncation=True, max_length=longest)) for text in texts]
     (work / "tokens.json").write_text(json.dumps({"tokens": tokens, "vocabulary": tokenizer.get_vocab()}))

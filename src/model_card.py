@@ -60,7 +60,7 @@ def read_run(checkpoint: Checkpoint) -> Run:
             step = checkpoint.timestamp.get("batch", 0)
             run.evaluation = next((e for e in reversed(evaluations(folder)) if e["step"] <= step), None)
     result = _read(folder / "result.json")
-    if "task" in result and name.endswith(f"-{result['task']}-{result.get('seed')}"):
+    if "task" in result and name.endswith(f"-{result.get('folder')}"):
         run.result = result
     return run
 
@@ -159,8 +159,9 @@ def _sizes(checkpoint: Checkpoint) -> Table:
     ]
     if config.has_positions:
         rows.append(["longest text", f"{config.max_position_embeddings:,} tokens"])
-    if checkpoint.class_name in ("LionForSequenceClassification", "LionForTokenClassification"):
-        rows.append(["labels", ", ".join(config.id2label.values())])
+    classifies = checkpoint.class_name in ("LionForSequenceClassification", "LionForTokenClassification")
+    if classifies and config.num_labels > 1:  # the one of a regression says nothing
+        rows.append(["labels", ", ".join(map(str, config.id2label.values()))])
     return rows
 
 

@@ -1,15 +1,16 @@
 """What training can go on from: a checkpoint of ours or of the paper's authors, a Hub folder of ours, or a Hugging Face BERT."""
 
 import json
-import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from src.checkpoints import read_checkpoint, read_folder
+from src.checkpoints import first_line, load_tokenizer, read_checkpoint, read_folder
 from src.cli import UserError
 from src.published import config_from_published, state_dict_from_published
 
@@ -18,11 +19,16 @@ HUB_FILES = ["*.json", "*.txt", "*.model", "*.safetensors", "*.pt", "pytorch_mod
 
 @dataclass
 class Pretrained:
-    """Sizes, all weights under our names (`lion.…`, `head.…`, …), and the tokenizer, if there is one."""
+    """Sizes, all weights under our names (`lion.…`, `head.…`, …), and a way to the tokenizer."""
 
     config: dict[str, Any]
     weights: dict[str, Tensor]
-    tokenizer: PreTrainedTokenizerBase | None
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase | None]
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer, if there is one; read when it is asked for. Raises UserError for one that cannot be loaded."""
+        return self.load_tokenizer()
 
     def encoder(self) -> dict[str, Tensor]:
         """The weights of LionModel, under its names."""
@@ -39,17 +45,13 @@ def read_pretrained(name: str, key: str) -> Pretrained:
         path = files[0]  # as the paper's authors publish theirs on the Hub
     if not path.is_dir():
         checkpoint = read_checkpoint(path)
-        if not checkpoint.tokenizer:
-            return Pretrained(checkpoint.config, checkpoint.weights, None)
-        with tempfile.TemporaryDirectory() as folder:
-            checkpoint.write_tokenizer(Path(folder))
-            return Pretrained(checkpoint.config, checkpoint.weights, AutoTokenizer.from_pretrained(folder))
+        return Pretrained(checkpoint.config, checkpoint.weights, checkpoint.load_tokenizer)
     if _model_type(path) == "bert":
         return read_bert(path)
     config, weights = read_folder(path)
     if config.get("architectures") == ["LionModel"]:  # without a head, whose names begin at the encoder
         weights = {f"lion.{part}": tensor for part, tensor in weights.items()}
-    return Pretrained(config, weights, _tokenizer(path))
+    return Pretrained(config, weights, lambda: _tokenizer(path))
 
 
 def local_path(name: str, key: str) -> Path:
@@ -64,7 +66,7 @@ def local_path(name: str, key: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except Exception as error:  # whatever the Hub's client raises
-        raise UserError(f"{key}: {name} is not a file or folder here, and the Hugging Face Hub did not give it ({str(error).splitlines()[0]}); mend its path or name") from None  # fmt: skip
+        raise UserError(f"{key}: {name} is not a file or folder here, and the Hugging Face Hub did not give it ({first_line(error)}); mend its path or name") from None  # fmt: skip
 
 
 def _model_type(folder: Path) -> str | None:
@@ -72,13 +74,13 @@ def _model_type(folder: Path) -> str | None:
         return json.loads((folder / "config.json").read_text()).get("model_type")
     except FileNotFoundError:
         return None
-    except (json.JSONDecodeError, AttributeError) as error:
+    except (ValueError, AttributeError) as error:
         raise UserError(f"{folder / 'config.json'} cannot be read ({error}); copy the folder again") from None
 
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     there = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"))
-    return AutoTokenizer.from_pretrained(folder) if there else None
+    return load_tokenizer(folder, str(folder)) if there else None
 
 
 def read_bert(folder: Path) -> Pretrained:
@@ -88,12 +90,12 @@ def read_bert(folder: Path) -> Pretrained:
     try:
         model, told = BertModel.from_pretrained(folder, output_loading_info=True)
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{folder} cannot be read as a BERT ({str(error).splitlines()[0]}); copy it again") from None
+        raise UserError(f"{folder} cannot be read as a BERT ({first_line(error)}); copy it again") from None
     if model.config.position_embedding_type != "absolute" or model.config.is_decoder:
         raise UserError(f"{folder} is no plain BERT encoder (relative positions, or a decoder), which the softmax mixer would not compute")  # fmt: skip
     missing = [name for name in told["missing_keys"] if not name.startswith("pooler.")]
     if missing or told["mismatched_keys"]:
         raise UserError(f"{folder} lacks weights of BERT: {', '.join(sorted(missing) or map(str, told['mismatched_keys']))}")  # fmt: skip
-    settings = config_from_published({**model.config.to_dict(), "arch_type": "attention"})
+    settings = config_from_published({**model.config.to_dict(), "arch_type": "attention"}, str(folder))
     named = {f"bert.{name}": tensor for name, tensor in model.state_dict().items() if name not in told["missing_keys"]}
-    return Pretrained(settings.to_dict(), state_dict_from_published(named, settings), _tokenizer(folder))
+    return Pretrained(settings.to_dict(), state_dict_from_published(named, settings), lambda: _tokenizer(folder))

@@ -41,18 +41,21 @@ RENAMED = (
 )
 
 
-def config_from_published(config: dict) -> LionConfig:
-    """Their configuration as ours. Raises UserError for an `arch_type` that is none of the paper's variants."""
-    arch = config.get("arch_type", "attention")
+def config_from_published(config: dict, source: str = "the checkpoint") -> LionConfig:
+    """Their configuration as ours. Raises UserError for an `arch_type` that is none of the paper's, and for values that cannot be."""
+    arch = str(config.get("arch_type", "attention"))
     if arch not in MIXERS:
-        raise UserError(f"arch_type {arch!r} of the checkpoint is none of {', '.join(MIXERS)}")
+        raise UserError(f"arch_type {arch!r} of {source} is none of {', '.join(MIXERS)}")
     same = (
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
         "hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings", "type_vocab_size",
         "initializer_range", "layer_norm_eps", "pad_token_id", "classifier_dropout", "num_labels", "id2label", "label2id",
         "problem_type",
     )  # fmt: skip
-    return LionConfig(mixer=MIXERS[arch], **{name: config[name] for name in same if config.get(name) is not None})
+    try:
+        return LionConfig(mixer=MIXERS[arch], **{name: config[name] for name in same if config.get(name) is not None})
+    except Exception as error:  # whatever arithmetic says of a value of another type
+        raise UserError(f"the config of {source} makes no model ({error})") from None
 
 
 def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> dict[str, Tensor]:
@@ -61,7 +64,7 @@ def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> d
     Left out on purpose: `position_ids` (a constant), `cls.predictions.bias` (the decoder's bias once more), the position
     table of LION-D and LION-S (a dummy), the next-sentence head of BERT checkpoints, and the pooler and the head of masked
     words beside what does not read them: a classifier reads the pooler, masked language modelling the head.
-    Raises UserError naming every tensor it does not know.
+    Raises UserError naming every tensor it does not know, and those that belong together and do not fit.
     """
     ours, unknown = {}, []
     classifier, words = (any(name.startswith(part) for name in state) for part in ("classifier.", "cls.predictions."))
@@ -81,10 +84,14 @@ def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> d
     if unknown:
         raise UserError(f"the checkpoint holds tensors that no LION model has: {', '.join(sorted(unknown))}")
     if "cls.predictions.bias" in state and not classifier:
-        ours.setdefault("head.decoder.bias", state["cls.predictions.bias"])
-    for layer in range(config.num_hidden_layers):
-        for kind in ("weight", "bias"):
-            names = [f"lion.layers.{layer}.attention.{part}.{kind}" for part in ("query", "key", "value")]
-            if all(name in ours for name in names):
-                ours[f"lion.layers.{layer}.attention.qkv.{kind}"] = torch.cat([ours.pop(name) for name in names])
+        bias = ours.setdefault("head.decoder.bias", state["cls.predictions.bias"])
+        if not torch.equal(bias.double(), state["cls.predictions.bias"].double()):
+            raise UserError("cls.predictions.bias and cls.predictions.decoder.bias of the checkpoint are one tensor in the model, and differ")  # fmt: skip
+    for query in [name for name in ours if ".attention.query." in name]:
+        names = [query.replace(".query.", f".{part}.") for part in ("query", "key", "value")]
+        if all(name in ours for name in names):
+            shapes = {tuple(ours[name].shape) for name in names}
+            if len(shapes) > 1 or () in shapes:
+                raise UserError(f"{', '.join(names)} of the checkpoint have other shapes than one another")
+            ours[query.replace(".query.", ".qkv.")] = torch.cat([ours.pop(name) for name in names])
     return ours

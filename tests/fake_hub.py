@@ -14,6 +14,7 @@ class FakeHub:
     """Repositories as {"org/name": {"main": {path: bytes}}}, what was uploaded, and one token that may write."""
 
     token = "hf_may_write"
+    user = "someone"  # whose token it is
 
     def __init__(self):
         self.repos: dict[str, dict[str, dict[str, bytes]]] = {}
@@ -65,9 +66,7 @@ def serve():
                 return self.answer({"errors": [], "warnings": []})
             if path == "/api/repos/create":
                 request = json.loads(body)
-                name = (
-                    f"{request['organization']}/{request['name']}" if request.get("organization") else request["name"]
-                )
+                name = f"{request.get('organization') or hub.user}/{request['name']}"
                 url = {"url": f"{hub.url}/{name}", "name": name}
                 if name in hub.repos:
                     return self.answer({"error": "You already created this model repo", **url}, 409)

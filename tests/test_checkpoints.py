@@ -1,6 +1,9 @@
 """Reading checkpoints and folders: whole, or a sentence that names what is wrong; and never running what they hold."""
 
+import collections
+import json
 import os
+import pickle
 import re
 import zipfile
 from pathlib import Path
@@ -53,8 +56,124 @@ def test_tensors_that_do_not_fit_are_named(write_checkpoint, tmp_path, edit, mes
         read.build()
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"hidden_size": 33}, "33 is not a multiple"),
+        ({"mixer": "lion-x"}, "not 'lion-x'"),
+        ({"hidden_act": "gulu"}, "gulu"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"layer_norm_eps": "small"}, "layer_norm_eps is 'small'"),
+        ({"type_vocab_size": 2.5}, ""),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_config_that_makes_no_model_is_told(write_checkpoint, tmp_path, setting, message):
+    def edit(state):
+        state["integrations"]["huggingface"]["model"]["config"]["content"].update(setting)
+
+    path = write_checkpoint(tmp_path / "c.pt", edit=edit)
+    with pytest.raises(UserError, match=rf"the config of {re.escape(str(path))} makes no model.*{message}"):
+        read_checkpoint(path).build()
+
+
+def test_of_a_config_only_what_makes_the_model_is_taken(write_checkpoint, tmp_path):
+    """Keys that would have transformers load code of the checkpoint's choice among them."""
+
+    def edit(state):
+        state["integrations"]["huggingface"]["model"]["config"]["content"] |= {
+            "custom_pipelines": {"fill-mask": {"impl": "someone/repo--evil.Pipeline"}},
+            "auto_map": {"AutoModel": "someone/repo--evil.Model"},
+            "id2label": {0: "bad", 1: "good", 2: "ugly"},
+        }
+
+    read = read_checkpoint(write_checkpoint(tmp_path / "c.pt", edit=edit))
+    assert read.config["id2label"] == {0: "bad", 1: "good", 2: "ugly"}
+    hub_folder.write(read, tmp_path / "my-model")
+    assert "someone" not in (tmp_path / "my-model" / "config.json").read_text()
+
+
+def test_weights_that_are_no_tensors_of_numbers_are_named(write_checkpoint, tmp_path):
+    def edit(state):
+        state["model"] |= {"model.list": [1, 2], "model.sparse": torch.zeros(2).to_sparse()}
+
+    with pytest.raises(UserError, match="holds list, sparse, which"):
+        read_checkpoint(write_checkpoint(tmp_path / "c.pt", edit=edit))
+
+
+# The tokenizer in a checkpoint
+
+
+def tokenizer_of(state: dict) -> dict:
+    return state["integrations"]["huggingface"]["tokenizer"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["modeling_lion.py", "evil.py", "config.json", "adapter_config.json", "modules.json", "../vocab.txt", "/tmp/vocab.txt"],
+)  # fmt: skip
+def test_a_file_that_is_no_tokenizers_is_refused_by_name(write_checkpoint, tmp_path, name):
+    def edit(state):
+        tokenizer_of(state)[name] = {"file_extension": Path(name).suffix, "content": {"a": 1}}
+
+    read = read_checkpoint(write_checkpoint(tmp_path / "c.pt", edit=edit))
+    with pytest.raises(UserError, match=f" a file {re.escape(name)}, "):
+        hub_folder.write(read, tmp_path / "my-model")
+    with pytest.raises(UserError, match=f" a file {re.escape(name)}, "):
+        read.load_tokenizer()
+    assert not (tmp_path / "my-model").exists()
+
+
+@pytest.mark.parametrize("suffix", [".json", "", "on"])
+def test_a_tokenizer_that_names_code_is_refused(write_checkpoint, tmp_path, suffix):
+    def edit(state):
+        file = tokenizer_of(state)["tokenizer_config.json"]
+        file["content"]["auto_map"] = {"AutoTokenizer": [None, "evil.Tokenizer"]}
+        file["file_extension"] = suffix
+
+    with pytest.raises(UserError, match=r"auto_map in tokenizer_config\.json"):
+        read_checkpoint(write_checkpoint(tmp_path / "c.pt", edit=edit)).load_tokenizer()
+
+
+def test_files_are_named_by_stem_as_old_composer_did_and_may_hold_bytes(write_checkpoint, tmp_path):
+    def edit(state):
+        files = tokenizer_of(state)
+        state["integrations"]["huggingface"]["tokenizer"] = {
+            **{name.removesuffix(file["file_extension"]): file for name, file in files.items()},
+            "vocab": {"file_extension": ".txt", "content": ["one", "two"]},
+            "spiece": {"file_extension": ".model", "content": b"\x0a\xff"},
+        }
+
+    read = read_checkpoint(write_checkpoint(tmp_path / "c.pt", edit=edit))
+    files = read.tokenizer_files()
+    assert files.keys() >= {"tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model"}
+    assert (files["vocab.txt"], files["spiece.model"]) == (b"one\ntwo", b"\x0a\xff")
+    hub_folder.write(read, tmp_path / "my-model")
+    assert "BertTokenizer" in json.loads((tmp_path / "my-model" / "config.json").read_text())["tokenizer_class"]
+    assert read.load_tokenizer()("a")["input_ids"]
+
+
+@pytest.mark.parametrize("spoilt", [{"file_extension": ".json", "content": {}}, "text", {"content": None}])
+def test_a_tokenizer_that_cannot_be_loaded_is_told_with_the_way_out(write_checkpoint, tmp_path, spoilt):
+    path = write_checkpoint(
+        tmp_path / "c.pt", edit=lambda state: tokenizer_of(state).update({"tokenizer.json": spoilt})
+    )
+    with pytest.raises(UserError, match=rf"the tokenizer of {re.escape(str(path))} .*name another"):
+        read_checkpoint(path).load_tokenizer()
+
+
+# What is no checkpoint, or a dangerous one
+
+
 def cut(path: Path, checkpoint: Path) -> None:
     path.write_bytes(checkpoint.read_bytes()[: checkpoint.stat().st_size // 2])
+
+
+def flip(path: Path, checkpoint: Path) -> None:
+    """Change one number of one tensor, as a bad disk would."""
+    data = bytearray(checkpoint.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -63,13 +182,28 @@ def cut(path: Path, checkpoint: Path) -> None:
         (cut, "not a readable checkpoint"),
         (lambda path, _: path.write_bytes(b""), "not a readable checkpoint"),
         (lambda path, _: path.write_text("hello, this is a text"), "not a readable checkpoint"),
+        (lambda path, _: path.write_text("cat and\ndog\n"), "not a readable checkpoint"),  # c is an import to a pickle
+        (flip, "not a readable checkpoint"),
         (lambda path, _: torch.save({"weights": torch.zeros(2)}, path), "no Composer checkpoint"),
         (lambda path, _: torch.save({"state": {"model": {}}}, path), "no Composer checkpoint"),
         (lambda path, _: torch.save([torch.zeros(2)], path), "no Composer checkpoint"),
+        (lambda path, _: torch.save({"state": torch.zeros(2).untyped_storage()}, path), "no Composer checkpoint"),
         (lambda path, _: path.mkdir(), "is not a file"),
         (lambda path, _: None, "is not a file"),
     ],
-    ids=["cut", "empty", "text", "other dict", "no metadata", "list", "folder", "absent"],
+    ids=[
+        "cut",
+        "empty",
+        "text",
+        "another text",
+        "flipped",
+        "other dict",
+        "no metadata",
+        "list",
+        "numbers",
+        "folder",
+        "absent",
+    ],
 )
 def test_what_is_no_checkpoint_is_refused_by_its_path(checkpoint, tmp_path, make, words):
     path = tmp_path / "given.pt"
@@ -104,6 +238,26 @@ def test_a_checkpoint_that_wants_to_run_a_function_is_not_opened_and_the_functio
         read_checkpoint(path)
     assert not victim.exists()
     assert not (tmp_path / "my-model").exists()
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 3, 4, 5])
+@pytest.mark.parametrize("write", ["pickle", "zip", "no zip"])
+def test_the_function_is_named_in_every_protocol(tmp_path, protocol, write):
+    path, victim = tmp_path / "evil.pt", tmp_path / "was-run"
+    content = {"state": {"model": {"weight": 0}, "evil": [collections.Counter("text"), Malicious(victim)]}}
+    if write == "pickle":
+        path.write_bytes(pickle.dumps(content, protocol))
+    else:
+        torch.save(content, path, pickle_protocol=protocol, _use_new_zipfile_serialization=write == "zip")
+    with pytest.raises(UserError, match=r"wants to run posix\.system when"):
+        read_checkpoint(path)
+    assert not victim.exists()
+
+
+def test_the_function_is_named_in_the_oldest_way_to_write_it(tmp_path):
+    (tmp_path / "evil.pt").write_bytes(b"(S'exit 1'\nios\nsystem\n.")
+    with pytest.raises(UserError, match=r"wants to run os\.system when"):
+        read_checkpoint(tmp_path / "evil.pt")
 
 
 def test_random_states_are_read_as_numpy_1_and_2_wrote_them(tmp_path):

@@ -67,13 +67,16 @@ def test_an_out_that_cannot_be_written_is_named(write_checkpoint, tmp_path):
         hub.export(write_checkpoint(tmp_path / "c.pt"), tmp_path / "file" / "my-model")
 
 
-@pytest.mark.parametrize("name", ["../escaped.json", "/tmp/escaped.json"])
-def test_a_tokenizer_file_outside_the_folder_is_refused(write_checkpoint, tmp_path, name):
+@pytest.mark.parametrize("name", ["../escaped.json", "/tmp/escaped.json", "modeling_lion.py"])
+def test_a_tokenizer_with_code_or_a_file_outside_the_folder_is_refused(write_checkpoint, tmp_path, name):
     def edit(state):
-        state["integrations"]["huggingface"]["tokenizer"][name] = {"file_extension": ".json", "content": {}}
+        state["integrations"]["huggingface"]["tokenizer"][name] = {
+            "file_extension": Path(name).suffix,
+            "content": "1/0",
+        }
 
     checkpoint = write_checkpoint(tmp_path / "c.pt", edit=edit)
-    with pytest.raises(UserError, match="outside its folder"):
+    with pytest.raises(UserError, match=f"has a file {name}"):
         hub.export(checkpoint, tmp_path / "my-model")
     assert list(tmp_path.iterdir()) == [checkpoint]
 
@@ -120,7 +123,8 @@ def test_import_gives_the_published_outputs(tmp_path, monkeypatch, source, kind)
 
 
 @pytest.mark.skipif(not PARITY.is_dir(), reason="no published checkpoint lies beside the repository")
-def test_import_of_the_pickle_gives_its_published_outputs_with_proof_and_card(tmp_path, tokenizer_folder):
+def test_import_of_the_pickle_gives_its_published_outputs_with_proof_and_card(tmp_path, tokenizer_folder, caplog):
+    caplog.set_level("INFO")
     checkpoint, out = PARITY / "legacy-nova.pt", tmp_path / "my-model"
     hub.import_published(str(checkpoint), out, str(tokenizer_folder))
     tensors = load_file(PARITY / "legacy-nova.safetensors")
@@ -133,6 +137,8 @@ def test_import_of_the_pickle_gives_its_published_outputs_with_proof_and_card(tm
     assert tokens_of(out) == tokens_of(tokenizer_folder)
     hub_folder.check_proof(out)
     assert "Converted from the paper's authors' legacy-nova.pt" in (out / "README.md").read_text()
+    hub.verify(str(checkpoint), out)  # which has no tokenizer to compare the folder's with
+    assert f"the tokens of {out} are not compared" in caplog.text
 
 
 @pytest.mark.skipif(not PARITY.is_dir(), reason="no published checkpoint lies beside the repository")

@@ -152,13 +152,72 @@ def test_verify_names_a_tensor_that_is_not_there(spoilt):
         verify(checkpoint, folder)
 
 
-def test_verify_sees_other_logits_from_the_same_weights(spoilt):
-    """Changed code or config does not show in the weights, only in what the folder computes."""
+def test_verify_names_a_tensor_of_another_type_or_shape(spoilt):
+    checkpoint, folder = spoilt
+    weights = load_file(folder / "model.safetensors")
+    weights["lion.layers.0.mlp_in.bias"] = weights["lion.layers.0.mlp_in.bias"].half()
+    weights["lion.layers.0.mlp_out.bias"] = weights["lion.layers.0.mlp_out.bias"][:-1].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"in lion\.layers\.0\.mlp_in\.bias, lion\.layers\.0\.mlp_out\.bias;"):
+        verify(checkpoint, folder)
+
+
+def test_verify_names_tied_weights_that_are_missing_under_both_names(spoilt):
+    checkpoint, folder = spoilt
+    weights = load_file(folder / "model.safetensors")
+    del weights["lion.embeddings.word_embeddings.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"in head\.decoder\.weight, lion\.embeddings\.word_embeddings\.weight;"):
+        verify(checkpoint, folder)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"hidden_act": "relu"},
+        {"id2label": {"0": "bad", "1": "ugly"}},
+        {"hidden_dropout_prob": 0.0},
+        {"pad_token_id": 1},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_verify_names_a_setting_that_differs(spoilt, setting):
     checkpoint, folder = spoilt
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "relu"}))
+    (folder / "config.json").write_text(json.dumps({**config, **setting}))
+    with pytest.raises(UserError, match=rf"differs from \S+ in {next(iter(setting))}[;,]"):
+        verify(checkpoint, folder)
+
+
+def test_verify_sees_other_logits_from_the_same_weights(spoilt):
+    """Changed code does not show in the weights, only in what the folder computes."""
+    checkpoint, folder = spoilt
+    code = (folder / "modeling_lion.py").read_text()
+    assert code.count("logits = self.head(") == 1
+    (folder / "modeling_lion.py").write_text(code.replace("logits = self.head(", "logits = 2 * self.head("))
     with pytest.raises(UserError, match="logits that differ"):
         verify(checkpoint, folder)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "difference"),
+    [
+        ({"start": torch.ones(2), "end": torch.zeros(2)}, 1),
+        ({"start": torch.zeros(2), "end": torch.tensor([0, torch.nan])}, torch.nan),
+        ({"start": torch.zeros(2), "end": torch.zeros(2, 1)}, torch.inf),
+        ({"start": torch.zeros(2)}, torch.inf),
+    ],
+    ids=["number", "NaN", "shape", "missing"],
+)
+def test_no_difference_is_passed_over(outputs, difference):
+    expected = {"start": torch.zeros(2), "end": torch.zeros(2)}
+    assert hub_folder.largest_difference(expected, outputs) == pytest.approx(difference, nan_ok=True)
+
+
+def test_another_environment_that_is_none_is_told(made):
+    checkpoint, folder = made()
+    with pytest.raises(UserError, match="--python nowhere/python cannot be started"):
+        hub_folder.verify(read_checkpoint(checkpoint), folder, "nowhere/python")
 
 
 def test_verify_sees_another_word_in_the_vocabulary_even_if_no_sentence_has_it(spoilt):
@@ -197,7 +256,7 @@ def test_a_folder_that_could_not_be_finished_is_not_there_at_all(tmp_path, failu
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["trained.pt", "sub/weights.bin", ".env"])
+@pytest.mark.parametrize("name", ["trained.pt", "sub/weights.BIN", "scaler.joblib", "pickled", ".env"])
 def test_a_pickle_and_a_hidden_file_are_not_published(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("")
@@ -349,7 +408,9 @@ print(torch.equal(again, vectors))
 """
 
 
-@pytest.mark.skipif(find_spec("sentence_transformers") is None, reason="sentence-transformers is not installed")
+@pytest.mark.skipif(
+    find_spec("sentence_transformers") is None, reason="needs sentence-transformers, which is in requirements.txt"
+)
 def test_sentence_transformers_takes_the_mean_of_the_real_tokens(made, tmp_path):
     assert outside(SENTENCES, made()[1], tmp_path).split()[-1] == "True"
 

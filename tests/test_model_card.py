@@ -144,6 +144,18 @@ def test_a_classifiers_card_tells_task_labels_and_scores(classifier):
     assert result["dataset"] == {"name": "GLUE RTE", "type": "nyu-mll/glue", "config": "rte", "split": "dev"}
 
 
+def test_the_job_of_a_search_is_known_by_its_folder(classifier):
+    (classifier.path.parent / "result.json").write_text(json.dumps({**RESULT, "folder": "rte-lr=1e-05-19"}))
+    assert "fine-tuned on RTE" not in model_card(classifier, "my-model")
+    classifier.run_name = "tiny-glue-rte-lr=1e-05-19"
+    assert "fine-tuned on RTE" in model_card(classifier, "my-model")
+
+
+def test_a_regression_has_no_names_of_labels(classifier):
+    classifier.config = {**classifier.config, "id2label": {0: "LABEL_0"}}
+    assert "LABEL_0" not in model_card(classifier, "my-model")
+
+
 def test_the_result_of_another_job_is_left_out(classifier):
     classifier.run_name = "tiny-glue-rte-717"
     card = model_card(classifier, "my-model")

@@ -40,16 +40,40 @@ def test_an_encoder_is_read_whole_from_a_checkpoint_and_from_its_folder(checkpoi
     assert read.tokenizer.model_max_length == tokenizer.model_max_length
 
 
-@pytest.mark.parametrize("spoil", ["config.json", "model.safetensors", "model_type", "cut"])
+@pytest.mark.parametrize("of", ["checkpoint", "folder"])
+def test_a_tokenizer_that_cannot_be_loaded_fails_only_where_it_is_asked_for(folder, tmp_path, write_checkpoint, of):
+    def edit(state):
+        state["integrations"]["huggingface"]["tokenizer"]["tokenizer.json"]["content"] = {}
+
+    (folder / "tokenizer.json").write_text("{}")
+    path = folder if of == "folder" else write_checkpoint(tmp_path / "c.pt", edit=edit)
+    read = read_pretrained(str(path), "key")
+    assert read.encoder()
+    with pytest.raises(UserError, match=rf"the tokenizer of {re.escape(str(path))} cannot be loaded"):
+        _ = read.tokenizer
+
+
+def test_a_folders_tokenizer_runs_no_code(folder, tmp_path):
+    """Nor does it ask whether it may."""
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'was-run')!r}, 'w')\nclass Tokenizer: pass")
+    (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Tokenizer", null]}}')
+    with pytest.raises(UserError, match="cannot be loaded"):
+        _ = read_pretrained(str(folder), "key").tokenizer
+    assert not (tmp_path / "was-run").exists()
+
+
+@pytest.mark.parametrize("spoil", ["config.json", "model.safetensors", "model_type", "list", "cut"])
 def test_a_folder_that_is_not_ours_is_refused_by_name(folder, tmp_path, spoil):
     spoilt = Path(shutil.copytree(folder, tmp_path / "spoilt"))
     if spoil == "model_type":
         (spoilt / "config.json").write_text('{"model_type": "gpt2"}')
+    elif spoil == "list":
+        (spoilt / "config.json").write_text("[]")
     elif spoil == "cut":
         (spoilt / "model.safetensors").write_bytes(b"\0" * 20)
     else:
         (spoilt / spoil).unlink()
-    words = {"model_type": "gpt2", "cut": "cannot be read"}.get(spoil, spoil)
+    words = {"model_type": "gpt2", "list": "cannot be read", "cut": "cannot be read"}.get(spoil, spoil)
     with pytest.raises(UserError, match=f"{re.escape(str(spoilt))}.*{words}"):
         read_pretrained(str(spoilt), "key")
 

@@ -50,6 +50,32 @@ def test_unknown_names_are_listed():
         state_dict_from_published({"bert.strange": torch.zeros(1), "other": torch.zeros(1)}, config)
 
 
+@pytest.mark.parametrize("part", ["query", "key"])
+def test_queries_and_keys_of_other_shapes_are_named(part):
+    config = config_from_published({"arch_type": "nova", "num_hidden_layers": 1})
+    state = {
+        f"bert.encoder.layer.0.attention.self.{name}.weight": torch.zeros(4, 4) for name in ("query", "key", "value")
+    }
+    state[f"bert.encoder.layer.0.attention.self.{part}.weight"] = torch.zeros(3, 4)
+    with pytest.raises(UserError, match=rf"attention\.{part}\.weight.*other shapes"):
+        state_dict_from_published(state, config)
+
+
+def test_two_biases_of_the_decoder_have_to_be_the_same():
+    config = config_from_published({"arch_type": "nova", "num_hidden_layers": 1})
+    state = {"cls.predictions.bias": torch.zeros(8), "cls.predictions.decoder.bias": torch.zeros(8)}
+    assert state_dict_from_published(state, config).keys() == {"head.decoder.bias"}
+    state["cls.predictions.bias"] = torch.ones(8)
+    with pytest.raises(UserError, match=r"cls\.predictions\.bias and cls\.predictions\.decoder\.bias"):
+        state_dict_from_published(state, config)
+
+
+@pytest.mark.parametrize("setting", [{"hidden_size": 33}, {"num_attention_heads": "two"}, {"id2label": [0]}])
+def test_a_config_that_makes_no_model_is_told(setting):
+    with pytest.raises(UserError, match=r"the config of theirs\.pt makes no model"):
+        config_from_published({"arch_type": "nova", **setting}, "theirs.pt")
+
+
 def test_unknown_architecture_is_refused():
     with pytest.raises(UserError, match="hydra"):
         config_from_published({"arch_type": "hydra"})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import PARITY, assert_one_sentence, run, tokens_of
 
-from src import hub
+from src import hub, hub_folder
 from src.cli import UserError
 from tests.fake_hub import FakeHub, serve
 
@@ -65,6 +65,13 @@ def test_a_push_may_be_repeated_private_and_to_a_branch(fake, folder):
     assert fake.repos[REPO]["main"] == {}
     assert "model.safetensors" in fake.repos[REPO]["step-1200"]
     assert len(fake.uploads) == 1  # the weights were there the second time
+
+
+def test_a_name_without_an_organization_is_the_users(fake, folder):
+    hub.push(folder, "small-cat", revision="step-1200")
+    assert fake.repos.keys() == {f"{FakeHub.user}/small-cat"}
+    card = fake.repos[f"{FakeHub.user}/small-cat"]["step-1200"]["README.md"].decode()
+    assert f'model="{FakeHub.user}/small-cat"' in card
 
 
 def test_a_push_that_broke_off_goes_on_without_sending_the_weights_again(fake, folder):
@@ -148,7 +155,7 @@ def test_a_link_out_of_the_folder_is_not_followed(fake, made, folder, tmp_path):
 
 
 @pytest.mark.skipif(not PARITY.is_dir(), reason="no published checkpoint lies beside the repository")
-def test_a_published_checkpoint_is_imported_from_the_hub_and_pushed_on(fake, tmp_path, tokenizer_folder):
+def test_a_published_checkpoint_is_imported_from_the_hub_and_pushed_on(fake, tmp_path, tokenizer_folder, monkeypatch):
     data = (PARITY / "legacy-nova.pt").read_bytes()
     fake.repos["authors/model-mlm"] = {"main": {"README.md": b"theirs", "step-1.pt": data}}
     out = tmp_path / "my-model"
@@ -157,6 +164,12 @@ def test_a_published_checkpoint_is_imported_from_the_hub_and_pushed_on(fake, tmp
     assert "authors/model-mlm" in (out / "README.md").read_text()
     hub.push(out, REPO)
     assert fake.repos[REPO]["main"]["model.safetensors"] == (out / "model.safetensors").read_bytes()
+
+    compared = []
+    monkeypatch.setattr(hub_folder, "verify", lambda checkpoint, *_: compared.append(checkpoint) or 0.0)
+    hub.verify("authors/model-mlm", out, str(tokenizer_folder))
+    assert compared[0].published == "authors/model-mlm"
+    assert compared[0].load_tokenizer().get_vocab() == tokens_of(out)
 
 
 def test_a_name_with_no_checkpoint_or_several_says_so(fake, tmp_path):
