@@ -30,10 +30,13 @@ def main(argv: list[str]) -> None:
 def pretrain(config: PretrainConfig, folder: Path) -> None:
     """One run, from config to trained checkpoint, curves and metrics in `save_folder`."""
     from composer.utils import dist, reproducibility
+    from tqdm.contrib.logging import logging_redirect_tqdm
 
     from src import builders, hf_export, run_guards, saving, text_data
     from src.run_log import RunLog
+    from src.startup import Startup
 
+    startup = Startup()
     builders.quiet()
     check(config)
     device = builders.resolve_device(config.device)
@@ -50,9 +53,11 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     optimizer = builders.build_optimizer(config.optimizer, model)
     if saved is None and config.load_path is not None:
         check_load_path(config, model)
+    startup.done("tokenizer and model")
     train_loader = text_data.build(config.train_loader, tokenizer, device_batch, train=True)
     eval_loader = text_data.build(config.eval_loader, tokenizer, config.device_eval_batch_size, train=False)
     padding = train_loader.padding
+    startup.done("data")
     run_log = RunLog(folder, config.log_interval, config.run_name, config.progress_bar, padding)
     writer = saving.CheckpointWriter(folder, config.save_interval, config.save_num_checkpoints_to_keep)
     trainer = builders.build_trainer(
@@ -74,6 +79,7 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
             writer,
             *([hf_export.HubExports(writer)] if config.hf_export == "save" else []),
             run_guards.StopOnSignal(writer),
+            startup,
         ],
         loggers=[*builders.build_loggers(config.loggers), run_log],
         max_duration=config.max_duration,
@@ -85,14 +91,17 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
         parallelism_config=builders.parallelism(config.fsdp_config, device),
         compile_config=config.compile_config,
     )
+    startup.done("trainer")
     samples = text_data.describe(config.train_loader.dataset, train_loader.dataset)
     announce(config, model, samples, steps_of(config, train_loader), device, precision, trainer.state)
     remember(config, folder)
     if config.eval_first and trainer.state.timestamp.batch == 0:
         trainer.eval()
+        startup.done("first evaluation")
     try:
         if trainer.state.timestamp < trainer.state.max_duration:
-            trainer.fit()
+            with logging_redirect_tqdm():  # what is said stands above the progress bar
+                trainer.fit()
             log.info(f"padding: {padding}")
         elif run_guards.on_any_rank(not is_evaluated(folder, trainer.state.timestamp.batch.value), trainer.state):
             trainer.eval()  # a kill came after the last checkpoint and before the evaluation that follows it

@@ -163,8 +163,6 @@ class RunLog(LoggerDestination):
             return
         self.told_time_left = True
         minutes = math.ceil((last - now[0]) * seconds / steps / 60)
-        if self.bar is not None:
-            self.bar.clear()
         log.info(f"about {minutes // 60}:{minutes % 60:02} hours left at {tokens / seconds:,.0f} tokens a second")
 
     def _write(self, state: State, values: dict[str, Any]) -> None:

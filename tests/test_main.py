@@ -66,6 +66,7 @@ def test_a_run_says_what_it_will_do_and_where_the_result_lies(finished):
         assert words in result.stderr
     for words in ("before", "after", "latest-rank0.pt", "curves.png", "metrics.jsonl"):
         assert words in result.stdout
+    assert re.search(r"first step after \d+\.\d s: \d+\.\d imports, .* first step", result.stderr)
     assert "Warning" not in result.stderr
 
 
