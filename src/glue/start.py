@@ -51,13 +51,14 @@ def read_start(config: FinetuneConfig, path: str | None = None) -> Start:
         settings = builders.build_lion_config(config.model, tokenizer, config.max_seq_len).to_dict()
         return Start(settings, None, tokenizer, "random weights")
     pretrained = read_pretrained(name, "starting_checkpoint_load_path")
-    settings, tokenizer = pretrained.config, pretrained.tokenizer
-    if config.tokenizer_name is not None:
+    if config.tokenizer_name is None:
+        tokenizer = pretrained.tokenizer
+    else:
         tokenizer = builders.build_tokenizer(config.tokenizer_name, config.max_seq_len)
     if tokenizer is None:
         raise UserError(f"{name} holds no tokenizer; set tokenizer_name")
     # Vocabulary and padding are the checkpoint's, not the tokenizer's, rounded.
-    changed = {**builders.lion_arguments(settings), **config.model}
+    changed = {**builders.lion_arguments(pretrained.config), **config.model}
     settings = builders.build_lion_config(changed, tokenizer, config.max_seq_len).to_dict()
     if config.from_scratch and path is None:
         return Start(settings, None, tokenizer, f"random weights, of the sizes of {name}")
