@@ -16,8 +16,8 @@ help:  ## what there is to make
 demo: $(VENV)/installed  ## text, shards, pretraining, fine-tuning, a Hub folder, filled masks (MODEL=lion-d-tiny: another)
 	$(VENV)/bin/python -m src.demo --model $(MODEL)
 
-compare: $(VENV)/installed  ## the same for LION-LIT, -D, -S and BERT, in one table
-	$(VENV)/bin/python -m src.demo --compare
+compare: $(VENV)/installed  ## the same for LION-LIT, -D, -S and BERT, with longer training, in one table
+	$(VENV)/bin/python -m src.demo --compare --out demo/compare --train_examples 12000 max_duration=81920sp
 
 test: $(VENV)/installed  ## the whole test suite
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
