@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
         for row, peak in zip(own, measure.peak_memory(prepare, (mixer, form, 1, 16, *size), arguments, a.device)):
             row["peak_mib"] = peak / 2**20
 
-    title = f"One pass of an encoder of {a.layers} layers of {a.hidden}, {a.dtype}; peak memory with its weights:"
+    title = f"One pass of an encoder of {a.layers} layers of {a.hidden}, {a.dtype}; peak memory {'with its weights' if a.device == 'cuda' else 'beyond its weights'}:"
     name = f"inference-{a.device}"
     measure.write(a.out, name, title, measure.machine(a.device), [table(rows)], rows)
     draw(rows, a.out / f"{name}.png")

@@ -41,7 +41,7 @@ from transformers.activations import ACT2FN
 from transformers.utils import logging as transformers_logging
 
 from src import collate
-from src.cli import UserError
+from src.cli import UserError, first_line
 from src.config import nearest
 from src.lion import LionConfig
 from src.optimizer import FusedDecoupledAdamW
@@ -91,7 +91,7 @@ def build_tokenizer(name: str, max_seq_len: int) -> PreTrainedTokenizerBase:
         elif name.startswith((".", "/", "~")):
             reason = "there is no such folder"
         else:
-            reason = f"it is no folder here, and the Hugging Face Hub did not give it ({str(error).splitlines()[0]})"
+            reason = f"it is no folder here, and the Hugging Face Hub did not give it ({first_line(error)})"
         raise UserError(f"tokenizer_name: cannot load {name}: {reason}; give a folder with tokenizer.json") from None
     for token in ("mask_token", "pad_token"):
         if getattr(tokenizer, token) is None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from src import lion
-from src.cli import UserError
+from src.cli import UserError, first_line
 from src.published import config_from_published, state_dict_from_published
 
 MODELS = (
@@ -287,8 +287,3 @@ def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str) ->
     # Two names of one tensor, as the word embeddings and the decoder are, take the weights of the last.
     if lost := sorted(name for name, tensor in own.items() if not torch.equal(tensor, weights[name].to(tensor.dtype))):
         raise UserError(f"the weights of {source} do not fit: {type(model).__name__} shares {', '.join(lost)} with another tensor, and theirs differ")  # fmt: skip
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in short; its name where it says nothing."""
-    return next(iter(str(error).splitlines()), type(error).__name__)

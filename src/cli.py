@@ -52,6 +52,11 @@ def fail(error: UserError) -> int:
     return error.status
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in short; its name where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def is_main_process() -> bool:
     """True in the one process of a distributed launch that speaks and writes (global rank 0)."""
     return int(os.environ.get("RANK", 0)) == 0

@@ -11,7 +11,7 @@ from omegaconf import II, DictConfig, OmegaConf
 from omegaconf import MISSING as REQUIRED
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
-from src.cli import UserError
+from src.cli import UserError, first_line
 
 Config = TypeVar("Config")
 
@@ -172,9 +172,9 @@ def load(schema: type[Config], script: str, argv: list[str]) -> Config:
             raise SystemExit(0)
         return OmegaConf.to_object(config)
     except (InterpolationResolutionError, MissingMandatoryValue) as error:
-        raise UserError(f"{arguments.yaml}: {_first_line(error)}") from None
+        raise UserError(f"{arguments.yaml}: {first_line(error)}") from None
     except OmegaConfBaseException as error:
-        raise UserError(f"{getattr(error, 'full_key', None) or arguments.yaml}: {_first_line(error)}") from None
+        raise UserError(f"{getattr(error, 'full_key', None) or arguments.yaml}: {first_line(error)}") from None
 
 
 def _refuse_missing(missing: list[str], path: str) -> None:
@@ -267,7 +267,7 @@ def _overrides(pairs: list[str]) -> DictConfig:
     try:
         return OmegaConf.from_dotlist(pairs)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"cannot read the overrides {' '.join(pairs)}: {_first_line(error)}") from None
+        raise UserError(f"cannot read the overrides {' '.join(pairs)}: {first_line(error)}") from None
 
 
 def _check_keys(given: DictConfig, schema: type) -> None:
@@ -301,7 +301,3 @@ def _given_keys(config: Any, prefix: str = ""):
             yield from _given_keys(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n")[0]

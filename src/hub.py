@@ -20,8 +20,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from src import cli, hub_folder
-from src.checkpoints import Checkpoint, first_line, read_checkpoint
-from src.cli import UserError, log
+from src.checkpoints import Checkpoint, read_checkpoint
+from src.cli import UserError, first_line, log
 from src.hub_folder import CARD
 from src.model_card import model_card, read_scores
 

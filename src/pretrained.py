@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from src.checkpoints import first_line, load_tokenizer, read_checkpoint, read_folder
-from src.cli import UserError
+from src.checkpoints import load_tokenizer, read_checkpoint, read_folder
+from src.cli import UserError, first_line
 from src.published import config_from_published, state_dict_from_published
 
 HUB_FILES = ["*.json", "*.txt", "*.model", "*.safetensors", "*.pt", "pytorch_model*.bin"]

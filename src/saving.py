@@ -10,7 +10,7 @@ from composer import Callback, Event, Logger, State
 from composer.utils import create_interval_scheduler, dist
 from composer.utils.checkpoint import save_checkpoint
 
-from src.cli import RunFailed, UserError, log
+from src.cli import RunFailed, UserError, first_line, log
 
 LATEST = "latest-rank0.pt"
 
@@ -65,7 +65,7 @@ class CheckpointWriter(Callback):
         except (OSError, RuntimeError) as error:
             if dist.get_global_rank() != 0:
                 raise
-            refused = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            refused = getattr(error, "strerror", None) or first_line(error)
             dist.barrier()  # where the others wait for the file
         if dist.get_global_rank() == 0:
             try:

@@ -16,7 +16,7 @@ from streaming.base.storage import CloudDownloader
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from src.cli import UserError
+from src.cli import UserError, first_line
 from src.collate import MaskingCollator, sample_count
 from src.config import DatasetConfig, LoaderConfig, nearest
 from src.masking import Masking
@@ -262,10 +262,6 @@ def tokens_of_text(stream: Stream) -> int | None:
 def folder_of(stream: Stream) -> Path:
     """Where a stream's shards lie here."""
     return Path(stream.local) / stream.split
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def describe(options: DatasetConfig, dataset: StreamingTextDataset) -> str:

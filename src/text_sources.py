@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from src.cli import UserError
+from src.cli import UserError, first_line
 from src.text_files import BATCH_BYTES, STANDARD_INPUT, Batch, Reading, file_kind, find_files, read_batches
 
 RECORDS = 256  # of a dataset, read at a time
@@ -100,7 +100,7 @@ class HubDataset:
                 yield here, Batch(self.dataset, 0, texts, "text", len(texts))
 
     def _unreadable(self, error: Exception) -> UserError:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         return UserError(f"--dataset: cannot read {self.dataset} ({self.split}) from the Hugging Face Hub: {reason}; check the name and the connection, or use --data_files")  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Tokenizer
 
-from src.cli import UserError
+from src.cli import UserError, first_line
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and the processes that make rows need none of it
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        reason = "the folder holds no tokenizer that transformers can load" if Path(name).is_dir() else f"it is no folder here, and the Hugging Face Hub did not give it ({str(error).splitlines()[0]})"  # fmt: skip
+        reason = "the folder holds no tokenizer that transformers can load" if Path(name).is_dir() else f"it is no folder here, and the Hugging Face Hub did not give it ({first_line(error)})"  # fmt: skip
         raise UserError(f"--tokenizer: cannot load {name}: {reason}; give a folder with tokenizer.json") from None
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from src.cli import UserError, log
+from src.cli import UserError, first_line, log
 from src.glue.tasks import HUB, Task, check_labels
 
 DIAGNOSTIC = "AX"  # GLUE's set of test examples that MNLI's model is to predict
@@ -371,7 +371,7 @@ def _read_hub(task: Task, split: Split) -> Part:
     try:
         table = load_dataset(hub, subset, split=split_name)
     except Exception as error:  # whatever the Hub's clients raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         way_out = "set glue_dir to a folder with the GLUE files" if task.folder else f"mend tasks.{task.name}.hub"
         raise UserError(f"cannot read {name}, {split_name}, from the Hugging Face Hub: {reason}; {way_out}") from None
     wanted = task.columns if split.kind == "test" else (*task.columns, task.label)
