@@ -3,11 +3,13 @@
 Needs no Composer, so that it also runs under the newest transformers (`make test-compat`).
 """
 
+import contextlib
 import json
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -128,6 +130,14 @@ def test_a_folder_knows_no_place_on_the_machine_that_made_it(made, tokenizer_fol
 # verify
 
 
+@contextlib.contextmanager
+def changed_weights(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """A folder's weights, which are written back as the block leaves them."""
+    weights = load_file(folder / "model.safetensors")
+    yield weights
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def test_verify_passes_for_the_folder_that_export_wrote_and_needs_no_card(spoilt):
     (spoilt[1] / "README.md").unlink()
     assert verify(*spoilt) <= 1e-5
@@ -136,37 +146,33 @@ def test_verify_passes_for_the_folder_that_export_wrote_and_needs_no_card(spoilt
 @pytest.mark.parametrize("name", ["lion.layers.0.attention.qkv.weight", "lion.embeddings.word_embeddings.weight", "head.decoder.bias"])  # fmt: skip
 def test_verify_names_the_tensor_that_differs_and_no_other(spoilt, name):
     checkpoint, folder = spoilt
-    weights = load_file(folder / "model.safetensors")
-    weights[name].flatten()[-1] += 1e-3
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with changed_weights(folder) as weights:
+        weights[name].flatten()[-1] += 1e-3
     with pytest.raises(UserError, match=rf"differs from \S+ in (head\.decoder\.weight, )?{re.escape(name)};"):
         verify(checkpoint, folder)
 
 
 def test_verify_names_a_tensor_that_is_not_there(spoilt):
     checkpoint, folder = spoilt
-    weights = load_file(folder / "model.safetensors")
-    del weights["lion.layers.0.mlp_in.bias"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with changed_weights(folder) as weights:
+        del weights["lion.layers.0.mlp_in.bias"]
     with pytest.raises(UserError, match=r"in lion\.layers\.0\.mlp_in\.bias;"):
         verify(checkpoint, folder)
 
 
 def test_verify_names_a_tensor_of_another_type_or_shape(spoilt):
     checkpoint, folder = spoilt
-    weights = load_file(folder / "model.safetensors")
-    weights["lion.layers.0.mlp_in.bias"] = weights["lion.layers.0.mlp_in.bias"].half()
-    weights["lion.layers.0.mlp_out.bias"] = weights["lion.layers.0.mlp_out.bias"][:-1].clone()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with changed_weights(folder) as weights:
+        weights["lion.layers.0.mlp_in.bias"] = weights["lion.layers.0.mlp_in.bias"].half()
+        weights["lion.layers.0.mlp_out.bias"] = weights["lion.layers.0.mlp_out.bias"][:-1].clone()
     with pytest.raises(UserError, match=r"in lion\.layers\.0\.mlp_in\.bias, lion\.layers\.0\.mlp_out\.bias;"):
         verify(checkpoint, folder)
 
 
 def test_verify_names_tied_weights_that_are_missing_under_both_names(spoilt):
     checkpoint, folder = spoilt
-    weights = load_file(folder / "model.safetensors")
-    del weights["lion.embeddings.word_embeddings.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with changed_weights(folder) as weights:
+        del weights["lion.embeddings.word_embeddings.weight"]
     with pytest.raises(UserError, match=r"in head\.decoder\.weight, lion\.embeddings\.word_embeddings\.weight;"):
         verify(checkpoint, folder)
 
