@@ -401,33 +401,34 @@ def _chunkwise(
     start = F.pad(end[..., :-1], (1, 0))
     across = _exp(end - start).to(q.dtype)[..., None, None]
     start, end = start[..., chunk], end[..., chunk]  # (B or 1, H or 1, L), of each token's chunk
-    logs = before - start, end - upto, end - before, upto - start  # none is above 0
-    weights = [_exp(x).to(q.dtype)[..., None] for x in logs]
-    return _Chunkwise.apply(scale, chunk_size, alike, q, k, v, before - start, upto - start, *weights, across)
+    before, upto, until_end, to_end = before - start, upto - start, end - upto, end - before
+    # From the left and from the right: what is left of a state at a query, and of a key in a state. No log is above 0.
+    to_query, of_key = (_exp(torch.stack(logs, -1)).to(q.dtype) for logs in ((before, until_end), (to_end, upto)))
+    return _Chunkwise.apply(scale, chunk_size, alike, q, k, v, before, upto, to_query, of_key, across)
 
 
 class _Chunkwise(torch.autograd.Function):
     """The full form inside chunks of C tokens; a D×E state from the left and one from the right bring in the rest.
 
-    before, upto: the running sums from each chunk's start, (B or 1, H or 1, L). The weights, (B or 1, H or 1, L, 1):
-    since_start and until_end of a query, to_end and from_start of a key; and across, (B or 1, H or 1, N, 1, 1), of a chunk.
+    before, upto: the running sums from each chunk's start, (B or 1, H or 1, L). The weights: to_query and of_key, (B or 1,
+    H or 1, L, 2), from the left and from the right; and across, (B or 1, H or 1, N, 1, 1), of a chunk. Both directions are
+    computed as one: their states lie below each other, 2D×E.
     The backward pass computes states and C×C matrices again: kept, they would be most of the memory. Both passes read and
     write long tensors a block at a time where they lie, since a copy of one is memory that the system has to find first.
     """
 
     @staticmethod
-    def forward(ctx, scale, chunk_size, alike, q, k, v, before, upto, since_start, until_end, to_end, from_start, across):  # fmt: skip
+    def forward(ctx, scale, chunk_size, alike, q, k, v, before, upto, to_query, of_key, across):
         ctx.constants = scale, chunk_size, alike
-        ctx.save_for_backward(q, k, v, before, upto, since_start, until_end, to_end, from_start, across)
+        ctx.save_for_backward(q, k, v, before, upto, to_query, of_key, across)
         blocks = _chunk_blocks(q, chunk_size)
-        left, right = _received(blocks, k, v, to_end, from_start, across)
+        states = _received(blocks, k, v, of_key, across, (1, -1))
         y = torch.empty_like(v)
         decay = _chunk_masks(blocks, before, upto, q.dtype, alike)
         for block in blocks:
             Q, K, V = scale * block.of(q), block.of(k), block.of(v)
             Y = (Q @ K.mT).mul_(decay(block)) @ V
-            Y += (Q * block.of(since_start)) @ block.state(left)
-            Y += (Q * block.of(until_end)) @ block.state(right)
+            Y += _twice(Q, block.of(to_query)) @ block.state(states)
             block.of(y).copy_(Y)
         return y
 
@@ -435,20 +436,20 @@ class _Chunkwise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         scale, chunk_size, alike = ctx.constants
-        q, k, v, before, upto, since_start, until_end, to_end, from_start, across = ctx.saved_tensors
+        q, k, v, before, upto, to_query, of_key, across = ctx.saved_tensors
         blocks = _chunk_blocks(q, chunk_size)
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         with_decays = any(ctx.needs_input_grad[6:])
         grad_sums = [q.new_empty(q.shape[:-1], dtype=torch.float64) for _ in range(2)]
-        grad_weights = [q.new_empty(*q.shape[:-1], 1) for _ in range(4)]
+        grad_weights = [q.new_empty(*q.shape[:-1], 2) for _ in range(2)]
         with torch.autocast(q.device.type, enabled=False):
-            left, right = _received(blocks, k, v, to_end, from_start, across)
-            # What a chunk's queries draw from a state flows back to all the keys in it: the same two scans.
-            to_right, to_left = _received(blocks, q, grad, scale * until_end, scale * since_start, across)
+            states = _received(blocks, k, v, of_key, across, (1, -1))
+            # What a chunk's queries draw from a state flows back to all the keys in it: the same scans, the other way.
+            grad_states = _received(blocks, q, grad, scale * to_query, across, (-1, 1))
             decay = _chunk_masks(blocks, before, upto, q.dtype, alike)
             for block in blocks:
                 Q, K, V, dY, M = scale * block.of(q), block.of(k), block.of(v), block.of(grad), decay(block)
-                S_left, S_right, G_left, G_right = (block.state(x) for x in (left, right, to_left, to_right))
+                S, dS = block.state(states), block.state(grad_states)
                 scores, grad_scores = (Q @ K.mT).mul_(M), dY @ V.mT
                 dV = scores.mT @ dY
                 if with_decays:
@@ -456,24 +457,20 @@ class _Chunkwise(torch.autograd.Function):
                         block.of(grad_sum).copy_(of_block)
                 grad_scores.mul_(M)
                 dQ, dK = grad_scores @ K, grad_scores.mT @ Q
-                dV += (K * block.of(to_end)) @ G_left
-                dV += (K * block.of(from_start)) @ G_right
-                through_states = (
-                    (Q, dQ, since_start, dY @ S_left.mT),
-                    (Q, dQ, until_end, dY @ S_right.mT),
-                    (K, dK, to_end, V @ G_left.mT),
-                    (K, dK, from_start, V @ G_right.mT),
-                )
+                dV += _twice(K, block.of(of_key)) @ dS
+                through_states = (Q, dQ, to_query, dY @ S.mT), (K, dK, of_key, V @ dS.mT)
                 for (x, dX, weight, drawn), grad_weight in zip(through_states, grad_weights):
                     if with_decays:
-                        block.of(grad_weight).copy_((x * drawn).sum(-1, keepdim=True))
-                    dX += drawn.mul_(block.of(weight))
+                        of_both = (torch.cat((x, x), -1) * drawn).unflatten(-1, (2, -1)).sum(-1)
+                        block.of(grad_weight).copy_(of_both)
+                    for drawn_from, w in zip(drawn.chunk(2, -1), block.of(weight).split(1, -1)):
+                        dX.addcmul_(drawn_from, w)
                 for whole, of_block in ((grad_q, dQ.mul_(scale)), (grad_k, dK), (grad_v, dV)):
                     block.of(whole).copy_(of_block)
             if not with_decays:
-                return None, None, None, grad_q, grad_k, grad_v, *[None] * 7
-            grad_across = (left * to_left).sum((-2, -1), keepdim=True) + (right * to_right).sum((-2, -1), keepdim=True)
-        inputs = before, upto, since_start, until_end, to_end, from_start, across
+                return None, None, None, grad_q, grad_k, grad_v, *[None] * 5
+            grad_across = (states * grad_states).sum((-2, -1), keepdim=True)
+        inputs = before, upto, to_query, of_key, across
         grads = *grad_sums, *grad_weights, grad_across
         return None, None, None, grad_q, grad_k, grad_v, *(grad.sum_to_size(x.shape) for grad, x in zip(grads, inputs))
 
@@ -529,23 +526,26 @@ def _chunk_masks(
     return cut
 
 
+def _twice(x: Tensor, weights: Tensor) -> Tensor:
+    """(..., C, D) by weights from the left and from the right, (..., C, 2), side by side: (..., C, 2D)."""
+    return torch.cat((x * weights[..., :1], x * weights[..., 1:]), -1)
+
+
 def _received(
-    blocks: list[_Block], k: Tensor, v: Tensor, to_end: Tensor, from_start: Tensor, across: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The states in which each chunk finds all earlier and all later ones, (B, H, N, D, E) each."""
-    count = blocks[-1].chunks.stop
-    states = []
-    for weight, order in ((to_end, 1), (from_start, -1)):
-        updates = k.new_empty(*k.shape[:2], count, k.shape[-1], v.shape[-1])
-        for block in blocks:
-            block.state(updates).copy_((block.of(k) * block.of(weight)).mT @ block.of(v))
-        state = torch.zeros_like(updates[:, :, 0])
-        for n in range(count)[::order]:
-            following = torch.addcmul(updates[:, :, n], state, across[:, :, n])
-            updates[:, :, n] = state
+    blocks: list[_Block], k: Tensor, v: Tensor, weights: Tensor, across: Tensor, directions: tuple[int, int]
+) -> Tensor:
+    """The states in which each chunk finds the chunks before it in either direction, below each other, (B, H, N, 2D, E)."""
+    count, D = blocks[-1].chunks.stop, k.shape[-1]
+    states = k.new_empty(*k.shape[:2], count, 2 * D, v.shape[-1])
+    for block in blocks:  # first each chunk's own
+        block.state(states).copy_(_twice(block.of(k), block.of(weights)).mT @ block.of(v))
+    for half, direction in zip(states.split(D, dim=-2), directions):
+        state = torch.zeros_like(half[:, :, 0])
+        for n in range(count)[::direction]:
+            following = torch.addcmul(half[:, :, n], state, across[:, :, n])
+            half[:, :, n] = state
             state = following
-        states.append(updates)
-    return states[0], states[1]
+    return states
 
 
 def _check(

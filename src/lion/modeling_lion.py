@@ -22,6 +22,10 @@ from .configuration_lion import LionConfig
 from .linear_attention import PieceStates, attention_matrix, linear_attention, piece_states, sequence_begins
 from .linear_attention_triton import AVAILABLE  # noqa: F401 - transformers takes along from a Hub folder what this file names
 
+# What a layer does with each token alone, it does for so many at a time on a CPU when nothing is kept for a backward pass:
+# 1,024 times 3,072 numbers stay in its cache, and memory of that size is used again instead of asked of the system anew.
+_TOKENS_AT_A_TIME = 1024
+
 
 class LionEmbeddings(nn.Module):
     """Word + segment (+ position, where the mixer has no decay) embeddings, LayerNorm, dropout."""
@@ -101,8 +105,8 @@ class LionAttention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, each (B, H, L, D/H)."""
-        B, L, D = x.shape
-        return self.qkv(x).view(B, L, 3, self.num_heads, D // self.num_heads).permute(2, 0, 3, 1, 4).unbind()
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return q, k, v
 
     def piece_states(self, x: Tensor, mask: Tensor | None) -> PieceStates:
         """What a piece of a text, (B, L, D), passes on to the others."""
@@ -119,6 +123,7 @@ class LionAttention(nn.Module):
         left_state: Tensor | None = None,
         right_state: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        """The heads' outputs, side by side, (B, L, D), and the matrix if asked for, (B, H, L, L)."""
         q, k, v = self.project(x)
         dropout_p = self.config.attention_probs_dropout_prob if self.training else 0.0
         matrix = None
@@ -136,10 +141,11 @@ class LionAttention(nn.Module):
             )  # fmt: skip
             if output_attentions:
                 matrix = attention_matrix(q, k, log_decay, mask=mask, seq_idx=seq_idx)
-        y = y.transpose(1, 2).reshape(x.shape)
-        if self.config.mixer == "lion-lit":
-            y = self.norm(y)
-        return self.out(y), matrix
+        return y.transpose(1, 2).reshape(x.shape), matrix
+
+    def project_out(self, y: Tensor) -> Tensor:
+        """From the heads' outputs, side by side, (..., D), to the layer's."""
+        return self.out(self.norm(y) if self.config.mixer == "lion-lit" else y)
 
 
 def _allowed_keys(mask: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
@@ -176,9 +182,18 @@ class LionLayer(GradientCheckpointingLayer):
         right_state: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         y, matrix = self.attention(x, mask, seq_idx, form, output_attentions, left_state, right_state)
-        x = self.attention_norm(x + self.dropout(y))  # (B, L, D)
-        x = self.mlp_norm(x + self.dropout(self.mlp_out(self.act(self.mlp_in(x)))))
-        return x, matrix
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.device.type != "cpu":
+            return self.after_mixing(x, y), matrix
+        output = x.new_empty(x.shape)
+        pieces = (z.flatten(0, 1).split(_TOKENS_AT_A_TIME) for z in (output, x, y))
+        for output_piece, x_piece, y_piece in zip(*pieces):
+            output_piece.copy_(self.after_mixing(x_piece, y_piece))
+        return output, matrix
+
+    def after_mixing(self, x: Tensor, y: Tensor) -> Tensor:
+        """What a layer does with each token alone, after its heads have mixed x into y, (..., D): (..., D)."""
+        x = self.attention_norm(x + self.dropout(self.attention.project_out(y)))
+        return self.mlp_norm(x + self.dropout(self.mlp_out(self.act(self.mlp_in(x)))))
 
 
 class LionMLMHead(nn.Module):
