@@ -99,7 +99,7 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
         trainer.eval()
         startup.done("first evaluation")
     try:
-        if trainer.state.timestamp < trainer.state.max_duration:
+        if not is_trained(trainer.state, len(train_loader)):
             with logging_redirect_tqdm():  # what is said stands above the progress bar
                 trainer.fit()
             log.info(f"padding: {padding}")
@@ -266,6 +266,15 @@ def remember(config: PretrainConfig, folder: Path) -> None:
             unfinished.replace(folder / "config.yaml")
     except OSError as error:
         raise UserError(f"save_folder: cannot write to {folder}: {error.strerror or error}; make room there, or name another folder") from None  # fmt: skip
+
+
+def is_trained(state, steps_in_epoch: int) -> bool:
+    """Whether no step is left; a checkpoint of an epoch's last step does not count the epoch yet."""
+    from composer import TimeUnit
+
+    now, end = state.timestamp, state.max_duration
+    epochs = now.epoch.value + (now.batch_in_epoch.value >= steps_in_epoch)
+    return now >= end or (end.unit == TimeUnit.EPOCH and epochs >= end.value)
 
 
 def is_evaluated(folder: Path, step: int) -> bool:
