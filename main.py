@@ -1,5 +1,6 @@
 """Pretrain an encoder as a masked language model:  [composer -n N] main.py yamls/pretrain/lion-s-base.yaml [key=value ...]"""
 
+import contextlib
 import functools
 import json
 import math
@@ -16,15 +17,17 @@ def main(argv: list[str]) -> None:
     config = load(PretrainConfig, "main.py", argv)  # before the imports of `pretrain`, which take seconds
     folder = Path(config.save_folder)
     check_save_folder(config, folder)
-    if is_finished(config, folder):
-        log.info(f"{config.run_name} is finished already, with this config")
-        report(folder)
-    else:
-        pretrain(config, folder)
-    if config.hf_export is not None and is_main_process():
-        from src.hf_export import export_last
+    with cli.alone_in(folder, "main.py") if is_main_process() else contextlib.nullcontext():
+        if is_finished(config, folder):
+            log.info(f"{config.run_name} is finished already, with this config")
+        else:
+            pretrain(config, folder)
+        if is_main_process():
+            report(folder)
+            if config.hf_export is not None:
+                from src.hf_export import export_last
 
-        print(f"\nHub folder    {export_last(folder)}")
+                print(f"\nHub folder    {export_last(folder)}")
 
 
 def pretrain(config: PretrainConfig, folder: Path) -> None:
@@ -310,7 +313,7 @@ def steps_of(config: PretrainConfig, train_loader) -> int:
 
 
 def conclude(config: PretrainConfig, model, folder: Path, step: int) -> None:
-    """Draw the curves, write the summary and print it. Raises RunFailed where the disk does not take them."""
+    """Draw the curves and write the summary. Raises RunFailed where the disk does not take them."""
     if not is_main_process():
         return
     from src.metrics import evaluations, read_metrics
@@ -337,7 +340,6 @@ def conclude(config: PretrainConfig, model, folder: Path, step: int) -> None:
         raise RunFailed(
             f"the run is done and saved, but not its summary ({error.strerror or error}); {again}"
         ) from None
-    report(folder)
 
 
 def report(folder: Path) -> None:

@@ -1,10 +1,12 @@
 """What every command of this project shares: its error for the user, its exit status, its log and its progress bar."""
 
+import contextlib
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -60,6 +62,33 @@ def first_line(error: Exception) -> str:
 def is_main_process() -> bool:
     """True in the one process of a distributed launch that speaks and writes (global rank 0)."""
     return int(os.environ.get("RANK", 0)) == 0
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path, command: str) -> Iterator[None]:
+    """Hold a folder for this process, however it ends; one that stays empty is removed again.
+
+    Raises UserError where another process holds it, or it cannot be written.
+    """
+    from filelock import FileLock, Timeout
+
+    path = folder / ".lock"
+    lock = FileLock(path, timeout=0)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"save_folder: another {command} is at work in {folder}; wait for it, or name another folder") from None  # fmt: skip
+    except OSError as error:
+        raise UserError(f"save_folder: {folder} cannot be written ({error.strerror or error}); name another folder") from None  # fmt: skip
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if os.listdir(folder) == [path.name]:
+                path.unlink()
+                folder.rmdir()
+        lock.release()
 
 
 def progress(iterable=None, *, total: int | None = None, desc: str = "", unit: str = "it", **options) -> tqdm:

@@ -17,6 +17,7 @@ from conftest import ROOT, TINY_MODEL, Result, assert_one_sentence, environment,
 from omegaconf import OmegaConf
 
 import main
+from src import cli
 from src.cli import UserError
 from src.config import PretrainConfig, load, to_dict
 
@@ -209,6 +210,18 @@ def test_packing_devices_microbatches_workers_and_stops_change_nothing_but_round
 
 
 # In this process
+
+
+def test_a_run_that_another_command_is_at_work_on_is_refused_before_anything_is_written(config_file, tmp_path):
+    with cli.alone_in(tmp_path / "run", "main.py"), pytest.raises(UserError, match=r"another main\.py is at work in"):
+        main.main([str(config_file)])
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_main_process_alone_reports(finished, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    main.main([str(finished[0])])
+    assert capsys.readouterr().out == ""
 
 
 def test_an_evaluation_that_a_kill_prevented_is_made_up_for(finished, tmp_path):
