@@ -108,9 +108,9 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
             log.info(f"padding: {padding}")
         elif run_guards.on_any_rank(not is_evaluated(folder, trainer.state.timestamp.batch.value), trainer.state):
             trainer.eval()  # a kill came after the last checkpoint and before the evaluation that follows it
-    except run_guards.Stopped as stopped:
+    except run_guards.Stopped:
         trainer.close()
-        raise SystemExit(stopped.status) from None
+        raise
     finally:
         run_log.end_progress()  # before the error that may have ended it is said
     trainer.close()

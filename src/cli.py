@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,17 +28,30 @@ class RunFailed(UserError):
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Run a command's `main(argv)` and end the process: 0 done, 2 the user's mistake, 130 interrupted, 1 a failure."""
+    """Run a command's `main(argv)` and end the process.
+
+    Its status is 0 done, 2 the user's mistake, 1 a failure, 130 interrupted, 143 asked to end by SIGTERM.
+    """
     start_log()
     try:
         main(sys.argv[1:])
     except UserError as error:
         sys.exit(fail(error))
     except KeyboardInterrupt:
-        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        say_interrupted()
         sys.exit(130)
+    except SystemExit as end:
+        *_, (frame, _) = traceback.walk_tb(end.__traceback__)
+        if frame.f_globals["__name__"] == "composer.core.engine":  # its import has set handlers of Ctrl-C and SIGTERM
+            say_interrupted()
+        raise
     except BrokenPipeError:  # the reader (`| head`) went away: nothing is left to say, nor anyone to say it to
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def say_interrupted() -> None:
+    if is_main_process():
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
 
 
 def start_log() -> None:
