@@ -1,5 +1,6 @@
 """Pretrain an encoder as a masked language model:  [composer -n N] main.py yamls/pretrain/lion-s-base.yaml [key=value ...]"""
 
+import contextlib
 import functools
 import json
 import math
@@ -16,15 +17,17 @@ def main(argv: list[str]) -> None:
     config = load(PretrainConfig, "main.py", argv)  # before the imports of `pretrain`, which take seconds
     folder = Path(config.save_folder)
     check_save_folder(config, folder)
-    if is_finished(config, folder):
-        log.info(f"{config.run_name} is finished already, with this config")
-        report(folder)
-    else:
-        pretrain(config, folder)
-    if config.hf_export is not None and is_main_process():
-        from src.hf_export import export_last
+    with cli.alone_in(folder, "main.py") if is_main_process() else contextlib.nullcontext():
+        if is_finished(config, folder):
+            log.info(f"{config.run_name} is finished already, with this config")
+        else:
+            pretrain(config, folder)
+        if is_main_process():
+            report(folder)
+            if config.hf_export is not None:
+                from src.hf_export import export_last
 
-        print(f"\nHub folder    {export_last(folder)}")
+                print(f"\nHub folder    {export_last(folder)}")
 
 
 def pretrain(config: PretrainConfig, folder: Path) -> None:
@@ -99,15 +102,15 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
         trainer.eval()
         startup.done("first evaluation")
     try:
-        if trainer.state.timestamp < trainer.state.max_duration:
+        if not is_trained(trainer.state, len(train_loader)):
             with logging_redirect_tqdm():  # what is said stands above the progress bar
                 trainer.fit()
             log.info(f"padding: {padding}")
         elif run_guards.on_any_rank(not is_evaluated(folder, trainer.state.timestamp.batch.value), trainer.state):
             trainer.eval()  # a kill came after the last checkpoint and before the evaluation that follows it
-    except run_guards.Stopped as stopped:
+    except run_guards.Stopped:
         trainer.close()
-        raise SystemExit(stopped.status) from None
+        raise
     finally:
         run_log.end_progress()  # before the error that may have ended it is said
     trainer.close()
@@ -268,6 +271,15 @@ def remember(config: PretrainConfig, folder: Path) -> None:
         raise UserError(f"save_folder: cannot write to {folder}: {error.strerror or error}; make room there, or name another folder") from None  # fmt: skip
 
 
+def is_trained(state, steps_in_epoch: int) -> bool:
+    """Whether no step is left; a checkpoint of an epoch's last step does not count the epoch yet."""
+    from composer import TimeUnit
+
+    now, end = state.timestamp, state.max_duration
+    epochs = now.epoch.value + (now.batch_in_epoch.value >= steps_in_epoch)
+    return now >= end or (end.unit == TimeUnit.EPOCH and epochs >= end.value)
+
+
 def is_evaluated(folder: Path, step: int) -> bool:
     """Whether the run's last evaluation is of this step."""
     from src.metrics import evaluations
@@ -301,7 +313,7 @@ def steps_of(config: PretrainConfig, train_loader) -> int:
 
 
 def conclude(config: PretrainConfig, model, folder: Path, step: int) -> None:
-    """Draw the curves, write the summary and print it. Raises RunFailed where the disk does not take them."""
+    """Draw the curves and write the summary. Raises RunFailed where the disk does not take them."""
     if not is_main_process():
         return
     from src.metrics import evaluations, read_metrics
@@ -328,7 +340,6 @@ def conclude(config: PretrainConfig, model, folder: Path, step: int) -> None:
         raise RunFailed(
             f"the run is done and saved, but not its summary ({error.strerror or error}); {again}"
         ) from None
-    report(folder)
 
 
 def report(folder: Path) -> None:

@@ -27,7 +27,7 @@ from composer.callbacks import (
     SpeedMonitor,
     SystemMetricsMonitor,
 )
-from composer.loggers import FileLogger, LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
+from composer.loggers import FileLogger, LoggerDestination, MLFlowLogger, WandBLogger
 from composer.optim import (
     ComposerScheduler,
     ConstantScheduler,
@@ -46,6 +46,7 @@ from src.config import nearest
 from src.lion import LionConfig
 from src.optimizer import FusedDecoupledAdamW
 from src.schedule import WarmupStableDecayScheduler
+from src.tensorboard_log import TensorBoard
 
 
 def gradient_clipping(clipping_type: str, clipping_threshold: float) -> GradientClipping:
@@ -77,7 +78,7 @@ CALLBACKS = {
     "system_metrics_monitor": SystemMetricsMonitor,
 }
 TIME_UNITS = {"ba": "batches", "sp": "samples", "ep": "epochs", "tok": "tokens", "dur": "a share of the run"}
-LOGGERS = {"file": FileLogger, "mlflow": MLFlowLogger, "tensorboard": TensorboardLogger, "wandb": WandBLogger}
+LOGGERS = {"file": FileLogger, "mlflow": MLFlowLogger, "tensorboard": TensorBoard, "wandb": WandBLogger}
 
 
 def build_tokenizer(name: str, max_seq_len: int) -> PreTrainedTokenizerBase:

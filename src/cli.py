@@ -1,10 +1,13 @@
 """What every command of this project shares: its error for the user, its exit status, its log and its progress bar."""
 
+import contextlib
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -25,17 +28,30 @@ class RunFailed(UserError):
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Run a command's `main(argv)` and end the process: 0 done, 2 the user's mistake, 130 interrupted, 1 a failure."""
+    """Run a command's `main(argv)` and end the process.
+
+    Its status is 0 done, 2 the user's mistake, 1 a failure, 130 interrupted, 143 asked to end by SIGTERM.
+    """
     start_log()
     try:
         main(sys.argv[1:])
     except UserError as error:
         sys.exit(fail(error))
     except KeyboardInterrupt:
-        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        say_interrupted()
         sys.exit(130)
+    except SystemExit as end:
+        *_, (frame, _) = traceback.walk_tb(end.__traceback__)
+        if frame.f_globals["__name__"] == "composer.core.engine":  # its import has set handlers of Ctrl-C and SIGTERM
+            say_interrupted()
+        raise
     except BrokenPipeError:  # the reader (`| head`) went away: nothing is left to say, nor anyone to say it to
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def say_interrupted() -> None:
+    if is_main_process():
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
 
 
 def start_log() -> None:
@@ -60,6 +76,33 @@ def first_line(error: Exception) -> str:
 def is_main_process() -> bool:
     """True in the one process of a distributed launch that speaks and writes (global rank 0)."""
     return int(os.environ.get("RANK", 0)) == 0
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path, command: str) -> Iterator[None]:
+    """Hold a folder for this process, however it ends; one that stays empty is removed again.
+
+    Raises UserError where another process holds it, or it cannot be written.
+    """
+    from filelock import FileLock, Timeout
+
+    path = folder / ".lock"
+    lock = FileLock(path, timeout=0)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"save_folder: another {command} is at work in {folder}; wait for it, or name another folder") from None  # fmt: skip
+    except OSError as error:
+        raise UserError(f"save_folder: {folder} cannot be written ({error.strerror or error}); name another folder") from None  # fmt: skip
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if os.listdir(folder) == [path.name]:
+                path.unlink()
+                folder.rmdir()
+        lock.release()
 
 
 def progress(iterable=None, *, total: int | None = None, desc: str = "", unit: str = "it", **options) -> tqdm:

@@ -2,6 +2,7 @@
 
 import math
 import signal
+import time
 
 import numpy as np
 import torch
@@ -63,30 +64,38 @@ class FiniteLoss(Callback):
         self.skipped = state["skipped"]
 
 
-class Stopped(Exception):
-    """The run was asked to end by a signal, and has saved its last step if the disk let it. `status` is what the process should end with."""
-
-    def __init__(self, signum: int):
-        self.status = 128 + signum
+class Stopped(SystemExit):
+    """The run was asked to end by a signal, has saved its last step if the disk let it, and said so. `code` is the status."""
 
 
 class StopOnSignal(Callback):
-    """On SIGTERM or Ctrl-C: finish the step (and the evaluation after it), save, and raise Stopped. A second one ends at once."""
+    """On SIGTERM or Ctrl-C: finish the step (and the evaluation after it), save, and raise Stopped.
+
+    The same signal once more, `PAUSE` seconds later or more, ends at once. Before, it may come twice without being meant:
+    `timeout`, or a scheduler, sends it to the whole process group, in which Composer's launcher passes it on.
+    """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    PAUSE = 1.0
 
     def __init__(self, writer: CheckpointWriter):
         self.writer = writer
         self.asked = 0
+        self.heard: dict[int, float] = {}  # each signal, when first
         self.before: dict[int, object] = {}
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.before = {signum: signal.signal(signum, self._ask) for signum in self.SIGNALS}
 
     def _ask(self, signum: int, frame: object) -> None:
-        log.info(f"{signal.Signals(signum).name}: finishing this step and saving; once more to end at once")
-        self.asked = self.asked or signum
-        signal.signal(signum, self.before[signum])  # not the other one, which a launcher sends after a Ctrl-C
+        now = time.monotonic()
+        first = self.heard.setdefault(signum, now)  # of the other one too, which a launcher sends after a Ctrl-C
+        if not self.asked:
+            self.asked = signum
+            log.info(f"{signal.Signals(signum).name}: finishing this step and saving; once more to end at once")
+        elif now - first >= self.PAUSE:
+            signal.signal(signum, self.before[signum])
+            signal.raise_signal(signum)
 
     def _restore(self) -> None:
         for signum, handler in self.before.items():
@@ -101,7 +110,7 @@ class StopOnSignal(Callback):
                 log.warning(f"{name}: {refused}; {way_back(self.writer.folder)}")
             else:
                 log.info(f"{name}: step {state.timestamp.batch.value} is saved; the same command goes on from there")
-            raise Stopped(signum)
+            raise Stopped(128 + signum)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._restore()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer import Logger, State, Time, TimeUnit
 from composer.loggers import LoggerDestination
+from tqdm import tqdm
 
 from src.cli import is_main_process, log, progress
 from src.metrics import METRICS_FILE, read_metrics
@@ -146,8 +147,11 @@ class RunLog(LoggerDestination):
         parts = [f"loss {self.latest['loss/train/total']:.3f}"]
         if "metrics/train/MaskedAccuracy" in self.latest:
             parts.append(f"accuracy {self.latest['metrics/train/MaskedAccuracy']:.1%}")
-        if "tokens_per_second" in self.rates:
-            parts.append(f"{self.rates['tokens_per_second']:,.0f} tokens/s")
+        parts += [f"{tqdm.format_sizeof(rate)} {name.split('_')[0]}/s" for name, rate in self.rates.items()]
+        if "throughput/flops_per_sec" in self.latest:
+            share = self.latest.get("throughput/device/mfu")
+            of_peak = "" if share is None else f" ({share:.0%} of peak)"
+            parts.append(f"{tqdm.format_sizeof(self.latest['throughput/flops_per_sec'])}FLOP/s{of_peak}")
         return ", ".join(parts)
 
     def _tell_time_left(self, state: State) -> None:

@@ -1,5 +1,6 @@
 """The checkpoints of a run: written whole or not at all, and found again."""
 
+import contextlib
 import os
 import re
 import zipfile
@@ -10,7 +11,7 @@ from composer import Callback, Event, Logger, State
 from composer.utils import create_interval_scheduler, dist
 from composer.utils.checkpoint import save_checkpoint
 
-from src.cli import RunFailed, UserError, first_line, log
+from src.cli import RunFailed, UserError, first_line, is_main_process, log
 
 LATEST = "latest-rank0.pt"
 
@@ -82,10 +83,7 @@ class CheckpointWriter(Callback):
         with unfinished.open("rb") as file:
             os.fsync(file.fileno())
         unfinished.replace(path)
-        link = self.folder / f"{LATEST}.unfinished"
-        link.unlink(missing_ok=True)
-        link.symlink_to(path.name)
-        link.replace(self.folder / LATEST)
+        point_latest_at(path)
         if self.keep >= 1:
             found = checkpoints(self.folder)
             for old in found[found.index(path) :][self.keep :]:  # a later one was damaged, and left out
@@ -102,14 +100,24 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("ep*-rank0.pt") if batch(path) >= 0), key=batch, reverse=True)
 
 
+def point_latest_at(path: Path) -> None:
+    link = path.with_name(f"{LATEST}.unfinished")
+    link.unlink(missing_ok=True)
+    link.symlink_to(path.name)
+    link.replace(path.with_name(LATEST))
+
+
 def newest_whole(folder: Path) -> Path | None:
     """The newest checkpoint of a run that is whole, None where it has none yet; says which it leaves out.
 
-    Raises UserError where there are some and none is whole.
+    `latest-rank0.pt` names it from then on. Raises UserError where there are some and none is whole.
     """
     found = checkpoints(folder)
     for path in found:
         if is_whole(path):
+            if is_main_process() and (folder / LATEST).resolve() != path.resolve():  # a kill came between the two
+                with contextlib.suppress(OSError):  # a full disk: the next save says so
+                    point_latest_at(path)
             return path
         log.warning(f"{path} is damaged (cut short?) and left out")
     if found:

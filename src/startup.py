@@ -1,5 +1,7 @@
 """What the time between a command and its first training step goes into."""
 
+import contextlib
+import os
 import time
 
 import psutil
@@ -8,12 +10,22 @@ from composer import Callback, Logger, State
 from src.cli import log
 
 
+def launched() -> float | None:
+    """When the launcher began that started this process, if Composer's did."""
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process().parent()
+        if "RANK" in os.environ and parent is not None and "composer" in " ".join(parent.cmdline()[:3]):
+            return parent.create_time()
+    return None
+
+
 class Startup(Callback):
     """Measures the parts of a start, and says them once the first step is done. Made when the imports are."""
 
     def __init__(self) -> None:
-        self.begun = self.last = psutil.Process().create_time()
-        self.parts: dict[str, float] = {}
+        self.last = psutil.Process().create_time()
+        self.begun = launched() or self.last
+        self.parts: dict[str, float] = {"launcher": self.last - self.begun} if self.begun < self.last else {}
         self.done("imports")
 
     def done(self, part: str) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,8 +139,19 @@ def build(config: LoaderConfig, tokenizer: PreTrainedTokenizerBase, batch_size: 
 
 
 def leave_signals_to_the_main_process(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; the main one still needs batches to end its step."""
+    """Ctrl-C and SIGTERM may reach every process of a run; the main one still needs batches to end its step.
+
+    From the main process, SIGTERM still ends a worker: multiprocessing sends it at exit, and then waits.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_heed_the_main_process, args=(os.getppid(),), daemon=True).start()
+
+
+def _heed_the_main_process(main_process: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != main_process:
+        pass
+    os._exit(0)
 
 
 def build_dataset(

@@ -1,8 +1,14 @@
-"""What commands share: which process speaks."""
+"""What commands share: which process speaks, how a command ends, and that it works in a folder alone."""
 
 import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 from src import cli
 
@@ -26,3 +32,60 @@ def test_the_main_process_alone_logs(rank, level, monkeypatch):
         assert cli.log.level == level
     finally:
         cli.log.setLevel(before)
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "said"),
+    [("Ctrl-C", 130, 1), (signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 1), ("a command that has said it", 130, 0)],
+)
+def test_an_interrupted_command_says_once_how_to_continue(how, status, said, monkeypatch, capsys):
+    from composer.core.engine import sigterm_handler
+
+    def main(argv):
+        if how == "Ctrl-C":
+            raise KeyboardInterrupt
+        if isinstance(how, signal.Signals):
+            sigterm_handler(how, None)
+        sys.exit(130)
+
+    monkeypatch.setattr("src.cli.start_log", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        cli.run(main)
+    assert ended.value.code == status
+    assert capsys.readouterr().err.count("interrupted; the same command continues where it stopped\n") == said
+
+
+def test_a_folder_has_one_command_at_a_time_and_stays_only_with_what_it_wrote(tmp_path):
+    folder = tmp_path / "run"
+    refused = pytest.raises(cli.UserError, match=f"another main.py is at work in {folder}; wait for it")
+    with cli.alone_in(folder, "main.py"), refused, cli.alone_in(folder, "main.py"):
+        pass
+    assert not folder.exists()
+    with cli.alone_in(folder, "main.py"):
+        (folder / "config.yaml").touch()
+    assert (folder / "config.yaml").is_file()
+
+
+HOLDER = """
+import multiprocessing, sys, time
+from pathlib import Path
+from src import cli
+with cli.alone_in(Path(sys.argv[1]), "main.py"):
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,)).start()
+    print("held", flush=True)
+    time.sleep(20)
+"""
+
+
+def test_a_killed_command_holds_no_folder_even_if_its_workers_live_on(tmp_path: Path):
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "run"], cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True)  # fmt: skip
+    try:
+        assert process.stdout.readline() == b"held\n"
+        with pytest.raises(cli.UserError), cli.alone_in(tmp_path / "run", "main.py"):
+            pass
+        process.kill()
+        process.wait()
+        with cli.alone_in(tmp_path / "run", "main.py"):
+            pass
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)

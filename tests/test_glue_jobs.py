@@ -341,10 +341,10 @@ def test_a_mistake_is_told_before_any_task_is_trained(tmp_path, shared, override
 
 
 def test_a_folder_in_use_by_another_command_is_refused(tmp_path, shared):
-    from src.glue.jobs import alone_in
+    from src.cli import alone_in
 
     path = write_yaml(tmp_path / "f.yaml", **shared, tasks_to_run=["sst2"])
-    with alone_in(tmp_path / "run"), pytest.raises(UserError, match=r"another glue\.py is at work in"):
+    with alone_in(tmp_path / "run", "glue.py"), pytest.raises(UserError, match=r"another glue\.py is at work in"):
         glue.main([str(path)])
 
 

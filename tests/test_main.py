@@ -17,6 +17,7 @@ from conftest import ROOT, TINY_MODEL, Result, assert_one_sentence, environment,
 from omegaconf import OmegaConf
 
 import main
+from src import cli
 from src.cli import UserError
 from src.config import PretrainConfig, load, to_dict
 
@@ -162,15 +163,15 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_packing_devices_microbatches_workers_and_stops_change_nothing_but_rounding(tmp_path, write_config, caplog):
-    """A plain run, and one with packed rows that goes on in the middle of epochs: one device, two, and one again."""
+    """A plain run, and one with packed rows that goes on in the middle of epochs: one device, two for 20 steps, and one again."""
     same = {
         "model": {**TINY_MODEL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         "scheduler": {"t_warmup": "0ba", "alpha_f": 1.0},  # the same rate however long the run is
-        "eval_interval": "20ba", "save_interval": "20ba", "loggers": {}, "global_train_batch_size": 8,
+        "eval_interval": "25ba", "save_interval": "25ba", "loggers": {}, "global_train_batch_size": 8,
     }  # fmt: skip
     for name in ("plain", "packed"):
         (tmp_path / name).mkdir()
-    plain = write_config(tmp_path / "plain", **same, max_duration="20ba")
+    plain = write_config(tmp_path / "plain", **same, max_duration="25ba")
     packed = write_config(
         tmp_path / "packed",
         **same,
@@ -191,16 +192,16 @@ def test_packing_devices_microbatches_workers_and_stops_change_nothing_but_round
             "2",
             ROOT / "main.py",
             packed,
-            "max_duration=13ba",
+            "max_duration=22ba",
         ]
         two = subprocess.run(launch, env=environment(), capture_output=True, text=True, timeout=120)
         assert two.returncode == 0, two.stderr
         assert "going on from step 2" in two.stderr
-        main.main([str(packed), "max_duration=20ba", "train_loader.num_workers=2", "device_train_microbatch_size=8"])
-        assert "going on from step 13" in caplog.text
+        main.main([str(packed), "max_duration=25ba", "train_loader.num_workers=2", "device_train_microbatch_size=8"])
+        assert "going on from step 22" in caplog.text
         assert re.search(r"padding: [\d.]+% of the positions, [\d.]+% without packing", caplog.text)
     expected, found = losses(tmp_path / "plain" / "run"), losses(tmp_path / "packed" / "run")
-    assert len(expected) == len(found) == 20
+    assert len(expected) == len(found) == 25
     assert found == pytest.approx(expected, rel=1e-5)
     evaluations = [metrics(tmp_path / name / "run")[-1]["eval"] for name in ("plain", "packed")]
     assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-4)
@@ -209,6 +210,18 @@ def test_packing_devices_microbatches_workers_and_stops_change_nothing_but_round
 
 
 # In this process
+
+
+def test_a_run_that_another_command_is_at_work_on_is_refused_before_anything_is_written(config_file, tmp_path):
+    with cli.alone_in(tmp_path / "run", "main.py"), pytest.raises(UserError, match=r"another main\.py is at work in"):
+        main.main([str(config_file)])
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_main_process_alone_reports(finished, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    main.main([str(finished[0])])
+    assert capsys.readouterr().out == ""
 
 
 def test_an_evaluation_that_a_kill_prevented_is_made_up_for(finished, tmp_path):
@@ -224,6 +237,21 @@ def test_an_evaluation_that_a_kill_prevented_is_made_up_for(finished, tmp_path):
     names = ("before", "best", "after")
     summaries = [json.loads((place / "summary.json").read_text()) for place in (folder, before)]
     assert [summaries[0][name] for name in names] == [summaries[1][name] for name in names]
+
+
+def test_a_run_saved_at_an_epochs_last_step_is_over_and_can_be_made_longer(tmp_path, write_config):
+    config = write_config(tmp_path, loggers={}, max_duration="1ep", save_interval="6ba", eval_interval="4ba")
+    folder = tmp_path / "run"
+    main.main([str(config)])
+    lines = metrics(folder)
+    assert batches(lines, "eval") == [0, 4, 6]
+    assert (folder / "latest-rank0.pt").resolve().name == "ep0-ba6-rank0.pt"  # 6 steps an epoch
+    (folder / "summary.json").unlink()  # as if a kill had come before it
+    main.main([str(config)])
+    assert metrics(folder) == lines
+    main.main([str(config), "max_duration=2ep"])
+    assert batches(metrics(folder), "loss") == list(range(1, 13))
+    assert batches(metrics(folder), "eval") == [0, 4, 6, 8, 12]
 
 
 @pytest.fixture

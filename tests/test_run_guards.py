@@ -1,6 +1,7 @@
 """Runs that are asked to stop, and runs whose loss is no number any more."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -16,35 +17,80 @@ import main
 from src import saving
 from src.run_guards import FiniteLoss, SeedEveryStep, StopOnSignal, Stopped
 
+LAUNCHER = ["-m", "composer.cli.launcher", "-n", "2"]
 
-# The last is what a launcher makes of a Ctrl-C.
+
+# The first is what a launcher makes of a Ctrl-C; the others reach a whole process group, as a scheduler's do.
 @pytest.mark.parametrize(
-    ("asked", "status"), [([signal.SIGTERM], 143), ([signal.SIGINT], 130), ([signal.SIGINT, signal.SIGTERM], 130)]
+    ("asked", "status", "launcher", "group"),
+    [
+        ([signal.SIGINT, signal.SIGTERM], 130, [], False),
+        ([signal.SIGTERM], 143, [], True),
+        ([signal.SIGTERM], 143, LAUNCHER, True),
+    ],
 )
 def test_a_run_asked_to_stop_saves_its_step_says_so_and_goes_on_from_there(
-    asked, status, tmp_path, write_config, caplog
+    asked, status, launcher, group, tmp_path, write_config, caplog
 ):
-    config = write_config(tmp_path, max_duration="2000ba", save_interval="1000ba", eval_interval="1000ba", loggers={})
+    config = write_config(
+        tmp_path,
+        max_duration="2000ba",
+        save_interval="1000ba",
+        eval_interval="1000ba",
+        loggers={},
+        device_train_microbatch_size=4,
+        train_loader={"num_workers": 2 if group else 0},
+        eval_loader={"num_workers": 1 if group else 0},
+    )
     folder = tmp_path / "run"
-    process = subprocess.Popen([sys.executable, ROOT / "main.py", config], env=environment(), stderr=subprocess.PIPE, text=True)  # fmt: skip
+    command = [sys.executable, *launcher, ROOT / "main.py", config]
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 90
     while not (folder / "metrics.jsonl").is_file() or '"step": 5' not in (folder / "metrics.jsonl").read_text():
         assert process.poll() is None, "the run ended before it was asked to"
         assert time.monotonic() < deadline
         time.sleep(0.01)
     for signum in asked:
-        process.send_signal(signum)
+        (os.killpg if group else os.kill)(process.pid, signum)
         time.sleep(0.001)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == status, said
-    assert "Traceback" not in said
+    assert launcher or "Traceback" not in said  # the launcher shows its own
     steps = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     assert 5 <= steps < 1000
-    assert f"{asked[0].name}: step {steps} is saved; the same command goes on from there" in said
+    assert said.count(f"{asked[0].name}: step {steps} is saved; the same command goes on from there") == 1
+    assert "interrupted" not in said
     assert [path.name.split("-")[1] for path in saving.checkpoints(folder)] == [f"ba{steps}"]
     with caplog.at_level("INFO", logger="lion"):
-        main.main([str(config), f"max_duration={steps + 2}ba"])
+        main.main(
+            [str(config), f"max_duration={steps + 2}ba", "train_loader.num_workers=0", "eval_loader.num_workers=0"]
+        )
     assert f"going on from step {steps}\n" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("heard", "ends"),
+    [
+        ([(signal.SIGTERM, 0), (signal.SIGTERM, 0.2)], []),
+        ([(signal.SIGINT, 0), (signal.SIGTERM, 5), (signal.SIGTERM, 5.5)], []),
+        ([(signal.SIGTERM, 0), (signal.SIGTERM, 2)], [signal.SIGTERM]),
+        ([(signal.SIGINT, 0), (signal.SIGINT, 0.1), (signal.SIGINT, 1.5)], [signal.SIGINT]),
+    ],
+)
+def test_a_signal_ends_at_once_when_it_comes_again_and_not_when_it_only_comes_twice(heard, ends, monkeypatch, caplog):
+    handlers, raised = {}, []
+    guard = StopOnSignal(writer=None)
+    guard.before = {signum: f"before {signum}" for signum in guard.SIGNALS}
+    monkeypatch.setattr("signal.signal", handlers.__setitem__)
+    monkeypatch.setattr("signal.raise_signal", raised.append)
+    with caplog.at_level("INFO", logger="lion"):
+        for signum, at in heard:
+            monkeypatch.setattr("time.monotonic", lambda at=at: at)
+            guard._ask(signum, None)
+    assert raised == ends
+    assert handlers == {signum: f"before {signum}" for signum in ends}
+    assert caplog.text.count("finishing this step and saving; once more to end at once") == 1
+    assert guard.asked == heard[0][0]
 
 
 def test_a_run_asked_to_stop_on_a_full_disk_says_what_is_not_saved(tmp_path, caplog):

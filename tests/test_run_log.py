@@ -38,6 +38,21 @@ def test_a_line_holds_step_samples_loss_accuracy_and_rates(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("reported", "shown"),
+    [
+        ({}, ""),
+        ({"throughput/flops_per_sec": 3.4e12}, ", 3.40TFLOP/s"),
+        ({"throughput/flops_per_sec": 3.4e12, "throughput/device/mfu": 0.336}, ", 3.40TFLOP/s (34% of peak)"),
+    ],
+)
+def test_the_bar_shows_loss_accuracy_and_rates(tmp_path, reported, shown):
+    log = RunLog(tmp_path, "5ba", show_progress=False)
+    log.log_metrics(reported)
+    run(log, range(1, 11), seconds=0.002)
+    assert log._postfix() == f"loss 2.000, accuracy 25.0%, 4.00k samples/s, 50.0k tokens/s{shown}"
+
+
+@pytest.mark.parametrize(
     ("first", "seconds", "told"), [(1, 1.0, [11]), (1, 30.0, [2]), (501, 12.0, [503]), (1, 0.0, [])]
 )
 def test_the_time_left_is_told_once_after_the_first_steps(tmp_path, caplog, first, seconds, told):

@@ -142,6 +142,14 @@ def test_checkpoints_come_newest_first_and_unfinished_ones_not_at_all(folder):
     assert saving.newest_whole(folder / "not there") is None
 
 
+@pytest.mark.parametrize("link", ["ep0-ba10-rank0.pt", "ep0-ba1-rank0.pt", None])
+def test_latest_names_the_newest_again_where_a_kill_left_it_behind(folder, link):
+    if link is not None:
+        (folder / saving.LATEST).symlink_to(link)
+    assert saving.newest_whole(folder) == (folder / saving.LATEST).resolve()
+    assert saving.checkpoints(folder)[0].name == "ep1-ba100-rank0.pt"
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "one bit"])
 def test_damage_of_any_kind_is_seen_and_said(folder, damage, caplog):
     newest = folder / "ep1-ba100-rank0.pt"

@@ -1,7 +1,10 @@
 """Shards → masked batches: in what order they come, from where, when they are the same again, and what is refused."""
 
 import json
+import multiprocessing
 import shutil
+import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,7 @@ from src.cli import UserError
 from src.collate import sample_count
 from src.config import DatasetConfig, LoaderConfig
 from src.masking import IGNORED
-from src.text_data import StreamingTextDataset, build, build_dataset, describe
+from src.text_data import StreamingTextDataset, build, build_dataset, describe, leave_signals_to_the_main_process
 from src.token_rows import vocabulary_digest
 
 Batch = dict[str, torch.Tensor]
@@ -410,3 +413,25 @@ def test_an_index_without_its_shards_is_named(shards, tmp_path):
     (tmp_path / "train" / "index.json").write_text((shards / "train" / "index.json").read_text())
     with pytest.raises(UserError, match=r"train"):
         build_dataset(str(tmp_path), None, "train")
+
+
+def _wait_for_word(connection) -> None:
+    leave_signals_to_the_main_process(0)
+    connection.send("ready")
+    connection.recv()
+    connection.send("alive")
+    time.sleep(30)
+
+
+@pytest.mark.parametrize("signum", ["TERM", "INT"])
+def test_signals_from_elsewhere_end_no_worker_and_the_main_process_does(signum):
+    ours, theirs = multiprocessing.Pipe()
+    worker = multiprocessing.get_context("fork").Process(target=_wait_for_word, args=(theirs,), daemon=True)
+    worker.start()
+    assert ours.recv() == "ready"
+    subprocess.run(["kill", f"-{signum}", str(worker.pid)], check=True, timeout=10)
+    ours.send("go on")
+    assert ours.poll(10) and ours.recv() == "alive"
+    worker.terminate()
+    worker.join(10)
+    assert worker.exitcode == 0

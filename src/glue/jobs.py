@@ -2,17 +2,14 @@
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from src import builders
-from src.cli import UserError, log
+from src.cli import UserError, alone_in, log
 from src.config import FinetuneConfig, to_dict
 from src.glue.job import CHECKPOINT_FILE, Job, read_result
 from src.glue.pool import Failure, run_all
@@ -33,7 +30,7 @@ def run_jobs(config: FinetuneConfig) -> tuple[list[Result], list[Failure]]:
     check(config, tasks, device)
     places = where_to_run(config.parallel, device)
     folder = Path(config.save_folder)
-    with alone_in(folder):
+    with alone_in(folder, "glue.py"):
         start = read_start(config)
         build_model(start, replace(tasks[0], labels=tasks[0].labels or ("a", "b")))  # or weights that do not fit end it
         jobs = plan(config, tasks, start.digest())
@@ -72,21 +69,6 @@ def check(config: FinetuneConfig, tasks: list[Task], device: str) -> None:
         if len(mnli) > 1:
             raise UserError("mnli_first with a search over mnli: it is not known which encoder to take; give mnli one value each")  # fmt: skip
     check_sources(tasks, config.glue_dir, config.predict_test)
-
-
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Hold a folder for this process. Raises UserError where another one holds it, or it cannot be written."""
-    lock = FileLock(folder / ".lock", timeout=0)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        raise UserError(f"save_folder: another glue.py is at work in {folder}; wait for it, or name another folder") from None  # fmt: skip
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise UserError(f"save_folder: {folder} cannot be written ({error.strerror}); name another folder") from None
-    with lock:
-        yield
 
 
 def where_to_run(parallel: Any, device: str) -> list[str | None]:
