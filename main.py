@@ -138,8 +138,8 @@ def check(config: PretrainConfig) -> None:
     for loader in loaders:
         if (own := getattr(config, loader).dataset.tokenizer_name) != config.tokenizer_name:
             raise UserError(f"{loader}.dataset.tokenizer_name {own} is not tokenizer_name {config.tokenizer_name}, and a run has one tokenizer; leave it out")  # fmt: skip
-    if not isinstance(config.compile_config, dict | None):
-        raise UserError(f"compile_config must hold `key: value` lines, {{}} or null, not {config.compile_config!r}")
+    builders.check_fsdp(config.fsdp_config)
+    builders.check_compile(config.compile_config)
 
 
 def check_load_path(config: PretrainConfig, model) -> None:

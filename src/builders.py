@@ -8,7 +8,8 @@ import os
 import textwrap
 import typing
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from composer.callbacks import (
     SpeedMonitor,
     SystemMetricsMonitor,
 )
+from composer.distributed.mosaic_parallelism import BACKWARD_PREFETCH_MAP, SHARDING_MAP
 from composer.loggers import FileLogger, LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
 from composer.optim import (
     ComposerScheduler,
@@ -35,6 +37,7 @@ from composer.optim import (
     CosineAnnealingWithWarmupScheduler,
     LinearWithWarmupScheduler,
 )
+from composer.utils import FSDPConfig
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
@@ -78,6 +81,12 @@ CALLBACKS = {
 }
 TIME_UNITS = {"ba": "batches", "sp": "samples", "ep": "epochs", "tok": "tokens", "dur": "a share of the run"}
 LOGGERS = {"file": FileLogger, "mlflow": MLFlowLogger, "tensorboard": TensorboardLogger, "wandb": WandBLogger}
+FSDP_CHOICES = {  # of fsdp_config; a checkpoint is one file, and Composer has no offloading of parameters yet
+    "sharding_strategy": tuple(SHARDING_MAP),
+    "backward_prefetch": tuple(BACKWARD_PREFETCH_MAP),
+    "state_dict_type": ("full",),
+    "cpu_offload": (False,),
+}
 
 
 def build_tokenizer(name: str, max_seq_len: int) -> PreTrainedTokenizerBase:
@@ -105,9 +114,8 @@ def build_lion_config(arguments: Mapping[str, Any], tokenizer: PreTrainedTokeniz
     Raises UserError for an unknown argument, or sizes that do not fit the tokenizer or the text length.
     """
     known = {name: entry for name, entry in inspect.signature(LionConfig).parameters.items() if name != "kwargs"}
+    check_known("model", arguments, known)
     for name, value in arguments.items():
-        if name not in known:
-            raise UserError(f"unknown key model.{name}{nearest(name, list(known))}")
         check_argument(f"model.{name}", value, known[name].annotation)
     check_choice("model.hidden_act", arguments.get("hidden_act", "gelu"), tuple(ACT2FN))
     options = {"vocab_size": -(-len(tokenizer) // 8) * 8, "pad_token_id": tokenizer.pad_token_id, **arguments}
@@ -152,18 +160,34 @@ def arguments_by_name() -> str:
     """What the sections of a config that begin with a name take, with defaults, for `--help`."""
     own = {"optimizer": ["filter_bias_norm_wd=False"]}  # see build_optimizer
     registries = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS, "algorithms": ALGORITHMS, "callbacks": CALLBACKS, "loggers": LOGGERS}  # fmt: skip
-    made = {"model:": LionConfig}
+    made = {"model:": LionConfig, "fsdp_config:": FSDPConfig, "compile_config:": torch.compile}
     made |= {f"{kind}: {name}": cls for kind, registry in registries.items() for name, cls in registry.items()}
     lines = []
     for name, cls in made.items():
         shown = [
-            entry.name if entry.default is entry.empty else f"{entry.name}={entry.default!r}"
-            for entry in inspect.signature(cls).parameters.values()
-            if entry.name != "params" and entry.kind not in (entry.VAR_POSITIONAL, entry.VAR_KEYWORD)
+            argument if default is inspect.Parameter.empty else f"{argument}={default!r}"
+            for argument, default in arguments_of(cls).items()
         ]
         words = ", ".join(shown + own.get(name.split(":")[0], [])) or "no arguments"
         lines += [f"  {name}", textwrap.fill(words, 112, initial_indent=" " * 8, subsequent_indent=" " * 8)]
     return "\n".join(lines)
+
+
+def arguments_of(cls: Callable) -> dict[str, Any]:
+    """What a class or function takes from a config, with defaults; inspect.Parameter.empty where there is none."""
+    if cls is FSDPConfig:  # takes whatever it is given
+        return {entry.name: entry.default for entry in fields(cls) if entry.init}
+    return {
+        name: entry.default
+        for name, entry in inspect.signature(cls).parameters.items()
+        if name not in ("params", "model") and entry.kind not in (entry.VAR_POSITIONAL, entry.VAR_KEYWORD)
+    }
+
+
+def check_known(section: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise UserError for a key of a section that it does not know."""
+    if unknown := next((name for name in given if name not in known), None):
+        raise UserError(f"unknown key {section}.{unknown}{nearest(unknown, list(known))}")
 
 
 def build_optimizer(section: Mapping[str, Any], model: nn.Module) -> torch.optim.Optimizer:
@@ -329,10 +353,17 @@ def check_time(name: str, value: Any, units: tuple[str, ...], zero: bool = False
         raise UserError(f"{name}: {value!r} is no time; give a number{'' if zero else ' above 0'} and {known}, such as 10ba")  # fmt: skip
 
 
-def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def check_choice(name: str, value: Any, allowed: tuple) -> None:
     """Raise UserError for a key with another value than those it knows."""
     if value not in allowed:
-        raise UserError(f"{name}: {value!r} is none of {', '.join(allowed)}")
+        raise UserError(f"{name}: {value!r} is none of {', '.join(map(str, allowed))}")
+
+
+def check_fsdp(section: Mapping[str, Any]) -> None:
+    """Raise UserError for an fsdp_config that Composer would pass over, or stumble over."""
+    check_known("fsdp_config", section, arguments_of(FSDPConfig))
+    for name in FSDP_CHOICES.keys() & section.keys():
+        check_choice(f"fsdp_config.{name}", section[name], FSDP_CHOICES[name])
 
 
 def parallelism(fsdp_config: Mapping[str, Any], device: str) -> dict[str, Any] | None:
@@ -341,9 +372,22 @@ def parallelism(fsdp_config: Mapping[str, Any], device: str) -> dict[str, Any] |
         return None
     if device != "gpu":
         raise UserError("fsdp_config shards a model over GPUs, and this run is on a cpu; leave it out")
-    if fsdp_config.get("state_dict_type", "full") != "full":
-        raise UserError("fsdp_config.state_dict_type must be full: a checkpoint is one file")
     return {"fsdp": dict(fsdp_config)}
+
+
+def check_compile(section: Any) -> None:
+    """Raise UserError for a compile_config that torch.compile refuses."""
+    if section is None:
+        return
+    if not isinstance(section, Mapping):
+        raise UserError(f"compile_config must hold `key: value` lines, {{}} or null, not {section!r}")
+    check_known("compile_config", section, arguments_of(torch.compile))
+    if "backend" in section and section["backend"] not in (known := torch._dynamo.list_backends(None)):
+        raise UserError(f"compile_config.backend: unknown name {section['backend']!r}{nearest(str(section['backend']), known)}")  # fmt: skip
+    try:
+        torch.compile(nn.Identity(), **section)
+    except Exception as error:  # of a mode or an option
+        raise UserError(f"compile_config: torch.compile refuses these arguments: {first_line(error)}") from None
 
 
 def check_batch_sizes(global_batch: int, microbatch: Any, world_size: int, device: str) -> int:

@@ -211,6 +211,15 @@ def test_packing_devices_microbatches_workers_and_stops_change_nothing_but_round
 # In this process
 
 
+def test_a_compiled_model_trains_as_one_that_is_not(finished, tmp_path):
+    from torch._dynamo.utils import counters
+
+    main.main([str(finished[0]), f"save_folder={tmp_path / 'run'}", "compile_config.backend=eager", "loggers={}"])
+    assert counters["frames"]["ok"] > 0
+    torch._dynamo.reset()
+    assert losses(tmp_path / "run") == pytest.approx(losses(finished[1]), rel=1e-5)
+
+
 def test_an_evaluation_that_a_kill_prevented_is_made_up_for(finished, tmp_path):
     config, before, _ = finished
     folder = tmp_path / "run"
@@ -302,6 +311,7 @@ def test_the_config_beside_a_run_is_written_whole_and_only_if_it_has_changed(con
         ),
         ("float32_matmul_precision=low", "float32_matmul_precision: 'low'"),
         ("compile_config=max-autotune", "compile_config"),
+        ("fsdp_config.shard_strategy=FULL_SHARD", "unknown key fsdp_config.shard_strategy"),
     ],
 )
 def test_values_that_no_run_can_have_are_refused(config_file, override, words):
