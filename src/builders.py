@@ -18,7 +18,6 @@ import torch
 from composer import Algorithm, Callback, DataSpec, Evaluator, Time, Timestamp, TimeUnit, Trainer
 from composer.algorithms import GradientClipping
 from composer.callbacks import (
-    EarlyStopper,
     LRMonitor,
     MemoryMonitor,
     MemorySnapshot,
@@ -45,6 +44,7 @@ from transformers.utils import logging as transformers_logging
 
 from src import collate
 from src.cli import UserError, first_line
+from src.early_stopper import ResumableEarlyStopper
 from src.config import nearest
 from src.lion import LionConfig
 from src.optimizer import FusedDecoupledAdamW
@@ -69,7 +69,7 @@ SCHEDULERS = {
 }
 ALGORITHMS = {"gradient_clipping": gradient_clipping}
 CALLBACKS = {
-    "early_stopper": EarlyStopper,
+    "early_stopper": ResumableEarlyStopper,
     "lr_monitor": LRMonitor,
     "memory_monitor": MemoryMonitor,
     "memory_snapshot": MemorySnapshot,
