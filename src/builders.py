@@ -3,14 +3,11 @@
 import functools
 import inspect
 import logging
-import math
 import os
 import textwrap
-import typing
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +24,7 @@ from composer.callbacks import (
     SpeedMonitor,
     SystemMetricsMonitor,
 )
+from composer.distributed import DDPSyncStrategy
 from composer.distributed.mosaic_parallelism import BACKWARD_PREFETCH_MAP, SHARDING_MAP
 from composer.loggers import FileLogger, LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
 from composer.optim import (
@@ -38,17 +36,19 @@ from composer.optim import (
 )
 from composer.utils import FSDPConfig
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
 from transformers.utils import logging as transformers_logging
 
 from src import collate
+from src.checkpoints import ARGUMENTS, check_argument
 from src.cli import UserError, first_line
-from src.early_stopper import ResumableEarlyStopper
 from src.config import nearest
+from src.early_stopper import ResumableEarlyStopper
 from src.lion import LionConfig
 from src.optimizer import FusedDecoupledAdamW
 from src.schedule import WarmupStableDecayScheduler
+from src.token_rows import load_tokenizer
 
 
 def gradient_clipping(clipping_type: str, clipping_threshold: float) -> GradientClipping:
@@ -81,6 +81,7 @@ CALLBACKS = {
 }
 TIME_UNITS = {"ba": "batches", "sp": "samples", "ep": "epochs", "tok": "tokens", "dur": "a share of the run"}
 LOGGERS = {"file": FileLogger, "mlflow": MLFlowLogger, "tensorboard": TensorboardLogger, "wandb": WandBLogger}
+DDP_SYNC_STRATEGIES = tuple(strategy.value for strategy in DDPSyncStrategy)
 FSDP_CHOICES = {  # of fsdp_config; a checkpoint is one file, and Composer has no offloading of parameters yet
     "sharding_strategy": tuple(SHARDING_MAP),
     "backward_prefetch": tuple(BACKWARD_PREFETCH_MAP),
@@ -92,16 +93,7 @@ FSDP_CHOICES = {  # of fsdp_config; a checkpoint is one file, and Composer has n
 def build_tokenizer(name: str, max_seq_len: int) -> PreTrainedTokenizerBase:
     """A tokenizer from a folder or the Hub. Raises UserError where it is neither, or has no [MASK] or [PAD]."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # batches are prepared in processes of their own
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, model_max_length=max_seq_len)
-    except (OSError, ValueError) as error:
-        if Path(name).is_dir():
-            reason = "the folder holds no tokenizer that transformers can load"
-        elif name.startswith((".", "/", "~")):
-            reason = "there is no such folder"
-        else:
-            reason = f"it is no folder here, and the Hugging Face Hub did not give it ({first_line(error)})"
-        raise UserError(f"tokenizer_name: cannot load {name}: {reason}; give a folder with tokenizer.json") from None
+    tokenizer = load_tokenizer(name, "tokenizer_name", model_max_length=max_seq_len)
     for token in ("mask_token", "pad_token"):
         if getattr(tokenizer, token) is None:
             raise UserError(f"tokenizer_name: {name} has no {token}, which masked language modelling needs")
@@ -113,10 +105,12 @@ def build_lion_config(arguments: Mapping[str, Any], tokenizer: PreTrainedTokeniz
 
     Raises UserError for an unknown argument, or sizes that do not fit the tokenizer or the text length.
     """
-    known = {name: entry for name, entry in inspect.signature(LionConfig).parameters.items() if name != "kwargs"}
-    check_known("model", arguments, known)
-    for name, value in arguments.items():
-        check_argument(f"model.{name}", value, known[name].annotation)
+    check_known("model", arguments, ARGUMENTS)
+    try:
+        for name, value in arguments.items():
+            check_argument(name, value)
+    except ValueError as error:
+        raise UserError(f"model.{error}") from None
     check_choice("model.hidden_act", arguments.get("hidden_act", "gelu"), tuple(ACT2FN))
     options = {"vocab_size": -(-len(tokenizer) // 8) * 8, "pad_token_id": tokenizer.pad_token_id, **arguments}
     try:
@@ -136,24 +130,9 @@ def build_lion_config(arguments: Mapping[str, Any], tokenizer: PreTrainedTokeniz
     return config
 
 
-def check_argument(name: str, value: Any, annotation: Any) -> None:
-    """Raise UserError for an argument of LionConfig that is not of its type, or that no model can have."""
-    kind, *others = typing.get_args(annotation) or (annotation,)
-    if value is None and type(None) in others:
-        return
-    if kind in (int, float):
-        least, below = (1 if kind is int and not name.endswith("_id") else 0), (1 if "dropout" in name else math.inf)
-        number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-        if not number or not least <= value < below:
-            what = "a whole number" if kind is int else "a number"
-            raise UserError(f"{name} must be {what} of at least {least}{'' if below > 1 else ' and below 1'}, not {value!r}")  # fmt: skip
-    elif type(value) is not kind:
-        raise UserError(f"{name} must be {'true or false' if kind is bool else 'a word'}, not {value!r}")
-
-
 def lion_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Of a stored configuration, what LionConfig takes by name."""
-    return {name: settings[name] for name in inspect.signature(LionConfig).parameters if name in settings}
+    return {name: settings[name] for name in ARGUMENTS if name in settings}
 
 
 def arguments_by_name() -> str:

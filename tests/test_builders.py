@@ -1,6 +1,9 @@
 """Config → objects: every name and argument is checked, and a mistake is told with the nearest known name."""
 
+import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -395,6 +398,21 @@ def test_a_tokenizer_that_cannot_be_had_is_told_in_one_sentence(tmp_path, name, 
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("damage", ["code", "content"])
+def test_a_tokenizer_that_brings_code_or_is_damaged_is_refused(tmp_path, tokenizer_folder, damage):
+    folder = Path(shutil.copytree(tokenizer_folder, tmp_path / "damaged"))
+    if damage == "code":
+        settings = {"tokenizer_class": "Other", "auto_map": {"AutoTokenizer": [None, "code.Other"]}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        (folder / "code.py").write_text("raise SystemExit('run')")
+    else:
+        (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"tokenizer_name: cannot load .* holds no tokenizer that transformers can load"
+    ):
+        builders.build_tokenizer(str(folder), 64)
 
 
 @pytest.mark.parametrize("token", ["mask_token", "pad_token"])
