@@ -90,9 +90,10 @@ class LionMLM(CastingModel):
         self.labels = batch["labels"][labelled]
         if outputs is not None:  # of the training step, which has labelled positions only
             return outputs.logits
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        with self.model.head.register_forward_pre_hook(lambda head, hidden: hidden[0][labelled]):
-            return self.forward(inputs).logits  # of the whole model: FSDP gathers its weights there
+        inputs = {name: value for name, value in batch.items() if name in self.model_forward_args and name != "labels"}
+        choose = self.model.head.register_forward_pre_hook(lambda head, hidden: hidden[0][labelled])
+        with self.autocast(), choose:
+            return self.model(**inputs).logits  # through the whole model, where FSDP gathers its weights
 
 
 class LionClassifier(CastingModel):
