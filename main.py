@@ -90,6 +90,8 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
         accumulate_train_batch_on_tokens=True,  # the loss is a mean over the masked tokens of the whole batch
         load_path=str(saved or config.load_path or "") or None,
         parallelism_config=builders.parallelism(config.fsdp_config, device),
+        ddp_sync_strategy=config.ddp_sync_strategy,
+        dist_timeout=config.dist_timeout,
         compile_config=config.compile_config,
     )
     startup.done("trainer")
@@ -141,6 +143,10 @@ def check(config: PretrainConfig) -> None:
             raise UserError(f"{loader}.dataset.tokenizer_name {own} is not tokenizer_name {config.tokenizer_name}, and a run has one tokenizer; leave it out")  # fmt: skip
     if config.load_path is not None and config.model.get("pretrained_checkpoint") is not None:
         raise UserError("load_path and model.pretrained_checkpoint both name what to start from; leave one out")
+    if config.ddp_sync_strategy is not None:
+        builders.check_choice("ddp_sync_strategy", config.ddp_sync_strategy, builders.DDP_SYNC_STRATEGIES)
+    if not 0 < config.dist_timeout < math.inf:
+        raise UserError(f"dist_timeout {config.dist_timeout} must be a number of seconds above 0")
     builders.check_fsdp(config.fsdp_config)
     builders.check_compile(config.compile_config)
 
@@ -228,8 +234,8 @@ def longest_text(config: PretrainConfig) -> int:
 MAY_CHANGE = {
     "max_duration", "eval_interval", "eval_first", "eval_subset_num_batches", "save_interval", "save_num_checkpoints_to_keep",
     "log_interval", "progress_bar", "callbacks", "loggers", "device", "device_train_microbatch_size", "device_eval_batch_size",
-    "save_folder", "data_local", "data_remote", "autoresume", "on_nonfinite_loss", "fsdp_config",
-    "compile_config", "hf_export",
+    "save_folder", "data_local", "data_remote", "autoresume", "on_nonfinite_loss", "fsdp_config", "ddp_sync_strategy",
+    "dist_timeout", "compile_config", "hf_export",
 }  # fmt: skip
 LOADER_MAY_CHANGE = {"num_workers", "local", "remote", "predownload", "cache_limit"}
 

@@ -111,6 +111,11 @@ class PretrainConfig:
     fsdp_config: dict[str, Any] = key(
         "arguments of Composer's FSDPConfig, to shard the model over GPUs; empty: DDP", {}
     )
+    ddp_sync_strategy: str | None = key(
+        "when DDP sums gradients: single_auto_sync (with the last microbatch, the default), multi_auto_sync, forced_sync",
+        None,
+    )
+    dist_timeout: float = key("seconds that a device waits for the others before the run ends", 300.0)
     compile_config: Any = key("arguments of torch.compile for the model, {} for its defaults; null: not compiled", None)
     hf_export: str | None = key(
         "save, end: also write each checkpoint, or the last one, to save_folder/hub as a folder for the Hub", None

@@ -312,6 +312,8 @@ def test_the_config_beside_a_run_is_written_whole_and_only_if_it_has_changed(con
         ),
         ("float32_matmul_precision=low", "float32_matmul_precision: 'low'"),
         ("compile_config=max-autotune", "compile_config"),
+        ("ddp_sync_strategy=often", "ddp_sync_strategy: 'often' is none of single_auto_sync"),
+        ("dist_timeout=0", "dist_timeout 0.0"),
         ("load_path=a.pt model.pretrained_checkpoint=b", "load_path and model.pretrained_checkpoint"),
         ("fsdp_config.shard_strategy=FULL_SHARD", "unknown key fsdp_config.shard_strategy"),
     ],
