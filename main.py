@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from src import cli
 from src.cli import RunFailed, UserError, is_main_process, log
@@ -92,6 +93,8 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
         accumulate_train_batch_on_tokens=True,  # the loss is a mean over the masked tokens of the whole batch
         load_path=str(saved or config.load_path or "") or None,
         parallelism_config=builders.parallelism(config.fsdp_config, device),
+        ddp_sync_strategy=config.ddp_sync_strategy,
+        dist_timeout=config.dist_timeout,
         compile_config=config.compile_config,
     )
     startup.done("trainer")
@@ -141,15 +144,19 @@ def check(config: PretrainConfig) -> None:
     for loader in loaders:
         if (own := getattr(config, loader).dataset.tokenizer_name) != config.tokenizer_name:
             raise UserError(f"{loader}.dataset.tokenizer_name {own} is not tokenizer_name {config.tokenizer_name}, and a run has one tokenizer; leave it out")  # fmt: skip
-    if not isinstance(config.compile_config, dict | None):
-        raise UserError(f"compile_config must hold `key: value` lines, {{}} or null, not {config.compile_config!r}")
+    if config.load_path is not None and config.model.get("pretrained_checkpoint") is not None:
+        raise UserError("load_path and model.pretrained_checkpoint both name what to start from; leave one out")
+    if config.ddp_sync_strategy is not None:
+        builders.check_choice("ddp_sync_strategy", config.ddp_sync_strategy, builders.DDP_SYNC_STRATEGIES)
+    if not 0 < config.dist_timeout < math.inf:
+        raise UserError(f"dist_timeout {config.dist_timeout} must be a number of seconds above 0")
+    builders.check_fsdp(config.fsdp_config)
+    builders.check_compile(config.compile_config)
 
 
 def check_load_path(config: PretrainConfig, model) -> None:
     """Raise UserError for a checkpoint that a run of this model cannot go on from; one behind a URL is Composer's to read."""
-    from composer import Time
-
-    from src import saving
+    from src import builders, saving
     from src.checkpoints import read_checkpoint
 
     if "://" in config.load_path:
@@ -163,10 +170,26 @@ def check_load_path(config: PretrainConfig, model) -> None:
     own, its = ({name: w.shape for name, w in ws.items()} for ws in (model.model.state_dict(), checkpoint.weights))
     if own != its or checkpoint.published:
         raise UserError(f"load_path: {path} is of another model than this config's; give the config it was trained with, or begin with its weights alone as model.pretrained_checkpoint")  # fmt: skip
+    optimizer = builders.build_optimizer(config.optimizer, model)
+    groups = checkpoint.optimizers.get(type(optimizer).__qualname__)
+    if groups is None or optimizer_settings(groups) != optimizer_settings(optimizer.param_groups):
+        raise UserError(f"load_path: {path} was trained with another optimizer than this config's, which would go on; give the config it was trained with, or begin with its weights alone as model.pretrained_checkpoint")  # fmt: skip
+    check_end(config, checkpoint, f"load_path: {path}")
+
+
+def optimizer_settings(groups: list[dict]) -> list[list]:
+    """What a checkpoint's optimizer goes on with, whatever the config says."""
+    return [[group.get("initial_lr", group["lr"]), list(group["betas"]), group["eps"], group["weight_decay"]] for group in groups]  # fmt: skip
+
+
+def check_end(config: PretrainConfig, checkpoint, name: str) -> None:
+    """Raise UserError for a checkpoint that lies at or after the end of the run."""
+    from composer import Time
+
     end = Time.from_timestring(config.max_duration)
     done = checkpoint.timestamp.get(end.unit.name.lower(), 0)
     if done >= end.value:
-        raise UserError(f"load_path: {path} is at {done}{end.unit.value}, so max_duration {config.max_duration} leaves nothing to train; set a longer one")  # fmt: skip
+        raise UserError(f"{name} is at {done}{end.unit.value}, so max_duration {config.max_duration} leaves nothing to train; set a longer one")  # fmt: skip
 
 
 def build_model(config: PretrainConfig, tokenizer, saved: Path | None = None):
@@ -210,13 +233,14 @@ def longest_text(config: PretrainConfig) -> int:
     return max(config.train_loader.dataset.max_seq_len, config.eval_loader.dataset.max_seq_len)
 
 
-# What may differ between the first and the second half of a run.
+# What may differ between the first and the second half of a run: of all keys, and of those of a loader and its streams.
 MAY_CHANGE = {
     "max_duration", "eval_interval", "eval_first", "eval_subset_num_batches", "save_interval", "save_num_checkpoints_to_keep",
     "log_interval", "progress_bar", "callbacks", "loggers", "device", "device_train_microbatch_size", "device_eval_batch_size",
-    "save_folder", "data_local", "data_remote", "train_loader", "eval_loader", "load_path", "autoresume", "on_nonfinite_loss",
-    "fsdp_config", "compile_config", "hf_export",
+    "save_folder", "data_local", "data_remote", "autoresume", "on_nonfinite_loss", "fsdp_config", "ddp_sync_strategy",
+    "dist_timeout", "compile_config", "hf_export",
 }  # fmt: skip
+LOADER_MAY_CHANGE = {"num_workers", "local", "remote", "predownload", "cache_limit"}
 
 
 def check_save_folder(config: PretrainConfig, folder: Path) -> None:
@@ -230,23 +254,64 @@ def check_save_folder(config: PretrainConfig, folder: Path) -> None:
         raise UserError(f"save_folder: {there} cannot be written to; name another folder, or change its permissions")
     before = stored_config(folder)
     if before is None:
+        if any(folder.glob("ep*-rank0.pt")):
+            raise UserError(f"save_folder: {folder} holds checkpoints but no config.yaml, which tells what run they are of; name another folder, or put it back")  # fmt: skip
         return
     if not config.autoresume:
         raise UserError(
             f"save_folder: {folder} already holds a run; name another folder, or set autoresume=true to go on"
         )
-    now = to_dict(config)
-    changed = sorted(name for name in now if name not in MAY_CHANGE and before.get(name) != now[name])
+    kept, now = settled(before), settled(to_dict(config))
+    changed = {name for name, value in now.items() if kept.get(name) != value}
+    changed -= {name for name in changed if "." in name and name.rsplit(".", 1)[-1] in changed}  # a loader's copy of it
     if changed:
-        raise UserError(f"save_folder: {folder} holds a run with another {', '.join(changed)}; name another folder, or go on with the config in {folder / 'config.yaml'}")  # fmt: skip
+        raise UserError(f"save_folder: {folder} holds a run with another {', '.join(sorted(changed))}; name another folder, or go on with the config in {folder / 'config.yaml'}")  # fmt: skip
+    if config.max_duration != before["max_duration"]:
+        check_shortened(config, folder)
+
+
+def settled(config: dict) -> dict:
+    """Of a config, what a run keeps to its end, by name."""
+    kept = {name: value for name, value in config.items() if name not in MAY_CHANGE}
+    for loader in ("train_loader", "eval_loader"):
+        section = without(LOADER_MAY_CHANGE, kept.pop(loader))
+        dataset = section.pop("dataset")
+        kept |= {f"{loader}.{name}": value for name, value in section.items()}
+        kept |= {f"{loader}.dataset.{name}": value for name, value in dataset.items()}
+    return kept
+
+
+def without(names: set[str], section: Any) -> Any:
+    """A section of a config without the keys of these names, at any depth."""
+    if not isinstance(section, dict):
+        return section
+    return {name: without(names, value) for name, value in section.items() if name not in names}
+
+
+def check_shortened(config: PretrainConfig, folder: Path) -> None:
+    """Raise UserError for a max_duration that the run in a folder has reached already."""
+    from src import builders, saving
+    from src.checkpoints import read_checkpoint
+
+    builders.check_times(max_duration=config.max_duration)
+    if (saved := saving.newest_whole(folder)) is not None:
+        check_end(config, read_checkpoint(saved), f"save_folder: {saved}")
 
 
 def stored_config(folder: Path) -> dict | None:
-    """The config of the run that a folder holds, if it holds one."""
+    """The config of the run that a folder holds, if it holds one; with the default of a key that is newer than the run."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     path = folder / "config.yaml"
-    return OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
+    if not path.is_file():
+        return None
+    defaults = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(PretrainConfig)))
+    try:
+        return OmegaConf.to_container(OmegaConf.merge(defaults, OmegaConf.load(path)), resolve=True)
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError):
+        raise UserError(f"save_folder: {path} is damaged; name another folder, or put back what was there") from None
 
 
 def is_finished(config: PretrainConfig, folder: Path) -> bool:

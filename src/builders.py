@@ -3,13 +3,11 @@
 import functools
 import inspect
 import logging
-import math
 import os
 import textwrap
-import typing
 import warnings
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch
 from composer import Algorithm, Callback, DataSpec, Evaluator, Time, Timestamp, TimeUnit, Trainer
 from composer.algorithms import GradientClipping
 from composer.callbacks import (
-    EarlyStopper,
     LRMonitor,
     MemoryMonitor,
     MemorySnapshot,
@@ -27,6 +24,8 @@ from composer.callbacks import (
     SpeedMonitor,
     SystemMetricsMonitor,
 )
+from composer.distributed import DDPSyncStrategy
+from composer.distributed.mosaic_parallelism import BACKWARD_PREFETCH_MAP, SHARDING_MAP
 from composer.loggers import FileLogger, LoggerDestination, MLFlowLogger, WandBLogger
 from composer.optim import (
     ComposerScheduler,
@@ -35,18 +34,22 @@ from composer.optim import (
     CosineAnnealingWithWarmupScheduler,
     LinearWithWarmupScheduler,
 )
+from composer.utils import FSDPConfig
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
 from transformers.utils import logging as transformers_logging
 
 from src import collate
+from src.checkpoints import ARGUMENTS, check_argument
 from src.cli import UserError, first_line
 from src.config import nearest
+from src.early_stopper import ResumableEarlyStopper
 from src.lion import LionConfig
 from src.optimizer import FusedDecoupledAdamW
 from src.schedule import WarmupStableDecayScheduler
 from src.tensorboard_log import TensorBoard
+from src.token_rows import load_tokenizer
 
 
 def gradient_clipping(clipping_type: str, clipping_threshold: float) -> GradientClipping:
@@ -67,7 +70,7 @@ SCHEDULERS = {
 }
 ALGORITHMS = {"gradient_clipping": gradient_clipping}
 CALLBACKS = {
-    "early_stopper": EarlyStopper,
+    "early_stopper": ResumableEarlyStopper,
     "lr_monitor": LRMonitor,
     "memory_monitor": MemoryMonitor,
     "memory_snapshot": MemorySnapshot,
@@ -79,21 +82,19 @@ CALLBACKS = {
 }
 TIME_UNITS = {"ba": "batches", "sp": "samples", "ep": "epochs", "tok": "tokens", "dur": "a share of the run"}
 LOGGERS = {"file": FileLogger, "mlflow": MLFlowLogger, "tensorboard": TensorBoard, "wandb": WandBLogger}
+DDP_SYNC_STRATEGIES = tuple(strategy.value for strategy in DDPSyncStrategy)
+FSDP_CHOICES = {  # of fsdp_config; a checkpoint is one file, and Composer has no offloading of parameters yet
+    "sharding_strategy": tuple(SHARDING_MAP),
+    "backward_prefetch": tuple(BACKWARD_PREFETCH_MAP),
+    "state_dict_type": ("full",),
+    "cpu_offload": (False,),
+}
 
 
 def build_tokenizer(name: str, max_seq_len: int) -> PreTrainedTokenizerBase:
     """A tokenizer from a folder or the Hub. Raises UserError where it is neither, or has no [MASK] or [PAD]."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # batches are prepared in processes of their own
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, model_max_length=max_seq_len)
-    except (OSError, ValueError) as error:
-        if Path(name).is_dir():
-            reason = "the folder holds no tokenizer that transformers can load"
-        elif name.startswith((".", "/", "~")):
-            reason = "there is no such folder"
-        else:
-            reason = f"it is no folder here, and the Hugging Face Hub did not give it ({first_line(error)})"
-        raise UserError(f"tokenizer_name: cannot load {name}: {reason}; give a folder with tokenizer.json") from None
+    tokenizer = load_tokenizer(name, "tokenizer_name", model_max_length=max_seq_len)
     for token in ("mask_token", "pad_token"):
         if getattr(tokenizer, token) is None:
             raise UserError(f"tokenizer_name: {name} has no {token}, which masked language modelling needs")
@@ -105,11 +106,12 @@ def build_lion_config(arguments: Mapping[str, Any], tokenizer: PreTrainedTokeniz
 
     Raises UserError for an unknown argument, or sizes that do not fit the tokenizer or the text length.
     """
-    known = {name: entry for name, entry in inspect.signature(LionConfig).parameters.items() if name != "kwargs"}
-    for name, value in arguments.items():
-        if name not in known:
-            raise UserError(f"unknown key model.{name}{nearest(name, list(known))}")
-        check_argument(f"model.{name}", value, known[name].annotation)
+    check_known("model", arguments, ARGUMENTS)
+    try:
+        for name, value in arguments.items():
+            check_argument(name, value)
+    except ValueError as error:
+        raise UserError(f"model.{error}") from None
     check_choice("model.hidden_act", arguments.get("hidden_act", "gelu"), tuple(ACT2FN))
     options = {"vocab_size": -(-len(tokenizer) // 8) * 8, "pad_token_id": tokenizer.pad_token_id, **arguments}
     try:
@@ -129,42 +131,43 @@ def build_lion_config(arguments: Mapping[str, Any], tokenizer: PreTrainedTokeniz
     return config
 
 
-def check_argument(name: str, value: Any, annotation: Any) -> None:
-    """Raise UserError for an argument of LionConfig that is not of its type, or that no model can have."""
-    kind, *others = typing.get_args(annotation) or (annotation,)
-    if value is None and type(None) in others:
-        return
-    if kind in (int, float):
-        least, below = (1 if kind is int and not name.endswith("_id") else 0), (1 if "dropout" in name else math.inf)
-        number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-        if not number or not least <= value < below:
-            what = "a whole number" if kind is int else "a number"
-            raise UserError(f"{name} must be {what} of at least {least}{'' if below > 1 else ' and below 1'}, not {value!r}")  # fmt: skip
-    elif type(value) is not kind:
-        raise UserError(f"{name} must be {'true or false' if kind is bool else 'a word'}, not {value!r}")
-
-
 def lion_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Of a stored configuration, what LionConfig takes by name."""
-    return {name: settings[name] for name in inspect.signature(LionConfig).parameters if name in settings}
+    return {name: settings[name] for name in ARGUMENTS if name in settings}
 
 
 def arguments_by_name() -> str:
     """What the sections of a config that begin with a name take, with defaults, for `--help`."""
     own = {"optimizer": ["filter_bias_norm_wd=False"]}  # see build_optimizer
     registries = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS, "algorithms": ALGORITHMS, "callbacks": CALLBACKS, "loggers": LOGGERS}  # fmt: skip
-    made = {"model:": LionConfig}
+    made = {"model:": LionConfig, "fsdp_config:": FSDPConfig, "compile_config:": torch.compile}
     made |= {f"{kind}: {name}": cls for kind, registry in registries.items() for name, cls in registry.items()}
     lines = []
     for name, cls in made.items():
         shown = [
-            entry.name if entry.default is entry.empty else f"{entry.name}={entry.default!r}"
-            for entry in inspect.signature(cls).parameters.values()
-            if entry.name != "params" and entry.kind not in (entry.VAR_POSITIONAL, entry.VAR_KEYWORD)
+            argument if default is inspect.Parameter.empty else f"{argument}={default!r}"
+            for argument, default in arguments_of(cls).items()
         ]
         words = ", ".join(shown + own.get(name.split(":")[0], [])) or "no arguments"
         lines += [f"  {name}", textwrap.fill(words, 112, initial_indent=" " * 8, subsequent_indent=" " * 8)]
     return "\n".join(lines)
+
+
+def arguments_of(cls: Callable) -> dict[str, Any]:
+    """What a class or function takes from a config, with defaults; inspect.Parameter.empty where there is none."""
+    if cls is FSDPConfig:  # takes whatever it is given
+        return {entry.name: entry.default for entry in fields(cls) if entry.init}
+    return {
+        name: entry.default
+        for name, entry in inspect.signature(cls).parameters.items()
+        if name not in ("params", "model") and entry.kind not in (entry.VAR_POSITIONAL, entry.VAR_KEYWORD)
+    }
+
+
+def check_known(section: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise UserError for a key of a section that it does not know."""
+    if unknown := next((name for name in given if name not in known), None):
+        raise UserError(f"unknown key {section}.{unknown}{nearest(unknown, list(known))}")
 
 
 def build_optimizer(section: Mapping[str, Any], model: nn.Module) -> torch.optim.Optimizer:
@@ -330,10 +333,17 @@ def check_time(name: str, value: Any, units: tuple[str, ...], zero: bool = False
         raise UserError(f"{name}: {value!r} is no time; give a number{'' if zero else ' above 0'} and {known}, such as 10ba")  # fmt: skip
 
 
-def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def check_choice(name: str, value: Any, allowed: tuple) -> None:
     """Raise UserError for a key with another value than those it knows."""
     if value not in allowed:
-        raise UserError(f"{name}: {value!r} is none of {', '.join(allowed)}")
+        raise UserError(f"{name}: {value!r} is none of {', '.join(map(str, allowed))}")
+
+
+def check_fsdp(section: Mapping[str, Any]) -> None:
+    """Raise UserError for an fsdp_config that Composer would pass over, or stumble over."""
+    check_known("fsdp_config", section, arguments_of(FSDPConfig))
+    for name in FSDP_CHOICES.keys() & section.keys():
+        check_choice(f"fsdp_config.{name}", section[name], FSDP_CHOICES[name])
 
 
 def parallelism(fsdp_config: Mapping[str, Any], device: str) -> dict[str, Any] | None:
@@ -342,9 +352,22 @@ def parallelism(fsdp_config: Mapping[str, Any], device: str) -> dict[str, Any] |
         return None
     if device != "gpu":
         raise UserError("fsdp_config shards a model over GPUs, and this run is on a cpu; leave it out")
-    if fsdp_config.get("state_dict_type", "full") != "full":
-        raise UserError("fsdp_config.state_dict_type must be full: a checkpoint is one file")
     return {"fsdp": dict(fsdp_config)}
+
+
+def check_compile(section: Any) -> None:
+    """Raise UserError for a compile_config that torch.compile refuses."""
+    if section is None:
+        return
+    if not isinstance(section, Mapping):
+        raise UserError(f"compile_config must hold `key: value` lines, {{}} or null, not {section!r}")
+    check_known("compile_config", section, arguments_of(torch.compile))
+    if "backend" in section and section["backend"] not in (known := torch._dynamo.list_backends(None)):
+        raise UserError(f"compile_config.backend: unknown name {section['backend']!r}{nearest(str(section['backend']), known)}")  # fmt: skip
+    try:
+        torch.compile(nn.Identity(), **section)
+    except Exception as error:  # of a mode or an option
+        raise UserError(f"compile_config: torch.compile refuses these arguments: {first_line(error)}") from None
 
 
 def check_batch_sizes(global_batch: int, microbatch: Any, world_size: int, device: str) -> int:

@@ -7,9 +7,11 @@ import datetime
 import inspect
 import io
 import json
+import math
 import pickletools
 import re
 import tempfile
+import typing
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -31,10 +33,8 @@ MODELS = (
     "LionForQuestionAnswering",
 )  # fmt: skip
 # Of a model's configuration nothing else is taken: other keys can name code, which transformers would load (custom_pipelines).
-DEFAULTS = {
-    name: parameter.default for name, parameter in inspect.signature(lion.LionConfig.__init__).parameters.items()
-}
-SETTINGS = {*DEFAULTS, "num_labels", "id2label", "label2id", "problem_type"} - {"self", "kwargs"}
+ARGUMENTS = {name: entry for name, entry in inspect.signature(lion.LionConfig).parameters.items() if name != "kwargs"}
+SETTINGS = {*ARGUMENTS, "num_labels", "id2label", "label2id", "problem_type"}
 # Nor are other files of a tokenizer: a file of any other name can be code, or name some (adapter_config.json, modules.json).
 TOKENIZER_FILES = {
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -61,6 +61,7 @@ class Checkpoint:
     weights: dict[str, Tensor]
     timestamp: dict[str, Any] = field(default_factory=dict)  # batch, sample, …; empty in weights-only checkpoints
     run_name: str | None = None
+    optimizers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # settings by group, by the class
     published: str | None = None  # where a checkpoint of the paper's authors comes from; None for ours
 
     def build(self) -> "lion.LionPreTrainedModel":
@@ -194,10 +195,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
         tokenizer = dict(integration.get("tokenizer") or {})
     except Exception:  # whatever lies there instead says of being asked
         raise UserError(f"{path} is no Composer checkpoint of a transformers model") from None
-    name = state.get("run_name")
+    name, optimizers = state.get("run_name"), state.get("optimizers")
     facts = {
         "timestamp": {unit: count for unit, count in timestamp.items() if isinstance(count, int)},
         "run_name": name if isinstance(name, str) else None,
+        "optimizers": {
+            name: kept["param_groups"]
+            for name, kept in (optimizers.items() if isinstance(optimizers, dict) else ())
+            if isinstance(kept, dict) and "param_groups" in kept
+        },
     }
     if strange := sorted(name for name, tensor in weights.items() if not _is_plain(tensor)):
         raise UserError(f"{path} holds {', '.join(strange)}, which are no plain tensors of numbers")
@@ -226,15 +232,27 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
 
 def lion_config(config: dict[str, Any], source: str) -> "lion.LionConfig":
     """A stored configuration as LionConfig. Raises UserError for values that it does not take."""
-    for name, value in config.items():
-        default = DEFAULTS.get(name)
-        number = not isinstance(default, int | float) or isinstance(value, int | float)
-        if not number or (type(default) is int and value < (0 if name == "pad_token_id" else 1)):
-            raise UserError(f"the config of {source} makes no model ({name} is {value!r})")
     try:
+        for name in ARGUMENTS.keys() & config.keys():
+            check_argument(name, config[name])
         return lion.LionConfig(**settings(config))
-    except Exception as error:  # whatever arithmetic says of a value of another type
+    except Exception as error:  # whatever arithmetic says of a value that is of its type, too
         raise UserError(f"the config of {source} makes no model ({first_line(error)})") from None
+
+
+def check_argument(name: str, value: Any) -> None:
+    """Raise ValueError for an argument of LionConfig that is not of its type, or that no model can have."""
+    kind, *others = typing.get_args(ARGUMENTS[name].annotation) or (ARGUMENTS[name].annotation,)
+    if value is None and type(None) in others:
+        return
+    if kind in (int, float):
+        least, below = (1 if kind is int and not name.endswith("_id") else 0), (1 if "dropout" in name else math.inf)
+        number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+        if not number or not least <= value < below:
+            what = "a whole number" if kind is int else "a number"
+            raise ValueError(f"{name} must be {what} of at least {least}{'' if below > 1 else ' and below 1'}, not {value!r}")  # fmt: skip
+    elif type(value) is not kind:
+        raise ValueError(f"{name} must be {'true or false' if kind is bool else 'a word'}, not {value!r}")
 
 
 def load_tokenizer(folder: Path, source: str) -> PreTrainedTokenizerBase:

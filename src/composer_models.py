@@ -53,22 +53,36 @@ class LionMLM(CastingModel):
             metrics=[MaskedAccuracy()],
             eval_metrics=[LanguageCrossEntropy(), MaskedAccuracy(), MostFrequentTokenAccuracy(config.vocab_size)],
         )
+        # Counted here, since FSDP leaves each device with a share of them.
+        self.layer_parameters, self.head_parameters = (
+            sum(parameter.numel() for parameter in part.parameters())
+            for part in (self.model.lion.layers, self.model.head)
+        )
+        for layer in self.model.lion.layers:  # the units that Composer's FSDP shards, and recomputes if asked to
+            layer._fsdp_wrap = layer._activation_checkpointing = True
+
+    def get_metadata(self) -> dict[str, Any]:
+        """What a checkpoint says of the model: its own class, where FSDP has wrapped it."""
+        metadata = super().get_metadata()
+        metadata["model"]["config"]["class"] = f"{LionForMaskedLM.__module__}.{LionForMaskedLM.__name__}"
+        return metadata
 
     def flops_per_batch(self, batch: Mapping[str, Tensor]) -> float:
         """Operations of a training step, forward and backward: 6 a weight and token, the vocabulary at labelled tokens only.
 
-        Of attention, (L, L) or (C, C) matrices twice a layer; of the chunkwise form also its two D×E states.
+        Of attention, (L, L) or (C, C) matrices twice a layer; of the chunkwise form also its two D×E states. "auto" counts
+        as the form that needs fewer.
         """
-        config = self.model.config
+        config = self.config
         rows, length = batch["input_ids"].shape
-        layers = sum(p.numel() for p in self.model.lion.layers.parameters())
-        head = sum(p.numel() for p in self.model.head.parameters())
-        hidden, chunk = config.hidden_size, min(config.chunk_size, length)
-        chunkwise = config.mixer != "softmax" and config.attention_form == "chunkwise"
-        width = chunk + 2 * hidden // config.num_attention_heads if chunkwise else length
-        attention = 2 * config.num_hidden_layers * hidden * width
+        states = 2 * config.hidden_size // config.num_attention_heads
+        widths = {"full": length, "chunkwise": min(config.chunk_size, length) + states, "recurrent": states}
+        widths["auto"] = min(widths["full"], widths["chunkwise"])
+        full = config.mixer == "softmax" or config.attention_probs_dropout_prob > 0
+        width = widths["full" if full else config.attention_form]
+        attention = 2 * config.num_hidden_layers * config.hidden_size * width
         labelled = float((batch["labels"] != -100).sum())
-        return 6.0 * ((layers + attention) * rows * length + head * labelled)
+        return 6.0 * ((self.layer_parameters + attention) * rows * length + self.head_parameters * labelled)
 
     def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
         """Logits at the labelled positions, (labels, vocabulary): nothing else is measured, so nothing else is computed."""
@@ -77,9 +91,9 @@ class LionMLM(CastingModel):
         if outputs is not None:  # of the training step, which has labelled positions only
             return outputs.logits
         inputs = {name: value for name, value in batch.items() if name in self.model_forward_args and name != "labels"}
-        with self.autocast():
-            hidden = self.model.lion(**inputs).last_hidden_state
-            return self.model.head(hidden[labelled])
+        choose = self.model.head.register_forward_pre_hook(lambda head, hidden: hidden[0][labelled])
+        with self.autocast(), choose:
+            return self.model(**inputs).logits  # through the whole model, where FSDP gathers its weights
 
 
 class LionClassifier(CastingModel):

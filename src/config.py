@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -110,6 +111,11 @@ class PretrainConfig:
     fsdp_config: dict[str, Any] = key(
         "arguments of Composer's FSDPConfig, to shard the model over GPUs; empty: DDP", {}
     )
+    ddp_sync_strategy: str | None = key(
+        "when DDP sums gradients: single_auto_sync (with the last microbatch, the default), multi_auto_sync, forced_sync",
+        None,
+    )
+    dist_timeout: float = key("seconds that a device waits for the others before the run ends", 300.0)
     compile_config: Any = key("arguments of torch.compile for the model, {} for its defaults; null: not compiled", None)
     hf_export: str | None = key(
         "save, end: also write each checkpoint, or the last one, to save_folder/hub as a folder for the Hub", None
@@ -157,9 +163,10 @@ def load(schema: type[Config], script: str, argv: list[str]) -> Config:
     Raises UserError for a missing file, an unknown key, a value of the wrong type or a missing one.
     """
     arguments = _parse(schema, script, argv)
-    given = OmegaConf.merge(_read(Path(arguments.yaml)), _overrides(arguments.overrides))
-    _check_keys(given, schema)
     try:
+        given = OmegaConf.merge(_read(Path(arguments.yaml)), _overrides(arguments.overrides))
+        _check_keys(given, schema)
+        given = OmegaConf.create(_with_home(OmegaConf.to_container(given)))
         config = OmegaConf.merge(OmegaConf.structured(schema), given)
         # Of the top level first: resolving would stumble over what other keys refer to.
         _refuse_missing(
@@ -167,6 +174,7 @@ def load(schema: type[Config], script: str, argv: list[str]) -> Config:
         )
         OmegaConf.resolve(config)
         _refuse_missing(sorted(OmegaConf.missing_keys(config)), arguments.yaml)
+        _refuse_braces(config)
         if arguments.print_config:
             print(OmegaConf.to_yaml(config), end="")
             raise SystemExit(0)
@@ -180,6 +188,21 @@ def load(schema: type[Config], script: str, argv: list[str]) -> Config:
 def _refuse_missing(missing: list[str], path: str) -> None:
     if missing:
         raise UserError(f"{path} leaves {', '.join(missing)} unset; set it there or as {missing[0]}=VALUE")
+
+
+def _refuse_braces(config: DictConfig) -> None:
+    for name in ("save_folder", "load_path"):
+        if "{" in (value := config.get(name) or ""):
+            raise UserError(f"{name}: {value} has braces, which Composer would replace; write ${{run_name}} for a key of the config")  # fmt: skip
+
+
+def _with_home(given: Any) -> Any:
+    """A config with the user's folder for the `~/` that a path begins with."""
+    if isinstance(given, dict):
+        return {name: _with_home(value) for name, value in given.items()}
+    if isinstance(given, list):
+        return [_with_home(value) for value in given]
+    return os.path.expanduser(given) if isinstance(given, str) and given.startswith("~/") else given
 
 
 def to_dict(config: Any) -> dict[str, Any]:

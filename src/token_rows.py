@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -42,15 +42,20 @@ def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     return hashlib.sha256(json.dumps([vocabulary, special]).encode()).hexdigest()
 
 
-def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
-    """A tokenizer from a folder or the Hub. Raises UserError where it is neither."""
+def load_tokenizer(name: str, key: str = "--tokenizer", **options: Any) -> "PreTrainedTokenizerBase":
+    """A tokenizer from a folder or the Hub, never running code from there. Raises UserError, which speaks of `key`."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = "the folder holds no tokenizer that transformers can load" if Path(name).is_dir() else f"it is no folder here, and the Hugging Face Hub did not give it ({first_line(error)})"  # fmt: skip
-        raise UserError(f"--tokenizer: cannot load {name}: {reason}; give a folder with tokenizer.json") from None
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
+    except Exception as error:  # whatever transformers, tokenizers and sentencepiece raise
+        if Path(name).is_dir():
+            reason = f"the folder holds no tokenizer that transformers can load ({first_line(error)})"
+        elif name.startswith((".", "/", "~")):
+            reason = "there is no such folder"
+        else:
+            reason = f"it is no folder here, and the Hugging Face Hub did not give it ({first_line(error)})"
+        raise UserError(f"{key}: cannot load {name}: {reason}; give a folder with tokenizer.json") from None
 
 
 @dataclass

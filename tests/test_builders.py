@@ -1,6 +1,9 @@
 """Config → objects: every name and argument is checked, and a mistake is told with the nearest known name."""
 
+import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -247,6 +250,52 @@ def test_a_cpu_finds_no_microbatch_by_itself():
         builders.check_batch_sizes(64, "auto", 2, "cpu")
 
 
+# FSDP and torch.compile
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"shard_strategy": "FULL_SHARD"}, "unknown key fsdp_config.shard_strategy; did you mean sharding_strategy?"),
+        ({"sharding_strategy": "FULL"}, "fsdp_config.sharding_strategy: 'FULL' is none of NO_SHARD,"),
+        ({"state_dict_type": "sharded"}, "fsdp_config.state_dict_type: 'sharded' is none of full"),
+        ({"cpu_offload": True}, "fsdp_config.cpu_offload: True is none of False"),
+    ],
+)
+def test_what_fsdp_does_not_know_is_refused(section, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        builders.check_fsdp(section)
+
+
+def test_what_fsdp_knows_is_handed_on_to_gpus_alone():
+    section = {"sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing": True, "cpu_offload": False}
+    builders.check_fsdp(section)
+    assert builders.parallelism(section, "gpu") == {"fsdp": section}
+    assert builders.parallelism({}, "cpu") is None
+    with pytest.raises(UserError, match="fsdp_config shards a model over GPUs"):
+        builders.parallelism(section, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"backnd": "eager"}, "unknown key compile_config.backnd; did you mean backend?"),
+        ({"model": None}, "unknown key compile_config.model"),
+        ({"backend": "inductr"}, "compile_config.backend: unknown name 'inductr'; did you mean inductor?"),
+        ({"mode": "fastest"}, "compile_config: torch.compile refuses these arguments: "),
+        ("max-autotune", "compile_config must hold `key: value` lines"),
+    ],
+)
+def test_what_torch_compile_does_not_know_is_refused(section, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        builders.check_compile(section)
+
+
+@pytest.mark.parametrize("section", [None, {"backend": "eager", "dynamic": True}])
+def test_what_torch_compile_knows_is_accepted(section):
+    builders.check_compile(section)
+
+
 # Times
 
 
@@ -349,6 +398,21 @@ def test_a_tokenizer_that_cannot_be_had_is_told_in_one_sentence(tmp_path, name, 
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("damage", ["code", "content"])
+def test_a_tokenizer_that_brings_code_or_is_damaged_is_refused(tmp_path, tokenizer_folder, damage):
+    folder = Path(shutil.copytree(tokenizer_folder, tmp_path / "damaged"))
+    if damage == "code":
+        settings = {"tokenizer_class": "Other", "auto_map": {"AutoTokenizer": [None, "code.Other"]}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        (folder / "code.py").write_text("raise SystemExit('run')")
+    else:
+        (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"tokenizer_name: cannot load .* holds no tokenizer that transformers can load"
+    ):
+        builders.build_tokenizer(str(folder), 64)
 
 
 @pytest.mark.parametrize("token", ["mask_token", "pad_token"])

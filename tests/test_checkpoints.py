@@ -62,9 +62,9 @@ def test_tensors_that_do_not_fit_are_named(write_checkpoint, tmp_path, edit, mes
         ({"hidden_size": 33}, "33 is not a multiple"),
         ({"mixer": "lion-x"}, "not 'lion-x'"),
         ({"hidden_act": "gulu"}, "gulu"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
-        ({"layer_norm_eps": "small"}, "layer_norm_eps is 'small'"),
-        ({"type_vocab_size": 2.5}, ""),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number of at least 1, not 0"),
+        ({"layer_norm_eps": "small"}, "layer_norm_eps must be a number of at least 0, not 'small'"),
+        ({"type_vocab_size": 2.5}, "type_vocab_size must be a whole number"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -116,6 +116,15 @@ def test_values_get_the_type_of_their_key(config_file):
     assert config.eval_first is False
 
 
+def test_a_path_may_begin_with_the_users_folder(config_file, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    streams = "train_loader.dataset.streams={web: {local: ~/web}}"
+    config = pretrain(config_file, "save_folder=~/runs/${run_name}", "data_local=~/c4", streams)
+    assert config.save_folder == "/home/me/runs/tiny"
+    assert config.train_loader.dataset.local == "/home/me/c4"
+    assert config.train_loader.dataset.streams["web"]["local"] == "/home/me/web"
+
+
 def test_lists_are_given_in_brackets(tmp_path):
     path = write(tmp_path / "f.yaml", f"inherit: {ROOT}/yamls/finetune-glue/recipe.yaml\nbase_run_name: x\n")
     config = finetune(path, "tasks_to_run=[sst2,rte]", "tasks.rte.seeds=[1,2]")
@@ -154,7 +163,15 @@ def test_help_lists_every_key_with_its_meaning(schema, read, capsys):
         assert len(at) == 1, name
         assert len(lines[at[0] + 1].strip()) > 5, name
     assert describe(schema) in text
-    for name in ("hidden_size=768", "clipping_threshold", "window_size=", "filter_bias_norm_wd=False", "t_warmup"):
+    for name in (
+        "hidden_size=768",
+        "clipping_threshold",
+        "window_size=",
+        "filter_bias_norm_wd=False",
+        "t_warmup",
+        "sharding_strategy='FULL_SHARD'",
+        "backend='inductor'",
+    ):
         assert name in text, name
 
 
@@ -188,6 +205,9 @@ def test_print_config_prints_yaml_that_loads_back_to_the_same_config(tmp_path, c
         ("train_loader=7", ["train_loader"]),
         ("max_duration=null", ["max_duration"]),
         ("save_folder=${no_such_key}", ["no_such_key"]),
+        ("train_loader=${no_such_key}", ["no_such_key"]),
+        ("save_folder=./{run_name}/run", ["save_folder", "./{run_name}/run", "${run_name}"]),
+        ("load_path=ep{epoch}.pt", ["load_path", "ep{epoch}.pt"]),
         ("seed", ["'seed'", "key=value"]),
         ("seed={", ["seed={"]),
     ],
@@ -206,6 +226,8 @@ def test_a_mistake_in_an_override_is_named(config_file, override, words):
         ("inherit: nowhere.yaml\n", ["nowhere.yaml", "not a file"]),
         ("inherit: f.yaml\n", ["f.yaml", "inherits itself"]),
         ("inherit: [a.yaml]\n", ["f.yaml", "inherit"]),
+        ("inherit: ${base}\n", ["f.yaml", "base"]),
+        ("train_loader: ???\n", ["f.yaml", "train_loader"]),
         ("seed: [1\nrun_name: x\n", ["f.yaml", "not valid YAML"]),
         ("- a\n- b\n", ["f.yaml", "key: value"]),
         ("hello\n", ["hello"]),
@@ -215,7 +237,7 @@ def test_a_mistake_in_an_override_is_named(config_file, override, words):
         ("", ["f.yaml"]),
         (f"inherit: {ROOT}/yamls/pretrain/recipe.yaml\n", ["f.yaml leaves", "run_name unset", "run_name=VALUE"]),
     ],
-    ids=["missing values", "base absent", "own base", "base no name", "malformed", "list", "text", "misspelt", "misspelt section", "twice", "empty", "recipe without a name"],
+    ids=["missing values", "base absent", "own base", "base no name", "base unknown", "no section", "malformed", "list", "text", "misspelt", "misspelt section", "twice", "empty", "recipe without a name"],
 )  # fmt: skip
 def test_a_mistake_in_a_file_is_named(tmp_path, text, words):
     with pytest.raises(UserError) as error:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY_MODEL, Result, assert_one_sentence, environment, run, snapshot
+from conftest import PARITY, ROOT, TINY_MODEL, Result, assert_one_sentence, environment, run, snapshot
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
 import main
 from src import cli
@@ -224,6 +225,15 @@ def test_the_main_process_alone_reports(finished, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_compiled_model_trains_as_one_that_is_not(finished, tmp_path):
+    from torch._dynamo.utils import counters
+
+    main.main([str(finished[0]), f"save_folder={tmp_path / 'run'}", "compile_config.backend=eager", "loggers={}"])
+    assert counters["frames"]["ok"] > 0
+    torch._dynamo.reset()
+    assert losses(tmp_path / "run") == pytest.approx(losses(finished[1]), rel=1e-5)
+
+
 def test_an_evaluation_that_a_kill_prevented_is_made_up_for(finished, tmp_path):
     config, before, _ = finished
     folder = tmp_path / "run"
@@ -330,11 +340,15 @@ def test_the_config_beside_a_run_is_written_whole_and_only_if_it_has_changed(con
         ),
         ("float32_matmul_precision=low", "float32_matmul_precision: 'low'"),
         ("compile_config=max-autotune", "compile_config"),
+        ("ddp_sync_strategy=often", "ddp_sync_strategy: 'often' is none of single_auto_sync"),
+        ("dist_timeout=0", "dist_timeout 0.0"),
+        ("load_path=a.pt model.pretrained_checkpoint=b", "load_path and model.pretrained_checkpoint"),
+        ("fsdp_config.shard_strategy=FULL_SHARD", "unknown key fsdp_config.shard_strategy"),
     ],
 )
 def test_values_that_no_run_can_have_are_refused(config_file, override, words):
     with pytest.raises(UserError, match=f"^{words}"):
-        main.check(load(PretrainConfig, "main.py", [str(config_file), override]))
+        main.check(load(PretrainConfig, "main.py", [str(config_file), *override.split()]))
 
 
 @pytest.mark.parametrize("loader", ["train_loader", "eval_loader"])
@@ -345,9 +359,28 @@ def test_the_longest_text_of_both_loaders_has_to_fit_the_positions(config_file, 
         main.build_model(config, tokenizer)
 
 
+@pytest.mark.skipif(not PARITY.is_dir(), reason="no published checkpoint lies beside the repository")
+def test_a_checkpoint_of_the_papers_authors_is_a_start(tmp_path, write_config, tokenizer):
+    path = write_config(tmp_path, model={"pretrained_checkpoint": str(PARITY / "legacy-nova.pt")})
+    model = main.build_model(load(PretrainConfig, "main.py", [str(path)]), tokenizer).model.eval()
+    tensors = load_file(PARITY / "legacy-nova.safetensors")
+    inputs = {name[3:]: tensor for name, tensor in tensors.items() if name.startswith("in.")}
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    torch.testing.assert_close(logits[real], tensors["out.mlm_logits"][real], atol=1e-5, rtol=1e-5)
+
+
 LOAD_PATHS = {
     "the end": ({}, [], "is at 6ba, so max_duration 6ba leaves nothing to train"),
     "another model": ({}, ["max_duration=9ba", "model.hidden_size=64"], "is of another model"),
+    "another optimizer": ({}, ["max_duration=9ba", "optimizer.name=adamw"], "was trained with another optimizer"),
+    "another rate": ({}, ["max_duration=9ba", "optimizer.lr=0.01"], "was trained with another optimizer"),
+    "other groups": (
+        {},
+        ["max_duration=9ba", "optimizer.filter_bias_norm_wd=true"],
+        "was trained with another optimizer",
+    ),
     "cut short": ({"cut": True}, ["max_duration=9ba"], "is damaged"),
     "no checkpoint": ({"holds": {"weights": 1}}, ["max_duration=9ba"], "is no Composer checkpoint"),
     "no file": ({"name": "nowhere.pt"}, [], "is not a file"),
@@ -374,10 +407,79 @@ def test_a_checkpoint_of_the_same_model_can_be_gone_on_from(finished, tokenizer)
     main.check_load_path(config, main.build_model(config, tokenizer))
 
 
-@pytest.mark.parametrize("key", ["max_duration", "eval_interval", "save_interval", "device_train_microbatch_size"])
-def test_length_and_habits_of_a_run_may_change_on_the_way(config, tmp_path, key):
+@pytest.mark.parametrize("key", ["eval_interval", "save_interval", "device_train_microbatch_size"])
+def test_habits_of_a_run_may_change_on_the_way(config, tmp_path, key):
     remember(config, tmp_path / "run", **{key: "something else"})
     main.check_save_folder(config, tmp_path / "run")
+
+
+STREAM = "train_loader.dataset.streams.web"
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["data_local=/elsewhere", "data_remote=s3://bucket", "train_loader.num_workers=3", "eval_loader.dataset.predownload=9",
+     "train_loader.dataset.cache_limit=9gb", f"{STREAM}.local=/elsewhere"],
+)  # fmt: skip
+def test_data_may_move_and_be_fetched_otherwise_on_the_way(config_file, tmp_path, override):
+    before, now = (
+        load(PretrainConfig, "main.py", [str(config_file), f"{STREAM}={{local: web, proportion: 1}}", *overrides])
+        for overrides in ([], [override])
+    )
+    remember(before, tmp_path / "run")
+    main.check_save_folder(now, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train_loader.dataset.mlm_probability=0.5", "eval_loader.dataset.split=test", "train_loader.dataset.packing=true",
+     "train_loader.drop_last=false", "train_loader.dataset.seed=99", f"{STREAM}.proportion=0.5", "load_path=other.pt"],
+)  # fmt: skip
+def test_what_the_data_are_stays_on_the_way(config_file, tmp_path, override):
+    before, now = (
+        load(PretrainConfig, "main.py", [str(config_file), f"{STREAM}={{local: web, proportion: 1}}", *overrides])
+        for overrides in ([], [override])
+    )
+    remember(before, tmp_path / "run")
+    name = override.split("=")[0].removesuffix(".web.proportion")
+    with pytest.raises(UserError, match=rf"another {name};"):
+        main.check_save_folder(now, tmp_path / "run")
+
+
+def test_a_run_is_prolonged_but_not_cut_short_of_what_is_done(finished):
+    def ask(max_duration: str) -> None:
+        config = load(PretrainConfig, "main.py", [str(finished[0]), f"max_duration={max_duration}"])
+        main.check_save_folder(config, finished[1])
+
+    ask("9ba"), ask("6ba")
+    for shorter in ("5ba", "48sp"):
+        with pytest.raises(UserError, match=rf"ep\d-ba6-rank0.pt is at .*, so max_duration {shorter} leaves nothing"):
+            ask(shorter)
+
+
+def test_a_key_newer_than_the_run_counts_as_its_default(config, tmp_path):
+    stored = {name: value for name, value in to_dict(config).items() if name != "float32_matmul_precision"}
+    del stored["train_loader"]["dataset"]["whole_word_masking"]
+    (tmp_path / "run").mkdir()
+    OmegaConf.save(OmegaConf.create({**stored, "key_of_long_ago": 1}), tmp_path / "run" / "config.yaml")
+    main.check_save_folder(config, tmp_path / "run")
+    config.float32_matmul_precision = "high"
+    with pytest.raises(UserError, match="another float32_matmul_precision;"):
+        main.check_save_folder(config, tmp_path / "run")
+
+
+def test_checkpoints_of_which_nothing_tells_the_run_are_refused(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "ep0-ba3-rank0.pt").write_bytes(b"")
+    with pytest.raises(UserError, match=r"holds checkpoints but no config\.yaml"):
+        main.check_save_folder(config, tmp_path / "run")
+
+
+def test_a_stored_config_that_is_damaged_is_told(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("seed: [1\n")
+    with pytest.raises(UserError, match=r"config\.yaml is damaged"):
+        main.check_save_folder(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize("key", ["model", "tokenizer_name", "optimizer", "scheduler", "global_train_batch_size", "seed", "max_seq_len", "mlm_probability"])  # fmt: skip

@@ -1,0 +1,44 @@
+"""The encoder as Composer has it: what is evaluated, what a step costs, and the same numbers when it is sharded."""
+
+import pytest
+import torch
+from conftest import MIXERS, TINY_MODEL, run
+
+from src.composer_models import LionMLM
+from src.lion import LionConfig
+
+
+def build(tokenizer, **changes) -> LionMLM:
+    return LionMLM(LionConfig(**{**TINY_MODEL, "vocab_size": len(tokenizer), **changes}), tokenizer)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_evaluation_gives_the_models_logits_where_there_are_labels(tokenizer, mixer):
+    model = build(tokenizer, mixer=mixer).eval()
+    ids = torch.randint(5, len(tokenizer), (2, 12))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.full_like(ids, -100)}
+    batch["labels"][0, 3:5] = 7
+    for _ in range(2):  # the second time as the first
+        torch.testing.assert_close(model.eval_forward(batch), model(batch).logits[0, 3:5])
+        assert model.labels.tolist() == [7, 7]
+
+
+def test_attention_costs_a_step_what_its_form_needs(tokenizer):
+    def width(length: int, mixer: str = "lion-s", form: str = "auto", dropout: float = 0.0) -> float:
+        """Products a token beside those with the weights, over the hidden size."""
+        model = build(tokenizer, mixer=mixer, attention_form=form, attention_probs_dropout_prob=dropout, chunk_size=16)
+        batch = {"input_ids": torch.zeros(2, length), "labels": torch.full((2, length), -100)}
+        weights = sum(parameter.numel() for parameter in model.model.lion.layers.parameters())
+        return (model.flops_per_batch(batch) / (6 * 2 * length) - weights) / (2 * model.config.hidden_size)
+
+    states = 2 * 16  # two of 16×16 a head of width 16
+    assert width(4096) == width(4096, form="chunkwise") == 16 + states
+    assert width(8, form="chunkwise") == 8 + states
+    assert width(4096, form="recurrent") == states
+    assert width(32) == width(32, form="full") == 32
+    assert width(4096, "softmax") == width(4096, form="full") == width(4096, dropout=0.1) == 4096
+
+
+def test_a_sharded_model_computes_what_the_whole_one_does(tokenizer_folder, tmp_path):
+    result = run("tests/fsdp_ranks.py", tokenizer_folder, tmp_path / "meeting")
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,71 @@
+"""Early stopping: what it watches is measured, a cross entropy has to fall, and the best survives a stop."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from composer import Timestamp
+
+from src import builders
+from src.cli import UserError
+
+
+def stopper(**arguments):
+    return builders.build_callbacks({"early_stopper": {"patience": "2ba", **arguments}})[0]
+
+
+class Run:
+    """An evaluation every batch, as far as a stopper sees it."""
+
+    def __init__(self, batch: int = 0):
+        self.timestamp = Timestamp(batch=batch)
+        self.dataloader_label = "eval"
+        self.train_metrics = {"MaskedAccuracy": None}
+        self.eval_metrics = {"eval": {"LanguageCrossEntropy": None, "MaskedAccuracy": None}}
+        self.stopped = False
+
+    def stop_training(self) -> None:
+        self.stopped = True
+
+    def evaluate(self, stopper, value: float) -> bool:
+        self.timestamp = self.timestamp.copy(batch=self.timestamp.batch + 1)
+        self.eval_metrics["eval"][stopper.monitor] = SimpleNamespace(compute=lambda: torch.tensor(value))
+        stopper.eval_end(self, None)
+        return self.stopped
+
+
+def test_a_cross_entropy_has_to_fall_and_an_accuracy_to_rise():
+    run, loss = Run(), stopper()
+    assert not any(run.evaluate(loss, value) for value in (5.0, 4.0, 3.0, 2.0, 1.0))
+    run, accuracy = Run(), stopper(monitor="MaskedAccuracy")
+    assert [run.evaluate(accuracy, value) for value in (0.4, 0.3, 0.2, 0.1)] == [False, False, False, True]
+
+
+def test_a_run_that_goes_on_knows_the_best_so_far():
+    run, before, after = Run(), stopper(), stopper()
+    assert not run.evaluate(before, 1.0)
+    after.load_state_dict(before.state_dict())
+    after.load_state_dict(stopper().state_dict())  # of a run without an evaluation
+    assert [run.evaluate(after, value) for value in (2.0, 2.0, 2.0)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"monitor": "loss"}, r"early_stopper.monitor: 'loss' is none of LanguageCrossEntropy, MaskedAccuracy"),
+        ({"dataloader_label": "val"}, r"early_stopper.dataloader_label: 'val' is none of eval, train"),
+    ],
+)
+def test_what_is_not_measured_is_refused(arguments, words):
+    with pytest.raises(UserError, match=words):
+        stopper(**arguments).before_load(Run(), None)
+
+
+def test_a_patience_in_other_units_is_refused():
+    with pytest.raises(UserError, match="patience 100sp is neither in epochs"):
+        stopper(patience="100sp")
+
+
+@pytest.mark.parametrize("label", ["eval", "train"])
+def test_what_is_measured_is_accepted(label):
+    stopper(monitor="MaskedAccuracy", dataloader_label=label).before_load(Run(), None)
