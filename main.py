@@ -54,6 +54,9 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     reproducibility.seed_all(config.seed)
     saved = saving.newest_whole(folder)
     model = build_model(config, tokenizer, saved)
+    parameters = sum(
+        parameter.numel() for parameter in model.parameters()
+    )  # FSDP will leave each device a share of them
     optimizer = builders.build_optimizer(config.optimizer, model)
     if saved is None and config.load_path is not None:
         check_load_path(config, model)
@@ -99,7 +102,7 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     )
     startup.done("trainer")
     samples = text_data.describe(config.train_loader.dataset, train_loader.dataset)
-    announce(config, model, samples, steps_of(config, train_loader), device, precision, trainer.state)
+    announce(config, model, parameters, samples, steps_of(config, train_loader), device, precision, trainer.state)
     remember(config, folder)
     if config.eval_first and trainer.state.timestamp.batch == 0:
         trainer.eval()
@@ -117,7 +120,7 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     finally:
         run_log.end_progress()  # before the error that may have ended it is said
     trainer.close()
-    conclude(config, model, folder, trainer.state.timestamp.batch.value)
+    conclude(config, parameters, folder, trainer.state.timestamp.batch.value)
 
 
 def check(config: PretrainConfig) -> None:
@@ -352,9 +355,8 @@ def is_evaluated(folder: Path, step: int) -> bool:
     return any(result["step"] == step for result in evaluations(folder)[-1:])
 
 
-def announce(config: PretrainConfig, model, samples: str, steps: int, device: str, precision: str, state) -> None:
+def announce(config: PretrainConfig, model, parameters: int, samples: str, steps: int, device: str, precision: str, state) -> None:  # fmt: skip
     """Say what is about to be done."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info(f"{config.run_name}: {model.config.mixer}, {model.config.num_hidden_layers} layers of {model.config.hidden_size}, {parameters:,} parameters, on {device} in {precision}")  # fmt: skip
     log.info(f"data: {samples}, up to {config.max_seq_len} tokens each")
     log.info(f"{config.max_duration}: {steps:,} steps of {config.global_train_batch_size:,} samples, up to {config.global_train_batch_size * config.max_seq_len:,} tokens")  # fmt: skip
@@ -377,7 +379,7 @@ def steps_of(config: PretrainConfig, train_loader) -> int:
     return math.ceil(duration.value / in_a_step[duration.unit])
 
 
-def conclude(config: PretrainConfig, model, folder: Path, step: int) -> None:
+def conclude(config: PretrainConfig, parameters: int, folder: Path, step: int) -> None:
     """Draw the curves and write the summary. Raises RunFailed where the disk does not take them."""
     if not is_main_process():
         return
@@ -390,7 +392,7 @@ def conclude(config: PretrainConfig, model, folder: Path, step: int) -> None:
     results = evaluations(folder)
     summary = {
         "run": config.run_name,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": parameters,
         "seconds": read_metrics(folder)[-1]["seconds"],
         "before": results[0] if results[0]["step"] == 0 else None,
         "best": min(results, key=lambda result: result["loss"]),
