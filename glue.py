@@ -35,8 +35,9 @@ def finetune(config: FinetuneConfig) -> None:
     print(f"\n{report.text(rows, failed)}\n")
     print(f"report       {folder / 'report.md'}, report.json, report.png\npredictions  {folder / 'jobs'}")
     if config.predict_test and rows:
-        place, missing = submission.write(rows, folder)
-        print(f"test sets    {place}" + (f"; the server also needs {', '.join(missing)}" if missing else ""))
+        place, missing, earlier = submission.write(rows, folder)
+        needed = f"; the server also needs {', '.join(missing)}" if missing else ""
+        print(f"test sets    {place}{needed}" + (f"; of earlier runs are {', '.join(earlier)}" if earlier else ""))
     if failures:
         log.info(
             f"error: {len(failures)} of {len(results) + len(failures)} jobs failed; the same command runs them again"

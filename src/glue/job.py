@@ -23,7 +23,7 @@ from src.composer_models import LionClassifier
 from src.config import FinetuneConfig
 from src.glue.batches import Batches, loader
 from src.glue.scores import TaskScore, mean_score, predicted, score
-from src.glue.sources import Example, read_task
+from src.glue.sources import Example, read_task, texts_digest
 from src.glue.start import build_model, read_start
 from src.glue.tasks import Task
 from src.run_log import RunLog
@@ -169,6 +169,7 @@ def run_job(config: FinetuneConfig, job: Job, device: str, steps: Steps) -> dict
             "labels": list(task.labels), "scores": scores, "score": mean_score(scores), "majority": mean_score(majority),
             "train_examples": len(data.train),
             "validation_examples": {split: len(examples) for split, examples in data.validation.items()},
+            "validation_texts": {split: texts_digest(examples) for split, examples in data.validation.items()},
             "test_splits": list(data.test), "seconds": round(seconds, 1), "start": start.name, "folder": folder.name}  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from src.glue.job import CHECKPOINT_FILE, Job, read_result
 from src.glue.pool import Failure, run_all
 from src.glue.sources import check_sources, digest, read_task
 from src.glue.start import build_model, read_start
-from src.glue.tasks import FROM_MNLI, Task, select
+from src.glue.tasks import FROM_MNLI, Task, of_glue, select
 
 Result = dict[str, Any]
 
@@ -47,7 +47,11 @@ def run_jobs(config: FinetuneConfig) -> tuple[list[Result], list[Failure]]:
         todo = with_work(config, [job for job in jobs if job.folder not in done])
         failures = run_all(config, todo, device, places[: len(todo)])
         failed = {failure.job.folder for failure in failures}
-        results = [done.get(job.folder) or read_result(job) for job in jobs if job.folder not in failed]
+        results = [
+            {**(done.get(job.folder) or read_result(job)), "of": len(job.task.seeds), "glue": of_glue(job.task)}
+            for job in jobs
+            if job.folder not in failed
+        ]
     return results, failures
 
 
