@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from composer.core import Precision
 from composer.devices import DeviceCPU
 from conftest import ROOT, assert_one_sentence, environment, run, sentences, snapshot
 from glue_files import OFFICIAL_TEST, write_glue, write_tsv, write_yaml
@@ -63,7 +64,9 @@ def test_padding_to_the_longest_does_not_change_predictions(shared, write_checkp
     texts = ["dog", *sentences(8), "a song"]
     examples = [Example((text, texts[i - 1])[: len(task.columns)], float(i % 2)) for i, text in enumerate(texts)]
     batches = Batches(start.tokenizer, 64, task.regression)
-    alone, together = (predict(model, loader(examples, batches, size), DeviceCPU()) for size in (1, len(examples)))
+    alone, together = (
+        predict(model, loader(examples, batches, size), DeviceCPU(), Precision.FP32) for size in (1, len(examples))
+    )
     assert len({batch["input_ids"].shape[1] for batch in loader(examples, batches, 1)}) > 3
     assert alone.std() > 0.01
     torch.testing.assert_close(alone, together, atol=1e-5, rtol=1e-5)
@@ -75,7 +78,21 @@ def test_predictions_that_are_not_finite_fail_the_job():
             return batch * float("nan")
 
     with pytest.raises(RunFailed, match="not finite; set a smaller lr"):
-        predict(Diverged(), [torch.ones(2)], DeviceCPU())
+        predict(Diverged(), [torch.ones(2)], DeviceCPU(), Precision.FP32)
+
+
+def test_predictions_are_in_the_precision_of_the_evaluations_in_training(monkeypatch):
+    """As Composer's context has it, which changes nothing where there is no GPU."""
+    monkeypatch.setattr(
+        "src.glue.job.get_precision_context",
+        lambda precision: torch.autocast("cpu", enabled=precision == Precision.AMP_BF16),
+    )
+
+    class Product(torch.nn.Module):
+        def eval_forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return batch @ batch
+
+    assert predict(Product(), [torch.ones(2, 2)], DeviceCPU(), Precision.AMP_BF16).dtype == torch.bfloat16
 
 
 def test_training_batches_hold_every_example_once_in_an_order_by_seed(tokenizer):
