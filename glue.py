@@ -23,9 +23,10 @@ def main(argv: list[str]) -> None:
 
 def finetune(config: FinetuneConfig) -> None:
     """Run a config's jobs, and report."""
-    from src.glue import fork_server
+    if config.rerun or not any(Path(config.save_folder).glob("jobs/*/result.json")):  # else perhaps no job is to be run
+        from src.glue import fork_server
 
-    fork_server.start()  # its imports and those below take seconds each, and so one time instead of two
+        fork_server.start()  # its imports and those below take seconds each, and so one time instead of two
     from src.glue import jobs, report, submission
 
     results, failures = jobs.run_jobs(config)
