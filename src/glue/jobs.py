@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -67,8 +67,6 @@ def check(config: FinetuneConfig, tasks: list[Task], device: str) -> None:
             raise UserError(f"{key} {getattr(config, key)} must be at least {least}")
     if "://" in config.save_folder:
         raise UserError(f"save_folder: {config.save_folder} is no folder of this machine, where a run has to save; name one, and copy it from there")  # fmt: skip
-    if (config.save_finetuned_checkpoints or config.mnli_first) and set("{}") & set(config.save_folder):
-        raise UserError(f"save_folder: {config.save_folder} has a brace, which Composer does not write checkpoints below; name another folder")  # fmt: skip
     builders.build_scheduler(config.scheduler)
     builders.build_algorithms(config.algorithms)
     builders.build_callbacks(config.callbacks)
@@ -86,17 +84,6 @@ def check(config: FinetuneConfig, tasks: list[Task], device: str) -> None:
         if len(mnli) > 1:
             raise UserError("mnli_first with a search over mnli: it is not known which encoder to take; give mnli one value each")  # fmt: skip
     check_sources(tasks, config.glue_dir, config.predict_test)
-
-
-def check_loggers(sections: Mapping[str, Any]) -> None:
-    """Raise UserError for loggers that no job can have, or whose file the jobs would take from each other."""
-    sections = dict(sections)
-    if isinstance(file := sections.get("file") or {}, Mapping) and sections.get("file", False) is not False:
-        if "{run_name}" not in str(file.get("filename", "{run_name}")):
-            raise UserError("loggers.file.filename must have {run_name} in it, so that each job has a file of its own")
-        # Tried here without what would take hold of this process's output.
-        sections["file"] = {**file, "capture_stdout": False, "capture_stderr": False}
-    builders.build_loggers(sections)
 
 
 @contextmanager
@@ -131,6 +118,19 @@ def where_to_run(parallel: Any, device: str) -> list[str | None]:
     if number is not None and number > len(there):
         raise UserError(f"parallel: {number} jobs at a time, but there are {len(there)} GPUs; a job takes one")
     return list(there[:number])
+
+
+def check_loggers(sections: dict[str, Any]) -> None:
+    """Raise UserError for loggers that no job can have, or whose file the jobs would take from each other."""
+    sections = dict(sections)
+    file = sections.get("file", False)
+    if file is None or isinstance(file, dict):
+        file = file or {}
+        if "{run_name}" not in str(file.get("filename", "{run_name}")):
+            raise UserError("loggers.file.filename must have {run_name} in it, so that each job has a file of its own")
+        # Tried here without what would take hold of this process's output.
+        sections["file"] = {**file, "capture_stdout": False, "capture_stderr": False}
+    builders.build_loggers(sections)
 
 
 def plan(config: FinetuneConfig, tasks: list[Task], start: dict[str, Any], device: str) -> list[Job]:
