@@ -44,7 +44,7 @@ def write(rows: list[dict[str, Any]], run: Path) -> tuple[Path, list[str], list[
 def show(task: str, prediction: str | float, labels: list[str]) -> str:
     if task == "stsb":
         return f"{min(5.0, max(0.0, prediction)):.3f}"  # the scale of its labels
-    name = str(prediction).translate(
-        {ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"}
-    )  # or the row would end there
-    return str(labels.index(prediction)) if task in NUMBERED else name
+    if task in NUMBERED:
+        return str(labels.index(prediction))
+    # A tab or a line's end in the name of a class would be another cell or row.
+    return str(prediction).translate({ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"})
