@@ -23,9 +23,10 @@ def main(argv: list[str]) -> None:
 
 def finetune(config: FinetuneConfig) -> None:
     """Run a config's jobs, and report."""
-    from src.glue import fork_server
+    if config.rerun or not any(Path(config.save_folder).glob("jobs/*/result.json")):  # else perhaps no job is to be run
+        from src.glue import fork_server
 
-    fork_server.start()  # its imports and those below take seconds each, and so one time instead of two
+        fork_server.start()  # its imports and those below take seconds each, and so one time instead of two
     from src.glue import jobs, report, submission
 
     results, failures = jobs.run_jobs(config)
@@ -35,8 +36,9 @@ def finetune(config: FinetuneConfig) -> None:
     print(f"\n{report.text(rows, failed)}\n")
     print(f"report       {folder / 'report.md'}, report.json, report.png\npredictions  {folder / 'jobs'}")
     if config.predict_test and rows:
-        place, missing = submission.write(rows, folder)
-        print(f"test sets    {place}" + (f"; the server also needs {', '.join(missing)}" if missing else ""))
+        place, missing, earlier = submission.write(rows, folder)
+        needed = f"; the server also needs {', '.join(missing)}" if missing else ""
+        print(f"test sets    {place}{needed}" + (f"; of earlier runs are {', '.join(earlier)}" if earlier else ""))
     if failures:
         log.info(
             f"error: {len(failures)} of {len(results) + len(failures)} jobs failed; the same command runs them again"

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pyarrow
 
@@ -186,14 +186,15 @@ def _parquet_batches(path: Path, column: str, skip: int) -> Iterator[Batch]:
         for rows in file.iter_batches(batch_size=1024, columns=[column]):
             if first + len(rows) > skip:
                 start = max(skip - first, 0)
-                records = _python_texts(rows.column(0).slice(start), path, first + start)
+                records = python_values(rows.column(0).slice(start), path, first + start)
                 yield Batch(str(path), first + start, records, "text", round(row_size * len(records)))
             first += len(rows)
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{path}: not a readable Parquet file ({error}); copy it again or leave it out") from None
 
 
-def _python_texts(values: pyarrow.Array, path: Path, first: int) -> list[str | None]:
+def python_values(values: pyarrow.Array, path: Path, first: int) -> list:
+    """Rows of a column, the first of them after `first` others. Raises UserError naming the row of bytes that are no text."""
     try:
         return values.to_pylist()
     except UnicodeDecodeError:
@@ -228,21 +229,31 @@ def _decode(record: bytes, file: str | Path, line: int) -> str:
         raise UserError(f"{file}, line {line}: not valid UTF-8; mend the file or convert it to UTF-8") from None
 
 
-def _text_of_json(line: str, column: str, file: str, number: int) -> str:
+def parse_json(line: str, file: str | Path, number: int) -> Any:
+    """What a line says. Raises UserError where that is no JSON, a number of thousands of digits, or too deep."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # no JSON, a number of thousands of digits, or too deep
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"{file}, line {number}: not valid JSON ({getattr(error, 'msg', error)}); mend or remove the line"
         ) from None
-    if not isinstance(row, dict) or column not in row or not isinstance(row[column], str | None):
-        keys = f"its keys are {', '.join(row)}" if isinstance(row, dict) else "it is no object"
-        raise UserError(f"{file}, line {number}: no text under {column!r} ({keys}); name the key with --text_column")
-    text = row[column] or ""
+
+
+def refuse_half_pair(text: str, file: str | Path, number: int) -> None:
+    """Raise UserError for half of a surrogate pair, which JSON can spell and no encoding can write."""
     try:
         text.encode()
     except UnicodeEncodeError:
         raise UserError(
             f"{file}, line {number}: half of a surrogate pair, which is no text; mend or remove the line"
         ) from None
+
+
+def _text_of_json(line: str, column: str, file: str, number: int) -> str:
+    row = parse_json(line, file, number)
+    if not isinstance(row, dict) or column not in row or not isinstance(row[column], str | None):
+        keys = f"its keys are {', '.join(row)}" if isinstance(row, dict) else "it is no object"
+        raise UserError(f"{file}, line {number}: no text under {column!r} ({keys}); name the key with --text_column")
+    text = row[column] or ""
+    refuse_half_pair(text, file, number)
     return text

@@ -10,10 +10,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch
+from composer.core import Precision
 from composer.devices import DeviceCPU
 from conftest import ROOT, assert_one_sentence, environment, run, sentences, snapshot
 from glue_files import OFFICIAL_TEST, write_glue, write_tsv, write_yaml
@@ -23,13 +26,14 @@ import glue
 from src.cli import RunFailed, UserError, progress
 from src.composer_models import LionClassifier
 from src.config import FinetuneConfig, load
+from src.glue import pool
 from src.glue.batches import Batches, GroupedByLength, loader
 from src.glue.job import Job, predict
-from src.glue.jobs import where_to_run
+from src.glue.jobs import plan, refuse_another_start, where_to_run
 from src.glue.pool import BAR, Running, show
 from src.glue.sources import Example, read_task
 from src.glue.start import build_model, read_start
-from src.glue.tasks import GLUE
+from src.glue.tasks import GLUE, select
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ONE = {"epochs": 1, "batch_size": 8, "seeds": [19], "eval_interval": "1ep"}
@@ -63,7 +67,9 @@ def test_padding_to_the_longest_does_not_change_predictions(shared, write_checkp
     texts = ["dog", *sentences(8), "a song"]
     examples = [Example((text, texts[i - 1])[: len(task.columns)], float(i % 2)) for i, text in enumerate(texts)]
     batches = Batches(start.tokenizer, 64, task.regression)
-    alone, together = (predict(model, loader(examples, batches, size), DeviceCPU()) for size in (1, len(examples)))
+    alone, together = (
+        predict(model, loader(examples, batches, size), DeviceCPU(), Precision.FP32) for size in (1, len(examples))
+    )
     assert len({batch["input_ids"].shape[1] for batch in loader(examples, batches, 1)}) > 3
     assert alone.std() > 0.01
     torch.testing.assert_close(alone, together, atol=1e-5, rtol=1e-5)
@@ -75,7 +81,21 @@ def test_predictions_that_are_not_finite_fail_the_job():
             return batch * float("nan")
 
     with pytest.raises(RunFailed, match="not finite; set a smaller lr"):
-        predict(Diverged(), [torch.ones(2)], DeviceCPU())
+        predict(Diverged(), [torch.ones(2)], DeviceCPU(), Precision.FP32)
+
+
+def test_predictions_are_in_the_precision_of_the_evaluations_in_training(monkeypatch):
+    """As Composer's context has it, which changes nothing where there is no GPU."""
+    monkeypatch.setattr(
+        "src.glue.job.get_precision_context",
+        lambda precision: torch.autocast("cpu", enabled=precision == Precision.AMP_BF16),
+    )
+
+    class Product(torch.nn.Module):
+        def eval_forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return batch @ batch
+
+    assert predict(Product(), [torch.ones(2, 2)], DeviceCPU(), Precision.AMP_BF16).dtype == torch.bfloat16
 
 
 def test_training_batches_hold_every_example_once_in_an_order_by_seed(tokenizer):
@@ -177,14 +197,17 @@ def test_predictions_of_the_test_sets_are_in_files_for_the_server(finetuned):
     assert "the server also needs AX.tsv, QQP.tsv, QNLI.tsv, MRPC.tsv, CoLA.tsv, WNLI.tsv" in done.stdout
 
 
-def test_the_same_command_again_trains_nothing_and_shows_the_same_table(finetuned, capsys, caplog):
+def test_the_same_command_again_trains_nothing_and_shows_the_same_table(finetuned, capsys, caplog, monkeypatch):
     arguments, folder, done = finetuned
+    monkeypatch.setattr("src.glue.fork_server.start", pytest.fail)
     jobs = snapshot(folder / "jobs")
     with caplog.at_level("INFO", logger="lion"):
         glue.main(arguments)
     assert caplog.text.count("done earlier") == 7
-    assert snapshot(folder / "jobs") == jobs
     assert capsys.readouterr().out == done.stdout
+    with pytest.raises(UserError, match="name another save_folder or base_run_name, or replace them with --rerun"):
+        glue.main([*arguments, "from_scratch=true"])
+    assert snapshot(folder / "jobs") == jobs
 
 
 def test_a_changed_value_runs_what_it_changes_again_and_rerun_runs_what_is_done(finetuned, glue_dir, caplog):
@@ -290,7 +313,7 @@ def job_process(command: int) -> int:
 def test_places_are_gpus_by_number_or_so_many_processes(monkeypatch):
     assert where_to_run(False, "cpu") == where_to_run(1, "gpu") == [None]
     assert where_to_run(3, "cpu") == [None] * 3
-    assert where_to_run(True, "cpu") == [None] * os.cpu_count()
+    assert where_to_run(True, "cpu") == [None] * len(os.sched_getaffinity(0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
     assert where_to_run(True, "gpu") == ["4", "6", "7"]
     assert where_to_run(2, "gpu") == ["4", "6"]
@@ -314,6 +337,25 @@ def test_the_progress_line_tells_jobs_done_time_left_and_the_steps_of_running_jo
     assert re.search(r" 50% .* left.*1 of 3 jobs done; RTE seed 2 step 1,200 of 2,400", str(bar))
 
 
+def test_of_several_jobs_at_a_time_the_largest_begin_first(monkeypatch):
+    class Enough(Exception):
+        pass
+
+    def begin(config, job, *_) -> Mock:
+        begun.append(job.seed)
+        if len(begun) == len(jobs):
+            raise Enough
+        return Mock(job=job)
+
+    jobs = [Job(GLUE["rte"], seed, Path(f"rte-{seed}"), {}, work=work) for seed, work in enumerate((20, 5, 30))]
+    monkeypatch.setattr(pool, "begin", begin)
+    monkeypatch.setattr(pool.fork_server, "start", lambda: None)
+    begun: list[int] = []
+    with pytest.raises(Enough):
+        pool.run_all(SimpleNamespace(progress_bar=False), jobs, "cpu", [None] * 3)
+    assert begun == [2, 0, 1]
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -325,6 +367,11 @@ def test_the_progress_line_tells_jobs_done_time_left_and_the_steps_of_running_jo
         ("model.num_hidden_layers=2", ["misses", "layers.1"]),
         ("scheduler.name=steps", ["scheduler", "steps"]),
         ("device_eval_batch_size=0", ["device_eval_batch_size 0 must be at least 1"]),
+        ("max_seq_len=2", ["max_seq_len 2 must be at least 3"]),
+        ("loggers.tensorbord={{}}", ["loggers", "tensorbord", "did you mean tensorboard?"]),
+        ("loggers.file={{filenam: x}}", ["unknown key loggers.file.filenam", "filename?"]),
+        ("loggers.file={{filename: all.txt}}", ["loggers.file.filename", "run_name"]),
+        ("save_folder=s3://bucket/run", ["save_folder", "no folder of this machine"]),
         ("parallel=many", ["parallel", "'many'"]),
         ("tasks_to_run=[sst2,qqp]", ["QQP/train.tsv is not there"]),
         ("save_folder={}", ["save_folder", "name another folder"]),
@@ -338,6 +385,44 @@ def test_a_mistake_is_told_before_any_task_is_trained(tmp_path, shared, override
     for word in words:
         assert word in str(error.value)
     assert not list(tmp_path.rglob("result.json"))
+
+
+@pytest.fixture
+def plan_of(tmp_path, shared):
+    """plan_of(key=value, ...): the jobs of a config, from an encoder of this name."""
+
+    def make(*overrides: str, encoder: str = "one") -> list[Job]:
+        path = write_yaml(tmp_path / "f.yaml", **shared, tasks_to_run=["mnli", "rte"])
+        config = load(FinetuneConfig, "glue.py", [str(path), "tasks.rte.seeds=[19]", *overrides])
+        return plan(config, select(config.tasks_to_run, config.tasks, 19), {"weights": encoder}, "cpu")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("override", "same"),
+    [
+        ("callbacks.early_stopper={monitor: MaskedAccuracy, dataloader_label: dev, patience: 1ep}", False),
+        ("callbacks.early_stopper=false", True),
+        ("callbacks.lr_monitor={}", True),
+        ("precision=amp_bf16", False),
+        ("precision=fp32", True),  # what null is on a CPU
+        ("tasks.rte.precision=amp_bf16", False),
+        ("mnli_first=true", False),
+    ],
+)
+def test_a_result_depends_on_what_changes_training(plan_of, override, same):
+    assert (plan_of(override)[-1].settings == plan_of()[-1].settings) == same
+
+
+def test_results_of_another_start_are_not_replaced_unasked(tmp_path, plan_of):
+    for job in plan_of():
+        job.folder.mkdir(parents=True)
+        (job.folder / "result.json").write_text(json.dumps({"settings": job.settings}))
+    refuse_another_start(plan_of("tasks.rte.lr=1", "mnli_first=true"), "c.pt", tmp_path)
+    for override in ("mnli_first=false", "mnli_first=true"):
+        with pytest.raises(UserError, match=r"other weights.* than those of c\.pt \(MNLI seed 19\).*or replace them with --rerun"):  # fmt: skip
+            refuse_another_start(plan_of(override, encoder="two"), "c.pt", tmp_path)
 
 
 def test_a_folder_in_use_by_another_command_is_refused(tmp_path, shared):

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from src.cli import UserError
+from src.cli import RunFailed, UserError
 from src.glue import compare, report, submission
+from src.glue.job import write_predictions
 from src.glue.scores import mean_score, predicted, score
-from src.glue.tasks import GLUE
+from src.glue.sources import Example
+from src.glue.tasks import GLUE, select
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -32,6 +34,27 @@ def test_the_report_has_mean_and_deviation_over_seeds_and_the_average_of_all_eig
     assert "not without RTE" in report.closing(rows[:-1])
 
 
+def test_what_is_not_glues_is_not_in_its_average():
+    rows = report.summarize([{**result(name, 1, 0.8), "glue": name != "rte"} for name in GLUE])
+    assert report.glue_average(rows) is None
+    assert "GLUE average: not without RTE" in report.closing(rows)
+    assert "GLUE" not in report.closing(rows[1:2])  # an RTE of one's own
+
+
+def test_a_mean_of_fewer_seeds_than_asked_for_is_marked_and_wins_no_search():
+    values = {"lr=1e-05": [0.9], "lr=3e-05": [0.7, 0.5], "lr=1e-04": [0.4, 0.6]}
+    results = [{**result("rte", seed, value, variant), "of": 3} for variant, scores in values.items() for seed, value in enumerate(scores)]  # fmt: skip
+    results += [{**result(name, 1, 0.8), "of": 1} for name in GLUE if name != "rte"]
+    rows = report.summarize(results)
+    assert rows[0]["variant"] == "lr=3e-05"
+    assert report.spread(rows[0]) == "60.00 ± 14.14 (2 of 3 seeds)" and report.spread(rows[1]) == "80.00"
+    text = report.text(rows)
+    assert "90.00 (1 of 3 seeds)" in text
+    assert "GLUE average: 77.50 (RTE: 2 of 3 seeds)" in text
+    compared = compare.table({"a": {"tasks": rows, "glue": report.glue_average(rows)}}, {})
+    assert " 60.00 ± 14.14 (2 of 3 seeds)* |" in compared and " 77.50 (RTE: 2 of 3 seeds) |" in compared
+
+
 def test_a_search_reports_its_best_candidate_as_picked_and_all_of_them():
     values = {"lr=1e-05": (0.6, 0.8), "lr=3e-05": (0.75, 0.75)}
     results = [
@@ -52,11 +75,17 @@ def test_failed_jobs_stand_in_the_report(tmp_path):
     assert (tmp_path / "report.png").read_bytes().startswith(PNG)
 
 
+def test_a_full_disk_is_told(tmp_path):
+    (tmp_path / "report.json").symlink_to("/dev/full")
+    with pytest.raises(RunFailed, match=r"cannot write to .*No space left on device; make room there"):
+        report.write([], tmp_path, "run")
+
+
 # Several runs
 
 
 def write_run(folder: Path, task: str, seeds: dict[int, torch.Tensor], labels: torch.Tensor, split: str = "dev",
-              variant: str = "", failed: tuple[str, ...] = ()) -> Path:  # fmt: skip
+              variant: str = "", failed: tuple[str, ...] = (), texts: str | None = None) -> Path:  # fmt: skip
     """A finished run of one task, from its logits by seed."""
     results = []
     for seed, logits in seeds.items():
@@ -64,6 +93,7 @@ def write_run(folder: Path, task: str, seeds: dict[int, torch.Tensor], labels: t
         place.mkdir(parents=True)
         scores = {split: score(GLUE[task].metrics, predicted(logits), labels, GLUE[task].num_labels)}
         written = {**result(task, seed, mean_score(scores), variant), "scores": scores, "labels": list(GLUE[task].labels), "folder": place.name}  # fmt: skip
+        written |= {"validation_texts": {split: texts}} if texts else {}
         (place / "result.json").write_text(json.dumps(written))
         lines = [{"logits": row, "label": label} for row, label in zip(logits.tolist(), labels.tolist())]
         (place / f"predictions-{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -148,6 +178,12 @@ def test_runs_over_other_examples_are_not_compared(tmp_path, labels, capsys):
     assert "other examples" in capsys.readouterr().out
 
 
+def test_other_texts_with_the_same_labels_are_not_compared(tmp_path, labels):
+    folders = {texts: write_run(tmp_path / str(texts), "rte", {1: noisy(labels, 0.6, 1)}, labels, texts=texts) for texts in ("a", "b", None)}  # fmt: skip
+    assert difference_of([folders["a"], folders["b"]], "rte") is None
+    assert difference_of([folders["a"], folders[None]], "rte") is not None  # a run that did not take them down
+
+
 def test_the_same_examples_may_come_from_the_hub_and_from_files(tmp_path, labels):
     folders = [write_run(tmp_path / split, "rte", {1: noisy(labels, 0.6, 1)}, labels, split) for split in ("dev", "validation")]  # fmt: skip
     assert difference_of(folders, "rte").p == 1
@@ -168,6 +204,10 @@ def test_what_cannot_be_compared_is_named(tmp_path, labels):
     folder = write_run(tmp_path / "a", "rte", {1: noisy(labels, 0.6, 1)}, labels)
     with pytest.raises(UserError, match=r"nowhere holds no report\.json"):
         compare.main([str(tmp_path / "nowhere")])
+    with pytest.raises(UserError, match=r"report\.json holds no report\.json; give the save_folder"):
+        compare.main([str(folder / "report.json")])
+    with pytest.raises(UserError, match=r"--out: .*report\.json cannot be made a folder"):
+        compare.main([str(folder), "--out", str(folder / "report.json")])
     with pytest.raises(UserError, match="named twice"):
         compare.main([str(folder), str(folder)])
     other = write_run(tmp_path / "b", "rte", {1: noisy(labels, 0.6, 1)}, labels)
@@ -198,12 +238,25 @@ def test_the_servers_files_have_its_labels_and_the_best_seeds_predictions(tmp_pa
                 told = [prediction, prediction if seed == 2 else (0.0 if name == "stsb" else GLUE[name].labels[-1])]
                 (place / f"predictions-{split}.jsonl").write_text("".join(json.dumps({"prediction": p}) + "\n" for p in told))  # fmt: skip
             results.append(written)
-    folder, missing = submission.write(report.summarize(results), tmp_path)
+    folder, missing, earlier = submission.write(report.summarize(results), tmp_path)
     expected = {"MNLI-m": "neutral", "MNLI-mm": "neutral", "AX": "neutral", "QNLI": "not_entailment", "RTE": "entailment", "SST-2": "1",
                 "CoLA": "0", "MRPC": "1", "QQP": "0", "STS-B": "5.000"}  # fmt: skip
     assert {path.stem for path in folder.iterdir()} == expected.keys()
     for name, shown in expected.items():
         assert (folder / f"{name}.tsv").read_text() == f"index\tprediction\n0\t{shown}\n1\t{shown}\n"
-    assert missing == ["WNLI.tsv"]
-    _, missing = submission.write(report.summarize(results[4:]), tmp_path)
+    assert (missing, earlier) == (["WNLI.tsv"], [])
+    (folder / "WNLI.tsv").touch()  # as a user may put it there
+    _, missing, earlier = submission.write(report.summarize(results[4:]), tmp_path)
     assert missing == ["MNLI-m.tsv", "MNLI-mm.tsv", "AX.tsv", "QNLI.tsv", "WNLI.tsv"]
+    assert earlier == ["AX.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "QNLI.tsv"]
+
+
+def test_the_name_of_a_class_may_hold_any_letter(tmp_path):
+    (task,) = select(["mine"], {"mine": {"columns": ["a"], "hub": "b", "labels": ["a\tb\nc", "d\u2028e\x85f"]}}, 7)
+    (tmp_path / "jobs/mine-1").mkdir(parents=True)
+    logits = torch.tensor([[1.0, 0], [0, 1]])
+    write_predictions(tmp_path / "jobs/mine-1/predictions-test.jsonl", task, logits, [Example(("x",), None)] * 2)
+    (tmp_path / "jobs/mine-1/result.json").write_text(json.dumps({"labels": task.labels, "test_splits": ["test"]}))
+    submission.write([{"task": "mine", "seeds": {"1": 0.5}, "folders": {"1": "mine-1"}}], tmp_path)
+    written = (tmp_path / "submission/mine-test.tsv").read_text(encoding="utf-8")
+    assert written.split("\n") == ["index\tprediction", "0\ta\\tb\\nc", "1\td\u2028e\x85f", ""]

@@ -11,7 +11,7 @@ import pytest
 from glue_files import MNLI_DEV, MRPC, OFFICIAL, OFFICIAL_TEST, PAIR_TEST, write_tsv
 
 from src.cli import UserError
-from src.glue.sources import Example, check_sources, digest, read_task, splits_of
+from src.glue.sources import Example, check_sources, digest, read_rows, read_task, splits_of, texts_digest
 from src.glue.tasks import GLUE, select
 
 
@@ -244,6 +244,12 @@ def test_a_regression_reads_numbers(tmp_path):
         ("a.csv", "text,stars\n", ["a.csv holds no examples with a label"]),
         ("a.parquet", "not parquet", ["a.parquet", "not a readable Parquet file"]),
         ("a.txt", "x\n", ["a.txt", "cannot read .txt", ".jsonl"]),
+        ("a.csv", "text,stars,stars\nx,1,2\n", ["a.csv: two of its columns are called stars"]),
+        ("a.csv", "text,stars\nx,\n", ['set tasks.mine.unlabelled to ""']),
+        pytest.param("a.jsonl", "9" * 5000, ["a.jsonl, line 1", "not valid JSON"], id="digits"),
+        pytest.param("a.jsonl", "[" * 100_000, ["a.jsonl, line 1", "not valid JSON"], id="depth"),
+        ("a.jsonl", '{"text": "\\ud83d", "stars": 1}\n', ["a.jsonl, line 1", "half of a surrogate pair"]),
+        ("a.jsonl", '{"text": "x", "stars": "\\ud83d"}\n', ["a.jsonl, line 1", "half of a surrogate pair"]),
     ],
 )
 def test_what_is_wrong_in_a_file_of_ones_own_is_named(tmp_path, name, content, words):
@@ -253,6 +259,70 @@ def test_what_is_wrong_in_a_file_of_ones_own_is_named(tmp_path, name, content, w
         read_task(task, None)
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_parquet_of_bytes_that_are_no_text_is_named_by_its_row(tmp_path):
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b"good", b"b\xe4d"]).buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts, "stars": [0, 1]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet, row 2: not valid UTF-8"):
+        read_task(own(tmp_path, label="stars", files={"train": "a.parquet", "validation": "a.parquet"}), None)
+
+
+def test_a_parquet_with_two_columns_of_a_name_is_refused(tmp_path):
+    table = pyarrow.table([["x"], [1], [2]], names=["text", "stars", "stars"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: two of its columns are called stars"):
+        read_task(own(tmp_path, label="stars", files={"train": "a.parquet", "validation": "a.parquet"}), None)
+
+
+def test_a_header_over_columns_that_are_given_by_number_is_no_example(tmp_path):
+    rows = "x,1\ny,0\nz,1\n"
+    (tmp_path / "none.csv").write_text(rows)
+    (tmp_path / "header.csv").write_text(f"text,stars\n{rows}")
+    without, with_header = (
+        own(tmp_path, columns=[0], label=1, files={"train": f"{name}.csv", "validation": "none.csv"})
+        for name in ("none", "header")
+    )
+    assert len(read_task(without, None).train) == 3
+    with pytest.raises(UserError, match=r"header\.csv, line 1: its label 'stars' occurs in no other line"):
+        read_task(with_header, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.csv", "text\nx\n\ny\n\n"), ("a.tsv", "text\nx\n\ny\n"), ("a.csv", 'text\nx\n""\ny\n')]
+)
+def test_an_empty_text_of_a_test_set_keeps_its_place(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    assert [cells for _, cells in read_rows(tmp_path / name, ("text",))] == [("x",), ("",), ("y",)]
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_rows_without_a_label_are_left_out_where_the_task_says_so(tmp_path, caplog, ending):
+    rows = [("x", 1.5), ("y", None), ("z", 2.0)]
+    write_rows(tmp_path / f"a.{ending}", [(x, "" if y is None else y) for x, y in rows] if ending == "csv" else rows)
+    task = own(tmp_path, label="stars", kind="regression", unlabelled="", files={"train": f"a.{ending}", "validation": f"a.{ending}"})  # fmt: skip
+    with caplog.at_level(logging.INFO, logger="lion"):
+        assert read_task(task, None).train == [Example(("x",), 1.5), Example(("z",), 2.0)]
+    assert f"a.{ending}: left out 1 rows without a label\n" in caplog.text
+
+
+def test_a_label_is_the_class_that_it_equals_as_a_number(tmp_path):
+    write_rows(tmp_path / "a.csv", [("x", "1.0"), ("y", "2.0")])
+    task = own(tmp_path, label="stars", labels=[1.0, 2.0], files={"train": "a.csv", "validation": "a.csv"})
+    assert task.labels == ("1", "2")
+    assert [example.label for example in read_task(task, None).train] == [0, 1]
+
+
+def test_labels_that_are_the_same_number_have_an_order(tmp_path):
+    names = ["1", "01", "001", "0001", "2"]
+    write_rows(tmp_path / "a.csv", [(name, name) for name in names])
+    task = own(tmp_path, label="stars", files={"train": "a.csv", "validation": "a.csv"})
+    assert read_task(task, None).task.labels == ("0001", "001", "01", "1", "2")
+
+
+def test_the_digest_of_texts_tells_other_texts_apart_and_not_their_spaces():
+    one, same, other = (texts_digest([Example((text, "b"), 1.0)]) for text in ("a x", "a  x ", "a y"))
+    assert one == same != other
 
 
 def test_columns_by_name_and_by_number_go_together(tmp_path):

@@ -75,6 +75,18 @@ def test_from_scratch_takes_the_sizes_and_no_weights(config, checkpoint):
     )  # of MNLI's job, tuned from scratch
 
 
+def test_another_tokenizer_than_the_checkpoints_is_refused(config, tokenizer_folder, tmp_path):
+    other = shutil.copytree(tokenizer_folder, tmp_path / "other")
+    (other / "tokenizer.json").unlink()
+    words = list(VOCABULARY)
+    words[-2:] = reversed(words[-2:])  # of the same size, but two ids are others
+    (other / "vocab.txt").write_text("\n".join(words) + "\n")
+    with pytest.raises(UserError, match=r"tokenizer_name: \S+other is not the tokenizer of \S+checkpoint\.pt; leave it out"):  # fmt: skip
+        read_start(config(f"tokenizer_name={other}"))
+    assert read_start(config(f"tokenizer_name={tokenizer_folder}")).digest() == read_start(config()).digest()
+    assert read_start(config(f"tokenizer_name={other}", "from_scratch=true")).weights is None  # which know no ids
+
+
 def test_without_any_start_sizes_are_the_configs(config, tokenizer_folder):
     start = read_start(config("starting_checkpoint_load_path=null", f"tokenizer_name={tokenizer_folder}", "model.num_hidden_layers=3"))  # fmt: skip
     assert (start.weights, start.config["num_hidden_layers"], start.name) == (None, 3, "random weights")

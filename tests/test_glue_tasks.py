@@ -3,7 +3,7 @@
 import pytest
 
 from src.cli import UserError
-from src.glue.tasks import GLUE, select
+from src.glue.tasks import GLUE, of_glue, select
 
 OWN = {"columns": ["text"], "files": {"train": "a.csv", "validation": "b.csv"}}
 
@@ -52,6 +52,19 @@ def test_files_or_a_data_set_of_ones_own_go_before_the_folder_of_the_task_it_is_
     assert (task.folder, task.hub, task.subset) == ("WNLI", "nyu-mll/glue", "wnli")
 
 
+@pytest.mark.parametrize(
+    ("given", "counts"),
+    [
+        ({"lr": 1e-4, "hub": "org/glue"}, True),
+        ({"files": OWN["files"]}, False),
+        ({"metrics": ["macro_f1"]}, False),
+    ],
+)
+def test_the_average_of_glue_counts_what_is_glues(given, counts):
+    (task,) = select(["rte"], {"rte": given}, 7)
+    assert of_glue(task) == counts
+
+
 def test_malformed_rows_may_be_left_out_of_the_official_files_alone():
     tasks = select(
         ["qqp", "same", "mine"], {"same": {"like": "qqp"}, "mine": {"like": "qqp", "files": OWN["files"]}}, 7
@@ -60,8 +73,8 @@ def test_malformed_rows_may_be_left_out_of_the_official_files_alone():
 
 
 def test_a_number_is_taken_as_its_text():
-    (task,) = select(["mine"], {"mine": {**OWN, "title": 2020, "columns": [0], "labels": [0, "b"], "eval_interval": 500}}, 7)  # fmt: skip
-    assert (task.title, task.columns, task.labels, task.eval_interval) == ("2020", (0,), ("0", "b"), "500")
+    (task,) = select(["mine"], {"mine": {**OWN, "title": 2020, "columns": [0], "labels": [0, 1.0, 1.5, "b"], "eval_interval": 500}}, 7)  # fmt: skip
+    assert (task.title, task.columns, task.labels, task.eval_interval) == ("2020", (0,), ("0", "1", "1.5", "b"), "500")
 
 
 def test_a_default_seed_that_is_none_is_refused():
@@ -91,6 +104,12 @@ def test_several_values_of_a_hyperparameter_are_a_search_over_all_combinations()
         (["sst"], {}, ["tasks_to_run", "unknown task sst", "did you mean"]),
         (["zzz"], {}, ["unknown task zzz", "known are", "mnli"]),
         (["rte", "rte"], {}, ["tasks_to_run", "rte more than once"]),
+        ([], {"mine": OWN}, ["tasks_to_run is empty", "and not mine", "tasks_to_run=[mine]"]),
+        ([], {"mine": {**OWN, "label": "text"}}, ["tasks.mine", "columns text and label text name a column twice"]),
+        ([], {"mine": {**OWN, "columns": ["a", "a"]}}, ["tasks.mine", "a column twice"]),
+        ([], {"cola": {"tsv_columns": [1]}}, ["tasks.cola", "a column twice"]),
+        ([], {"mine": {**OWN, "hub": "org/name"}}, ["tasks.mine has both files and hub"]),
+        ([], {"rte": {"files": OWN["files"], "folder": "RTE"}}, ["tasks.rte has both files and folder"]),
         ([], {"rte": {"learning_rate": 1}}, ["unknown key tasks.rte.learning_rate"]),
         ([], {"rte": {"epoch": 1}}, ["unknown key tasks.rte.epoch", "did you mean epochs?"]),
         ([], {"rte": {"name": "other"}}, ["tasks.rte.name"]),

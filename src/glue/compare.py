@@ -46,6 +46,11 @@ def main(argv: list[str]) -> None:
     arguments = parser.parse_args(argv)
     if arguments.resamples < 100:
         raise UserError(f"--resamples {arguments.resamples}: an interval needs 100 or more")
+    if arguments.out is not None:
+        try:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out: {arguments.out} cannot be made a folder ({error.strerror or error}); name another") from None  # fmt: skip
     runs = dict(zip(names(arguments.folders), map(read_report, arguments.folders)))
     if len(runs) == 1:
         ((name, run),) = runs.items()
@@ -60,11 +65,11 @@ def main(argv: list[str]) -> None:
         text = "\n\n".join((table(runs, differences), *notes))
     print(f"\n{text}\n")
     if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "compare.md").write_text(f"{text}\n", encoding="utf-8")
         content = {"runs": runs, "differences": {run: {task: vars(d) for task, d in of_run.items() if d} for run, of_run in differences.items()}}  # fmt: skip
-        (arguments.out / "compare.json").write_text(json.dumps(content, indent=1))
-        report.draw([(name, run["tasks"]) for name, run in runs.items()], arguments.out / "compare.png")
+        with report.writing(arguments.out):
+            (arguments.out / "compare.md").write_text(f"{text}\n", encoding="utf-8")
+            (arguments.out / "compare.json").write_text(json.dumps(content, indent=1))
+            report.draw([(name, run["tasks"]) for name, run in runs.items()], arguments.out / "compare.png")
         print(f"table    {arguments.out / 'compare.md'}, compare.json\npicture  {arguments.out / 'compare.png'}")
 
 
@@ -83,8 +88,10 @@ def read_report(folder: Path) -> dict[str, Any]:
         if not run["tasks"]:
             raise UserError(f"{folder} has no scores, since all of its jobs failed; repeat its glue.py")
         return run
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} holds no report.json; give the save_folder of a glue.py that has ended") from None
+    except OSError as error:
+        raise UserError(f"{folder / 'report.json'} cannot be read ({error.strerror or error}); mend that, or name another folder") from None  # fmt: skip
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{folder / 'report.json'} is damaged; repeat its glue.py, which writes it again") from None
 
@@ -103,7 +110,7 @@ def compare(runs: dict[str, dict], folders: list[Path], resamples: int) -> dict[
 
 
 def read_predictions(folder: Path, row: dict[str, Any]) -> dict[str, list[tuple]]:
-    """Seed → (predictions, labels, classes) of each split of a task, as arrays."""
+    """Seed → (predictions, labels, classes, digest of the texts) of each split of a task; the first two are arrays."""
     import torch
 
     found: dict[str, list[tuple]] = {}
@@ -112,12 +119,12 @@ def read_predictions(folder: Path, row: dict[str, Any]) -> dict[str, list[tuple]
         try:
             result = json.loads((place / "result.json").read_text())
             for split in result["scores"]:
-                lines = (place / f"predictions-{split}.jsonl").read_text(encoding="utf-8").splitlines()
-                read = [json.loads(line) for line in lines]
+                read = report.predictions(place, split)
                 logits = torch.tensor([line["logits"] for line in read])
                 guesses = logits.argmax(-1) if logits.ndim == 2 else logits
                 labels = torch.tensor([line["label"] for line in read])
-                found.setdefault(seed, []).append((guesses, labels, len(result["labels"]) or 1))
+                texts = result.get("validation_texts", {}).get(split)
+                found.setdefault(seed, []).append((guesses, labels, len(result["labels"]) or 1, texts))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{place} lacks predictions that can be read ({error}); repeat its glue.py") from None
     return found
@@ -132,7 +139,9 @@ def difference(ours: dict, theirs: dict, our_row: dict, their_row: dict, resampl
     one, other = next(iter(ours.values())), next(iter(theirs.values()))
     # In the order of the splits, whose names are others on the Hub than in GLUE's files.
     same = our_row["metrics"] == their_row["metrics"] and len(one) == len(other)
-    if not same or not all(torch.equal(a[1], b[1]) for a, b in zip(one, other)):
+    for (_, labels, _, texts), (_, other_labels, _, other_texts) in zip(one, other):
+        same = same and torch.equal(labels, other_labels) and (texts == other_texts or None in (texts, other_texts))
+    if not same:
         return None
     metrics, generator = tuple(our_row["metrics"]), torch.Generator().manual_seed(0)
 
@@ -140,7 +149,7 @@ def difference(ours: dict, theirs: dict, our_row: dict, their_row: dict, resampl
         scores = [
             mean_score({
                 str(number): score(metrics, guesses[rows], labels[rows], classes)
-                for number, (rows, (guesses, labels, classes)) in enumerate(zip(drawn, splits))
+                for number, (rows, (guesses, labels, classes, _)) in enumerate(zip(drawn, splits))
             })
             for splits in seeds.values()
         ]  # fmt: skip
@@ -148,7 +157,7 @@ def difference(ours: dict, theirs: dict, our_row: dict, their_row: dict, resampl
 
     found = []
     for _ in range(resamples):
-        drawn = [torch.randint(len(labels), (len(labels),), generator=generator) for _, labels, _ in one]
+        drawn = [torch.randint(len(labels), (len(labels),), generator=generator) for _, labels, _, _ in one]
         found.append(mean_of(theirs, drawn) - mean_of(ours, drawn))
     values = torch.tensor(found, dtype=torch.float64)
     low, high = torch.quantile(values, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
@@ -175,7 +184,7 @@ def table(runs: dict[str, dict], differences: dict[str, dict[str, Difference | N
         lines.append([row["title"], " and ".join(row["metrics"]), *scores, *told])
     averages = [run["glue"] for run in runs.values()]
     if any(average is not None for average in averages):
-        shown = ["-" if average is None else f"{100 * average:.2f}" for average in averages]
+        shown = ["-" if run["glue"] is None else report.average(run["glue"], run["tasks"]) for run in runs.values()]
         gaps = ["-" if None in (average, averages[0]) else f"{100 * (average - averages[0]):+.2f}" for average in averages[1:]]  # fmt: skip
         lines.append(["GLUE average", "", *shown, *gaps])
     return markdown(lines)

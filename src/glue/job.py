@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from composer import Callback, Logger, State
+from composer.core import Precision, get_precision_context
 from composer.utils import reproducibility
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from src.composer_models import LionClassifier
 from src.config import FinetuneConfig
 from src.glue.batches import Batches, loader
 from src.glue.scores import TaskScore, mean_score, predicted, score
-from src.glue.sources import Example, read_task
+from src.glue.sources import Example, read_task, texts_digest
 from src.glue.start import build_model, read_start
 from src.glue.tasks import Task
 from src.run_log import RunLog
@@ -82,18 +83,17 @@ def run_in_process(config: FinetuneConfig, job: Job, device: str, visible: str |
         cli.start_log()
         try:
             result = run_job(config, job, device, Steps(connection, 0))
+            result |= {"settings": job.settings, "test_data": job.test_data}
+            write_whole(job.folder / RESULT_FILE, json.dumps(result, indent=1))
         except UserError as error:
-            log.info(f"error: {error}")
             connection.send(("failed", str(error)))
+            log.info(f"error: {error}")
             sys.exit(1)
         except Exception as error:
-            traceback.print_exc()
             told = (str(error).strip().splitlines() or ["no message"])[0]
-            connection.send(("failed", f"{type(error).__name__}: {told}"))
+            connection.send(("failed", f"{type(error).__name__}: {told}"))  # first, since the log's disk may be full
+            traceback.print_exc()
             sys.exit(1)
-    write_whole(
-        job.folder / RESULT_FILE, json.dumps({**result, "settings": job.settings, "test_data": job.test_data}, indent=1)
-    )
 
 
 def _end_with(connection: Connection) -> None:
@@ -153,7 +153,7 @@ def run_job(config: FinetuneConfig, job: Job, device: str, steps: Steps) -> dict
     seconds = trainer.state.timestamp.total_wct.total_seconds()
     scores, majority = {}, {}
     for split, eval_loader in eval_loaders.items():
-        logits = predict(trainer.state.model, eval_loader, trainer.state.device)
+        logits = predict(trainer.state.model, eval_loader, trainer.state.device, trainer.state.precision)
         examples = data.validation[split]
         write_predictions(folder / f"predictions-{split}.jsonl", task, logits, examples)
         labels = torch.tensor([example.label for example in examples])
@@ -162,21 +162,26 @@ def run_job(config: FinetuneConfig, job: Job, device: str, steps: Steps) -> dict
         majority[split] = score(task.metrics, constant, labels, task.num_labels)
     for split, examples in data.test.items():
         test_loader = loader(examples, batches, config.device_eval_batch_size)
-        logits = predict(trainer.state.model, test_loader, trainer.state.device)
+        logits = predict(trainer.state.model, test_loader, trainer.state.device, trainer.state.precision)
         write_predictions(folder / f"predictions-{split}.jsonl", task, logits, examples)
     trainer.close()
     return {"task": task.name, "title": task.title, "variant": task.variant, "seed": job.seed, "metrics": list(task.metrics),
             "labels": list(task.labels), "scores": scores, "score": mean_score(scores), "majority": mean_score(majority),
             "train_examples": len(data.train),
             "validation_examples": {split: len(examples) for split, examples in data.validation.items()},
+            "validation_texts": {split: texts_digest(examples) for split, examples in data.validation.items()},
             "test_splits": list(data.test), "seconds": round(seconds, 1), "start": start.name, "folder": folder.name}  # fmt: skip
 
 
 @torch.no_grad()
-def predict(model: LionClassifier, eval_loader, device) -> Tensor:
-    """Logits, or predictions of a regression, of a whole split, on the CPU. Raises RunFailed where they are not finite."""
+def predict(model: LionClassifier, eval_loader, device, precision: Precision) -> Tensor:
+    """Logits, or predictions of a regression, of a whole split, on the CPU, in the precision that evaluations in training have.
+
+    Raises RunFailed where they are not finite.
+    """
     model.eval()
-    logits = torch.cat([model.eval_forward(device.batch_to_device(batch)).cpu() for batch in eval_loader])
+    with get_precision_context(precision):
+        logits = torch.cat([model.eval_forward(device.batch_to_device(batch)).cpu() for batch in eval_loader])
     if not logits.isfinite().all():
         raise RunFailed("what the trained model predicts is not finite; set a smaller lr")
     return logits

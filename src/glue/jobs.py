@@ -11,11 +11,12 @@ import torch
 from src import builders
 from src.cli import UserError, alone_in, log
 from src.config import FinetuneConfig, to_dict
+from src.convert_dataset import usable_cores
 from src.glue.job import CHECKPOINT_FILE, Job, read_result
 from src.glue.pool import Failure, run_all
 from src.glue.sources import check_sources, digest, read_task
 from src.glue.start import build_model, read_start
-from src.glue.tasks import FROM_MNLI, Task, select
+from src.glue.tasks import FROM_MNLI, Task, of_glue, select
 
 Result = dict[str, Any]
 
@@ -33,7 +34,9 @@ def run_jobs(config: FinetuneConfig) -> tuple[list[Result], list[Failure]]:
     with alone_in(folder, "glue.py"):
         start = read_start(config)
         build_model(start, replace(tasks[0], labels=tasks[0].labels or ("a", "b")))  # or weights that do not fit end it
-        jobs = plan(config, tasks, start.digest())
+        jobs = plan(config, tasks, start.digest(), device)
+        if not config.rerun:
+            refuse_another_start(jobs, start.name, folder)
         done = {job.folder: result for job in jobs if not config.rerun and (result := finished(job, config))}
         log.info(f"{config.base_run_name}: {len(jobs)} jobs ({', '.join(dict.fromkeys(task.title for task in tasks))}), from {start.name}, on {device}")  # fmt: skip
         log.info(f"scores and predictions: {folder}")
@@ -44,18 +47,27 @@ def run_jobs(config: FinetuneConfig) -> tuple[list[Result], list[Failure]]:
         todo = with_work(config, [job for job in jobs if job.folder not in done])
         failures = run_all(config, todo, device, places[: len(todo)])
         failed = {failure.job.folder for failure in failures}
-        results = [done.get(job.folder) or read_result(job) for job in jobs if job.folder not in failed]
+        results = [
+            {**(done.get(job.folder) or read_result(job)), "of": len(job.task.seeds), "glue": of_glue(job.task)}
+            for job in jobs
+            if job.folder not in failed
+        ]
     return results, failures
 
 
 def check(config: FinetuneConfig, tasks: list[Task], device: str) -> None:
     """Raise UserError for what would stop a job later on."""
-    for key in ("max_seq_len", "device_eval_batch_size"):
-        if getattr(config, key) < 1:
-            raise UserError(f"{key} {getattr(config, key)} must be at least 1")
+    # [CLS], and of each text at least a token and its [SEP].
+    longest = max(2 * len(task.columns) + 1 for task in tasks)
+    for key, least in (("max_seq_len", longest), ("device_eval_batch_size", 1)):
+        if getattr(config, key) < least:
+            raise UserError(f"{key} {getattr(config, key)} must be at least {least}")
+    if "://" in config.save_folder:
+        raise UserError(f"save_folder: {config.save_folder} is no folder of this machine, where a run has to save; name one, and copy it from there")  # fmt: skip
     builders.build_scheduler(config.scheduler)
     builders.build_algorithms(config.algorithms)
     builders.build_callbacks(config.callbacks)
+    check_loggers(config.loggers)
     builders.resolve_precision(config.precision, device)
     for task in tasks:
         builders.resolve_precision(task.precision or config.precision, device)
@@ -80,7 +92,7 @@ def where_to_run(parallel: Any, device: str) -> list[str | None]:
     else:
         raise UserError(f"parallel: {parallel!r} is neither true, false nor a number of jobs")
     if device == "cpu":
-        return [None] * (number or os.cpu_count() or 1)
+        return [None] * (number or usable_cores())
     if number == 1:
         return [None]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -90,16 +102,32 @@ def where_to_run(parallel: Any, device: str) -> list[str | None]:
     return list(there[:number])
 
 
-def plan(config: FinetuneConfig, tasks: list[Task], start: dict[str, Any]) -> list[Job]:
+def check_loggers(sections: dict[str, Any]) -> None:
+    """Raise UserError for loggers that no job can have, or whose file the jobs would take from each other."""
+    sections = dict(sections)
+    file = sections.get("file", False)
+    if file is None or isinstance(file, dict):
+        file = file or {}
+        if "{run_name}" not in str(file.get("filename", "{run_name}")):
+            raise UserError("loggers.file.filename must have {run_name} in it, so that each job has a file of its own")
+        # Tried here without what would take hold of this process's output.
+        sections["file"] = {**file, "capture_stdout": False, "capture_stderr": False}
+    builders.build_loggers(sections)
+
+
+def plan(config: FinetuneConfig, tasks: list[Task], start: dict[str, Any], device: str) -> list[Job]:
     """A job a task and seed, each with what its result depends on: if any of it changes, the job runs again."""
-    shared = {name: value for name, value in to_dict(config).items() if name in ("max_seq_len", "scheduler", "algorithms", "precision")}  # fmt: skip
+    shared = {name: value for name, value in to_dict(config).items() if name in ("max_seq_len", "scheduler", "algorithms")}  # fmt: skip
+    # Of the callbacks, the one that changes what is trained.
+    shared["callbacks"] = {name: given for name, given in config.callbacks.items() if name == "early_stopper" and given is not False}  # fmt: skip
     digests = {task.name: digest(task, config.glue_dir, config.predict_test) for task in tasks}
 
     def job(task: Task, seed: int, after: Job | None = None) -> Job:
         data = dict(digests[task.name])
         test_data = data.pop("test", None)
-        hyperparameters = {key: value for key, value in asdict(task).items() if key not in ("title", "seeds", "files", "hub")}  # fmt: skip
-        settings = {**shared, "task": hyperparameters, "seed": seed, "data": data, "start": after.settings if after else start}  # fmt: skip
+        hyperparameters = {key: value for key, value in asdict(task).items() if key not in ("title", "seeds", "files", "hub", "precision")}  # fmt: skip
+        precision = builders.resolve_precision(task.precision or config.precision, device)
+        settings = {**shared, "precision": precision, "task": hyperparameters, "seed": seed, "data": data, "start": after.settings if after else start}  # fmt: skip
         return Job(
             task=task,
             seed=seed,
@@ -114,13 +142,31 @@ def plan(config: FinetuneConfig, tasks: list[Task], start: dict[str, Any]) -> li
     return [job(task, seed, mnli if task.name in FROM_MNLI else None) for task in tasks for seed in task.seeds]
 
 
-def finished(job: Job, config: FinetuneConfig) -> Result | None:
-    """A job's result, if it has one that the same settings gave, with all that is asked for beside it."""
+def stored(job: Job) -> Result | None:
+    """The result that a job's folder holds, of whatever settings."""
     try:
         result = read_result(job)
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
         return None
-    if not isinstance(result, dict) or "settings" not in result:
+    return result if isinstance(result, dict) and "settings" in result else None
+
+
+def refuse_another_start(jobs: list[Job], start: str, folder: Path) -> None:
+    """Raise UserError where these jobs would take the place of results that began from another encoder."""
+
+    def encoder(settings: dict[str, Any]) -> dict[str, Any]:
+        return encoder(settings["start"]) if "start" in settings else settings  # with `mnli_first`, MNLI's
+
+    for job in jobs:
+        result = stored(job)
+        if result is not None and encoder(result["settings"]) != encoder(job.settings):
+            raise UserError(f"save_folder: {folder} holds results that began with other weights, model settings or tokens than those of {start} ({job.name}); name another save_folder or base_run_name, or replace them with --rerun")  # fmt: skip
+
+
+def finished(job: Job, config: FinetuneConfig) -> Result | None:
+    """A job's result, if it has one that the same settings gave, with all that is asked for beside it."""
+    result = stored(job)
+    if result is None:
         return None
     if result["settings"] != job.settings:
         now = job.settings

@@ -1,10 +1,13 @@
 """Scores of fine-tuning runs → a table, JSON and a picture."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from src.cli import RunFailed
 from src.glue.tasks import GLUE
 from src.tables import markdown
 
@@ -15,14 +18,16 @@ Row = dict[str, Any]
 def summarize(results: list[Result]) -> list[Row]:
     """A row a task: mean and standard deviation over seeds, each seed, and the majority class's score.
 
-    Of a searched task, the candidate with the highest mean, and all of them under "candidates".
+    Beside its score a result may tell "of", how many seeds there should be, and "glue", whether GLUE's average counts it.
+    Of a searched task, the candidate with the highest mean among those with most seeds, and all of them under "candidates".
     """
     candidates: dict[str, dict[str, Row]] = {}
     for result in results:
         variant = result.get("variant", "")
         row = candidates.setdefault(result["task"], {}).setdefault(variant, {
             "task": result["task"], "title": result["title"], "variant": variant, "metrics": result["metrics"],
-            "majority": result["majority"], "seeds": {}, "folders": {},
+            "majority": result["majority"], "seeds": {}, "folders": {}, "of": result.get("of", 0),
+            "glue": result.get("glue", result["task"] in GLUE),
         })  # fmt: skip
         row["seeds"][str(result["seed"])] = result["score"]
         row["folders"][str(result["seed"])] = result["folder"]
@@ -31,22 +36,38 @@ def summarize(results: list[Result]) -> list[Row]:
         for row in variants.values():
             scores = list(row["seeds"].values())
             row["mean"], row["std"] = mean(scores), stdev(scores) if len(scores) > 1 else None
-        best = dict(max(variants.values(), key=lambda row: row["mean"]))
+        best = dict(max(variants.values(), key=lambda row: (len(row["seeds"]), row["mean"])))
         if best["variant"]:
-            best["candidates"] = [{key: row[key] for key in ("variant", "mean", "std", "seeds")} for row in variants.values()]  # fmt: skip
+            best["candidates"] = [{key: row[key] for key in ("variant", "mean", "std", "seeds", "of")} for row in variants.values()]  # fmt: skip
         rows.append(best)
     return rows
 
 
 def glue_average(rows: list[Row]) -> float | None:
     """The mean over the eight tasks of GLUE, where all of them are there."""
-    scores = {row["task"]: row["mean"] for row in rows}
+    scores = {row["task"]: row["mean"] for row in rows if of_glue(row)}
     return mean(scores[name] for name in GLUE) if all(name in scores for name in GLUE) else None
 
 
+def of_glue(row: Row) -> bool:
+    return row.get("glue", row["task"] in GLUE)
+
+
+def lacking(row: Row) -> str:
+    """How many of its seeds a row has, where some failed."""
+    return f"{len(row['seeds'])} of {row['of']} seeds" if len(row["seeds"]) < row.get("of", 0) else ""
+
+
 def spread(row: Row) -> str:
-    """Mean ± standard deviation, in points."""
-    return f"{100 * row['mean']:.2f}" + ("" if row["std"] is None else f" ± {100 * row['std']:.2f}")
+    """Mean ± standard deviation, in points, and of how many seeds where some failed."""
+    deviation = "" if row["std"] is None else f" ± {100 * row['std']:.2f}"
+    return f"{100 * row['mean']:.2f}{deviation}{f' ({lacking(row)})' if lacking(row) else ''}"
+
+
+def average(glue: float, rows: list[Row]) -> str:
+    """GLUE's average, in points, and what seeds it lacks."""
+    failed = ", ".join(f"{row['title']}: {lacking(row)}" for row in rows if of_glue(row) and lacking(row))
+    return f"{100 * glue:.2f}{f' ({failed})' if failed else ''}"
 
 
 def each_seed(row: Row) -> str:
@@ -77,10 +98,10 @@ def search_table(rows: list[Row]) -> str:
 
 def closing(rows: list[Row], failures: list[str] = ()) -> str:
     """The GLUE average, or what it lacks, where a task is GLUE's; and the jobs that failed."""
-    lines, there = [], {row["task"] for row in rows}
-    average = glue_average(rows)
-    if average is not None:
-        lines.append(f"GLUE average: {100 * average:.2f}")
+    lines, there = [], {row["task"] for row in rows if of_glue(row)}
+    glue = glue_average(rows)
+    if glue is not None:
+        lines.append(f"GLUE average: {average(glue, rows)}")
     elif there & GLUE.keys():
         missing = ", ".join(GLUE[name].title for name in GLUE if name not in there)
         lines.append(f"GLUE average: not without {missing}")
@@ -97,11 +118,27 @@ def write(results: list[Result], folder: Path, name: str, failures: list[str] = 
     """Write report.md, report.json and report.png into a run's folder; returns the rows."""
     rows = summarize(results)
     content = {"run": name, "tasks": rows, "glue": glue_average(rows), "failed": list(failures)}
-    (folder / "report.json").write_text(json.dumps(content, indent=1))
-    (folder / "report.md").write_text(f"# {name}\n\n{text(rows, failures)}\n", encoding="utf-8")
-    if rows:
-        draw([(name, rows)], folder / "report.png")
+    with writing(folder):
+        (folder / "report.json").write_text(json.dumps(content, indent=1))
+        (folder / "report.md").write_text(f"# {name}\n\n{text(rows, failures)}\n", encoding="utf-8")
+        if rows:
+            draw([(name, rows)], folder / "report.png")
     return rows
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises RunFailed where the disk refuses what is written meanwhile."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(f"cannot write to {folder}: {error.strerror or error}; make room there and repeat the command, which writes the rest") from None  # fmt: skip
+
+
+def predictions(job: Path, split: str) -> list[dict[str, Any]]:
+    """The lines that job.write_predictions wrote, each ended by a line feed alone: a class's name may hold U+2028."""
+    with (job / f"predictions-{split}.jsonl").open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def draw(runs: list[tuple[str, list[Row]]], picture: Path) -> None:

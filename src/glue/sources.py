@@ -4,13 +4,15 @@ import csv
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from src.cli import UserError, first_line, log
-from src.glue.tasks import HUB, Task, check_labels
+from src.glue.tasks import HUB, Task, check_labels, class_name
+from src.text_files import parse_json, python_values, refuse_half_pair
 
 DIAGNOSTIC = "AX"  # GLUE's set of test examples that MNLI's model is to predict
 DIAGNOSTIC_FILES = ("diagnostic/diagnostic.tsv", "AX/AX.tsv")
@@ -127,10 +129,19 @@ def digest(task: Task, glue_dir: str | None, with_test: bool = False) -> dict[st
 
 def _sha256(path: Path) -> str:
     found = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(2**20):
-            found.update(part)
+    try:
+        with path.open("rb") as file:
+            while part := file.read(2**20):
+                found.update(part)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error}); mend that, or name another file") from None  # fmt: skip
     return found.hexdigest()
+
+
+def texts_digest(examples: Iterable[Example]) -> str:
+    """SHA-256 of texts in their order, whatever their spaces, of which GLUE's files and the Hub have not all the same."""
+    texts = [[" ".join(text.split()) for text in example.texts] for example in examples]
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
 def read_task(task: Task, glue_dir: str | None, with_test: bool = False) -> Data:
@@ -183,16 +194,22 @@ def _found_labels(task: Task, parts: list[Part]) -> tuple[str, ...]:
     names = {class_name(row.label) for part in parts for row in part.rows}
     if len(names) > 1000:
         raise UserError(f"tasks.{task.name}: {len(names):,} different labels in column {task.label}; set kind: regression, or name the label's column")  # fmt: skip
+    if not task.regression and all(isinstance(column, int) for column in (*task.columns, task.label)):
+        _refuse_header(task, parts)
     whole = all(name.removeprefix("-").isdecimal() for name in names)
     if len(names) < 2:
         shown = f"all rows of the training set have the label {names.pop()!r}" if names else f"{parts[0].place} holds no examples with a label"  # fmt: skip
         raise UserError(f"tasks.{task.name}: {shown}; there is nothing to learn")
-    return parts[0].classes or tuple(sorted(names, key=int if whole else None))
+    return parts[0].classes or tuple(sorted(names, key=lambda name: (int(name) if whole else 0, name)))
 
 
-def class_name(label: Any) -> str:
-    """A label as the name of a class: 1.0, as tables with gaps keep whole numbers, is 1."""
-    return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
+def _refuse_header(task: Task, parts: list[Part]) -> None:
+    """Raise UserError where the first row's label occurs nowhere else, as the name of a column would, and others do."""
+    times = Counter(class_name(row.label) for part in parts for row in part.rows)
+    first = Counter(class_name(part.rows[0].label) for part in parts if part.rows and part.rows[0].number == 1)
+    for name, count in first.items():
+        if times[name] == count < max(times.values()):
+            raise UserError(f"{parts[0].place}, line 1: its label {name!r} occurs in no other line, as if it were a header; then give columns and label by their names, or else name all labels")  # fmt: skip
 
 
 def parse_label(task: Task, label: Any, place: str) -> float:
@@ -208,6 +225,8 @@ def parse_label(task: Task, label: Any, place: str) -> float:
         if math.isfinite(value):
             return value
         raise UserError(f"{place}: the label {label!r} is not a number; mend or remove the row")
+    if math.isfinite(value) and class_name(value) in task.labels:  # the text 1.0 is 1, too
+        return float(task.labels.index(class_name(value)))
     if value in range(len(task.labels)) and not any(_is_number(known) for known in task.labels):
         return value
     raise UserError(f"{place}: the label {label!r} is not one of {', '.join(task.labels)}; mend or remove the row")
@@ -237,8 +256,8 @@ def _read_path(task: Task, split: Split, path: Path) -> Part:
         for column, text in zip(columns, texts):
             if not isinstance(text, str):
                 raise UserError(f"{path}, line {number}: no text in {column} but {text!r}; mend or remove the row")
-        if split.kind != "test" and _no_label(value):
-            raise UserError(f"{path}, line {number}: no label in {label}; mend or remove the row")
+        if split.kind != "test" and _no_label(value) and task.unlabelled != "":
+            raise UserError(f'{path}, line {number}: no label in {label}; mend or remove the row, or set tasks.{task.name}.unlabelled to "" to leave such rows out')  # fmt: skip
         found.append(Row(number, tuple(texts), value))
     return Part(str(path), _labelled(task, split, str(path), found))
 
@@ -253,7 +272,7 @@ def _labelled(task: Task, split: Split, place: str, rows: list[Row]) -> list[Row
         return rows
     kept = [row for row in rows if not _no_label(row.label) and class_name(row.label) != task.unlabelled]
     if len(kept) < len(rows):
-        mark = "" if task.unlabelled is None else f" ({task.unlabelled})"
+        mark = f" ({task.unlabelled})" if task.unlabelled else ""
         log.info(f"{place}: left out {len(rows) - len(kept):,} rows without a label{mark}")
     return kept
 
@@ -288,8 +307,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _tsv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
     for number, line in _lines(path):
-        if row := line.rstrip("\r\n"):
-            yield number, row.split("\t")
+        row = line.rstrip("\r\n")
+        yield number, row.split("\t") if row else []
 
 
 def _csv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -298,8 +317,7 @@ def _csv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
     begin = 1
     try:
         for row in reader:
-            if row:
-                yield begin, row
+            yield begin, row
             begin = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}, line {begin}: not valid CSV ({error}); mend the row") from None
@@ -308,17 +326,28 @@ def _csv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _pick(
     path: Path, rows: Iterator[tuple[int, list[str]]], wanted: Columns, may_skip: int
 ) -> Iterator[tuple[int, tuple]]:
-    """The wanted columns, by the names of a header, or by number. Every row is as long as the first."""
+    """The wanted columns, by the names of a header, or by number. Every row is as long as the first; empty ones are left out.
+
+    But not where there is one column: an empty text that others follow.
+    """
     names = [column for column in wanted if isinstance(column, str)]
-    places, width, skipped = [column for column in wanted if isinstance(column, int)], 0, []
+    places, width, skipped, empty = [column for column in wanted if isinstance(column, int)], 0, [], []
     for number, row in rows:
+        if not row:
+            empty.append(number)
+            continue
         if not width:
             width = len(row)
             if names:
                 if missing := [name for name in names if name not in row]:
                     raise UserError(f"{path}: its header has no {', '.join(missing)} (it has {', '.join(row)})")
+                _refuse_twice(path, names, row)
                 places = [row.index(column) if isinstance(column, str) else column for column in wanted]
+                empty.clear()
                 continue
+        if width == 1:
+            yield from ((line, ("",) * len(places)) for line in empty)
+        empty.clear()
         if len(row) != width or max(places) >= width:
             if len(skipped) < may_skip:
                 skipped.append(number)
@@ -331,19 +360,23 @@ def _pick(
         log.info(f"{path}: left out {len(skipped)} rows that are not {width} columns long (line {shown}), as the official file has some")  # fmt: skip
 
 
+def _refuse_twice(path: Path, wanted: Iterable[str], there: list[str]) -> None:
+    if twice := [name for name in wanted if there.count(name) > 1]:
+        raise UserError(f"{path}: two of its columns are called {twice[0]}; rename one")
+
+
 def _jsonl_rows(path: Path, wanted: Columns) -> Iterator[tuple[int, tuple]]:
     for number, line in _lines(path):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}: not valid JSON ({error.msg}); mend or remove the line") from None
+        row = parse_json(line, path, number)
         if not isinstance(row, dict) or any(column not in row for column in wanted):
             keys = f"its keys are {', '.join(row)}" if isinstance(row, dict) else "it is no object"
             missing = [str(column) for column in wanted if not isinstance(row, dict) or column not in row]
             raise UserError(f"{path}, line {number}: no {', '.join(missing)} ({keys})")
-        yield number, tuple(row[column] for column in wanted)
+        cells = tuple(row[column] for column in wanted)
+        refuse_half_pair("".join(cell for cell in cells if isinstance(cell, str)), path, number)
+        yield number, cells
 
 
 def _parquet_rows(path: Path, wanted: Columns) -> Iterator[tuple[int, tuple]]:
@@ -353,9 +386,10 @@ def _parquet_rows(path: Path, wanted: Columns) -> Iterator[tuple[int, tuple]]:
         file = pyarrow.parquet.ParquetFile(path)
         if missing := [str(column) for column in wanted if column not in file.schema_arrow.names]:
             raise UserError(f"{path} has no column {', '.join(missing)} (it has {', '.join(file.schema_arrow.names)})")
+        _refuse_twice(path, wanted, file.schema_arrow.names)
         number = 0
         for batch in file.iter_batches(columns=list(wanted)):
-            for row in zip(*(batch.column(column).to_pylist() for column in wanted)):
+            for row in zip(*(python_values(batch.column(column), path, number) for column in wanted)):
                 number += 1
                 yield number, row
     except (OSError, pyarrow.ArrowException) as error:

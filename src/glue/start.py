@@ -1,7 +1,6 @@
 """What a job starts from: an encoder that was pretrained (src/pretrained.py), or random weights."""
 
 import hashlib
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from src.config import FinetuneConfig
 from src.glue.tasks import Task
 from src.lion import LionConfig, LionForSequenceClassification
 from src.pretrained import read_pretrained
+from src.token_rows import vocabulary_digest
 
 
 @dataclass
@@ -29,7 +29,6 @@ class Start:
 
     def digest(self) -> dict[str, Any]:
         """What a result depends on, whatever the path: the model's settings, its weights and its vocabulary."""
-        vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items())).encode()
         found = hashlib.sha256()
         for name, tensor in sorted((self.weights or {}).items()):
             found.update(name.encode())
@@ -37,7 +36,7 @@ class Start:
         return {
             "model": builders.lion_arguments(self.config),
             "weights": found.hexdigest() if self.weights is not None else "random",
-            "vocabulary": hashlib.sha256(vocabulary).hexdigest(),
+            "vocabulary": vocabulary_digest(self.tokenizer),
         }
 
 
@@ -51,16 +50,18 @@ def read_start(config: FinetuneConfig, path: str | None = None) -> Start:
         settings = builders.build_lion_config(config.model, tokenizer, config.max_seq_len).to_dict()
         return Start(settings, None, tokenizer, "random weights")
     pretrained = read_pretrained(name, "starting_checkpoint_load_path")
-    if config.tokenizer_name is None:
-        tokenizer = pretrained.tokenizer
-    else:
+    fresh = config.from_scratch and path is None
+    tokenizer = own = pretrained.tokenizer
+    if config.tokenizer_name is not None:
         tokenizer = builders.build_tokenizer(config.tokenizer_name, config.max_seq_len)
+        if own is not None and not fresh and vocabulary_digest(own) != vocabulary_digest(tokenizer):
+            raise UserError(f"tokenizer_name: {config.tokenizer_name} is not the tokenizer of {name}; leave it out")
     if tokenizer is None:
         raise UserError(f"{name} holds no tokenizer; set tokenizer_name")
     # Vocabulary and padding are the checkpoint's, not the tokenizer's, rounded.
     changed = {**builders.lion_arguments(pretrained.config), **config.model}
     settings = builders.build_lion_config(changed, tokenizer, config.max_seq_len).to_dict()
-    if config.from_scratch and path is None:
+    if fresh:
         return Start(settings, None, tokenizer, f"random weights, of the sizes of {name}")
     return Start(settings, pretrained.encoder(), tokenizer, name)
 

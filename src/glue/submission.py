@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from src.glue import report
 from src.glue.sources import DIAGNOSTIC
 from src.glue.tasks import GLUE
 
@@ -13,13 +14,14 @@ NOT_OURS = "WNLI"  # the server wants it too
 NUMBERED = ("cola", "sst2", "mrpc", "qqp")  # the class's number; the others' names
 
 
-def write(rows: list[dict[str, Any]], run: Path) -> tuple[Path, list[str]]:
-    """Write run/submission/*.tsv; returns the folder, and the files that the server needs beside them.
+def write(rows: list[dict[str, Any]], run: Path) -> tuple[Path, list[str], list[str]]:
+    """Write run/submission/*.tsv; returns the folder, the files that the server needs beside them, and those of earlier runs.
 
     A task's predictions are those of the seed with the highest score on its validation set.
     """
     folder = run / "submission"
-    folder.mkdir(exist_ok=True)
+    with report.writing(run):
+        folder.mkdir(exist_ok=True)
     written = set()
     for row in rows:
         best = max(row["seeds"], key=row["seeds"].get)
@@ -27,17 +29,22 @@ def write(rows: list[dict[str, Any]], run: Path) -> tuple[Path, list[str]]:
         result = json.loads((job / "result.json").read_text())
         files = FILES.get(row["task"], tuple(f"{row['task']}-{split}" for split in result["test_splits"]))
         for file, split in zip(files, result["test_splits"]):
-            lines = (job / f"predictions-{split}.jsonl").read_text(encoding="utf-8").splitlines()
-            shown = [show(row["task"], json.loads(line)["prediction"], result["labels"]) for line in lines]
+            shown = [show(row["task"], line["prediction"], result["labels"]) for line in report.predictions(job, split)]
             numbered = "".join(f"{index}\t{prediction}\n" for index, prediction in enumerate(shown))
             name = DIAGNOSTIC if split == DIAGNOSTIC else file
-            (folder / f"{name}.tsv").write_text(f"index\tprediction\n{numbered}", encoding="utf-8")
+            with report.writing(folder):
+                (folder / f"{name}.tsv").write_text(f"index\tprediction\n{numbered}", encoding="utf-8")
             written.add(name)
     wanted = [*(file for task in GLUE for file in FILES[task]), NOT_OURS]
-    return folder, [f"{name}.tsv" for name in wanted if name not in written] if written & set(wanted) else []
+    missing = [f"{name}.tsv" for name in wanted if name not in written] if written & set(wanted) else []
+    earlier = sorted(path.name for path in folder.glob("*.tsv") if path.stem not in {*written, NOT_OURS})
+    return folder, missing, earlier
 
 
 def show(task: str, prediction: str | float, labels: list[str]) -> str:
     if task == "stsb":
         return f"{min(5.0, max(0.0, prediction)):.3f}"  # the scale of its labels
-    return str(labels.index(prediction)) if task in NUMBERED else str(prediction)
+    if task in NUMBERED:
+        return str(labels.index(prediction))
+    # A tab or a line's end in the name of a class would be another cell or row.
+    return str(prediction).translate({ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"})

@@ -30,7 +30,7 @@ class Task:
     label: str | int = "label"  # the label's column
     labels: tuple[str, ...] = ()  # names in the order of their numbers; those of the training set where none are given
     kind: str = "classification"  # or regression
-    unlabelled: str | None = None  # what stands in place of a label where there is none; such rows are left out
+    unlabelled: str | None = None  # what stands in place of a missing label ("": nothing); such rows are left out
     # Where it is: in files (train, validation, test → path or paths), or on the Hub.
     files: Mapping[str, Any] = field(default_factory=dict)
     hub: str | None = None
@@ -105,6 +105,11 @@ GLUE = {
 FROM_MNLI = ("rte", "mrpc", "stsb")  # start from the encoder tuned on MNLI, with `mnli_first`
 
 
+def of_glue(task: Task) -> bool:
+    """Whether GLUE's average counts the task: one of the eight, on GLUE's examples, by GLUE's metrics."""
+    return task.name in GLUE and not task.files and task.metrics == GLUE[task.name].metrics
+
+
 def select(to_run: list[str], changes: Mapping[str, Any], default_seed: int) -> list[Task]:
     """The tasks to run, with what the config changes in them; a searched task once for each candidate.
 
@@ -121,6 +126,8 @@ def select(to_run: list[str], changes: Mapping[str, Any], default_seed: int) -> 
             raise UserError(f"tasks_to_run: unknown task {name}{nearest(name, list(known))}")
     if repeated := sorted({name for name in to_run if to_run.count(name) > 1}):
         raise UserError(f"tasks_to_run names {', '.join(repeated)} more than once; name each task once")
+    if not to_run and (own := [name for name in changes if name not in GLUE]):
+        raise UserError(f"tasks_to_run is empty, which means GLUE's eight tasks and not {', '.join(own)}; name the tasks to run, such as tasks_to_run=[{','.join(own)}]")  # fmt: skip
     chosen = [task for name in to_run or GLUE for task in known[name]]
     return [task if task.seeds else replace(task, seeds=(default_seed,)) for task in chosen]
 
@@ -171,9 +178,14 @@ def _typed(key: str, value: Any, kind: Any) -> Any:
         return value
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number or (isinstance(value, kind) and not isinstance(value, bool)):
-        return value if isinstance(value, kind) else str(value)
+        return value if isinstance(value, kind) else class_name(value)
     several = f"only {', '.join(NUMBERS)} take several values" if isinstance(value, list) else "put a name in quotes"
     raise UserError(f"{key}: {value!r} is no text; {several}")
+
+
+def class_name(label: Any) -> str:
+    """A label as the name of a class: 1.0, as tables with gaps keep whole numbers, is 1."""
+    return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
 
 
 def _elsewhere(task: Task, name: str, given: Mapping[str, Any]) -> Task:
@@ -227,6 +239,9 @@ def _check(task: Task) -> None:
         given = getattr(task, key)
         if len(given) not in (1, 2) and (given or key == "columns"):
             raise UserError(f"{place}.{key}: one or two text columns, not {len(given)}")
+    for columns, label in ((task.columns, task.label), (task.tsv_columns, task.tsv_label)):
+        if len({*columns, label}) <= len(columns):
+            raise UserError(f"{place}: columns {', '.join(map(str, columns))} and label {label} name a column twice; name each once")  # fmt: skip
     for key in ("validation", "tsv_validation"):
         if not getattr(task, key):
             raise UserError(f"{place}.{key}: name at least one split")
@@ -241,6 +256,8 @@ def _check(task: Task) -> None:
     for split, paths in task.files.items():
         if not (paths and all(isinstance(path, str) for path in (paths if isinstance(paths, list) else [paths]))):
             raise UserError(f"{place}.files.{split} must be a path or a list of them, not {paths!r}")
+    if task.files and (task.hub or task.folder):
+        raise UserError(f"{place} has both files and {'hub' if task.hub else 'folder'}; leave out one, since examples come from one place")  # fmt: skip
     if not (task.files or task.hub or task.folder):
         raise UserError(f"{place} needs files (train: PATH, validation: PATH), hub (the name of a data set), or folder (below glue_dir)")  # fmt: skip
     _check_seeds(f"{place}.seeds", task.seeds)
