@@ -36,7 +36,7 @@ from src.cli import UserError, log, progress
 from src.text_files import LINE_KINDS, STANDARD_INPUT, Batch, Reading, file_kind, texts
 from src.text_sources import Files, HubDataset, grouped
 from src.token_rows import Packer, RowMaker, Rows, load_tokenizer, vocabulary_digest
-from src.worker_pool import in_order
+from src.worker_pool import in_order, usable_cores
 
 if TYPE_CHECKING:  # what it imports takes seconds, and the worker processes do without
     from src.shard_writer import ShardWriter
@@ -98,10 +98,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     arguments.splits = list(dict.fromkeys(arguments.splits))
     check(arguments)
     return arguments
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check(arguments: argparse.Namespace) -> None:

@@ -211,7 +211,7 @@ def _evaluation(run: Run, scores: dict[str, Any] | None) -> str:
         parts.append(markdown([["split", "metric", "score"], *lines]))
     if scores:
         lines = [
-            [row["title"], " and ".join(row["metrics"]), f"{100 * row['mean']:.2f}", str(len(row["seeds"]))]
+            [row["title"], " and ".join(row["metrics"]), f"{100 * row['mean']:.2f}", _seeds(row)]
             for row in scores["tasks"]
         ]
         if scores.get("glue") is not None:
@@ -221,26 +221,37 @@ def _evaluation(run: Run, scores: dict[str, Any] | None) -> str:
     return "\n\n".join(parts)
 
 
+def _seeds(row: dict[str, Any]) -> str:
+    there, wanted = len(row["seeds"]), row.get("of", 0)
+    return f"{there} of {wanted}" if there < wanted else str(there)
+
+
 def _glue_results(scores: dict[str, Any]) -> list[EvalResult]:
     return [
-        _task_result(row["task"], row["title"], " and ".join(row["metrics"]), row["mean"], None)
+        _task_result(row["task"], row["title"], " and ".join(row["metrics"]), row["mean"], None, row.get("glue", True))
         for row in scores["tasks"]
     ]
 
 
 def _job_results(result: dict[str, Any] | None) -> list[EvalResult]:
+    result = result or {}
+    own_files = bool(_at(result, "settings.task.files"))
     return [
-        _task_result(result["task"], result["title"], metric, value, split)
-        for split, values in (result or {}).get("scores", {}).items()
+        _task_result(result["task"], result["title"], metric, value, split, not own_files)
+        for split, values in result.get("scores", {}).items()
         for metric, value in values.items()
     ]  # fmt: skip
 
 
-def _task_result(task: str, title: str, metric: str, value: float, split: str | None) -> EvalResult:
+def _task_result(
+    task: str, title: str, metric: str, value: float, split: str | None, examples_of_glue: bool
+) -> EvalResult:
+    """examples_of_glue: they are those of the task in GLUE, not files that took their place."""
     from src.glue.tasks import GLUE
 
-    dataset = {"dataset_type": "nyu-mll/glue", "dataset_config": task} if task in GLUE else {"dataset_type": task}
-    name = f"GLUE {title}" if task in GLUE else title
+    of_glue = task in GLUE and examples_of_glue
+    dataset = {"dataset_type": "nyu-mll/glue", "dataset_config": task} if of_glue else {"dataset_type": task}
+    name = f"GLUE {title}" if of_glue else title
     return EvalResult(
         "text-classification", dataset_name=name, dataset_split=split, metric_type=metric, metric_value=value, **dataset
     )

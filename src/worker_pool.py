@@ -17,6 +17,10 @@ from src.cli import UserError
 WAITING = 3  # items a process has been given, at most: one in work, and others so that it never waits
 
 
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def in_order(
     work: Callable[[Any], Any], items: Iterable[tuple[Any, Any]], workers: int
 ) -> Iterator[tuple[Any, Any, Any]]:

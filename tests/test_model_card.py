@@ -112,6 +112,13 @@ def test_scores_of_glue_go_into_table_and_metadata(checkpoint, tmp_path):
         assert found == {"nyu-mll/glue": 0.65625, "word_order": 0.5, "out": 0.375}
 
 
+def test_scores_tell_which_seeds_failed_and_which_examples_are_not_glues(checkpoint, tmp_path):
+    write_report([{**RESULT, "of": 5, "glue": False}], tmp_path, "tiny-glue")
+    card = model_card(checkpoint, "my-model", read_scores(tmp_path))
+    assert re.search(r"\| RTE +\| accuracy +\| 62\.50 +\| +1 of 5 \|", card), card
+    assert "nyu-mll/glue" not in card
+
+
 def test_what_is_no_report_of_glue_is_refused(tmp_path):
     write_jsonl(tmp_path / "report.json", ["a", "b"])
     for path in (tmp_path, tmp_path / "report.json", tmp_path / "nowhere"):
@@ -142,6 +149,12 @@ def test_a_classifiers_card_tells_task_labels_and_scores(classifier):
     assert data["datasets"] == ["nyu-mll/glue"]
     [result] = data["model-index"][0]["results"]
     assert result["dataset"] == {"name": "GLUE RTE", "type": "nyu-mll/glue", "config": "rte", "split": "dev"}
+
+
+def test_a_classifier_of_other_examples_than_glues_does_not_name_glue(classifier):
+    settings = {**RESULT["settings"], "task": {**RESULT["settings"]["task"], "files": {"train": "mine.csv"}}}
+    (classifier.path.parent / "result.json").write_text(json.dumps({**RESULT, "settings": settings}))
+    assert "nyu-mll/glue" not in model_card(classifier, "my-model")
 
 
 def test_the_job_of_a_search_is_known_by_its_folder(classifier):

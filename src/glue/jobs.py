@@ -11,12 +11,12 @@ import torch
 from src import builders
 from src.cli import UserError, alone_in, log
 from src.config import FinetuneConfig, to_dict
-from src.convert_dataset import usable_cores
 from src.glue.job import CHECKPOINT_FILE, Job, read_result
 from src.glue.pool import Failure, run_all
 from src.glue.sources import check_sources, digest, read_task
 from src.glue.start import build_model, read_start
 from src.glue.tasks import FROM_MNLI, Task, of_glue, select
+from src.worker_pool import usable_cores
 
 Result = dict[str, Any]
 
