@@ -89,3 +89,12 @@ def test_the_kernels_compile_and_keep_their_numbers_in_registers(card, which):
             needs = kernels.compiled(start, card)
             assert needs["spilled"] <= 64, name
             assert needs["shared"] <= kernels.SHARED[card] // 2, name  # two programs a multiprocessor at least
+
+
+def test_kernels_are_compiled_once_for_texts_of_all_lengths():
+    pytest.importorskip("triton", reason="triton is not installed")
+    from benchmarks import kernels
+
+    for form in kernels.FORMS:
+        starts = [kernels.starts(form, "token", torch.bfloat16, 64, 64, length) for length in (240, 245, 256)]
+        assert all(len({repr(kernels.specialized(start)) for start in same}) == 1 for same in zip(*starts, strict=True))

@@ -18,6 +18,7 @@ other operands; for those of k and v, which need Mᵀ, `before` and `upto` chang
 Letters in shape comments: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk, T block.
 """
 
+import functools
 import math
 import re
 from types import SimpleNamespace
@@ -29,7 +30,8 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # `covers` then says no, and no kernel is ever started
-    triton, tl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=None)
+    triton = SimpleNamespace(jit=lambda function=None, **_: function or (lambda function: function))
+    tl = SimpleNamespace(constexpr=None)
 
 AVAILABLE = not isinstance(triton, SimpleNamespace)
 
@@ -49,28 +51,38 @@ def covers(q: Tensor, k: Tensor, v: Tensor, extra: int = 0) -> bool:
         and q.device == k.device == v.device
         and max(q.shape[-1], v.shape[-1] + extra) <= LARGEST_HEAD
         and min(q.numel(), v.numel()) > 0
-        and _runs_on(q.device.type)
+        and _runs_on(q.device)
     )
 
 
 @torch.compiler.assume_constant_result
-def _runs_on(device_type: str) -> bool:
+def _runs_on(device: torch.device) -> bool:
     if not isinstance(_forward_kernel, triton.JITFunction):
         return True  # TRITON_INTERPRET=1
-    return device_type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
+    return device.type == "cuda" and torch.version.hip is None and _capability(device) >= (8, 0)
 
 
-# What the kernels share. Of each token they read four numbers, side by side: high, low, half and real. The running sums are, in
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+# What the kernels share. Of each token they read three numbers, side by side: high, low and half. The running sums are, in
 # units of log 2, before = high + low − half and upto = high + low + half: their middle as two float32 numbers, which hold it as
-# exactly as differences of neighbours need, and half of what lies between them. SIGN = −1 exchanges the two. real is 1 or 0,
-# the mask.
+# exactly as differences of neighbours need, and half of what lies between them. SIGN = −1 exchanges the two. A fourth place is
+# empty, so that a token's numbers are one load.
+
+# What varies with a batch's length: a kernel would be compiled again where such a number is 1 or a multiple of 16.
+_kernel = triton.jit(do_not_specialize=["H", "L", "N", "blocks", "columns", "parts", "decay_batch", "decay_head"])
 
 
 @triton.jit
-def _tile(pointer, start, stride, length, SIZE, T: tl.constexpr, PADDED: tl.constexpr, DOT: tl.constexpr):
-    """T tokens from `start` on of a text, (length, SIZE): (T, PADDED), 0 beyond either."""
+def _tile(pointer, start, stride, length, mask, SIZE, T: tl.constexpr, PADDED: tl.constexpr, DOT: tl.constexpr):
+    """T tokens from `start` on of a text, (length, SIZE): (T, PADDED), 0 beyond either, and where its mask, if any, is 0."""
     token, feature = tl.arange(0, T), tl.arange(0, PADDED)
     inside = (start + token < length)[:, None] & (feature < SIZE)[None, :]
+    if mask is not None:
+        inside &= _real(mask, start, length, T)[:, None]
     offset = token[:, None] * stride + feature[None, :]
     return tl.load(pointer + start * stride + offset, mask=inside, other=0.0).to(DOT)
 
@@ -101,14 +113,14 @@ def _state(pointer, D: tl.constexpr, E: tl.constexpr, PD: tl.constexpr, PE: tl.c
 
 @triton.jit
 def _sums(pointer, first, T: tl.constexpr, SIGN: tl.constexpr):
-    """high, low, half and real of T tokens. Loaded as one tile: a vector would be loaded in the layout of the scores' columns,
+    """high, low and half of T tokens. Loaded as one tile: a vector would be loaded in the layout of the scores' columns,
     many times over and with a register for each."""
     token, pair = first + tl.arange(0, T), tl.arange(0, 2)
     four = tl.load(pointer + token[:, None, None] * 4 + pair[None, :, None] * 2 + pair[None, None, :])
     even, odd = tl.split(four)
     high, half = tl.split(even)
-    low, real = tl.split(odd)
-    return high, low, SIGN * half, real
+    low, _ = tl.split(odd)
+    return high, low, SIGN * half
 
 
 @triton.jit
@@ -132,6 +144,24 @@ def _decay_mask(high, low, half, other_high, other_low, other_half):
 
 
 @triton.jit
+def _mixed(x):
+    """A hash of 32 bits, by Wellons' constants."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _kept(seed, i, j, DROPPED: tl.constexpr):
+    """Which entries of one matrix dropout leaves, for queries i and keys j: as many of 2^32 as are not DROPPED."""
+    row = _mixed(i.to(tl.uint32) + seed.to(tl.uint32))
+    column = j.to(tl.uint32) * 0x9E3779B1 + (seed >> 32).to(tl.uint32)
+    x = (row ^ column) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B  # the high bits, which decide, are mixed well enough
+    return x >= DROPPED
+
+
+@triton.jit
 def _place(H, blocks, C, length, T: tl.constexpr, S: tl.constexpr):
     """Text, head, both in one, chunk, block of T rows in the chunk, and how many blocks of S tokens the chunk has."""
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -143,13 +173,13 @@ def _place(H, blocks, C, length, T: tl.constexpr, S: tl.constexpr):
 # Running sums and states
 
 
-@triton.jit
+@_kernel
 def _sums_kernel(
-    sums, log_decay, mask, seq_idx, H, L, C, N,
+    sums, log_decay, seq_idx, H, L, C, N,
     decay_batch, decay_head, decay_token,
     LOG_NOTHING: tl.constexpr, LOG2E: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """high, low, half and real of one chunk, with sums from its start on: (B or 1, H, N·C, 4)."""
+    """high, low and half of one chunk, with sums from its start on: (B or 1, H, N·C, 4)."""
     row, chunk = tl.program_id(0) // N, (tl.program_id(0) % N).to(tl.int64)
     b, h = (row // H).to(tl.int64), (row % H).to(tl.int64)
     so_far = tl.zeros((1,), tl.float64)
@@ -172,17 +202,13 @@ def _sums_kernel(
         half = (decay * (0.5 * LOG2E)).to(tl.float32)
         middle = upto * LOG2E - half.to(tl.float64)
         high = middle.to(tl.float32)
-        real = tl.full((SIZE,), 1.0, tl.float32)
-        if mask is not None:
-            real = tl.load(mask + b * L + token, mask=inside, other=0).to(tl.float32)
         out = sums + (row.to(tl.int64) * N * C + token) * 4
         tl.store(out, high, mask=local < C)
         tl.store(out + 1, (middle - high.to(tl.float64)).to(tl.float32), mask=local < C)
         tl.store(out + 2, half, mask=local < C)
-        tl.store(out + 3, real, mask=local < C)
 
 
-@triton.jit
+@_kernel
 def _states_kernel(
     k, v, mask, sums, states, H, L, C, N, columns, side,
     k_batch, k_head, k_token, v_batch, v_head, v_token, sums_batch, sums_head, sums_chunk,
@@ -198,6 +224,8 @@ def _states_kernel(
     b, h = row // H, row % H
     k += b * k_batch + h * k_head
     v += b * v_batch + h * v_head + column
+    if mask is not None:
+        mask += b * L
     begin, end = chunk * C, tl.minimum(chunk * C + C, L)
     rightward, leftward = tl.zeros((PD, PE), tl.float32), tl.zeros((PD, PE), tl.float32)
     if sums is not None:
@@ -205,18 +233,14 @@ def _states_kernel(
         end_high, end_low, end_half = _sum(sums, C - 1, 1)
     for block in range(0, tl.cdiv(end - begin, S)):
         start = begin + block * S
-        K = _tile(k, start, k_token, L, D, S, PD, DOT)
-        V = _tile(v, start, v_token, L, E - column, S, PE, DOT)
-        if mask is not None:
-            K = tl.where(_real(mask + b * L, start, L, S)[:, None], K, 0.0).to(DOT)
+        K = _tile(k, start, k_token, L, mask, D, S, PD, DOT)
+        V = _tile(v, start, v_token, L, None, E - column, S, PE, DOT)
         if sums is None:
             rightward = tl.dot(tl.trans(K), V, rightward, input_precision=PRECISION)
         else:
-            high, low, half, real = _sums(sums, block * S, S, SIGN)
+            high, low, half = _sums(sums, block * S, S, SIGN)
             to_end = _weight(end_high, end_low, end_half, high, low, -half)
             from_start = tl.exp2(high + low + half)
-            if SIGN == 1:
-                to_end, from_start = to_end * real, from_start * real
             rightward = tl.dot(tl.trans((K * to_end[:, None]).to(DOT)), V, rightward, input_precision=PRECISION)
             leftward = tl.dot(tl.trans((K * from_start[:, None]).to(DOT)), V, leftward, input_precision=PRECISION)
     d, e = tl.arange(0, PD), tl.arange(0, PE)
@@ -227,7 +251,7 @@ def _states_kernel(
         tl.store(out + side, leftward, mask=inside)
 
 
-@triton.jit
+@_kernel
 def _scan_kernel(
     states, received, sums, H, C, N, parts, side, sums_batch, sums_head, sums_chunk,
     SIZE: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
@@ -257,26 +281,27 @@ def _scan_kernel(
 
 @triton.jit
 def _attend(
-    total, Q, k, v, mask, first, length, weight, k_token, v_token,
+    total, Q, k, v, mask, seed, start, first, length, weight, k_token, v_token,
     D: tl.constexpr, E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
-    """total + (QKᵀ ⊙ weight) V over one block of keys; weight is (1, S) or (T, S)."""
-    K = _tile(k, first, k_token, length, D, S, PD, DOT)
-    V = _tile(v, first, v_token, length, E, S, PE, DOT)
+    """total + (QKᵀ ⊙ weight) V over one block of keys; weight is (1, S) or (T, S). Queries from `start`, keys from `first` on."""
+    K = _tile(k, first, k_token, length, mask, D, S, PD, DOT)
+    V = _tile(v, first, v_token, length, None, E, S, PE, DOT)
     scores = tl.dot(Q, tl.trans(K), input_precision=PRECISION) * weight
-    if mask is not None:
-        scores = tl.where(_real(mask, first, length, S)[None, :], scores, 0.0)
+    if seed is not None:
+        i, j = start + tl.arange(0, Q.shape[0])[:, None], first + tl.arange(0, S)[None, :]
+        scores = tl.where(_kept(seed, i, j, DROPPED), scores, 0.0)
     return tl.dot(scores.to(DOT), V, total, input_precision=PRECISION)
 
 
-@triton.jit
+@_kernel
 def _forward_kernel(
-    q, k, v, y, mask, sums, received, scale, H, L, C, N, blocks, side,
+    q, k, v, y, mask, seed, sums, received, scale, H, L, C, N, blocks, side,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, y_batch, y_head, y_token,
     sums_batch, sums_head, sums_chunk,
     D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
-    INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
     """The output of one block of queries."""
     b, h, row, chunk, own, count = _place(H, blocks, C, L, T, S)
@@ -286,7 +311,9 @@ def _forward_kernel(
     v += b * v_batch + h * v_head
     if mask is not None:
         mask += b * L
-    Q = _tile(q + b * q_batch + h * q_head, start, q_token, L, D, T, PD, DOT)
+    if seed is not None:
+        seed = tl.load(seed + row)
+    Q = _tile(q + b * q_batch + h * q_head, start, q_token, L, None, D, T, PD, DOT)
     left = tl.zeros((T, PE), tl.float32)
     if received is not None:
         received += (row if sums is None else row * N + chunk) * D * E
@@ -295,23 +322,25 @@ def _forward_kernel(
         if INSIDE:
             for other in range(0, count):
                 left = _attend(
-                    left, Q, k, v, mask, begin + other * S, L, 1.0, k_token, v_token, D, E, S, PD, PE, DOT, PRECISION
-                )
+                    left, Q, k, v, mask, seed, start, begin + other * S, L, 1.0, k_token, v_token,
+                    D, E, S, PD, PE, DOT, PRECISION, DROPPED,
+                )  # fmt: skip
         out = left
     else:
         sums += b * sums_batch + h * sums_head + chunk * sums_chunk
-        high, low, half, _ = _sums(sums, own * T, T, 1)
+        high, low, half = _sums(sums, own * T, T, 1)
         high0, low0, half0 = _sum(sums, own * T, 1)  # of the first token
         high1, low1, half1 = _sum(sums, own * T + T - 1, 1)  # of the last
 
         if received is not None:
             left *= tl.exp2(high0 + low0 - half0)
         for other in range(0, own * (T // S)):
-            high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
-            weight = (_weight(high0, low0, -half0, high2, low2, -half2) * real2)[None, :]
+            high2, low2, half2 = _sums(sums, other * S, S, 1)
+            weight = _weight(high0, low0, -half0, high2, low2, -half2)[None, :]
             left = _attend(
-                left, Q, k, v, None, begin + other * S, L, weight, k_token, v_token, D, E, S, PD, PE, DOT, PRECISION
-            )
+                left, Q, k, v, mask, seed, start, begin + other * S, L, weight, k_token, v_token,
+                D, E, S, PD, PE, DOT, PRECISION, DROPPED,
+            )  # fmt: skip
         out = left * _weight(high, low, -half, high0, low0, -half0)[:, None]
 
         to_last = _weight(high1, low1, half1, high, low, half)
@@ -320,49 +349,53 @@ def _forward_kernel(
             right = tl.dot(Q, _state(received + side, D, E, PD, PE, DOT), input_precision=PRECISION)
             out += right * (_weight(end_high, end_low, end_half, high1, low1, half1) * to_last)[:, None]
         for other in range((own + 1) * (T // S), count):
-            high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
-            weight = to_last[:, None] * (_weight(high2, low2, half2, high1, low1, half1) * real2)[None, :]
+            high2, low2, half2 = _sums(sums, other * S, S, 1)
+            weight = to_last[:, None] * _weight(high2, low2, half2, high1, low1, half1)[None, :]
             out = _attend(
-                out, Q, k, v, None, begin + other * S, L, weight, k_token, v_token, D, E, S, PD, PE, DOT, PRECISION
-            )
+                out, Q, k, v, mask, seed, start, begin + other * S, L, weight, k_token, v_token,
+                D, E, S, PD, PE, DOT, PRECISION, DROPPED,
+            )  # fmt: skip
 
         for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
-            high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
-            weight = _decay_mask(high, low, half, high2, low2, half2) * real2[None, :]
+            high2, low2, half2 = _sums(sums, other * S, S, 1)
+            weight = _decay_mask(high, low, half, high2, low2, half2)
             out = _attend(
-                out, Q, k, v, None, begin + other * S, L, weight, k_token, v_token, D, E, S, PD, PE, DOT, PRECISION
-            )
+                out, Q, k, v, mask, seed, start, begin + other * S, L, weight, k_token, v_token,
+                D, E, S, PD, PE, DOT, PRECISION, DROPPED,
+            )  # fmt: skip
     _put(y + b * y_batch + h * y_head, start, y_token, L, out * scale, E, T, PE)
 
 
 @triton.jit
 def _query_gradients(
-    total, Q, dY, k, v, mask, first, length, weight, k_token, v_token,
+    total, Q, dY, k, v, mask, seed, start, first, length, weight, k_token, v_token,
     D: tl.constexpr, E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, DECAYS: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     """total + (dY Vᵀ ⊙ weight) K over one block of keys, and ∂/∂ log M there, (T, S), if DECAYS."""
-    K = _tile(k, first, k_token, length, D, S, PD, DOT)
-    V = _tile(v, first, v_token, length, E, S, PE, DOT)
+    K = _tile(k, first, k_token, length, mask, D, S, PD, DOT)
+    V = _tile(v, first, v_token, length, None, E, S, PE, DOT)
     grad = tl.dot(dY, tl.trans(V), input_precision=PRECISION) * weight
-    if mask is not None:
-        grad = tl.where(_real(mask, first, length, S)[None, :], grad, 0.0)
+    if seed is not None:
+        i, j = start + tl.arange(0, Q.shape[0])[:, None], first + tl.arange(0, S)[None, :]
+        grad = tl.where(_kept(seed, i, j, DROPPED), grad, 0.0)
     pairs = grad
     if DECAYS:
         pairs = tl.dot(Q, tl.trans(K), input_precision=PRECISION) * grad
     return tl.dot(grad.to(DOT), K, total, input_precision=PRECISION), pairs
 
 
-@triton.jit
+@_kernel
 def _query_gradients_kernel(
-    q, k, v, dy, dq, mask, sums, received, grad_sums, scale, H, L, C, N, blocks, side, grad_plane,
+    q, k, v, dy, dq, mask, seed, sums, received, grad_sums, scale, H, L, C, N, blocks, side, grad_plane,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     dy_batch, dy_head, dy_token, dq_batch, dq_head, dq_token, sums_batch, sums_head, sums_chunk,
     D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
-    INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
     """∂q of one block of queries, and their part of the gradients of the running sums, if `grad_sums` is there."""
     DECAYS: tl.constexpr = grad_sums is not None
+    grad_plane = tl.cast(grad_plane, tl.int64)
     b, h, row, chunk, own, count = _place(H, blocks, C, L, T, S)
     begin = chunk * C
     start = begin + own * T
@@ -370,8 +403,10 @@ def _query_gradients_kernel(
     v += b * v_batch + h * v_head
     if mask is not None:
         mask += b * L
-    Q = _tile(q + b * q_batch + h * q_head, start, q_token, L, D, T, PD, DOT)
-    dY = _tile(dy + b * dy_batch + h * dy_head, start, dy_token, L, E, T, PE, DOT)
+    if seed is not None:
+        seed = tl.load(seed + row)
+    Q = _tile(q + b * q_batch + h * q_head, start, q_token, L, None, D, T, PD, DOT)
+    dY = _tile(dy + b * dy_batch + h * dy_head, start, dy_token, L, None, E, T, PE, DOT)
     left = tl.zeros((T, PD), tl.float32)
     if received is not None:
         received += (row if sums is None else row * N + chunk) * D * E
@@ -380,13 +415,13 @@ def _query_gradients_kernel(
         if INSIDE:
             for other in range(0, count):
                 left, _ = _query_gradients(
-                    left, Q, dY, k, v, mask, begin + other * S, L, 1.0, k_token, v_token,
-                    D, E, S, PD, PE, DOT, PRECISION, DECAYS,
+                    left, Q, dY, k, v, mask, seed, start, begin + other * S, L, 1.0, k_token, v_token,
+                    D, E, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS,
                 )  # fmt: skip
         out = left
     else:
         sums += b * sums_batch + h * sums_head + chunk * sums_chunk
-        high, low, half, _ = _sums(sums, own * T, T, 1)
+        high, low, half = _sums(sums, own * T, T, 1)
         high0, low0, half0 = _sum(sums, own * T, 1)
         high1, low1, half1 = _sum(sums, own * T + T - 1, 1)
         past, future, until_end = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
@@ -396,11 +431,11 @@ def _query_gradients_kernel(
             if DECAYS:
                 past = tl.sum(Q * left, 1)
         for other in range(0, own * (T // S)):
-            high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
-            weight = (_weight(high0, low0, -half0, high2, low2, -half2) * real2)[None, :]
+            high2, low2, half2 = _sums(sums, other * S, S, 1)
+            weight = _weight(high0, low0, -half0, high2, low2, -half2)[None, :]
             left, pairs = _query_gradients(
-                left, Q, dY, k, v, None, begin + other * S, L, weight, k_token, v_token,
-                D, E, S, PD, PE, DOT, PRECISION, DECAYS,
+                left, Q, dY, k, v, mask, seed, start, begin + other * S, L, weight, k_token, v_token,
+                D, E, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS,
             )  # fmt: skip
             if DECAYS:
                 past += tl.sum(pairs, 1)
@@ -417,22 +452,22 @@ def _query_gradients_kernel(
             if DECAYS:
                 until_end = tl.sum(Q * right, 1)
         for other in range((own + 1) * (T // S), count):
-            high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
-            weight = to_last[:, None] * (_weight(high2, low2, half2, high1, low1, half1) * real2)[None, :]
+            high2, low2, half2 = _sums(sums, other * S, S, 1)
+            weight = to_last[:, None] * _weight(high2, low2, half2, high1, low1, half1)[None, :]
             out, pairs = _query_gradients(
-                out, Q, dY, k, v, None, begin + other * S, L, weight, k_token, v_token,
-                D, E, S, PD, PE, DOT, PRECISION, DECAYS,
+                out, Q, dY, k, v, mask, seed, start, begin + other * S, L, weight, k_token, v_token,
+                D, E, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS,
             )  # fmt: skip
             if DECAYS:
                 future += tl.sum(pairs, 1)
 
         i, j = own * T + tl.arange(0, T), tl.arange(0, S)
         for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
-            high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
-            weight = _decay_mask(high, low, half, high2, low2, half2) * real2[None, :]
+            high2, low2, half2 = _sums(sums, other * S, S, 1)
+            weight = _decay_mask(high, low, half, high2, low2, half2)
             out, pairs = _query_gradients(
-                out, Q, dY, k, v, None, begin + other * S, L, weight, k_token, v_token,
-                D, E, S, PD, PE, DOT, PRECISION, DECAYS,
+                out, Q, dY, k, v, mask, seed, start, begin + other * S, L, weight, k_token, v_token,
+                D, E, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS,
             )  # fmt: skip
             if DECAYS:
                 past += tl.sum(tl.where(i[:, None] > other * S + j[None, :], pairs, 0.0), 1)
@@ -447,13 +482,16 @@ def _query_gradients_kernel(
 
 @triton.jit
 def _key_gradients(
-    total_k, total_v, K, V, q, dy, first, length, weight, q_token, dy_token,
+    total_k, total_v, K, V, q, dy, seed, start, first, length, weight, q_token, dy_token,
     D: tl.constexpr, E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
     """total_k + (V dYᵀ ⊙ weight) Q and total_v + (K Qᵀ ⊙ weight) dY over one block of queries, and ∂/∂ log Mᵀ there, (T, S)."""
-    Q = _tile(q, first, q_token, length, D, S, PD, DOT)
-    dY = _tile(dy, first, dy_token, length, E, S, PE, DOT)
+    Q = _tile(q, first, q_token, length, None, D, S, PD, DOT)
+    dY = _tile(dy, first, dy_token, length, None, E, S, PE, DOT)
+    if seed is not None:
+        i, j = first + tl.arange(0, S)[None, :], start + tl.arange(0, K.shape[0])[:, None]
+        weight = tl.where(_kept(seed, i, j, DROPPED), weight, 0.0)
     scores = tl.dot(K, tl.trans(Q), input_precision=PRECISION) * weight
     total_v = tl.dot(scores.to(DOT), dY, total_v, input_precision=PRECISION)
     grad = tl.dot(V, tl.trans(dY), input_precision=PRECISION)
@@ -461,31 +499,29 @@ def _key_gradients(
     return total_k, total_v, scores * grad
 
 
-@triton.jit
+@_kernel
 def _key_gradients_kernel(
-    q, k, v, dy, dk, dv, mask, sums, received, grad_sums, scale, H, L, C, N, blocks, side, grad_plane,
+    q, k, v, dy, dk, dv, mask, seed, sums, received, grad_sums, scale, H, L, C, N, blocks, side, grad_plane,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     dy_batch, dy_head, dy_token, dk_batch, dk_head, dk_token, dv_batch, dv_head, dv_token,
     sums_batch, sums_head, sums_chunk,
     D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
-    INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
     """∂k and ∂v of one block of keys, and their part of the gradients of the running sums. `received`: states of q and dy."""
     DECAYS: tl.constexpr = grad_sums is not None
+    grad_plane = tl.cast(grad_plane, tl.int64)
     b, h, row, chunk, own, count = _place(H, blocks, C, L, T, S)
     begin = chunk * C
     start = begin + own * T
     q += b * q_batch + h * q_head
     dy += b * dy_batch + h * dy_head
-    K = _tile(k + b * k_batch + h * k_head, start, k_token, L, D, T, PD, DOT)
-    V = _tile(v + b * v_batch + h * v_head, start, v_token, L, E, T, PE, DOT)
-    real = tl.full((T,), 1.0, tl.float32)
-    if sums is not None:
-        sums += b * sums_batch + h * sums_head + chunk * sums_chunk
-        high, low, half, real = _sums(sums, own * T, T, -1)
-    elif mask is not None:
-        real = _real(mask + b * L, start, L, T).to(tl.float32)
-    K = tl.where(real[:, None] != 0, K, 0.0).to(DOT)
+    if mask is not None:
+        mask += b * L
+    if seed is not None:
+        seed = tl.load(seed + row)
+    K = _tile(k + b * k_batch + h * k_head, start, k_token, L, mask, D, T, PD, DOT)
+    V = _tile(v + b * v_batch + h * v_head, start, v_token, L, None, E, T, PE, DOT)
     left_k, left_v = tl.zeros((T, PD), tl.float32), tl.zeros((T, PE), tl.float32)
     if received is not None:
         received += (row if sums is None else row * N + chunk) * D * E
@@ -496,11 +532,13 @@ def _key_gradients_kernel(
         if INSIDE:
             for other in range(0, count):
                 left_k, left_v, _ = _key_gradients(
-                    left_k, left_v, K, V, q, dy, begin + other * S, L, 1.0, q_token, dy_token,
-                    D, E, S, PD, PE, DOT, PRECISION,
+                    left_k, left_v, K, V, q, dy, seed, start, begin + other * S, L, 1.0, q_token, dy_token,
+                    D, E, S, PD, PE, DOT, PRECISION, DROPPED,
                 )  # fmt: skip
         out_k, out_v = left_k, left_v
     else:
+        sums += b * sums_batch + h * sums_head + chunk * sums_chunk
+        high, low, half = _sums(sums, own * T, T, -1)
         high0, low0, half0 = _sum(sums, own * T, -1)
         high1, low1, half1 = _sum(sums, own * T + T - 1, -1)
         past, future, to_end = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
@@ -512,11 +550,11 @@ def _key_gradients_kernel(
             if DECAYS:
                 past = tl.sum(K * left_k, 1)
         for other in range(0, own * (T // S)):
-            high2, low2, half2, _ = _sums(sums, other * S, S, -1)
+            high2, low2, half2 = _sums(sums, other * S, S, -1)
             weight = _weight(high0, low0, -half0, high2, low2, -half2)[None, :]
             left_k, left_v, pairs = _key_gradients(
-                left_k, left_v, K, V, q, dy, begin + other * S, L, weight, q_token, dy_token,
-                D, E, S, PD, PE, DOT, PRECISION,
+                left_k, left_v, K, V, q, dy, seed, start, begin + other * S, L, weight, q_token, dy_token,
+                D, E, S, PD, PE, DOT, PRECISION, DROPPED,
             )  # fmt: skip
             if DECAYS:
                 past += tl.sum(pairs, 1)
@@ -535,22 +573,22 @@ def _key_gradients_kernel(
             if DECAYS:
                 to_end = tl.sum(K * right, 1)
         for other in range((own + 1) * (T // S), count):
-            high2, low2, half2, _ = _sums(sums, other * S, S, -1)
+            high2, low2, half2 = _sums(sums, other * S, S, -1)
             weight = to_last[:, None] * _weight(high2, low2, half2, high1, low1, half1)[None, :]
             out_k, out_v, pairs = _key_gradients(
-                out_k, out_v, K, V, q, dy, begin + other * S, L, weight, q_token, dy_token,
-                D, E, S, PD, PE, DOT, PRECISION,
+                out_k, out_v, K, V, q, dy, seed, start, begin + other * S, L, weight, q_token, dy_token,
+                D, E, S, PD, PE, DOT, PRECISION, DROPPED,
             )  # fmt: skip
             if DECAYS:
                 future += tl.sum(pairs, 1)
 
         i, j = own * T + tl.arange(0, T), tl.arange(0, S)
         for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
-            high2, low2, half2, _ = _sums(sums, other * S, S, -1)
+            high2, low2, half2 = _sums(sums, other * S, S, -1)
             weight = _decay_mask(high, low, half, high2, low2, half2)
             out_k, out_v, pairs = _key_gradients(
-                out_k, out_v, K, V, q, dy, begin + other * S, L, weight, q_token, dy_token,
-                D, E, S, PD, PE, DOT, PRECISION,
+                out_k, out_v, K, V, q, dy, seed, start, begin + other * S, L, weight, q_token, dy_token,
+                D, E, S, PD, PE, DOT, PRECISION, DROPPED,
             )  # fmt: skip
             if DECAYS:
                 past += tl.sum(tl.where(i[:, None] > other * S + j[None, :], pairs, 0.0), 1)
@@ -560,12 +598,13 @@ def _key_gradients_kernel(
             tl.store(grad_sums, -future * scale)
             tl.store(grad_sums + grad_plane, past * scale)
             tl.store(grad_sums + 2 * grad_plane, to_end * scale)
-    out_k = tl.where(real[:, None] != 0, out_k, 0.0)
+    if mask is not None:
+        out_k = tl.where(_real(mask, start, L, T)[:, None], out_k, 0.0)
     _put(dk + b * dk_batch + h * dk_head, start, dk_token, L, out_k * scale, D, T, PD)
     _put(dv + b * dv_batch + h * dv_head, start, dv_token, L, out_v * scale, E, T, PE)
 
 
-@triton.jit
+@_kernel
 def _decay_gradients_kernel(
     log_decay, sums, grad_sums, received, grad_received, grad, scale, H, L, C, N, side, grad_plane,
     decay_batch, decay_head, decay_token, sums_batch, sums_head, sums_chunk,
@@ -578,6 +617,7 @@ def _decay_gradients_kernel(
     """
     row, chunk = (tl.program_id(0) // N).to(tl.int64), (tl.program_id(0) % N).to(tl.int64)
     b, h = row // H, row % H
+    grad_plane = tl.cast(grad_plane, tl.int64)
     total = tl.zeros((1,), tl.float64)
     if received is not None:
         crossing = tl.zeros((PART,), tl.float32)
@@ -629,9 +669,16 @@ def fused_linear_attention(
     seq_idx: Tensor | None,
     scale: float,
     chunk_size: int | None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
-    """`linear_attention` of operands that `covers` accepts, in the full form where `chunk_size` is None. (B, H, L, E)"""
-    return _forward(q, k, v, log_decay, mask, seq_idx, scale, chunk_size or 0)
+    """`linear_attention` of operands that `covers` accepts, in the full form where `chunk_size` is None. (B, H, L, E)
+
+    Only the full form has dropout, with 0 ≤ dropout_p < 1.
+    """
+    seed = None
+    if dropout_p > 0:  # a number a matrix; what it drops, both passes find out
+        seed = torch.randint(2**62, q.shape[:2], device=q.device)
+    return _forward(q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size or 0, dropout_p)
 
 
 class _Plan:
@@ -702,20 +749,18 @@ def _decay_strides(log_decay: Tensor | None) -> tuple[int, int, int]:
     return log_decay.stride() if log_decay.ndim == 3 else (0, log_decay.stride(0), 0)
 
 
-def _running_sums(
-    plan: _Plan, log_decay: Tensor | None, mask: Tensor | None, seq_idx: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The running sums, if there are any, and what is left for the mask to do, which is in them if there are."""
+def _running_sums(plan: _Plan, log_decay: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
+    """The running sums, if there are any."""
     if log_decay is None and seq_idx is None:
-        return None, mask
+        return None
     sums = torch.empty(plan.sums_shape, dtype=torch.float32, device=plan.device)
     N = plan.sums_shape[2] // plan.C
     _start(
-        _sums_kernel, plan.sums_shape[0] * plan.H * N, sums, log_decay, mask, seq_idx, plan.H, plan.L, plan.C, N,
+        _sums_kernel, plan.sums_shape[0] * plan.H * N, sums, log_decay, seq_idx, plan.H, plan.L, plan.C, N,
         *_decay_strides(log_decay), LOG_NOTHING=_LOG_NOTHING, LOG2E=math.log2(math.e),
         SIZE=min(triton.next_power_of_2(plan.C), 1024), num_warps=4,
     )  # fmt: skip
-    return sums, None
+    return sums
 
 
 def _received(
@@ -758,17 +803,20 @@ def _forward(
     log_decay: Tensor | None,
     mask: Tensor | None,
     seq_idx: Tensor | None,
+    seed: Tensor | None,
     scale: float,
     chunk_size: int,
+    dropout_p: float,
 ) -> Tensor:
     plan, q, k, v, mask, seq_idx = _prepare(q, k, v, log_decay, mask, seq_idx, chunk_size)
-    sums, mask = _running_sums(plan, log_decay, mask, seq_idx)
+    sums = _running_sums(plan, log_decay, seq_idx)
     y = plan.empty_like_tokens(plan.E)
     _start(
-        _forward_kernel, plan.B * plan.H * plan.blocks, q, k, v, y, mask, sums, _received(plan, k, v, mask, sums), scale,
-        plan.H, plan.L, plan.C, plan.N, plan.blocks, plan.side,
+        _forward_kernel, plan.B * plan.H * plan.blocks, q, k, v, y, mask, seed, sums, _received(plan, k, v, mask, sums),
+        scale / (1 - dropout_p), plan.H, plan.L, plan.C, plan.N, plan.blocks, plan.side,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *y.stride()[:3], *plan.sums_strides,
-        **plan.sizes, INSIDE=plan.inside, **plan.dots, num_warps=plan.num_warps, num_stages=plan.num_stages,
+        **plan.sizes, INSIDE=plan.inside, **plan.dots, DROPPED=round(dropout_p * 2**32),
+        num_warps=plan.num_warps, num_stages=plan.num_stages,
     )  # fmt: skip
     return y
 
@@ -782,14 +830,17 @@ def _backward(
     log_decay: Tensor | None,
     mask: Tensor | None,
     seq_idx: Tensor | None,
+    seed: Tensor | None,
     scale: float,
     chunk_size: int,
+    dropout_p: float,
     with_decays: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """∂q, ∂k, ∂v and ∂log_decay, which has no entries unless with_decays."""
     plan, q, k, v, mask, seq_idx = _prepare(q, k, v, log_decay, mask, seq_idx, chunk_size)
     dy = _tokens(dy)
-    sums, mask = _running_sums(plan, log_decay, mask, seq_idx)
+    scale /= 1 - dropout_p
+    sums = _running_sums(plan, log_decay, seq_idx)
     received, grad_received = _received(plan, k, v, mask, sums), _received(plan, q, dy, None, sums, sign=-1)
     dq, dk, dv = plan.empty_like_tokens(plan.D), plan.empty_like_tokens(plan.D), plan.empty_like_tokens(plan.E)
     grad_sums, grad_plane = None, plan.B * plan.H * plan.N * plan.C
@@ -798,14 +849,14 @@ def _backward(
     shape = plan.H, plan.L, plan.C, plan.N, plan.blocks, plan.side, grad_plane
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3]
     options = {
-        **plan.sizes, "INSIDE": plan.inside, **plan.dots, "num_warps": plan.num_warps, "num_stages": plan.num_stages,
+        **plan.sizes, "INSIDE": plan.inside, **plan.dots, "DROPPED": round(dropout_p * 2**32), "num_warps": plan.num_warps, "num_stages": plan.num_stages,
     }  # fmt: skip
     _start(
-        _query_gradients_kernel, plan.B * plan.H * plan.blocks, q, k, v, dy, dq, mask, sums, received, grad_sums, scale,
+        _query_gradients_kernel, plan.B * plan.H * plan.blocks, q, k, v, dy, dq, mask, seed, sums, received, grad_sums, scale,
         *shape, *strides, *dq.stride()[:3], *plan.sums_strides, **options,
     )  # fmt: skip
     _start(
-        _key_gradients_kernel, plan.B * plan.H * plan.blocks, q, k, v, dy, dk, dv, mask, sums, grad_received, grad_sums, scale,
+        _key_gradients_kernel, plan.B * plan.H * plan.blocks, q, k, v, dy, dk, dv, mask, seed, sums, grad_received, grad_sums, scale,
         *shape, *strides, *dk.stride()[:3], *dv.stride()[:3], *plan.sums_strides, **options,
     )  # fmt: skip
     if not with_decays:
@@ -825,34 +876,34 @@ def _backward(
 def _prepare(q, k, v, log_decay, mask, seq_idx, chunk_size):
     """The plan of a call, and its tensors as the kernels read them."""
     with_sums = log_decay is not None or seq_idx is not None
-    alike = seq_idx is None and mask is None and log_decay is not None and log_decay.ndim == 1
+    alike = seq_idx is None and log_decay is not None and log_decay.ndim == 1
     plan = _Plan(q, v, with_sums, alike, chunk_size)
     mask = None if mask is None else mask.contiguous().view(torch.uint8)
     return plan, _tokens(q), _tokens(k), _tokens(v), mask, None if seq_idx is None else seq_idx.contiguous()
 
 
 @_forward.register_fake
-def _(q, k, v, log_decay, mask, seq_idx, scale, chunk_size):
+def _(q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size, dropout_p):
     B, H, L, _ = q.shape
     return v.new_empty(B, L, H, v.shape[-1]).transpose(1, 2)
 
 
 @_backward.register_fake
-def _(dy, q, k, v, log_decay, mask, seq_idx, scale, chunk_size, with_decays):
+def _(dy, q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size, dropout_p, with_decays):
     B, H, L, _ = q.shape
     grads = [x.new_empty(B, L, H, x.shape[-1]).transpose(1, 2) for x in (q, k, v)]
     return *grads, torch.empty_like(log_decay, memory_format=torch.contiguous_format) if with_decays else q.new_empty(0)
 
 
 def _keep(ctx, inputs, output) -> None:
-    *tensors, ctx.scale, ctx.chunk_size = inputs
+    *tensors, ctx.scale, ctx.chunk_size, ctx.dropout_p = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _gradients(ctx, dy):
     with_decays = ctx.needs_input_grad[3]
-    dq, dk, dv, d_decay = _backward(dy, *ctx.saved_tensors, ctx.scale, ctx.chunk_size, with_decays)
-    return dq, dk, dv, d_decay if with_decays else None, None, None, None, None
+    dq, dk, dv, d_decay = _backward(dy, *ctx.saved_tensors, ctx.scale, ctx.chunk_size, ctx.dropout_p, with_decays)
+    return dq, dk, dv, d_decay if with_decays else None, *[None] * 6
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)
