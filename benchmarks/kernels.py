@@ -49,7 +49,8 @@ def main(argv: list[str]) -> None:
     ]  # fmt: skip
     for card, dtype, size, form, decay in cli.progress(cases, desc="kernels"):
         for start in starts(form, decay, getattr(torch, dtype), size, size):
-            needs = compiled(start, card)
+            failed: dict[str, str] = {}
+            needs = measure.attempt(failed, "error", compiled, start, card) or failed
             name = start.kernel.__name__.strip("_").removesuffix("_kernel")
             rows.append({"card": card, "dtype": dtype, "head_dim": size, "form": form, "decay": decay, "kernel": name, **needs})  # fmt: skip
     facts = {"triton": kernels.triton.__version__, "torch": torch.__version__}
@@ -57,7 +58,7 @@ def main(argv: list[str]) -> None:
     lines = [
         [f"sm_{row['card']}", row["dtype"], str(row["head_dim"]), row["form"], row["decay"], row["kernel"], str(row["warps"]),
          str(row["registers"]), str(row["spilled"]), f"{row['shared'] / 1024:.0f}"]
-        for row in rows
+        for row in rows if "error" not in row
     ]  # fmt: skip
     measure.write(a.out, "kernels", "What each kernel needs:", facts, [[header, *lines]], rows)
 
