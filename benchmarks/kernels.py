@@ -75,7 +75,7 @@ def starts(
     mask = torch.ones(B, length, dtype=torch.bool)
     chunk_size = 128 if form == "chunkwise" else 0
     seed, dropout_p = (torch.empty(B, H, dtype=torch.long), 0.1) if form == "full, dropout" else (None, 0.0)
-    options = None, seed, d**-0.5, chunk_size, dropout_p
+    arguments = q, k, v, log_decay, mask, None, seed, d**-0.5, chunk_size, dropout_p
     recorded: list[Start] = []
 
     def record(kernel, programs: int, *arguments, **options) -> None:
@@ -83,8 +83,8 @@ def starts(
 
     launch, kernels._start = kernels._start, record
     try:
-        y = kernels._forward(q, k, v, log_decay, mask, *options)
-        kernels._backward(y, q, k, v, log_decay, mask, *options, log_decay is not None)
+        y, sums = kernels._forward(*arguments)
+        kernels._backward(y, *arguments, log_decay is not None, sums)
     finally:
         kernels._start = launch
     return recorded

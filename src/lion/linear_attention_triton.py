@@ -18,6 +18,7 @@ other operands; for those of k and v, which need Mᵀ, `before` and `upto` chang
 Letters in shape comments: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk, T block.
 """
 
+import contextlib
 import functools
 import math
 import re
@@ -25,6 +26,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 try:
     import triton
@@ -266,12 +268,16 @@ def _scan_kernel(
     place = direction * side + row * N * SIZE + entry
     sums += row // H * sums_batch + row % H * sums_head
     state = tl.zeros((PART,), tl.float32)
+    high, low, half = _sum(sums + direction * (N - 1) * sums_chunk, C - 1, 1)
     for step in tl.range(0, N, num_stages=STAGES):
         chunk = direction * (N - 1 - step) + (1 - direction) * step
-        tl.store(received + place + chunk * SIZE, state.to(received.dtype.element_ty), mask=entry < SIZE)
-        high, low, half = _sum(sums + chunk * sums_chunk, C - 1, 1)
         own = tl.load(states + place + chunk * SIZE, mask=entry < SIZE, other=0.0)
+        after = tl.minimum(step + 1, N - 1)  # whose sum is on its way while this chunk is worked on
+        following = direction * (N - 1 - after) + (1 - direction) * after
+        high2, low2, half2 = _sum(sums + following * sums_chunk, C - 1, 1)
+        tl.store(received + place + chunk * SIZE, state.to(received.dtype.element_ty), mask=entry < SIZE)
         state = state * tl.exp2(high + low + half) + own
+        high, low, half = high2, low2, half2
 
 
 # Outputs and gradients. A program has T rows of the result: queries, or keys for the gradients of k and v. What comes from before
@@ -678,16 +684,24 @@ def fused_linear_attention(
     seed = None
     if dropout_p > 0:  # a number a matrix; what it drops, both passes find out
         seed = torch.randint(2**62, q.shape[:2], device=q.device)
-    return _forward(q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size or 0, dropout_p)
+    arguments = q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size or 0, dropout_p
+    if torch.compiler.is_compiling() or type(q) is not Tensor:
+        return _forward_operator(*arguments)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4]):
+        return _Eager.apply(*arguments)
+    return _forward(*arguments)[0]
 
 
 class _Plan:
     """Shapes, strides and types of one call, which every kernel takes from here."""
 
-    def __init__(self, q: Tensor, v: Tensor, with_sums: bool, alike: bool, chunk_size: int):
-        """with_sums: there are decays, or packed sequences. alike: the numbers of one chunk and text are those of all."""
-        self.B, self.H, self.L, self.D = q.shape
-        self.E = v.shape[-1]
+    def __init__(
+        self, shape: torch.Size, E: int, dtype: torch.dtype, device: torch.device, with_sums: bool, alike: bool,
+        chunk_size: int, dot: "tl.dtype", precision: str,
+    ):  # fmt: skip
+        """shape: q's. with_sums: there are decays, or packed sequences. alike: the numbers of one chunk and text are those of all."""
+        self.B, self.H, self.L, self.D = shape
+        self.E = E
         self.T = min(_BLOCK, max(16, triton.next_power_of_2(self.L)))
         self.PD, self.PE = (max(16, triton.next_power_of_2(size)) for size in (self.D, self.E))
         self.S = min(_OTHERS if max(self.PD, self.PE) <= 64 else _OTHERS // 2, self.T)
@@ -702,16 +716,20 @@ class _Plan:
         head = 4 * self.sums_shape[2]
         self.sums_strides = (0, head, 0) if alike else (self.H * head, head, 4 * self.C)
         self.side = self.B * self.H * self.N * self.D * self.E
-        self.device, self.dtype = q.device, q.dtype
-        self.dot, self.precision = _multiplied_as(q.dtype)
+        self.device, self.dtype = device, dtype
         self.sizes = {"D": self.D, "E": self.E, "T": self.T, "S": self.S, "PD": self.PD, "PE": self.PE}
-        self.dots = {"DOT": self.dot, "PRECISION": self.precision}
-        self.num_warps = max(1, self.T // 16)  # each multiplies 16 rows
-        self.num_stages = 2 if self.dot == tl.float32 else 3
+        self.dots = {"DOT": dot, "PRECISION": precision}
+        self.starts = {
+            "num_warps": max(1, self.T // 16),  # each multiplies 16 rows
+            "num_stages": 2 if dot == tl.float32 else 3,
+        }
 
     def empty_like_tokens(self, size: int) -> Tensor:
         """(B, H, L, size), with the heads of a token side by side, as the layer after attention reads them."""
         return torch.empty(self.B, self.L, self.H, size, dtype=self.dtype, device=self.device).transpose(1, 2)
+
+
+_plan = functools.lru_cache(256)(_Plan)  # a step's layers are alike
 
 
 def _multiplied_as(dtype: torch.dtype) -> tuple["tl.dtype", str]:
@@ -734,7 +752,8 @@ def _tf32_is_allowed() -> bool:
 
 
 def _start(kernel, programs: int, q: Tensor, *arguments, **options) -> None:
-    with torch.cuda.device_of(q):  # Triton starts kernels on the current card
+    elsewhere = q.is_cuda and q.get_device() != torch.cuda.current_device()  # Triton starts kernels on the current card
+    with torch.cuda.device(q.device) if elsewhere else contextlib.nullcontext():
         kernel[(programs,)](q, *arguments, **options)
 
 
@@ -777,7 +796,7 @@ def _received(
     _start(
         _states_kernel, rows * N * columns, k, v, mask, sums, states, plan.H, plan.L, plan.C, N, columns, plan.side,
         *k.stride()[:3], *v.stride()[:3], *plan.sums_strides, **{**plan.sizes, "PE": PE},
-        SIGN=sign, **plan.dots, num_warps=plan.num_warps, num_stages=plan.num_stages,
+        SIGN=sign, **plan.dots, **plan.starts,
     )  # fmt: skip
     kept = plan.dtype if plan.dtype == torch.bfloat16 else torch.float32  # as they are multiplied
     if sums is None:
@@ -792,10 +811,6 @@ def _received(
     return received
 
 
-_OPERATORS = re.sub(r"\W", "_", __name__)  # a copy of this file in a Hub folder registers operators of its own
-
-
-@torch.library.custom_op(f"{_OPERATORS}::forward", mutates_args=())
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -807,7 +822,8 @@ def _forward(
     scale: float,
     chunk_size: int,
     dropout_p: float,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
+    """The output, and the running sums, if there are any."""
     plan, q, k, v, mask, seq_idx = _prepare(q, k, v, log_decay, mask, seq_idx, chunk_size)
     sums = _running_sums(plan, log_decay, seq_idx)
     y = plan.empty_like_tokens(plan.E)
@@ -815,13 +831,11 @@ def _forward(
         _forward_kernel, plan.B * plan.H * plan.blocks, q, k, v, y, mask, seed, sums, _received(plan, k, v, mask, sums),
         scale / (1 - dropout_p), plan.H, plan.L, plan.C, plan.N, plan.blocks, plan.side,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *y.stride()[:3], *plan.sums_strides,
-        **plan.sizes, INSIDE=plan.inside, **plan.dots, DROPPED=round(dropout_p * 2**32),
-        num_warps=plan.num_warps, num_stages=plan.num_stages,
+        **plan.sizes, INSIDE=plan.inside, **plan.dots, DROPPED=round(dropout_p * 2**32), **plan.starts,
     )  # fmt: skip
-    return y
+    return y, sums
 
 
-@torch.library.custom_op(f"{_OPERATORS}::backward", mutates_args=())
 def _backward(
     dy: Tensor,
     q: Tensor,
@@ -835,12 +849,14 @@ def _backward(
     chunk_size: int,
     dropout_p: float,
     with_decays: bool,
+    sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """∂q, ∂k, ∂v and ∂log_decay, which has no entries unless with_decays."""
+    """∂q, ∂k, ∂v and ∂log_decay, which has no entries unless with_decays. sums: of the forward pass, if they were kept."""
     plan, q, k, v, mask, seq_idx = _prepare(q, k, v, log_decay, mask, seq_idx, chunk_size)
     dy = _tokens(dy)
     scale /= 1 - dropout_p
-    sums = _running_sums(plan, log_decay, seq_idx)
+    if sums is None:
+        sums = _running_sums(plan, log_decay, seq_idx)
     received, grad_received = _received(plan, k, v, mask, sums), _received(plan, q, dy, None, sums, sign=-1)
     dq, dk, dv = plan.empty_like_tokens(plan.D), plan.empty_like_tokens(plan.D), plan.empty_like_tokens(plan.E)
     grad_sums, grad_plane = None, plan.B * plan.H * plan.N * plan.C
@@ -848,9 +864,7 @@ def _backward(
         grad_sums = torch.empty(6, grad_plane, dtype=torch.float32, device=plan.device)
     shape = plan.H, plan.L, plan.C, plan.N, plan.blocks, plan.side, grad_plane
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3]
-    options = {
-        **plan.sizes, "INSIDE": plan.inside, **plan.dots, "DROPPED": round(dropout_p * 2**32), "num_warps": plan.num_warps, "num_stages": plan.num_stages,
-    }  # fmt: skip
+    options = {**plan.sizes, "INSIDE": plan.inside, **plan.dots, "DROPPED": round(dropout_p * 2**32), **plan.starts}
     _start(
         _query_gradients_kernel, plan.B * plan.H * plan.blocks, q, k, v, dy, dq, mask, seed, sums, received, grad_sums, scale,
         *shape, *strides, *dq.stride()[:3], *plan.sums_strides, **options,
@@ -877,33 +891,60 @@ def _prepare(q, k, v, log_decay, mask, seq_idx, chunk_size):
     """The plan of a call, and its tensors as the kernels read them."""
     with_sums = log_decay is not None or seq_idx is not None
     alike = seq_idx is None and log_decay is not None and log_decay.ndim == 1
-    plan = _Plan(q, v, with_sums, alike, chunk_size)
+    plan = _plan(q.shape, v.shape[-1], q.dtype, q.device, with_sums, alike, chunk_size, *_multiplied_as(q.dtype))
     mask = None if mask is None else mask.contiguous().view(torch.uint8)
     return plan, _tokens(q), _tokens(k), _tokens(v), mask, None if seq_idx is None else seq_idx.contiguous()
 
 
-@_forward.register_fake
+def _gradients(ctx, backward, dy: Tensor, sums: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    with_decays = ctx.needs_input_grad[3]
+    *grads, d_decay = backward(dy, *ctx.saved_tensors[:7], *ctx.numbers, with_decays, sums)
+    return *grads, d_decay if with_decays else None, *[None] * 6
+
+
+class _Eager(torch.autograd.Function):
+    """The operator outside of torch.compile, where PyTorch needs longer to find an operator of its own than to start these kernels."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        y, sums = _forward(*arguments)
+        ctx.save_for_backward(*arguments[:7], sums)
+        ctx.numbers = arguments[7:]
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _gradients(ctx, _backward, dy, ctx.saved_tensors[7])
+
+
+# The same as operators of PyTorch's, which torch.compile does not look into
+
+_NAME = re.sub(r"\W", "_", __name__)  # a copy of this file in a Hub folder registers operators of its own
+_forward_operator = torch.library.custom_op(
+    f"{_NAME}::forward", lambda *arguments: _forward(*arguments)[0], mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? mask, Tensor? seq_idx, Tensor? seed, float scale, "
+    "SymInt chunk_size, float dropout_p) -> Tensor",
+)  # fmt: skip
+_backward_operator = torch.library.custom_op(f"{_NAME}::backward", _backward, mutates_args=())
+
+
+@_forward_operator.register_fake
 def _(q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size, dropout_p):
     B, H, L, _ = q.shape
     return v.new_empty(B, L, H, v.shape[-1]).transpose(1, 2)
 
 
-@_backward.register_fake
-def _(dy, q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size, dropout_p, with_decays):
+@_backward_operator.register_fake
+def _(dy, q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size, dropout_p, with_decays, sums=None):
     B, H, L, _ = q.shape
     grads = [x.new_empty(B, L, H, x.shape[-1]).transpose(1, 2) for x in (q, k, v)]
     return *grads, torch.empty_like(log_decay, memory_format=torch.contiguous_format) if with_decays else q.new_empty(0)
 
 
 def _keep(ctx, inputs, output) -> None:
-    *tensors, ctx.scale, ctx.chunk_size, ctx.dropout_p = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*inputs[:7])
+    ctx.numbers = inputs[7:]
 
 
-def _gradients(ctx, dy):
-    with_decays = ctx.needs_input_grad[3]
-    dq, dk, dv, d_decay = _backward(dy, *ctx.saved_tensors, ctx.scale, ctx.chunk_size, ctx.dropout_p, with_decays)
-    return dq, dk, dv, d_decay if with_decays else None, *[None] * 6
-
-
-_forward.register_autograd(_gradients, setup_context=_keep)
+_forward_operator.register_autograd(lambda ctx, dy: _gradients(ctx, _backward_operator, dy), setup_context=_keep)
