@@ -83,8 +83,8 @@ def starts(
 
     launch, kernels._start = kernels._start, record
     try:
-        y, sums = kernels._forward(*arguments)
-        kernels._backward(y, *arguments, log_decay is not None, sums)
+        y, sums = kernels._start_forward(*arguments)
+        kernels._start_backward(y, *arguments, log_decay is not None, sums)
     finally:
         kernels._start = launch
     return recorded

@@ -307,8 +307,8 @@ def test_the_operators_keep_what_pytorch_asks_of_them(decay):
     q, k, v, log_decay = (None if x is None else x.to(DEVICE, torch.float32) for x in inputs)
     for seed, chunk_size, dropout_p in ((None, 16, 0.0), (torch.full((1, 1), 7, device=DEVICE), 0, 0.1)):
         arguments = (q, k, v, log_decay, mask.to(DEVICE), None, seed, 0.5, chunk_size, dropout_p)
-        torch.library.opcheck(kernels._forward_operator, arguments)
-        torch.library.opcheck(kernels._backward_operator, (torch.ones_like(v), *arguments, log_decay is not None))
+        torch.library.opcheck(kernels._forward, arguments)
+        torch.library.opcheck(kernels._backward, (torch.ones_like(v), *arguments, log_decay is not None))
 
 
 @pytest.mark.parametrize("slow_at_the_end", [False, True])

@@ -686,10 +686,10 @@ def fused_linear_attention(
         seed = torch.randint(2**62, q.shape[:2], device=q.device)
     arguments = q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size or 0, dropout_p
     if torch.compiler.is_compiling() or type(q) is not Tensor:
-        return _forward_operator(*arguments)
+        return _forward(*arguments)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4]):
         return _Eager.apply(*arguments)
-    return _forward(*arguments)[0]
+    return _start_forward(*arguments)[0]
 
 
 class _Plan:
@@ -811,7 +811,7 @@ def _received(
     return received
 
 
-def _forward(
+def _start_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -836,7 +836,7 @@ def _forward(
     return y, sums
 
 
-def _backward(
+def _start_backward(
     dy: Tensor,
     q: Tensor,
     k: Tensor,
@@ -907,7 +907,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        y, sums = _forward(*arguments)
+        y, sums = _start_forward(*arguments)
         ctx.save_for_backward(*arguments[:7], sums)
         ctx.numbers = arguments[7:]
         return y
@@ -915,27 +915,27 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return _gradients(ctx, _backward, dy, ctx.saved_tensors[7])
+        return _gradients(ctx, _start_backward, dy, ctx.saved_tensors[7])
 
 
 # The same as operators of PyTorch's, which torch.compile does not look into
 
 _NAME = re.sub(r"\W", "_", __name__)  # a copy of this file in a Hub folder registers operators of its own
-_forward_operator = torch.library.custom_op(
-    f"{_NAME}::forward", lambda *arguments: _forward(*arguments)[0], mutates_args=(),
+_forward = torch.library.custom_op(
+    f"{_NAME}::forward", lambda *arguments: _start_forward(*arguments)[0], mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? mask, Tensor? seq_idx, Tensor? seed, float scale, "
     "SymInt chunk_size, float dropout_p) -> Tensor",
 )  # fmt: skip
-_backward_operator = torch.library.custom_op(f"{_NAME}::backward", _backward, mutates_args=())
+_backward = torch.library.custom_op(f"{_NAME}::backward", _start_backward, mutates_args=())
 
 
-@_forward_operator.register_fake
+@_forward.register_fake
 def _(q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size, dropout_p):
     B, H, L, _ = q.shape
     return v.new_empty(B, L, H, v.shape[-1]).transpose(1, 2)
 
 
-@_backward_operator.register_fake
+@_backward.register_fake
 def _(dy, q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size, dropout_p, with_decays, sums=None):
     B, H, L, _ = q.shape
     grads = [x.new_empty(B, L, H, x.shape[-1]).transpose(1, 2) for x in (q, k, v)]
@@ -947,4 +947,4 @@ def _keep(ctx, inputs, output) -> None:
     ctx.numbers = inputs[7:]
 
 
-_forward_operator.register_autograd(lambda ctx, dy: _gradients(ctx, _backward_operator, dy), setup_context=_keep)
+_forward.register_autograd(lambda ctx, dy: _gradients(ctx, _backward, dy), setup_context=_keep)
