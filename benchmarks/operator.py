@@ -232,8 +232,8 @@ def prepare(form, variant, length, backward, batch, heads, head_dim, dtype, chun
     q, k, v, grad = (draw_one(batch, length, heads, head_dim).to(half).transpose(1, 2) for _ in range(4))
     log_decay = None
     if variant in ("lion-d", "lion-s"):
-        raw = draw_one(heads) if variant == "lion-d" else draw_one(batch, length, heads).transpose(1, 2)
-        log_decay = F.logsigmoid(raw)
+        log_decay = F.logsigmoid(draw_one(*([heads] if variant == "lion-d" else [batch, length, heads])))
+        log_decay = log_decay if variant == "lion-d" else log_decay.transpose(1, 2)
     leaves = [x.requires_grad_(backward) for x in (q, k, v, log_decay) if x is not None]
 
     def run() -> None:

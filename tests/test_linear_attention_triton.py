@@ -193,15 +193,15 @@ def kept(count: int, heads: int, length: int, dropout_p: float, seed: int) -> Te
 @pytest.mark.parametrize("decay", DECAYS)
 def test_dropout_drops_the_same_entries_forward_and_backward(decay, mask, started):
     inputs, real = draw(decay, LONG, 2, HEADS, mask)
-    left = kept(2, HEADS, LONG, 0.3, seed=5)
+    left = kept(2, HEADS, LONG, 0.6, seed=5)
     assert bool((left.diagonal(dim1=-2, dim2=-1) == 0).any())  # the diagonal is dropped as all else is
 
     def dropped(*operands, **options):
         torch.manual_seed(5)
-        return linear_attention(*operands, **options, dropout_p=0.3)  # auto: only the full form has dropout
+        return linear_attention(*operands, **options, dropout_p=0.6)  # auto: only the full form has dropout
 
     def expected(q, k, v, log_decay, **options):
-        return (attention_matrix(q, k, log_decay, **options) * left / 0.7) @ v
+        return (attention_matrix(q, k, log_decay, **options) * left / 0.4) @ v
 
     options = {} if real is None else {"mask": real}
     rounded = [None if x is None else x.float() for x in inputs]
@@ -211,9 +211,8 @@ def test_dropout_drops_the_same_entries_forward_and_backward(decay, mask, starte
     assert "_key_gradients_kernel" in started and "_scan_kernel" not in started
 
 
-@pytest.mark.parametrize("dropout_p", [0.1, 0.6])
-def test_dropout_drops_every_entry_by_itself(dropout_p):
-    length = 64
+def test_dropout_drops_every_entry_by_itself():
+    dropout_p, length = 0.1, 64
     first, second = (kept(2, 4, length, dropout_p, seed).flatten(0, 1) for seed in (0, 1))  # (matrices, L, L)
     assert torch.equal(first, kept(2, 4, length, dropout_p, 0).flatten(0, 1))
     both = torch.cat([first, second])

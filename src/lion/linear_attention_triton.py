@@ -526,7 +526,9 @@ def _key_gradients_kernel(
         mask += b * L
     if seed is not None:
         seed = tl.load(seed + row)
-    K = _tile(k + b * k_batch + h * k_head, start, k_token, L, mask, D, T, PD, DOT)
+    K = _tile(k + b * k_batch + h * k_head, start, k_token, L, None, D, T, PD, DOT)
+    if mask is not None:  # after the load, which costs fewer registers here
+        K = tl.where(_real(mask, start, L, T)[:, None], K, 0.0).to(DOT)
     V = _tile(v + b * v_batch + h * v_head, start, v_token, L, None, E, T, PE, DOT)
     left_k, left_v = tl.zeros((T, PD), tl.float32), tl.zeros((T, PE), tl.float32)
     if received is not None:
