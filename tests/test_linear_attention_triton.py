@@ -207,7 +207,7 @@ def test_dropout_drops_the_same_entries_forward_and_backward(decay, mask, starte
     rounded = [None if x is None else x.float() for x in inputs]
     actual = results(dropped, inputs, device=DEVICE, dtype=torch.float32, **options)
     for x, y in zip(actual, results(expected, rounded, device="cpu", dtype=torch.float64, **options), strict=True):
-        assert distance(x, y) < 1e-5
+        assert distance(x, y) < 1e-4
     assert "_key_gradients_kernel" in started and "_scan_kernel" not in started
 
 
