@@ -8,6 +8,7 @@ import importlib
 import itertools
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -342,6 +343,24 @@ def test_pytorch_computes_what_the_kernels_do_not_cover(changes, started, monkey
         return
     assert linear_attention(q, k, v, log_decay, **options).isfinite().all()
     assert started == []
+
+
+@pytest.mark.parametrize(
+    "major, shared, computed",
+    [(7, 65536, ()), (8, 166912, ("bfloat16", "float32")), (8, 101376, ("bfloat16",)), (9, 232448, ("bfloat16", "float32"))],
+)  # fmt: skip
+def test_a_card_computes_what_its_memory_holds(major, shared, computed, monkeypatch):
+    card = SimpleNamespace(major=major, shared_memory_per_block_optin=shared)
+    monkeypatch.setattr(kernels, "_card", lambda device: card)
+    monkeypatch.setattr(kernels.triton, "JITFunction", object)  # in the interpreter too
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert kernels._shared_memory(torch.device("cpu")) == 0
+    on_card = kernels._shared_memory(torch.device("cuda", 1))
+    monkeypatch.setattr(kernels, "_shared_memory", lambda device: on_card)
+    for size in (64, 65):
+        for name in ("bfloat16", "float32"):
+            x = torch.zeros(1, 1, 1, size, dtype=getattr(torch, name))
+            assert kernels.covers(x, x, x) == (name in computed or (size == 64 and on_card > 0))
 
 
 def test_auto_takes_one_chunk_for_short_texts_and_states_for_long_ones(started, monkeypatch):

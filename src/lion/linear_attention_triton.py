@@ -45,28 +45,32 @@ _OTHERS = 32  # S, the tokens that they meet at a time; with more, a thread's nu
 
 def covers(q: Tensor, k: Tensor, v: Tensor, extra: int = 0) -> bool:
     """Whether the kernels compute these operands, v with so many extra columns: on an NVIDIA card since Ampere, or anywhere in
-    Triton's interpreter; in bfloat16, float16 or float32, all alike; heads of up to 128, of any size."""
+    Triton's interpreter; in bfloat16, float16 or float32, all alike; heads of up to 128, of any size. On cards with less shared
+    memory than an A100's, as GeForce has, heads above 64 in bfloat16 only."""
+    head, shared = max(q.shape[-1], v.shape[-1] + extra), _shared_memory(q.device) if AVAILABLE else 0
     return (
-        AVAILABLE
-        and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        q.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and q.dtype == k.dtype == v.dtype
         and q.device == k.device == v.device
-        and max(q.shape[-1], v.shape[-1] + extra) <= LARGEST_HEAD
+        and head <= LARGEST_HEAD
+        and (head <= 64 or q.dtype == torch.bfloat16 or shared >= 160 * 1024)  # two states of 64 KiB, and more
         and min(q.numel(), v.numel()) > 0
-        and _runs_on(q.device)
+        and shared > 0
     )
 
 
 @torch.compiler.assume_constant_result
-def _runs_on(device: torch.device) -> bool:
+def _shared_memory(device: torch.device) -> int:
+    """The bytes that a program may have, on a device that runs the kernels; 0 on others."""
     if not isinstance(_forward_kernel, triton.JITFunction):
-        return True  # TRITON_INTERPRET=1
-    return device.type == "cuda" and torch.version.hip is None and _capability(device) >= (8, 0)
+        return 2**20  # TRITON_INTERPRET=1
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    card = _card(device)
+    return card.shared_memory_per_block_optin if card.major >= 8 else 0
 
 
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+_card = functools.cache(torch.cuda.get_device_properties)
 
 
 # What the kernels share. Of each token they read three numbers, side by side: high, low and half. The running sums are, in
