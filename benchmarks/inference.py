@@ -76,6 +76,8 @@ def main(argv: list[str]) -> None:
             measure.write(a.out, name, title, facts, [table(rows)], rows, show=False)
     for case in cli.progress(cases, desc="memory"):
         own = sorted((row for row in rows if (row["mixer"], row["form"]) == case and row["ms"]), key=tokens)
+        if not own:
+            continue
         arguments = [(*case, row["batch"], row["length"], *size) for row in own]
         peaks = measure.attempt({}, case, measure.peak_memory, prepare, (*case, 1, 16, *size), arguments, a.device)
         for row, peak in zip(own, peaks or []):

@@ -10,6 +10,7 @@ import sys
 sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
+import math
 import re
 import subprocess
 import tempfile
@@ -51,6 +52,8 @@ def main(argv: list[str]) -> None:
         for start in starts(form, decay, getattr(torch, dtype), size, size):
             failed: dict[str, str] = {}
             needs = measure.attempt(failed, "error", compiled, start, card) or failed
+            if needs.get("shared", 0) > SHARED.get(card, math.inf):
+                needs = {"error": f"{needs['shared'] / 1024:.0f} KiB of shared memory are more than the card has"}
             name = start.kernel.__name__.strip("_").removesuffix("_kernel")
             rows.append({"card": card, "dtype": dtype, "head_dim": size, "form": form, "decay": decay, "kernel": name, **needs})  # fmt: skip
     facts = {"triton": kernels.triton.__version__, "torch": torch.__version__}

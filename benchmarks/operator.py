@@ -150,8 +150,9 @@ def timed(
 def fill_peaks(rows: list[dict], a: argparse.Namespace) -> None:
     """The peak memory of each row that was timed."""
     fixed = (a.heads, a.head_dim, a.dtype, a.chunk_size, a.device)
+    rows = [row for row in rows if row["both_ms"]]
     for case in dict.fromkeys((row["form"], row["variant"]) for row in rows):
-        own = [row for row in rows if (row["form"], row["variant"]) == case and row["both_ms"]]
+        own = [row for row in rows if (row["form"], row["variant"]) == case]
         arguments = [(*case, row["length"], True, row["batch"], *fixed) for row in own]
         failed: dict = {}
         peaks = measure.attempt(

@@ -117,15 +117,18 @@ def test_conversion_is_timed_in_both_modes_beside_a_plain_loop(tmp_path, tokeniz
     assert (tmp_path / "convert-cpu.md").read_text().strip() in result.stdout
 
 
-@pytest.mark.parametrize("card, which", [(80, "key_gradients"), (90, "")])
-def test_the_kernels_compile_and_keep_their_numbers_in_registers(card, which):
+@pytest.mark.parametrize(
+    "form, card, which", [("chunkwise", 80, "key_gradients"), ("chunkwise", 90, ""), ("full, dropout", 90, "forward")]
+)
+def test_the_kernels_compile_and_keep_their_numbers_in_registers(form, card, which):
     """What Triton's interpreter accepts the compiler need not. Heads of 64 in bfloat16; benchmarks/kernels.py compiles all."""
     pytest.importorskip("triton", reason="triton is not installed")
     from benchmarks import kernels
 
-    starts = kernels.starts("chunkwise", "token", torch.bfloat16, 64, 64)
+    starts = kernels.starts(form, "token", torch.bfloat16, 64, 64)
     distinct = {(start.kernel.__name__, start.options.get("SIGN")): start for start in starts}
-    assert len(distinct) == 8  # sums, states of keys and of queries, their scan, the output and three gradients
+    # sums, the output and three gradients; and states of keys and of queries, and their scan
+    assert len(distinct) == (8 if form == "chunkwise" else 5)
     for (name, _), start in distinct.items():
         if which in name:
             needs = kernels.compiled(start, card)
