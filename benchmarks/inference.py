@@ -10,6 +10,7 @@ import sys
 sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
+import math
 from pathlib import Path
 
 import torch
@@ -30,7 +31,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--tokens", type=int, default=2**20, help="the most in a pass, of all texts (default: 1,048,576)"
     )
-    parser.add_argument("--forms", nargs="+", default=["auto"], choices=[form for form in LONGEST if form != "softmax"])
+    parser.add_argument(
+        "--forms", nargs="+", choices=[form for form in LONGEST if form != "softmax"],
+        help="(default: auto; auto full chunkwise on a GPU)",
+    )  # fmt: skip
     parser.add_argument("--layers", type=int, default=12, help="(default: 12)")
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
     parser.add_argument("--dtype", help="(default: bfloat16 on a GPU, float32 on a CPU)")
@@ -43,29 +47,43 @@ def main(argv: list[str]) -> None:
     a.dtype = a.dtype or ("bfloat16" if a.device == "cuda" else "float32")
     a.lengths = sorted(a.lengths or [128, 512, 2048, *([8192, 16384, 65536] if a.device == "cuda" else [])])
     a.batch = a.batch or ([1, 64] if a.device == "cuda" else [1])
+    a.forms = a.forms or (["auto", "full", "chunkwise"] if a.device == "cuda" else ["auto"])
+    longest = {**LONGEST, "full": 65536, "softmax": 65536} if a.device == "cuda" else LONGEST
     size = (a.layers, a.hidden, a.lengths[-1], a.dtype, a.device)
 
     cases = [("softmax", "softmax"), *((mixer, form) for mixer in MIXERS[1:] for form in a.forms)]
-    rows = []
-    for batch in a.batch:
-        for length in cli.progress(a.lengths, desc=f"batch {batch}"):
-            here = [case for case in cases if length <= LONGEST[case[1]] and batch * length <= a.tokens]
-            runs = {case: prepare(*case, batch, length, *size) for case in here}
-            times = measure.interleaved(runs, a.device, a.rounds, a.seconds)
-            rows += [
-                {"batch": batch, "length": length, "mixer": mixer, "form": form, "ms": 1000 * times[mixer, form]}
-                for mixer, form in here
-            ]
-            del runs
-    for mixer, form in cli.progress(cases, desc="memory"):
-        own = sorted((row for row in rows if (row["mixer"], row["form"]) == (mixer, form)), key=tokens)
-        arguments = [(mixer, form, row["batch"], row["length"], *size) for row in own]
-        for row, peak in zip(own, measure.peak_memory(prepare, (mixer, form, 1, 16, *size), arguments, a.device)):
-            row["peak_mib"] = peak / 2**20
-
     title = f"One pass of an encoder of {a.layers} layers of {a.hidden}, {a.dtype}; peak memory {'with its weights' if a.device == 'cuda' else 'beyond its weights'}:"
     name = f"inference-{a.device}"
-    measure.write(a.out, name, title, measure.machine(a.device), [table(rows)], rows)
+    facts = measure.machine(a.device)
+    rows: list[dict] = []
+    for batch in a.batch:
+        for length in cli.progress(a.lengths, desc=f"batch {batch}"):
+            failed: dict = {}
+            here = [case for case in cases if length <= longest[case[1]] and batch * length <= a.tokens]
+            runs = {case: measure.attempt(failed, case, prepare, *case, batch, length, *size) for case in here}
+            runs = {case: run for case, run in runs.items() if case not in failed}
+            times = measure.interleaved(runs, a.device, a.rounds, a.seconds, failed)
+            for case in here:
+                alone = None
+                if a.device == "cuda" and case in times:
+                    alone = measure.attempt({}, case, measure.device_time, runs[case])
+                rows.append({
+                    "batch": batch, "length": length, "mixer": case[0], "form": case[1],
+                    "ms": 1000 * times[case] if case in times else None, "device_ms": alone and 1000 * alone,
+                    "peak_mib": None, "error": failed.get(case),
+                })  # fmt: skip
+            del runs
+            measure.write(a.out, name, title, facts, [table(rows)], rows, show=False)
+    for case in cli.progress(cases, desc="memory"):
+        own = sorted((row for row in rows if (row["mixer"], row["form"]) == case and row["ms"]), key=tokens)
+        if not own:
+            continue
+        arguments = [(*case, row["batch"], row["length"], *size) for row in own]
+        peaks = measure.attempt({}, case, measure.peak_memory, prepare, (*case, 1, 16, *size), arguments, a.device)
+        for row, peak in zip(own, peaks or []):
+            row["peak_mib"] = peak / 2**20
+
+    measure.write(a.out, name, title, facts, [table(rows)], rows)
     draw(rows, a.out / f"{name}.png")
     print(f"picture  {a.out / name}.png")
 
@@ -81,7 +99,8 @@ def prepare(mixer, form, batch, length, layers, hidden, positions, dtype, device
         mixer=mixer, num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=hidden // 64,
         intermediate_size=4 * hidden, max_position_embeddings=positions,
     )  # fmt: skip
-    model = LionModel(config).to(device, getattr(torch, dtype)).eval()
+    with torch.device(device):
+        model = LionModel(config).to(getattr(torch, dtype)).eval()
     ids = torch.randint(5, config.vocab_size, (batch, length), device=device)
     options = {} if mixer == "softmax" else {"attention_form": form}
 
@@ -92,15 +111,22 @@ def prepare(mixer, form, batch, length, layers, hidden, positions, dtype, device
     return run
 
 
+def best(row: dict) -> float | None:
+    """Milliseconds: of the device alone, where they were measured."""
+    return row["device_ms"] or row["ms"]
+
+
 def table(rows: list[dict]) -> list[list[str]]:
-    softmax = {(row["batch"], row["length"]): row["ms"] for row in rows if row["mixer"] == "softmax"}
-    lines = [["batch", "length", "mixer", "form", "ms", "µs a token", "softmax's time is", "peak, MiB"]]
+    softmax = {(row["batch"], row["length"]): best(row) for row in rows if row["mixer"] == "softmax"}
+    on_device = any(row["device_ms"] for row in rows)
+    lines = [["batch", "length", "mixer", "form", "ms", *(["on the device"] if on_device else []), "µs a token", "softmax's time is", "peak, MiB"]]  # fmt: skip
     for row in rows:
-        beside = softmax.get((row["batch"], row["length"]))
+        beside, own = softmax.get((row["batch"], row["length"])), best(row)
+        times = [row["ms"], *([row["device_ms"]] if on_device else [])]
         lines.append([
-            str(row["batch"]), f"{row['length']:,}", row["mixer"], row["form"], f"{row['ms']:,.2f}",
-            f"{1000 * row['ms'] / tokens(row):.2f}", "-" if beside is None else f"×{beside / row['ms']:.2f}",
-            f"{row['peak_mib']:,.0f}",
+            str(row["batch"]), f"{row['length']:,}", row["mixer"], row["form"],
+            *("-" if ms is None else f"{ms:,.2f}" for ms in times), "-" if own is None else f"{1000 * own / tokens(row):.2f}",
+            f"×{beside / own:.2f}" if beside and own else "-", "-" if row["peak_mib"] is None else f"{row['peak_mib']:,.0f}",
         ])  # fmt: skip
     return lines
 
@@ -119,9 +145,9 @@ def draw(rows: list[dict], picture: Path) -> None:
         for case in dict.fromkeys((row["mixer"], row["form"]) for row in rows):
             own = [row for row in rows if row["batch"] == batch and (row["mixer"], row["form"]) == case]
             label = case[0] if case[0] == case[1] else " ".join(case)
-            for axis, key in zip(line, ("ms", "peak_mib")):
+            for axis, heights in zip(line, ([best(row) for row in own], [row["peak_mib"] for row in own])):
                 axis.plot(
-                    [row["length"] for row in own], [row[key] for row in own], styles[case[1]], color=colors[case[0]],
+                    [row["length"] for row in own], [math.nan if x is None else x for x in heights], styles[case[1]], color=colors[case[0]],
                     marker=".", label=label,
                 )  # fmt: skip
         for axis, title in zip(line, (f"batch {batch}: one pass, ms", f"batch {batch}: peak memory, MiB")):

@@ -10,6 +10,7 @@ import sys
 sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
+import math
 import re
 import subprocess
 import tempfile
@@ -22,6 +23,7 @@ from benchmarks import measure
 from src import cli
 from src.lion import linear_attention_triton as kernels
 
+FORMS = ("full", "full, dropout", "chunkwise")
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes that a program may have
 
 
@@ -44,11 +46,14 @@ def main(argv: list[str]) -> None:
     rows = []
     cases = [
         (card, dtype, size, form, decay)
-        for card in a.cards for dtype in a.dtypes for size in a.head_dims for form in ("full", "chunkwise") for decay in a.decays
+        for card in a.cards for dtype in a.dtypes for size in a.head_dims for form in FORMS for decay in a.decays
     ]  # fmt: skip
     for card, dtype, size, form, decay in cli.progress(cases, desc="kernels"):
         for start in starts(form, decay, getattr(torch, dtype), size, size):
-            needs = compiled(start, card)
+            failed: dict[str, str] = {}
+            needs = measure.attempt(failed, "error", compiled, start, card) or failed
+            if needs.get("shared", 0) > SHARED.get(card, math.inf):
+                needs = {"error": f"{needs['shared'] / 1024:.0f} KiB of shared memory are more than the card has"}
             name = start.kernel.__name__.strip("_").removesuffix("_kernel")
             rows.append({"card": card, "dtype": dtype, "head_dim": size, "form": form, "decay": decay, "kernel": name, **needs})  # fmt: skip
     facts = {"triton": kernels.triton.__version__, "torch": torch.__version__}
@@ -56,7 +61,7 @@ def main(argv: list[str]) -> None:
     lines = [
         [f"sm_{row['card']}", row["dtype"], str(row["head_dim"]), row["form"], row["decay"], row["kernel"], str(row["warps"]),
          str(row["registers"]), str(row["spilled"]), f"{row['shared'] / 1024:.0f}"]
-        for row in rows
+        for row in rows if "error" not in row
     ]  # fmt: skip
     measure.write(a.out, "kernels", "What each kernel needs:", facts, [[header, *lines]], rows)
 
@@ -71,7 +76,9 @@ def starts(
     shape = {"none": None, "head": (H,), "token": (B, H, length)}[decay]
     log_decay = None if shape is None else torch.empty(shape)
     mask = torch.ones(B, length, dtype=torch.bool)
-    chunk_size = 0 if form == "full" else 128
+    chunk_size = 128 if form == "chunkwise" else 0
+    seed, dropout_p = (torch.empty(B, H, dtype=torch.long), 0.1) if form == "full, dropout" else (None, 0.0)
+    arguments = q, k, v, log_decay, mask, None, seed, d**-0.5, chunk_size, dropout_p
     recorded: list[Start] = []
 
     def record(kernel, programs: int, *arguments, **options) -> None:
@@ -79,11 +86,33 @@ def starts(
 
     launch, kernels._start = kernels._start, record
     try:
-        y = kernels._forward(q, k, v, log_decay, mask, None, d**-0.5, chunk_size)
-        kernels._backward(y, q, k, v, log_decay, mask, None, d**-0.5, chunk_size, log_decay is not None)
+        y, sums = kernels._start_forward(*arguments)
+        kernels._start_backward(y, *arguments, log_decay is not None, sums)
     finally:
         kernels._start = launch
     return recorded
+
+
+def specialized(start: Start) -> tuple[dict[str, str], dict[str, Any], dict[tuple, list]]:
+    """The types, constants and divisibilities that a kernel is compiled for: starts that agree in them share its code."""
+    kernel, signature, constants, attributes = start.kernel, {}, {}, {}
+    open_ = {parameter.num for parameter in kernel.params if parameter.do_not_specialize}
+    for place, (name, value) in enumerate(zip(kernel.arg_names, start.arguments)):
+        if isinstance(value, torch.Tensor):
+            signature[name] = "*" + POINTERS[value.dtype]
+            attributes[(place,)] = [["tt.divisibility", 16]]
+        elif value is None or (value == 1 and isinstance(value, int) and place not in open_):
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, int):
+            signature[name] = "i32"
+            if value % 16 == 0 and place not in open_:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    for name, value in start.options.items():
+        if name in kernel.arg_names:
+            signature[name], constants[name] = "constexpr", value
+    return {name: signature[name] for name in kernel.arg_names}, constants, attributes
 
 
 def compiled(start: Start, card: int) -> dict[str, int]:
@@ -94,24 +123,8 @@ def compiled(start: Start, card: int) -> dict[str, int]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, options = start.kernel, dict(start.options)
-    given = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
-    signature, constants, attributes = {}, {}, {}
-    for place, (name, value) in enumerate(zip(kernel.arg_names, start.arguments)):
-        if isinstance(value, torch.Tensor):
-            signature[name] = "*" + POINTERS[value.dtype]
-            attributes[(place,)] = [["tt.divisibility", 16]]
-        elif value is None or (value == 1 and isinstance(value, int)):  # as a start specializes them
-            signature[name], constants[name] = "constexpr", value
-        elif isinstance(value, int):
-            signature[name] = "i32"
-            if value % 16 == 0:
-                attributes[(place,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32"
-    for name, value in options.items():
-        signature[name], constants[name] = "constexpr", value
-    source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants, attributes)
+    given = {name: start.options[name] for name in ("num_warps", "num_stages") if name in start.options}
+    source = ASTSource(start.kernel, *specialized(start))
     binary = kernels.triton.compile(source, target=GPUTarget("cuda", card, 32), options=given)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])

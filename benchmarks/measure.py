@@ -1,6 +1,7 @@
 """What the benchmarks share: interleaved times, peak memory, the machine, and how results are written."""
 
 import datetime
+import importlib.metadata
 import json
 import multiprocessing
 import platform
@@ -15,24 +16,63 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
+from src.cli import first_line
 from src.tables import markdown
 
 
-def interleaved(cases: dict[str, Callable[[], Any]], device: str, rounds: int, seconds: float) -> dict[str, float]:
+def attempt(failed: dict[Any, str] | None, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments); where it fails, None, and why under `name` in `failed`. Without `failed` it raises what it raises."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        if failed is None:
+            raise
+        failed[name] = first_line(error)
+        torch.cuda.empty_cache()  # of a GPU whose memory was too small
+        return None
+
+
+def interleaved(
+    cases: dict[Any, Callable[[], Any]], device: str, rounds: int, seconds: float, failed: dict[Any, str] | None = None
+) -> dict[Any, float]:
     """The median time of each case in seconds, all of them run in turn, A B … A B …, so that a noisy machine hits all alike.
 
-    Each case runs once to warm up, then in `rounds` rounds, or 3 if the rounds so far took more than `seconds`.
+    Each case runs once to warm up, then in `rounds` rounds, or 3 if the rounds so far took more than `seconds`. A case that
+    fails is left out, see `attempt`.
     """
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for run in cases.values():
-        run()
+    times: dict[Any, list[float]] = {name: [] for name in cases}
+    running = [name for name, run in cases.items() if attempt(failed, name, _one, run, device) is not None]
     begin = time.perf_counter()
     for number in range(rounds):
         if number >= 3 and time.perf_counter() - begin > seconds:
             break
-        for name, run in cases.items():
-            times[name].append(_one(run, device))
-    return {name: statistics.median(values) for name, values in times.items()}
+        for name in list(running):
+            taken = attempt(failed, name, _one, cases[name], device)
+            if taken is None:
+                running.remove(name)
+            else:
+                times[name].append(taken)
+    return {name: statistics.median(times[name]) for name in running}
+
+
+def device_time(run: Callable[[], Any], rounds: int = 5) -> float | None:
+    """Seconds that the GPU alone takes for what `run` starts, without the gaps in which it waits for the program; the median.
+
+    By replays of a CUDA graph; None where `run` cannot be captured as one.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+    except Exception:
+        return None
+    graph.replay()
+    return statistics.median(_one(graph.replay, "cuda") for _ in range(rounds))
 
 
 def _one(run: Callable[[], Any], device: str) -> float:
@@ -109,9 +149,9 @@ class Rates(NamedTuple):
 def rates(device: str, dtype: torch.dtype) -> Rates:
     """Measure a large copy and a large matrix product."""
     size, side = (2**30, 8192) if device == "cuda" else (2**26, 1024)
-    source = torch.ones(size, dtype=torch.uint8, device=device)
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    matrix = torch.ones(side, side, dtype=dtype, device=device)
+    matrix = torch.randn(side, side, device=device).to(dtype)  # equal numbers would take less power, so be faster
     product = torch.empty_like(matrix)
     cases = {"copy": lambda: target.copy_(source), "product": lambda: torch.mm(matrix, matrix, out=product)}
     times = interleaved(cases, device, rounds=9, seconds=20)
@@ -120,14 +160,23 @@ def rates(device: str, dtype: torch.dtype) -> Rates:
 
 def machine(device: str) -> dict[str, Any]:
     """What a number needs beside it: processor or card, threads, versions and the day."""
+    on_card = {"CUDA": torch.version.cuda, "triton": _version("triton")} if device == "cuda" else {}
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **on_card,
         "transformers": transformers.__version__,
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def processor() -> str:
@@ -139,12 +188,21 @@ def processor() -> str:
 
 
 def write(
-    out: Path, name: str, title: str, facts: dict[str, Any], tables: list[list[list[str]]], rows: list[dict[str, Any]]
-) -> None:
-    """Write name.md, with the tables one below the other, and name.json below `out`, and show the tables."""
+    out: Path, name: str, title: str, facts: dict[str, Any], tables: list[list[list[str]]], rows: list[dict[str, Any]],
+    show: bool = True,
+) -> None:  # fmt: skip
+    """Write name.md, with the tables one below the other, and name.json below `out`, and show the tables.
+
+    What failed, rows with an "error", is listed below them.
+    """
     out.mkdir(parents=True, exist_ok=True)
     caption = f"{title} {', '.join(f'{key} {value}' for key, value in facts.items())}."
-    text = "\n\n".join([caption, *map(markdown, tables)])
+    failed = [
+        f"failed: {' '.join(str(value) for key, value in row.items() if key != 'error' and isinstance(value, (str, int)))}: {row['error']}"
+        for row in rows if row.get("error")
+    ]  # fmt: skip
+    text = "\n\n".join([caption, *map(markdown, tables), *failed])
     (out / f"{name}.md").write_text(f"{text}\n", encoding="utf-8")
     (out / f"{name}.json").write_text(json.dumps({"title": title, "machine": facts, "rows": rows}, indent=1) + "\n")
-    print(f"\n{text}\n\ntable    {out / name}.md\nnumbers  {out / name}.json")
+    if show:
+        print(f"\n{text}\n\ntable    {out / name}.md\nnumbers  {out / name}.json")

@@ -5,9 +5,13 @@
 Every form of every variant and `scaled_dot_product_attention` on one random input, forward and forward with backward,
 interleaved, medians. Writes a table, its numbers and a picture.
 
-On a GPU the forms are the kernels; pytorch-full and pytorch-chunkwise are PyTorch's; softmax is FlashAttention; and fla is
-flash-linear-attention's chunk_simple_gla run in both directions, if that package is installed. Beside each time stands the
-floor under it: its bytes and operations at the rates of a copy and of a matrix product, measured in the same run.
+On a GPU the forms are the kernels; pytorch-full and pytorch-chunkwise are PyTorch's; softmax is FlashAttention (in float32,
+which that has not, PyTorch's memory-efficient one), softmax-cudnn cuDNN's; and fla is flash-linear-attention's chunk_simple_gla
+run in both directions, if that package is installed. Two times are measured there: with the program that starts the kernels,
+and on the device alone, by replay of a CUDA graph.
+
+Beside each time stands the floor under it: its bytes and operations at the rates of a copy and of a matrix product, measured in
+the same run. q, k, v and the gradient lie as the model has them, (B, L, H, D) in memory; log decays are given, in float32.
 """
 
 import os
@@ -17,12 +21,14 @@ import sys
 sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
+import contextlib
 import importlib
-import importlib.util
+import math
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import measure
 from src import cli
@@ -31,14 +37,18 @@ from src.lion import linear_attention
 VARIANTS = ("lion-lit", "lion-d", "lion-s")
 FORMS = {
     "cpu": ["full", "recurrent", "chunkwise"],
-    "cuda": ["full", "chunkwise", "pytorch-full", "pytorch-chunkwise", "fla"],
+    "cuda": ["full", "chunkwise", "pytorch-full", "pytorch-chunkwise", "softmax-cudnn", "fla"],
 }
 LENGTHS = [128, 256, 512, 1024, 2048, 4096, 8192, 16384]
 # Where a form stops being what anyone would use: L×L matrices that fill the memory, a loop over tokens that takes minutes.
 LONGEST = {
-    "full": 4096, "pytorch-full": 4096, "recurrent": 2048, "chunkwise": 2**20, "pytorch-chunkwise": 2**20, "fla": 2**20,
-    "softmax": 32768,
+    "cpu": {"full": 4096, "recurrent": 2048, "chunkwise": 2**20, "softmax": 32768},
+    "cuda": {
+        "full": 65536, "chunkwise": 2**20, "pytorch-full": 4096, "pytorch-chunkwise": 2**20, "fla": 2**20, "recurrent": 2048,
+        "softmax": 65536, "softmax-cudnn": 65536,
+    },
 }  # fmt: skip
+SOFTMAX = ("softmax", "softmax")
 
 
 def main(argv: list[str]) -> None:
@@ -46,11 +56,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--lengths", type=int, nargs="+", help="(default: 128 to 16,384; to 65,536 on a GPU)")
     parser.add_argument("--batch", type=int, default=1, help="(default: 1)")
+    parser.add_argument(
+        "--tokens", type=int, help="of all texts, in place of --batch: so many texts that all lengths fill a card"
+    )
     parser.add_argument("--heads", type=int, default=12, help="(default: 12)")
     parser.add_argument("--head_dim", type=int, default=64, help="(default: 64)")
     parser.add_argument("--chunk_size", type=int, default=128, help="of the chunkwise form (default: 128)")
     parser.add_argument("--dtype", help="(default: bfloat16 on a GPU, float32 on a CPU)")
-    parser.add_argument("--forms", nargs="+", choices=[form for form in LONGEST if form != "softmax"])
+    parser.add_argument("--forms", nargs="+", choices=[form for form in LONGEST["cuda"] if form != "softmax"])
     parser.add_argument("--rounds", type=int, default=9, help="each case's runs; 3 where they take long (default: 9)")
     parser.add_argument(
         "--seconds", type=float, default=20, help="that a length may take before 3 rounds do (default: 20)"
@@ -59,52 +72,103 @@ def main(argv: list[str]) -> None:
     a = parser.parse_args(argv)
     a.dtype = a.dtype or ("bfloat16" if a.device == "cuda" else "float32")
     a.lengths = a.lengths or [*LENGTHS, *([32768, 65536] if a.device == "cuda" else [])]
-    a.forms = a.forms or [form for form in FORMS[a.device] if form != "fla" or importlib.util.find_spec("fla")]
-    longest = {**LONGEST, "softmax": 65536 if a.device == "cuda" else LONGEST["softmax"]}
+    a.forms = a.forms or [form for form in FORMS[a.device] if form != "fla" or imports("fla.ops.simple_gla")]
+    longest = {**LONGEST["cuda"], **LONGEST[a.device]}
     rates = measure.rates(a.device, getattr(torch, a.dtype))
-    shape = (a.batch, a.heads, a.head_dim, a.dtype, a.chunk_size, a.device)
-
-    cases = [
-        ("softmax", "softmax"),
-        *((form, variant) for form in a.forms for variant in VARIANTS if form != "fla" or variant != "lion-lit"),
-    ]
-    rows = []
-    for length in cli.progress(sorted(a.lengths), desc="lengths"):
-        here = [(form, variant) for form, variant in cases if length <= longest[form]]
-        times = {}
-        for backward in (False, True):
-            runs = {case: prepare(*case, length, backward, *shape) for case in here}
-            times[backward] = measure.interleaved(runs, a.device, a.rounds, a.seconds)
-        for form, variant in here:
-            floors = [1000 * rates.floor(*least(form, variant, length, backward, *shape)) for backward in (False, True)]
-            rows.append({
-                "length": length, "form": form, "variant": variant,
-                "forward_ms": 1000 * times[False][form, variant], "both_ms": 1000 * times[True][form, variant],
-                "forward_floor_ms": floors[0], "both_floor_ms": floors[1],
-                "softmax_over_this": times[True]["softmax", "softmax"] / times[True][form, variant]
-                if ("softmax", "softmax") in times[True] else None,
-            })  # fmt: skip
-    for form, variant in cli.progress(cases, desc="memory"):
-        own = [row for row in rows if (row["form"], row["variant"]) == (form, variant)]
-        arguments = [(form, variant, row["length"], True, *shape) for row in own]
-        warm_up = (form, variant, 16, True, *shape)
-        for row, peak in zip(own, measure.peak_memory(prepare, warm_up, arguments, a.device)):
-            row["peak_mib"] = peak / 2**20
-
-    title = f"Attention of {a.heads} heads of {a.head_dim}, batch {a.batch}, {a.dtype}, chunks of {a.chunk_size}:"
-    name = f"operator-{a.device}"
     facts = measure.machine(a.device)
     facts |= {"copied": f"{rates.bytes / 1e9:,.0f} GB/s", "multiplied": f"{rates.operations / 1e12:,.1f} TFLOP/s"}
-    measure.write(a.out, name, title, facts, [at_a_glance(rows), table(rows, a.batch)], rows)
+    texts = f"{a.tokens:,} tokens" if a.tokens else f"batch {a.batch}"
+    title = f"Attention of {a.heads} heads of {a.head_dim}, {texts}, {a.dtype}, chunks of {a.chunk_size}:"
+    name = f"operator-{a.device}"
+
+    cases = [SOFTMAX]
+    for form in a.forms:
+        variants = {"softmax-cudnn": ["softmax"], "fla": VARIANTS[1:]}.get(form, VARIANTS)
+        cases += [(form, variant) for variant in variants]
+    rows: list[dict] = []
+    for length in cli.progress(sorted(a.lengths), desc="lengths"):
+        here = [case for case in cases if length <= longest[case[0]]]
+        batch = max(1, a.tokens // length) if a.tokens else a.batch
+        new = timed(here, length, (batch, a.heads, a.head_dim, a.dtype, a.chunk_size, a.device), rates, a)
+        rows += new
+        if a.device == "cuda":  # on a CPU a case is measured from its smallest to its largest length
+            fill_peaks(new, a)
+        measure.write(a.out, name, title, facts, [table(rows)], rows, show=False)
+    if a.device == "cpu":
+        fill_peaks(rows, a)
+    measure.write(a.out, name, title, facts, [at_a_glance(rows), table(rows)], rows)
     draw(rows, a.out / f"{name}.png")
     print(f"picture  {a.out / name}.png")
+
+
+def imports(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError:
+        return False
+    except Exception as error:
+        print(f"{module} is left out: {cli.first_line(error)}", file=sys.stderr)
+        return False
+    return True
+
+
+def timed(
+    cases: list[tuple[str, str]], length: int, shape: tuple, rates: measure.Rates, a: argparse.Namespace
+) -> list[dict]:
+    """A row of times for each case at one length."""
+    failed: dict[tuple[str, str], str] = {}
+    times, alone = {}, {}
+    for kind, backward in (("forward", False), ("both", True)):
+        runs = {case: measure.attempt(failed, case, prepare, *case, length, backward, *shape) for case in cases}
+        runs = {case: run for case, run in runs.items() if case not in failed}
+        times[kind] = measure.interleaved(runs, a.device, a.rounds, a.seconds, failed)
+        alone[kind] = {}
+        if a.device == "cuda":
+            alone[kind] = {case: measure.attempt({}, case, measure.device_time, runs[case]) for case in times[kind]}
+        del runs
+    rows = []
+    for case in cases:
+        row = {"length": length, "batch": shape[0], "form": case[0], "variant": case[1]}
+        for kind, backward in (("forward", False), ("both", True)):
+            seconds, on_device = times[kind].get(case), alone[kind].get(case)
+            moved, operations = least(*case, length, backward, *shape)
+            fastest = on_device or seconds
+            row |= {
+                f"{kind}_ms": seconds and 1000 * seconds,
+                f"{kind}_device_ms": on_device and 1000 * on_device,
+                f"{kind}_floor_ms": 1000 * rates.floor(moved, operations),
+                f"{kind}_bandwidth": fastest and moved / rates.bytes / fastest,
+                f"{kind}_products": fastest and operations / rates.operations / fastest,
+            }
+        beside, own = ([x["both"].get(y) for x in (alone, times)] for y in (SOFTMAX, case))
+        pair = next(((x, y) for x, y in zip(beside, own) if x and y), None)
+        row["softmax_over_this"] = pair and pair[0] / pair[1]
+        rows.append({**row, "peak_mib": None, "error": failed.get(case)})
+    return rows
+
+
+def fill_peaks(rows: list[dict], a: argparse.Namespace) -> None:
+    """The peak memory of each row that was timed."""
+    fixed = (a.heads, a.head_dim, a.dtype, a.chunk_size, a.device)
+    rows = [row for row in rows if row["both_ms"]]
+    for case in dict.fromkeys((row["form"], row["variant"]) for row in rows):
+        own = [row for row in rows if (row["form"], row["variant"]) == case]
+        arguments = [(*case, row["length"], True, row["batch"], *fixed) for row in own]
+        failed: dict = {}
+        peaks = measure.attempt(
+            failed, case, measure.peak_memory, prepare, (*case, 16, True, 1, *fixed), arguments, a.device
+        )
+        for row, peak in zip(own, peaks or []):
+            row["peak_mib"] = peak / 2**20
+        for row in own if failed else []:
+            row["error"] = failed[case]
 
 
 def at_a_glance(rows: list[dict]) -> list[list[str]]:
     """A line a length: forward and backward together of the forms that matter there, and the memory of two of them."""
     numbers = {(row["length"], row["form"], row["variant"]): row for row in rows}
     times = {
-        "softmax": ("softmax", "softmax"), "full, S": ("full", "lion-s"), "chunkwise, LIT": ("chunkwise", "lion-lit"),
+        "softmax": SOFTMAX, "cuDNN": ("softmax-cudnn", "softmax"), "full, S": ("full", "lion-s"), "chunkwise, LIT": ("chunkwise", "lion-lit"),
         "D": ("chunkwise", "lion-d"), "S": ("chunkwise", "lion-s"), "full, S, PyTorch": ("pytorch-full", "lion-s"),
         "chunkwise, S, PyTorch": ("pytorch-chunkwise", "lion-s"), "fla, S": ("fla", "lion-s"),
     }  # fmt: skip
@@ -118,46 +182,68 @@ def at_a_glance(rows: list[dict]) -> list[list[str]]:
         here = {case: numbers.get((length, *case)) for case in times.values()}
         softmax, chunkwise = here[times["softmax"]], here[times["S"]]
         lines.append([
-            f"{length:,}", *(f"{row['both_ms']:,.{1 if row['both_ms'] >= 1 else 3}f} ms" if row else "-" for row in here.values()),
-            f"×{softmax['both_ms'] / chunkwise['both_ms']:.1f}" if softmax and chunkwise else "-",
-            *(f"{here[case]['peak_mib']:.0f} MiB" if here[case] else "-" for case in peaks.values()),
+            f"{length:,}", *(shown(row and best(row), "ms") for row in here.values()),
+            f"×{best(softmax) / best(chunkwise):.1f}" if softmax and chunkwise and best(softmax) and best(chunkwise) else "-",
+            *(f"{here[case]['peak_mib']:.0f} MiB" if here[case] and here[case]["peak_mib"] is not None else "-" for case in peaks.values()),
         ])  # fmt: skip
     return lines
 
 
-def table(rows: list[dict], batch: int) -> list[list[str]]:
-    lines = [["length", "form", "variant", "forward, ms", "floor", "with backward, ms", "floor", "µs a token", "softmax's time is", "peak, MiB"]]  # fmt: skip
+def best(row: dict) -> float | None:
+    """Milliseconds forward and backward: of the device alone, where they were measured."""
+    return row["both_device_ms"] or row["both_ms"]
+
+
+def shown(number: float | None, unit: str = "", factor: float = 1) -> str:
+    if number is None:
+        return "-"
+    number *= factor
+    return f"{number:,.{1 if number >= 100 else 3}f} {unit}".rstrip()
+
+
+def table(rows: list[dict]) -> list[list[str]]:
+    """A line a case. Bandwidth and products: what was reached, forward and backward, of a copy's and a large product's rate."""
+    on_device = any(row["both_device_ms"] for row in rows)
+    lines = [[
+        "length", "batch", "form", "variant", "forward, ms", *(["on the device"] if on_device else []), "floor",
+        "with backward, ms", *(["on the device"] if on_device else []), "floor", "bandwidth", "products", "µs a token",
+        "softmax's time is", "peak, MiB",
+    ]]  # fmt: skip
     for row in rows:
-        ratio = row["softmax_over_this"]
+        ratio, tokens = row["softmax_over_this"], row["length"] * row["batch"]
         lines.append([
-            f"{row['length']:,}", row["form"], row["variant"], f"{row['forward_ms']:.3f}",
-            f"{row['forward_floor_ms']:.3f}", f"{row['both_ms']:.3f}", f"{row['both_floor_ms']:.3f}",
-            f"{1000 * row['both_ms'] / row['length'] / batch:.1f}", "-" if ratio is None else f"×{ratio:.2f}",
-            f"{row['peak_mib']:.0f}",
+            f"{row['length']:,}", str(row["batch"]), row["form"], row["variant"],
+            shown(row["forward_ms"]), *([shown(row["forward_device_ms"])] if on_device else []), shown(row["forward_floor_ms"]),
+            shown(row["both_ms"]), *([shown(row["both_device_ms"])] if on_device else []), shown(row["both_floor_ms"]),
+            *("-" if row[key] is None else f"{row[key]:.0%}" for key in ("both_bandwidth", "both_products")),
+            "-" if row["both_ms"] is None else f"{1000 * best(row) / tokens:.3g}", "-" if ratio is None else f"×{ratio:.2f}",
+            "-" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}",
         ])  # fmt: skip
     return lines
 
 
 def prepare(form, variant, length, backward, batch, heads, head_dim, dtype, chunk_size, device):
     """A function of no arguments that runs one case once."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def draw_one(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device, getattr(torch, dtype)).requires_grad_(backward)
+        return torch.randn(*shape, generator=generator, device=device)
 
-    q, k, v, grad = (draw_one(batch, heads, length, head_dim) for _ in range(4))
-    raw = None
+    half = getattr(torch, dtype)
+    q, k, v, grad = (draw_one(batch, length, heads, head_dim).to(half).transpose(1, 2) for _ in range(4))
+    log_decay = None
     if variant in ("lion-d", "lion-s"):
-        raw = draw_one(heads) if variant == "lion-d" else draw_one(batch, heads, length)
+        log_decay = F.logsigmoid(draw_one(*([heads] if variant == "lion-d" else [batch, length, heads])))
+        log_decay = log_decay if variant == "lion-d" else log_decay.transpose(1, 2)
+    leaves = [x.requires_grad_(backward) for x in (q, k, v, log_decay) if x is not None]
 
     def run() -> None:
-        log_decay = None if raw is None else F.logsigmoid(raw.float())
-        if form == "softmax":
-            y = F.scaled_dot_product_attention(q, k, v)
+        if form.startswith("softmax"):
+            with softmax_by(form, half, device):
+                y = F.scaled_dot_product_attention(q, k, v)
         elif form == "fla":
-            y = both_directions(
-                q, k, v, log_decay if log_decay.ndim == 3 else log_decay[None, :, None].expand(q.shape[:3])
-            )
+            per_token = log_decay if log_decay.ndim == 3 else log_decay[None, :, None].expand(q.shape[:3])
+            y = both_directions(q, k, v, per_token)
         elif form.startswith("pytorch-"):
             module = importlib.import_module("src.lion.linear_attention")
             fused, module._FUSED = module._FUSED, False
@@ -166,10 +252,19 @@ def prepare(form, variant, length, backward, batch, heads, head_dim, dtype, chun
         else:
             y = linear_attention(q, k, v, log_decay, form=form, chunk_size=chunk_size)
         if backward:
-            leaves = [x for x in (q, k, v, raw) if x is not None]
             torch.autograd.grad(y, leaves, grad)
 
     return run
+
+
+def softmax_by(form: str, dtype: torch.dtype, device: str) -> contextlib.AbstractContextManager:
+    """On a GPU one implementation of softmax attention, so that no other stands in for it unseen."""
+    if device == "cpu":
+        return contextlib.nullcontext()
+    if form == "softmax-cudnn":
+        return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+    half = dtype in (torch.bfloat16, torch.float16)
+    return sdpa_kernel(SDPBackend.FLASH_ATTENTION if half else SDPBackend.EFFICIENT_ATTENTION)
 
 
 def both_directions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
@@ -199,7 +294,7 @@ def least(form, variant, length, backward, batch, heads, head_dim, dtype, chunk_
     if variant == "lion-s":
         moved += (3 if backward else 1) * tokens * 4
     inside, states = 7 if backward else 2, 14 if backward else 4
-    if form in ("full", "pytorch-full", "softmax"):
+    if variant == "softmax" or form in ("full", "pytorch-full"):
         return moved, 2 * tokens * inside * length * head_dim
     if variant == "lion-lit":
         return moved, 2 * tokens * states / 2 * head_dim**2
@@ -214,16 +309,20 @@ def draw(rows: list[dict], picture: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    styles = {"full": "-", "chunkwise": "--", "recurrent": ":", "softmax": "-", "fla": "-."}
+    styles = {"full": "-", "chunkwise": "--", "recurrent": ":", "softmax": "-", "softmax-cudnn": "--", "fla": "-."}
     colors = {"softmax": "black", "lion-lit": "tab:green", "lion-d": "tab:orange", "lion-s": "tab:blue"}
     for case in dict.fromkeys((row["form"], row["variant"]) for row in rows):
         own = [row for row in rows if (row["form"], row["variant"]) == case]
         lengths = [row["length"] for row in own]
+        values = (
+            [best(row) or math.nan for row in own],
+            [math.nan if row["peak_mib"] is None else row["peak_mib"] for row in own],
+        )
         label = case[0] if case[0] == case[1] else " ".join(case)
-        for axis, key in zip(axes, ("both_ms", "peak_mib")):
+        for axis, heights in zip(axes, values):
             axis.plot(
                 lengths,
-                [row[key] for row in own],
+                heights,
                 styles[case[0].removeprefix("pytorch-")],
                 color=colors[case[1]],
                 marker=".",

@@ -43,11 +43,14 @@ def main(argv: list[str]) -> None:
     a.batch = a.batch or (8 if a.device == "cpu" else 128)
     a.precision = a.precision or ("fp32" if a.device == "cpu" else "amp_bf16")
 
-    steps = {name: prepare(name, a) for name in cli.progress(a.models, desc="models")}
+    failed: dict[str, str] = {}
+    steps = {name: measure.attempt(failed, name, prepare, name, a) for name in cli.progress(a.models, desc="models")}
+    steps = {name: step for name, step in steps.items() if step}
     print(f"{a.rounds} rounds of {len(steps)} steps …", file=sys.stderr, flush=True)
-    times = measure.interleaved(steps, a.device, a.rounds, seconds=600)
+    times = measure.interleaved(steps, a.device, a.rounds, 600, failed)
     floor = least_seconds(a)
     rows = [{"model": name, "ms": 1000 * seconds, "floor_ms": 1000 * floor} for name, seconds in times.items()]
+    rows += [{"model": name, "error": error} for name, error in failed.items()]
     compared = [name for name in (BERT, MODERN_BERT, "softmax") if name in times]
     lines = [["model", "a step, ms", "tokens a second", "share of the floor", *(f"against {name.replace('softmax', 'our softmax')}" for name in compared)]]  # fmt: skip
     for name, seconds in times.items():
@@ -69,7 +72,8 @@ def main(argv: list[str]) -> None:
 def prepare(name: str, a: argparse.Namespace):
     """A function of no arguments that takes one step with the model `name`."""
     torch.manual_seed(0)
-    model = build(name, a).to(a.device).train()
+    with torch.device(a.device):
+        model = build(name, a).train()
     if a.compile:
         for layer in layers_of(model):
             layer.compile()

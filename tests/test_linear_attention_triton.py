@@ -8,6 +8,7 @@ import importlib
 import itertools
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from src.lion import linear_attention
-from src.lion.linear_attention import definition
+from src.lion.linear_attention import attention_matrix, definition
 from tests.test_linear_attention import DECAYS, PACKED, distance, draw, in_pieces, one_by_one
 
 GPU = torch.cuda.is_available()
@@ -40,6 +41,7 @@ def started(monkeypatch) -> list[str]:
     if not GPU:
         monkeypatch.setattr(kernels, "_BLOCK", 32)
         monkeypatch.setattr(kernels, "_OTHERS", 16)
+        kernels._plan.cache_clear()
     names: list[str] = []
     start = kernels._start
 
@@ -165,6 +167,74 @@ def test_packed_sequences_give_what_each_gives_alone(form, decay):
     assert max(distance(x, y) for x, y in zip(actual, expected)) < 1e-5
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("decay", ["none", "token"])
+@pytest.mark.parametrize("form", FORMS)
+def test_whatever_a_masked_key_holds_is_not_seen(form, decay, value):
+    inputs, mask = draw(decay, LONG, 1, 1, "holes")
+    options = {"device": DEVICE, "dtype": torch.float32, "mask": mask, "form": form, "chunk_size": CHUNK}
+    expected = results(linear_attention, inputs, **options)
+    inputs[1] = inputs[1].masked_fill(~mask[:, None, :, None], value)
+    assert all(torch.equal(x, y) for x, y in zip(results(linear_attention, inputs, **options), expected))
+
+
+def kept(count: int, heads: int, length: int, dropout_p: float, seed: int) -> Tensor:
+    """What dropout leaves of the matrices, (B, H, L, L) of 0 and 1: matrices of ones and the unit matrix as values show it."""
+    ones, columns = torch.ones(count, heads, length, 1, device=DEVICE), []
+    for unit in torch.eye(length, device=DEVICE).split(64, dim=1):
+        torch.manual_seed(seed)
+        values = unit.expand(count, heads, -1, -1)
+        columns.append(linear_attention(ones, ones, values, scale=1.0, form="full", dropout_p=dropout_p))
+    matrices = torch.cat(columns, -1).cpu() * (1 - dropout_p)
+    assert ((matrices - 1).abs() < 1e-3).logical_or(matrices == 0).all()
+    return (matrices != 0).double()
+
+
+@pytest.mark.parametrize("mask", ["none", "holes"])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_dropout_drops_the_same_entries_forward_and_backward(decay, mask, started):
+    inputs, real = draw(decay, LONG, 2, HEADS, mask)
+    left = kept(2, HEADS, LONG, 0.6, seed=5)
+    assert bool((left.diagonal(dim1=-2, dim2=-1) == 0).any())  # the diagonal is dropped as all else is
+
+    def dropped(*operands, **options):
+        torch.manual_seed(5)
+        return linear_attention(*operands, **options, dropout_p=0.6)  # auto: only the full form has dropout
+
+    def expected(q, k, v, log_decay, **options):
+        return (attention_matrix(q, k, log_decay, **options) * left / 0.4) @ v
+
+    options = {} if real is None else {"mask": real}
+    rounded = [None if x is None else x.float() for x in inputs]
+    actual = results(dropped, inputs, device=DEVICE, dtype=torch.float32, **options)
+    for x, y in zip(actual, results(expected, rounded, device="cpu", dtype=torch.float64, **options), strict=True):
+        assert distance(x, y) < 1e-4
+    assert "_key_gradients_kernel" in started and "_scan_kernel" not in started
+
+
+def test_dropout_drops_every_entry_by_itself():
+    dropout_p, length = 0.1, 64
+    first, second = (kept(2, 4, length, dropout_p, seed).flatten(0, 1) for seed in (0, 1))  # (matrices, L, L)
+    assert torch.equal(first, kept(2, 4, length, dropout_p, 0).flatten(0, 1))
+    both = torch.cat([first, second])
+    deviation = math.sqrt(dropout_p * (1 - dropout_p))
+    assert abs(float(both.mean()) - (1 - dropout_p)) < 4 * deviation / math.sqrt(both.numel())
+    x = (both - (1 - dropout_p)) / deviation
+    for vectors in (x.flatten(1), x.flatten(0, 1), x.mT.flatten(0, 1)):  # matrices, rows, columns
+        products = (vectors @ vectors.T) / math.sqrt(
+            vectors.shape[1]
+        )  # of two that are independent: 0, with variance 1
+        squares = products[tuple(torch.triu_indices(*products.shape, 1))].square()
+        assert abs(float(squares.mean()) - 1) < max(6 * math.sqrt(2 / len(squares)), 0.05)
+    # nor is one matrix another, or itself, moved along or across
+    spectra = torch.fft.fft2(x)
+    for shift in range(len(x)):
+        moved = torch.fft.ifft2(spectra * spectra.roll(shift, 0).conj()).real / length
+        if shift == 0:
+            moved[:, 0, 0] = 0
+        assert float(moved.abs().max()) < 7
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_text_in_pieces_gives_what_the_whole_text_gives(form):
     inputs, mask = draw("token", 33, 1, 1, "holes")
@@ -235,9 +305,10 @@ def test_a_compiled_operator_is_one_graph_and_gives_the_same_numbers(form):
 def test_the_operators_keep_what_pytorch_asks_of_them(decay):
     inputs, mask = draw(decay, 20, 1, 1, "holes")
     q, k, v, log_decay = (None if x is None else x.to(DEVICE, torch.float32) for x in inputs)
-    arguments = (q, k, v, log_decay, mask.to(DEVICE), None, 0.5, 16)
-    torch.library.opcheck(kernels._forward, arguments)
-    torch.library.opcheck(kernels._backward, (torch.ones_like(v), *arguments, log_decay is not None))
+    for seed, chunk_size, dropout_p in ((None, 16, 0.0), (torch.full((1, 1), 7, device=DEVICE), 0, 0.1)):
+        arguments = (q, k, v, log_decay, mask.to(DEVICE), None, seed, 0.5, chunk_size, dropout_p)
+        torch.library.opcheck(kernels._forward, arguments)
+        torch.library.opcheck(kernels._backward, (torch.ones_like(v), *arguments, log_decay is not None))
 
 
 @pytest.mark.parametrize("slow_at_the_end", [False, True])
@@ -257,7 +328,7 @@ def test_float32_keeps_five_digits_far_into_a_text(form, slow_at_the_end):
     "changes",
     [
         {"dtype": torch.float64}, {"d": 129}, {"e": 129}, {"e": 128, "normalize": True}, {"form": "recurrent"},
-        {"form": "full", "dropout_p": 0.1}, {"v_dtype": torch.bfloat16}, {"fused": False},
+        {"form": "full", "dropout_p": 1.0}, {"v_dtype": torch.bfloat16}, {"fused": False},
     ],
     ids=str,
 )  # fmt: skip
@@ -272,6 +343,24 @@ def test_pytorch_computes_what_the_kernels_do_not_cover(changes, started, monkey
         return
     assert linear_attention(q, k, v, log_decay, **options).isfinite().all()
     assert started == []
+
+
+@pytest.mark.parametrize(
+    "major, shared, computed",
+    [(7, 65536, ()), (8, 166912, ("bfloat16", "float32")), (8, 101376, ("bfloat16",)), (9, 232448, ("bfloat16", "float32"))],
+)  # fmt: skip
+def test_a_card_computes_what_its_memory_holds(major, shared, computed, monkeypatch):
+    card = SimpleNamespace(major=major, shared_memory_per_block_optin=shared)
+    monkeypatch.setattr(kernels, "_card", lambda device: card)
+    monkeypatch.setattr(kernels.triton, "JITFunction", object)  # in the interpreter too
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert kernels._shared_memory(torch.device("cpu")) == 0
+    on_card = kernels._shared_memory(torch.device("cuda", 1))
+    monkeypatch.setattr(kernels, "_shared_memory", lambda device: on_card)
+    for size in (64, 65):
+        for name in ("bfloat16", "float32"):
+            x = torch.zeros(1, 1, 1, size, dtype=getattr(torch, name))
+            assert kernels.covers(x, x, x) == (name in computed or (size == 64 and on_card > 0))
 
 
 def test_auto_takes_one_chunk_for_short_texts_and_states_for_long_ones(started, monkeypatch):

@@ -112,7 +112,8 @@ def linear_attention(
         if not fused or left_state is not None or right_state is not None:
             sums = _running_sums(log_decay, seq_idx, q.shape[-2])
         if fused:
-            y = fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, None if form == "full" else chunk_size)
+            size = None if form == "full" else chunk_size
+            y = fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, size, dropout_p)
         elif form == "full":
             y = F.dropout(_scores(scale * q, k, sums), dropout_p) @ v
         elif form == "recurrent":
@@ -583,11 +584,11 @@ def _choose(
 ) -> tuple[str, bool]:
     """The form, with "auto" decided, and whether the kernels of linear_attention_triton.py compute it.
 
-    PyTorch computes what they have no kernel for: the recurrent form, dropout on the matrix, float64, operands of different
-    types, heads above 128, CPUs and cards before Ampere. `attention_matrix` and `piece_states` are always PyTorch's.
+    PyTorch computes what they have no kernel for: the recurrent form, float64, operands of different types, heads above 128,
+    CPUs and cards before Ampere. `attention_matrix` and `piece_states` are always PyTorch's.
     """
     extra = int(normalize)  # normalization adds a column to v
-    fused = _FUSED and form != "recurrent" and dropout_p == 0 and covers(q, k, v, extra)
+    fused = _FUSED and form != "recurrent" and 0 <= dropout_p < 1 and covers(q, k, v, extra)
     if form == "auto":
         if fused:
             longest = _FUSED_FULL_UP_TO if decays else _FUSED_FULL_UP_TO_WITHOUT_DECAY

@@ -18,18 +18,22 @@ other operands; for those of k and v, which need Mᵀ, `before` and `upto` chang
 Letters in shape comments: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk, T block.
 """
 
+import contextlib
+import functools
 import math
 import re
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 try:
     import triton
     import triton.language as tl
 except ImportError:  # `covers` then says no, and no kernel is ever started
-    triton, tl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=None)
+    triton = SimpleNamespace(jit=lambda function=None, **_: function or (lambda function: function))
+    tl = SimpleNamespace(constexpr=None)
 
 AVAILABLE = not isinstance(triton, SimpleNamespace)
 
@@ -41,36 +45,50 @@ _OTHERS = 32  # S, the tokens that they meet at a time; with more, a thread's nu
 
 def covers(q: Tensor, k: Tensor, v: Tensor, extra: int = 0) -> bool:
     """Whether the kernels compute these operands, v with so many extra columns: on an NVIDIA card since Ampere, or anywhere in
-    Triton's interpreter; in bfloat16, float16 or float32, all alike; heads of up to 128, of any size."""
+    Triton's interpreter; in bfloat16, float16 or float32, all alike; heads of up to 128, of any size. On cards with less shared
+    memory than an A100's, as GeForce has, heads above 64 in bfloat16 only."""
+    head, shared = max(q.shape[-1], v.shape[-1] + extra), _shared_memory(q.device) if AVAILABLE else 0
     return (
-        AVAILABLE
-        and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        q.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and q.dtype == k.dtype == v.dtype
         and q.device == k.device == v.device
-        and max(q.shape[-1], v.shape[-1] + extra) <= LARGEST_HEAD
+        and head <= LARGEST_HEAD
+        and (head <= 64 or q.dtype == torch.bfloat16 or shared >= 160 * 1024)  # two states of 64 KiB, and more
         and min(q.numel(), v.numel()) > 0
-        and _runs_on(q.device.type)
+        and shared > 0
     )
 
 
 @torch.compiler.assume_constant_result
-def _runs_on(device_type: str) -> bool:
+def _shared_memory(device: torch.device) -> int:
+    """The bytes that a program may have, on a device that runs the kernels; 0 on others."""
     if not isinstance(_forward_kernel, triton.JITFunction):
-        return True  # TRITON_INTERPRET=1
-    return device_type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
+        return 2**20  # TRITON_INTERPRET=1
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    card = _card(device)
+    return card.shared_memory_per_block_optin if card.major >= 8 else 0
 
 
-# What the kernels share. Of each token they read four numbers, side by side: high, low, half and real. The running sums are, in
+_card = functools.cache(torch.cuda.get_device_properties)
+
+
+# What the kernels share. Of each token they read three numbers, side by side: high, low and half. The running sums are, in
 # units of log 2, before = high + low − half and upto = high + low + half: their middle as two float32 numbers, which hold it as
-# exactly as differences of neighbours need, and half of what lies between them. SIGN = −1 exchanges the two. real is 1 or 0,
-# the mask.
+# exactly as differences of neighbours need, and half of what lies between them. SIGN = −1 exchanges the two. A fourth place is
+# empty, so that a token's numbers are one load.
+
+# What varies with a batch's length: a kernel would be compiled again where such a number is 1 or a multiple of 16.
+_kernel = triton.jit(do_not_specialize=["H", "L", "N", "blocks", "columns", "parts", "decay_batch", "decay_head"])
 
 
 @triton.jit
-def _tile(pointer, start, stride, length, SIZE, T: tl.constexpr, PADDED: tl.constexpr, DOT: tl.constexpr):
-    """T tokens from `start` on of a text, (length, SIZE): (T, PADDED), 0 beyond either."""
+def _tile(pointer, start, stride, length, mask, SIZE, T: tl.constexpr, PADDED: tl.constexpr, DOT: tl.constexpr):
+    """T tokens from `start` on of a text, (length, SIZE): (T, PADDED), 0 beyond either, and where its mask, if any, is 0."""
     token, feature = tl.arange(0, T), tl.arange(0, PADDED)
     inside = (start + token < length)[:, None] & (feature < SIZE)[None, :]
+    if mask is not None:
+        inside &= _real(mask, start, length, T)[:, None]
     offset = token[:, None] * stride + feature[None, :]
     return tl.load(pointer + start * stride + offset, mask=inside, other=0.0).to(DOT)
 
@@ -101,14 +119,14 @@ def _state(pointer, D: tl.constexpr, E: tl.constexpr, PD: tl.constexpr, PE: tl.c
 
 @triton.jit
 def _sums(pointer, first, T: tl.constexpr, SIGN: tl.constexpr):
-    """high, low, half and real of T tokens. Loaded as one tile: a vector would be loaded in the layout of the scores' columns,
+    """high, low and half of T tokens. Loaded as one tile: a vector would be loaded in the layout of the scores' columns,
     many times over and with a register for each."""
     token, pair = first + tl.arange(0, T), tl.arange(0, 2)
     four = tl.load(pointer + token[:, None, None] * 4 + pair[None, :, None] * 2 + pair[None, None, :])
     even, odd = tl.split(four)
     high, half = tl.split(even)
-    low, real = tl.split(odd)
-    return high, low, SIGN * half, real
+    low, _ = tl.split(odd)
+    return high, low, SIGN * half
 
 
 @triton.jit
@@ -132,6 +150,24 @@ def _decay_mask(high, low, half, other_high, other_low, other_half):
 
 
 @triton.jit
+def _mixed(x):
+    """A hash of 32 bits, by Wellons' constants."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _kept(seed, i, j, DROPPED: tl.constexpr):
+    """Which entries of one matrix dropout leaves, for queries i and keys j: as many of 2^32 as are not DROPPED."""
+    row = _mixed(i.to(tl.uint32) + seed.to(tl.uint32))
+    column = j.to(tl.uint32) * 0x9E3779B1 + (seed >> 32).to(tl.uint32)
+    x = (row ^ column) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B  # the high bits, which decide, are mixed well enough
+    return x >= DROPPED
+
+
+@triton.jit
 def _place(H, blocks, C, length, T: tl.constexpr, S: tl.constexpr):
     """Text, head, both in one, chunk, block of T rows in the chunk, and how many blocks of S tokens the chunk has."""
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -143,13 +179,13 @@ def _place(H, blocks, C, length, T: tl.constexpr, S: tl.constexpr):
 # Running sums and states
 
 
-@triton.jit
+@_kernel
 def _sums_kernel(
-    sums, log_decay, mask, seq_idx, H, L, C, N,
+    sums, log_decay, seq_idx, H, L, C, N,
     decay_batch, decay_head, decay_token,
     LOG_NOTHING: tl.constexpr, LOG2E: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """high, low, half and real of one chunk, with sums from its start on: (B or 1, H, N·C, 4)."""
+    """high, low and half of one chunk, with sums from its start on: (B or 1, H, N·C, 4)."""
     row, chunk = tl.program_id(0) // N, (tl.program_id(0) % N).to(tl.int64)
     b, h = (row // H).to(tl.int64), (row % H).to(tl.int64)
     so_far = tl.zeros((1,), tl.float64)
@@ -172,17 +208,13 @@ def _sums_kernel(
         half = (decay * (0.5 * LOG2E)).to(tl.float32)
         middle = upto * LOG2E - half.to(tl.float64)
         high = middle.to(tl.float32)
-        real = tl.full((SIZE,), 1.0, tl.float32)
-        if mask is not None:
-            real = tl.load(mask + b * L + token, mask=inside, other=0).to(tl.float32)
         out = sums + (row.to(tl.int64) * N * C + token) * 4
         tl.store(out, high, mask=local < C)
         tl.store(out + 1, (middle - high.to(tl.float64)).to(tl.float32), mask=local < C)
         tl.store(out + 2, half, mask=local < C)
-        tl.store(out + 3, real, mask=local < C)
 
 
-@triton.jit
+@_kernel
 def _states_kernel(
     k, v, mask, sums, states, H, L, C, N, columns, side,
     k_batch, k_head, k_token, v_batch, v_head, v_token, sums_batch, sums_head, sums_chunk,
@@ -198,6 +230,8 @@ def _states_kernel(
     b, h = row // H, row % H
     k += b * k_batch + h * k_head
     v += b * v_batch + h * v_head + column
+    if mask is not None:
+        mask += b * L
     begin, end = chunk * C, tl.minimum(chunk * C + C, L)
     rightward, leftward = tl.zeros((PD, PE), tl.float32), tl.zeros((PD, PE), tl.float32)
     if sums is not None:
@@ -205,18 +239,14 @@ def _states_kernel(
         end_high, end_low, end_half = _sum(sums, C - 1, 1)
     for block in range(0, tl.cdiv(end - begin, S)):
         start = begin + block * S
-        K = _tile(k, start, k_token, L, D, S, PD, DOT)
-        V = _tile(v, start, v_token, L, E - column, S, PE, DOT)
-        if mask is not None:
-            K = tl.where(_real(mask + b * L, start, L, S)[:, None], K, 0.0).to(DOT)
+        K = _tile(k, start, k_token, L, mask, D, S, PD, DOT)
+        V = _tile(v, start, v_token, L, None, E - column, S, PE, DOT)
         if sums is None:
             rightward = tl.dot(tl.trans(K), V, rightward, input_precision=PRECISION)
         else:
-            high, low, half, real = _sums(sums, block * S, S, SIGN)
+            high, low, half = _sums(sums, block * S, S, SIGN)
             to_end = _weight(end_high, end_low, end_half, high, low, -half)
             from_start = tl.exp2(high + low + half)
-            if SIGN == 1:
-                to_end, from_start = to_end * real, from_start * real
             rightward = tl.dot(tl.trans((K * to_end[:, None]).to(DOT)), V, rightward, input_precision=PRECISION)
             leftward = tl.dot(tl.trans((K * from_start[:, None]).to(DOT)), V, leftward, input_precision=PRECISION)
     d, e = tl.arange(0, PD), tl.arange(0, PE)
@@ -227,7 +257,7 @@ def _states_kernel(
         tl.store(out + side, leftward, mask=inside)
 
 
-@triton.jit
+@_kernel
 def _scan_kernel(
     states, received, sums, H, C, N, parts, side, sums_batch, sums_head, sums_chunk,
     SIZE: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
@@ -242,12 +272,16 @@ def _scan_kernel(
     place = direction * side + row * N * SIZE + entry
     sums += row // H * sums_batch + row % H * sums_head
     state = tl.zeros((PART,), tl.float32)
+    high, low, half = _sum(sums + direction * (N - 1) * sums_chunk, C - 1, 1)
     for step in tl.range(0, N, num_stages=STAGES):
         chunk = direction * (N - 1 - step) + (1 - direction) * step
-        tl.store(received + place + chunk * SIZE, state.to(received.dtype.element_ty), mask=entry < SIZE)
-        high, low, half = _sum(sums + chunk * sums_chunk, C - 1, 1)
         own = tl.load(states + place + chunk * SIZE, mask=entry < SIZE, other=0.0)
+        after = tl.minimum(step + 1, N - 1)  # whose sum is on its way while this chunk is worked on
+        following = direction * (N - 1 - after) + (1 - direction) * after
+        high2, low2, half2 = _sum(sums + following * sums_chunk, C - 1, 1)
+        tl.store(received + place + chunk * SIZE, state.to(received.dtype.element_ty), mask=entry < SIZE)
         state = state * tl.exp2(high + low + half) + own
+        high, low, half = high2, low2, half2
 
 
 # Outputs and gradients. A program has T rows of the result: queries, or keys for the gradients of k and v. What comes from before
@@ -257,26 +291,27 @@ def _scan_kernel(
 
 @triton.jit
 def _attend(
-    total, Q, k, v, mask, first, length, weight, k_token, v_token,
+    total, Q, k, v, mask, seed, start, first, length, weight, k_token, v_token,
     D: tl.constexpr, E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
-    """total + (QKᵀ ⊙ weight) V over one block of keys; weight is (1, S) or (T, S)."""
-    K = _tile(k, first, k_token, length, D, S, PD, DOT)
-    V = _tile(v, first, v_token, length, E, S, PE, DOT)
+    """total + (QKᵀ ⊙ weight) V over one block of keys; weight is (1, S) or (T, S). Queries from `start`, keys from `first` on."""
+    K = _tile(k, first, k_token, length, mask, D, S, PD, DOT)
+    V = _tile(v, first, v_token, length, None, E, S, PE, DOT)
     scores = tl.dot(Q, tl.trans(K), input_precision=PRECISION) * weight
-    if mask is not None:
-        scores = tl.where(_real(mask, first, length, S)[None, :], scores, 0.0)
+    if seed is not None:
+        i, j = start + tl.arange(0, Q.shape[0])[:, None], first + tl.arange(0, S)[None, :]
+        scores = tl.where(_kept(seed, i, j, DROPPED), scores, 0.0)
     return tl.dot(scores.to(DOT), V, total, input_precision=PRECISION)
 
 
-@triton.jit
+@_kernel
 def _forward_kernel(
-    q, k, v, y, mask, sums, received, scale, H, L, C, N, blocks, side,
+    q, k, v, y, mask, seed, sums, received, scale, H, L, C, N, blocks, side,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, y_batch, y_head, y_token,
     sums_batch, sums_head, sums_chunk,
     D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
-    INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
     """The output of one block of queries."""
     b, h, row, chunk, own, count = _place(H, blocks, C, L, T, S)
@@ -286,7 +321,9 @@ def _forward_kernel(
     v += b * v_batch + h * v_head
     if mask is not None:
         mask += b * L
-    Q = _tile(q + b * q_batch + h * q_head, start, q_token, L, D, T, PD, DOT)
+    if seed is not None:
+        seed = tl.load(seed + row)
+    Q = _tile(q + b * q_batch + h * q_head, start, q_token, L, None, D, T, PD, DOT)
     left = tl.zeros((T, PE), tl.float32)
     if received is not None:
         received += (row if sums is None else row * N + chunk) * D * E
@@ -295,23 +332,25 @@ def _forward_kernel(
         if INSIDE:
             for other in range(0, count):
                 left = _attend(
-                    left, Q, k, v, mask, begin + other * S, L, 1.0, k_token, v_token, D, E, S, PD, PE, DOT, PRECISION
-                )
+                    left, Q, k, v, mask, seed, start, begin + other * S, L, 1.0, k_token, v_token,
+                    D, E, S, PD, PE, DOT, PRECISION, DROPPED,
+                )  # fmt: skip
         out = left
     else:
         sums += b * sums_batch + h * sums_head + chunk * sums_chunk
-        high, low, half, _ = _sums(sums, own * T, T, 1)
+        high, low, half = _sums(sums, own * T, T, 1)
         high0, low0, half0 = _sum(sums, own * T, 1)  # of the first token
         high1, low1, half1 = _sum(sums, own * T + T - 1, 1)  # of the last
 
         if received is not None:
             left *= tl.exp2(high0 + low0 - half0)
         for other in range(0, own * (T // S)):
-            high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
-            weight = (_weight(high0, low0, -half0, high2, low2, -half2) * real2)[None, :]
+            high2, low2, half2 = _sums(sums, other * S, S, 1)
+            weight = _weight(high0, low0, -half0, high2, low2, -half2)[None, :]
             left = _attend(
-                left, Q, k, v, None, begin + other * S, L, weight, k_token, v_token, D, E, S, PD, PE, DOT, PRECISION
-            )
+                left, Q, k, v, mask, seed, start, begin + other * S, L, weight, k_token, v_token,
+                D, E, S, PD, PE, DOT, PRECISION, DROPPED,
+            )  # fmt: skip
         out = left * _weight(high, low, -half, high0, low0, -half0)[:, None]
 
         to_last = _weight(high1, low1, half1, high, low, half)
@@ -320,49 +359,53 @@ def _forward_kernel(
             right = tl.dot(Q, _state(received + side, D, E, PD, PE, DOT), input_precision=PRECISION)
             out += right * (_weight(end_high, end_low, end_half, high1, low1, half1) * to_last)[:, None]
         for other in range((own + 1) * (T // S), count):
-            high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
-            weight = to_last[:, None] * (_weight(high2, low2, half2, high1, low1, half1) * real2)[None, :]
+            high2, low2, half2 = _sums(sums, other * S, S, 1)
+            weight = to_last[:, None] * _weight(high2, low2, half2, high1, low1, half1)[None, :]
             out = _attend(
-                out, Q, k, v, None, begin + other * S, L, weight, k_token, v_token, D, E, S, PD, PE, DOT, PRECISION
-            )
+                out, Q, k, v, mask, seed, start, begin + other * S, L, weight, k_token, v_token,
+                D, E, S, PD, PE, DOT, PRECISION, DROPPED,
+            )  # fmt: skip
 
         for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
-            high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
-            weight = _decay_mask(high, low, half, high2, low2, half2) * real2[None, :]
+            high2, low2, half2 = _sums(sums, other * S, S, 1)
+            weight = _decay_mask(high, low, half, high2, low2, half2)
             out = _attend(
-                out, Q, k, v, None, begin + other * S, L, weight, k_token, v_token, D, E, S, PD, PE, DOT, PRECISION
-            )
+                out, Q, k, v, mask, seed, start, begin + other * S, L, weight, k_token, v_token,
+                D, E, S, PD, PE, DOT, PRECISION, DROPPED,
+            )  # fmt: skip
     _put(y + b * y_batch + h * y_head, start, y_token, L, out * scale, E, T, PE)
 
 
 @triton.jit
 def _query_gradients(
-    total, Q, dY, k, v, mask, first, length, weight, k_token, v_token,
+    total, Q, dY, k, v, mask, seed, start, first, length, weight, k_token, v_token,
     D: tl.constexpr, E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, DECAYS: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     """total + (dY Vᵀ ⊙ weight) K over one block of keys, and ∂/∂ log M there, (T, S), if DECAYS."""
-    K = _tile(k, first, k_token, length, D, S, PD, DOT)
-    V = _tile(v, first, v_token, length, E, S, PE, DOT)
+    K = _tile(k, first, k_token, length, mask, D, S, PD, DOT)
+    V = _tile(v, first, v_token, length, None, E, S, PE, DOT)
     grad = tl.dot(dY, tl.trans(V), input_precision=PRECISION) * weight
-    if mask is not None:
-        grad = tl.where(_real(mask, first, length, S)[None, :], grad, 0.0)
+    if seed is not None:
+        i, j = start + tl.arange(0, Q.shape[0])[:, None], first + tl.arange(0, S)[None, :]
+        grad = tl.where(_kept(seed, i, j, DROPPED), grad, 0.0)
     pairs = grad
     if DECAYS:
         pairs = tl.dot(Q, tl.trans(K), input_precision=PRECISION) * grad
     return tl.dot(grad.to(DOT), K, total, input_precision=PRECISION), pairs
 
 
-@triton.jit
+@_kernel
 def _query_gradients_kernel(
-    q, k, v, dy, dq, mask, sums, received, grad_sums, scale, H, L, C, N, blocks, side, grad_plane,
+    q, k, v, dy, dq, mask, seed, sums, received, grad_sums, scale, H, L, C, N, blocks, side, grad_plane,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     dy_batch, dy_head, dy_token, dq_batch, dq_head, dq_token, sums_batch, sums_head, sums_chunk,
     D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
-    INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
     """∂q of one block of queries, and their part of the gradients of the running sums, if `grad_sums` is there."""
     DECAYS: tl.constexpr = grad_sums is not None
+    grad_plane = tl.cast(grad_plane, tl.int64)
     b, h, row, chunk, own, count = _place(H, blocks, C, L, T, S)
     begin = chunk * C
     start = begin + own * T
@@ -370,8 +413,10 @@ def _query_gradients_kernel(
     v += b * v_batch + h * v_head
     if mask is not None:
         mask += b * L
-    Q = _tile(q + b * q_batch + h * q_head, start, q_token, L, D, T, PD, DOT)
-    dY = _tile(dy + b * dy_batch + h * dy_head, start, dy_token, L, E, T, PE, DOT)
+    if seed is not None:
+        seed = tl.load(seed + row)
+    Q = _tile(q + b * q_batch + h * q_head, start, q_token, L, None, D, T, PD, DOT)
+    dY = _tile(dy + b * dy_batch + h * dy_head, start, dy_token, L, None, E, T, PE, DOT)
     left = tl.zeros((T, PD), tl.float32)
     if received is not None:
         received += (row if sums is None else row * N + chunk) * D * E
@@ -380,13 +425,13 @@ def _query_gradients_kernel(
         if INSIDE:
             for other in range(0, count):
                 left, _ = _query_gradients(
-                    left, Q, dY, k, v, mask, begin + other * S, L, 1.0, k_token, v_token,
-                    D, E, S, PD, PE, DOT, PRECISION, DECAYS,
+                    left, Q, dY, k, v, mask, seed, start, begin + other * S, L, 1.0, k_token, v_token,
+                    D, E, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS,
                 )  # fmt: skip
         out = left
     else:
         sums += b * sums_batch + h * sums_head + chunk * sums_chunk
-        high, low, half, _ = _sums(sums, own * T, T, 1)
+        high, low, half = _sums(sums, own * T, T, 1)
         high0, low0, half0 = _sum(sums, own * T, 1)
         high1, low1, half1 = _sum(sums, own * T + T - 1, 1)
         past, future, until_end = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
@@ -396,11 +441,11 @@ def _query_gradients_kernel(
             if DECAYS:
                 past = tl.sum(Q * left, 1)
         for other in range(0, own * (T // S)):
-            high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
-            weight = (_weight(high0, low0, -half0, high2, low2, -half2) * real2)[None, :]
+            high2, low2, half2 = _sums(sums, other * S, S, 1)
+            weight = _weight(high0, low0, -half0, high2, low2, -half2)[None, :]
             left, pairs = _query_gradients(
-                left, Q, dY, k, v, None, begin + other * S, L, weight, k_token, v_token,
-                D, E, S, PD, PE, DOT, PRECISION, DECAYS,
+                left, Q, dY, k, v, mask, seed, start, begin + other * S, L, weight, k_token, v_token,
+                D, E, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS,
             )  # fmt: skip
             if DECAYS:
                 past += tl.sum(pairs, 1)
@@ -417,22 +462,22 @@ def _query_gradients_kernel(
             if DECAYS:
                 until_end = tl.sum(Q * right, 1)
         for other in range((own + 1) * (T // S), count):
-            high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
-            weight = to_last[:, None] * (_weight(high2, low2, half2, high1, low1, half1) * real2)[None, :]
+            high2, low2, half2 = _sums(sums, other * S, S, 1)
+            weight = to_last[:, None] * _weight(high2, low2, half2, high1, low1, half1)[None, :]
             out, pairs = _query_gradients(
-                out, Q, dY, k, v, None, begin + other * S, L, weight, k_token, v_token,
-                D, E, S, PD, PE, DOT, PRECISION, DECAYS,
+                out, Q, dY, k, v, mask, seed, start, begin + other * S, L, weight, k_token, v_token,
+                D, E, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS,
             )  # fmt: skip
             if DECAYS:
                 future += tl.sum(pairs, 1)
 
         i, j = own * T + tl.arange(0, T), tl.arange(0, S)
         for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
-            high2, low2, half2, real2 = _sums(sums, other * S, S, 1)
-            weight = _decay_mask(high, low, half, high2, low2, half2) * real2[None, :]
+            high2, low2, half2 = _sums(sums, other * S, S, 1)
+            weight = _decay_mask(high, low, half, high2, low2, half2)
             out, pairs = _query_gradients(
-                out, Q, dY, k, v, None, begin + other * S, L, weight, k_token, v_token,
-                D, E, S, PD, PE, DOT, PRECISION, DECAYS,
+                out, Q, dY, k, v, mask, seed, start, begin + other * S, L, weight, k_token, v_token,
+                D, E, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS,
             )  # fmt: skip
             if DECAYS:
                 past += tl.sum(tl.where(i[:, None] > other * S + j[None, :], pairs, 0.0), 1)
@@ -447,13 +492,16 @@ def _query_gradients_kernel(
 
 @triton.jit
 def _key_gradients(
-    total_k, total_v, K, V, q, dy, first, length, weight, q_token, dy_token,
+    total_k, total_v, K, V, q, dy, seed, start, first, length, weight, q_token, dy_token,
     D: tl.constexpr, E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
     """total_k + (V dYᵀ ⊙ weight) Q and total_v + (K Qᵀ ⊙ weight) dY over one block of queries, and ∂/∂ log Mᵀ there, (T, S)."""
-    Q = _tile(q, first, q_token, length, D, S, PD, DOT)
-    dY = _tile(dy, first, dy_token, length, E, S, PE, DOT)
+    Q = _tile(q, first, q_token, length, None, D, S, PD, DOT)
+    dY = _tile(dy, first, dy_token, length, None, E, S, PE, DOT)
+    if seed is not None:
+        i, j = first + tl.arange(0, S)[None, :], start + tl.arange(0, K.shape[0])[:, None]
+        weight = tl.where(_kept(seed, i, j, DROPPED), weight, 0.0)
     scores = tl.dot(K, tl.trans(Q), input_precision=PRECISION) * weight
     total_v = tl.dot(scores.to(DOT), dY, total_v, input_precision=PRECISION)
     grad = tl.dot(V, tl.trans(dY), input_precision=PRECISION)
@@ -461,31 +509,31 @@ def _key_gradients(
     return total_k, total_v, scores * grad
 
 
-@triton.jit
+@_kernel
 def _key_gradients_kernel(
-    q, k, v, dy, dk, dv, mask, sums, received, grad_sums, scale, H, L, C, N, blocks, side, grad_plane,
+    q, k, v, dy, dk, dv, mask, seed, sums, received, grad_sums, scale, H, L, C, N, blocks, side, grad_plane,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     dy_batch, dy_head, dy_token, dk_batch, dk_head, dk_token, dv_batch, dv_head, dv_token,
     sums_batch, sums_head, sums_chunk,
     D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
-    INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
     """∂k and ∂v of one block of keys, and their part of the gradients of the running sums. `received`: states of q and dy."""
     DECAYS: tl.constexpr = grad_sums is not None
+    grad_plane = tl.cast(grad_plane, tl.int64)
     b, h, row, chunk, own, count = _place(H, blocks, C, L, T, S)
     begin = chunk * C
     start = begin + own * T
     q += b * q_batch + h * q_head
     dy += b * dy_batch + h * dy_head
-    K = _tile(k + b * k_batch + h * k_head, start, k_token, L, D, T, PD, DOT)
-    V = _tile(v + b * v_batch + h * v_head, start, v_token, L, E, T, PE, DOT)
-    real = tl.full((T,), 1.0, tl.float32)
-    if sums is not None:
-        sums += b * sums_batch + h * sums_head + chunk * sums_chunk
-        high, low, half, real = _sums(sums, own * T, T, -1)
-    elif mask is not None:
-        real = _real(mask + b * L, start, L, T).to(tl.float32)
-    K = tl.where(real[:, None] != 0, K, 0.0).to(DOT)
+    if mask is not None:
+        mask += b * L
+    if seed is not None:
+        seed = tl.load(seed + row)
+    K = _tile(k + b * k_batch + h * k_head, start, k_token, L, None, D, T, PD, DOT)
+    if mask is not None:  # after the load, which costs fewer registers here
+        K = tl.where(_real(mask, start, L, T)[:, None], K, 0.0).to(DOT)
+    V = _tile(v + b * v_batch + h * v_head, start, v_token, L, None, E, T, PE, DOT)
     left_k, left_v = tl.zeros((T, PD), tl.float32), tl.zeros((T, PE), tl.float32)
     if received is not None:
         received += (row if sums is None else row * N + chunk) * D * E
@@ -496,11 +544,13 @@ def _key_gradients_kernel(
         if INSIDE:
             for other in range(0, count):
                 left_k, left_v, _ = _key_gradients(
-                    left_k, left_v, K, V, q, dy, begin + other * S, L, 1.0, q_token, dy_token,
-                    D, E, S, PD, PE, DOT, PRECISION,
+                    left_k, left_v, K, V, q, dy, seed, start, begin + other * S, L, 1.0, q_token, dy_token,
+                    D, E, S, PD, PE, DOT, PRECISION, DROPPED,
                 )  # fmt: skip
         out_k, out_v = left_k, left_v
     else:
+        sums += b * sums_batch + h * sums_head + chunk * sums_chunk
+        high, low, half = _sums(sums, own * T, T, -1)
         high0, low0, half0 = _sum(sums, own * T, -1)
         high1, low1, half1 = _sum(sums, own * T + T - 1, -1)
         past, future, to_end = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
@@ -512,11 +562,11 @@ def _key_gradients_kernel(
             if DECAYS:
                 past = tl.sum(K * left_k, 1)
         for other in range(0, own * (T // S)):
-            high2, low2, half2, _ = _sums(sums, other * S, S, -1)
+            high2, low2, half2 = _sums(sums, other * S, S, -1)
             weight = _weight(high0, low0, -half0, high2, low2, -half2)[None, :]
             left_k, left_v, pairs = _key_gradients(
-                left_k, left_v, K, V, q, dy, begin + other * S, L, weight, q_token, dy_token,
-                D, E, S, PD, PE, DOT, PRECISION,
+                left_k, left_v, K, V, q, dy, seed, start, begin + other * S, L, weight, q_token, dy_token,
+                D, E, S, PD, PE, DOT, PRECISION, DROPPED,
             )  # fmt: skip
             if DECAYS:
                 past += tl.sum(pairs, 1)
@@ -535,22 +585,22 @@ def _key_gradients_kernel(
             if DECAYS:
                 to_end = tl.sum(K * right, 1)
         for other in range((own + 1) * (T // S), count):
-            high2, low2, half2, _ = _sums(sums, other * S, S, -1)
+            high2, low2, half2 = _sums(sums, other * S, S, -1)
             weight = to_last[:, None] * _weight(high2, low2, half2, high1, low1, half1)[None, :]
             out_k, out_v, pairs = _key_gradients(
-                out_k, out_v, K, V, q, dy, begin + other * S, L, weight, q_token, dy_token,
-                D, E, S, PD, PE, DOT, PRECISION,
+                out_k, out_v, K, V, q, dy, seed, start, begin + other * S, L, weight, q_token, dy_token,
+                D, E, S, PD, PE, DOT, PRECISION, DROPPED,
             )  # fmt: skip
             if DECAYS:
                 future += tl.sum(pairs, 1)
 
         i, j = own * T + tl.arange(0, T), tl.arange(0, S)
         for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
-            high2, low2, half2, _ = _sums(sums, other * S, S, -1)
+            high2, low2, half2 = _sums(sums, other * S, S, -1)
             weight = _decay_mask(high, low, half, high2, low2, half2)
             out_k, out_v, pairs = _key_gradients(
-                out_k, out_v, K, V, q, dy, begin + other * S, L, weight, q_token, dy_token,
-                D, E, S, PD, PE, DOT, PRECISION,
+                out_k, out_v, K, V, q, dy, seed, start, begin + other * S, L, weight, q_token, dy_token,
+                D, E, S, PD, PE, DOT, PRECISION, DROPPED,
             )  # fmt: skip
             if DECAYS:
                 past += tl.sum(tl.where(i[:, None] > other * S + j[None, :], pairs, 0.0), 1)
@@ -560,12 +610,13 @@ def _key_gradients_kernel(
             tl.store(grad_sums, -future * scale)
             tl.store(grad_sums + grad_plane, past * scale)
             tl.store(grad_sums + 2 * grad_plane, to_end * scale)
-    out_k = tl.where(real[:, None] != 0, out_k, 0.0)
+    if mask is not None:
+        out_k = tl.where(_real(mask, start, L, T)[:, None], out_k, 0.0)
     _put(dk + b * dk_batch + h * dk_head, start, dk_token, L, out_k * scale, D, T, PD)
     _put(dv + b * dv_batch + h * dv_head, start, dv_token, L, out_v * scale, E, T, PE)
 
 
-@triton.jit
+@_kernel
 def _decay_gradients_kernel(
     log_decay, sums, grad_sums, received, grad_received, grad, scale, H, L, C, N, side, grad_plane,
     decay_batch, decay_head, decay_token, sums_batch, sums_head, sums_chunk,
@@ -578,6 +629,7 @@ def _decay_gradients_kernel(
     """
     row, chunk = (tl.program_id(0) // N).to(tl.int64), (tl.program_id(0) % N).to(tl.int64)
     b, h = row // H, row % H
+    grad_plane = tl.cast(grad_plane, tl.int64)
     total = tl.zeros((1,), tl.float64)
     if received is not None:
         crossing = tl.zeros((PART,), tl.float32)
@@ -629,18 +681,33 @@ def fused_linear_attention(
     seq_idx: Tensor | None,
     scale: float,
     chunk_size: int | None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
-    """`linear_attention` of operands that `covers` accepts, in the full form where `chunk_size` is None. (B, H, L, E)"""
-    return _forward(q, k, v, log_decay, mask, seq_idx, scale, chunk_size or 0)
+    """`linear_attention` of operands that `covers` accepts, in the full form where `chunk_size` is None. (B, H, L, E)
+
+    Only the full form has dropout, with 0 ≤ dropout_p < 1.
+    """
+    seed = None
+    if dropout_p > 0:  # a number a matrix; what it drops, both passes find out
+        seed = torch.randint(2**62, q.shape[:2], device=q.device)
+    arguments = q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size or 0, dropout_p
+    if torch.compiler.is_compiling() or type(q) is not Tensor:
+        return _forward(*arguments)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4]):
+        return _Eager.apply(*arguments)
+    return _start_forward(*arguments)[0]
 
 
 class _Plan:
     """Shapes, strides and types of one call, which every kernel takes from here."""
 
-    def __init__(self, q: Tensor, v: Tensor, with_sums: bool, alike: bool, chunk_size: int):
-        """with_sums: there are decays, or packed sequences. alike: the numbers of one chunk and text are those of all."""
-        self.B, self.H, self.L, self.D = q.shape
-        self.E = v.shape[-1]
+    def __init__(
+        self, shape: torch.Size, E: int, dtype: torch.dtype, device: torch.device, with_sums: bool, alike: bool,
+        chunk_size: int, dot: "tl.dtype", precision: str,
+    ):  # fmt: skip
+        """shape: q's. with_sums: there are decays, or packed sequences. alike: the numbers of one chunk and text are those of all."""
+        self.B, self.H, self.L, self.D = shape
+        self.E = E
         self.T = min(_BLOCK, max(16, triton.next_power_of_2(self.L)))
         self.PD, self.PE = (max(16, triton.next_power_of_2(size)) for size in (self.D, self.E))
         self.S = min(_OTHERS if max(self.PD, self.PE) <= 64 else _OTHERS // 2, self.T)
@@ -655,16 +722,20 @@ class _Plan:
         head = 4 * self.sums_shape[2]
         self.sums_strides = (0, head, 0) if alike else (self.H * head, head, 4 * self.C)
         self.side = self.B * self.H * self.N * self.D * self.E
-        self.device, self.dtype = q.device, q.dtype
-        self.dot, self.precision = _multiplied_as(q.dtype)
+        self.device, self.dtype = device, dtype
         self.sizes = {"D": self.D, "E": self.E, "T": self.T, "S": self.S, "PD": self.PD, "PE": self.PE}
-        self.dots = {"DOT": self.dot, "PRECISION": self.precision}
-        self.num_warps = max(1, self.T // 16)  # each multiplies 16 rows
-        self.num_stages = 2 if self.dot == tl.float32 else 3
+        self.dots = {"DOT": dot, "PRECISION": precision}
+        self.starts = {
+            "num_warps": max(1, self.T // 16),  # each multiplies 16 rows
+            "num_stages": 2 if dot == tl.float32 else 3,
+        }
 
     def empty_like_tokens(self, size: int) -> Tensor:
         """(B, H, L, size), with the heads of a token side by side, as the layer after attention reads them."""
         return torch.empty(self.B, self.L, self.H, size, dtype=self.dtype, device=self.device).transpose(1, 2)
+
+
+_plan = functools.lru_cache(256)(_Plan)  # a step's layers are alike
 
 
 def _multiplied_as(dtype: torch.dtype) -> tuple["tl.dtype", str]:
@@ -687,7 +758,8 @@ def _tf32_is_allowed() -> bool:
 
 
 def _start(kernel, programs: int, q: Tensor, *arguments, **options) -> None:
-    with torch.cuda.device_of(q):  # Triton starts kernels on the current card
+    elsewhere = q.is_cuda and q.get_device() != torch.cuda.current_device()  # Triton starts kernels on the current card
+    with torch.cuda.device(q.device) if elsewhere else contextlib.nullcontext():
         kernel[(programs,)](q, *arguments, **options)
 
 
@@ -702,20 +774,18 @@ def _decay_strides(log_decay: Tensor | None) -> tuple[int, int, int]:
     return log_decay.stride() if log_decay.ndim == 3 else (0, log_decay.stride(0), 0)
 
 
-def _running_sums(
-    plan: _Plan, log_decay: Tensor | None, mask: Tensor | None, seq_idx: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The running sums, if there are any, and what is left for the mask to do, which is in them if there are."""
+def _running_sums(plan: _Plan, log_decay: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
+    """The running sums, if there are any."""
     if log_decay is None and seq_idx is None:
-        return None, mask
+        return None
     sums = torch.empty(plan.sums_shape, dtype=torch.float32, device=plan.device)
     N = plan.sums_shape[2] // plan.C
     _start(
-        _sums_kernel, plan.sums_shape[0] * plan.H * N, sums, log_decay, mask, seq_idx, plan.H, plan.L, plan.C, N,
+        _sums_kernel, plan.sums_shape[0] * plan.H * N, sums, log_decay, seq_idx, plan.H, plan.L, plan.C, N,
         *_decay_strides(log_decay), LOG_NOTHING=_LOG_NOTHING, LOG2E=math.log2(math.e),
         SIZE=min(triton.next_power_of_2(plan.C), 1024), num_warps=4,
     )  # fmt: skip
-    return sums, None
+    return sums
 
 
 def _received(
@@ -732,7 +802,7 @@ def _received(
     _start(
         _states_kernel, rows * N * columns, k, v, mask, sums, states, plan.H, plan.L, plan.C, N, columns, plan.side,
         *k.stride()[:3], *v.stride()[:3], *plan.sums_strides, **{**plan.sizes, "PE": PE},
-        SIGN=sign, **plan.dots, num_warps=plan.num_warps, num_stages=plan.num_stages,
+        SIGN=sign, **plan.dots, **plan.starts,
     )  # fmt: skip
     kept = plan.dtype if plan.dtype == torch.bfloat16 else torch.float32  # as they are multiplied
     if sums is None:
@@ -747,34 +817,32 @@ def _received(
     return received
 
 
-_OPERATORS = re.sub(r"\W", "_", __name__)  # a copy of this file in a Hub folder registers operators of its own
-
-
-@torch.library.custom_op(f"{_OPERATORS}::forward", mutates_args=())
-def _forward(
+def _start_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
     mask: Tensor | None,
     seq_idx: Tensor | None,
+    seed: Tensor | None,
     scale: float,
     chunk_size: int,
-) -> Tensor:
+    dropout_p: float,
+) -> tuple[Tensor, Tensor | None]:
+    """The output, and the running sums, if there are any."""
     plan, q, k, v, mask, seq_idx = _prepare(q, k, v, log_decay, mask, seq_idx, chunk_size)
-    sums, mask = _running_sums(plan, log_decay, mask, seq_idx)
+    sums = _running_sums(plan, log_decay, seq_idx)
     y = plan.empty_like_tokens(plan.E)
     _start(
-        _forward_kernel, plan.B * plan.H * plan.blocks, q, k, v, y, mask, sums, _received(plan, k, v, mask, sums), scale,
-        plan.H, plan.L, plan.C, plan.N, plan.blocks, plan.side,
+        _forward_kernel, plan.B * plan.H * plan.blocks, q, k, v, y, mask, seed, sums, _received(plan, k, v, mask, sums),
+        scale / (1 - dropout_p), plan.H, plan.L, plan.C, plan.N, plan.blocks, plan.side,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *y.stride()[:3], *plan.sums_strides,
-        **plan.sizes, INSIDE=plan.inside, **plan.dots, num_warps=plan.num_warps, num_stages=plan.num_stages,
+        **plan.sizes, INSIDE=plan.inside, **plan.dots, DROPPED=round(dropout_p * 2**32), **plan.starts,
     )  # fmt: skip
-    return y
+    return y, sums
 
 
-@torch.library.custom_op(f"{_OPERATORS}::backward", mutates_args=())
-def _backward(
+def _start_backward(
     dy: Tensor,
     q: Tensor,
     k: Tensor,
@@ -782,14 +850,19 @@ def _backward(
     log_decay: Tensor | None,
     mask: Tensor | None,
     seq_idx: Tensor | None,
+    seed: Tensor | None,
     scale: float,
     chunk_size: int,
+    dropout_p: float,
     with_decays: bool,
+    sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """∂q, ∂k, ∂v and ∂log_decay, which has no entries unless with_decays."""
+    """∂q, ∂k, ∂v and ∂log_decay, which has no entries unless with_decays. sums: of the forward pass, if they were kept."""
     plan, q, k, v, mask, seq_idx = _prepare(q, k, v, log_decay, mask, seq_idx, chunk_size)
     dy = _tokens(dy)
-    sums, mask = _running_sums(plan, log_decay, mask, seq_idx)
+    scale /= 1 - dropout_p
+    if sums is None:
+        sums = _running_sums(plan, log_decay, seq_idx)
     received, grad_received = _received(plan, k, v, mask, sums), _received(plan, q, dy, None, sums, sign=-1)
     dq, dk, dv = plan.empty_like_tokens(plan.D), plan.empty_like_tokens(plan.D), plan.empty_like_tokens(plan.E)
     grad_sums, grad_plane = None, plan.B * plan.H * plan.N * plan.C
@@ -797,15 +870,13 @@ def _backward(
         grad_sums = torch.empty(6, grad_plane, dtype=torch.float32, device=plan.device)
     shape = plan.H, plan.L, plan.C, plan.N, plan.blocks, plan.side, grad_plane
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3]
-    options = {
-        **plan.sizes, "INSIDE": plan.inside, **plan.dots, "num_warps": plan.num_warps, "num_stages": plan.num_stages,
-    }  # fmt: skip
+    options = {**plan.sizes, "INSIDE": plan.inside, **plan.dots, "DROPPED": round(dropout_p * 2**32), **plan.starts}
     _start(
-        _query_gradients_kernel, plan.B * plan.H * plan.blocks, q, k, v, dy, dq, mask, sums, received, grad_sums, scale,
+        _query_gradients_kernel, plan.B * plan.H * plan.blocks, q, k, v, dy, dq, mask, seed, sums, received, grad_sums, scale,
         *shape, *strides, *dq.stride()[:3], *plan.sums_strides, **options,
     )  # fmt: skip
     _start(
-        _key_gradients_kernel, plan.B * plan.H * plan.blocks, q, k, v, dy, dk, dv, mask, sums, grad_received, grad_sums, scale,
+        _key_gradients_kernel, plan.B * plan.H * plan.blocks, q, k, v, dy, dk, dv, mask, seed, sums, grad_received, grad_sums, scale,
         *shape, *strides, *dk.stride()[:3], *dv.stride()[:3], *plan.sums_strides, **options,
     )  # fmt: skip
     if not with_decays:
@@ -825,34 +896,61 @@ def _backward(
 def _prepare(q, k, v, log_decay, mask, seq_idx, chunk_size):
     """The plan of a call, and its tensors as the kernels read them."""
     with_sums = log_decay is not None or seq_idx is not None
-    alike = seq_idx is None and mask is None and log_decay is not None and log_decay.ndim == 1
-    plan = _Plan(q, v, with_sums, alike, chunk_size)
+    alike = seq_idx is None and log_decay is not None and log_decay.ndim == 1
+    plan = _plan(q.shape, v.shape[-1], q.dtype, q.device, with_sums, alike, chunk_size, *_multiplied_as(q.dtype))
     mask = None if mask is None else mask.contiguous().view(torch.uint8)
     return plan, _tokens(q), _tokens(k), _tokens(v), mask, None if seq_idx is None else seq_idx.contiguous()
 
 
+def _gradients(ctx, backward, dy: Tensor, sums: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    with_decays = ctx.needs_input_grad[3]
+    *grads, d_decay = backward(dy, *ctx.saved_tensors[:7], *ctx.numbers, with_decays, sums)
+    return *grads, d_decay if with_decays else None, *[None] * 6
+
+
+class _Eager(torch.autograd.Function):
+    """The operator outside of torch.compile, where PyTorch needs longer to find an operator of its own than to start these kernels."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        y, sums = _start_forward(*arguments)
+        ctx.save_for_backward(*arguments[:7], sums)
+        ctx.numbers = arguments[7:]
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _gradients(ctx, _start_backward, dy, ctx.saved_tensors[7])
+
+
+# The same as operators of PyTorch's, which torch.compile does not look into
+
+_NAME = re.sub(r"\W", "_", __name__)  # a copy of this file in a Hub folder registers operators of its own
+_forward = torch.library.custom_op(
+    f"{_NAME}::forward", lambda *arguments: _start_forward(*arguments)[0], mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? mask, Tensor? seq_idx, Tensor? seed, float scale, "
+    "SymInt chunk_size, float dropout_p) -> Tensor",
+)  # fmt: skip
+_backward = torch.library.custom_op(f"{_NAME}::backward", _start_backward, mutates_args=())
+
+
 @_forward.register_fake
-def _(q, k, v, log_decay, mask, seq_idx, scale, chunk_size):
+def _(q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size, dropout_p):
     B, H, L, _ = q.shape
     return v.new_empty(B, L, H, v.shape[-1]).transpose(1, 2)
 
 
 @_backward.register_fake
-def _(dy, q, k, v, log_decay, mask, seq_idx, scale, chunk_size, with_decays):
+def _(dy, q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size, dropout_p, with_decays, sums=None):
     B, H, L, _ = q.shape
     grads = [x.new_empty(B, L, H, x.shape[-1]).transpose(1, 2) for x in (q, k, v)]
     return *grads, torch.empty_like(log_decay, memory_format=torch.contiguous_format) if with_decays else q.new_empty(0)
 
 
 def _keep(ctx, inputs, output) -> None:
-    *tensors, ctx.scale, ctx.chunk_size = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*inputs[:7])
+    ctx.numbers = inputs[7:]
 
 
-def _gradients(ctx, dy):
-    with_decays = ctx.needs_input_grad[3]
-    dq, dk, dv, d_decay = _backward(dy, *ctx.saved_tensors, ctx.scale, ctx.chunk_size, with_decays)
-    return dq, dk, dv, d_decay if with_decays else None, None, None, None, None
-
-
-_forward.register_autograd(_gradients, setup_context=_keep)
+_forward.register_autograd(lambda ctx, dy: _gradients(ctx, _backward, dy), setup_context=_keep)
