@@ -47,6 +47,7 @@ def main(argv: list[str]) -> None:
     cases = [
         (card, dtype, size, form, decay)
         for card in a.cards for dtype in a.dtypes for size in a.head_dims for form in FORMS for decay in a.decays
+        if size <= kernels.LARGEST_HEAD[getattr(torch, dtype)]
     ]  # fmt: skip
     for card, dtype, size, form, decay in cli.progress(cases, desc="kernels"):
         for start in starts(form, decay, getattr(torch, dtype), size, size):

@@ -8,7 +8,6 @@ import importlib
 import itertools
 import math
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,9 +113,11 @@ def test_each_text_of_a_batch_has_its_own_padding(form, mask):
 @pytest.mark.parametrize("sizes", HEAD_SIZES, ids=str)
 @pytest.mark.parametrize("decay", ["none", "token"])
 @pytest.mark.parametrize("form", FORMS)
-def test_heads_of_any_size(form, decay, sizes):
+def test_heads_of_any_size(form, decay, sizes, started):
     inputs, _ = draw(decay, LONG, 1, 1, d=sizes[0], e=sizes[1])
-    check(inputs, form)
+    dtype = torch.float32 if max(sizes) <= kernels.LARGEST_HEAD[torch.float32] else torch.bfloat16
+    check(inputs, form, dtype)
+    assert started
 
 
 @pytest.mark.parametrize("chunk_size", [1, 33, 1000])
@@ -327,7 +328,7 @@ def test_float32_keeps_five_digits_far_into_a_text(form, slow_at_the_end):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dtype": torch.float64}, {"d": 129}, {"e": 129}, {"e": 128, "normalize": True}, {"form": "recurrent"},
+        {"dtype": torch.float64}, {"d": 65}, {"e": 65}, {"e": 64, "normalize": True}, {"e": 129, "dtype": torch.bfloat16}, {"form": "recurrent"},
         {"form": "full", "dropout_p": 1.0}, {"v_dtype": torch.bfloat16}, {"fused": False},
     ],
     ids=str,
@@ -345,22 +346,12 @@ def test_pytorch_computes_what_the_kernels_do_not_cover(changes, started, monkey
     assert started == []
 
 
-@pytest.mark.parametrize(
-    "major, shared, computed",
-    [(7, 65536, ()), (8, 166912, ("bfloat16", "float32")), (8, 101376, ("bfloat16",)), (9, 232448, ("bfloat16", "float32"))],
-)  # fmt: skip
-def test_a_card_computes_what_its_memory_holds(major, shared, computed, monkeypatch):
-    card = SimpleNamespace(major=major, shared_memory_per_block_optin=shared)
-    monkeypatch.setattr(kernels, "_card", lambda device: card)
+def test_the_card_of_the_operands_decides(monkeypatch):
+    monkeypatch.setattr(kernels, "_capability", lambda device: ((7, 5), (8, 6))[device.index])
     monkeypatch.setattr(kernels.triton, "JITFunction", object)  # in the interpreter too
     monkeypatch.setattr(torch.version, "hip", None)
-    assert kernels._shared_memory(torch.device("cpu")) == 0
-    on_card = kernels._shared_memory(torch.device("cuda", 1))
-    monkeypatch.setattr(kernels, "_shared_memory", lambda device: on_card)
-    for size in (64, 65):
-        for name in ("bfloat16", "float32"):
-            x = torch.zeros(1, 1, 1, size, dtype=getattr(torch, name))
-            assert kernels.covers(x, x, x) == (name in computed or (size == 64 and on_card > 0))
+    devices = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
+    assert [kernels._runs_on(device) for device in devices] == [False, True, False]
 
 
 def test_auto_takes_one_chunk_for_short_texts_and_states_for_long_ones(started, monkeypatch):

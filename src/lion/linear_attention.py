@@ -584,8 +584,8 @@ def _choose(
 ) -> tuple[str, bool]:
     """The form, with "auto" decided, and whether the kernels of linear_attention_triton.py compute it.
 
-    PyTorch computes what they have no kernel for: the recurrent form, float64, operands of different types, heads above 128,
-    CPUs and cards before Ampere. `attention_matrix` and `piece_states` are always PyTorch's.
+    PyTorch computes what they have no kernel for: the recurrent form, float64, operands of different types, heads above 128
+    (above 64 in float16 and float32), CPUs and cards before Ampere. `attention_matrix` and `piece_states` are always PyTorch's.
     """
     extra = int(normalize)  # normalization adds a column to v
     fused = _FUSED and form != "recurrent" and 0 <= dropout_p < 1 and covers(q, k, v, extra)

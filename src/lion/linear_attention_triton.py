@@ -37,7 +37,8 @@ except ImportError:  # `covers` then says no, and no kernel is ever started
 
 AVAILABLE = not isinstance(triton, SimpleNamespace)
 
-LARGEST_HEAD = 128  # of q and k, and of v: what the registers of one program hold
+# Sizes of q and k, and of v, that the registers of one program hold; with more, most of its numbers go through memory.
+LARGEST_HEAD = {torch.bfloat16: 128, torch.float16: 64, torch.float32: 64}
 _LOG_NOTHING = -60.0  # as in linear_attention.py
 _BLOCK = 64  # T, the rows of a program: what a warp group of a Hopper card multiplies at once
 _OTHERS = 32  # S, the tokens that they meet at a time; with more, a thread's numbers exceed its registers
@@ -45,32 +46,25 @@ _OTHERS = 32  # S, the tokens that they meet at a time; with more, a thread's nu
 
 def covers(q: Tensor, k: Tensor, v: Tensor, extra: int = 0) -> bool:
     """Whether the kernels compute these operands, v with so many extra columns: on an NVIDIA card since Ampere, or anywhere in
-    Triton's interpreter; in bfloat16, float16 or float32, all alike; heads of up to 128, of any size. On cards with less shared
-    memory than an A100's, as GeForce has, heads above 64 in bfloat16 only."""
-    head, shared = max(q.shape[-1], v.shape[-1] + extra), _shared_memory(q.device) if AVAILABLE else 0
+    Triton's interpreter; in bfloat16, float16 or float32, all alike; heads of up to LARGEST_HEAD, of any size."""
     return (
-        q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        AVAILABLE
         and q.dtype == k.dtype == v.dtype
         and q.device == k.device == v.device
-        and head <= LARGEST_HEAD
-        and (head <= 64 or q.dtype == torch.bfloat16 or shared >= 160 * 1024)  # two states of 64 KiB, and more
+        and max(q.shape[-1], v.shape[-1] + extra) <= LARGEST_HEAD.get(q.dtype, 0)
         and min(q.numel(), v.numel()) > 0
-        and shared > 0
+        and _runs_on(q.device)
     )
 
 
 @torch.compiler.assume_constant_result
-def _shared_memory(device: torch.device) -> int:
-    """The bytes that a program may have, on a device that runs the kernels; 0 on others."""
+def _runs_on(device: torch.device) -> bool:
     if not isinstance(_forward_kernel, triton.JITFunction):
-        return 2**20  # TRITON_INTERPRET=1
-    if device.type != "cuda" or torch.version.hip is not None:
-        return 0
-    card = _card(device)
-    return card.shared_memory_per_block_optin if card.major >= 8 else 0
+        return True  # TRITON_INTERPRET=1
+    return device.type == "cuda" and torch.version.hip is None and _capability(device) >= (8, 0)
 
 
-_card = functools.cache(torch.cuda.get_device_properties)
+_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 # What the kernels share. Of each token they read three numbers, side by side: high, low and half. The running sums are, in
