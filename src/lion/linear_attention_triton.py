@@ -719,8 +719,9 @@ class _Plan:
         self.device, self.dtype = device, dtype
         self.sizes = {"D": self.D, "E": self.E, "T": self.T, "S": self.S, "PD": self.PD, "PE": self.PE}
         self.dots = {"DOT": dot, "PRECISION": precision}
+        exact = dot == tl.float32 and precision == "ieee"  # not in tensor cores, and more numbers than registers
         self.starts = {
-            "num_warps": max(1, self.T // 16),  # each multiplies 16 rows
+            "num_warps": max(1, self.T // (8 if exact else 16)),  # each multiplies so many rows
             "num_stages": 2 if dot == tl.float32 else 3,
         }
 
