@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--compare", action="store_true", help=f"run {', '.join(MODELS)} and print one table")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for everything (default: demo)")
     parser.add_argument("--vocab_size", type=int, default=8192, help="tokens of the vocabulary (default: 8192)")
-    parser.add_argument("--train_examples", type=int, default=9000, help="of each labelled task (default: 9000)")
+    parser.add_argument("--train_examples", type=int, default=8000, help="of each labelled task (default: 8000)")
     parser.add_argument("--dev_examples", type=int, default=1000, help="of each labelled task (default: 1000)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the pretraining config")
     arguments = parser.parse_args(argv)

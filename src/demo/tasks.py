@@ -42,7 +42,7 @@ def write_tasks(
     out: Path,
     is_validation: Callable[[str], bool],
     *,
-    train_examples: int = 9000,
+    train_examples: int = 8000,
     dev_examples: int = 1000,
     seed: int = 17,
 ) -> None:
