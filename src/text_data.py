@@ -161,13 +161,18 @@ def build_dataset(
     sources = {f"streams.{name}": source for name, source in (streams or {}).items()}
     if not sources:
         sources = {"data_local": {"local": local, "remote": remote}}
-    opened = [open_stream(name, source, split) for name, source in sources.items()]
-    try:
-        Stream.validate_weights(opened)
-        dataset = StreamingTextDataset(streams=opened, **options)
-    except Exception as error:  # whatever the clients of s3, gs and oci raise, and streaming, of weights and limits
-        places = ", ".join(str(stream.remote or stream.local) for stream in opened)
-        raise UserError(f"cannot read the shards of {split} in {places}: {first_line(error)}") from None
+    tries = 20 if dist.get_world_size() == 1 else 1  # ranks wait for each other in there
+    for tries_left in reversed(range(tries)):
+        opened = [open_stream(name, source, split) for name, source in sources.items()]
+        try:
+            Stream.validate_weights(opened)
+            dataset = StreamingTextDataset(streams=opened, **options)
+            break
+        except Exception as error:  # whatever the clients of s3, gs and oci raise, and streaming, of weights and limits
+            if isinstance(error, FileExistsError) and tries_left:
+                continue  # at the same moment, another run of this machine took the name chosen for its shared memory
+            places = ", ".join(str(stream.remote or stream.local) for stream in opened)
+            raise UserError(f"cannot read the shards of {split} in {places}: {first_line(error)}") from None
     check_columns(dataset)
     return dataset
 

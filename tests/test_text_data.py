@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import streaming
 import torch
 from conftest import TINY_MODEL, sentences, write_jsonl
 from streaming import MDSWriter
@@ -118,6 +119,24 @@ def test_an_epoch_holds_every_text_once(shards, tokenizer):
 
 def rows_in_order(loader, count: int) -> list[list[tuple]]:
     return [[tuple(row[mask.bool()].tolist()) for b in epoch for row, mask in zip(unmasked(b), b["attention_mask"])] for epoch in epochs(loader, count)]  # fmt: skip
+
+
+@pytest.mark.parametrize("times, given", [(2, True), (100, False)])
+def test_a_run_that_starts_at_the_same_moment_costs_only_another_try(shards, monkeypatch, times, given):
+    choose, tried = streaming.base.dataset.get_shm_prefix, []
+
+    def taken(*arguments, **options):
+        tried.append(1)
+        if len(tried) <= times:
+            raise FileExistsError(17, "File exists", "/000000_locals")
+        return choose(*arguments, **options)
+
+    monkeypatch.setattr(streaming.base.dataset, "get_shm_prefix", taken)
+    if given:
+        assert len(build_dataset(str(shards), None, "train", batch_size=5)) > 0
+    else:
+        with pytest.raises(UserError, match=r"cannot read the shards of train in .*File exists"):
+            build_dataset(str(shards), None, "train", batch_size=5)
 
 
 def test_shuffling_is_another_order_in_every_epoch_and_the_same_by_seed(shards, tokenizer):
