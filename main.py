@@ -54,9 +54,8 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     reproducibility.seed_all(config.seed)
     saved = saving.newest_whole(folder)
     model = build_model(config, tokenizer, saved)
-    parameters = sum(
-        parameter.numel() for parameter in model.parameters()
-    )  # FSDP will leave each device a share of them
+    # Counted here, since FSDP will leave each device a share of them.
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = builders.build_optimizer(config.optimizer, model)
     if saved is None and config.load_path is not None:
         check_load_path(config, model)

@@ -416,17 +416,20 @@ def test_habits_of_a_run_may_change_on_the_way(config, tmp_path, key):
 STREAM = "train_loader.dataset.streams.web"
 
 
+def changed(config_file: Path, folder: Path, override: str) -> PretrainConfig:
+    """A config with this override, after a folder was given to a run without it."""
+    given = [str(config_file), f"{STREAM}={{local: web, proportion: 1}}"]
+    remember(load(PretrainConfig, "main.py", given), folder)
+    return load(PretrainConfig, "main.py", [*given, override])
+
+
 @pytest.mark.parametrize(
     "override",
     ["data_local=/elsewhere", "data_remote=s3://bucket", "train_loader.num_workers=3", "eval_loader.dataset.predownload=9",
      "train_loader.dataset.cache_limit=9gb", f"{STREAM}.local=/elsewhere"],
 )  # fmt: skip
 def test_data_may_move_and_be_fetched_otherwise_on_the_way(config_file, tmp_path, override):
-    before, now = (
-        load(PretrainConfig, "main.py", [str(config_file), f"{STREAM}={{local: web, proportion: 1}}", *overrides])
-        for overrides in ([], [override])
-    )
-    remember(before, tmp_path / "run")
+    now = changed(config_file, tmp_path / "run", override)
     main.check_save_folder(now, tmp_path / "run")
 
 
@@ -436,11 +439,7 @@ def test_data_may_move_and_be_fetched_otherwise_on_the_way(config_file, tmp_path
      "train_loader.drop_last=false", "train_loader.dataset.seed=99", f"{STREAM}.proportion=0.5", "load_path=other.pt"],
 )  # fmt: skip
 def test_what_the_data_are_stays_on_the_way(config_file, tmp_path, override):
-    before, now = (
-        load(PretrainConfig, "main.py", [str(config_file), f"{STREAM}={{local: web, proportion: 1}}", *overrides])
-        for overrides in ([], [override])
-    )
-    remember(before, tmp_path / "run")
+    now = changed(config_file, tmp_path / "run", override)
     name = override.split("=")[0].removesuffix(".web.proportion")
     with pytest.raises(UserError, match=rf"another {name};"):
         main.check_save_folder(now, tmp_path / "run")
