@@ -50,8 +50,7 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def say_interrupted() -> None:
-    if is_main_process():
-        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+    log.info("interrupted; the same command continues where it stopped")
 
 
 def start_log() -> None:
