@@ -11,6 +11,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from src import lion
 from src.checkpoints import Checkpoint
 from src.cli import UserError
+from src.glue import report
 from src.hub_folder import PROOF, auto_class
 from src.metrics import METRICS_FILE, evaluations
 from src.tables import markdown
@@ -68,10 +69,10 @@ def read_run(checkpoint: Checkpoint) -> Run:
 def read_scores(path: Path) -> dict[str, Any]:
     """The report of glue.py, from its report.json or the folder of it. Raises UserError where it is none."""
     file = path / "report.json" if path.is_dir() else path
-    report = _read(file)
-    if not report.get("tasks"):
+    scores = _read(file)
+    if not scores.get("tasks"):
         raise UserError(f"--glue {path}: {file} is no report of glue.py; name a report.json, or the folder of one")
-    return report
+    return scores
 
 
 def model_card(checkpoint: Checkpoint, name: str, scores: dict[str, Any] | None = None) -> str:
@@ -211,45 +212,37 @@ def _evaluation(run: Run, scores: dict[str, Any] | None) -> str:
         parts.append(markdown([["split", "metric", "score"], *lines]))
     if scores:
         lines = [
-            [row["title"], " and ".join(row["metrics"]), f"{100 * row['mean']:.2f}", _seeds(row)]
+            [
+                row["title"],
+                " and ".join(row["metrics"]),
+                f"{100 * row['mean']:.2f}",
+                report.lacking(row) or str(len(row["seeds"])),
+            ]
             for row in scores["tasks"]
         ]
         if scores.get("glue") is not None:
-            lines.append(["GLUE average", "", f"{100 * scores['glue']:.2f}", ""])
+            lines.append(["GLUE average", "", report.average(scores["glue"], scores["tasks"]), ""])
         table = markdown([["task", "metric", "score", "seeds"], *lines])
         parts.append(f"Fine-tuned from this checkpoint, the mean over seeds:\n\n{table}")
     return "\n\n".join(parts)
 
 
-def _seeds(row: dict[str, Any]) -> str:
-    there, wanted = len(row["seeds"]), row.get("of", 0)
-    return f"{there} of {wanted}" if there < wanted else str(there)
-
-
 def _glue_results(scores: dict[str, Any]) -> list[EvalResult]:
     return [
-        _task_result(row["task"], row["title"], " and ".join(row["metrics"]), row["mean"], None, row.get("glue", True))
+        _task_result(row["task"], row["title"], " and ".join(row["metrics"]), row["mean"], None, report.of_glue(row))
         for row in scores["tasks"]
     ]
 
 
 def _job_results(result: dict[str, Any] | None) -> list[EvalResult]:
-    result = result or {}
-    own_files = bool(_at(result, "settings.task.files"))
     return [
-        _task_result(result["task"], result["title"], metric, value, split, not own_files)
-        for split, values in result.get("scores", {}).items()
+        _task_result(result["task"], result["title"], metric, value, split, report.of_glue(result))
+        for split, values in (result or {}).get("scores", {}).items()
         for metric, value in values.items()
     ]  # fmt: skip
 
 
-def _task_result(
-    task: str, title: str, metric: str, value: float, split: str | None, examples_of_glue: bool
-) -> EvalResult:
-    """examples_of_glue: they are those of the task in GLUE, not files that took their place."""
-    from src.glue.tasks import GLUE
-
-    of_glue = task in GLUE and examples_of_glue
+def _task_result(task: str, title: str, metric: str, value: float, split: str | None, of_glue: bool) -> EvalResult:
     dataset = {"dataset_type": "nyu-mll/glue", "dataset_config": task} if of_glue else {"dataset_type": task}
     name = f"GLUE {title}" if of_glue else title
     return EvalResult(

@@ -115,7 +115,7 @@ def test_scores_of_glue_go_into_table_and_metadata(checkpoint, tmp_path):
 def test_scores_tell_which_seeds_failed_and_which_examples_are_not_glues(checkpoint, tmp_path):
     write_report([{**RESULT, "of": 5, "glue": False}], tmp_path, "tiny-glue")
     card = model_card(checkpoint, "my-model", read_scores(tmp_path))
-    assert re.search(r"\| RTE +\| accuracy +\| 62\.50 +\| +1 of 5 \|", card), card
+    assert re.search(r"\| RTE +\| accuracy +\| 62\.50 +\| +1 of 5 seeds \|", card), card
     assert "nyu-mll/glue" not in card
 
 
@@ -152,8 +152,7 @@ def test_a_classifiers_card_tells_task_labels_and_scores(classifier):
 
 
 def test_a_classifier_of_other_examples_than_glues_does_not_name_glue(classifier):
-    settings = {**RESULT["settings"], "task": {**RESULT["settings"]["task"], "files": {"train": "mine.csv"}}}
-    (classifier.path.parent / "result.json").write_text(json.dumps({**RESULT, "settings": settings}))
+    (classifier.path.parent / "result.json").write_text(json.dumps({**RESULT, "glue": False}))
     assert "nyu-mll/glue" not in model_card(classifier, "my-model")
 
 

@@ -26,7 +26,7 @@ from src.glue.batches import Batches, loader
 from src.glue.scores import TaskScore, mean_score, predicted, score
 from src.glue.sources import Example, read_task, texts_digest
 from src.glue.start import build_model, read_start
-from src.glue.tasks import Task
+from src.glue.tasks import Task, of_glue
 from src.run_log import RunLog
 
 RESULT_FILE = "result.json"
@@ -170,7 +170,7 @@ def run_job(config: FinetuneConfig, job: Job, device: str, steps: Steps) -> dict
             "train_examples": len(data.train),
             "validation_examples": {split: len(examples) for split, examples in data.validation.items()},
             "validation_texts": {split: texts_digest(examples) for split, examples in data.validation.items()},
-            "test_splits": list(data.test), "seconds": round(seconds, 1), "start": start.name, "folder": folder.name}  # fmt: skip
+            "glue": of_glue(task), "test_splits": list(data.test), "seconds": round(seconds, 1), "start": start.name, "folder": folder.name}  # fmt: skip
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from src.glue.job import CHECKPOINT_FILE, Job, read_result
 from src.glue.pool import Failure, run_all
 from src.glue.sources import check_sources, digest, read_task
 from src.glue.start import build_model, read_start
-from src.glue.tasks import FROM_MNLI, Task, of_glue, select
+from src.glue.tasks import FROM_MNLI, Task, select
 from src.worker_pool import usable_cores
 
 Result = dict[str, Any]
@@ -48,7 +48,7 @@ def run_jobs(config: FinetuneConfig) -> tuple[list[Result], list[Failure]]:
         failures = run_all(config, todo, device, places[: len(todo)])
         failed = {failure.job.folder for failure in failures}
         results = [
-            {**(done.get(job.folder) or read_result(job)), "of": len(job.task.seeds), "glue": of_glue(job.task)}
+            {**(done.get(job.folder) or read_result(job)), "of": len(job.task.seeds)}
             for job in jobs
             if job.folder not in failed
         ]
