@@ -39,7 +39,7 @@ def test_the_main_process_alone_logs(rank, level, monkeypatch):
     ("how", "status", "said"),
     [("Ctrl-C", 130, 1), (signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 1), ("a command that has said it", 130, 0)],
 )
-def test_an_interrupted_command_says_once_how_to_continue(how, status, said, monkeypatch, capsys):
+def test_an_interrupted_command_says_once_how_to_continue(how, status, said, monkeypatch, caplog):
     from composer.core.engine import sigterm_handler
 
     def main(argv):
@@ -50,10 +50,10 @@ def test_an_interrupted_command_says_once_how_to_continue(how, status, said, mon
         sys.exit(130)
 
     monkeypatch.setattr("src.cli.start_log", lambda: None)
-    with pytest.raises(SystemExit) as ended:
+    with caplog.at_level(logging.INFO, cli.log.name), pytest.raises(SystemExit) as ended:
         cli.run(main)
     assert ended.value.code == status
-    assert capsys.readouterr().err.count("interrupted; the same command continues where it stopped\n") == said
+    assert caplog.messages.count("interrupted; the same command continues where it stopped") == said
 
 
 def test_a_folder_has_one_command_at_a_time_and_stays_only_with_what_it_wrote(tmp_path):
