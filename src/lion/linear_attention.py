@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from .dropout import dropout
 from .linear_attention_triton import covers, fused_linear_attention
 
 FORMS = ("auto", "full", "recurrent", "chunkwise")
@@ -115,7 +116,7 @@ def linear_attention(
             size = None if form == "full" else chunk_size
             y = fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, size, dropout_p)
         elif form == "full":
-            y = F.dropout(_scores(scale * q, k, sums), dropout_p) @ v
+            y = dropout(_scores(scale * q, k, sums), dropout_p) @ v
         elif form == "recurrent":
             y = _recurrent(scale * q, k, v, sums)
         else:

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import (
 )
 
 from .configuration_lion import LionConfig
+from .dropout import Dropout
 from .linear_attention import PieceStates, attention_matrix, linear_attention, piece_states, sequence_begins
 from .linear_attention_triton import AVAILABLE  # noqa: F401 - transformers takes along from a Hub folder what this file names
 
@@ -37,7 +38,7 @@ class LionEmbeddings(nn.Module):
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, D)
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, D) if config.has_positions else None
         self.LayerNorm = nn.LayerNorm(D, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
         self.mixer = config.mixer
 
     def forward(
@@ -169,7 +170,7 @@ class LionLayer(GradientCheckpointingLayer):
         self.act = ACT2FN[config.hidden_act]
         self.mlp_out = nn.Linear(config.intermediate_size, config.hidden_size)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(
         self,
@@ -435,7 +436,7 @@ class LionForSequenceClassification(LionPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.lion = LionModel(config)
-        self.dropout = nn.Dropout(_classifier_dropout(config))
+        self.dropout = Dropout(_classifier_dropout(config))
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
@@ -484,7 +485,7 @@ class LionForTokenClassification(LionPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.lion = LionModel(config, add_pooling_layer=False)
-        self.dropout = nn.Dropout(_classifier_dropout(config))
+        self.dropout = Dropout(_classifier_dropout(config))
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
