@@ -45,6 +45,8 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     check(config)
     device = builders.resolve_device(config.device)
     precision = builders.resolve_precision(config.precision, device)
+    if dist.get_world_size() > 1:  # before streaming does, which takes NCCL wherever there is a GPU
+        dist.initialize_dist(device, config.dist_timeout)
     device_batch = builders.check_batch_sizes(
         config.global_train_batch_size, config.device_train_microbatch_size, dist.get_world_size(), device
     )
@@ -358,7 +360,8 @@ def announce(config: PretrainConfig, model, parameters: int, samples: str, steps
     """Say what is about to be done."""
     log.info(f"{config.run_name}: {model.config.mixer}, {model.config.num_hidden_layers} layers of {model.config.hidden_size}, {parameters:,} parameters, on {device} in {precision}")  # fmt: skip
     log.info(f"data: {samples}, up to {config.max_seq_len} tokens each")
-    log.info(f"{config.max_duration}: {steps:,} steps of {config.global_train_batch_size:,} samples, up to {config.global_train_batch_size * config.max_seq_len:,} tokens")  # fmt: skip
+    at_least = "at least " if config.max_duration.endswith("tok") else ""  # texts may be shorter than rows
+    log.info(f"{config.max_duration}: {at_least}{steps:,} steps of {config.global_train_batch_size:,} samples, up to {config.global_train_batch_size * config.max_seq_len:,} tokens")  # fmt: skip
     log.info(f"checkpoints, curves and metrics: {config.save_folder}, a checkpoint every {config.save_interval}")
     if state.timestamp.batch.value:
         log.info(f"going on from step {state.timestamp.batch.value}")
