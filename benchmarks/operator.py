@@ -326,6 +326,7 @@ def draw(rows: list[dict], picture: Path) -> None:
                 styles[case[0].removeprefix("pytorch-")],
                 color=colors[case[1]],
                 marker=".",
+                alpha=0.4 if case[0].startswith("pytorch-") else 1,
                 label=label,
             )
     for axis, title in zip(axes, ("forward and backward, ms", "peak memory, MiB")):

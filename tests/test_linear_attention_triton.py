@@ -355,14 +355,12 @@ def test_the_card_of_the_operands_decides(monkeypatch):
 
 
 def test_auto_takes_one_chunk_for_short_texts_and_states_for_long_ones(started, monkeypatch):
-    monkeypatch.setattr(operator, "_FUSED_FULL_UP_TO", 33)
-    for length in (33, 34):
+    monkeypatch.setattr(operator, "_FUSED_FULL_UP_TO", 64)
+    for length in (64, 65):
         inputs, _ = draw("token", length, 1, 1)
         started.clear()
-        linear_attention(
-            *(x.to(DEVICE, torch.float32) for x in inputs), chunk_size=CHUNK if length == 34 and not GPU else 16
-        )
-        assert ("_scan_kernel" in started) == (length == 34)
+        linear_attention(*(x.to(DEVICE, torch.float32) for x in inputs), chunk_size=16)
+        assert ("_scan_kernel" in started) == (length == 65)
 
 
 @pytest.mark.parametrize("setting", [False, True])
