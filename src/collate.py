@@ -109,17 +109,34 @@ def sample_count(batch: dict[str, Tensor]) -> int:
     return int((batch["sample_lengths"] >= 0).sum()) if "sample_lengths" in batch else len(batch["input_ids"])
 
 
-def token_counts(batch: dict[str, Tensor]) -> dict[str, Any]:
+def token_counts(batch: dict[str, Any]) -> dict[str, Any]:
     """Real tokens, and those that the loss is a mean over, by the names Composer has for them."""
-    masked = (batch["labels"] != IGNORED).sum().item()
-    return {
-        "total": int(batch["attention_mask"].sum()),
-        "loss_generating": max(float(masked), 1e-6),
-    }  # Composer divides by it
+    if "token_counts" in batch:
+        return batch["token_counts"]
+    labelled = (batch["labels"] != IGNORED).sum().item()
+    # Composer divides by the second.
+    return {"total": int(batch["attention_mask"].sum()), "loss_generating": max(float(labelled), 1e-6)}
 
 
-def split_batch(batch: dict[str, Tensor], microbatch_size: int) -> list[dict[str, Tensor]]:
-    """Microbatches, as many as without packing and so as many on every device, with about equally many rows each."""
-    count = min(-(-sample_count(batch) // microbatch_size), len(batch["input_ids"]))
-    parts = zip(*(tensor.tensor_split(count) for tensor in batch.values()))
-    return [dict(zip(batch, part)) for part in parts]
+def split_batch(batch: dict[str, Tensor], microbatch_size: int) -> list[dict[str, Any]]:
+    """Microbatches, as many as without packing and so as many on every device, with about equally many rows each.
+
+    Where packing has made fewer rows, the last ones are a few tokens without labels: devices that exchange something in
+    each microbatch wait for each other. A microbatch brings along what a GPU would have to be waited for: its
+    `token_counts`, and `label_positions`, (labels,), in the flattened rows.
+    """
+    count, rows = -(-sample_count(batch) // microbatch_size), len(batch["input_ids"])
+    splits = zip(*(tensor.tensor_split(min(count, rows)) for tensor in batch.values()))
+    parts = [dict(zip(batch, split)) for split in splits]
+    parts += [without_labels(batch) for _ in range(count - rows)]
+    for part in parts:
+        part["token_counts"] = token_counts(part)
+        part["label_positions"] = (part["labels"].flatten() != IGNORED).nonzero().squeeze(1)
+    return parts
+
+
+def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The smallest batch that counts for nothing: a few tokens of the first row, no label, no sample."""
+    part = {name: tensor[:1, :8] for name, tensor in batch.items()}
+    nothing = {"labels": IGNORED, "sample_lengths": -1}
+    return part | {name: torch.full_like(part[name], value) for name, value in nothing.items()}

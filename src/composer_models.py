@@ -4,13 +4,31 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
+from composer.metrics import LanguageCrossEntropy
 from composer.models import HuggingFaceModel
 from torch import Tensor
 from torchmetrics import Metric
 from transformers import PreTrainedTokenizerBase
 
 from src.lion import LionConfig, LionForMaskedLM, LionForSequenceClassification
+
+
+class MaskedAccuracy(Metric):
+    """Share of labels that are predicted. Composer's looks for the labels among other positions, and waits for a GPU to count them."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("correct", default=torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("total", default=torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        self.correct += (logits.argmax(-1) == labels).sum()
+        self.total += len(labels)
+
+    def compute(self) -> Tensor:
+        return self.correct / self.total
 
 
 class MostFrequentTokenAccuracy(Metric):
@@ -86,14 +104,17 @@ class LionMLM(CastingModel):
 
     def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
         """Logits at the labelled positions, (labels, vocabulary): nothing else is measured, so nothing else is computed."""
-        labelled = batch["labels"] != -100
-        self.labels = batch["labels"][labelled]
+        labelled = batch.get("label_positions")
+        if labelled is None:
+            labelled = (batch["labels"].flatten() != -100).nonzero().squeeze(1)
+        self.labels = batch["labels"].flatten().index_select(0, labelled)
         if outputs is not None:  # of the training step, which has labelled positions only
             return outputs.logits
         inputs = {name: value for name, value in batch.items() if name in self.model_forward_args and name != "labels"}
-        choose = self.model.head.register_forward_pre_hook(lambda head, hidden: hidden[0][labelled])
+        choose = self.model.head.register_forward_pre_hook(lambda head, hidden: hidden[0].flatten(0, 1)[labelled])
         with self.autocast(), choose:
-            return self.model(**inputs).logits  # through the whole model, where FSDP gathers its weights
+            logits = self.model(**inputs).logits  # through the whole model, where FSDP gathers its weights
+        return logits.float()  # whose cross entropies are summed
 
 
 class LionClassifier(CastingModel):

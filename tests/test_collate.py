@@ -147,7 +147,8 @@ def model(tokenizer, mixer: str) -> LionForMaskedLM:
 
 def loss_and_gradients(network: LionForMaskedLM, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     network.zero_grad()
-    loss = network(**{name: value for name, value in batch.items() if name != "sample_lengths"}).loss
+    for_composer = ("sample_lengths", "token_counts")
+    loss = network(**{name: value for name, value in batch.items() if name not in for_composer}).loss
     loss.backward()
     return [loss.detach(), *(parameter.grad.clone() for parameter in network.parameters())]
 
@@ -206,10 +207,16 @@ def test_a_document_in_a_row_is_encoded_as_alone(tokenizer, mixer):
 def test_microbatches_hold_every_row_once_and_are_as_many_as_without_packing(tokenizer, packing, size):
     batch = collator(tokenizer, packing=packing)(samples(sentences(24)))
     parts = split_batch(batch, size)
-    assert len(parts) == min(-(-24 // size), len(batch["input_ids"]))
-    for name in batch:
-        assert torch.equal(torch.cat([part[name] for part in parts]), batch[name])
+    assert len(parts) == -(-24 // size)
     assert sum(map(sample_count, parts)) == sample_count(batch) == 24
+    for part in parts:
+        counts, positions = part.pop("token_counts"), part.pop("label_positions")
+        assert counts == token_counts(part)
+        assert torch.equal(part["labels"].flatten()[positions], part["labels"][part["labels"] != -100])
+    rows = len(batch["input_ids"])
+    for name in batch:
+        assert torch.equal(torch.cat([part[name] for part in parts[:rows]]), batch[name])
+    assert not any((part["labels"] != -100).any() for part in parts[rows:])
 
 
 def test_tokens_are_counted_without_padding_and_those_of_the_loss_apart(tokenizer):

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from conftest import MIXERS, TINY_MODEL, run
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from src.collate import split_batch
 from src.composer_models import LionMLM
 from src.lion import LionConfig
 
@@ -21,6 +23,51 @@ def test_evaluation_gives_the_models_logits_where_there_are_labels(tokenizer, mi
     for _ in range(2):  # the second time as the first
         torch.testing.assert_close(model.eval_forward(batch), model(batch).logits[0, 3:5])
         assert model.labels.tolist() == [7, 7]
+
+
+class Waits(TorchDispatchMode):
+    """Lists the operations in which a GPU would be waited for, since their result or its shape depends on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name = operation.overloadpacket.__name__
+        by_truth = name in ("index", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if by_truth or name in ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "is_nonzero", "equal"):
+            self.seen.append(name)
+        return operation(*args, **kwargs or {})
+
+
+def labelled_batch(tokenizer) -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, len(tokenizer), (4, 12))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.full_like(ids, -100)}
+    batch["labels"][:, 3:5] = 7
+    return batch
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_microbatch_never_waits_for_a_gpu(mixer, tokenizer):
+    model = build(tokenizer, mixer=mixer).train()
+    (part,) = split_batch(labelled_batch(tokenizer), 4)
+    (metric,) = model.get_metrics(is_train=True).values()
+    with Waits() as waits:
+        outputs = model(part)
+        outputs.loss.backward()
+        model.update_metric(part, model.eval_forward(part, outputs), metric)
+    assert waits.seen == []
+    assert len(outputs.logits) == metric.total == 8
+    assert metric.compute() == (outputs.logits.argmax(-1) == 7).float().mean()
+    with waits:  # which does see them
+        model(labelled_batch(tokenizer))
+    assert waits.seen == ["nonzero"]
+
+
+def test_an_evaluation_in_bfloat16_sums_its_losses_in_float32(tokenizer):
+    model = build(tokenizer).eval()
+    model.cpu_bfloat16 = True
+    assert model.eval_forward(labelled_batch(tokenizer)).dtype == torch.float32
 
 
 def test_attention_costs_a_step_what_its_form_needs(tokenizer):

@@ -80,7 +80,7 @@ def _positions(seq_idx: Tensor) -> Tensor:
 
 
 class LionAttention(nn.Module):
-    """Linear attention with the mixer's decay (SPEC: λ = 1, λ = σ(α_h), or λ = σ(−(w_h·x_t + b_h))), or softmax."""
+    """Linear attention with the mixer's decay (λ = 1, λ = σ(α_h), or λ = σ(−(w_h·x_t + b_h))), or softmax."""
 
     def __init__(self, config: LionConfig):
         super().__init__()
@@ -402,18 +402,23 @@ class LionForMaskedLM(LionPreTrainedModel):
         return_dict: bool | None = None,
         attention_form: str | None = None,
         seq_idx: Tensor | None = None,
+        label_positions: Tensor | None = None,
     ) -> MaskedLMOutput | tuple:
         """Predict masked tokens. Arguments as `LionModel`.
 
         Args:
             labels: (B, L), the token to predict, or -100 where none is. In training mode, logits are computed and returned
                 for the labelled positions alone, (labels that are not -100, V) in reading order: the head costs a third of a base model.
+            label_positions: (labels that are not -100,), where these stand in the flattened labels, if that is known: a GPU
+                has to be waited for to count them.
         """
         return_dict = self.config.return_dict if return_dict is None else return_dict
         labelled = None
-        if labels is not None and self.training:  # ahead of the encoder: a GPU makes us wait for their number
-            labelled = (labels.flatten() != -100).nonzero().squeeze(1)
-            labels = labels.flatten()[labelled]
+        if labels is not None and self.training:
+            labelled = label_positions
+            if labelled is None:  # ahead of the encoder, while a GPU has little to finish
+                labelled = (labels.flatten() != -100).nonzero().squeeze(1)
+            labels = labels.flatten().index_select(0, labelled)
         output = self.lion(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
             output_attentions, output_hidden_states, True, attention_form, seq_idx,
