@@ -56,6 +56,8 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     reproducibility.seed_all(config.seed)
     saved = saving.newest_whole(folder)
     model = build_model(config, tokenizer, saved)
+    if config.activation_checkpointing:
+        model.model.gradient_checkpointing_enable({"use_reentrant": False})
     # Counted here, since FSDP will leave each device a share of them.
     parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = builders.build_optimizer(config.optimizer, model)
@@ -145,6 +147,10 @@ def check(config: PretrainConfig) -> None:
         value = functools.reduce(getattr, name.split("."), config)
         if not bound <= value < 2**32:
             raise UserError(f"{name} {value} must lie between {bound} and {2**32 - 1}")
+    if config.activation_checkpointing and config.fsdp_config.get("activation_checkpointing"):
+        raise UserError(
+            "activation_checkpointing and fsdp_config.activation_checkpointing are the same twice; leave one out"
+        )
     for loader in loaders:
         if (own := getattr(config, loader).dataset.tokenizer_name) != config.tokenizer_name:
             raise UserError(f"{loader}.dataset.tokenizer_name {own} is not tokenizer_name {config.tokenizer_name}, and a run has one tokenizer; leave it out")  # fmt: skip
@@ -241,7 +247,7 @@ def longest_text(config: PretrainConfig) -> int:
 MAY_CHANGE = {
     "max_duration", "eval_interval", "eval_first", "eval_subset_num_batches", "save_interval", "save_num_checkpoints_to_keep",
     "log_interval", "progress_bar", "callbacks", "loggers", "device", "device_train_microbatch_size", "device_eval_batch_size",
-    "save_folder", "data_local", "data_remote", "autoresume", "on_nonfinite_loss", "fsdp_config", "ddp_sync_strategy",
+    "save_folder", "data_local", "data_remote", "autoresume", "on_nonfinite_loss", "activation_checkpointing", "fsdp_config", "ddp_sync_strategy",
     "dist_timeout", "compile_config", "hf_export",
 }  # fmt: skip
 LOADER_MAY_CHANGE = {"num_workers", "local", "remote", "predownload", "cache_limit"}

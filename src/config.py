@@ -108,6 +108,10 @@ class PretrainConfig:
     on_nonfinite_loss: str = key(
         "stop: end the run before such a step is saved; skip: leave out the step's update, and count it", "stop"
     )
+    activation_checkpointing: bool = key(
+        "keep only what goes into each layer, and compute the rest again in the backward pass: less memory, a third more work",
+        False,
+    )
     fsdp_config: dict[str, Any] = key(
         "arguments of Composer's FSDPConfig, to shard the model over GPUs; empty: DDP", {}
     )

@@ -237,6 +237,23 @@ def test_a_compiled_model_trains_as_one_that_is_not(finished, tmp_path):
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
 
 
+def test_layers_computed_again_in_the_backward_pass_change_nothing(finished, tmp_path, monkeypatch):
+    from src.lion.modeling_lion import LionAttention
+
+    calls, forward = [], LionAttention.forward
+    monkeypatch.setattr(
+        LionAttention, "forward", lambda self, *args: calls.append(self.training) or forward(self, *args)
+    )
+    for name, again in (("once", False), ("twice", True)):
+        calls.append(name)
+        main.main(
+            [str(finished[0]), f"save_folder={tmp_path / name}", f"activation_checkpointing={again}", "loggers={}"]
+        )
+    second = calls.index("twice")
+    assert calls[second:].count(True) == 2 * calls[:second].count(True) > 0
+    assert losses(tmp_path / "twice") == losses(tmp_path / "once") == losses(finished[1])
+
+
 def test_an_evaluation_that_a_kill_prevented_is_made_up_for(finished, tmp_path):
     config, before, _ = finished
     folder = tmp_path / "run"
@@ -336,6 +353,10 @@ def test_the_config_beside_a_run_is_written_whole_and_only_if_it_has_changed(con
         ("eval_subset_num_batches=0", "eval_subset_num_batches 0"),
         ("save_num_checkpoints_to_keep=0", "save_num_checkpoints_to_keep 0"),
         ("max_seq_len=2", "max_seq_len 2"),
+        (
+            "activation_checkpointing=true fsdp_config.activation_checkpointing=true",
+            "activation_checkpointing and fsdp_config.activation_checkpointing",
+        ),
         ("eval_loader.dataset.max_seq_len=2", "eval_loader.dataset.max_seq_len 2"),
         (
             "train_loader.dataset.tokenizer_name=other",
