@@ -44,7 +44,8 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
     a = parser.parse_args(argv)
-    a.dtype = a.dtype or ("bfloat16" if a.device == "cuda" else "float32")
+    usual = "bfloat16" if a.device == "cuda" else "float32"
+    a.dtype = a.dtype or usual
     a.lengths = sorted(a.lengths or [128, 512, 2048, *([8192, 16384, 65536] if a.device == "cuda" else [])])
     a.batch = a.batch or ([1, 64] if a.device == "cuda" else [1])
     a.forms = a.forms or (["auto", "full", "chunkwise"] if a.device == "cuda" else ["auto"])
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> None:
 
     cases = [("softmax", "softmax"), *((mixer, form) for mixer in MIXERS[1:] for form in a.forms)]
     title = f"One pass of an encoder of {a.layers} layers of {a.hidden}, {a.dtype}; peak memory {'with its weights' if a.device == 'cuda' else 'beyond its weights'}:"
-    name = f"inference-{a.device}"
+    name = f"inference-{a.device}{'' if a.dtype == usual else f'-{a.dtype}'}"
     facts = measure.machine(a.device)
     rows: list[dict] = []
     for batch in a.batch:

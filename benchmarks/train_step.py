@@ -41,7 +41,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
     a = parser.parse_args(argv)
     a.batch = a.batch or (8 if a.device == "cpu" else 128)
-    a.precision = a.precision or ("fp32" if a.device == "cpu" else "amp_bf16")
+    usual = "fp32" if a.device == "cpu" else "amp_bf16"
+    a.precision = a.precision or usual
 
     failed: dict[str, str] = {}
     steps = {name: measure.attempt(failed, name, prepare, name, a) for name in cli.progress(a.models, desc="models")}
@@ -63,7 +64,8 @@ def main(argv: list[str]) -> None:
         f"{a.batch} texts of {a.length} tokens, {a.masked:.0%} masked, dropout {a.dropout}, {a.precision}; the floor, "
         f"{1000 * floor:,.1f} ms, is the matrix products at the rate of a large one, and the weights and moments read and written:"
     )
-    name = f"train-step-{a.device}{'-compiled' if a.compile else ''}{f'-{a.length}' if a.length != 128 else ''}"
+    special = {"compiled": a.compile, str(a.length): a.length != 128, a.precision: a.precision != usual}
+    name = "-".join(["train-step", a.device, *(word for word, there in special.items() if there)])
     measure.write(a.out, name, title, measure.machine(a.device), [lines], rows)
     draw(times, floor, a.out / f"{name}.png")
     print(f"picture  {a.out / name}.png")

@@ -10,32 +10,21 @@ from glue_files import write_glue
 from benchmarks import measure
 from tests.conftest import run
 
+# What is given to a command, and the name of what it writes.
 SMALL = {
-    "operator": [
-        "--lengths",
-        "16",
-        "40",
-        "--tokens",
-        "64",
-        "--forms",
-        "chunkwise",
-        "--heads",
-        "2",
-        "--head_dim",
-        "8",
-        "--rounds",
-        "1",
-    ],
-    "inference": ["--lengths", "16", "40", "--batch", "1", "2", "--layers", "1", "--hidden", "64", "--rounds", "1"],
-    "train_step": ["--layers", "1", "--hidden", "64", "--batch", "2", "--rounds", "1"],
-}
+    "operator": ("--lengths 16 40 --tokens 64 --forms chunkwise --heads 2 --head_dim 8 --rounds 1", "operator-cpu"),
+    "inference": (
+        "--lengths 16 40 --batch 1 2 --layers 1 --hidden 64 --rounds 1 --dtype bfloat16", "inference-cpu-bfloat16"
+    ),
+    "train_step": ("--layers 1 --hidden 64 --batch 2 --rounds 1 --precision amp_bf16", "train-step-cpu-amp_bf16"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_benchmark_writes_a_table_and_its_numbers(name, tmp_path):
-    result = run(f"benchmarks/{name}.py", *SMALL[name], "--device", "cpu", "--out", tmp_path)
+    arguments, stem = SMALL[name]
+    result = run(f"benchmarks/{name}.py", *arguments.split(), "--device", "cpu", "--out", tmp_path)
     assert result.returncode == 0, result.stderr
-    stem = f"{name.replace('_', '-')}-cpu"
     written = json.loads((tmp_path / f"{stem}.json").read_text())
     assert {"device", "threads", "torch", "date"} <= written["machine"].keys()
     assert (tmp_path / f"{stem}.md").read_text().strip() in result.stdout
