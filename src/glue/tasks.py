@@ -46,9 +46,8 @@ class Task:
     tsv_validation: tuple[str, ...] = ("dev",)
     tsv_test: tuple[str, ...] = ("test",)
     tsv_other_names: Mapping[str, str] = field(default_factory=dict)  # of a file that is not there under its first
-    malformed_rows: int = (
-        0  # so many rows of another length than the header may be left out, since the official file has some
-    )
+    # So many rows of another length than the header may be left out, since the official file has some.
+    malformed_rows: int = 0
     # How it is trained.
     epochs: int = 3
     batch_size: int = 16
