@@ -29,6 +29,7 @@ os.environ |= {
     "TOKENIZERS_PARALLELISM": "false",
 }
 sys.path.insert(0, str(ROOT))
+from src.lion.configuration_lion import MIXERS  # noqa: E402
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = (
@@ -45,7 +46,6 @@ TINY_MODEL = {
     "intermediate_size": 64,
     "max_position_embeddings": 128,
 }
-MIXERS = ("lion-lit", "lion-d", "lion-s", "softmax")
 
 
 class Result(NamedTuple):
