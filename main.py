@@ -87,7 +87,7 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
             run_guards.SeedEveryStep(config.seed),
             run_guards.FiniteLoss(config.on_nonfinite_loss, writer),
             writer,
-            *([hf_export.HubExports(writer)] if config.hf_export == "save" else []),
+            *([hf_export.HubExports(writer, config.dist_timeout)] if config.hf_export == "save" else []),
             run_guards.StopOnSignal(writer),
             startup,
         ],

@@ -269,12 +269,14 @@ def describe(schema: type, prefix: str = "") -> str:
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     """A YAML file merged over the one it inherits."""
-    if not path.is_file():
-        raise UserError(f"{path} is not a file; give the path of a YAML config, e.g. one of yamls/")
     try:
+        if not path.is_file():
+            raise UserError(f"{path} is not a file; give the path of a YAML config, e.g. one of yamls/")
         config = OmegaConf.load(path)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); mend that, or give another file") from None
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} must hold `key: value` lines")
     base = config.pop("inherit", None)

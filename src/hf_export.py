@@ -1,5 +1,6 @@
 """The key `hf_export`: Hub folders of a run's checkpoints, made while it goes on. What fails there stops no training."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -12,17 +13,18 @@ from src.cli import RunFailed, log
 from src.saving import LATEST, CheckpointWriter
 
 CHOICES = ("end", "save")
-SECONDS = 240  # of one export during training; after 300, Composer's other ranks give up waiting for the first
 
 
 class HubExports(Callback):
     """After each save, writes the checkpoint as `save_folder/hub/ep{epoch}-ba{batch}`; keeps as many as there are checkpoints.
 
-    Stands after the writer of checkpoints in the list of callbacks. Works on rank 0 alone.
+    Stands after the writer of checkpoints in the list of callbacks. Works on rank 0 alone, which the others await for
+    `dist_timeout` seconds at most.
     """
 
-    def __init__(self, writer: CheckpointWriter):
+    def __init__(self, writer: CheckpointWriter, dist_timeout: float):
         self.writer = writer
+        self.seconds = 0.8 * dist_timeout  # of one export
         self.exported_batch = -1
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
@@ -35,12 +37,13 @@ class HubExports(Callback):
         if dist.get_global_rank() != 0 or self.writer.saved_batch == self.exported_batch:
             return
         self.exported_batch = self.writer.saved_batch
-        out, refused = export_newest(self.writer.folder, SECONDS)
+        out, refused = export_newest(self.writer.folder, self.seconds)
         if refused:
             log.warning(f"step {self.exported_batch}: no Hub folder, training goes on: {refused}")
             return
         for folder in out.parent.iterdir():
-            if not (self.writer.folder / f"{folder.name}-rank0.pt").exists():
+            ours = re.fullmatch(r"ep\d+-ba\d+(-unfinished)?", folder.name)
+            if ours and not (self.writer.folder / f"{folder.name}-rank0.pt").exists():
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -112,7 +112,8 @@ def _metadata(checkpoint: Checkpoint, run: Run, title: str, scores: dict[str, An
 
 
 def _introduction(checkpoint: Checkpoint, run: Run) -> str:
-    variant = VARIANTS[lion.LionConfig(**checkpoint.config).mixer]
+    mixer = lion.LionConfig(**checkpoint.config).mixer
+    variant = VARIANTS.get(mixer, mixer)
     text = f"A bidirectional encoder: BERT with {variant} ({PAPER})"
     if checkpoint.config.get("mixer") == "softmax":
         text = f"A bidirectional encoder with {variant}: the baseline of LION ({PAPER})"

@@ -47,9 +47,8 @@ class RunLog(LoggerDestination):
         self.rates: dict[str, float] = {}  # over the time between the last two lines
         self.bar = None
         self.refused = False  # a line
-        self.first: tuple[float, ...] | None = (
-            None  # step, tokens and seconds at the end of the first step of this process
-        )
+        # Step, tokens and seconds at the end of the first step of this process.
+        self.first: tuple[float, ...] | None = None
         self.told_time_left = False
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:

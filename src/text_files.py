@@ -45,9 +45,8 @@ class Batch:
     file: str
     first: int  # records of the file before this batch
     records: list[bytes] | list[str | None]
-    kind: (
-        str  # of the records: a line each (txt, jsonl), a file each (file), or texts with None for an empty one (text)
-    )
+    # Of the records: a line each (txt, jsonl), a file each (file), or texts with None for an empty one (text).
+    kind: str
     size: int  # bytes of the file that were read for them; of a dataset, the number of records
 
     def length(self) -> int:

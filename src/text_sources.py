@@ -32,10 +32,13 @@ class Files:
 
     @staticmethod
     def _stamp(path: Path) -> tuple[str, int, int]:
-        """Path, bytes and time of change: what tells that a file is the one that was there."""
+        """Path, bytes and time of change: what tells that a file is the one that was there. Raises UserError where it is not."""
         if path == STANDARD_INPUT:
             return str(path), 0, 0
-        status = path.stat()
+        try:
+            status = path.stat()
+        except OSError as error:  # a link to nothing
+            raise UserError(f"{path}: cannot be read ({error.strerror or error}); mend it or leave it out") from None
         return str(path), status.st_size, status.st_mtime_ns
 
     def changed(self, stamps: list[tuple[str, int, int]], place: Place) -> str | None:

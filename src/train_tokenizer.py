@@ -7,6 +7,7 @@ The same text and options give the same tokenizer, byte for byte.
 """
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import BertTokenizerFast
 
 from src import cli
-from src.cli import UserError, log, progress
+from src.cli import RunFailed, UserError, first_line, log, progress
 from src.text_files import STANDARD_INPUT, find_files, read_texts
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # their ids are 0 to 4
@@ -33,10 +34,7 @@ def main(argv: list[str]) -> None:
         raise UserError(
             "--data_files: the text is read twice, and standard input can be read once; write it to a file first"
         )
-    if args.out.exists() and not args.out.is_dir():
-        raise UserError(f"--out: {args.out} is a file; give the name of a folder")
-    if (args.out / "tokenizer.json").exists():
-        raise UserError(f"--out: {args.out} already holds a tokenizer; give another folder, or remove it first")
+    check_out(args.out)
     log.info(f"training a WordPiece tokenizer of {args.vocab_size:,} tokens on {len(files):,} file(s), for {args.out}")
     tokenizer = train(files, args.vocab_size, args.text_column, args.lowercase)
     save(tokenizer, args.out, args.lowercase)
@@ -62,6 +60,17 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     add("--lowercase", action=argparse.BooleanOptionalAction, default=True, help="fold case and strip accents")
     return parser.parse_args(argv)
+
+
+def check_out(out: Path) -> None:
+    """Raise UserError for a folder that cannot be written to, or that holds a tokenizer, before anything is read."""
+    there = next(path for path in (out, *out.parents) if os.path.exists(path))
+    if not there.is_dir():
+        raise UserError(f"--out: {there} is a file; give the name of a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"--out: {there} cannot be written to; give another folder, or change its permissions")
+    if (out / "tokenizer.json").exists():
+        raise UserError(f"--out: {out} already holds a tokenizer; give another folder, or remove it first")
 
 
 def train(files: list[Path], vocab_size: int, text_column: str = "text", lowercase: bool = True) -> Tokenizer:
@@ -103,14 +112,23 @@ def read_all(files: list[Path], text_column: str) -> Iterator[str]:
 
 
 def save(tokenizer: Tokenizer, out: Path, lowercase: bool) -> None:
-    """Write the folder that AutoTokenizer loads: tokenizer.json, vocab.txt and the two small files beside them."""
+    """Write the folder that AutoTokenizer loads: tokenizer.json, vocab.txt and the two small files beside them.
+
+    Raises RunFailed where it cannot be written.
+    """
     unfinished = out / ".unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
     fast = BertTokenizerFast(tokenizer_object=tokenizer, do_lower_case=lowercase, model_max_length=MAX_LENGTH)
-    fast.save_pretrained(unfinished)
-    for file in sorted(unfinished.iterdir(), key=lambda file: file.name == "tokenizer.json"):  # the last makes it whole
-        file.replace(out / file.name)
-    unfinished.rmdir()
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        fast.save_pretrained(unfinished)
+        # The last makes it whole.
+        for file in sorted(unfinished.iterdir(), key=lambda file: file.name == "tokenizer.json"):
+            file.replace(out / file.name)
+    except Exception as error:  # OSError, or what the tokenizers library makes of one
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise RunFailed(f"--out: {out} cannot be written ({reason}); give another folder, or make room") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 if __name__ == "__main__":

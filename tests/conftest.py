@@ -17,7 +17,12 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-PARITY = ROOT.parent / "shared" / "parity"  # small models in the authors' naming, where they lie beside the repository
+REFERENCE = ROOT.parent / "shared"  # beside the checkout, where it is
+PARITY = REFERENCE / "parity"  # small models in the authors' naming
+DATA = REFERENCE / "data"  # BERT's vocabulary, and texts
+needs_reference = pytest.mark.skipif(
+    not (PARITY.is_dir() and DATA.is_dir()), reason="needs reference data beside the checkout, which is not here"
+)
 CACHE = tempfile.TemporaryDirectory(prefix="hub-cache-", ignore_cleanup_errors=True)
 for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "PYTHONPATH"):
     os.environ.pop(name, None)
@@ -29,6 +34,7 @@ os.environ |= {
     "TOKENIZERS_PARALLELISM": "false",
 }
 sys.path.insert(0, str(ROOT))
+from src.lion.configuration_lion import MIXERS  # noqa: E402
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = (
@@ -45,7 +51,6 @@ TINY_MODEL = {
     "intermediate_size": 64,
     "max_position_embeddings": 128,
 }
-MIXERS = ("lion-lit", "lion-d", "lion-s", "softmax")
 
 
 class Result(NamedTuple):

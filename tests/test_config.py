@@ -231,13 +231,14 @@ def test_a_mistake_in_an_override_is_named(config_file, override, words):
         ("seed: [1\nrun_name: x\n", ["f.yaml", "not valid YAML"]),
         ("- a\n- b\n", ["f.yaml", "key: value"]),
         ("hello\n", ["hello"]),
+        ("3\n", ["f.yaml", "int"]),
         ("max_duratoin: 3ba\n", ["unknown key max_duratoin", "max_duration"]),
         ("train_loader: {datset: {split: train}}\n", ["train_loader.datset"]),
         ("seed: 1\nseed: 2\n", ["f.yaml", "seed"]),
         ("", ["f.yaml"]),
         (f"inherit: {ROOT}/yamls/pretrain/recipe.yaml\n", ["f.yaml leaves", "run_name unset", "run_name=VALUE"]),
     ],
-    ids=["missing values", "base absent", "own base", "base no name", "base unknown", "no section", "malformed", "list", "text", "misspelt", "misspelt section", "twice", "empty", "recipe without a name"],
+    ids=["missing values", "base absent", "own base", "base no name", "base unknown", "no section", "malformed", "list", "text", "number", "misspelt", "misspelt section", "twice", "empty", "recipe without a name"],
 )  # fmt: skip
 def test_a_mistake_in_a_file_is_named(tmp_path, text, words):
     with pytest.raises(UserError) as error:
@@ -256,6 +257,12 @@ def test_a_cycle_of_files_is_named(tmp_path):
 def test_what_is_no_file_is_named(tmp_path, name):
     with pytest.raises(UserError, match="not a file"):
         pretrain(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["/proc/self/mem", f"{'long' * 99}.yaml"])  # whose first bytes none can read; too long
+def test_what_cannot_be_read_is_named(name):
+    with pytest.raises(UserError, match=f"{name} cannot be read"):
+        pretrain(name)
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path):

@@ -208,6 +208,12 @@ def test_what_cannot_be_read_is_named_by_file_and_line(tmp_path, name, content, 
     assert not (tmp_path / "out" / "train").exists()
 
 
+def test_a_link_to_nothing_is_named(tmp_path):
+    (tmp_path / "a.jsonl").symlink_to("lost.jsonl")
+    with pytest.raises(UserError, match=r"a\.jsonl: cannot be read \(No such file"):
+        convert("--data_files", tmp_path / "*.jsonl", "--splits", "train", "--out_root", tmp_path / "out")
+
+
 def test_a_parquet_file_cut_in_its_middle_is_named(tmp_path):
     """The footer is whole, so the damage shows only when rows are read."""
     path = write_source(tmp_path, ".parquet", TEXTS)

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, assert_one_sentence, environment, run, sentences, write_jsonl
+from conftest import DATA, ROOT, assert_one_sentence, environment, needs_reference, run, sentences, write_jsonl
 from streaming.base.format.mds import MDSReader
 
 from src import convert_dataset, shard_writer
@@ -126,17 +126,15 @@ def test_a_limit_is_kept_in_the_middle_of_a_batch(mode, tokenizer, tokenizer_fol
         assert [row["text"] for row in samples(tmp_path / "train_small")] == first
 
 
+@needs_reference
 def test_wikitext_comes_back_from_both_modes(tmp_path):
     """The real vocabulary on real text: the text of the rows is the source's, as the tokenizer alone reads and writes it."""
-    shared = ROOT.parent / "shared" / "data"
-    if not shared.exists():
-        pytest.skip("the texts in ../shared are not here")
     from transformers import BertTokenizerFast
 
-    tokenizer = BertTokenizerFast(str(shared / "bert-base-uncased" / "vocab.txt"), model_max_length=512)
+    tokenizer = BertTokenizerFast(str(DATA / "bert-base-uncased" / "vocab.txt"), model_max_length=512)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    lines = [line for line in (shared / "wikitext" / "valid.txt").read_text(encoding="utf-8").split("\n") if line.strip()]  # fmt: skip
-    options = ("--data_files", shared / "wikitext" / "valid.txt", "--splits", "train", "--tokenizer", tmp_path / "tokenizer")  # fmt: skip
+    lines = [line for line in (DATA / "wikitext" / "valid.txt").read_text(encoding="utf-8").split("\n") if line.strip()]  # fmt: skip
+    options = ("--data_files", DATA / "wikitext" / "valid.txt", "--splits", "train", "--tokenizer", tmp_path / "tokenizer")  # fmt: skip
     convert(*options, "--concat_tokens", 128, "--out_root", tmp_path / "packed")
     convert(*options, "--max_seq_len", 128, "--out_root", tmp_path / "single")
 

@@ -28,7 +28,7 @@ from src.composer_models import LionClassifier
 from src.config import FinetuneConfig, load
 from src.glue import pool
 from src.glue.batches import Batches, GroupedByLength, loader
-from src.glue.job import Job, predict
+from src.glue.job import Job, predict, run_in_process
 from src.glue.jobs import plan, refuse_another_start, where_to_run
 from src.glue.pool import BAR, Running, show
 from src.glue.sources import Example, read_task
@@ -82,6 +82,15 @@ def test_predictions_that_are_not_finite_fail_the_job():
 
     with pytest.raises(RunFailed, match="not finite; set a smaller lr"):
         predict(Diverged(), [torch.ones(2)], DeviceCPU(), Precision.FP32)
+
+
+def test_a_job_that_cannot_write_says_so(tmp_path):
+    (tmp_path / "jobs").write_text("a file, where the folders of jobs should go")
+    job, connection = Job(GLUE["rte"], 19, tmp_path / "jobs" / "rte-19", {}), Mock()
+    with pytest.raises(SystemExit):
+        run_in_process(None, job, "cpu", None, None, connection)
+    ((kind, reason),) = connection.send.call_args.args
+    assert kind == "failed" and reason.startswith(f"cannot write {job.folder}/log.txt: Not a directory")
 
 
 def test_predictions_are_in_the_precision_of_the_evaluations_in_training(monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from conftest import ROOT, TINY_MODEL, VOCABULARY
+from conftest import PARITY, ROOT, TINY_MODEL, VOCABULARY, needs_reference
 from glue_files import write_yaml
 from safetensors.torch import load_file, save_file
 
@@ -18,7 +18,7 @@ from src.config import FinetuneConfig, load
 from src.glue.start import build_model, read_start
 from src.glue.tasks import GLUE
 
-LEGACY = ROOT.parent / "shared" / "parity" / "legacy-nova.pt"
+LEGACY = PARITY / "legacy-nova.pt"
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_a_bert_with_relative_positions_is_refused(config, bert_folder, tmp_path
         read_start(config(f"starting_checkpoint_load_path={folder}"))
 
 
-@pytest.mark.skipif(not LEGACY.is_file(), reason="the parity files are not beside this checkout")
+@needs_reference
 def test_a_checkpoint_as_the_authors_publish_them_is_a_start(config, tokenizer_folder, tmp_path):
     content = torch.load(LEGACY, weights_only=False)["state"]
     state = content["model"]

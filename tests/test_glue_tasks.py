@@ -55,7 +55,15 @@ def test_files_or_a_data_set_of_ones_own_go_before_the_folder_of_the_task_it_is_
 @pytest.mark.parametrize(
     ("given", "counts"),
     [
-        ({"lr": 1e-4, "hub": "org/glue"}, True),
+        ({"lr": 1e-4}, True),
+        ({"hub": "nyu-mll/glue"}, True),
+        ({"folder": "RTE"}, True),
+        ({"hub": "org/glue"}, False),
+        ({"subset": "wnli"}, False),
+        ({"folder": "Mine"}, False),
+        ({"train": "validation"}, False),
+        ({"validation": ["test"]}, False),
+        ({"tsv_validation": ["test"]}, False),
         ({"files": OWN["files"]}, False),
         ({"metrics": ["macro_f1"]}, False),
     ],

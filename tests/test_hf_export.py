@@ -73,7 +73,7 @@ def test_only_the_first_rank_exports_and_only_after_a_save(tmp_path, monkeypatch
 
     asked = []
     monkeypatch.setattr(hf_export, "export_newest", lambda *_: asked.append(1) or (tmp_path / "hub" / "x", "refused"))
-    callback = hf_export.HubExports(Writer)
+    callback = hf_export.HubExports(Writer, 300.0)
     callback.batch_checkpoint(None, None)
     assert asked == []
     Writer.saved_batch = 3
@@ -84,6 +84,26 @@ def test_only_the_first_rank_exports_and_only_after_a_save(tmp_path, monkeypatch
     monkeypatch.setattr("composer.utils.dist.get_global_rank", lambda: 1)
     callback.batch_checkpoint(None, None)
     assert asked == [1]
+
+
+@pytest.mark.parametrize("dist_timeout", [60.0, 300.0])
+def test_an_export_ends_before_the_other_ranks_give_up_and_only_folders_of_lost_checkpoints_go(
+    tmp_path, monkeypatch, dist_timeout
+):
+    class Writer:
+        folder, saved_batch = tmp_path, 6
+
+    for name in ("ep0-ba3", "ep0-ba3-unfinished", "ep0-ba6", "my-best"):
+        (tmp_path / "hub" / name).mkdir(parents=True)
+    (tmp_path / "ep0-ba6-rank0.pt").touch()
+
+    def export_newest(folder: Path, seconds: float) -> tuple[Path, None]:
+        assert 0 < seconds < dist_timeout
+        return folder / "hub" / "ep0-ba6", None
+
+    monkeypatch.setattr(hf_export, "export_newest", export_newest)
+    hf_export.HubExports(Writer, dist_timeout).batch_checkpoint(None, None)
+    assert folders(tmp_path) == {"ep0-ba6", "my-best"}
 
 
 def test_an_export_that_takes_too_long_is_ended_and_told(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PARITY, assert_one_sentence, run, snapshot, tokens_of
+from conftest import PARITY, assert_one_sentence, needs_reference, run, snapshot, tokens_of
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -99,7 +99,7 @@ def write_published(path: Path, source: Path, kind: str) -> dict:
     return tensors
 
 
-@pytest.mark.skipif(not PUBLISHED, reason="no published checkpoint lies beside the repository")
+@needs_reference
 @pytest.mark.parametrize("kind", ["mlm", "cls"])
 @pytest.mark.parametrize("source", PUBLISHED, ids=lambda path: path.stem)
 def test_import_gives_the_published_outputs(tmp_path, monkeypatch, source, kind):
@@ -122,7 +122,7 @@ def test_import_gives_the_published_outputs(tmp_path, monkeypatch, source, kind)
         assert model.config.id2label == {0: "no", 1: "maybe", 2: "yes"}
 
 
-@pytest.mark.skipif(not PARITY.is_dir(), reason="no published checkpoint lies beside the repository")
+@needs_reference
 def test_import_of_the_pickle_gives_its_published_outputs_with_proof_and_card(tmp_path, tokenizer_folder, caplog):
     caplog.set_level("INFO")
     checkpoint, out = PARITY / "legacy-nova.pt", tmp_path / "my-model"
@@ -141,7 +141,7 @@ def test_import_of_the_pickle_gives_its_published_outputs_with_proof_and_card(tm
     assert f"the tokens of {out} are not compared" in caplog.text
 
 
-@pytest.mark.skipif(not PARITY.is_dir(), reason="no published checkpoint lies beside the repository")
+@needs_reference
 def test_export_of_a_published_checkpoint_points_to_import_and_the_other_way(tmp_path, write_checkpoint):
     with pytest.raises(UserError, match=r"hub\.py import"):
         hub.export(PARITY / "legacy-nova.pt", tmp_path / "my-model")
@@ -150,7 +150,7 @@ def test_export_of_a_published_checkpoint_points_to_import_and_the_other_way(tmp
     assert not (tmp_path / "my-model").exists()
 
 
-@pytest.mark.skipif(not PARITY.is_dir(), reason="no published checkpoint lies beside the repository")
+@needs_reference
 def test_a_tokenizer_that_does_not_fit_or_is_none_is_refused(tmp_path, tokenizer_folder):
     from transformers import AutoTokenizer
 
@@ -164,7 +164,7 @@ def test_a_tokenizer_that_does_not_fit_or_is_none_is_refused(tmp_path, tokenizer
     assert not (tmp_path / "my-model").exists()
 
 
-@pytest.mark.skipif(not PARITY.is_dir(), reason="no published checkpoint lies beside the repository")
+@needs_reference
 def test_a_published_checkpoint_with_a_strange_tensor_or_variant_is_refused_by_name(tmp_path):
     def edited(edit) -> str:
         loaded = torch.load(PARITY / "legacy-nova.pt", weights_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PARITY, ROOT, TINY_MODEL, Result, assert_one_sentence, environment, run, snapshot
+from conftest import PARITY, ROOT, TINY_MODEL, Result, assert_one_sentence, environment, needs_reference, run, snapshot
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
@@ -383,7 +383,7 @@ def test_the_longest_text_of_both_loaders_has_to_fit_the_positions(config_file, 
         main.build_model(config, tokenizer)
 
 
-@pytest.mark.skipif(not PARITY.is_dir(), reason="no published checkpoint lies beside the repository")
+@needs_reference
 def test_a_checkpoint_of_the_papers_authors_is_a_start(tmp_path, write_config, tokenizer):
     path = write_config(tmp_path, model={"pretrained_checkpoint": str(PARITY / "legacy-nova.pt")})
     model = main.build_model(load(PretrainConfig, "main.py", [str(path)]), tokenizer).model.eval()

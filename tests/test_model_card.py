@@ -11,6 +11,7 @@ from conftest import write_jsonl
 from src.checkpoints import Checkpoint, read_checkpoint
 from src.cli import UserError
 from src.glue.report import write as write_report
+from src.lion import configuration_lion
 from src.model_card import model_card, read_scores
 
 EVALUATIONS = [
@@ -55,6 +56,12 @@ def test_a_card_tells_sizes_steps_recipe_and_the_evaluation_of_that_step(checkpo
         assert fact in card, fact
     assert "longest text" not in card  # lion-s has no positions
     assert "precision" not in card  # the run took its default, and did not write it down
+
+
+def test_a_mixer_of_ones_own_has_a_card_too(checkpoint, monkeypatch):
+    monkeypatch.setattr(configuration_lion, "MIXERS", ("lion-x",))
+    checkpoint.config["mixer"] = "lion-x"
+    assert "BERT with lion-x (" in model_card(checkpoint, "my-model")
 
 
 def test_the_metadata_is_what_the_hub_reads(checkpoint):

@@ -1,21 +1,20 @@
 """The authors' checkpoints, by the small random models in their naming that lie beside the repository (if they do)."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import PARITY, needs_reference
 from safetensors import safe_open
 
 from src.cli import UserError
 from src.lion import LionForMaskedLM, LionForSequenceClassification
 from src.published import config_from_published, state_dict_from_published
 
-PARITY = Path(__file__).parents[2] / "shared" / "parity"
 FILES = sorted(PARITY.glob("*.safetensors"))
 
 
-@pytest.mark.skipif(not FILES, reason="the parity files are not beside this checkout")
+@needs_reference
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 @pytest.mark.parametrize("form", ["full", "recurrent", "chunkwise"])
 def test_published_model_gives_its_published_outputs(path, form):

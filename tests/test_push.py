@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import PARITY, assert_one_sentence, run, tokens_of
+from conftest import PARITY, assert_one_sentence, needs_reference, run, tokens_of
 
 from src import hub, hub_folder
 from src.cli import UserError
@@ -154,7 +154,7 @@ def test_a_link_out_of_the_folder_is_not_followed(fake, made, folder, tmp_path):
 # import by name
 
 
-@pytest.mark.skipif(not PARITY.is_dir(), reason="no published checkpoint lies beside the repository")
+@needs_reference
 def test_a_published_checkpoint_is_imported_from_the_hub_and_pushed_on(fake, tmp_path, tokenizer_folder, monkeypatch):
     data = (PARITY / "legacy-nova.pt").read_bytes()
     fake.repos["authors/model-mlm"] = {"main": {"README.md": b"theirs", "step-1.pt": data}}

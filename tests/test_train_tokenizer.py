@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from src.cli import UserError
+from src.cli import RunFailed, UserError
 from src.train_tokenizer import SPECIAL_TOKENS, main
 
 COMMAND = Path(__file__).resolve().parent.parent / "src" / "train_tokenizer.py"
@@ -99,6 +99,26 @@ def test_a_mistake_is_said_in_one_sentence(data, options, message, tmp_path):
     with pytest.raises(UserError, match=message):
         main(["--data_files", f"{tmp_path}/*.jsonl", "--out", f"{tmp_path}/out", *options])
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("below", ["", "deep/out"])
+def test_an_out_that_cannot_be_is_told_before_training(tmp_path, below):
+    data = write_text(tmp_path / "data.jsonl", 0)  # no text: training would say so
+    with pytest.raises(UserError, match=r"--out: .*data\.jsonl is a file"):
+        main(["--data_files", str(data), "--out", str(data / below)])
+
+
+def test_an_out_without_permission_is_told_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # which root always has
+    with pytest.raises(UserError, match=f"--out: {tmp_path} cannot be written to"):
+        main(["--data_files", str(write_text(tmp_path / "data.jsonl", 0)), "--out", f"{tmp_path}/out"])
+
+
+def test_a_tokenizer_that_cannot_be_written_is_told_in_one_sentence(tmp_path):
+    (tmp_path / "out" / "vocab.txt" / "a folder in its place").mkdir(parents=True)
+    with pytest.raises(RunFailed, match=r"--out: .*out cannot be written \("):
+        main(["--data_files", str(write_text(tmp_path / "data.jsonl", 9)), "--out", f"{tmp_path}/out"])
+    assert not {"tokenizer.json", ".unfinished"} & set(os.listdir(tmp_path / "out"))
 
 
 def test_a_tokenizer_is_never_overwritten_and_the_status_is_2(folder, tmp_path):

@@ -75,25 +75,33 @@ def run_in_process(config: FinetuneConfig, job: Job, device: str, visible: str |
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     if threads is not None:
         torch.set_num_threads(threads)
-    shutil.rmtree(job.folder, ignore_errors=True)
-    job.folder.mkdir(parents=True)
-    with (job.folder / LOG_FILE).open("w", buffering=1) as file:
-        os.dup2(file.fileno(), sys.stdout.fileno())
-        os.dup2(file.fileno(), sys.stderr.fileno())
-        cli.start_log()
-        try:
-            result = run_job(config, job, device, Steps(connection, 0))
-            result |= {"settings": job.settings, "test_data": job.test_data}
-            write_whole(job.folder / RESULT_FILE, json.dumps(result, indent=1))
-        except UserError as error:
-            connection.send(("failed", str(error)))
-            log.info(f"error: {error}")
-            sys.exit(1)
-        except Exception as error:
-            told = (str(error).strip().splitlines() or ["no message"])[0]
-            connection.send(("failed", f"{type(error).__name__}: {told}"))  # first, since the log's disk may be full
-            traceback.print_exc()
-            sys.exit(1)
+    try:
+        _log_to(job.folder / LOG_FILE)
+        result = run_job(config, job, device, Steps(connection, 0))
+        result |= {"settings": job.settings, "test_data": job.test_data}
+        write_whole(job.folder / RESULT_FILE, json.dumps(result, indent=1))
+    except UserError as error:
+        connection.send(("failed", str(error)))
+        log.info(f"error: {error}")
+        sys.exit(1)
+    except Exception as error:
+        told = (str(error).strip().splitlines() or ["no message"])[0]
+        connection.send(("failed", f"{type(error).__name__}: {told}"))  # first, since the log's disk may be full
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def _log_to(path: Path) -> None:
+    """Send what this process says to a file, in a folder made anew. Raises RunFailed where the disk refuses."""
+    shutil.rmtree(path.parent, ignore_errors=True)
+    try:
+        path.parent.mkdir(parents=True)
+        with path.open("w") as file:
+            os.dup2(file.fileno(), sys.stdout.fileno())
+            os.dup2(file.fileno(), sys.stderr.fileno())
+    except OSError as error:
+        raise RunFailed(f"cannot write {path}: {error.strerror or error}; make room there") from None
+    cli.start_log()
 
 
 def _end_with(connection: Connection) -> None:

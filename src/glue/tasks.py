@@ -46,9 +46,8 @@ class Task:
     tsv_validation: tuple[str, ...] = ("dev",)
     tsv_test: tuple[str, ...] = ("test",)
     tsv_other_names: Mapping[str, str] = field(default_factory=dict)  # of a file that is not there under its first
-    malformed_rows: int = (
-        0  # so many rows of another length than the header may be left out, since the official file has some
-    )
+    # So many rows of another length than the header may be left out, since the official file has some.
+    malformed_rows: int = 0
     # How it is trained.
     epochs: int = 3
     batch_size: int = 16
@@ -106,8 +105,13 @@ FROM_MNLI = ("rte", "mrpc", "stsb")  # start from the encoder tuned on MNLI, wit
 
 
 def of_glue(task: Task) -> bool:
-    """Whether GLUE's average counts the task: one of the eight, on GLUE's examples, by GLUE's metrics."""
-    return task.name in GLUE and not task.files and task.metrics == GLUE[task.name].metrics
+    """Whether GLUE's average counts the task: one of the eight, on GLUE's examples and splits, by GLUE's metrics."""
+    glue = GLUE.get(task.name)
+    if glue is None or task.files or task.folder not in (None, glue.folder):
+        return False
+    same = ("train", "validation", "tsv_validation", "metrics")
+    on_hub = task.hub is None or (task.hub, task.subset) == (glue.hub, glue.subset)
+    return on_hub and all(getattr(task, key) == getattr(glue, key) for key in same)
 
 
 def select(to_run: list[str], changes: Mapping[str, Any], default_seed: int) -> list[Task]:
