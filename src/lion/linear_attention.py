@@ -39,11 +39,10 @@ FORMS = ("auto", "full", "recurrent", "chunkwise")
 # numbers are not yet denormal, which a CPU computes many times slower.
 _LOG_NOTHING = -60.0
 
-# Up to these lengths "auto" takes the full form: where benchmarks/operator.py finds it faster than the chunkwise one, forward
-# and backward, on two cores of an AMD EPYC in float32 (LION-S: 8.0 and 9.7 ms at 256 tokens, 47 and 19 ms at 512; LION-LIT:
-# 1.2 and 1.1 ms at 128, 4.4 and 1.6 ms at 256).
+# Up to these lengths "auto" takes the full form: where benchmarks/operator.py finds it no slower than the chunkwise one, forward
+# and backward in float32, on two cores of an AMD EPYC. Without decay that is where L products a token are the D of a state.
 _FULL_UP_TO = 256
-_FULL_UP_TO_WITHOUT_DECAY = 128
+_FULL_UP_TO_WITHOUT_DECAY = 64
 
 # The same for the kernels, by count: beyond, the full form's L products a token are more than the chunkwise form's work with
 # its states, and fewer kernels to start no longer outweigh that. Not measured yet.
