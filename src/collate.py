@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -119,20 +120,30 @@ def token_counts(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def split_batch(batch: dict[str, Tensor], microbatch_size: int) -> list[dict[str, Any]]:
-    """Microbatches, as many as without packing and so as many on every device, with about equally many rows each.
+    """Microbatches, as many on every device, with about equally many rows each; as many as without packing, if there are the rows.
 
-    Where packing has made fewer rows, the last ones are a few tokens without labels: devices that exchange something in
-    each microbatch wait for each other. A microbatch brings along what a GPU would have to be waited for: its
-    `token_counts`, and `label_positions`, (labels,), in the flattened rows.
+    A device that packing has left with fewer rows than another fills up with a few tokens without labels: devices that
+    exchange something in each microbatch wait for each other. A microbatch brings along what a GPU would have to be waited
+    for: its `token_counts`, and `masked_positions`, (labels,), in the flattened rows.
     """
-    count, rows = -(-sample_count(batch) // microbatch_size), len(batch["input_ids"])
-    splits = zip(*(tensor.tensor_split(min(count, rows)) for tensor in batch.values()))
+    count = min(-(-sample_count(batch) // microbatch_size), len(batch["input_ids"]))
+    splits = zip(*(tensor.tensor_split(count) for tensor in batch.values()))
     parts = [dict(zip(batch, split)) for split in splits]
-    parts += [without_labels(batch) for _ in range(count - rows)]
+    if "sample_lengths" in batch:
+        parts += [without_labels(batch) for _ in range(most_of_all_devices(count) - count)]
     for part in parts:
         part["token_counts"] = token_counts(part)
-        part["label_positions"] = (part["labels"].flatten() != IGNORED).nonzero().squeeze(1)
+        positions = (part["labels"].flatten() != IGNORED).nonzero().squeeze(1)
+        part["masked_positions"] = positions.pin_memory() if part["labels"].is_pinned() else positions
     return parts
+
+
+def most_of_all_devices(count: int) -> int:
+    if not (dist.is_available() and dist.is_initialized()):
+        return count
+    counts = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, count)
+    return max(counts)
 
 
 def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -207,16 +207,28 @@ def test_a_document_in_a_row_is_encoded_as_alone(tokenizer, mixer):
 def test_microbatches_hold_every_row_once_and_are_as_many_as_without_packing(tokenizer, packing, size):
     batch = collator(tokenizer, packing=packing)(samples(sentences(24)))
     parts = split_batch(batch, size)
-    assert len(parts) == -(-24 // size)
+    assert len(parts) == min(-(-24 // size), len(batch["input_ids"]))
     assert sum(map(sample_count, parts)) == sample_count(batch) == 24
     for part in parts:
-        counts, positions = part.pop("token_counts"), part.pop("label_positions")
+        counts, positions = part.pop("token_counts"), part.pop("masked_positions")
         assert counts == token_counts(part)
         assert torch.equal(part["labels"].flatten()[positions], part["labels"][part["labels"] != -100])
-    rows = len(batch["input_ids"])
     for name in batch:
-        assert torch.equal(torch.cat([part[name] for part in parts[:rows]]), batch[name])
-    assert not any((part["labels"] != -100).any() for part in parts[rows:])
+        assert torch.equal(torch.cat([part[name] for part in parts]), batch[name])
+
+
+def test_a_device_with_fewer_rows_fills_up_with_microbatches_that_count_for_nothing(tokenizer, monkeypatch):
+    batch = collator(tokenizer, packing=True)(samples(sentences(24)))
+    rows = len(batch["input_ids"])
+    monkeypatch.setattr("src.collate.most_of_all_devices", lambda count: rows + 2)
+    parts = split_batch(batch, 1)
+    assert [sample_count(part) for part in parts[rows:]] == [0, 0]
+    assert [part["token_counts"]["loss_generating"] for part in parts[rows:]] == [1e-6, 1e-6]
+    network = model(tokenizer, "lion-s")
+    for gradient in loss_and_gradients(network, parts[-1]):
+        assert not gradient.any()
+    monkeypatch.undo()
+    assert len(split_batch(batch, 1)) == rows
 
 
 def test_tokens_are_counted_without_padding_and_those_of_the_loss_apart(tokenizer):

@@ -8,6 +8,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+from transformers.utils.generic import find_labels
 
 from src.lion import (
     LionConfig,
@@ -700,6 +701,14 @@ def test_a_batch_whose_tokens_are_all_unlabelled_has_loss_0():
     loss = model(**texts(), labels=torch.full((3, 21), -100)).loss
     assert loss == 0
     assert not any(gradient.any() for gradient in gradients(model, loss).values())
+
+
+def test_transformers_trainer_finds_the_labels_of_every_model():
+    heads = {
+        LionForMaskedLM: ["labels"], LionForSequenceClassification: ["labels"], LionForTokenClassification: ["labels"],
+        LionForQuestionAnswering: ["start_positions", "end_positions"],
+    }  # fmt: skip
+    assert {head: find_labels(head) for head in heads} == heads
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -402,20 +402,20 @@ class LionForMaskedLM(LionPreTrainedModel):
         return_dict: bool | None = None,
         attention_form: str | None = None,
         seq_idx: Tensor | None = None,
-        label_positions: Tensor | None = None,
+        masked_positions: Tensor | None = None,
     ) -> MaskedLMOutput | tuple:
         """Predict masked tokens. Arguments as `LionModel`.
 
         Args:
             labels: (B, L), the token to predict, or -100 where none is. In training mode, logits are computed and returned
                 for the labelled positions alone, (labels that are not -100, V) in reading order: the head costs a third of a base model.
-            label_positions: (labels that are not -100,), where these stand in the flattened labels, if that is known: a GPU
-                has to be waited for to count them.
+            masked_positions: (labels that are not -100,), where these stand in the flattened labels, if that is known: a GPU
+                has to be waited for to count them. (A name with "label" in it would be one to transformers' Trainer.)
         """
         return_dict = self.config.return_dict if return_dict is None else return_dict
         labelled = None
         if labels is not None and self.training:
-            labelled = label_positions
+            labelled = masked_positions
             if labelled is None:  # ahead of the encoder, while a GPU has little to finish
                 labelled = (labels.flatten() != -100).nonzero().squeeze(1)
             labels = labels.flatten().index_select(0, labelled)
