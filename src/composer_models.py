@@ -104,7 +104,7 @@ class LionMLM(CastingModel):
 
     def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
         """Logits at the labelled positions, (labels, vocabulary): nothing else is measured, so nothing else is computed."""
-        labelled = batch.get("label_positions")
+        labelled = batch.get("masked_positions")
         if labelled is None:
             labelled = (batch["labels"].flatten() != -100).nonzero().squeeze(1)
         self.labels = batch["labels"].flatten().index_select(0, labelled)
@@ -115,6 +115,10 @@ class LionMLM(CastingModel):
         with self.autocast(), choose:
             logits = self.model(**inputs).logits  # through the whole model, where FSDP gathers its weights
         return logits.float()  # whose cross entropies are summed
+
+    def update_metric(self, batch: Any, outputs: Any, metric: Metric) -> dict[str, Any]:
+        """As Composer's, where there is anything to predict: its cross entropy cannot take nothing."""
+        return super().update_metric(batch, outputs, metric) if len(self.labels) else {}
 
 
 class LionClassifier(CastingModel):

@@ -64,6 +64,14 @@ def test_a_microbatch_never_waits_for_a_gpu(mixer, tokenizer):
     assert waits.seen == ["nonzero"]
 
 
+def test_an_evaluation_batch_without_a_label_counts_for_nothing(tokenizer):
+    model = build(tokenizer).eval()
+    batch = labelled_batch(tokenizer) | {"labels": torch.full((4, 12), -100)}
+    outputs = model.eval_forward(batch)
+    for metric in model.get_metrics(is_train=False).values():
+        assert model.update_metric(batch, outputs, metric) == {}
+
+
 def test_an_evaluation_in_bfloat16_sums_its_losses_in_float32(tokenizer):
     model = build(tokenizer).eval()
     model.cpu_bfloat16 = True
