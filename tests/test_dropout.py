@@ -49,6 +49,28 @@ def test_a_seed_gives_the_same_entries_and_another_others():
     assert not torch.equal(drawn(0), drawn(1))
 
 
+def test_four_entries_share_a_draw_of_64_bits():
+    torch.manual_seed(0)
+    y = dropout(torch.ones(11), 0.5)
+    torch.manual_seed(0)
+    draws = torch.empty(3, dtype=torch.int64).random_(-(2**63), None)
+    bits = torch.stack([draws >> 16 * place & 0xFFFF for place in range(4)], -1).flatten()[:11]
+    assert torch.equal(y != 0, bits < 2**15)  # as signed numbers, not below 0
+
+
+def test_derivatives_of_every_kind_go_through():
+    x = torch.rand(50, dtype=torch.float64, requires_grad=True)
+
+    def dropped(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return dropout(x**3, 0.5)
+
+    assert torch.autograd.gradcheck(dropped, x, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(dropped, x)
+    _, back = torch.func.vjp(dropped, x.detach())
+    torch.testing.assert_close(back(torch.ones(50, dtype=torch.float64))[0] != 0, dropped(x) != 0)
+
+
 @pytest.mark.parametrize(("p", "share"), [(0.0, 1.0), (1.0, 0.0), (1e-9, 1.0)])
 def test_no_entry_or_all(p, share):
     assert (dropout(torch.ones(1000), p) != 0).float().mean() == share
@@ -61,13 +83,3 @@ def test_the_module_acts_in_training_alone_and_is_an_nn_dropout():
     assert isinstance(module, nn.Dropout)
     assert not torch.equal(module(x), x)
     assert module.eval()(x) is x
-
-
-def test_the_second_derivative_goes_through():
-    x = torch.rand(50, dtype=torch.float64, requires_grad=True)
-
-    def dropped(x: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(0)
-        return dropout(x**3, 0.5)
-
-    assert torch.autograd.gradgradcheck(dropped, x)

@@ -21,21 +21,6 @@ def dropout(x: Tensor, p: float) -> Tensor:
     dropped = round(p * 2**16)
     if x.device.type != "cpu" or torch.compiler.is_compiling() or not 0 < dropped < 2**16:
         return F.dropout(x, p)
-    return _Dropout.apply(x, dropped)
-
-
-class _Dropout(torch.autograd.Function):
-    """`dropped` of 2^16 values of an entry's 16 bits make it 0."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, dropped: int) -> Tensor:
-        draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-        kept = draws.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - 2**15
-        ctx.scale = 2**16 / (2**16 - dropped)
-        ctx.save_for_backward(kept)
-        return torch.where(kept, x, 0).mul_(ctx.scale)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        (kept,) = ctx.saved_tensors
-        return torch.where(kept, grad, 0) * ctx.scale, None
+    draws = x.new_empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    kept = draws.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - 2**15
+    return torch.where(kept, x, 0).mul_(2**16 / (2**16 - dropped))
