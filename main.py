@@ -45,8 +45,6 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     check(config)
     device = builders.resolve_device(config.device)
     precision = builders.resolve_precision(config.precision, device)
-    if dist.get_world_size() > 1:  # before streaming does, which takes NCCL wherever there is a GPU
-        dist.initialize_dist(device, config.dist_timeout)
     device_batch = builders.check_batch_sizes(
         config.global_train_batch_size, config.device_train_microbatch_size, dist.get_world_size(), device
     )
@@ -64,6 +62,8 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     if saved is None and config.load_path is not None:
         check_load_path(config, model)
     startup.done("tokenizer and model")
+    if dist.get_world_size() > 1:  # before streaming does, which takes NCCL wherever there is a GPU
+        dist.initialize_dist(device, config.dist_timeout)
     train_loader = text_data.build(config.train_loader, tokenizer, device_batch, train=True)
     eval_loader = text_data.build(config.eval_loader, tokenizer, config.device_eval_batch_size, train=False)
     padding = train_loader.padding
