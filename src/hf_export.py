@@ -24,7 +24,7 @@ class HubExports(Callback):
 
     def __init__(self, writer: CheckpointWriter, dist_timeout: float):
         self.writer = writer
-        self.seconds = 0.8 * dist_timeout  # of one export
+        self.seconds = min(0.8 * dist_timeout, 24 * 3600)  # of one export
         self.exported_batch = -1
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:

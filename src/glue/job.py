@@ -100,7 +100,7 @@ def _log_to(path: Path) -> None:
             os.dup2(file.fileno(), sys.stdout.fileno())
             os.dup2(file.fileno(), sys.stderr.fileno())
     except OSError as error:
-        raise RunFailed(f"cannot write {path}: {error.strerror or error}; make room there") from None
+        raise RunFailed(f"cannot write {path}: {error.strerror or error}; mend that") from None
     cli.start_log()
 
 

@@ -124,7 +124,8 @@ def end(ended: Running, failures: list[Failure], number: int, total: int) -> Non
         return
     killed = f"killed by signal {-status} (out of memory?)" if status < 0 else f"ended with status {status}"
     reason = ended.reason or killed
-    failures.append(Failure(job, f"{reason} (log: {job.folder / LOG_FILE})"))
+    logged = f" (log: {job.folder / LOG_FILE})" if (job.folder / LOG_FILE).is_file() else ""
+    failures.append(Failure(job, reason + logged))
     log.info(f"[{number}/{total}] {job.name}: failed, {reason}")
 
 
