@@ -194,11 +194,12 @@ def best(row: dict) -> float | None:
     return row["both_device_ms"] or row["both_ms"]
 
 
-def shown(number: float | None, unit: str = "", factor: float = 1) -> str:
+def shown(number: float | None, unit: str = "") -> str:
+    """To three digits."""
     if number is None:
         return "-"
-    number *= factor
-    return f"{number:,.{1 if number >= 100 else 3}f} {unit}".rstrip()
+    digits = max(0, 2 - math.floor(math.log10(number))) if number > 0 else 0
+    return f"{number:,.{digits}f} {unit}".rstrip()
 
 
 def table(rows: list[dict]) -> list[list[str]]:
@@ -216,7 +217,7 @@ def table(rows: list[dict]) -> list[list[str]]:
             shown(row["forward_ms"]), *([shown(row["forward_device_ms"])] if on_device else []), shown(row["forward_floor_ms"]),
             shown(row["both_ms"]), *([shown(row["both_device_ms"])] if on_device else []), shown(row["both_floor_ms"]),
             *("-" if row[key] is None else f"{row[key]:.0%}" for key in ("both_bandwidth", "both_products")),
-            "-" if row["both_ms"] is None else f"{1000 * best(row) / tokens:.3g}", "-" if ratio is None else f"×{ratio:.2f}",
+            "-" if row["both_ms"] is None else shown(1000 * best(row) / tokens), "-" if ratio is None else f"×{ratio:.2f}",
             "-" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}",
         ])  # fmt: skip
     return lines
