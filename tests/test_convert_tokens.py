@@ -11,12 +11,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from conftest import DATA, ROOT, assert_one_sentence, environment, needs_reference, run, sentences, write_jsonl
 from streaming.base.format.mds import MDSReader
+from tqdm import tqdm
 
 from src import convert_dataset, shard_writer
 from src.cli import UserError
@@ -215,6 +217,7 @@ def killed(function: str, call: int, *arguments: object) -> bool:
     """
     child = os.fork()
     if child == 0:
+        tqdm.set_lock(threading.RLock())  # its own: what a killed process holds of a shared one is held for good
         original, calls = getattr(shard_writer, function), itertools.count(1)
 
         def deadly(*args):
