@@ -10,13 +10,14 @@ from glue_files import write_glue
 from benchmarks import measure
 from tests.conftest import run
 
+STEP = "--layers 1 --hidden 64 --batch 2"
 # What is given to a command, and the name of what it writes.
 SMALL = {
     "operator": ("--lengths 16 40 --tokens 64 --forms chunkwise --heads 2 --head_dim 8 --rounds 1", "operator-cpu"),
     "inference": (
         "--lengths 16 40 --batch 1 2 --layers 1 --hidden 64 --rounds 1 --dtype bfloat16", "inference-cpu-bfloat16"
     ),
-    "train_step": ("--layers 1 --hidden 64 --batch 2 --rounds 1 --precision amp_bf16", "train-step-cpu-amp_bf16"),
+    "train_step": (f"{STEP} --rounds 1 --precision amp_bf16", "train-step-cpu-amp_bf16"),
 }  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def test_the_cases_of_the_operator_have_the_layout_of_the_model_and_few_leaves(f
 def test_the_loader_is_timed_with_and_without_packing_by_workers_and_beside_a_step(tmp_path, shards, tokenizer_folder):
     result = run(
         "benchmarks/dataloader.py", "--data_local", shards, "--tokenizer_name", tokenizer_folder, "--max_seq_len", 16,
-        "--loader_batch", 8, "--workers", 0, 1, "--seconds", 0.1, *SMALL["train_step"][:6], "--device", "cpu", "--out", tmp_path,
+        "--loader_batch", 8, "--workers", 0, 1, "--seconds", 0.1, *STEP.split(), "--device", "cpu", "--out", tmp_path,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     *loaders, step = json.loads((tmp_path / "dataloader-cpu.json").read_text())["rows"]
