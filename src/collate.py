@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from src.lion.modeling_lion import labelled_positions
 from src.masking import IGNORED, Masking
 
 
@@ -133,7 +134,7 @@ def split_batch(batch: dict[str, Tensor], microbatch_size: int) -> list[dict[str
         parts += [without_labels(batch) for _ in range(most_of_all_devices(count) - count)]
     for part in parts:
         part["token_counts"] = token_counts(part)
-        positions = (part["labels"].flatten() != IGNORED).nonzero().squeeze(1)
+        positions = labelled_positions(part["labels"])
         part["masked_positions"] = positions.pin_memory() if part["labels"].is_pinned() else positions
     return parts
 

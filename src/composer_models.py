@@ -11,6 +11,7 @@ from torchmetrics import Metric
 from transformers import PreTrainedTokenizerBase
 
 from src.lion import LionConfig, LionForMaskedLM, LionForSequenceClassification
+from src.lion.modeling_lion import labelled_positions
 
 
 class MaskedAccuracy(Metric):
@@ -106,7 +107,7 @@ class LionMLM(CastingModel):
         """Logits at the labelled positions, (labels, vocabulary): nothing else is measured, so nothing else is computed."""
         labelled = batch.get("masked_positions")
         if labelled is None:
-            labelled = (batch["labels"].flatten() != -100).nonzero().squeeze(1)
+            labelled = labelled_positions(batch["labels"])
         self.labels = batch["labels"].flatten().index_select(0, labelled)
         if outputs is not None:  # of the training step, which has labelled positions only
             return outputs.logits

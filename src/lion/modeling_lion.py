@@ -417,7 +417,7 @@ class LionForMaskedLM(LionPreTrainedModel):
         if labels is not None and self.training:
             labelled = masked_positions
             if labelled is None:  # ahead of the encoder, while a GPU has little to finish
-                labelled = (labels.flatten() != -100).nonzero().squeeze(1)
+                labelled = labelled_positions(labels)
             labels = labels.flatten().index_select(0, labelled)
         output = self.lion(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
@@ -561,6 +561,11 @@ class LionForQuestionAnswering(LionPreTrainedModel):
 def _span_loss(logits: Tensor, positions: Tensor) -> Tensor:
     positions = positions.flatten()
     return _cross_entropy(logits, positions.masked_fill((positions < 0) | (positions >= logits.shape[1]), -100))
+
+
+def labelled_positions(labels: Tensor) -> Tensor:
+    """Where the labels that are not -100 stand in the flattened labels, (as many as there are,)."""
+    return (labels.flatten() != -100).nonzero().squeeze(1)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
