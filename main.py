@@ -4,13 +4,12 @@ import contextlib
 import functools
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from src import cli
-from src.cli import RunFailed, UserError, is_main_process, log
+from src.cli import RunFailed, UserError, check_writable, is_main_process, log
 from src.config import PretrainConfig, load, to_dict
 
 
@@ -247,8 +246,8 @@ def longest_text(config: PretrainConfig) -> int:
 MAY_CHANGE = {
     "max_duration", "eval_interval", "eval_first", "eval_subset_num_batches", "save_interval", "save_num_checkpoints_to_keep",
     "log_interval", "progress_bar", "callbacks", "loggers", "device", "device_train_microbatch_size", "device_eval_batch_size",
-    "save_folder", "data_local", "data_remote", "autoresume", "on_nonfinite_loss", "activation_checkpointing", "fsdp_config", "ddp_sync_strategy",
-    "dist_timeout", "compile_config", "hf_export",
+    "save_folder", "data_local", "data_remote", "autoresume", "on_nonfinite_loss", "activation_checkpointing", "fsdp_config",
+    "ddp_sync_strategy", "dist_timeout", "compile_config", "hf_export",
 }  # fmt: skip
 LOADER_MAY_CHANGE = {"num_workers", "local", "remote", "predownload", "cache_limit"}
 
@@ -257,11 +256,7 @@ def check_save_folder(config: PretrainConfig, folder: Path) -> None:
     """Refuse a folder that another run's results would be mixed with. Raises UserError."""
     if "://" in config.save_folder:
         raise UserError(f"save_folder: {config.save_folder} is no folder of this machine, where a run has to save; name one, and copy it from there")  # fmt: skip
-    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-    if not there.is_dir():
-        raise UserError(f"save_folder: {there} is a file; name another folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"save_folder: {there} cannot be written to; name another folder, or change its permissions")
+    check_writable("save_folder", folder)
     before = stored_config(folder)
     if before is None:
         if any(folder.glob("ep*-rank0.pt")):

@@ -77,6 +77,15 @@ def is_main_process() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
+def check_writable(name: str, folder: Path) -> None:
+    """Raise UserError for a folder, the value of `name`, in which nothing can be written, whether it is there yet or not."""
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not there.is_dir():
+        raise UserError(f"{name}: {there} is a file; name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{name}: {there} cannot be written to; name another folder, or change its permissions")
+
+
 @contextlib.contextmanager
 def alone_in(folder: Path, command: str) -> Iterator[None]:
     """Hold a folder for this process, however it ends; one that stays empty is removed again.

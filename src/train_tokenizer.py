@@ -7,7 +7,6 @@ The same text and options give the same tokenizer, byte for byte.
 """
 
 import argparse
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import BertTokenizerFast
 
 from src import cli
-from src.cli import RunFailed, UserError, first_line, log, progress
+from src.cli import RunFailed, UserError, check_writable, first_line, log, progress
 from src.text_files import STANDARD_INPUT, find_files, read_texts
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # their ids are 0 to 4
@@ -64,11 +63,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def check_out(out: Path) -> None:
     """Raise UserError for a folder that cannot be written to, or that holds a tokenizer, before anything is read."""
-    there = next(path for path in (out, *out.parents) if os.path.exists(path))
-    if not there.is_dir():
-        raise UserError(f"--out: {there} is a file; give the name of a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"--out: {there} cannot be written to; give another folder, or change its permissions")
+    check_writable("--out", out)
     if (out / "tokenizer.json").exists():
         raise UserError(f"--out: {out} already holds a tokenizer; give another folder, or remove it first")
 
