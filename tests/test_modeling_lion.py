@@ -746,6 +746,16 @@ def test_a_layer_compiles_as_one_graph(mixer, form):
         torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
 
 
+def test_a_compiled_model_follows_its_own_configuration():
+    """And not that of one that was compiled before it: torch.compile has to see what a configuration is asked for."""
+    inputs = texts(padded=True)
+    torch.compiler.reset()
+    for changes in *({"mixer": mixer} for mixer in MIXERS), {"mixer": "softmax", "classifier_pooling": "mean"}:
+        model = build(kind=LionForSequenceClassification, **changes)
+        with torch.no_grad():
+            torch.testing.assert_close(torch.compile(model, backend="eager")(**inputs).logits, model(**inputs).logits)
+
+
 # Precision
 
 

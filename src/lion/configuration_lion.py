@@ -30,6 +30,9 @@ class LionConfig(PretrainedConfig):
     """
 
     model_type = "lion"
+    # transformers' own looks for other names of an attribute, of which there are none here. Through it torch.compile does
+    # not see what it reads, and a second model with another mixer would be answered with the first one's graph.
+    __getattribute__ = object.__getattribute__
 
     def __init__(
         self,
