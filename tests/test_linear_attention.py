@@ -8,7 +8,9 @@ import sys
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 from src.lion import linear_attention
@@ -467,12 +469,32 @@ def test_autocast_leaves_float32_inputs_in_float32(form, decay):
         torch.testing.assert_close(x, y)
 
 
-@pytest.mark.parametrize("form", ["full", "chunkwise"])
-def test_a_compiled_operator_gives_the_same_numbers(form):
-    inputs, mask = draw("token", 33, mask="holes")
-    compiled = torch.compile(linear_attention, backend="aot_eager")
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("form", ["full", "recurrent", "chunkwise"])
+def test_a_compiled_operator_gives_the_same_numbers(form, decay):
+    inputs, mask = draw(decay, 33, mask="holes")
+    torch.compiler.reset()
+    compiled = torch.compile(linear_attention, backend="aot_eager", fullgraph=True)
     actual = outputs_and_gradients(compiled, inputs, mask=mask, form=form, chunk_size=CHUNK)
-    assert_all_close(actual, reference("token", 33, 2, 3, "holes"))
+    assert_all_close(actual, reference(decay, 33, 2, 3, "holes"))
+
+
+@pytest.mark.parametrize("form", ["full", "recurrent", "chunkwise"])
+def test_what_is_compiled_does_not_grow_with_the_length(form, monkeypatch):
+    """A loop that torch.compile writes out takes minutes to compile."""
+    monkeypatch.setitem(_BLOCK_ENTRIES, "cpu", 1)  # a block a chunk, or a text
+    sizes = []
+
+    def backend(graph, inputs):
+        sizes.append(len(graph.graph.nodes))
+        return make_boxed_func(graph)
+
+    for length in (33, 160):
+        torch.compiler.reset()
+        inputs, mask = draw("token", length, mask="holes")
+        compiled = torch.compile(linear_attention, backend=aot_autograd(fw_compiler=backend, bw_compiler=backend))
+        outputs_and_gradients(compiled, inputs, mask=mask, form=form, chunk_size=CHUNK)
+    assert len(sizes) == 4 and sizes[:2] == sizes[2:]
 
 
 # Several sequences in a row, and a text in several pieces

@@ -22,6 +22,7 @@ Letters in shape comments: B batch, H heads, L length, D head size of q and k, E
 """
 
 import os
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -284,6 +285,8 @@ class _DecayedScores(torch.autograd.Function):
 
 
 def _block_entries(x: Tensor) -> int:
+    if torch.compiler.is_compiling():  # which makes blocks of its own, and would write out a loop over these
+        return x.shape[0] * x.shape[1] * x.shape[2] ** 2
     return _BLOCK_ENTRIES.get(x.device.type, _BLOCK_ENTRIES["cuda"])
 
 
@@ -335,37 +338,33 @@ def _sums_gradients(grad_log_mask: Tensor) -> tuple[Tensor, Tensor]:
 def _recurrent(q: Tensor, k: Tensor, v: Tensor, sums: tuple[Tensor, Tensor] | None) -> Tensor:
     if sums is None:
         sums = (torch.zeros(1, 1, q.shape[-2], dtype=torch.float64, device=q.device),) * 2
-    return _Recurrent.apply(q, k, v, *sums)
+    return _token_by_token(q, k, v, *sums)
 
 
-class _Recurrent(torch.autograd.Function):
+def _recurrent_forward(q: Tensor, k: Tensor, v: Tensor, before: Tensor, upto: Tensor) -> Tensor:
     """Two passes over the tokens, with a state each and nothing else: the backward pass runs the same two passes."""
+    past, future = _two_passes(q, k, v, before, upto)
+    diagonal = (q * k).sum(-1, keepdim=True) * v  # both passes have counted it
+    return past.add_(future).sub_(diagonal)
 
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, before: Tensor, upto: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, v, before, upto)
-        past, future = _two_passes(q, k, v, before, upto)
-        diagonal = (q * k).sum(-1, keepdim=True) * v  # both passes have counted it
-        return past.add_(future).sub_(diagonal)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, before, upto = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):
-            # y = (QKᵀ⊙M) V, so each gradient is such a product too. Mᵀ is M with the two sums exchanged.
-            q_past, q_future = _two_passes(grad, v, k, before, upto)
-            k_past, k_future = _two_passes(v, grad, q, upto, before)
-            v_past, v_future = _two_passes(k, q, grad, upto, before)
-            grad_before = grad_upto = None
-            if any(ctx.needs_input_grad[3:]):
-                grad_before = ((q * q_past).sum(-1).double() - (k * k_future).sum(-1)).sum_to_size(before.shape)
-                grad_upto = ((k * k_past).sum(-1).double() - (q * q_future).sum(-1)).sum_to_size(upto.shape)
-            diagonal = (grad * v).sum(-1, keepdim=True)
-            grad_q = q_past.add_(q_future).sub_(diagonal * k)
-            grad_k = k_past.add_(k_future).sub_(diagonal * q)
-            grad_v = v_past.add_(v_future).sub_((q * k).sum(-1, keepdim=True) * grad)
-        return grad_q, grad_k, grad_v, grad_before, grad_upto
+def _recurrent_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, before: Tensor, upto: Tensor, with_decays: bool
+) -> list[Tensor]:
+    # y = (QKᵀ⊙M) V, so each gradient is such a product too. Mᵀ is M with the two sums exchanged.
+    q_past, q_future = _two_passes(grad, v, k, before, upto)
+    k_past, k_future = _two_passes(v, grad, q, upto, before)
+    v_past, v_future = _two_passes(k, q, grad, upto, before)
+    of_sums = []
+    if with_decays:
+        grad_before = (q * q_past).sum(-1).double() - (k * k_future).sum(-1)
+        grad_upto = (k * k_past).sum(-1).double() - (q * q_future).sum(-1)
+        of_sums = [grad_before.sum_to_size(before.shape), grad_upto.sum_to_size(upto.shape)]
+    diagonal = (grad * v).sum(-1, keepdim=True)
+    grad_q = q_past.add_(q_future).sub_(diagonal * k)
+    grad_k = k_past.add_(k_future).sub_(diagonal * q)
+    grad_v = v_past.add_(v_future).sub_((q * k).sum(-1, keepdim=True) * grad)
+    return [grad_q, grad_k, grad_v, *of_sums]
 
 
 def _two_passes(q: Tensor, k: Tensor, v: Tensor, before: Tensor, upto: Tensor) -> tuple[Tensor, Tensor]:
@@ -394,86 +393,110 @@ def _chunkwise(
     """`alike`: the decays of one chunk are those of all."""
     if sums is None:  # nothing decays, so one state holds the whole text
         return q @ (scale * (k.mT @ v))
-    before, upto = sums
-    length = q.shape[-2]
-    begin = torch.arange(0, length, chunk_size, device=q.device)
-    chunk = torch.arange(length, device=q.device) // chunk_size
-    end = upto[..., (begin + chunk_size - 1).clamp(max=length - 1)]  # (B or 1, H or 1, N), of each chunk
-    start = F.pad(end[..., :-1], (1, 0))
-    across = _exp(end - start).to(q.dtype)[..., None, None]
-    start, end = start[..., chunk], end[..., chunk]  # (B or 1, H or 1, L), of each token's chunk
-    before, upto, until_end, to_end = before - start, upto - start, end - upto, end - before
-    # From the left and from the right: what is left of a state at a query, and of a key in a state. No log is above 0.
-    to_query, of_key = (_exp(torch.stack(logs, -1)).to(q.dtype) for logs in ((before, until_end), (to_end, upto)))
-    return _Chunkwise.apply(scale, chunk_size, alike, q, k, v, before, upto, to_query, of_key, across)
+    return _chunk_by_chunk(q, k, v, *sums, scale, chunk_size, alike)
 
 
-class _Chunkwise(torch.autograd.Function):
+def _chunkwise_forward(
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, upto: Tensor, scale: float, chunk_size: int, alike: bool
+) -> Tensor:
     """The full form inside chunks of C tokens; a D×E state from the left and one from the right bring in the rest.
 
-    before, upto: the running sums from each chunk's start, (B or 1, H or 1, L). The weights: to_query and of_key, (B or 1,
-    H or 1, L, 2), from the left and from the right; and across, (B or 1, H or 1, N, 1, 1), of a chunk. Both directions are
-    computed as one: their states lie below each other, 2D×E.
+    Both directions are computed as one: their states lie below each other, 2D×E.
     The backward pass computes states and C×C matrices again: kept, they would be most of the memory. Both passes read and
     write long tensors a block at a time where they lie, since a copy of one is memory that the system has to find first.
     """
+    before, upto, to_query, of_key, across = _chunk_weights(before, upto, chunk_size, q.dtype)
+    blocks = _chunk_blocks(q, chunk_size)
+    states = _received(blocks, k, v, of_key, across, (1, -1))
+    y = torch.empty_like(v)
+    decay = _chunk_masks(blocks, before, upto, q.dtype, alike)
+    for block in blocks:
+        Q, K, V = scale * block.of(q), block.of(k), block.of(v)
+        Y = (Q @ K.mT).mul_(decay(block)) @ V
+        Y += _twice(Q, block.of(to_query)) @ block.state(states)
+        block.of(y).copy_(Y)
+    return y
 
-    @staticmethod
-    def forward(ctx, scale, chunk_size, alike, q, k, v, before, upto, to_query, of_key, across):
-        ctx.constants = scale, chunk_size, alike
-        ctx.save_for_backward(q, k, v, before, upto, to_query, of_key, across)
-        blocks = _chunk_blocks(q, chunk_size)
-        states = _received(blocks, k, v, of_key, across, (1, -1))
-        y = torch.empty_like(v)
-        decay = _chunk_masks(blocks, before, upto, q.dtype, alike)
-        for block in blocks:
-            Q, K, V = scale * block.of(q), block.of(k), block.of(v)
-            Y = (Q @ K.mT).mul_(decay(block)) @ V
-            Y += _twice(Q, block.of(to_query)) @ block.state(states)
-            block.of(y).copy_(Y)
-        return y
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        scale, chunk_size, alike = ctx.constants
-        q, k, v, before, upto, to_query, of_key, across = ctx.saved_tensors
-        blocks = _chunk_blocks(q, chunk_size)
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        with_decays = any(ctx.needs_input_grad[6:])
-        grad_sums = [q.new_empty(q.shape[:-1], dtype=torch.float64) for _ in range(2)]
-        grad_weights = [q.new_empty(*q.shape[:-1], 2) for _ in range(2)]
-        with torch.autocast(q.device.type, enabled=False):
-            states = _received(blocks, k, v, of_key, across, (1, -1))
-            # What a chunk's queries draw from a state flows back to all the keys in it: the same scans, the other way.
-            grad_states = _received(blocks, q, grad, scale * to_query, across, (-1, 1))
-            decay = _chunk_masks(blocks, before, upto, q.dtype, alike)
-            for block in blocks:
-                Q, K, V, dY, M = scale * block.of(q), block.of(k), block.of(v), block.of(grad), decay(block)
-                S, dS = block.state(states), block.state(grad_states)
-                scores, grad_scores = (Q @ K.mT).mul_(M), dY @ V.mT
-                dV = scores.mT @ dY
-                if with_decays:
-                    for grad_sum, of_block in zip(grad_sums, _sums_gradients(scores.mul_(grad_scores))):
-                        block.of(grad_sum).copy_(of_block)
-                grad_scores.mul_(M)
-                dQ, dK = grad_scores @ K, grad_scores.mT @ Q
-                dV += _twice(K, block.of(of_key)) @ dS
-                through_states = (Q, dQ, to_query, dY @ S.mT), (K, dK, of_key, V @ dS.mT)
-                for (x, dX, weight, drawn), grad_weight in zip(through_states, grad_weights):
-                    if with_decays:
-                        of_both = (torch.cat((x, x), -1) * drawn).unflatten(-1, (2, -1)).sum(-1)
-                        block.of(grad_weight).copy_(of_both)
-                    for drawn_from, w in zip(drawn.chunk(2, -1), block.of(weight).split(1, -1)):
-                        dX.addcmul_(drawn_from, w)
-                for whole, of_block in ((grad_q, dQ.mul_(scale)), (grad_k, dK), (grad_v, dV)):
-                    block.of(whole).copy_(of_block)
-            if not with_decays:
-                return None, None, None, grad_q, grad_k, grad_v, *[None] * 5
-            grad_across = (states * grad_states).sum((-2, -1), keepdim=True)
-        inputs = before, upto, to_query, of_key, across
-        grads = *grad_sums, *grad_weights, grad_across
-        return None, None, None, grad_q, grad_k, grad_v, *(grad.sum_to_size(x.shape) for grad, x in zip(grads, inputs))
+def _chunkwise_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, before: Tensor, upto: Tensor, scale: float, chunk_size: int, alike: bool,
+    with_decays: bool,
+) -> list[Tensor]:  # fmt: skip
+    sums_shape = before.shape
+    before, upto, to_query, of_key, across = _chunk_weights(before, upto, chunk_size, q.dtype)
+    blocks = _chunk_blocks(q, chunk_size)
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    grad_sums = [q.new_empty(q.shape[:-1], dtype=torch.float64) for _ in range(2)]
+    grad_weights = [q.new_empty(*q.shape[:-1], 2) for _ in range(2)]
+    states = _received(blocks, k, v, of_key, across, (1, -1))
+    # What a chunk's queries draw from a state flows back to all the keys in it: the same scans, the other way.
+    grad_states = _received(blocks, q, grad, scale * to_query, across, (-1, 1))
+    decay = _chunk_masks(blocks, before, upto, q.dtype, alike)
+    for block in blocks:
+        Q, K, V, dY, M = scale * block.of(q), block.of(k), block.of(v), block.of(grad), decay(block)
+        S, dS = block.state(states), block.state(grad_states)
+        scores, grad_scores = (Q @ K.mT).mul_(M), dY @ V.mT
+        dV = scores.mT @ dY
+        if with_decays:
+            for grad_sum, of_block in zip(grad_sums, _sums_gradients(scores.mul_(grad_scores))):
+                block.of(grad_sum).copy_(of_block)
+        grad_scores.mul_(M)
+        dQ, dK = grad_scores @ K, grad_scores.mT @ Q
+        dV += _twice(K, block.of(of_key)) @ dS
+        through_states = (Q, dQ, to_query, dY @ S.mT), (K, dK, of_key, V @ dS.mT)
+        for (x, dX, weight, drawn), grad_weight in zip(through_states, grad_weights):
+            if with_decays:
+                of_both = (torch.cat((x, x), -1) * drawn).unflatten(-1, (2, -1)).sum(-1)
+                block.of(grad_weight).copy_(of_both)
+            for drawn_from, w in zip(drawn.chunk(2, -1), block.of(weight).split(1, -1)):
+                dX.addcmul_(drawn_from, w)
+        for whole, of_block in ((grad_q, dQ.mul_(scale)), (grad_k, dK), (grad_v, dV)):
+            block.of(whole).copy_(of_block)
+    if not with_decays:
+        return [grad_q, grad_k, grad_v]
+    # To the logarithms of the weights, and from these to the sums: what `_chunk_weights` does, backwards.
+    grad_before, grad_upto = grad_sums
+    (before_, until_end), (to_end, upto_) = (
+        (g * w).double().unbind(-1) for g, w in zip(grad_weights, (to_query, of_key))
+    )
+    grad_across = ((states * grad_states).sum((-2, -1)) * across[..., 0, 0]).double()
+    grad_before += before_ - to_end
+    grad_upto += upto_ - until_end
+    grad_end = _sum_of_chunks(until_end + to_end, chunk_size) + grad_across
+    grad_start = _sum_of_chunks(before_ + upto_, chunk_size) + grad_across
+    grad_end[..., :-1] -= grad_start[..., 1:]
+    grad_upto[..., _last_tokens(upto, chunk_size)] += grad_end
+    return [grad_q, grad_k, grad_v, grad_before.sum_to_size(sums_shape), grad_upto.sum_to_size(sums_shape)]
+
+
+def _last_tokens(x: Tensor, chunk_size: int) -> Tensor:
+    """Where the chunks of x, (..., L), end: (N,)."""
+    length = x.shape[-1]
+    return torch.arange(chunk_size - 1, length + chunk_size - 1, chunk_size, device=x.device).clamp(max=length - 1)
+
+
+def _sum_of_chunks(x: Tensor, chunk_size: int) -> Tensor:
+    """(..., L) to (..., N)."""
+    return F.pad(x, (0, -x.shape[-1] % chunk_size)).unflatten(-1, (-1, chunk_size)).sum(-1)
+
+
+def _chunk_weights(before: Tensor, upto: Tensor, chunk_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What the running sums of a text are inside its chunks, and what is left on the ways into and out of these.
+
+    Returns:
+        before, upto: from each chunk's start, (B or 1, H or 1, L).
+        to_query, of_key: of a state at a query, and of a key in a state, (B or 1, H or 1, L, 2), from the left and from
+            the right.
+        across: of a state that crosses a chunk, (B or 1, H or 1, N, 1, 1).
+    """
+    end = upto[..., _last_tokens(upto, chunk_size)]  # (B or 1, H or 1, N)
+    start = F.pad(end[..., :-1], (1, 0))
+    across = _exp(end - start).to(dtype)[..., None, None]
+    start, end = (x.repeat_interleave(chunk_size, -1)[..., : upto.shape[-1]] for x in (start, end))
+    before, upto, until_end, to_end = before - start, upto - start, end - upto, end - before
+    # No logarithm is above 0.
+    to_query, of_key = (_exp(torch.stack(logs, -1)).to(dtype) for logs in ((before, until_end), (to_end, upto)))
+    return before, upto, to_query, of_key, across
 
 
 class _Block(NamedTuple):
@@ -547,6 +570,47 @@ def _received(
             half[:, :, n] = state
             state = following
     return states
+
+
+# The loops over tokens and over blocks as operators of PyTorch's, which torch.compile does not look into: it would write
+# out every step of a loop, and compile for minutes
+
+
+def _operator(
+    forward: Callable[..., Tensor], backward: Callable[..., list[Tensor]], like: Callable
+) -> Callable[..., Tensor]:
+    """forward(q, k, v, before, upto, *numbers) with the gradients of `backward`, which has the same arguments between the
+    output's gradient and whether those of the sums are wanted. `like`: the tensors in whose layout it gives q's, k's and v's.
+    """
+    name = re.sub(r"\W", "_", __name__)  # a copy of this file in a Hub folder registers operators of its own
+    run = torch.library.custom_op(f"{name}::{forward.__name__[1:]}", forward, mutates_args=())
+    run_backward = torch.library.custom_op(f"{name}::{backward.__name__[1:]}", backward, mutates_args=())
+
+    @run.register_fake
+    def _(q, k, v, *others):
+        return torch.empty_like(v)
+
+    @run_backward.register_fake
+    def _(grad, q, k, v, before, upto, *numbers):
+        *_, with_decays = numbers
+        of_sums = [x.new_empty(x.shape) for x in (before, upto)] if with_decays else []
+        return [*map(torch.empty_like, like(grad, q, k, v)), *of_sums]
+
+    def keep(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs[:5])
+        ctx.numbers = inputs[5:]
+
+    def gradients(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(grad.device.type, enabled=False):
+            grads = run_backward(grad, *ctx.saved_tensors, *ctx.numbers, any(ctx.needs_input_grad[3:5]))
+        return *grads, *[None] * (len(ctx.needs_input_grad) - len(grads))
+
+    run.register_autograd(gradients, setup_context=keep)
+    return run
+
+
+_token_by_token = _operator(_recurrent_forward, _recurrent_backward, lambda grad, q, k, v: (k, q, grad))
+_chunk_by_chunk = _operator(_chunkwise_forward, _chunkwise_backward, lambda grad, q, k, v: (q, k, v))
 
 
 def _check(
