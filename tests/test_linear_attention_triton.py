@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from src.lion import linear_attention
 from src.lion.linear_attention import attention_matrix, definition
@@ -86,8 +87,10 @@ def check(inputs: list[Tensor | None], form: str, dtype: torch.dtype = torch.flo
         **options,
     )
     expected = exact(inputs, dtype, **options)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for name, x, y in zip(("output", "q", "k", "v", "log_decay"), actual, expected, strict=False):
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        if name == "log_decay" and x.ndim == 1:  # a head's gradient is the sum of its tokens', which all but cancel
+            tolerance = max(tolerance, 1e-6 * inputs[0].shape[-2])
         assert x.shape == y.shape and x.isfinite().all(), name
         assert x.dtype == (torch.float32 if name == "log_decay" else dtype), name
         assert distance(x, y) < tolerance or float(y.norm()) < 1e-12 > float(x.norm()), f"{name}: {distance(x, y):.1e}"
@@ -279,7 +282,7 @@ def test_only_the_inputs_that_ask_for_a_gradient_get_one(form, started):
     assert "_decay_gradients_kernel" not in started
     log_decay.requires_grad_()
     y = linear_attention(q, k, v, log_decay, form=form, chunk_size=CHUNK)
-    assert torch.equal(torch.autograd.grad(y.sum(), [q, log_decay])[0], grad)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), [q, log_decay])[0], grad)  # of another program
     assert "_decay_gradients_kernel" in started
 
 
@@ -291,6 +294,22 @@ def test_a_second_run_gives_the_same_bits(form):
         for _ in range(2)
     )
     assert all(torch.equal(x, y) for x, y in zip(one, other))
+
+
+@pytest.mark.parametrize("form, dropout_p", [("full", 0.0), ("full", 0.3), ("chunkwise", 0.0)])
+def test_under_a_checkpoint_the_gradients_are_the_same(form, dropout_p):
+    inputs, mask = draw("token", LONG, 1, 1, "holes")
+    options = {"device": DEVICE, "dtype": torch.float32, "mask": mask, "form": form, "chunk_size": CHUNK}
+    options["dropout_p"] = dropout_p
+
+    def checkpointed(*operands, **options):
+        return checkpoint(lambda *x: linear_attention(*x, **options), *operands, use_reentrant=False)
+
+    torch.manual_seed(0)
+    expected = results(linear_attention, inputs, **options)
+    torch.manual_seed(0)
+    actual = results(checkpointed, inputs, **options)
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -17,6 +17,7 @@ from src.lion import (
     LionForSequenceClassification,
     LionForTokenClassification,
     LionModel,
+    modeling_lion,
 )
 from src.lion.configuration_lion import MIXERS
 from src.lion.linear_attention import definition
@@ -714,17 +715,45 @@ def test_transformers_trainer_finds_the_labels_of_every_model():
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("form", ["full", "chunkwise"])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(mixer, form, reentrant):
-    model, inputs, labels = build(mixer, attention_form=form).train(), texts(padded=True), draw_labels()
+def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(mixer, form, reentrant, monkeypatch):
+    monkeypatch.setattr(
+        modeling_lion, "_TOKENS_AT_A_TIME", 16
+    )  # a reentrant checkpoint runs without gradients at first
+    model = build(mixer, attention_form=form, hidden_dropout_prob=0.3).train()
+    inputs, labels = texts(padded=True), draw_labels()
     calls = []
     for layer in model.lion.layers:
         layer.attention.register_forward_hook(lambda *_: calls.append(1))
+    torch.manual_seed(0)
     expected = gradients(model, model(**inputs, labels=labels).loss)
     assert len(calls) == LAYERS
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    torch.manual_seed(0)
     actual = gradients(model, model(**inputs, labels=labels).loss)
     assert len(calls) == 3 * LAYERS
     assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_layers_cut_into_pieces_give_the_same_and_hooks_see_them_whole(mixer, monkeypatch):
+    model, inputs = build(mixer, LionModel), texts(padded=True)
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+        monkeypatch.setattr(modeling_lion, "_TOKENS_AT_A_TIME", 16)
+        mlp = model.layers[0].mlp_in
+        forward, seen = mlp.forward, []
+        monkeypatch.setattr(mlp, "forward", lambda x: seen.append(tuple(x.shape)) or forward(x))
+        torch.testing.assert_close(model(**inputs).last_hidden_state, expected)
+        assert seen == [(16, D), (16, D), (16, D), (15, D)]
+        mlp.register_forward_hook(lambda module, arguments, output: seen.append(tuple(output.shape)))
+        torch.testing.assert_close(model(**inputs).last_hidden_state, expected)
+        assert seen[4:] == [(3, 21, D), (3, 21, 64)]
+
+
+def test_the_mean_of_a_long_text_fits_into_float16():
+    model = build("lion-s", LionModel, classifier_pooling="mean").half()
+    mask = torch.arange(10_000)[None] < 9_000
+    assert float(model._pooled(torch.full((1, 10_000, D), 9.0, dtype=torch.float16), mask).max()) == 9
 
 
 @pytest.mark.parametrize("form", ["full", "chunkwise"])

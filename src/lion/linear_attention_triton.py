@@ -897,9 +897,10 @@ def _prepare(q, k, v, log_decay, mask, seq_idx, chunk_size):
     return plan, _tokens(q), _tokens(k), _tokens(v), mask, None if seq_idx is None else seq_idx.contiguous()
 
 
-def _gradients(ctx, backward, dy: Tensor, sums: Tensor | None = None) -> tuple[Tensor | None, ...]:
+def _gradients(ctx, backward, dy: Tensor) -> tuple[Tensor | None, ...]:
     with_decays = ctx.needs_input_grad[3]
-    *grads, d_decay = backward(dy, *ctx.saved_tensors[:7], *ctx.numbers, with_decays, sums)
+    *operands, sums = (*ctx.saved_tensors, None)[:8]  # read once: a checkpoint gives them a single time
+    *grads, d_decay = backward(dy, *operands, *ctx.numbers, with_decays, sums)
     return *grads, d_decay if with_decays else None, *[None] * 6
 
 
@@ -916,7 +917,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return _gradients(ctx, _start_backward, dy, ctx.saved_tensors[7])
+        return _gradients(ctx, _start_backward, dy)
 
 
 # The same as operators of PyTorch's, which torch.compile does not look into

@@ -183,13 +183,22 @@ class LionLayer(GradientCheckpointingLayer):
         right_state: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         y, matrix = self.attention(x, mask, seq_idx, form, output_attentions, left_state, right_state)
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.device.type != "cpu":
+        if not self._may_be_cut(x):
             return self.after_mixing(x, y), matrix
         output = x.new_empty(x.shape)
         pieces = (z.flatten(0, 1).split(_TOKENS_AT_A_TIME) for z in (output, x, y))
         for output_piece, x_piece, y_piece in zip(*pieces):
             output_piece.copy_(self.after_mixing(x_piece, y_piece))
         return output, matrix
+
+    def _may_be_cut(self, x: Tensor) -> bool:
+        """Whether tokens may go through `after_mixing` a part at a time. Dropout would draw in another order than when a
+        checkpoint computes this again, and hooks are made for whole activations."""
+        return (
+            x.device.type == "cpu"
+            and not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
+            and not any(module._forward_hooks or module._forward_pre_hooks for module in self.modules())
+        )
 
     def after_mixing(self, x: Tensor, y: Tensor) -> Tensor:
         """What a layer does with each token alone, after its heads have mixed x into y, (..., D): (..., D)."""
@@ -369,7 +378,8 @@ class LionModel(LionPreTrainedModel):
             return x[:, 0]
         if mask is None:
             return x.mean(1)
-        return (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+        wide = torch.promote_types(x.dtype, torch.float32)  # float16 holds no sum of a long text
+        return ((x * mask[..., None]).sum(1, dtype=wide) / mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
 
 
 class LionForMaskedLM(LionPreTrainedModel):
