@@ -363,6 +363,10 @@ def test_the_config_beside_a_run_is_written_whole_and_only_if_it_has_changed(con
             "train_loader.dataset.tokenizer_name other is not tokenizer_name",
         ),
         ("float32_matmul_precision=low", "float32_matmul_precision: 'low'"),
+        (
+            "on_nonfinite_loss=skip algorithms.gradient_clipping.clipping_type=value",
+            "on_nonfinite_loss=skip cannot see an infinite gradient",
+        ),
         ("compile_config=max-autotune", "compile_config"),
         ("ddp_sync_strategy=often", "ddp_sync_strategy: 'often' is none of single_auto_sync"),
         ("dist_timeout=0", "dist_timeout 0.0"),
