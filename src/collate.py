@@ -56,7 +56,8 @@ class MaskingCollator:
             batch["attention_mask"][r, :end] = 1
         if self.packing:
             batch["seq_idx"] = np.zeros(shape, np.int64)
-            batch["sample_lengths"] = np.full((len(rows), max(map(len, rows))), -1)
+            # never one column, for which torch.compile would make a graph of its own
+            batch["sample_lengths"] = np.full((len(rows), max(2, *map(len, rows))), -1)
             for r, row in enumerate(rows):
                 begins = np.concatenate([document_begins(samples[i], lengths[i]) for i in row])
                 batch["seq_idx"][r, : len(begins)] = begins
