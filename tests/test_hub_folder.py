@@ -422,12 +422,13 @@ def test_sentence_transformers_takes_the_mean_of_the_real_tokens(made, tmp_path)
 
 
 GPU = f"""{HEAD}
+import copy
 model = transformers.AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True).eval()
 with torch.no_grad():
     exact = model(**batch).logits
     batch = batch.to("cuda")
     for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 0.05), (torch.float16, 0.01)):
-        logits = model.to("cuda", dtype)(**batch).logits.float().cpu()
+        logits = copy.deepcopy(model).to("cuda", dtype)(**batch).logits.float().cpu()
         assert (logits - exact).norm() / exact.norm() < bound, dtype
 print("done")
 """
