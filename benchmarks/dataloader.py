@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import measure, train_step
+from benchmarks import measure, models, train_step
 from src import builders, cli, text_data
 from src.collate import sample_count
 from src.config import DatasetConfig, LoaderConfig
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
     parser.add_argument("--seconds", type=float, default=3, help="of each loader (default: 3)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--model", default="lion-s", choices=train_step.MODELS, help="(default: lion-s)")
+    parser.add_argument("--model", default="lion-s", choices=models.MODELS, help="(default: lion-s)")
     parser.add_argument("--batch", type=int, help="samples of its step (default: 8 on a CPU, 128 on a GPU)")
     parser.add_argument("--layers", type=int, default=12, help="(default: 12)")
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")

@@ -1,7 +1,7 @@
 """Latency and memory of whole encoders against the length:  python benchmarks/inference.py [--device cuda] [--batch 1 64]
 
-One forward pass of each mixer and form at the base size on random tokens, interleaved, medians. Writes a table, its numbers
-and a picture.
+One forward pass of each mixer and form, and of Hugging Face's BERT and ModernBERT, at the base size on random tokens without
+padding, interleaved, medians. Writes a table, its numbers and a picture.
 """
 
 import os
@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure
+from benchmarks.models import BERT, MODELS, MODERN_BERT, build, compile_layers
 from src import cli
-from src.lion import LionConfig, LionModel
 
-MIXERS = ("softmax", "lion-lit", "lion-d", "lion-s")
+LINEAR = ("lion-lit", "lion-d", "lion-s")
 LONGEST = {"full": 4096, "recurrent": 2048, "chunkwise": 2**20, "auto": 2**20, "softmax": 32768}
 
 
@@ -31,6 +31,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--tokens", type=int, default=2**20, help="the most in a pass, of all texts (default: 1,048,576)"
     )
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS, help="(default: all)")
     parser.add_argument(
         "--forms", nargs="+", choices=[form for form in LONGEST if form != "softmax"],
         help="(default: auto; auto full chunkwise on a GPU)",
@@ -38,6 +39,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--layers", type=int, default=12, help="(default: 12)")
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
     parser.add_argument("--dtype", help="(default: bfloat16 on a GPU, float32 on a CPU)")
+    parser.add_argument("--compile", action="store_true", help="torch.compile every model's layers")
     parser.add_argument("--rounds", type=int, default=9, help="each case's runs; 3 where they take long (default: 9)")
     parser.add_argument(
         "--seconds", type=float, default=20, help="that a length may take before 3 rounds do (default: 20)"
@@ -49,12 +51,13 @@ def main(argv: list[str]) -> None:
     a.lengths = sorted(a.lengths or [128, 512, 2048, *([8192, 16384, 65536] if a.device == "cuda" else [])])
     a.batch = a.batch or ([1, 64] if a.device == "cuda" else [1])
     a.forms = a.forms or (["auto", "full", "chunkwise"] if a.device == "cuda" else ["auto"])
-    longest = {**LONGEST, "full": 65536, "softmax": 65536} if a.device == "cuda" else LONGEST
-    size = (a.layers, a.hidden, a.lengths[-1], a.dtype, a.device)
+    longest = {**LONGEST, "full": 8192, "softmax": 65536} if a.device == "cuda" else LONGEST
+    size = (a.layers, a.hidden, a.lengths[-1], a.dtype, a.device, a.compile)
 
-    cases = [("softmax", "softmax"), *((mixer, form) for mixer in MIXERS[1:] for form in a.forms)]
-    title = f"One pass of an encoder of {a.layers} layers of {a.hidden}, {a.dtype}; peak memory {'with its weights' if a.device == 'cuda' else 'beyond its weights'}:"
-    name = f"inference-{a.device}{'' if a.dtype == usual else f'-{a.dtype}'}"
+    cases = [(name, form) for name in a.models for form in (a.forms if name in LINEAR else ["softmax"])]
+    title = f"One pass of an encoder of {a.layers} layers of {a.hidden}{', compiled' if a.compile else ''}, {a.dtype}; peak memory {'with its weights' if a.device == 'cuda' else 'beyond its weights'}:"
+    special = {"compiled": a.compile, a.dtype: a.dtype != usual}
+    name = "-".join(["inference", a.device, *(word for word, there in special.items() if there)])
     facts = measure.machine(a.device)
     rows: list[dict] = []
     for batch in a.batch:
@@ -67,16 +70,16 @@ def main(argv: list[str]) -> None:
             for case in here:
                 alone = None
                 if a.device == "cuda" and case in times:
-                    alone = measure.attempt({}, case, measure.device_time, runs[case])
+                    alone = measure.attempt({}, case, measure.device_time, runs[case], times[case])
                 rows.append({
-                    "batch": batch, "length": length, "mixer": case[0], "form": case[1],
+                    "batch": batch, "length": length, "model": case[0], "form": case[1],
                     "ms": 1000 * times[case] if case in times else None, "device_ms": alone and 1000 * alone,
                     "peak_mib": None, "error": failed.get(case),
                 })  # fmt: skip
             del runs
             measure.write(a.out, name, title, facts, [table(rows)], rows, show=False)
     for case in cli.progress(cases, desc="memory"):
-        own = sorted((row for row in rows if (row["mixer"], row["form"]) == case and row["ms"]), key=tokens)
+        own = sorted((row for row in rows if (row["model"], row["form"]) == case and row["ms"]), key=tokens)
         if not own:
             continue
         arguments = [(*case, row["batch"], row["length"], *size) for row in own]
@@ -93,21 +96,19 @@ def tokens(row: dict) -> int:
     return row["batch"] * row["length"]
 
 
-def prepare(mixer, form, batch, length, layers, hidden, positions, dtype, device):
+def prepare(name, form, batch, length, layers, hidden, longest, dtype, device, compiled):
     """A function of no arguments that encodes one batch."""
     torch.manual_seed(0)
-    config = LionConfig(
-        mixer=mixer, num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=hidden // 64,
-        intermediate_size=4 * hidden, max_position_embeddings=positions,
-    )  # fmt: skip
     with torch.device(device):
-        model = LionModel(config).to(getattr(torch, dtype)).eval()
-    ids = torch.randint(5, config.vocab_size, (batch, length), device=device)
-    options = {} if mixer == "softmax" else {"attention_form": form}
+        model = build(name, layers, hidden, longest, form="auto" if form == "softmax" else form)
+    model = model.to(getattr(torch, dtype)).eval()
+    if compiled:
+        compile_layers(model)
+    ids = torch.randint(5, model.config.vocab_size, (batch, length), device=device)
 
     def run() -> None:
         with torch.inference_mode():
-            model(ids, **options)
+            model(ids)
 
     return run
 
@@ -118,16 +119,19 @@ def best(row: dict) -> float | None:
 
 
 def table(rows: list[dict]) -> list[list[str]]:
-    softmax = {(row["batch"], row["length"]): best(row) for row in rows if row["mixer"] == "softmax"}
+    others = [name for name in ("softmax", BERT) if any(row["model"] == name for row in rows)]
+    beside = {(row["batch"], row["length"], row["model"]): best(row) for row in rows if row["model"] in others}
     on_device = any(row["device_ms"] for row in rows)
-    lines = [["batch", "length", "mixer", "form", "ms", *(["on the device"] if on_device else []), "µs a token", "softmax's time is", "peak, MiB"]]  # fmt: skip
+    lines = [["batch", "length", "model", "form", "ms", *(["on the device"] if on_device else []), "µs a token", *(f"{name}'s time is" for name in others), "peak, MiB"]]  # fmt: skip
     for row in rows:
-        beside, own = softmax.get((row["batch"], row["length"])), best(row)
+        own = best(row)
         times = [row["ms"], *([row["device_ms"]] if on_device else [])]
+        theirs = [beside.get((row["batch"], row["length"], name)) for name in others]
         lines.append([
-            str(row["batch"]), f"{row['length']:,}", row["mixer"], row["form"],
+            str(row["batch"]), f"{row['length']:,}", row["model"], row["form"],
             *("-" if ms is None else f"{ms:,.2f}" for ms in times), "-" if own is None else f"{1000 * own / tokens(row):.2f}",
-            f"×{beside / own:.2f}" if beside and own else "-", "-" if row["peak_mib"] is None else f"{row['peak_mib']:,.0f}",
+            *(f"×{other / own:.2f}" if other and own else "-" for other in theirs),
+            "-" if row["peak_mib"] is None else f"{row['peak_mib']:,.0f}",
         ])  # fmt: skip
     return lines
 
@@ -141,11 +145,14 @@ def draw(rows: list[dict], picture: Path) -> None:
     batches = list(dict.fromkeys(row["batch"] for row in rows))
     figure, axes = plt.subplots(len(batches), 2, figsize=(11, 4.2 * len(batches)), layout="constrained", squeeze=False)
     styles = {"auto": "-", "softmax": "-", "full": "-.", "chunkwise": "--", "recurrent": ":"}
-    colors = {"softmax": "black", "lion-lit": "tab:green", "lion-d": "tab:orange", "lion-s": "tab:blue"}
+    colors = {
+        BERT: "gray", MODERN_BERT: "tab:red", "softmax": "black",
+        "lion-lit": "tab:green", "lion-d": "tab:orange", "lion-s": "tab:blue",
+    }  # fmt: skip
     for line, batch in zip(axes, batches):
-        for case in dict.fromkeys((row["mixer"], row["form"]) for row in rows):
-            own = [row for row in rows if row["batch"] == batch and (row["mixer"], row["form"]) == case]
-            label = case[0] if case[0] == case[1] else " ".join(case)
+        for case in dict.fromkeys((row["model"], row["form"]) for row in rows):
+            own = [row for row in rows if row["batch"] == batch and (row["model"], row["form"]) == case]
+            label = case[0] if case[1] == "softmax" else " ".join(case)
             for axis, heights in zip(line, ([best(row) for row in own], [row["peak_mib"] for row in own])):
                 axis.plot(
                     [row["length"] for row in own], [math.nan if x is None else x for x in heights], styles[case[1]], color=colors[case[0]],

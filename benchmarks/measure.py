@@ -1,8 +1,10 @@
 """What the benchmarks share: interleaved times, peak memory, the machine, and how results are written."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
+import math
 import multiprocessing
 import platform
 import resource
@@ -28,7 +30,8 @@ def attempt(failed: dict[Any, str] | None, name: Any, function: Callable[..., An
         if failed is None:
             raise
         failed[name] = first_line(error)
-        torch.cuda.empty_cache()  # of a GPU whose memory was too small
+        with contextlib.suppress(Exception):  # of CUDA's, if it was its state that failed
+            torch.cuda.empty_cache()  # of a GPU whose memory was too small
         return None
 
 
@@ -55,24 +58,37 @@ def interleaved(
     return {name: statistics.median(times[name]) for name in running}
 
 
-def device_time(run: Callable[[], Any], rounds: int = 5) -> float | None:
+def device_time(run: Callable[[], Any], about: float, rounds: int = 5) -> float | None:
     """Seconds that the GPU alone takes for what `run` starts, without the gaps in which it waits for the program; the median.
 
-    By replays of a CUDA graph; None where `run` cannot be captured as one.
+    By replays of a CUDA graph of so many runs, each of `about` so many seconds, that what starting a graph takes counts for
+    nothing. None where `run` cannot be captured as one, and from then on: what a capture that broke leaves behind can
+    break the next.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    global _can_capture
+    if not _can_capture:
+        return None
+    runs = min(max(1, math.ceil(0.005 / about)), 50)
+    before, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(before)
     with torch.cuda.stream(stream):
         run()
-    torch.cuda.current_stream().wait_stream(stream)
+    before.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=stream):
-            run()
-    except Exception:
+            for _ in range(runs):
+                run()
+    except Exception as error:
+        torch.cuda.set_stream(before)  # which a capture that broke does not
+        _can_capture = False
+        print(f"no more times on the device alone: {first_line(error)}", file=sys.stderr)
         return None
     graph.replay()
-    return statistics.median(_one(graph.replay, "cuda") for _ in range(rounds))
+    return statistics.median(_one(graph.replay, "cuda") for _ in range(rounds)) / runs
+
+
+_can_capture = True
 
 
 def _one(run: Callable[[], Any], device: str) -> float:
@@ -94,22 +110,22 @@ def peak_memory(
 ) -> list[int]:
     """The most bytes in use while `make(*a)()` runs, inputs included, for each `a`, from the smallest to the largest.
 
-    `make(*warm_up)()` runs first, so that what libraries keep for themselves does not count.
-
-    On a GPU by its allocator. On a CPU by the operating system, in a process of its own, since only a process's highest
-    mark can be read.
+    On a GPU by its allocator, where all has run before. On a CPU by the operating system, in a process of its own, since only
+    a process's highest mark can be read; there `make(*warm_up)()` runs first, so that what libraries keep for themselves
+    does not count.
     """
     if device == "cpu":
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             return pool.apply(_peaks_on_cpu, (make, warm_up, arguments, torch.get_num_threads()))
-    make(*warm_up)()
     peaks = []
     for a in arguments:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        make(*a)()
+        run = make(*a)
+        torch.cuda.reset_peak_memory_stats()  # what making a model takes is none of its runs'
+        run()
         peaks.append(torch.cuda.max_memory_allocated() - before)
+        del run
     return peaks
 
 

@@ -70,7 +70,8 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
     a = parser.parse_args(argv)
-    a.dtype = a.dtype or ("bfloat16" if a.device == "cuda" else "float32")
+    usual = "bfloat16" if a.device == "cuda" else "float32"
+    a.dtype = a.dtype or usual
     a.lengths = a.lengths or [*LENGTHS, *([32768, 65536] if a.device == "cuda" else [])]
     a.forms = a.forms or [form for form in FORMS[a.device] if form != "fla" or imports("fla.ops.simple_gla")]
     longest = {**LONGEST["cuda"], **LONGEST[a.device]}
@@ -79,7 +80,7 @@ def main(argv: list[str]) -> None:
     facts |= {"copied": f"{rates.bytes / 1e9:,.0f} GB/s", "multiplied": f"{rates.operations / 1e12:,.1f} TFLOP/s"}
     texts = f"{a.tokens:,} tokens" if a.tokens else f"batch {a.batch}"
     title = f"Attention of {a.heads} heads of {a.head_dim}, {texts}, {a.dtype}, chunks of {a.chunk_size}:"
-    name = f"operator-{a.device}"
+    name = f"operator-{a.device}{'' if a.dtype == usual else f'-{a.dtype}'}"
 
     cases = [SOFTMAX]
     for form in a.forms:
@@ -124,7 +125,10 @@ def timed(
         times[kind] = measure.interleaved(runs, a.device, a.rounds, a.seconds, failed)
         alone[kind] = {}
         if a.device == "cuda":
-            alone[kind] = {case: measure.attempt({}, case, measure.device_time, runs[case]) for case in times[kind]}
+            alone[kind] = {
+                case: measure.attempt({}, case, measure.device_time, runs[case], seconds)
+                for case, seconds in times[kind].items()
+            }
         del runs
     rows = []
     for case in cases:

@@ -1,7 +1,7 @@
 """One optimizer step of each mixer, beside Hugging Face's BERT and ModernBERT:  python benchmarks/train_step.py [--device cuda]
 
-Masked language modelling at the base size on random tokens; the models take their steps in turn, medians and ratios. All have
-the same layers and about as many weights. Writes a table, its numbers and a picture.
+Masked language modelling at the base size on random tokens without padding; the models take their steps in turn, medians and
+ratios. All have the same layers and about as many weights. Writes a table, its numbers and a picture.
 """
 
 import os
@@ -16,12 +16,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure
+from benchmarks.models import BERT, MODELS, MODERN_BERT, VOCABULARY, build, compile_layers
 from src import cli
-from src.lion import LionConfig, LionForMaskedLM
-
-BERT, MODERN_BERT = "Hugging Face BERT", "Hugging Face ModernBERT"
-MODELS = (BERT, MODERN_BERT, "softmax", "lion-lit", "lion-d", "lion-s")
-VOCABULARY = 30528
 
 
 def main(argv: list[str]) -> None:
@@ -75,57 +71,22 @@ def prepare(name: str, a: argparse.Namespace):
     """A function of no arguments that takes one step with the model `name`."""
     torch.manual_seed(0)
     with torch.device(a.device):
-        model = build(name, a).train()
+        model = build(name, a.layers, a.hidden, a.length, dropout=a.dropout, form=a.form, masked_lm=True).train()
     if a.compile:
-        for layer in layers_of(model):
-            layer.compile()
+        compile_layers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = torch.randint(5, 30522, (a.batch, a.length), device=a.device)
     labels = ids.masked_fill(torch.rand(ids.shape, device=a.device) >= a.masked, -100)
-    mask = torch.ones_like(ids)
     half = torch.autocast(a.device, torch.bfloat16) if a.precision == "amp_bf16" else contextlib.nullcontext()
 
     def step() -> None:
         with half:
-            loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+            loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step
-
-
-def build(name: str, a: argparse.Namespace) -> torch.nn.Module:
-    """The model `name` with random weights."""
-    sizes = {
-        "vocab_size": VOCABULARY, "hidden_size": a.hidden, "num_hidden_layers": a.layers, "num_attention_heads": a.hidden // 64,
-        "max_position_embeddings": max(512, a.length),
-    }  # fmt: skip
-    of_bert = {
-        "intermediate_size": 4 * a.hidden,
-        "hidden_dropout_prob": a.dropout,
-        "attention_probs_dropout_prob": a.dropout,
-    }
-    if name == BERT:
-        from transformers import BertConfig, BertForMaskedLM  # it makes tensors, before which src has its say
-
-        return BertForMaskedLM(BertConfig(**sizes, **of_bert, attn_implementation="sdpa"))
-    if name == MODERN_BERT:
-        from transformers import ModernBertConfig, ModernBertForMaskedLM
-
-        # its MLP has three matrices, so two thirds of BERT's width; it too predicts at labelled tokens alone
-        config = ModernBertConfig(
-            **sizes, intermediate_size=8 * a.hidden // 3, embedding_dropout=a.dropout, mlp_dropout=a.dropout,
-            attention_dropout=a.dropout, sparse_prediction=True, reference_compile=False, attn_implementation="sdpa",
-            bos_token_id=2, eos_token_id=3, cls_token_id=2, sep_token_id=3, pad_token_id=0,
-        )  # fmt: skip
-        return ModernBertForMaskedLM(config)
-    return LionForMaskedLM(LionConfig(**sizes, **of_bert, mixer=name, attention_form=a.form))
-
-
-def layers_of(model: torch.nn.Module) -> torch.nn.ModuleList:
-    """A model's layers, which is its first list of modules."""
-    return next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
 
 
 def least_seconds(a: argparse.Namespace) -> float:
