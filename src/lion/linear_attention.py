@@ -446,8 +446,7 @@ def _chunkwise_backward(
         through_states = (Q, dQ, to_query, dY @ S.mT), (K, dK, of_key, V @ dS.mT)
         for (x, dX, weight, drawn), grad_weight in zip(through_states, grad_weights):
             if with_decays:
-                of_both = (torch.cat((x, x), -1) * drawn).unflatten(-1, (2, -1)).sum(-1)
-                block.of(grad_weight).copy_(of_both)
+                block.of(grad_weight).copy_((x.unsqueeze(-2) * drawn.unflatten(-1, (2, -1))).sum(-1))
             for drawn_from, w in zip(drawn.chunk(2, -1), block.of(weight).split(1, -1)):
                 dX.addcmul_(drawn_from, w)
         for whole, of_block in ((grad_q, dQ.mul_(scale)), (grad_k, dK), (grad_v, dV)):
@@ -552,7 +551,7 @@ def _chunk_masks(
 
 def _twice(x: Tensor, weights: Tensor) -> Tensor:
     """(..., C, D) by weights from the left and from the right, (..., C, 2), side by side: (..., C, 2D)."""
-    return torch.cat((x * weights[..., :1], x * weights[..., 1:]), -1)
+    return (x.unsqueeze(-2) * weights.unsqueeze(-1)).flatten(-2)
 
 
 def _received(

@@ -183,7 +183,7 @@ class LionLayer(GradientCheckpointingLayer):
         right_state: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         y, matrix = self.attention(x, mask, seq_idx, form, output_attentions, left_state, right_state)
-        if not self._may_be_cut(x):
+        if not self._is_cut(x):
             return self.after_mixing(x, y), matrix
         output = x.new_empty(x.shape)
         pieces = (z.flatten(0, 1).split(_TOKENS_AT_A_TIME) for z in (output, x, y))
@@ -191,11 +191,12 @@ class LionLayer(GradientCheckpointingLayer):
             output_piece.copy_(self.after_mixing(x_piece, y_piece))
         return output, matrix
 
-    def _may_be_cut(self, x: Tensor) -> bool:
-        """Whether tokens may go through `after_mixing` a part at a time. Dropout would draw in another order than when a
+    def _is_cut(self, x: Tensor) -> bool:
+        """Whether x's tokens, (B, L, D), go through `after_mixing` a part at a time. Dropout would draw in another order than when a
         checkpoint computes this again, and hooks are made for whole activations."""
         return (
             x.device.type == "cpu"
+            and x.shape[0] * x.shape[1] > _TOKENS_AT_A_TIME
             and not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
             and not any(module._forward_hooks or module._forward_pre_hooks for module in self.modules())
         )
