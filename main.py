@@ -132,7 +132,7 @@ def check(config: PretrainConfig) -> None:
     builders.check_choice("on_nonfinite_loss", config.on_nonfinite_loss, ("stop", "skip"))
     clipping = config.algorithms.get("gradient_clipping")
     by_value = isinstance(clipping, dict) and clipping.get("clipping_type") == "value"
-    if config.on_nonfinite_loss == "skip" and by_value:  # which comes first
+    if config.on_nonfinite_loss == "skip" and by_value:  # gradients are clipped before they are looked at
         raise UserError("on_nonfinite_loss=skip cannot see an infinite gradient that algorithms.gradient_clipping has cut to a value; take clipping_type norm")  # fmt: skip
     builders.check_choice("float32_matmul_precision", config.float32_matmul_precision, ("highest", "high", "medium"))
     if config.hf_export is not None:

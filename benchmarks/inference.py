@@ -16,10 +16,9 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure
-from benchmarks.models import BERT, MODELS, MODERN_BERT, build, compile_layers
+from benchmarks.models import BERT, LINEAR, MODELS, MODERN_BERT, build, compile_layers
 from src import cli
 
-LINEAR = ("lion-lit", "lion-d", "lion-s")
 LONGEST = {"full": 4096, "recurrent": 2048, "chunkwise": 2**20, "auto": 2**20, "softmax": 32768}
 
 
@@ -69,7 +68,7 @@ def main(argv: list[str]) -> None:
             times = measure.interleaved(runs, a.device, a.rounds, a.seconds, failed)
             for case in here:
                 alone = None
-                if a.device == "cuda" and case in times:
+                if a.device == "cuda" and case in times and case[0] not in (BERT, MODERN_BERT):  # some wait for the GPU
                     alone = measure.attempt({}, case, measure.device_time, runs[case], times[case])
                 rows.append({
                     "batch": batch, "length": length, "model": case[0], "form": case[1],
@@ -78,7 +77,8 @@ def main(argv: list[str]) -> None:
                 })  # fmt: skip
             del runs
             measure.write(a.out, name, title, facts, [table(rows)], rows, show=False)
-    for case in cli.progress(cases, desc="memory"):
+    measured = cases if a.device == "cuda" or not a.compile else []  # on a CPU the compiler would be measured too
+    for case in cli.progress(measured, desc="memory"):
         own = sorted((row for row in rows if (row["model"], row["form"]) == case and row["ms"]), key=tokens)
         if not own:
             continue
@@ -113,24 +113,27 @@ def prepare(name, form, batch, length, layers, hidden, longest, dtype, device, c
     return run
 
 
-def best(row: dict) -> float | None:
-    """Milliseconds: of the device alone, where they were measured."""
-    return row["device_ms"] or row["ms"]
+def ratio(other: dict | None, row: dict) -> float | None:
+    """How many times as long another row took: on the device alone, where both were measured there."""
+    for key in ("device_ms", "ms"):
+        if other and other[key] and row[key]:
+            return other[key] / row[key]
+    return None
 
 
 def table(rows: list[dict]) -> list[list[str]]:
     others = [name for name in ("softmax", BERT) if any(row["model"] == name for row in rows)]
-    beside = {(row["batch"], row["length"], row["model"]): best(row) for row in rows if row["model"] in others}
+    beside = {(row["batch"], row["length"], row["model"]): row for row in rows}
     on_device = any(row["device_ms"] for row in rows)
     lines = [["batch", "length", "model", "form", "ms", *(["on the device"] if on_device else []), "µs a token", *(f"{name}'s time is" for name in others), "peak, MiB"]]  # fmt: skip
     for row in rows:
-        own = best(row)
+        own = row["device_ms"] or row["ms"]
         times = [row["ms"], *([row["device_ms"]] if on_device else [])]
-        theirs = [beside.get((row["batch"], row["length"], name)) for name in others]
+        ratios = [ratio(beside.get((row["batch"], row["length"], name)), row) for name in others]
         lines.append([
             str(row["batch"]), f"{row['length']:,}", row["model"], row["form"],
             *("-" if ms is None else f"{ms:,.2f}" for ms in times), "-" if own is None else f"{1000 * own / tokens(row):.2f}",
-            *(f"×{other / own:.2f}" if other and own else "-" for other in theirs),
+            *("-" if ratio is None else f"×{ratio:.2f}" for ratio in ratios),
             "-" if row["peak_mib"] is None else f"{row['peak_mib']:,.0f}",
         ])  # fmt: skip
     return lines
@@ -153,7 +156,7 @@ def draw(rows: list[dict], picture: Path) -> None:
         for case in dict.fromkeys((row["model"], row["form"]) for row in rows):
             own = [row for row in rows if row["batch"] == batch and (row["model"], row["form"]) == case]
             label = case[0] if case[1] == "softmax" else " ".join(case)
-            for axis, heights in zip(line, ([best(row) for row in own], [row["peak_mib"] for row in own])):
+            for axis, heights in zip(line, ([row[key] for row in own] for key in ("ms", "peak_mib"))):
                 axis.plot(
                     [row["length"] for row in own], [math.nan if x is None else x for x in heights], styles[case[1]], color=colors[case[0]],
                     marker=".", label=label,

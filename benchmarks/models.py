@@ -6,7 +6,8 @@ from src.lion import LionConfig, LionForMaskedLM, LionModel
 from src.lion.configuration_lion import MIXERS
 
 BERT, MODERN_BERT = "Hugging Face BERT", "Hugging Face ModernBERT"
-MODELS = (BERT, MODERN_BERT, "softmax", *(mixer for mixer in MIXERS if mixer != "softmax"))
+LINEAR = tuple(mixer for mixer in MIXERS if mixer != "softmax")
+MODELS = (BERT, MODERN_BERT, "softmax", *LINEAR)
 VOCABULARY = 30528
 
 

@@ -184,10 +184,10 @@ def at_a_glance(rows: list[dict]) -> list[list[str]]:
     lines = [["length", *times, "softmax / S", *peaks]]
     for length in dict.fromkeys(row["length"] for row in rows):
         here = {case: numbers.get((length, *case)) for case in times.values()}
-        softmax, chunkwise = here[times["softmax"]], here[times["S"]]
+        ratio = (here[times["S"]] or {}).get("softmax_over_this")
         lines.append([
             f"{length:,}", *(shown(row and best(row), "ms") for row in here.values()),
-            f"×{best(softmax) / best(chunkwise):.1f}" if softmax and chunkwise and best(softmax) and best(chunkwise) else "-",
+            "-" if ratio is None else f"×{ratio:.1f}",
             *(f"{here[case]['peak_mib']:.0f} MiB" if here[case] and here[case]["peak_mib"] is not None else "-" for case in peaks.values()),
         ])  # fmt: skip
     return lines

@@ -138,6 +138,11 @@ def test_packed_rows_hold_each_sample_once_with_its_mask_and_its_number(tokenize
     assert sorted(found) == sorted(expected)
 
 
+def test_packed_rows_of_one_sample_have_room_for_two(tokenizer):
+    batch = collator(tokenizer, 16, packing=True)(samples([" ".join(WORDS[:12])] * 3))
+    assert batch["sample_lengths"].tolist() == [[14, -1]] * 3
+
+
 def model(tokenizer, mixer: str) -> LionForMaskedLM:
     torch.manual_seed(0)
     config = LionConfig(**{**TINY_MODEL, "mixer": mixer, "num_hidden_layers": 2, "initializer_range": 0.3},

@@ -469,6 +469,17 @@ def test_autocast_leaves_float32_inputs_in_float32(form, decay):
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("form, decay", [("recurrent", "none"), ("recurrent", "token"), ("chunkwise", "token")])
+def test_a_backward_pass_of_our_own_is_in_float32_under_autocast_too(form, decay):
+    inputs, mask = draw(decay, 33, mask="holes")
+    inputs = [None if x is None else x.float() for x in inputs]
+    plain = outputs_and_gradients(linear_attention, inputs, mask=mask, form=form, chunk_size=CHUNK)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = outputs_and_gradients(linear_attention, inputs, mask=mask, form=form, chunk_size=CHUNK)
+    for x, y in zip(actual, plain):
+        torch.testing.assert_close(x, y)
+
+
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", ["full", "recurrent", "chunkwise"])
 def test_a_compiled_operator_gives_the_same_numbers(form, decay):

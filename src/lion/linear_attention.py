@@ -285,14 +285,14 @@ class _DecayedScores(torch.autograd.Function):
 
 
 def _block_entries(x: Tensor) -> int:
-    if torch.compiler.is_compiling():  # which makes blocks of its own, and would write out a loop over these
-        return x.shape[0] * x.shape[1] * x.shape[2] ** 2
     return _BLOCK_ENTRIES.get(x.device.type, _BLOCK_ENTRIES["cuda"])
 
 
 def _blocks(x: Tensor) -> list[slice]:
     """Slices over texts, (B, H, L, ·): so few at a time that their matrices stay in the cache."""
     count, heads, length, _ = x.shape
+    if torch.compiler.is_compiling():  # which makes blocks of its own, and would write out the loop over these
+        return [slice(0, count)]
     size = max(1, _block_entries(x) // (heads * length * length))
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
@@ -393,7 +393,7 @@ def _chunkwise(
     """`alike`: the decays of one chunk are those of all."""
     if sums is None:  # nothing decays, so one state holds the whole text
         return q @ (scale * (k.mT @ v))
-    return _chunk_by_chunk(q, k, v, *sums, scale, chunk_size, alike)
+    return _chunk_by_chunk(q, k, v, *sums, scale, min(chunk_size, q.shape[-2]), alike)
 
 
 def _chunkwise_forward(
@@ -426,8 +426,9 @@ def _chunkwise_backward(
     before, upto, to_query, of_key, across = _chunk_weights(before, upto, chunk_size, q.dtype)
     blocks = _chunk_blocks(q, chunk_size)
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    grad_sums = [q.new_empty(q.shape[:-1], dtype=torch.float64) for _ in range(2)]
-    grad_weights = [q.new_empty(*q.shape[:-1], 2) for _ in range(2)]
+    if with_decays:
+        grad_sums = [q.new_empty(q.shape[:-1], dtype=torch.float64) for _ in range(2)]
+        grad_weights = [q.new_empty(*q.shape[:-1], 2) for _ in range(2)]
     states = _received(blocks, k, v, of_key, across, (1, -1))
     # What a chunk's queries draw from a state flows back to all the keys in it: the same scans, the other way.
     grad_states = _received(blocks, q, grad, scale * to_query, across, (-1, 1))
@@ -444,9 +445,10 @@ def _chunkwise_backward(
         dQ, dK = grad_scores @ K, grad_scores.mT @ Q
         dV += _twice(K, block.of(of_key)) @ dS
         through_states = (Q, dQ, to_query, dY @ S.mT), (K, dK, of_key, V @ dS.mT)
-        for (x, dX, weight, drawn), grad_weight in zip(through_states, grad_weights):
+        for number, (x, dX, weight, drawn) in enumerate(through_states):
             if with_decays:
-                block.of(grad_weight).copy_((x.unsqueeze(-2) * drawn.unflatten(-1, (2, -1))).sum(-1))
+                of_both = (x.unsqueeze(-2) * drawn.unflatten(-1, (2, -1))).sum(-1)
+                block.of(grad_weights[number]).copy_(of_both)
             for drawn_from, w in zip(drawn.chunk(2, -1), block.of(weight).split(1, -1)):
                 dX.addcmul_(drawn_from, w)
         for whole, of_block in ((grad_q, dQ.mul_(scale)), (grad_k, dK), (grad_v, dV)):
@@ -454,15 +456,14 @@ def _chunkwise_backward(
     if not with_decays:
         return [grad_q, grad_k, grad_v]
     # To the logarithms of the weights, and from these to the sums: what `_chunk_weights` does, backwards.
+    weighted = ((g * w).double().unbind(-1) for g, w in zip(grad_weights, (to_query, of_key)))
+    (of_before, of_until_end), (of_to_end, of_upto) = weighted
+    of_across = ((states * grad_states).sum((-2, -1)) * across[..., 0, 0]).double()
     grad_before, grad_upto = grad_sums
-    (before_, until_end), (to_end, upto_) = (
-        (g * w).double().unbind(-1) for g, w in zip(grad_weights, (to_query, of_key))
-    )
-    grad_across = ((states * grad_states).sum((-2, -1)) * across[..., 0, 0]).double()
-    grad_before += before_ - to_end
-    grad_upto += upto_ - until_end
-    grad_end = _sum_of_chunks(until_end + to_end, chunk_size) + grad_across
-    grad_start = _sum_of_chunks(before_ + upto_, chunk_size) + grad_across
+    grad_before += of_before - of_to_end
+    grad_upto += of_upto - of_until_end
+    grad_end = _sum_of_chunks(of_until_end + of_to_end, chunk_size) + of_across
+    grad_start = _sum_of_chunks(of_before + of_upto, chunk_size) + of_across
     grad_end[..., :-1] -= grad_start[..., 1:]
     grad_upto[..., _last_tokens(upto, chunk_size)] += grad_end
     return [grad_q, grad_k, grad_v, grad_before.sum_to_size(sums_shape), grad_upto.sum_to_size(sums_shape)]

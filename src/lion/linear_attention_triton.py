@@ -899,7 +899,7 @@ def _prepare(q, k, v, log_decay, mask, seq_idx, chunk_size):
 
 def _gradients(ctx, backward, dy: Tensor) -> tuple[Tensor | None, ...]:
     with_decays = ctx.needs_input_grad[3]
-    *operands, sums = (*ctx.saved_tensors, None)[:8]  # read once: a checkpoint gives them a single time
+    *operands, sums = ctx.saved_tensors  # read once: a checkpoint gives them a single time
     *grads, d_decay = backward(dy, *operands, *ctx.numbers, with_decays, sums)
     return *grads, d_decay if with_decays else None, *[None] * 6
 
@@ -945,7 +945,7 @@ def _(dy, q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size, dropout_p,
 
 
 def _keep(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:7])
+    ctx.save_for_backward(*inputs[:7], None)  # the sums are made again
     ctx.numbers = inputs[7:]
 
 

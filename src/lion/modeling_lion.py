@@ -192,12 +192,12 @@ class LionLayer(GradientCheckpointingLayer):
         return output, matrix
 
     def _is_cut(self, x: Tensor) -> bool:
-        """Whether x's tokens, (B, L, D), go through `after_mixing` a part at a time. Dropout would draw in another order than when a
-        checkpoint computes this again, and hooks are made for whole activations."""
+        """Whether x's tokens, (B, L, D), go through `after_mixing` a part at a time. Dropout would draw in another order than
+        when a checkpoint computes this again, and hooks are made for whole activations."""
         return (
-            x.device.type == "cpu"
+            not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
+            and x.device.type == "cpu"
             and x.shape[0] * x.shape[1] > _TOKENS_AT_A_TIME
-            and not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
             and not any(module._forward_hooks or module._forward_pre_hooks for module in self.modules())
         )
 
