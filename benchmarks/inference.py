@@ -99,9 +99,14 @@ def tokens(row: dict) -> int:
 def prepare(name, form, batch, length, layers, hidden, longest, dtype, device, compiled):
     """A function of no arguments that encodes one batch."""
     torch.manual_seed(0)
-    with torch.device(device):
-        model = build(name, layers, hidden, longest, form="auto" if form == "softmax" else form)
-    model = model.to(getattr(torch, dtype)).eval()
+    usual = torch.get_default_dtype()
+    # Weights made in another type would be in memory too, and in its peak.
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with torch.device(device):
+            model = build(name, layers, hidden, longest, form="auto" if form == "softmax" else form).eval()
+    finally:
+        torch.set_default_dtype(usual)
     if compiled:
         compile_layers(model)
     ids = torch.randint(5, model.config.vocab_size, (batch, length), device=device)
