@@ -89,7 +89,7 @@ def check(inputs: list[Tensor | None], form: str, dtype: torch.dtype = torch.flo
     expected = exact(inputs, dtype, **options)
     for name, x, y in zip(("output", "q", "k", "v", "log_decay"), actual, expected, strict=False):
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-        if name == "log_decay" and x.ndim == 1:  # a head's gradient is the sum of its tokens', which all but cancel
+        if GPU and name == "log_decay" and x.ndim == 1:  # a sum over a long text, of which nearly all cancels
             tolerance = max(tolerance, 1e-6 * inputs[0].shape[-2])
         assert x.shape == y.shape and x.isfinite().all(), name
         assert x.dtype == (torch.float32 if name == "log_decay" else dtype), name
@@ -282,7 +282,8 @@ def test_only_the_inputs_that_ask_for_a_gradient_get_one(form, started):
     assert "_decay_gradients_kernel" not in started
     log_decay.requires_grad_()
     y = linear_attention(q, k, v, log_decay, form=form, chunk_size=CHUNK)
-    torch.testing.assert_close(torch.autograd.grad(y.sum(), [q, log_decay])[0], grad)  # of another program
+    again, bound = torch.autograd.grad(y.sum(), [q, log_decay])[0], 1e-6 if GPU else 0  # where it is another program
+    torch.testing.assert_close(again, grad, rtol=bound, atol=bound)
     assert "_decay_gradients_kernel" in started
 
 
