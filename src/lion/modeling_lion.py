@@ -20,6 +20,7 @@ from transformers.modeling_outputs import (
 
 from .configuration_lion import LionConfig
 from .dropout import Dropout
+from .linear import linear
 from .linear_attention import PieceStates, attention_matrix, linear_attention, piece_states, sequence_begins
 from .linear_attention_triton import AVAILABLE  # noqa: F401 - transformers takes along from a Hub folder what this file names
 
@@ -106,7 +107,7 @@ class LionAttention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, each (B, H, L, D/H)."""
-        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in linear(self.qkv, x).chunk(3, -1))
         return q, k, v
 
     def piece_states(self, x: Tensor, mask: Tensor | None) -> PieceStates:
@@ -146,7 +147,7 @@ class LionAttention(nn.Module):
 
     def project_out(self, y: Tensor) -> Tensor:
         """From the heads' outputs, side by side, (..., D), to the layer's."""
-        return self.out(self.norm(y) if self.config.mixer == "lion-lit" else y)
+        return linear(self.out, self.norm(y) if self.config.mixer == "lion-lit" else y)
 
 
 def _allowed_keys(mask: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
@@ -204,7 +205,7 @@ class LionLayer(GradientCheckpointingLayer):
     def after_mixing(self, x: Tensor, y: Tensor) -> Tensor:
         """What a layer does with each token alone, after its heads have mixed x into y, (..., D): (..., D)."""
         x = self.attention_norm(x + self.dropout(self.attention.project_out(y)))
-        return self.mlp_norm(x + self.dropout(self.mlp_out(self.act(self.mlp_in(x)))))
+        return self.mlp_norm(x + self.dropout(linear(self.mlp_out, self.act(linear(self.mlp_in, x)))))
 
 
 class LionMLMHead(nn.Module):

@@ -1,0 +1,45 @@
+"""Linear layers of many tokens on a CPU, multiplied by oneDNN."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# Fewer tokens, or smaller weights, are no faster: oneDNN puts the weights into an order of its own in every call.
+# Measured forward and backward on two cores of an AMD EPYC.
+_FROM_TOKENS = 1024
+_FROM_WEIGHTS = 2**19
+
+
+def linear(layer: nn.Module, x: Tensor) -> Tensor:
+    """layer(x), (..., D) to (..., E).
+
+    On an x86 CPU torch multiplies float32 matrices by MKL, but convolutions by oneDNN, which takes a fifth less time for the
+    layers of a base model on an AMD EPYC. A linear layer is a convolution of width 1 over tokens as pixels, and neither has
+    to be copied.
+    """
+    if not _is_convolved(layer, x):
+        return layer(x)
+    pixels = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (1, D, tokens, 1), the channels last in memory
+    y = F.conv2d(pixels, layer.weight[..., None, None], layer.bias)
+    return y.permute(0, 2, 3, 1).reshape(*x.shape[:-1], -1)
+
+
+def _is_convolved(layer: nn.Module, x: Tensor) -> bool:
+    """Whether x, (..., D), is large enough for it and nothing else has to do with this product: compilers multiply by
+    themselves, and what has taken the layer's place, its weight's, or listens to it, is to see a linear layer."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and x.shape[:-1].numel() >= _FROM_TOKENS
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"))
+        and torch.backends.mkl.is_available()
+        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.enabled
+        and type(layer) is nn.Linear
+        and type(layer.weight) in (Tensor, nn.Parameter)
+        and layer.weight.device == x.device
+        and layer.weight.dtype == x.dtype
+        and layer.weight.numel() >= _FROM_WEIGHTS
+        and "forward" not in vars(layer)
+        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+    )
