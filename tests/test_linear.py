@@ -17,9 +17,13 @@ def convolutions(monkeypatch):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _x86_alone():
+def _two_threads_of_x86():
     if not torch.backends.mkl.is_available():
         pytest.skip("this PyTorch multiplies without MKL, so linear layers are never convolved")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def layer(inputs: int = 768, outputs: int = 768, **options) -> nn.Linear:
@@ -85,6 +89,13 @@ def test_autocast_chooses_the_dtype(convolutions):
 def test_nothing_is_convolved_where_mkldnn_is_switched_off(convolutions):
     with torch.backends.mkldnn.flags(enabled=False):
         linear(layer(), torch.randn(1024, 768))
+    assert not convolutions
+
+
+def test_nothing_is_convolved_on_one_thread(convolutions):
+    torch.set_num_threads(1)
+    linear(layer(), torch.randn(1024, 768))
+    torch.set_num_threads(2)
     assert not convolutions
 
 
