@@ -36,6 +36,7 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     from tqdm.contrib.logging import logging_redirect_tqdm
 
     from src import builders, hf_export, run_guards, saving, text_data
+    from src.memory import keep_freed_memory
     from src.run_log import RunLog
     from src.startup import Startup
 
@@ -43,6 +44,8 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     builders.quiet()
     check(config)
     device = builders.resolve_device(config.device)
+    if device == "cpu":
+        keep_freed_memory()
     precision = builders.resolve_precision(config.precision, device)
     device_batch = builders.check_batch_sizes(
         config.global_train_batch_size, config.device_train_microbatch_size, dist.get_world_size(), device

@@ -27,6 +27,7 @@ from src.glue.scores import TaskScore, mean_score, predicted, score
 from src.glue.sources import Example, read_task, texts_digest
 from src.glue.start import build_model, read_start
 from src.glue.tasks import Task, of_glue
+from src.memory import keep_freed_memory
 from src.run_log import RunLog
 
 RESULT_FILE = "result.json"
@@ -75,6 +76,8 @@ def run_in_process(config: FinetuneConfig, job: Job, device: str, visible: str |
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     if threads is not None:
         torch.set_num_threads(threads)
+    if device == "cpu":
+        keep_freed_memory()
     try:
         _log_to(job.folder / LOG_FILE)
         result = run_job(config, job, device, Steps(connection, 0))
