@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure
-from benchmarks.models import BERT, LINEAR, MODELS, MODERN_BERT, build, compile_layers
+from benchmarks.models import BERT, COLORS, LINEAR, MODELS, MODERN_BERT, build, compile_layers
 from src import cli
 
 LONGEST = {"full": 4096, "recurrent": 2048, "chunkwise": 2**20, "auto": 2**20, "softmax": 32768}
@@ -153,17 +153,13 @@ def draw(rows: list[dict], picture: Path) -> None:
     batches = list(dict.fromkeys(row["batch"] for row in rows))
     figure, axes = plt.subplots(len(batches), 2, figsize=(11, 4.2 * len(batches)), layout="constrained", squeeze=False)
     styles = {"auto": "-", "softmax": "-", "full": "-.", "chunkwise": "--", "recurrent": ":"}
-    colors = {
-        BERT: "gray", MODERN_BERT: "tab:red", "softmax": "black",
-        "lion-lit": "tab:green", "lion-d": "tab:orange", "lion-s": "tab:blue",
-    }  # fmt: skip
     for line, batch in zip(axes, batches):
         for case in dict.fromkeys((row["model"], row["form"]) for row in rows):
             own = [row for row in rows if row["batch"] == batch and (row["model"], row["form"]) == case]
             label = case[0] if case[1] == "softmax" else " ".join(case)
             for axis, heights in zip(line, ([row[key] for row in own] for key in ("ms", "peak_mib"))):
                 axis.plot(
-                    [row["length"] for row in own], [math.nan if x is None else x for x in heights], styles[case[1]], color=colors[case[0]],
+                    [row["length"] for row in own], [math.nan if x is None else x for x in heights], styles[case[1]], color=COLORS[case[0]],
                     marker=".", label=label,
                 )  # fmt: skip
         for axis, title in zip(line, (f"batch {batch}: one pass, ms", f"batch {batch}: peak memory, MiB")):

@@ -9,6 +9,10 @@ BERT, MODERN_BERT = "Hugging Face BERT", "Hugging Face ModernBERT"
 LINEAR = tuple(mixer for mixer in MIXERS if mixer != "softmax")
 MODELS = (BERT, MODERN_BERT, "softmax", *LINEAR)
 VOCABULARY = 30528
+COLORS = {
+    BERT: "gray", MODERN_BERT: "tab:red", "softmax": "black",
+    "lion-lit": "tab:green", "lion-d": "tab:orange", "lion-s": "tab:blue",
+}  # fmt: skip
 
 
 def build(

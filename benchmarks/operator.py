@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import measure
+from benchmarks.models import COLORS
 from src import cli
 from src.lion import linear_attention
 
@@ -315,7 +316,6 @@ def draw(rows: list[dict], picture: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     styles = {"full": "-", "chunkwise": "--", "recurrent": ":", "softmax": "-", "softmax-cudnn": "--", "fla": "-."}
-    colors = {"softmax": "black", "lion-lit": "tab:green", "lion-d": "tab:orange", "lion-s": "tab:blue"}
     for case in dict.fromkeys((row["form"], row["variant"]) for row in rows):
         own = [row for row in rows if (row["form"], row["variant"]) == case]
         lengths = [row["length"] for row in own]
@@ -329,7 +329,7 @@ def draw(rows: list[dict], picture: Path) -> None:
                 lengths,
                 heights,
                 styles[case[0].removeprefix("pytorch-")],
-                color=colors[case[1]],
+                color=COLORS[case[1]],
                 marker=".",
                 alpha=0.4 if case[0].startswith("pytorch-") else 1,
                 label=label,

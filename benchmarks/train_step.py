@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure
-from benchmarks.models import BERT, MODELS, MODERN_BERT, VOCABULARY, build, compile_layers
+from benchmarks.models import BERT, COLORS, MODELS, MODERN_BERT, VOCABULARY, build, compile_layers
 from src import cli
 
 
@@ -110,9 +110,8 @@ def draw(times: dict[str, float], floor: float, picture: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axis = plt.subplots(figsize=(8, 0.5 * len(times) + 1), layout="constrained")
-    colors = {"softmax": "black", "lion-lit": "tab:green", "lion-d": "tab:orange", "lion-s": "tab:blue"}
     bars = axis.barh(
-        list(times), [1000 * seconds for seconds in times.values()], color=[colors.get(name, "gray") for name in times]
+        list(times), [1000 * seconds for seconds in times.values()], color=[COLORS[name] for name in times]
     )
     axis.bar_label(bars, fmt="{:,.0f}", padding=3)
     axis.axvline(1000 * floor, color="gray", linestyle=":", label="floor")
