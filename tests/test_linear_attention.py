@@ -430,6 +430,20 @@ def test_float32_keeps_five_digits_over_100_000_tokens(shape, mean_log_decay):
     check_sampled_rows(100_000, "chunkwise", shape, mean_log_decay)
 
 
+@pytest.mark.parametrize("decay", ["head", "token"])
+@pytest.mark.parametrize("form, length", [("full", 1000), ("chunkwise", 16_384)])
+def test_the_gradient_of_a_decay_keeps_its_digits_over_a_long_text(form, length, decay):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 4, length, 16, generator=generator) for _ in range(4))
+    shape = (4,) if decay == "head" else (1, 4, length)
+    log_decay = F.logsigmoid(3 + torch.randn(shape, generator=generator)).requires_grad_()
+    actual, exact = (
+        torch.autograd.grad(linear_attention(*(x.to(dtype) for x in (q, k, v)), log_decay, form=form), log_decay, grad.to(dtype))[0]
+        for dtype in (torch.float32, torch.float64)
+    )  # fmt: skip
+    assert distance(actual, exact) < 2e-6
+
+
 def check_sampled_rows(L: int, form: str, shape: str, mean_log_decay: float) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, L, 8, generator=generator) for _ in range(3))

@@ -324,11 +324,10 @@ def _decay_mask(before: Tensor, upto: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _sums_gradients(grad_log_mask: Tensor) -> tuple[Tensor, Tensor]:
     """From ∂/∂ log M, (..., L, L), to ∂/∂ before and ∂/∂ upto, (..., L) in float64."""
+    # A pair adds to its row and takes from its column: sums that did not round alike would leave something with every token.
+    grad_log_mask = grad_log_mask.double()
     past = grad_log_mask.tril()
-    wide = torch.promote_types(grad_log_mask.dtype, torch.float32)  # the sums are subtracted and summed again
-    rows, columns, past_rows, past_columns = (
-        matrix.sum(dimension, dtype=wide).double() for matrix in (grad_log_mask, past) for dimension in (-1, -2)
-    )
+    rows, columns, past_rows, past_columns = (x.sum(dimension) for x in (grad_log_mask, past) for dimension in (-1, -2))
     return past_rows - past_columns, (columns - past_columns) - (rows - past_rows)  # the diagonal cancels in both
 
 
