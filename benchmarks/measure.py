@@ -20,7 +20,6 @@ import transformers
 
 from src.cli import first_line
 from src.lion.linear import linear
-from src.memory import keep_freed_memory
 from src.tables import markdown
 
 
@@ -45,8 +44,6 @@ def interleaved(
     Each case runs once to warm up, then in `rounds` rounds, or 3 if the rounds so far took more than `seconds`. A case that
     fails is left out, see `attempt`.
     """
-    if device == "cpu":
-        keep_freed_memory()  # as a training does
     times: dict[Any, list[float]] = {name: [] for name in cases}
     running = [name for name, run in cases.items() if attempt(failed, name, _one, run, device) is not None]
     begin = time.perf_counter()
@@ -137,7 +134,6 @@ def _peaks_on_cpu(
     make: Callable[..., Callable[[], Any]], warm_up: tuple, arguments: list[tuple], threads: int
 ) -> list[int]:
     torch.set_num_threads(threads)
-    keep_freed_memory()
     make(*warm_up)()
     before = _highest_mark()
     peaks = []
@@ -168,20 +164,21 @@ class Rates(NamedTuple):
 
 
 def rates(device: str, dtype: torch.dtype) -> Rates:
-    """Measure a large copy and a large matrix product, by the faster of the libraries that the encoder has it from."""
+    """Measure a large copy and a large matrix product: of matrices, or as a linear layer of the encoder, whichever is faster."""
     size, side = (2**30, 8192) if device == "cuda" else (2**26, 1024)
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     matrix = torch.randn(side, side, device=device).to(dtype)  # equal numbers would take less power, so be faster
     product = torch.empty_like(matrix)
+    tokens = torch.randn(4 * side, side, device=device).to(dtype)
     layer = torch.nn.Linear(side, side, bias=False, device=device, dtype=dtype).requires_grad_(False)
     cases = {
         "copy": lambda: target.copy_(source),
         "product": lambda: torch.mm(matrix, matrix, out=product),
-        "layer": lambda: linear(layer, matrix),
+        "layer": lambda: linear(layer, tokens),
     }
     times = interleaved(cases, device, rounds=9, seconds=20)
-    return Rates(2 * size / times["copy"], 2 * side**3 / min(times["product"], times["layer"]))
+    return Rates(2 * size / times["copy"], 2 * side**3 / min(times["product"], times["layer"] / 4))
 
 
 def machine(device: str) -> dict[str, Any]:

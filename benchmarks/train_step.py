@@ -18,6 +18,7 @@ import torch
 from benchmarks import measure
 from benchmarks.models import BERT, COLORS, MODELS, MODERN_BERT, VOCABULARY, build, compile_layers
 from src import cli
+from src.memory import keep_freed_memory
 
 
 def main(argv: list[str]) -> None:
@@ -40,6 +41,8 @@ def main(argv: list[str]) -> None:
     usual = "fp32" if a.device == "cpu" else "amp_bf16"
     a.precision = a.precision or usual
 
+    if a.device == "cpu":
+        keep_freed_memory()  # as main.py does
     failed: dict[str, str] = {}
     steps = {name: measure.attempt(failed, name, prepare, name, a) for name in cli.progress(a.models, desc="models")}
     steps = {name: step for name, step in steps.items() if step}

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from src import memory
+from tests.conftest import ROOT
 
 PROGRAM = """
 import ctypes, resource, sys
@@ -30,8 +31,9 @@ def blocks_asked_of_the_system(how: str, **environment: str) -> float:
     """In which ten blocks of 64 MiB are allocated, one after the other."""
     own = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, how], env={**own, **environment}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", PROGRAM, how], env={**own, **environment}, cwd=ROOT, capture_output=True, text=True
     )
+    assert done.returncode == 0, done.stderr
     return float(done.stdout)
 
 
@@ -45,5 +47,9 @@ def test_what_is_freed_is_used_again_unless_the_environment_says_how():
 
 
 def test_another_c_library_is_left_alone(monkeypatch):
-    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
+        monkeypatch.delenv(name)
+    asked = []
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: asked.append(name) or object())
     memory.keep_freed_memory()
+    assert asked
