@@ -164,6 +164,24 @@ def test_a_compiled_layer_sees_a_linear_layer(convolutions):
     assert not convolutions
 
 
+class _Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense = layer()
+
+    def forward(self, x):
+        return linear(self.dense, x)
+
+
+def test_an_exported_layer_takes_every_length(convolutions):
+    model = _Layer()
+    length = torch.export.Dim("length", min=2, max=4096)
+    exported = torch.export.export(model, (torch.randn(1024, 768),), dynamic_shapes=({0: length},)).module()
+    x = torch.randn(7, 768)
+    torch.testing.assert_close(exported(x), model(x))
+    assert not convolutions
+
+
 @torch.no_grad()
 def test_a_traced_layer_takes_every_length(convolutions):
     dense = layer().requires_grad_(False)

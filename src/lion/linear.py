@@ -26,12 +26,14 @@ def linear(layer: nn.Module, x: Tensor) -> Tensor:
 def _is_convolved(layer: nn.Module, x: Tensor) -> bool:
     """Whether oneDNN is worth it for x, (..., D), and `layer` is a plain linear layer that nothing has replaced, wrapped or
     hooked. Compilers and tracers see a linear layer."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # before sizes, which they would take for conditions
+        return False
     tokens = x.shape[:-1].numel()
     return (
         x.device.type == "cpu"
         and x.dtype == torch.float32
+        and not torch.is_autocast_enabled("cpu")
         and tokens >= _FROM_TOKENS
-        and not (torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"))
         and torch.backends.mkl.is_available()  # or torch has its matrix products from elsewhere
         and torch.backends.mkldnn.is_available()
         and torch.backends.mkldnn.enabled
