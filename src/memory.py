@@ -1,4 +1,4 @@
-"""How the C library deals with memory that was freed."""
+"""How the C library deals with memory that was freed. (How large its pages are, `src/__init__.py` says.)"""
 
 import contextlib
 import ctypes
