@@ -733,10 +733,12 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(mixer,
     assert_same(actual, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["full", "chunkwise"])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_layers_cut_into_pieces_give_the_same_and_hooks_see_them_whole(mixer, monkeypatch):
-    model, inputs = build(mixer, LionModel), texts(padded=True)
-    with torch.no_grad():
+def test_layers_cut_into_pieces_give_the_same_and_hooks_see_them_whole(mixer, form, dtype, monkeypatch):
+    model, inputs = build(mixer, LionModel, attention_form=form), texts(padded=True)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         expected = model(**inputs).last_hidden_state
         monkeypatch.setattr(modeling_lion, "_TOKENS_AT_A_TIME", 16)
         mlp = model.layers[0].mlp_in

@@ -302,7 +302,7 @@ class LionModel(LionPreTrainedModel):
 
         mask = None if attention_mask is None else attention_mask.bool()
         x = self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids, seq_idx)
-        hidden_states, attentions = [x], []
+        hidden_states, attentions = [x] if output_hidden_states else [], []
         for layer in self.layers:
             x, matrix = layer(x, mask, seq_idx, form, output_attentions)
             if output_hidden_states:
