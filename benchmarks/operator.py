@@ -34,6 +34,7 @@ from benchmarks import measure
 from benchmarks.models import COLORS
 from src import cli
 from src.lion import linear_attention
+from src.memory import keep_freed_memory
 
 VARIANTS = ("lion-lit", "lion-d", "lion-s")
 FORMS = {
@@ -74,6 +75,8 @@ def main(argv: list[str]) -> None:
     usual = "bfloat16" if a.device == "cuda" else "float32"
     a.dtype = a.dtype or usual
     a.lengths = a.lengths or [*LENGTHS, *([32768, 65536] if a.device == "cuda" else [])]
+    if a.device == "cpu":
+        keep_freed_memory()  # as main.py does
     a.forms = a.forms or [form for form in FORMS[a.device] if form != "fla" or imports("fla.ops.simple_gla")]
     longest = {**LONGEST["cuda"], **LONGEST[a.device]}
     rates = measure.rates(a.device, getattr(torch, a.dtype))

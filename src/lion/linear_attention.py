@@ -323,7 +323,7 @@ def _decay_mask(before: Tensor, upto: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _sums_gradients(grad_log_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """From ∂/∂ log M, (..., L, L), to ∂/∂ before and ∂/∂ upto, (..., L) in float64."""
+    """From ∂/∂ log M, (..., L, L), to ∂/∂ before and ∂/∂ upto, (..., L) in float64. It may be written over."""
     matrices = grad_log_mask.flatten(0, -3)
     size = len(matrices) if torch.compiler.is_compiling() else max(1, _block_entries(matrices) // matrices[0].numel())
     sums = [_rows_and_columns(few.double()) for few in matrices.split(size)]
@@ -331,10 +331,11 @@ def _sums_gradients(grad_log_mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows_and_columns(grad_log_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for a few matrices in float64. A pair adds to its row and takes from its column: sums that did not round
-    alike would leave something with every token."""
-    past = grad_log_mask.tril()
-    rows, columns, past_rows, past_columns = (x.sum(dimension) for x in (grad_log_mask, past) for dimension in (-1, -2))
+    """The same for a few matrices in float64, written over. A pair adds to its row and takes from its column: sums that did
+    not round alike would leave something with every token."""
+    rows, columns = grad_log_mask.sum(-1), grad_log_mask.sum(-2)
+    past = grad_log_mask.tril_()
+    past_rows, past_columns = past.sum(-1), past.sum(-2)
     return past_rows - past_columns, (columns - past_columns) - (rows - past_rows)  # the diagonal cancels in both
 
 
