@@ -75,10 +75,10 @@ def main(argv: list[str]) -> None:
     usual = "bfloat16" if a.device == "cuda" else "float32"
     a.dtype = a.dtype or usual
     a.lengths = a.lengths or [*LENGTHS, *([32768, 65536] if a.device == "cuda" else [])]
-    if a.device == "cpu":
-        keep_freed_memory()  # as main.py does
     a.forms = a.forms or [form for form in FORMS[a.device] if form != "fla" or imports("fla.ops.simple_gla")]
     longest = {**LONGEST["cuda"], **LONGEST[a.device]}
+    if a.device == "cpu":
+        keep_freed_memory()  # as main.py does
     rates = measure.rates(a.device, getattr(torch, a.dtype))
     facts = measure.machine(a.device)
     facts |= {"copied": f"{rates.bytes / 1e9:,.0f} GB/s", "multiplied": f"{rates.operations / 1e12:,.1f} TFLOP/s"}
