@@ -8,12 +8,13 @@ from pathlib import Path
 
 from src import cli
 from src.cli import log
-from src.config import FinetuneConfig, load
+from src.config import load
+from src.glue.config import FinetuneConfig
 
 
 def main(argv: list[str]) -> None:
     if argv[:1] == ["report"]:
-        from src.glue import compare
+        from src.jobs import compare
 
         compare.main(argv[1:])
     else:
@@ -24,10 +25,11 @@ def main(argv: list[str]) -> None:
 def finetune(config: FinetuneConfig) -> None:
     """Run a config's jobs, and report."""
     if config.rerun or not any(Path(config.save_folder).glob("jobs/*/result.json")):  # else perhaps no job is to be run
-        from src.glue import fork_server
+        from src.jobs import fork_server
 
         fork_server.start()  # its imports and those below take seconds each, and so one time instead of two
-    from src.glue import jobs, report, submission
+    from src.glue import submission
+    from src.jobs import jobs, report
 
     results, failures = jobs.run_jobs(config)
     folder = Path(config.save_folder)

@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from src import cli
-from src.cli import RunFailed, UserError, check_writable, is_main_process, log
-from src.config import PretrainConfig, load, to_dict
+from src.cli import is_main_process, log
+from src.config import load, to_dict
+from src.errors import RunFailed, UserError
+from src.files import check_writable, exclusive_lock
+from src.mlm.config import PretrainConfig
 
 
 def main(argv: list[str]) -> None:
     config = load(PretrainConfig, "main.py", argv)  # before the imports of `pretrain`, which take seconds
     folder = Path(config.save_folder)
     check_save_folder(config, folder)
-    with cli.alone_in(folder, "main.py") if is_main_process() else contextlib.nullcontext():
+    with exclusive_lock(folder, "main.py") if is_main_process() else contextlib.nullcontext():
         if is_finished(config, folder):
             log.info(f"{config.run_name} is finished already, with this config")
         else:
@@ -25,7 +28,7 @@ def main(argv: list[str]) -> None:
         if is_main_process():
             report(folder)
             if config.hf_export is not None:
-                from src.hf_export import export_last
+                from src.publish.callback import export_last
 
                 print(f"\nHub folder    {export_last(folder)}")
 
@@ -35,78 +38,80 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
     from composer.utils import dist, reproducibility
     from tqdm.contrib.logging import logging_redirect_tqdm
 
-    from src import builders, hf_export, run_guards, saving, text_data
+    from src.data import streaming
     from src.memory import keep_freed_memory
-    from src.run_log import RunLog
-    from src.startup import Startup
+    from src.publish import callback
+    from src.training import checkpointing, guards, registry
+    from src.training.run_log import RunLog
+    from src.training.startup import Startup
 
     startup = Startup()
-    builders.quiet()
+    registry.quiet()
     check(config)
-    device = builders.resolve_device(config.device)
+    device = registry.resolve_device(config.device)
     if device == "cpu":
         keep_freed_memory()
-    precision = builders.resolve_precision(config.precision, device)
-    device_batch = builders.check_batch_sizes(
+    precision = registry.resolve_precision(config.precision, device)
+    device_batch = registry.check_batch_sizes(
         config.global_train_batch_size, config.device_train_microbatch_size, dist.get_world_size(), device
     )
-    scheduler = builders.build_scheduler(config.scheduler, config.max_duration)
-    algorithms = builders.build_algorithms(config.algorithms)
-    tokenizer = builders.build_tokenizer(config.tokenizer_name, config.max_seq_len)
+    scheduler = registry.build_scheduler(config.scheduler, config.max_duration)
+    algorithms = registry.build_algorithms(config.algorithms)
+    tokenizer = registry.build_tokenizer(config.tokenizer_name, config.max_seq_len)
     reproducibility.seed_all(config.seed)
-    saved = saving.newest_whole(folder)
+    saved = checkpointing.newest_whole(folder)
     model = build_model(config, tokenizer, saved)
     if config.activation_checkpointing:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
     # Counted here, since FSDP will leave each device a share of them.
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    optimizer = builders.build_optimizer(config.optimizer, model)
+    optimizer = registry.build_optimizer(config.optimizer, model)
     if saved is None and config.load_path is not None:
         check_load_path(config, model)
     startup.done("tokenizer and model")
     if dist.get_world_size() > 1:  # before streaming does, which takes NCCL wherever there is a GPU
         dist.initialize_dist(device, config.dist_timeout)
-    train_loader = text_data.build(config.train_loader, tokenizer, device_batch, train=True)
-    eval_loader = text_data.build(config.eval_loader, tokenizer, config.device_eval_batch_size, train=False)
+    train_loader = streaming.build(config.train_loader, tokenizer, device_batch, train=True)
+    eval_loader = streaming.build(config.eval_loader, tokenizer, config.device_eval_batch_size, train=False)
     padding = train_loader.padding
     startup.done("data")
     run_log = RunLog(folder, config.log_interval, config.run_name, config.progress_bar, padding)
-    writer = saving.CheckpointWriter(folder, config.save_interval, config.save_num_checkpoints_to_keep)
-    trainer = builders.build_trainer(
+    writer = checkpointing.CheckpointWriter(folder, config.save_interval, config.save_num_checkpoints_to_keep)
+    trainer = registry.build_trainer(
         model,
         device=device,
         precision=precision,
         float32_matmul_precision=config.float32_matmul_precision,
         run_name=config.run_name,
         seed=config.seed,
-        train_dataloader=builders.build_data_spec(train_loader),
-        eval_dataloader=builders.build_data_spec(eval_loader),
+        train_dataloader=registry.build_data_spec(train_loader),
+        eval_dataloader=registry.build_data_spec(eval_loader),
         optimizers=optimizer,
         schedulers=scheduler,
         algorithms=algorithms,
         callbacks=[
-            *builders.build_callbacks(config.callbacks),
-            run_guards.SeedEveryStep(config.seed),
-            run_guards.FiniteLoss(config.on_nonfinite_loss, writer),
+            *registry.build_callbacks(config.callbacks),
+            guards.SeedEveryStep(config.seed),
+            guards.FiniteLoss(config.on_nonfinite_loss, writer),
             writer,
-            *([hf_export.HubExports(writer, config.dist_timeout)] if config.hf_export == "save" else []),
-            run_guards.StopOnSignal(writer),
+            *([callback.HubExports(writer, config.dist_timeout)] if config.hf_export == "save" else []),
+            guards.StopOnSignal(writer),
             startup,
         ],
-        loggers=[*builders.build_loggers(config.loggers), run_log],
+        loggers=[*registry.build_loggers(config.loggers), run_log],
         max_duration=config.max_duration,
         eval_interval=config.eval_interval,
         eval_subset_num_batches=config.eval_subset_num_batches,
         device_train_microbatch_size=config.device_train_microbatch_size,
         accumulate_train_batch_on_tokens=True,  # the loss is a mean over the masked tokens of the whole batch
         load_path=str(saved or config.load_path or "") or None,
-        parallelism_config=builders.parallelism(config.fsdp_config, device),
+        parallelism_config=registry.parallelism(config.fsdp_config, device),
         ddp_sync_strategy=config.ddp_sync_strategy,
         dist_timeout=config.dist_timeout,
         compile_config=config.compile_config,
     )
     startup.done("trainer")
-    samples = text_data.describe(config.train_loader.dataset, train_loader.dataset)
+    samples = streaming.describe(config.train_loader.dataset, train_loader.dataset)
     announce(config, model, parameters, samples, steps_of(config, train_loader), device, precision, trainer.state)
     remember(config, folder)
     if config.eval_first and trainer.state.timestamp.batch == 0:
@@ -117,9 +122,9 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
             with logging_redirect_tqdm():  # what is said stands above the progress bar
                 trainer.fit()
             log.info(f"padding: {padding}")
-        elif run_guards.on_any_rank(not is_evaluated(folder, trainer.state.timestamp.batch.value), trainer.state):
+        elif guards.on_any_rank(not is_evaluated(folder, trainer.state.timestamp.batch.value), trainer.state):
             trainer.eval()  # a kill came after the last checkpoint and before the evaluation that follows it
-    except run_guards.Stopped:
+    except guards.Stopped:
         trainer.close()
         raise
     finally:
@@ -130,17 +135,18 @@ def pretrain(config: PretrainConfig, folder: Path) -> None:
 
 def check(config: PretrainConfig) -> None:
     """Raise UserError for values that no run can have, before anything is read or written."""
-    from src import builders, hf_export
+    from src.publish import callback
+    from src.training import registry
 
-    builders.check_choice("on_nonfinite_loss", config.on_nonfinite_loss, ("stop", "skip"))
+    registry.check_choice("on_nonfinite_loss", config.on_nonfinite_loss, ("stop", "skip"))
     clipping = config.algorithms.get("gradient_clipping")
     by_value = isinstance(clipping, dict) and clipping.get("clipping_type") == "value"
     if config.on_nonfinite_loss == "skip" and by_value:  # gradients are clipped before they are looked at
         raise UserError("on_nonfinite_loss=skip cannot see an infinite gradient that algorithms.gradient_clipping has cut to a value; take clipping_type norm")  # fmt: skip
-    builders.check_choice("float32_matmul_precision", config.float32_matmul_precision, ("highest", "high", "medium"))
+    registry.check_choice("float32_matmul_precision", config.float32_matmul_precision, ("highest", "high", "medium"))
     if config.hf_export is not None:
-        builders.check_choice("hf_export", config.hf_export, hf_export.CHOICES)
-    builders.check_times(max_duration=config.max_duration, eval_interval=config.eval_interval,
+        registry.check_choice("hf_export", config.hf_export, callback.CHOICES)
+    registry.check_times(max_duration=config.max_duration, eval_interval=config.eval_interval,
                          save_interval=config.save_interval, log_interval=config.log_interval)  # fmt: skip
     for name in ("save_num_checkpoints_to_keep", "eval_subset_num_batches"):
         if (value := getattr(config, name)) < 1 and value != -1:
@@ -163,30 +169,30 @@ def check(config: PretrainConfig) -> None:
     if config.load_path is not None and config.model.get("pretrained_checkpoint") is not None:
         raise UserError("load_path and model.pretrained_checkpoint both name what to start from; leave one out")
     if config.ddp_sync_strategy is not None:
-        builders.check_choice("ddp_sync_strategy", config.ddp_sync_strategy, builders.DDP_SYNC_STRATEGIES)
+        registry.check_choice("ddp_sync_strategy", config.ddp_sync_strategy, registry.DDP_SYNC_STRATEGIES)
     if not 0 < config.dist_timeout < math.inf:
         raise UserError(f"dist_timeout {config.dist_timeout} must be a number of seconds above 0")
-    builders.check_fsdp(config.fsdp_config)
-    builders.check_compile(config.compile_config)
+    registry.check_fsdp(config.fsdp_config)
+    registry.check_compile(config.compile_config)
 
 
 def check_load_path(config: PretrainConfig, model) -> None:
     """Raise UserError for a checkpoint that a run of this model cannot go on from; one behind a URL is Composer's to read."""
-    from src import builders, saving
-    from src.checkpoints import read_checkpoint
+    from src.checkpoints.reading import read_checkpoint
+    from src.training import checkpointing, registry
 
     if "://" in config.load_path:
         return
     path = Path(config.load_path)
     if not path.is_file():
         raise UserError(f"load_path: {path} is not a file; name a checkpoint, or leave it out")
-    if not saving.is_whole(path):
+    if not checkpointing.is_whole(path):
         raise UserError(f"load_path: {path} is damaged (cut short?), or no checkpoint; copy it again, or name another")
     checkpoint = read_checkpoint(path)
     own, its = ({name: w.shape for name, w in ws.items()} for ws in (model.model.state_dict(), checkpoint.weights))
     if own != its or checkpoint.published:
         raise UserError(f"load_path: {path} is of another model than this config's; give the config it was trained with, or begin with its weights alone as model.pretrained_checkpoint")  # fmt: skip
-    optimizer = builders.build_optimizer(config.optimizer, model)
+    optimizer = registry.build_optimizer(config.optimizer, model)
     groups = checkpoint.optimizers.get(type(optimizer).__qualname__)
     if groups is None or optimizer_settings(groups) != optimizer_settings(optimizer.param_groups):
         raise UserError(f"load_path: {path} was trained with another optimizer than this config's, which would go on; give the config it was trained with, or begin with its weights alone as model.pretrained_checkpoint")  # fmt: skip
@@ -213,24 +219,24 @@ def build_model(config: PretrainConfig, tokenizer, saved: Path | None = None):
 
     A run that goes on has its sizes from `saved`, its own checkpoint; what it began with need not be there any more.
     """
-    from src import builders
-    from src.composer_models import LionMLM
+    from src.training import registry
+    from src.training.model import LionMLM
 
     section = dict(config.model)
     name = section.pop("pretrained_checkpoint", None)
     if name is None:
-        return LionMLM(builders.build_lion_config(section, tokenizer, longest_text(config)), tokenizer)
+        return LionMLM(registry.build_lion_config(section, tokenizer, longest_text(config)), tokenizer)
 
-    from src.checkpoints import load_all
-    from src.pretrained import read_pretrained
-    from src.token_rows import vocabulary_digest
+    from src.checkpoints.pretrained import read_pretrained
+    from src.checkpoints.reading import load_all
+    from src.data.token_rows import vocabulary_digest
 
     name = str(saved or name)
     start = read_pretrained(name, "model.pretrained_checkpoint")
     if start.tokenizer is not None and vocabulary_digest(start.tokenizer) != vocabulary_digest(tokenizer):
         raise UserError(f"tokenizer_name: {config.tokenizer_name} is not the tokenizer of {name}; name that one")
-    section = {**builders.lion_arguments(start.config), **section}
-    model = LionMLM(builders.build_lion_config(section, tokenizer, longest_text(config)), tokenizer)
+    section = {**registry.lion_arguments(start.config), **section}
+    model = LionMLM(registry.build_lion_config(section, tokenizer, longest_text(config)), tokenizer)
     with_head = any(part.startswith("head.") for part in start.weights)
     unread = ("lion.pooler.", "classifier.")  # of models for classification
     weights = {part: tensor for part, tensor in start.weights.items() if not part.startswith(unread)}
@@ -302,11 +308,11 @@ def without(names: set[str], section: Any) -> Any:
 
 def check_shortened(config: PretrainConfig, folder: Path) -> None:
     """Raise UserError for a max_duration that the run in a folder has reached already."""
-    from src import builders, saving
-    from src.checkpoints import read_checkpoint
+    from src.checkpoints.reading import read_checkpoint
+    from src.training import checkpointing, registry
 
-    builders.check_times(max_duration=config.max_duration)
-    if (saved := saving.newest_whole(folder)) is not None:
+    registry.check_times(max_duration=config.max_duration)
+    if (saved := checkpointing.newest_whole(folder)) is not None:
         check_end(config, read_checkpoint(saved), f"save_folder: {saved}")
 
 
@@ -359,7 +365,7 @@ def is_trained(state, steps_in_epoch: int) -> bool:
 
 def is_evaluated(folder: Path, step: int) -> bool:
     """Whether the run's last evaluation is of this step."""
-    from src.metrics import evaluations
+    from src.training.metrics import evaluations
 
     return any(result["step"] == step for result in evaluations(folder)[-1:])
 
@@ -393,8 +399,8 @@ def conclude(config: PretrainConfig, parameters: int, folder: Path, step: int) -
     """Draw the curves and write the summary. Raises RunFailed where the disk does not take them."""
     if not is_main_process():
         return
-    from src.metrics import evaluations, read_metrics
-    from src.run_log import draw_curves
+    from src.training.metrics import evaluations, read_metrics
+    from src.training.run_log import draw_curves
 
     again = f"make room in {folder}, and the same command does it again"
     if not is_evaluated(folder, step):

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from src import cli, convert_dataset
-from src.token_rows import load_tokenizer
+from src import cli
+from src.data.convert import main as convert_dataset
+from src.data.token_rows import load_tokenizer
 
 
 def main(argv: list[str]) -> None:
@@ -79,7 +80,7 @@ def write_source(path: Path, tokenizer, text: Path | None, size: float) -> int:
 
 def convert(source: Path, out: Path, a: argparse.Namespace, mode: str, workers: int) -> None:
     shutil.rmtree(out, ignore_errors=True)
-    convert_dataset.main(["--data_files", str(source), "--splits", "train", "--out_root", str(out), "--tokenizer", a.tokenizer,
+    convert_dataset(["--data_files", str(source), "--splits", "train", "--out_root", str(out), "--tokenizer", a.tokenizer,
                           f"--{mode}", str(a.length), "--num_workers", str(workers)])  # fmt: skip
 
 

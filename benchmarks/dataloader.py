@@ -18,9 +18,11 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure, models, train_step
-from src import builders, cli, text_data
-from src.collate import sample_count
-from src.config import DatasetConfig, LoaderConfig
+from src import cli
+from src.data import streaming
+from src.data.config import DatasetConfig, LoaderConfig
+from src.data.mlm_collator import sample_count
+from src.training import registry
 
 
 def main(argv: list[str]) -> None:
@@ -39,8 +41,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
     a = parser.parse_args(argv)
-    builders.quiet()
-    tokenizer = builders.build_tokenizer(a.tokenizer_name, a.max_seq_len)
+    registry.quiet()
+    tokenizer = registry.build_tokenizer(a.tokenizer_name, a.max_seq_len)
 
     rows = []
     cases = list(itertools.product(a.data_local, (False, True), a.workers))
@@ -66,15 +68,15 @@ def main(argv: list[str]) -> None:
     measure.write(a.out, f"dataloader-{a.device}", title, measure.machine(a.device), [lines], rows)
 
 
-def open_loader(folder: str, packing: bool, workers: int, tokenizer, a: argparse.Namespace) -> text_data.TextDataLoader:
+def open_loader(folder: str, packing: bool, workers: int, tokenizer, a: argparse.Namespace) -> streaming.TextDataLoader:
     options = DatasetConfig(
         local=folder, remote=None, split=a.split, tokenizer_name=a.tokenizer_name, max_seq_len=a.max_seq_len,
         mlm_probability=0.3, packing=packing, shuffle=True, seed=17,
     )  # fmt: skip
-    return text_data.build(LoaderConfig(options, num_workers=workers), tokenizer, a.loader_batch, train=True)
+    return streaming.build(LoaderConfig(options, num_workers=workers), tokenizer, a.loader_batch, train=True)
 
 
-def samples_per_second(loader: text_data.TextDataLoader, seconds: float) -> float:
+def samples_per_second(loader: streaming.TextDataLoader, seconds: float) -> float:
     """Over as many epochs as it takes, from the second batch on."""
     batches = (batch for _ in itertools.count() for batch in loader)
     next(batches)

@@ -20,11 +20,12 @@ from statistics import mean
 import torch
 
 from benchmarks import measure
-from src import builders, cli
+from src import cli
 from src.glue.batches import Batches, loader
-from src.glue.sources import read_task
+from src.glue.examples import read_task
 from src.glue.tasks import GLUE
 from src.lion import LionConfig, LionForSequenceClassification
+from src.training import registry
 
 
 def main(argv: list[str]) -> None:
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> None:
     a = parser.parse_args(argv)
 
     task = GLUE[a.task]
-    tokenizer = builders.build_tokenizer(a.tokenizer, a.length)
+    tokenizer = registry.build_tokenizer(a.tokenizer, a.length)
     examples = read_task(task, a.glue_dir).train
     batched = loader(
         examples, Batches(tokenizer, a.length, task.regression), a.batch or task.batch_size, shuffle_seed=19

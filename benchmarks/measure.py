@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from src.cli import first_line
+from src.errors import first_line
 from src.lion.linear import linear
 from src.tables import markdown
 

@@ -33,6 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import measure
 from benchmarks.models import COLORS
 from src import cli
+from src.errors import first_line
 from src.lion import linear_attention
 from src.memory import keep_freed_memory
 
@@ -112,7 +113,7 @@ def imports(module: str) -> bool:
     except ModuleNotFoundError:
         return False
     except Exception as error:
-        print(f"{module} is left out: {cli.first_line(error)}", file=sys.stderr)
+        print(f"{module} is left out: {first_line(error)}", file=sys.stderr)
         return False
     return True
 

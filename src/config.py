@@ -1,260 +1,248 @@
-"""YAML file + command-line overrides → one checked config. The dataclasses name every key, its type and its meaning."""
+"""YAML file + command-line overrides → one validated config. A dataclass states each key's type, meaning and bounds."""
 
 import argparse
 import difflib
+import math
 import os
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from omegaconf import II, DictConfig, OmegaConf
 from omegaconf import MISSING as REQUIRED
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
-from src.cli import UserError, first_line
+from src.errors import UserError, first_line, reason
 
 Config = TypeVar("Config")
+TIME_UNITS = {"ba": "batches", "sp": "samples", "ep": "epochs", "tok": "tokens", "dur": "fraction of the run"}
+SEED = {"at_least": 0, "at_most": 2**32 - 1}
 
 
-def key(meaning: str, default: Any = REQUIRED) -> Any:
-    """A key with its meaning for `--help`. Without a default it has to be given."""
-    if isinstance(default, dict | list):
-        return field(default_factory=lambda: type(default)(default), metadata={"meaning": meaning})
-    return field(default=default, metadata={"meaning": meaning})
+@dataclass(frozen=True)
+class Rule:
+    """What the values of a key may be, beside their type."""
+
+    choices: tuple[Any, ...] = ()
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    units: tuple[str, ...] = ()  # of a duration such as 10ba
+    also: tuple[Any, ...] = ()  # accepted outside the bounds, such as -1 or "auto"
+
+    @property
+    def bounds(self) -> str:
+        """The bounds in words, such as ` ≥ 0 and < 1`; empty if there are none."""
+        signs = {"≥": self.at_least, ">": self.above, "≤": self.at_most, "<": self.below}
+        words = " and ".join(f"{sign} {bound:.12g}" for sign, bound in signs.items() if bound is not None)
+        return f" {words}" if words else ""
+
+    def admits(self, value: float) -> bool:
+        """Whether a number is finite and within the bounds."""
+        return math.isfinite(value) and not (
+            (self.at_least is not None and value < self.at_least)
+            or (self.above is not None and value <= self.above)
+            or (self.at_most is not None and value > self.at_most)
+            or (self.below is not None and value >= self.below)
+        )
 
 
-@dataclass
-class DatasetConfig:
-    local: str = key("folder with the shards, or the cache for `remote`", II("data_local"))
-    remote: str | None = key(
-        "where the shards lie (s3://, gs://, oci://, a path), if not in `local`", II("data_remote")
-    )
-    streams: dict[str, Any] = key(
-        "several sources in place of `local` and `remote`, by name: each a local, a remote, a split (by default the one "
-        "below) and one of proportion (share of an epoch), repeat (times an epoch) and choose (samples an epoch)",
-        {},
-    )
-    split: str = key("sub-folder of the shards, e.g. train, train_small, val")
-    tokenizer_name: str = key("Hub name or folder of the tokenizer", II("tokenizer_name"))
-    max_seq_len: int = key("longest sequence in tokens; the rest of a text is cut off", II("max_seq_len"))
-    mlm_probability: float = key("share of tokens to predict", II("mlm_probability"))
-    whole_word_masking: bool = key("hide all pieces of a word or none", False)
-    packing: bool = key("put several samples in a row of max_seq_len, kept apart, and keep apart the documents of rows made with --concat_tokens", False)  # fmt: skip
-    pad_to_max_length: bool = key("pad rows to max_seq_len; else to the longest of the batch", False)
-    shuffle: bool = key("new order in every epoch, by seed", False)
-    seed: int = key("seed of order and masks", II("seed"))
-    predownload: int | None = key("samples to fetch ahead of the one in use, with `remote`", None)
-    cache_limit: str | None = key("most disk to use for the cache, e.g. 100gb", None)
-    num_canonical_nodes: int | None = key(
-        "fix the order of samples for this many nodes, whatever the real number", None
-    )
+def key(meaning: str, default: Any = REQUIRED, *, may_change: bool | tuple[str, ...] = False, **rule: Any) -> Any:
+    """Declare a config key with its meaning for `--help` and its `Rule`. Without a default it is required.
 
-
-@dataclass
-class LoaderConfig:
-    dataset: DatasetConfig = field(default_factory=DatasetConfig)
-    drop_last: bool = key("leave out the last batch of an epoch if it is not full", False)
-    num_workers: int = key("processes that prepare batches, beside the main one; 0: the main one does", 0)
-
-
-@dataclass
-class PretrainConfig:
-    """Keys of `main.py`."""
-
-    run_name: str = key("name of the run")
-    model: dict[str, Any] = key(
-        "sizes and mixer: any argument of LionConfig (below; src/lion/configuration_lion.py says what they mean); and pretrained_checkpoint, to go on from "
-        "one of main.py, a Hub folder, a checkpoint of the paper's authors or a Hugging Face BERT",
-        {},
-    )
-    tokenizer_name: str = key("Hub name or folder of the tokenizer")
-    data_local: str = key("folder with the shards that src/convert_dataset.py wrote")
-    data_remote: str | None = key("where the shards lie, if `data_local` is only a cache for them", None)
-    max_seq_len: int = key("longest sequence in tokens")
-    mlm_probability: float = key("share of tokens to predict in training")
-    train_loader: LoaderConfig = field(default_factory=LoaderConfig)
-    eval_loader: LoaderConfig = field(default_factory=LoaderConfig)
-
-    optimizer: dict[str, Any] = key(
-        "name (decoupled_adamw, adamw) and its arguments; with filter_bias_norm_wd: true, biases and norms have no weight decay"
-    )
-    scheduler: dict[str, Any] = key(
-        "name (linear_decay_with_warmup, cosine_with_warmup, constant, constant_with_warmup, warmup_stable_decay) and its arguments"
-    )
-    algorithms: dict[str, Any] = key("by name, with arguments: gradient_clipping, …", {})
-    callbacks: dict[str, Any] = key("by name, with arguments: speed_monitor, lr_monitor, memory_monitor, …", {})
-    loggers: dict[str, Any] = key("by name, with arguments: tensorboard, wandb, mlflow, file", {})
-
-    max_duration: str = key("how long to train: samples (sp), batches (ba), epochs (ep) or tokens (tok)")
-    eval_interval: str = key("how often to evaluate")
-    eval_first: bool = key("evaluate the untrained model too, for comparison", True)
-    eval_subset_num_batches: int = key("batches of one evaluation; -1: all", -1)
-    global_train_batch_size: int = key("samples of one optimizer step, over all devices")
-    device_train_microbatch_size: Any = key("samples a device takes at a time, or auto (FSDP on GPUs)")
-    device_eval_batch_size: int = key("samples a device evaluates at a time")
-    precision: str | None = key("fp32, amp_bf16 or amp_fp16; by default amp_bf16 on a GPU and fp32 on a CPU", None)
-    float32_matmul_precision: str = key(
-        "highest, or high / medium: float32 products may use TF32 / bfloat16", "highest"
-    )
-    device: str | None = key("gpu or cpu; by default a GPU if there is one", None)
-    seed: int = key("seed of weights, dropout, order and masks")
-
-    save_folder: str = key("where checkpoints, curves and metrics go")
-    save_interval: str = key("how often to save a checkpoint")
-    save_num_checkpoints_to_keep: int = key("older ones are deleted; -1: keep all", -1)
-    load_path: str | None = key("checkpoint to start from, with its optimizer and place in the data", None)
-    autoresume: bool = key("go on from the last checkpoint in save_folder, if there is one", True)
-    on_nonfinite_loss: str = key(
-        "stop: end the run before such a step is saved; skip: leave out the step's update, and count it", "stop"
-    )
-    activation_checkpointing: bool = key(
-        "keep only what goes into each layer, and compute the rest again in the backward pass: less memory, a third more work",
-        False,
-    )
-    fsdp_config: dict[str, Any] = key(
-        "arguments of Composer's FSDPConfig, to shard the model over GPUs; empty: DDP", {}
-    )
-    ddp_sync_strategy: str | None = key(
-        "when DDP sums gradients: single_auto_sync (with the last microbatch, the default), multi_auto_sync, forced_sync",
-        None,
-    )
-    dist_timeout: float = key("seconds that a device waits for the others before the run ends", 300.0)
-    compile_config: Any = key("arguments of torch.compile for the model, {} for its defaults; null: not compiled", None)
-    hf_export: str | None = key(
-        "save, end: also write each checkpoint, or the last one, to save_folder/hub as a folder for the Hub", None
-    )
-    log_interval: str = key("how often to write a line to metrics.jsonl", "10ba")
-    progress_bar: bool = key("show progress and time left", True)
-
-
-@dataclass
-class FinetuneConfig:
-    """Keys of `glue.py`."""
-
-    base_run_name: str = key("name of the run; each job is called by it, its task and its seed")
-    starting_checkpoint_load_path: str | None = key("pretrained encoder: a checkpoint of main.py, one that the paper's authors published, a folder of ours or a BERT of Hugging Face, or the Hub name of one; none: random weights", None)  # fmt: skip
-    from_scratch: bool = key(
-        "take sizes and tokenizer from the starting checkpoint but not its weights: the baseline", False
-    )
-    model: dict[str, Any] = key("arguments of LionConfig, over those of the starting checkpoint", {})
-    tokenizer_name: str | None = key("Hub name or folder; by default the one in the starting checkpoint", None)
-    glue_dir: str | None = key("folder with the official GLUE TSV files; by default the Hub's nyu-mll/glue", None)
-    tasks: dict[str, Any] = key("hyperparameters of each task, over those in src/glue/tasks.py, several values for a search; or tasks of one's own", {})  # fmt: skip
-    tasks_to_run: list[str] = key("names of tasks, in order; empty: the eight of GLUE", [])
-    mnli_first: bool = key("start RTE, MRPC and STS-B from the encoder tuned on MNLI with its first seed", False)
-    predict_test: bool = key("predict GLUE's test sets too, in files that its server takes", False)
-    parallel: Any = key("false: one job at a time; true: one on each GPU, or CPU core; or how many at a time", False)
-    max_seq_len: int = key("longest sequence in tokens", 128)
-    scheduler: dict[str, Any] = key("name and arguments, as in pretraining")
-    algorithms: dict[str, Any] = key("by name, with arguments", {})
-    callbacks: dict[str, Any] = key("by name, with arguments", {})
-    loggers: dict[str, Any] = key("by name, with arguments", {})
-    precision: str | None = key("fp32 or amp_bf16; by default amp_bf16 on a GPU and fp32 on a CPU", None)
-    device: str | None = key("gpu or cpu; by default a GPU if there is one", None)
-    device_eval_batch_size: int = key("samples evaluated at a time", 128)
-    default_seed: int = key("seed of tasks that name none", 19)
-    save_folder: str = key("where scores, the report and predictions go")
-    save_finetuned_checkpoints: bool = key("keep each job's trained model", False)
-    rerun: bool = key("run jobs again that are already done; also as --rerun", False)
-    progress_bar: bool = key("show progress and time left", True)
-
-
-def load(schema: type[Config], script: str, argv: list[str]) -> Config:
-    """The config that a command line asks for: `script.py FILE.yaml [key=value ...]`.
-
-    A file may name another with `inherit: other.yaml`, a path relative to itself, and states then only what differs.
-    Raises UserError for a missing file, an unknown key, a value of the wrong type or a missing one.
+    `may_change`: whether a resumed run may have another value; of a free section, the keys in it that may.
     """
-    arguments = _parse(schema, script, argv)
+    metadata = {"meaning": meaning, "rule": Rule(**rule), "may_change": may_change}
+    if isinstance(default, dict | list):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def load(
+    schema: type[Config], script: str, argv: list[str], example: str = "", more_help: Callable[[], str] | None = None
+) -> Config:
+    """Return the validated config that a command line asks for: `script.py FILE.yaml [key=value ...]`.
+
+    A file may name another with `inherit: other.yaml`, a path relative to itself, and then states only what differs.
+
+    Args:
+        example: a command line for `--help`, after the script's name.
+        more_help: what `--help` prints after the keys; called last, since it may take seconds to import.
+
+    Raises:
+        UserError: a missing file, an unknown or missing key, a value of the wrong type or outside its bounds.
+    """
+    arguments = _parse(schema, script, argv, example, more_help)
     try:
         given = OmegaConf.merge(_read(Path(arguments.yaml)), _overrides(arguments.overrides))
         _check_keys(given, schema)
-        given = OmegaConf.create(_with_home(OmegaConf.to_container(given)))
+        given = OmegaConf.create(_expand_home(OmegaConf.to_container(given)))
         config = OmegaConf.merge(OmegaConf.structured(schema), given)
-        # Of the top level first: resolving would stumble over what other keys refer to.
-        _refuse_missing(
-            [entry.name for entry in fields(schema) if OmegaConf.is_missing(config, entry.name)], arguments.yaml
-        )
+        # The top level first: nested keys may refer to keys that are missing there.
+        missing = [entry.name for entry in fields(schema) if OmegaConf.is_missing(config, entry.name)]
+        _refuse_missing(missing, arguments.yaml)
         OmegaConf.resolve(config)
         _refuse_missing(sorted(OmegaConf.missing_keys(config)), arguments.yaml)
-        _refuse_braces(config)
         if arguments.print_config:
             print(OmegaConf.to_yaml(config), end="")
             raise SystemExit(0)
-        return OmegaConf.to_object(config)
+        config = OmegaConf.to_object(config)
     except (InterpolationResolutionError, MissingMandatoryValue) as error:
         raise UserError(f"{arguments.yaml}: {first_line(error)}") from None
     except OmegaConfBaseException as error:
         raise UserError(f"{getattr(error, 'full_key', None) or arguments.yaml}: {first_line(error)}") from None
+    validate(config)
+    return config
 
 
-def _refuse_missing(missing: list[str], path: str) -> None:
-    if missing:
-        raise UserError(f"{path} leaves {', '.join(missing)} unset; set it there or as {missing[0]}=VALUE")
+def validate(config: Any, prefix: str = "") -> None:
+    """Check each key of a config dataclass against its type and rule. Raises UserError."""
+    hints = get_type_hints(type(config))
+    for entry in fields(config):
+        value, name = getattr(config, entry.name), prefix + entry.name
+        if is_dataclass(value):
+            validate(value, f"{name}.")
+        elif "rule" in entry.metadata:
+            check_value(name, value, hints[entry.name], entry.metadata["rule"])
 
 
-def _refuse_braces(config: DictConfig) -> None:
-    for name in ("save_folder", "load_path"):
-        if "{" in (value := config.get(name) or ""):
-            raise UserError(f"{name}: {value} has braces, which Composer would replace; write ${{run_name}} for a key of the config")  # fmt: skip
+def check_value(name: str, value: Any, kind: Any = Any, rule: Rule = Rule()) -> None:
+    """Raise UserError unless a value has its type and satisfies its rule."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    if (value is None and type(None) in kinds) or any(value is other or value == other for other in rule.also):
+        return
+    also = "".join(f", or {other}" for other in rule.also)
+    if rule.choices:
+        if value not in rule.choices:
+            raise UserError(f"{name}={value} must be one of {', '.join(map(str, rule.choices))}{also}")
+    elif rule.units:
+        _check_duration(name, value, rule)
+    elif kinds[0] in (int, float) or rule.bounds:
+        whole = kinds[0] is int or (kinds[0] is Any and isinstance(rule.at_least, int))
+        number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        if not (number and rule.admits(value)):
+            raise UserError(f"{name}={value!r} must be {'an integer' if whole else 'a number'}{rule.bounds}{also}")
+    elif kinds[0] in (str, bool) and type(value) is not kinds[0]:
+        raise UserError(f"{name}={value!r} must be {'a string' if kinds[0] is str else 'true or false'}")
 
 
-def _with_home(given: Any) -> Any:
-    """A config with the user's folder for the `~/` that a path begins with."""
-    if isinstance(given, dict):
-        return {name: _with_home(value) for name, value in given.items()}
-    if isinstance(given, list):
-        return [_with_home(value) for value in given]
-    return os.path.expanduser(given) if isinstance(given, str) and given.startswith("~/") else given
+def _check_duration(name: str, value: Any, rule: Rule) -> None:
+    found = re.fullmatch(f"(.+)({'|'.join(TIME_UNITS)})", str(value), re.IGNORECASE)
+    try:
+        number, unit = float(found[1]), found[2].lower()
+        valid = unit in rule.units and rule.admits(number) and (unit == "dur" or number.is_integer())
+    except (TypeError, ValueError):
+        valid = False
+    if not valid:
+        units = ", ".join(f"{unit} ({TIME_UNITS[unit]})" for unit in rule.units)
+        raise UserError(f"{name}={value} is not a duration{rule.bounds}; give a number and {units}, such as 10ba")
+
+
+def duration(meaning: str, default: Any = REQUIRED, units: Iterable[str] = tuple(TIME_UNITS), **options: Any) -> Any:
+    """A key that holds a duration above 0, such as 10ba."""
+    return key(meaning, default, units=tuple(units), above=0, **options)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A config as plain dictionaries and lists, to be stored or compared."""
+    """Return a config as plain dictionaries and lists, to store or compare."""
     return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """', did you mean …?' for an unknown name, or the list of known ones where none is near."""
+def read_stored(path: Path, schema: type) -> dict[str, Any]:
+    """Return a config that `to_dict` gave and a run stored, with defaults for keys that are newer. Raises UserError."""
+    defaults = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(schema)))
+    try:
+        return OmegaConf.to_container(OmegaConf.merge(defaults, OmegaConf.load(path)), resolve=True)
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError):
+        raise UserError(f"{path} is corrupt; restore it or choose another folder") from None
+
+
+def fixed_settings(config: Mapping[str, Any], schema: type, prefix: str = "") -> dict[str, Any]:
+    """Return the values of a config, by dotted name, that a resumed run must not change."""
+    hints = get_type_hints(schema)
+    fixed = {}
+    for entry in fields(schema):
+        name, value = prefix + entry.name, config[entry.name]
+        may_change = entry.metadata.get("may_change")
+        if is_dataclass(hints[entry.name]):
+            fixed |= fixed_settings(value, hints[entry.name], f"{name}.")
+        elif may_change is not True:
+            fixed[name] = _without(may_change, value) if may_change else value
+    return fixed
+
+
+def _without(names: Iterable[str], section: Any) -> Any:
+    """A section without the keys of these names, at any depth."""
+    if not isinstance(section, dict):
+        return section
+    return {name: _without(names, value) for name, value in section.items() if name not in names}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return '; did you mean …?' for an unknown name, or the known names if none is similar."""
+    known = list(known)
     tail = name.rsplit(".", 1)[-1]
     same_tail = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == tail]
     close = same_tail or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {close[0]}?"
-    return f"; known are {', '.join(sorted(known))}" if len(known) <= 20 else "; --help lists the keys"
+    return f"; choose from {', '.join(sorted(known))}" if len(known) <= 20 else "; --help lists the keys"
 
 
-class _Help(argparse.Action):
-    """The keys at once, and then the arguments of what is chosen by name, which take seconds to import."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.print_help()
-        print("\narguments of model, and of what is chosen by name (in `callbacks` and the like as name: {argument: value}):\n", flush=True)  # fmt: skip
-        from src import builders
-
-        print(builders.arguments_by_name())
-        parser.exit()
+def check_known(section: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise UserError for an unknown key of a section."""
+    known = list(known)
+    if unknown := next((name for name in given if name not in known), None):
+        raise UserError(f"unknown key {section}.{unknown}{nearest(str(unknown), known)}")
 
 
-def _parse(schema: type, script: str, argv: list[str]) -> argparse.Namespace:
-    example = "pretrain/lion-s-base.yaml max_duration=1000ba" if schema is PretrainConfig else "finetune-glue/lion-s-base.yaml tasks_to_run=[sst2,rte]"  # fmt: skip
+def _refuse_missing(missing: list[str], path: str) -> None:
+    if missing:
+        raise UserError(f"{path} does not set {', '.join(missing)}; set it there or as {missing[0]}=VALUE")
+
+
+def _expand_home(given: Any) -> Any:
+    """Expand the `~/` at the start of each string."""
+    if isinstance(given, dict):
+        return {name: _expand_home(value) for name, value in given.items()}
+    if isinstance(given, list):
+        return [_expand_home(value) for value in given]
+    return os.path.expanduser(given) if isinstance(given, str) and given.startswith("~/") else given
+
+
+def _parse(
+    schema: type, script: str, argv: list[str], example: str, more_help: Callable[[], str] | None
+) -> argparse.Namespace:
+    class Help(argparse.Action):
+        def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+            parser.print_help()
+            if more_help is not None:
+                print(flush=True)  # the keys first: what follows may take seconds to import
+                print(more_help())
+            parser.exit()
+
     parser = argparse.ArgumentParser(
         prog=script,
         usage=f"{script} FILE.yaml [key=value ...] [--print_config]",
-        description=f"Example: {script} yamls/{example}",
-        epilog="keys, in the YAML file or as key=value (what stands after = is the default):\n\n" + describe(schema),
+        description=f"Example: {script} {example}" if example else None,
+        epilog="keys, in the YAML file or as key=value (the value after = is the default):\n\n" + describe(schema),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
-    parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this and stop")
-    parser.add_argument("yaml", metavar="FILE.yaml", help="the config, e.g. one of yamls/")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="values over those of the file")
-    parser.add_argument("--print_config", action="store_true", help="print the whole resolved config and stop")
+    parser.add_argument("-h", "--help", action=Help, nargs=0, help="print this and exit")
+    parser.add_argument("yaml", metavar="FILE.yaml", help="the config, e.g. one in yamls/")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that override the file's")
+    parser.add_argument("--print_config", action="store_true", help="print the resolved config and exit")
     return parser.parse_args(argv)
 
 
 def describe(schema: type, prefix: str = "") -> str:
-    """Every key of a schema with its default and meaning, a line or two each."""
+    """Return every key of a schema with its default, meaning and allowed values."""
     lines = []
     hints = get_type_hints(schema)
     for entry in fields(schema):
@@ -263,20 +251,21 @@ def describe(schema: type, prefix: str = "") -> str:
             continue
         default = entry.default_factory() if entry.default is MISSING else entry.default
         shown = "" if default == REQUIRED else f" = {'null' if default is None else default}"
-        lines.append(f"  {prefix}{entry.name}{shown}\n        {entry.metadata['meaning']}")
+        choices = f" ({', '.join(map(str, entry.metadata['rule'].choices))})" if entry.metadata["rule"].choices else ""
+        lines.append(f"  {prefix}{entry.name}{shown}\n        {entry.metadata['meaning']}{choices}")
     return "\n".join(lines)
 
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
-    """A YAML file merged over the one it inherits."""
+    """Read a YAML file and merge it over the one it inherits."""
     try:
         if not path.is_file():
-            raise UserError(f"{path} is not a file; give the path of a YAML config, e.g. one of yamls/")
+            raise UserError(f"{path} is not a file; give the path of a YAML config, e.g. one in yamls/")
         config = OmegaConf.load(path)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error}); mend that, or give another file") from None
+        raise UserError(f"cannot read {path} ({reason(error)}); fix that or give another file") from None
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} must hold `key: value` lines")
     base = config.pop("inherit", None)
@@ -303,18 +292,20 @@ def _check_keys(given: DictConfig, schema: type) -> None:
     hints = get_type_hints(schema)
     for name in given:
         if is_dataclass(hints.get(name)) and not isinstance(given[name], DictConfig):
-            raise UserError(f"{name} must hold `key: value` lines, not {given[name]!r}")
+            raise UserError(f"{name}={given[name]!r} must be a section of `key: value` lines")
     known = list(_schema_keys(schema))
-    # What the free sections (optimizer, tasks, …) hold so far helps to place a key given without its section.
-    hints = [name for name in _given_keys(given) if name not in known]
+    # The keys given in free sections (optimizer, tasks, …) help to suggest one for a key given without its section.
+    free_keys = [name for name in _given_keys(given) if name not in known]
     for name in _given_keys(given):
         section = name.split(".")
         free = any(".".join(section[:depth]) in known for depth in range(1, len(section)))
         if name not in known and not free and not any(other.startswith(f"{name}.") for other in known):
-            raise UserError(f"unknown key {name}{nearest(name, known + [hint for hint in hints if hint != name])}")
+            raise UserError(
+                f"unknown key {name}{nearest(name, known + [other for other in free_keys if other != name])}"
+            )
 
 
-def _schema_keys(schema: type, prefix: str = ""):
+def _schema_keys(schema: type, prefix: str = "") -> Iterator[str]:
     hints = get_type_hints(schema)
     for entry in fields(schema):
         if is_dataclass(hints[entry.name]):
@@ -323,7 +314,7 @@ def _schema_keys(schema: type, prefix: str = ""):
             yield prefix + entry.name
 
 
-def _given_keys(config: Any, prefix: str = ""):
+def _given_keys(config: Any, prefix: str = "") -> Iterator[str]:
     for name in config:
         value = config._get_node(name)
         if isinstance(value, DictConfig) and not value._is_interpolation() and not value._is_none() and len(value):

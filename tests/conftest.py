@@ -119,7 +119,7 @@ def tokenizer_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder):
-    from src.builders import build_tokenizer
+    from src.training.registry import build_tokenizer
 
     return build_tokenizer(str(tokenizer_folder), 64)
 
@@ -127,11 +127,11 @@ def tokenizer(tokenizer_folder):
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory) -> Path:
     """A folder with the splits train and val, made of 64 texts."""
-    from src import convert_dataset
+    from src.data import convert
 
     folder = tmp_path_factory.mktemp("shards")
     data = write_jsonl(folder / "data.jsonl", sentences(64))
-    convert_dataset.main(["--data_files", str(data), "--val_fraction", "0.25", "--out_root", str(folder / "out")])
+    convert.main(["--data_files", str(data), "--val_fraction", "0.25", "--out_root", str(folder / "out")])
     return folder / "out"
 
 
@@ -176,8 +176,8 @@ def write_checkpoint(tokenizer) -> Callable[..., Path]:
     """write_checkpoint(path, mixer): an untrained model as the checkpoint that Composer would save of it."""
     import torch
 
-    from src.composer_models import LionMLM
     from src.lion import LionConfig
+    from src.training.model import LionMLM
 
     def write(path: Path, mixer: str = "lion-s", edit: Callable[[dict], None] | None = None) -> Path:
         torch.manual_seed(MIXERS.index(mixer))

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from src.builders import build_optimizer, build_tokenizer
-from src.composer_models import LionMLM
 from src.lion import LionConfig
+from src.training.model import LionMLM
+from src.training.registry import build_optimizer, build_tokenizer
 
 tokenizer = build_tokenizer(sys.argv[1], 64)
 other = os.fork()  # once what takes seconds is imported

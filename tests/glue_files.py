@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 from conftest import ROOT, sentences
 
-from src.glue.sources import Example
+from src.glue.examples import Example
 
 PAIR_TEST = ["index", "sentence1", "sentence2"]
 MNLI_TRAIN = "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse sentence1 sentence2 label1 gold_label".split()  # fmt: skip

@@ -20,10 +20,10 @@ from composer.optim import (
 from conftest import TINY_MODEL, VOCABULARY
 from transformers import BertTokenizerFast
 
-from src import builders
-from src.cli import UserError
+from src.errors import UserError
 from src.lion import LionConfig, LionForMaskedLM
-from src.optimizer import FusedDecoupledAdamW
+from src.training import registry
+from src.training.optim import FusedDecoupledAdamW
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def model() -> LionForMaskedLM:
 
 
 def optimizer(model, **changes):
-    return builders.build_optimizer({"name": "decoupled_adamw", "lr": 1e-3, "weight_decay": 0.1, **changes}, model)
+    return registry.build_optimizer({"name": "decoupled_adamw", "lr": 1e-3, "weight_decay": 0.1, **changes}, model)
 
 
 # Names and arguments
@@ -52,25 +52,25 @@ def optimizer(model, **changes):
         (lambda m: optimizer(m, betas=[0.9]), ["optimizer.betas", "two numbers", "[0.9]"]),
         (lambda m: optimizer(m, betas=0.9), ["optimizer.betas"]),
         (lambda m: optimizer(m, weight_decay="much"), ["optimizer", "decoupled_adamw"]),
-        (lambda _: builders.build_scheduler({"name": "linear_decay"}), ["scheduler", "did you mean linear_decay_with_warmup?"]),
-        (lambda _: builders.build_scheduler({"name": "cosine_with_warmup", "t_warmup": "1ba", "alpha": 0}), ["scheduler.alpha", "alpha_f"]),
-        (lambda _: builders.build_scheduler({"name": "cosine_with_warmup"}), ["scheduler", "t_warmup"]),
-        (lambda _: builders.build_scheduler({"name": "cosine_with_warmup", "t_warmup": "soon"}), ["scheduler", "soon"]),
-        (lambda _: builders.build_scheduler({"name": "linear_decay_with_warmup", "t_warmup": 100}), ["scheduler.t_warmup", "100", "dur"]),
-        (lambda _: builders.build_scheduler({"name": "constant_with_warmup", "t_warmup": "6%"}), ["scheduler.t_warmup", "6%"]),
-        (lambda _: builders.build_scheduler({"name": "warmup_stable_decay", "t_warmup": "1h"}), ["scheduler.t_warmup", "1h"]),
-        (lambda _: builders.build_scheduler({"name": "linear_decay_with_warmup", "t_warmup": "9ba"}, "99sp"), ["scheduler", "t_warmup", "same units"]),
-        (lambda _: builders.build_scheduler({"name": "cosine_with_warmup", "t_warmup": "1ba", "alpha_f": "low"}), ["scheduler", "cosine_with_warmup"]),
-        (lambda _: builders.build_scheduler({}), ["scheduler", "known are"]),
-        (lambda _: builders.build_algorithms({"gradient_cliping": {}}), ["algorithms", "did you mean gradient_clipping?"]),
-        (lambda _: builders.build_algorithms({"gradient_clipping": {"threshold": 1}}), ["algorithms.gradient_clipping", "threshold"]),
-        (lambda _: builders.build_algorithms({"gradient_clipping": {}}), ["gradient_clipping", "clipping_type"]),
-        (lambda _: builders.build_algorithms({"gradient_clipping": 1.0}), ["gradient_clipping"]),
-        (lambda _: builders.build_algorithms({"gradient_clipping": {"clipping_type": "foo", "clipping_threshold": 1}}), ["algorithms.gradient_clipping.clipping_type", "'foo'", "norm"]),
-        (lambda _: builders.build_algorithms({"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": -1}}), ["gradient_clipping", "-1"]),
-        (lambda _: builders.build_callbacks({"speed_monitr": {}}), ["callbacks", "did you mean speed_monitor?"]),
-        (lambda _: builders.build_callbacks({"speed_monitor": {"window": 3}}), ["unknown key callbacks.speed_monitor.window", "window_size"]),
-        (lambda _: builders.build_loggers({"tensorbord": {}}), ["loggers", "did you mean tensorboard?"]),
+        (lambda _: registry.build_scheduler({"name": "linear_decay"}), ["scheduler", "did you mean linear_decay_with_warmup?"]),
+        (lambda _: registry.build_scheduler({"name": "cosine_with_warmup", "t_warmup": "1ba", "alpha": 0}), ["scheduler.alpha", "alpha_f"]),
+        (lambda _: registry.build_scheduler({"name": "cosine_with_warmup"}), ["scheduler", "t_warmup"]),
+        (lambda _: registry.build_scheduler({"name": "cosine_with_warmup", "t_warmup": "soon"}), ["scheduler", "soon"]),
+        (lambda _: registry.build_scheduler({"name": "linear_decay_with_warmup", "t_warmup": 100}), ["scheduler.t_warmup", "100", "dur"]),
+        (lambda _: registry.build_scheduler({"name": "constant_with_warmup", "t_warmup": "6%"}), ["scheduler.t_warmup", "6%"]),
+        (lambda _: registry.build_scheduler({"name": "warmup_stable_decay", "t_warmup": "1h"}), ["scheduler.t_warmup", "1h"]),
+        (lambda _: registry.build_scheduler({"name": "linear_decay_with_warmup", "t_warmup": "9ba"}, "99sp"), ["scheduler", "t_warmup", "same units"]),
+        (lambda _: registry.build_scheduler({"name": "cosine_with_warmup", "t_warmup": "1ba", "alpha_f": "low"}), ["scheduler", "cosine_with_warmup"]),
+        (lambda _: registry.build_scheduler({}), ["scheduler", "known are"]),
+        (lambda _: registry.build_algorithms({"gradient_cliping": {}}), ["algorithms", "did you mean gradient_clipping?"]),
+        (lambda _: registry.build_algorithms({"gradient_clipping": {"threshold": 1}}), ["algorithms.gradient_clipping", "threshold"]),
+        (lambda _: registry.build_algorithms({"gradient_clipping": {}}), ["gradient_clipping", "clipping_type"]),
+        (lambda _: registry.build_algorithms({"gradient_clipping": 1.0}), ["gradient_clipping"]),
+        (lambda _: registry.build_algorithms({"gradient_clipping": {"clipping_type": "foo", "clipping_threshold": 1}}), ["algorithms.gradient_clipping.clipping_type", "'foo'", "norm"]),
+        (lambda _: registry.build_algorithms({"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": -1}}), ["gradient_clipping", "-1"]),
+        (lambda _: registry.build_callbacks({"speed_monitr": {}}), ["callbacks", "did you mean speed_monitor?"]),
+        (lambda _: registry.build_callbacks({"speed_monitor": {"window": 3}}), ["unknown key callbacks.speed_monitor.window", "window_size"]),
+        (lambda _: registry.build_loggers({"tensorbord": {}}), ["loggers", "did you mean tensorboard?"]),
     ],
 )  # fmt: skip
 def test_unknown_names_and_arguments_are_told_with_the_nearest_known_one(model, build, words):
@@ -81,7 +81,7 @@ def test_unknown_names_and_arguments_are_told_with_the_nearest_known_one(model, 
 
 
 def test_an_inherited_argument_that_another_object_does_not_have_goes_with_null():
-    scheduler = builders.build_scheduler({"name": "constant", "t_warmup": None, "alpha": 0.5})
+    scheduler = registry.build_scheduler({"name": "constant", "t_warmup": None, "alpha": 0.5})
     assert scheduler.alpha == 0.5
 
 
@@ -97,15 +97,15 @@ def test_warmup_stable_decay_rises_stays_and_falls_at_the_end(model):
             rates.append(state.schedulers[0].get_last_lr()[0])
 
     loader = torch.utils.data.DataLoader(dataset, batch_size=1)
-    builders.build_trainer(classifier, device="cpu", precision="fp32", train_dataloader=loader, optimizers=optimizer,
-                           schedulers=builders.build_scheduler(section), max_duration="8ba", callbacks=[Record()]).fit()  # fmt: skip
+    registry.build_trainer(classifier, device="cpu", precision="fp32", train_dataloader=loader, optimizers=optimizer,
+                           schedulers=registry.build_scheduler(section), max_duration="8ba", callbacks=[Record()]).fit()  # fmt: skip
     assert rates == pytest.approx([0, 0, 0.5, 1, 1, 1, 0.8, 0.6])  # Composer sets a rate by the steps before the last
 
 
 @pytest.mark.parametrize("decay", [0, 1.5])
 def test_a_decay_that_is_no_share_of_the_run_is_refused(decay):
     with pytest.raises(UserError, match=f"scheduler.decay {decay}"):
-        builders.build_scheduler({"name": "warmup_stable_decay", "t_warmup": "2ba", "decay": decay})
+        registry.build_scheduler({"name": "warmup_stable_decay", "t_warmup": "2ba", "decay": decay})
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_decay_that_is_no_share_of_the_run_is_refused(decay):
 )
 def test_schedulers_are_built_by_name_with_their_arguments(name, kind):
     options = {} if name == "constant_with_warmup" else {"alpha_f": 0.02}
-    scheduler = builders.build_scheduler({"name": name, "t_warmup": "0.06dur", **options})
+    scheduler = registry.build_scheduler({"name": name, "t_warmup": "0.06dur", **options})
     assert type(scheduler) is kind
     assert scheduler.t_warmup == "0.06dur"
     if options:
@@ -154,13 +154,13 @@ def test_a_frozen_parameter_is_not_optimized():
 
 
 def test_algorithms_callbacks_and_loggers_are_built_and_false_leaves_one_out(tmp_path):
-    (clipping,) = builders.build_algorithms({"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 0.5}})
+    (clipping,) = registry.build_algorithms({"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 0.5}})
     assert isinstance(clipping, GradientClipping)
     assert clipping.clipping_threshold == 0.5
-    callbacks = builders.build_callbacks({"speed_monitor": {"window_size": 7}, "lr_monitor": None, "memory_monitor": False})  # fmt: skip
+    callbacks = registry.build_callbacks({"speed_monitor": {"window_size": 7}, "lr_monitor": None, "memory_monitor": False})  # fmt: skip
     assert [type(callback) for callback in callbacks] == [SpeedMonitor, LRMonitor]
-    assert isinstance(builders.build_loggers({"file": {"filename": str(tmp_path / "log")}})[0], FileLogger)
-    assert builders.build_algorithms({}) == builders.build_callbacks({}) == builders.build_loggers({}) == []
+    assert isinstance(registry.build_loggers({"file": {"filename": str(tmp_path / "log")}})[0], FileLogger)
+    assert registry.build_algorithms({}) == registry.build_callbacks({}) == registry.build_loggers({}) == []
 
 
 # Device, precision, batch sizes
@@ -169,14 +169,14 @@ def test_algorithms_callbacks_and_loggers_are_built_and_false_leaves_one_out(tmp
 @pytest.mark.parametrize(("asked", "there", "got"), [(None, True, "gpu"), (None, False, "cpu"), ("cpu", True, "cpu"), ("gpu", True, "gpu")])  # fmt: skip
 def test_the_device_is_the_one_asked_for_or_a_gpu_if_there_is_one(monkeypatch, asked, there, got):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    assert builders.resolve_device(asked) == got
+    assert registry.resolve_device(asked) == got
 
 
 @pytest.mark.parametrize(("asked", "words"), [("gpu", "no GPU is there"), ("tpu", "'tpu'")])
 def test_a_device_that_is_not_there_is_refused(monkeypatch, asked, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=f"device: .*{words}"):
-        builders.resolve_device(asked)
+        registry.resolve_device(asked)
 
 
 @pytest.mark.parametrize(
@@ -184,22 +184,22 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, asked, words):
     [(None, "gpu", "amp_bf16"), (None, "cpu", "fp32"), ("fp32", "gpu", "fp32"), ("amp_fp16", "gpu", "amp_fp16"), ("amp_bf16", "cpu", "amp_bf16")],
 )  # fmt: skip
 def test_the_precision_is_the_one_asked_for_or_the_devices_own(asked, device, got):
-    assert builders.resolve_precision(asked, device) == got
+    assert registry.resolve_precision(asked, device) == got
 
 
 @pytest.mark.parametrize(("asked", "device"), [("amp_fp16", "cpu"), ("bf16", "gpu"), ("fp8", "gpu")])
 def test_a_precision_that_the_device_has_not_is_refused(asked, device):
     with pytest.raises(UserError, match=f"precision: '{asked}'.*fp32"):
-        builders.resolve_precision(asked, device)
+        registry.resolve_precision(asked, device)
 
 
 def test_bfloat16_on_a_cpu_computes_in_bfloat16(tokenizer):
-    from src.composer_models import LionMLM
+    from src.training.model import LionMLM
 
     model = LionMLM(LionConfig(**TINY_MODEL, vocab_size=len(tokenizer)), tokenizer)
     batch = dict(tokenizer(["the dog"], return_tensors="pt"))
     assert model(batch).logits.dtype == torch.float32
-    trainer = builders.build_trainer(model, device="cpu", precision="amp_bf16")
+    trainer = registry.build_trainer(model, device="cpu", precision="amp_bf16")
     assert isinstance(trainer, Trainer)
     assert model(batch).logits.dtype == torch.bfloat16
     trainer.close()
@@ -214,10 +214,10 @@ class TrainerOfAGPU:
 
 @pytest.mark.parametrize("precision", [None, "high", "medium"])
 def test_products_of_float32_are_rounded_only_where_it_is_asked_for(monkeypatch, precision):
-    monkeypatch.setattr(builders, "Trainer", TrainerOfAGPU)
+    monkeypatch.setattr(registry, "Trainer", TrainerOfAGPU)
     asked = {"float32_matmul_precision": precision} if precision else {}
     try:
-        builders.build_trainer(torch.nn.Linear(1, 1), device="gpu", precision="fp32", **asked)
+        registry.build_trainer(torch.nn.Linear(1, 1), device="gpu", precision="fp32", **asked)
         assert torch.get_float32_matmul_precision() == (precision or "highest")
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -225,7 +225,7 @@ def test_products_of_float32_are_rounded_only_where_it_is_asked_for(monkeypatch,
 
 @pytest.mark.parametrize(("batch", "microbatch", "world", "got"), [(64, 64, 1, 64), (64, 8, 4, 16), (64, "auto", 2, 32), (6, 4, 1, 6)])  # fmt: skip
 def test_a_batch_is_divided_among_the_devices(batch, microbatch, world, got):
-    assert builders.check_batch_sizes(batch, microbatch, world, "gpu") == got
+    assert registry.check_batch_sizes(batch, microbatch, world, "gpu") == got
 
 
 @pytest.mark.parametrize(
@@ -242,12 +242,12 @@ def test_a_batch_is_divided_among_the_devices(batch, microbatch, world, got):
 )
 def test_batch_sizes_that_cannot_be_are_refused(batch, microbatch, world, words):
     with pytest.raises(UserError, match=re.escape(words)):
-        builders.check_batch_sizes(batch, microbatch, world, "gpu")
+        registry.check_batch_sizes(batch, microbatch, world, "gpu")
 
 
 def test_a_cpu_finds_no_microbatch_by_itself():
     with pytest.raises(UserError, match=r"device_train_microbatch_size: auto .* a number, such as 32"):
-        builders.check_batch_sizes(64, "auto", 2, "cpu")
+        registry.check_batch_sizes(64, "auto", 2, "cpu")
 
 
 # FSDP and torch.compile
@@ -264,16 +264,16 @@ def test_a_cpu_finds_no_microbatch_by_itself():
 )
 def test_what_fsdp_does_not_know_is_refused(section, words):
     with pytest.raises(UserError, match=re.escape(words)):
-        builders.check_fsdp(section)
+        registry.check_fsdp(section)
 
 
 def test_what_fsdp_knows_is_handed_on_to_gpus_alone():
     section = {"sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing": True, "cpu_offload": False}
-    builders.check_fsdp(section)
-    assert builders.parallelism(section, "gpu") == {"fsdp": section}
-    assert builders.parallelism({}, "cpu") is None
+    registry.check_fsdp(section)
+    assert registry.parallelism(section, "gpu") == {"fsdp": section}
+    assert registry.parallelism({}, "cpu") is None
     with pytest.raises(UserError, match="fsdp_config shards a model over GPUs"):
-        builders.parallelism(section, "cpu")
+        registry.parallelism(section, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -288,12 +288,12 @@ def test_what_fsdp_knows_is_handed_on_to_gpus_alone():
 )
 def test_what_torch_compile_does_not_know_is_refused(section, words):
     with pytest.raises(UserError, match=re.escape(words)):
-        builders.check_compile(section)
+        registry.check_compile(section)
 
 
 @pytest.mark.parametrize("section", [None, {"backend": "eager", "dynamic": True}])
 def test_what_torch_compile_knows_is_accepted(section):
-    builders.check_compile(section)
+    registry.check_compile(section)
 
 
 # Times
@@ -304,7 +304,7 @@ def test_what_torch_compile_knows_is_accepted(section):
     [{"max_duration": "3e9tok"}, {"eval_interval": "0.1dur", "save_interval": "1ep"}, {"log_interval": "10ba"}, {"tasks.x.eval_interval": "5ba"}],
 )  # fmt: skip
 def test_times_above_0_in_the_units_of_their_key_are_accepted(times):
-    builders.check_times(**times)
+    registry.check_times(**times)
 
 
 @pytest.mark.parametrize(
@@ -319,17 +319,17 @@ def test_times_above_0_in_the_units_of_their_key_are_accepted(times):
 )  # fmt: skip
 def test_what_is_no_time_is_refused_by_name(name, value):
     with pytest.raises(UserError, match=re.escape(f"{name}: {value!r} is no time")):
-        builders.check_times(**{name: value})
+        registry.check_times(**{name: value})
 
 
 # Model and tokenizer
 
 
 def test_the_vocabulary_is_the_tokenizers_rounded_up(tokenizer):
-    config = builders.build_lion_config(TINY_MODEL, tokenizer, 64)
+    config = registry.build_lion_config(TINY_MODEL, tokenizer, 64)
     assert config.vocab_size == -(-len(tokenizer) // 8) * 8
     assert config.pad_token_id == tokenizer.pad_token_id
-    assert builders.build_lion_config({**TINY_MODEL, "vocab_size": 1000}, tokenizer, 64).vocab_size == 1000
+    assert registry.build_lion_config({**TINY_MODEL, "vocab_size": 1000}, tokenizer, 64).vocab_size == 1000
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_the_vocabulary_is_the_tokenizers_rounded_up(tokenizer):
 )  # fmt: skip
 def test_a_model_that_cannot_be_is_refused(tokenizer, changes, max_seq_len, words):
     with pytest.raises(UserError) as error:
-        builders.build_lion_config({**TINY_MODEL, **changes}, tokenizer, max_seq_len)
+        registry.build_lion_config({**TINY_MODEL, **changes}, tokenizer, max_seq_len)
     for word in words:
         assert word in str(error.value)
 
@@ -366,17 +366,17 @@ def test_values_of_the_types_of_the_model_are_accepted(tokenizer):
         "layer_norm_eps": 1e-5,
         "tie_word_embeddings": False,
     }
-    config = builders.build_lion_config({**TINY_MODEL, **changes}, tokenizer, 64)
+    config = registry.build_lion_config({**TINY_MODEL, **changes}, tokenizer, 64)
     assert {name: getattr(config, name) for name in changes} == changes
 
 
 @pytest.mark.parametrize("mixer", ["lion-d", "lion-s"])
 def test_a_mixer_with_decay_reads_texts_longer_than_the_position_table(tokenizer, mixer):
-    assert builders.build_lion_config({**TINY_MODEL, "mixer": mixer}, tokenizer, 4096).mixer == mixer
+    assert registry.build_lion_config({**TINY_MODEL, "mixer": mixer}, tokenizer, 4096).mixer == mixer
 
 
 def test_a_tokenizer_is_read_from_its_folder(tokenizer_folder):
-    tokenizer = builders.build_tokenizer(str(tokenizer_folder), 40)
+    tokenizer = registry.build_tokenizer(str(tokenizer_folder), 40)
     assert len(tokenizer) == len(VOCABULARY)
     assert tokenizer.model_max_length == 40
 
@@ -393,7 +393,7 @@ def test_a_tokenizer_is_read_from_its_folder(tokenizer_folder):
 )
 def test_a_tokenizer_that_cannot_be_had_is_told_in_one_sentence(tmp_path, name, words):
     with pytest.raises(UserError) as error:
-        builders.build_tokenizer(name.format(empty=tmp_path), 64)
+        registry.build_tokenizer(name.format(empty=tmp_path), 64)
     assert str(error.value).startswith("tokenizer_name: ")
     assert "\n" not in str(error.value)
     for word in words:
@@ -412,7 +412,7 @@ def test_a_tokenizer_that_brings_code_or_is_damaged_is_refused(tmp_path, tokeniz
     with pytest.raises(
         UserError, match=r"tokenizer_name: cannot load .* holds no tokenizer that transformers can load"
     ):
-        builders.build_tokenizer(str(folder), 64)
+        registry.build_tokenizer(str(folder), 64)
 
 
 @pytest.mark.parametrize("token", ["mask_token", "pad_token"])
@@ -421,4 +421,4 @@ def test_a_tokenizer_without_mask_or_padding_is_refused(tmp_path, tokenizer_fold
     setattr(tokenizer, token, None)
     tokenizer.save_pretrained(tmp_path / "without")
     with pytest.raises(UserError, match=f"has no {token}"):
-        builders.build_tokenizer(str(tmp_path / "without"), 64)
+        registry.build_tokenizer(str(tmp_path / "without"), 64)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from conftest import assert_one_sentence, run
 
-from src import hub_folder
-from src.checkpoints import load_safely, read_checkpoint
-from src.cli import UserError
+from src.checkpoints.reading import load_safely, read_checkpoint
+from src.errors import UserError
+from src.publish import folder as hub_folder
 
 SENTENCE = "the old dog sees a [MASK] ."
 

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from src import cli
+from src import cli, errors
+from src.files import exclusive_lock
 
 
-@pytest.mark.parametrize(("rank", "waits"), [("0", []), ("1", [(cli.PATIENCE, "")])])
+@pytest.mark.parametrize(("rank", "waits"), [("0", []), ("1", [(cli.RANK_DELAY, "")])])
 def test_an_error_is_said_by_the_main_process_first(rank, waits, monkeypatch, capsys):
     slept = []  # seconds, and what was said before
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr("time.sleep", lambda seconds: slept.append((seconds, capsys.readouterr().err)))
-    assert cli.fail(cli.UserError("a key\nis wrong")) == 2
+    assert cli.print_error(errors.UserError("a key\nis wrong")) == 2
     assert slept == waits
     assert capsys.readouterr().err == "error: a key is wrong\n"
 
@@ -58,11 +59,11 @@ def test_an_interrupted_command_says_once_how_to_continue(how, status, said, mon
 
 def test_a_folder_has_one_command_at_a_time_and_stays_only_with_what_it_wrote(tmp_path):
     folder = tmp_path / "run"
-    refused = pytest.raises(cli.UserError, match=f"another main.py is at work in {folder}; wait for it")
-    with cli.alone_in(folder, "main.py"), refused, cli.alone_in(folder, "main.py"):
+    refused = pytest.raises(errors.UserError, match=f"another main.py is at work in {folder}; wait for it")
+    with exclusive_lock(folder, "main.py"), refused, exclusive_lock(folder, "main.py"):
         pass
     assert not folder.exists()
-    with cli.alone_in(folder, "main.py"):
+    with exclusive_lock(folder, "main.py"):
         (folder / "config.yaml").touch()
     assert (folder / "config.yaml").is_file()
 
@@ -70,8 +71,8 @@ def test_a_folder_has_one_command_at_a_time_and_stays_only_with_what_it_wrote(tm
 HOLDER = """
 import multiprocessing, sys, time
 from pathlib import Path
-from src import cli
-with cli.alone_in(Path(sys.argv[1]), "main.py"):
+from src.files import exclusive_lock
+with exclusive_lock(Path(sys.argv[1]), "main.py"):
     multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,)).start()
     print("held", flush=True)
     time.sleep(20)
@@ -82,15 +83,15 @@ def test_a_killed_command_holds_no_folder_even_if_its_workers_live_on(tmp_path: 
     process = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "run"], cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True)  # fmt: skip
     try:
         assert process.stdout.readline() == b"held\n"
-        with pytest.raises(cli.UserError), cli.alone_in(tmp_path / "run", "main.py"):
+        with pytest.raises(errors.UserError), exclusive_lock(tmp_path / "run", "main.py"):
             pass
         process.kill()
         process.wait()
         for patience in range(100, -1, -1):  # a worker that has only just begun lets go of it a moment later
             try:
-                with cli.alone_in(tmp_path / "run", "main.py"):
+                with exclusive_lock(tmp_path / "run", "main.py"):
                     break
-            except cli.UserError:
+            except errors.UserError:
                 if not patience:
                     raise
                 time.sleep(0.1)

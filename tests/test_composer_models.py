@@ -5,9 +5,9 @@ import torch
 from conftest import MIXERS, TINY_MODEL, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from src.collate import split_batch
-from src.composer_models import LionMLM
+from src.data.mlm_collator import split_batch
 from src.lion import LionConfig
+from src.training.model import LionMLM
 
 
 def build(tokenizer, **changes) -> LionMLM:

@@ -9,8 +9,10 @@ import yaml
 from conftest import ROOT
 from omegaconf import OmegaConf
 
-from src.cli import UserError
-from src.config import FinetuneConfig, PretrainConfig, describe, load, to_dict
+from src.config import describe, load, to_dict
+from src.errors import UserError
+from src.glue.config import FinetuneConfig
+from src.mlm.config import PretrainConfig
 
 YAMLS = sorted((ROOT / "yamls").rglob("*.yaml"))
 NAMED = [path for path in YAMLS if {"run_name", "base_run_name"} & OmegaConf.load(path).keys()]
@@ -52,7 +54,7 @@ def test_every_yaml_with_a_name_loads(path):
 
 @pytest.mark.parametrize("path", PRETRAIN, ids=lambda path: path.stem)
 def test_the_model_of_every_pretraining_yaml_can_be_built(path, tokenizer):
-    from src.builders import build_lion_config, build_scheduler
+    from src.training.registry import build_lion_config, build_scheduler
 
     config = pretrain(path)
     model = build_lion_config(config.model, tokenizer, config.max_seq_len)

@@ -15,9 +15,9 @@ import pytest
 from conftest import ROOT, assert_one_sentence, environment, run, sentences, snapshot, write_jsonl
 from streaming.base.format.mds import MDSReader
 
-from src import convert_dataset
-from src.cli import UserError
-from src.convert_dataset import SPLITS, is_validation
+from src.data import convert as convert_dataset
+from src.data.convert import SPLITS, is_validation
+from src.errors import UserError
 
 TEXTS = ["Grüße, 世界 🙂", 'tab\tand "quotes" and \\ backslash', " spaces around ", *sentences(40)]
 
@@ -76,7 +76,7 @@ def test_several_patterns_and_small_shards(tmp_path):
 
 
 def test_compressed_shards_are_read_back_by_training(tmp_path, tokenizer):
-    from src.text_data import build_dataset
+    from src.data.streaming import build_dataset
 
     convert("--data_files", write_jsonl(tmp_path / "a.jsonl", TEXTS), "--splits", "train", "--out_root", tmp_path / "out", "--compression", "zstd")  # fmt: skip
     assert list((tmp_path / "out" / "train").glob("*.mds.zstd"))

@@ -20,10 +20,11 @@ from conftest import DATA, ROOT, assert_one_sentence, environment, needs_referen
 from streaming.base.format.mds import MDSReader
 from tqdm import tqdm
 
-from src import convert_dataset, shard_writer
-from src.cli import UserError
-from src.text_files import read_batches
-from src.token_rows import vocabulary_digest
+from src.data import convert as convert_dataset
+from src.data import shards as shard_writer
+from src.data.readers import read_batches
+from src.data.token_rows import vocabulary_digest
+from src.errors import UserError
 
 DOCUMENTS = ["", *sentences(900, seed=5), " \n", "the dog"]
 
@@ -113,7 +114,7 @@ def test_a_document_without_tokens_is_an_empty_one(tokenizer_folder, tmp_path):
 
 @pytest.mark.parametrize("mode", ["--concat_tokens", "--max_seq_len", None])
 def test_a_limit_is_kept_in_the_middle_of_a_batch(mode, tokenizer, tokenizer_folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(convert_dataset.SPLITS, "train_small", ("train", 7))
+    monkeypatch.setitem(convert.SPLITS, "train_small", ("train", 7))
     options = ("--tokenizer", tokenizer_folder, mode, 32) if mode else ()
     source = write_jsonl(tmp_path / "a.jsonl", [*DOCUMENTS[:8], "", "", *(DOCUMENTS[8:] if mode else [])])
     convert("--data_files", source, "--splits", "train_small", "--out_root", tmp_path, *options)
@@ -182,8 +183,8 @@ def test_options_that_cannot_be_are_refused(options, words, source, tmp_path):
 
 
 def test_the_shards_are_the_same_with_any_number_of_workers(tokenizer_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("src.text_files.BATCH_BYTES", 4000)
-    monkeypatch.setattr("src.text_sources.BATCH_BYTES", 4000)
+    monkeypatch.setattr("src.data.readers.BATCH_BYTES", 4000)
+    monkeypatch.setattr("src.data.corpora.BATCH_BYTES", 4000)
     for name, part in (("a", DOCUMENTS[:400]), ("b", DOCUMENTS[400:410]), ("c", DOCUMENTS[410:])):
         write_jsonl(tmp_path / f"{name}.jsonl", part)
     results = []
@@ -197,8 +198,8 @@ def test_the_shards_are_the_same_with_any_number_of_workers(tokenizer_folder, tm
 
 
 def test_an_error_in_a_worker_is_said_as_anywhere(tokenizer_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("src.text_files.BATCH_BYTES", 4000)
-    monkeypatch.setattr("src.text_sources.BATCH_BYTES", 4000)
+    monkeypatch.setattr("src.data.readers.BATCH_BYTES", 4000)
+    monkeypatch.setattr("src.data.corpora.BATCH_BYTES", 4000)
     data = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     data.write_bytes(data.read_bytes() + b'{"text": "\xff"}\n')
     with pytest.raises(UserError, match=f"line {len(DOCUMENTS) + 1}: not valid UTF-8"):
@@ -235,8 +236,8 @@ def killed(function: str, call: int, *arguments: object) -> bool:
 
 @pytest.fixture
 def small_batches(monkeypatch):
-    monkeypatch.setattr("src.text_files.BATCH_BYTES", 3000)
-    monkeypatch.setattr("src.text_sources.BATCH_BYTES", 3000)
+    monkeypatch.setattr("src.data.readers.BATCH_BYTES", 3000)
+    monkeypatch.setattr("src.data.corpora.BATCH_BYTES", 3000)
 
 
 @pytest.fixture
@@ -276,7 +277,7 @@ def test_it_goes_on_where_it_was_and_not_from_the_beginning(parts, tmp_path, sma
     convert(*command, "--out_root", tmp_path / "whole")
     assert killed("save_progress", 14, *command, "--out_root", tmp_path / "out")
     read = []
-    monkeypatch.setattr("src.text_sources.read_batches", lambda path, *rest: read.append(path.name) or read_batches(path, *rest))  # fmt: skip
+    monkeypatch.setattr("src.data.corpora.read_batches", lambda path, *rest: read.append(path.name) or read_batches(path, *rest))  # fmt: skip
     with caplog.at_level("INFO", logger="lion"):
         convert(*command, "--out_root", tmp_path / "out")
     assert "going on after 12 shards" in caplog.text
@@ -462,7 +463,7 @@ def dataset(request, tmp_path) -> Path:
 
 def test_a_streamed_dataset_goes_on_where_it_was(dataset, tokenizer_folder, tmp_path, small_batches, monkeypatch):
     """Killed after every other shard, of which several come of a batch."""
-    monkeypatch.setattr("src.text_sources.RECORDS", 70)
+    monkeypatch.setattr("src.data.corpora.RECORDS", 70)
     command = ["--dataset", dataset, "--val_fraction", 0.2, "--size_limit", 1000, "--num_workers", 1,
                "--tokenizer", tokenizer_folder, "--concat_tokens", 24]  # fmt: skip
     convert(*command, "--out_root", tmp_path / "whole")
@@ -477,9 +478,9 @@ def test_a_streamed_dataset_goes_on_where_it_was(dataset, tokenizer_folder, tmp_
 
 
 def test_progress_of_a_small_split_goes_to_its_limit(dataset, tmp_path, monkeypatch):
-    totals, progress = [], convert_dataset.progress
-    monkeypatch.setitem(convert_dataset.SPLITS, "train_small", ("train", 7))
-    monkeypatch.setattr(convert_dataset, "progress", lambda **options: totals.append(options["total"]) or progress(**options))  # fmt: skip
+    totals, progress = [], convert.progress
+    monkeypatch.setitem(convert.SPLITS, "train_small", ("train", 7))
+    monkeypatch.setattr(convert, "progress", lambda **options: totals.append(options["total"]) or progress(**options))  # fmt: skip
     convert("--dataset", dataset, "--splits", "train_small", "--out_root", tmp_path / "out")
     assert totals == [7]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from src.cli import UserError
 from src.demo.corpus import (
     PASSAGE_WORDS,
     build_corpus,
@@ -20,6 +19,7 @@ from src.demo.corpus import (
     split_sentences,
     without_repeats,
 )
+from src.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from composer import Timestamp
 
-from src import builders
-from src.cli import UserError
+from src.errors import UserError
+from src.training import registry
 
 
 def stopper(**arguments):
-    return builders.build_callbacks({"early_stopper": {"patience": "2ba", **arguments}})[0]
+    return registry.build_callbacks({"early_stopper": {"patience": "2ba", **arguments}})[0]
 
 
 class Run:

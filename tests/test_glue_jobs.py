@@ -23,17 +23,19 @@ from glue_files import OFFICIAL_TEST, write_glue, write_tsv, write_yaml
 from test_glue_scores import reference
 
 import glue
-from src.cli import RunFailed, UserError, progress
-from src.composer_models import LionClassifier
-from src.config import FinetuneConfig, load
-from src.glue import pool
+from src.cli import progress
+from src.config import load
+from src.errors import RunFailed, UserError
 from src.glue.batches import Batches, GroupedByLength, loader
-from src.glue.job import Job, predict, run_in_process
-from src.glue.jobs import plan, refuse_another_start, where_to_run
-from src.glue.pool import BAR, Running, show
-from src.glue.sources import Example, read_task
+from src.glue.config import FinetuneConfig
+from src.glue.examples import Example, read_task
+from src.glue.experiment import Job, predict, run_in_process
 from src.glue.start import build_model, read_start
 from src.glue.tasks import GLUE, select
+from src.jobs import pool
+from src.jobs.jobs import plan, refuse_another_start, where_to_run
+from src.jobs.pool import BAR, Running, show
+from src.training.model import LionClassifier
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ONE = {"epochs": 1, "batch_size": 8, "seeds": [19], "eval_interval": "1ep"}
@@ -96,7 +98,7 @@ def test_a_job_that_cannot_write_says_so(tmp_path):
 def test_predictions_are_in_the_precision_of_the_evaluations_in_training(monkeypatch):
     """As Composer's context has it, which changes nothing where there is no GPU."""
     monkeypatch.setattr(
-        "src.glue.job.get_precision_context",
+        "src.glue.experiment.get_precision_context",
         lambda precision: torch.autocast("cpu", enabled=precision == Precision.AMP_BF16),
     )
 
@@ -208,7 +210,7 @@ def test_predictions_of_the_test_sets_are_in_files_for_the_server(finetuned):
 
 def test_the_same_command_again_trains_nothing_and_shows_the_same_table(finetuned, capsys, caplog, monkeypatch):
     arguments, folder, done = finetuned
-    monkeypatch.setattr("src.glue.fork_server.start", pytest.fail)
+    monkeypatch.setattr("src.jobs.fork_server.start", pytest.fail)
     jobs = snapshot(folder / "jobs")
     with caplog.at_level("INFO", logger="lion"):
         glue.main(arguments)
@@ -435,10 +437,10 @@ def test_results_of_another_start_are_not_replaced_unasked(tmp_path, plan_of):
 
 
 def test_a_folder_in_use_by_another_command_is_refused(tmp_path, shared):
-    from src.cli import alone_in
+    from src.files import exclusive_lock
 
     path = write_yaml(tmp_path / "f.yaml", **shared, tasks_to_run=["sst2"])
-    with alone_in(tmp_path / "run", "glue.py"), pytest.raises(UserError, match=r"another glue\.py is at work in"):
+    with exclusive_lock(tmp_path / "run", "glue.py"), pytest.raises(UserError, match=r"another glue\.py is at work in"):
         glue.main([str(path)])
 
 

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from src.cli import RunFailed, UserError
-from src.glue import compare, report, submission
-from src.glue.job import write_predictions
+from src.errors import RunFailed, UserError
+from src.glue import submission
+from src.glue.examples import Example
+from src.glue.experiment import write_predictions
 from src.glue.scores import mean_score, predicted, score
-from src.glue.sources import Example
 from src.glue.tasks import GLUE, select
+from src.jobs import compare, report
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

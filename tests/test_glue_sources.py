@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 from glue_files import MNLI_DEV, MRPC, OFFICIAL, OFFICIAL_TEST, PAIR_TEST, write_tsv
 
-from src.cli import UserError
-from src.glue.sources import Example, check_sources, digest, read_rows, read_task, splits_of, texts_digest
+from src.errors import UserError
+from src.glue.examples import Example, check_sources, digest, read_rows, read_task, splits_of, texts_digest
 from src.glue.tasks import GLUE, select
 
 

@@ -11,12 +11,13 @@ from conftest import PARITY, ROOT, TINY_MODEL, VOCABULARY, needs_reference
 from glue_files import write_yaml
 from safetensors.torch import load_file, save_file
 
-from src import hub_folder
-from src.checkpoints import read_checkpoint
-from src.cli import UserError
-from src.config import FinetuneConfig, load
+from src.checkpoints.reading import read_checkpoint
+from src.config import load
+from src.errors import UserError
+from src.glue.config import FinetuneConfig
 from src.glue.start import build_model, read_start
 from src.glue.tasks import GLUE
+from src.publish import folder as hub_folder
 
 LEGACY = PARITY / "legacy-nova.pt"
 

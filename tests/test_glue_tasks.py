@@ -2,7 +2,7 @@
 
 import pytest
 
-from src.cli import UserError
+from src.errors import UserError
 from src.glue.tasks import GLUE, of_glue, select
 
 OWN = {"columns": ["text"], "files": {"train": "a.csv", "validation": "b.csv"}}

@@ -9,9 +9,10 @@ from conftest import run
 from test_main import batches, metrics
 
 import main
-from src import hf_export, hub_folder
-from src.checkpoints import read_checkpoint
-from src.cli import RunFailed, UserError
+from src.checkpoints.reading import read_checkpoint
+from src.errors import RunFailed, UserError
+from src.publish import callback
+from src.publish import folder as hub_folder
 
 
 def folders(run_folder: Path) -> set[str]:
@@ -72,17 +73,17 @@ def test_only_the_first_rank_exports_and_only_after_a_save(tmp_path, monkeypatch
         folder, saved_batch = tmp_path, -1
 
     asked = []
-    monkeypatch.setattr(hf_export, "export_newest", lambda *_: asked.append(1) or (tmp_path / "hub" / "x", "refused"))
-    callback = hf_export.HubExports(Writer, 300.0)
-    callback.batch_checkpoint(None, None)
+    monkeypatch.setattr(callback, "export_newest", lambda *_: asked.append(1) or (tmp_path / "hub" / "x", "refused"))
+    exports = callback.HubExports(Writer, 300.0)
+    exports.batch_checkpoint(None, None)
     assert asked == []
     Writer.saved_batch = 3
-    callback.batch_checkpoint(None, None)
-    callback.epoch_checkpoint(None, None)
+    exports.batch_checkpoint(None, None)
+    exports.epoch_checkpoint(None, None)
     assert asked == [1]
     Writer.saved_batch = 6
     monkeypatch.setattr("composer.utils.dist.get_global_rank", lambda: 1)
-    callback.batch_checkpoint(None, None)
+    exports.batch_checkpoint(None, None)
     assert asked == [1]
 
 
@@ -101,17 +102,17 @@ def test_an_export_ends_before_the_other_ranks_give_up_and_only_folders_of_lost_
         assert 0 < seconds < dist_timeout
         return folder / "hub" / "ep0-ba6", None
 
-    monkeypatch.setattr(hf_export, "export_newest", export_newest)
-    hf_export.HubExports(Writer, dist_timeout).batch_checkpoint(None, None)
+    monkeypatch.setattr(callback, "export_newest", export_newest)
+    callback.HubExports(Writer, dist_timeout).batch_checkpoint(None, None)
     assert folders(tmp_path) == {"ep0-ba6", "my-best"}
 
 
 def test_an_export_that_takes_too_long_is_ended_and_told(tmp_path):
     (tmp_path / "ep0-ba3-rank0.pt").write_bytes(b"")
     (tmp_path / "latest-rank0.pt").symlink_to("ep0-ba3-rank0.pt")
-    assert hf_export.export_newest(tmp_path, 0.01) == (tmp_path / "hub" / "ep0-ba3", "it took more than 0 s")
+    assert callback.export_newest(tmp_path, 0.01) == (tmp_path / "hub" / "ep0-ba3", "it took more than 0 s")
     with pytest.raises(RunFailed, match="not a readable checkpoint"):
-        hf_export.export_last(tmp_path)
+        callback.export_last(tmp_path)
 
 
 def test_another_value_is_refused_before_anything_is_written(config_file, tmp_path):

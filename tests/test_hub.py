@@ -9,9 +9,10 @@ from conftest import PARITY, assert_one_sentence, needs_reference, run, snapshot
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from src import hub, hub_folder
-from src.cli import UserError
+from src.errors import UserError
 from src.lion import LionForMaskedLM, LionForSequenceClassification
+from src.publish import commands as hub
+from src.publish import folder as hub_folder
 
 PUBLISHED = sorted(PARITY.glob("*.safetensors"))
 

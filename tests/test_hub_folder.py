@@ -17,10 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from src import hub, hub_folder
-from src.checkpoints import read_checkpoint
-from src.cli import UserError
+from src.checkpoints.reading import read_checkpoint
+from src.errors import UserError
 from src.lion import LionConfig, LionForMaskedLM, LionForSequenceClassification
+from src.publish import commands as hub
+from src.publish import folder as hub_folder
 from tests.conftest import MIXERS, ROOT, TINY_MODEL, VOCABULARY, environment
 from tests.fake_hub import serve
 

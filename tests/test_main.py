@@ -18,9 +18,10 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 import main
-from src import cli
-from src.cli import UserError
-from src.config import PretrainConfig, load, to_dict
+from src.config import load, to_dict
+from src.errors import UserError
+from src.files import exclusive_lock
+from src.mlm.config import PretrainConfig
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -214,7 +215,7 @@ def test_packing_devices_microbatches_workers_and_stops_change_nothing_but_round
 
 
 def test_a_run_that_another_command_is_at_work_on_is_refused_before_anything_is_written(config_file, tmp_path):
-    with cli.alone_in(tmp_path / "run", "main.py"), pytest.raises(UserError, match=r"another main\.py is at work in"):
+    with exclusive_lock(tmp_path / "run", "main.py"), pytest.raises(UserError, match=r"another main\.py is at work in"):
         main.main([str(config_file)])
     assert not (tmp_path / "run").exists()
 

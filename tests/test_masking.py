@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
-from src.cli import UserError
-from src.masking import IGNORED, Masking
+from src.data.masking import IGNORED, Masking
+from src.errors import UserError
 
 LENGTH = 128
 

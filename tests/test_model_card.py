@@ -8,11 +8,11 @@ import pytest
 import yaml
 from conftest import write_jsonl
 
-from src.checkpoints import Checkpoint, read_checkpoint
-from src.cli import UserError
-from src.glue.report import write as write_report
+from src.checkpoints.reading import Checkpoint, read_checkpoint
+from src.errors import UserError
+from src.jobs.report import write as write_report
 from src.lion import configuration_lion
-from src.model_card import model_card, read_scores
+from src.publish.card import model_card, read_scores
 
 EVALUATIONS = [
     {"step": batch, "samples": 8 * batch, "seconds": 1.0,
@@ -33,7 +33,8 @@ def metadata(card: str) -> dict:
 @pytest.fixture
 def checkpoint(tmp_path, write_checkpoint, write_config) -> Checkpoint:
     """The checkpoint of step 1,200 in the folder of its run, which went on to step 1,800."""
-    from src.config import PretrainConfig, load, to_dict
+    from src.config import load, to_dict
+    from src.mlm.config import PretrainConfig
 
     config = load(PretrainConfig, "main.py", [str(write_config(tmp_path))])
     path = write_checkpoint(tmp_path / "run" / "checkpoint.pt")

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 from transformers.utils.generic import find_labels
 
+from src.checkpoints.adapters import state_dict_from_published
 from src.lion import (
     LionConfig,
     LionForMaskedLM,
@@ -22,7 +23,6 @@ from src.lion import (
 from src.lion.configuration_lion import MIXERS
 from src.lion.linear_attention import definition
 from src.lion.modeling_lion import LionAttention
-from src.published import state_dict_from_published
 
 LINEAR = tuple(mixer for mixer in MIXERS if mixer != "softmax")
 WITH_POSITIONS = ("lion-lit", "softmax")

@@ -6,7 +6,7 @@ import torch
 from composer.optim import DecoupledAdamW
 from torch import nn
 
-from src.optimizer import FusedDecoupledAdamW
+from src.training.optim import FusedDecoupledAdamW
 
 
 def train(kind, steps: int, state: dict | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:

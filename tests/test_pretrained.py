@@ -8,10 +8,10 @@ import pytest
 import torch
 from conftest import TINY_MODEL, VOCABULARY, assert_one_sentence, run
 
-from src import hub_folder
-from src.checkpoints import read_checkpoint
-from src.cli import UserError
-from src.pretrained import read_pretrained
+from src.checkpoints.pretrained import read_pretrained
+from src.checkpoints.reading import read_checkpoint
+from src.errors import UserError
+from src.publish import folder as hub_folder
 
 SENTENCE = "the old dog sees a [MASK] ."
 

@@ -7,9 +7,9 @@ import torch
 from conftest import PARITY, needs_reference
 from safetensors import safe_open
 
-from src.cli import UserError
+from src.checkpoints.adapters import config_from_published, state_dict_from_published
+from src.errors import UserError
 from src.lion import LionForMaskedLM, LionForSequenceClassification
-from src.published import config_from_published, state_dict_from_published
 
 FILES = sorted(PARITY.glob("*.safetensors"))
 

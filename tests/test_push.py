@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from conftest import PARITY, assert_one_sentence, needs_reference, run, tokens_of
 
-from src import hub, hub_folder
-from src.cli import UserError
+from src.errors import UserError
+from src.publish import commands as hub
+from src.publish import folder as hub_folder
 from tests.fake_hub import FakeHub, serve
 
 REPO = "lions/small-cat"

@@ -14,8 +14,8 @@ import torch
 from conftest import ROOT, environment, run
 
 import main
-from src import saving
-from src.run_guards import FiniteLoss, SeedEveryStep, StopOnSignal, Stopped
+from src.training import checkpointing
+from src.training.guards import FiniteLoss, SeedEveryStep, StopOnSignal, Stopped
 
 LAUNCHER = ["-m", "composer.cli.launcher", "-n", "2"]
 
@@ -60,7 +60,7 @@ def test_a_run_asked_to_stop_saves_its_step_says_so_and_goes_on_from_there(
     assert 5 <= steps < 1000
     assert said.count(f"{asked[0].name}: step {steps} is saved; the same command goes on from there") == 1
     assert "interrupted" not in said
-    assert [path.name.split("-")[1] for path in saving.checkpoints(folder)] == [f"ba{steps}"]
+    assert [path.name.split("-")[1] for path in checkpointing.checkpoints(folder)] == [f"ba{steps}"]
     with caplog.at_level("INFO", logger="lion"):
         main.main(
             [str(config), f"max_duration={steps + 2}ba", "train_loader.num_workers=0", "eval_loader.num_workers=0"]
@@ -121,8 +121,8 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(tmp_path, writ
     assert last.startswith("error: step ")
     if "the loss is" in last:
         assert "learning rate 1e+30" in last
-    for path in saving.checkpoints(tmp_path / "run"):
-        assert path.name in last or path != saving.checkpoints(tmp_path / "run")[0]
+    for path in checkpointing.checkpoints(tmp_path / "run"):
+        assert path.name in last or path != checkpointing.checkpoints(tmp_path / "run")[0]
         weights = torch.load(path, weights_only=False)["state"]["model"]
         assert all(torch.isfinite(tensor).all() for tensor in weights.values())
 

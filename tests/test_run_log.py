@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from composer import Time, Timestamp
 
-from src.metrics import read_metrics
-from src.run_log import RunLog
+from src.training.metrics import read_metrics
+from src.training.run_log import RunLog
 
 
 def state_at(step: int, seconds: float = 1.0) -> SimpleNamespace:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from conftest import ROOT, environment, run
 
-from src import saving
-from src.cli import UserError
+from src.errors import UserError
+from src.training import checkpointing
 
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
@@ -87,7 +87,7 @@ def test_a_checkpoint_cut_in_half_is_left_out_and_the_one_before_it_used(
     folder = tmp_path / "run"
     shutil.copytree(uninterrupted, folder, symlinks=True)
     (folder / "summary.json").unlink()  # as if the kill had come while the last checkpoint was copied
-    newest = saving.checkpoints(folder)[0]
+    newest = checkpointing.checkpoints(folder)[0]
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
     result = run("main.py", write_config(tmp_path, **options), *(f"model.{name}={p}" for name, p in DROPOUT.items()))
     assert result.returncode == 0, result.stderr
@@ -101,7 +101,7 @@ def test_a_full_disk_costs_no_checkpoint_that_was_there(tmp_path, write_config, 
     command = [sys.executable, ROOT / "main.py", config]
     folder = tmp_path / "run"
     assert run("main.py", config, "max_duration=14ba").returncode == 0
-    kept = {path.name: path.read_bytes() for path in saving.checkpoints(folder)}
+    kept = {path.name: path.read_bytes() for path in checkpointing.checkpoints(folder)}
     size = (folder / "latest-rank0.pt").stat().st_size
     result = subprocess.run(
         [*command, "max_duration=25ba"], env=environment(), capture_output=True, text=True, timeout=120,
@@ -115,10 +115,10 @@ def test_a_full_disk_costs_no_checkpoint_that_was_there(tmp_path, write_config, 
     assert last.startswith("error: cannot save step 25, the last")
     assert "the same command goes on from" in last
     assert "ba14" in last
-    assert {path.name: path.read_bytes() for path in saving.checkpoints(folder)} == kept
+    assert {path.name: path.read_bytes() for path in checkpointing.checkpoints(folder)} == kept
     assert not list(folder.glob("*.unfinished"))
     assert run("main.py", config, "max_duration=25ba").returncode == 0
-    assert saving.checkpoints(folder)[0].name.split("-")[1] == "ba25"
+    assert checkpointing.checkpoints(folder)[0].name.split("-")[1] == "ba25"
 
 
 # In this process
@@ -133,21 +133,21 @@ def folder(tmp_path) -> Path:
 
 
 def test_checkpoints_come_newest_first_and_unfinished_ones_not_at_all(folder):
-    assert [path.name for path in saving.checkpoints(folder)] == [
+    assert [path.name for path in checkpointing.checkpoints(folder)] == [
         "ep1-ba100-rank0.pt",
         "ep0-ba10-rank0.pt",
         "ep0-ba5-rank0.pt",
     ]
-    assert saving.newest_whole(folder).name == "ep1-ba100-rank0.pt"
-    assert saving.newest_whole(folder / "not there") is None
+    assert checkpointing.newest_whole(folder).name == "ep1-ba100-rank0.pt"
+    assert checkpointing.newest_whole(folder / "not there") is None
 
 
 @pytest.mark.parametrize("link", ["ep0-ba10-rank0.pt", "ep0-ba1-rank0.pt", None])
 def test_latest_names_the_newest_again_where_a_kill_left_it_behind(folder, link):
     if link is not None:
-        (folder / saving.LATEST).symlink_to(link)
-    assert saving.newest_whole(folder) == (folder / saving.LATEST).resolve()
-    assert saving.checkpoints(folder)[0].name == "ep1-ba100-rank0.pt"
+        (folder / checkpointing.LATEST).symlink_to(link)
+    assert checkpointing.newest_whole(folder) == (folder / checkpointing.LATEST).resolve()
+    assert checkpointing.checkpoints(folder)[0].name == "ep1-ba100-rank0.pt"
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "one bit"])
@@ -158,21 +158,21 @@ def test_damage_of_any_kind_is_seen_and_said(folder, damage, caplog):
         data[len(data) // 2] ^= 1
     newest.write_bytes({"cut": data[:-200], "empty": b"", "one bit": data}[damage])
     with caplog.at_level(logging.WARNING, logger="lion"):
-        assert saving.newest_whole(folder).name == "ep0-ba10-rank0.pt"
+        assert checkpointing.newest_whole(folder).name == "ep0-ba10-rank0.pt"
     assert f"{newest} is damaged" in caplog.text
 
 
 def test_a_run_does_not_begin_anew_because_all_its_checkpoints_are_damaged(folder):
-    for path in saving.checkpoints(folder):
+    for path in checkpointing.checkpoints(folder):
         path.write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
-        saving.newest_whole(folder)
+        checkpointing.newest_whole(folder)
 
 
 def test_a_damaged_later_checkpoint_does_not_cost_the_new_one(folder):
     (folder / "ep1-ba100-rank0.pt").write_bytes(b"cut")
-    writer = saving.CheckpointWriter(folder, "10ba", keep=1)
+    writer = checkpointing.CheckpointWriter(folder, "10ba", keep=1)
     torch.save({"batch": 20}, folder / "ep0-ba20.unfinished")
     writer._publish(folder / "ep0-ba20.unfinished", folder / "ep0-ba20-rank0.pt")
-    assert [path.name for path in saving.checkpoints(folder)] == ["ep1-ba100-rank0.pt", "ep0-ba20-rank0.pt"]
-    assert saving.newest_whole(folder) == (folder / saving.LATEST).resolve() == folder / "ep0-ba20-rank0.pt"
+    assert [path.name for path in checkpointing.checkpoints(folder)] == ["ep1-ba100-rank0.pt", "ep0-ba20-rank0.pt"]
+    assert checkpointing.newest_whole(folder) == (folder / checkpointing.LATEST).resolve() == folder / "ep0-ba20-rank0.pt"

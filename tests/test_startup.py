@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from src.startup import Startup
+from src.training.startup import Startup
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from src.cli import UserError
 from src.demo.tasks import scramble, write_tasks
+from src.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = "The same words are said in many of the files."

@@ -9,7 +9,7 @@ import pytest
 from composer import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from src.builders import build_loggers
+from src.training.registry import build_loggers
 
 
 @pytest.mark.parametrize("full_at", [Event.INIT, Event.BATCH_END, Event.EVAL_END, None])

@@ -17,13 +17,13 @@ from streaming import MDSWriter
 from streaming.base.storage.download import S3Downloader
 from transformers import BertTokenizerFast
 
-from src import convert_dataset
-from src.cli import UserError
-from src.collate import sample_count
-from src.config import DatasetConfig, LoaderConfig
-from src.masking import IGNORED
-from src.text_data import StreamingTextDataset, build, build_dataset, describe, leave_signals_to_the_main_process
-from src.token_rows import vocabulary_digest
+from src.data import convert
+from src.data.config import DatasetConfig, LoaderConfig
+from src.data.masking import IGNORED
+from src.data.mlm_collator import sample_count
+from src.data.streaming import StreamingTextDataset, build, build_dataset, describe, leave_signals_to_the_main_process
+from src.data.token_rows import vocabulary_digest
+from src.errors import UserError
 
 Batch = dict[str, torch.Tensor]
 
@@ -193,7 +193,7 @@ def write_tokens(folder: Path, tokenizer, texts: list[str], length: int = 64) ->
 def write_texts(folder: Path, texts: list[str], *options: str) -> Path:
     folder.mkdir()
     data = write_jsonl(folder / "data.jsonl", texts)
-    convert_dataset.main(["--data_files", str(data), "--splits", "train", "--out_root", str(folder), *options])
+    convert.main(["--data_files", str(data), "--splits", "train", "--out_root", str(folder), *options])
     return folder
 
 

@@ -9,8 +9,8 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from src.cli import UserError
-from src.text_files import BATCH_BYTES, Reading, find_files, read_batches, read_texts, texts
+from src.data.readers import BATCH_BYTES, Reading, find_files, read_batches, read_texts, texts
+from src.errors import UserError
 
 TEXTS = [
     "Grüße, 世界 🙂",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from src.cli import RunFailed, UserError
-from src.train_tokenizer import SPECIAL_TOKENS, main
+from src.data.tokenizers import SPECIAL_TOKENS, main
+from src.errors import RunFailed, UserError
 
 COMMAND = Path(__file__).resolve().parent.parent / "src" / "train_tokenizer.py"
 

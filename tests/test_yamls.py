@@ -6,8 +6,9 @@ import pytest
 import torch
 from conftest import ROOT
 
-from src.config import PretrainConfig, load
+from src.config import load
 from src.lion import LionConfig, LionForMaskedLM
+from src.mlm.config import PretrainConfig
 
 MODELS = sorted(path.stem for path in (ROOT / "yamls/pretrain").glob("*.yaml") if "-" in path.stem)
 VOCABULARY = {"tiny": 8192}  # of the demo; else that of BERT to a multiple of 8

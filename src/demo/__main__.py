@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 from src import cli
-from src.cli import UserError
-from src.convert_dataset import is_validation
+from src.data.convert import is_validation
+from src.errors import UserError
 from src.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,7 +124,7 @@ class Demo:
 
     def show(self, model: str) -> None:
         """Fill masks with the Hub folder, and print scores and places."""
-        from src.glue import report
+        from src.jobs import report
 
         self.begin("filling masks in sentences of the validation text, most likely words first")
         # From another folder and without this repository: what any user of the Hub folder has.
@@ -163,7 +163,7 @@ class Demo:
 
     def compare(self, models: tuple[str, ...]) -> None:
         """One table and one picture of several models."""
-        from src.run_log import draw_curves
+        from src.training.run_log import draw_curves
 
         scores = {model: self.scores(model) for model in models}
         summaries = {model: self.summary(model) for model in models}

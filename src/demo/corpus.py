@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from src.cli import UserError, log, progress
+from src.cli import log, progress
+from src.errors import UserError
 
 STDLIB = "stdlib"  # the name the standard library goes by in `source`
 REQUIRED = (STDLIB, "numpy", "torch", "transformers")

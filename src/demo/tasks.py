@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from src.cli import UserError, log
+from src.cli import log
 from src.demo.corpus import atomic_writer, split_sentences
+from src.errors import UserError
 
 MOVED_WORDS = 4  # at least, in a scrambled sentence
 SENTENCE_WORDS = range(6, 21)  # of WordOrder

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedTokenizerBase
 
-from src.glue.sources import Example
+from src.glue.examples import Example
 
 
 class Batches:

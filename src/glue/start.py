@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from src import builders
-from src.checkpoints import load_all
-from src.cli import UserError
-from src.config import FinetuneConfig
+from src.checkpoints.pretrained import read_pretrained
+from src.checkpoints.reading import load_all
+from src.data.token_rows import vocabulary_digest
+from src.errors import UserError
+from src.glue.config import FinetuneConfig
 from src.glue.tasks import Task
 from src.lion import LionConfig, LionForSequenceClassification
-from src.pretrained import read_pretrained
-from src.token_rows import vocabulary_digest
+from src.training import registry
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Start:
             found.update(name.encode())
             found.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
         return {
-            "model": builders.lion_arguments(self.config),
+            "model": registry.lion_arguments(self.config),
             "weights": found.hexdigest() if self.weights is not None else "random",
             "vocabulary": vocabulary_digest(self.tokenizer),
         }
@@ -46,21 +46,21 @@ def read_start(config: FinetuneConfig, path: str | None = None) -> Start:
     if name is None:
         if config.tokenizer_name is None:
             raise UserError("starting_checkpoint_load_path is not set; name a checkpoint, or set tokenizer_name to start from random weights")  # fmt: skip
-        tokenizer = builders.build_tokenizer(config.tokenizer_name, config.max_seq_len)
-        settings = builders.build_lion_config(config.model, tokenizer, config.max_seq_len).to_dict()
+        tokenizer = registry.build_tokenizer(config.tokenizer_name, config.max_seq_len)
+        settings = registry.build_lion_config(config.model, tokenizer, config.max_seq_len).to_dict()
         return Start(settings, None, tokenizer, "random weights")
     pretrained = read_pretrained(name, "starting_checkpoint_load_path")
     fresh = config.from_scratch and path is None
     tokenizer = own = pretrained.tokenizer
     if config.tokenizer_name is not None:
-        tokenizer = builders.build_tokenizer(config.tokenizer_name, config.max_seq_len)
+        tokenizer = registry.build_tokenizer(config.tokenizer_name, config.max_seq_len)
         if own is not None and not fresh and vocabulary_digest(own) != vocabulary_digest(tokenizer):
             raise UserError(f"tokenizer_name: {config.tokenizer_name} is not the tokenizer of {name}; leave it out")
     if tokenizer is None:
         raise UserError(f"{name} holds no tokenizer; set tokenizer_name")
     # Vocabulary and padding are the checkpoint's, not the tokenizer's, rounded.
-    changed = {**builders.lion_arguments(pretrained.config), **config.model}
-    settings = builders.build_lion_config(changed, tokenizer, config.max_seq_len).to_dict()
+    changed = {**registry.lion_arguments(pretrained.config), **config.model}
+    settings = registry.build_lion_config(changed, tokenizer, config.max_seq_len).to_dict()
     if fresh:
         return Start(settings, None, tokenizer, f"random weights, of the sizes of {name}")
     return Start(settings, pretrained.encoder(), tokenizer, name)
@@ -70,7 +70,7 @@ def build_model(start: Start, task: Task) -> LionForSequenceClassification:
     """A classifier with the starting encoder: all of it, but for the pooler that pretraining does not have."""
     names = {"id2label": dict(enumerate(task.labels)), "label2id": {label: i for i, label in enumerate(task.labels)}}
     labels = {"num_labels": 1, "problem_type": "regression"} if task.regression else names
-    settings = builders.lion_arguments(start.config)
+    settings = registry.lion_arguments(start.config)
     model = LionForSequenceClassification(LionConfig(**settings, **labels))
     if start.weights is not None:
         own = model.lion.state_dict()

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from src.glue import report
-from src.glue.sources import DIAGNOSTIC
+from src.glue.examples import DIAGNOSTIC
 from src.glue.tasks import GLUE
+from src.jobs import report
 
 FILES = {"cola": ("CoLA",), "sst2": ("SST-2",), "mrpc": ("MRPC",), "stsb": ("STS-B",), "mnli": ("MNLI-m", "MNLI-mm", DIAGNOSTIC),
          "qnli": ("QNLI",), "rte": ("RTE",), "qqp": ("QQP",)}  # fmt: skip

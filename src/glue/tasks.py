@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args, get_origin
 
-from src.cli import UserError
 from src.config import nearest
+from src.errors import UserError
 
 METRICS = {"classification": ("accuracy", "f1", "macro_f1", "matthews"), "regression": ("spearman", "pearson")}
 SPLITS = ("train", "validation", "test")

@@ -1,0 +1,55 @@
+"""Config of the loaders that read shards of text or tokens."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import II
+
+from src.config import SEED, key
+
+
+@dataclass
+class DatasetConfig:
+    local: str = key("folder with the shards, or the cache for `remote`", II("data_local"), may_change=True)
+    remote: str | None = key(
+        "where the shards are (s3://, gs://, oci://, a path), if not in `local`", II("data_remote"), may_change=True
+    )
+    streams: dict[str, Any] = key(
+        "several sources instead of `local` and `remote`, by name: each has a local, a remote, a split (default: the one below) "
+        "and one of proportion (of an epoch), repeat (times per epoch) and choose (samples per epoch)",
+        {},
+        may_change=("num_workers", "local", "remote", "predownload", "cache_limit"),
+    )
+    split: str = key("subfolder of the shards, e.g. train, train_small, val")
+    tokenizer_name: str = key("Hub name or folder of the tokenizer", II("tokenizer_name"))
+    max_seq_len: int = key(
+        "maximum sequence length in tokens; longer texts are truncated",
+        II("max_seq_len"),
+        at_least=3,
+        at_most=2**32 - 1,
+    )
+    mlm_probability: float = key("masking rate: fraction of tokens to predict", II("mlm_probability"), above=0, below=1)
+    whole_word_masking: bool = key("mask all WordPiece tokens of a word or none", False)
+    packing: bool = key(
+        "put several samples in a row of max_seq_len, kept apart, and keep apart the documents of --concat_tokens rows",
+        False,
+    )
+    pad_to_max_length: bool = key("pad rows to max_seq_len instead of the longest of the batch", False)
+    shuffle: bool = key("draw a new order in every epoch from the seed", False)
+    seed: int = key("seed of order and masks", II("seed"), **SEED)
+    predownload: int | None = key("samples to fetch ahead, with `remote`", None, may_change=True)
+    cache_limit: str | None = key("maximum disk space of the cache, e.g. 100gb", None, may_change=True)
+    num_canonical_nodes: int | None = key("fix the sample order for this many nodes, whatever the real number", None)
+
+
+@dataclass
+class LoaderConfig:
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    drop_last: bool = key("drop the last batch of an epoch if it is not full", False)
+    num_workers: int = key(
+        "worker processes that prepare batches; 0: the main process does",
+        0,
+        at_least=0,
+        at_most=2**32 - 1,
+        may_change=True,
+    )

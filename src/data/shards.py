@@ -1,0 +1,160 @@
+"""MDS shards that a process killed at any moment leaves so that another goes on, and writes what the first would have.
+
+The shards of an unfinished split lie in a hidden folder with a file progress.json, which is replaced whenever a shard is
+complete. It holds the command that writes them, the state to begin again from, how many samples to skip from there, and
+the complete shards.
+"""
+
+import copy
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from streaming import MDSWriter
+
+from src.errors import UserError
+
+PROGRESS = "progress.json"
+
+
+class ShardWriter(MDSWriter):
+    """Writes samples to the shards of a folder, and with each complete shard progress.json.
+
+    Samples come of states: `mark(state)` is said before the samples that follow from a state. Who begins again from a state
+    must write the same samples after it; those that lie in complete shards are then skipped.
+    """
+
+    def __init__(self, folder: Path, progress: dict[str, Any], resumable: bool, **options: Any):
+        with tempfile.TemporaryDirectory() as empty:  # MDSWriter takes no other, and the folder may hold shards already
+            super().__init__(out=empty, **options)
+        self.local = str(folder)
+        self.folder, self.progress, self.resumable = folder, progress, resumable
+        self.shards = progress["shards"]
+        self.stored = sum(shard["samples"] for shard in self.shards)
+        self.samples = self.stored - progress["skip"]  # written or skipped
+        self.marked = (self.samples, progress["state"])
+        self.storing: Future | None = None
+        self.lock = lock(folder)
+        kept = {PROGRESS, *(stored_file(shard)["basename"] for shard in self.shards)}
+        for path in folder.iterdir():
+            if path.name not in kept:
+                path.unlink()
+
+    def mark(self, state: Any) -> None:
+        self.marked = (self.samples, state)
+
+    def write(self, sample: dict[str, Any]) -> None:
+        if self.samples >= self.stored:
+            super().write(sample)
+        self.samples += 1
+
+    def flush_shard(self) -> None:
+        """Store the samples since the last shard, while others are collected. Raises what went wrong with that last one."""
+        if not self.new_samples:  # the first sample alone is larger than a shard
+            return
+        self._wait()
+        self.stored += len(self.new_samples)
+        shard = copy.copy(self)
+        self.storing = self.executor.submit(shard._store)
+
+    def finish(self) -> None:
+        if self.new_samples:
+            self.flush_shard()
+            self._reset_cache()
+        self._wait()
+        super().finish()
+
+    def _wait(self) -> None:
+        if self.storing is not None:
+            self.storing.result()
+
+    def _store(self) -> None:
+        super().flush_shard()
+        if not self.resumable:
+            return
+        to_disk(self.folder / stored_file(self.shards[-1])["basename"])
+        samples, state = self.marked
+        progress = {"state": state, "skip": self.stored - samples, "shards": self.shards}
+        save_progress(self.folder, {**self.progress, **progress})
+
+    def bytes_stored(self) -> int:
+        return sum(stored_file(shard)["bytes"] for shard in self.shards)
+
+    def close(self) -> None:
+        """Let go of the folder, finished or not."""
+        self.executor.shutdown(cancel_futures=True)
+        os.close(self.lock)
+
+
+def stored_file(shard: dict[str, Any]) -> dict[str, Any]:
+    return shard["zip_data"] or shard["raw_data"]
+
+
+def lock(folder: Path) -> int:
+    """Hold the folder for this process, until it ends or closes what is returned. Raises UserError if another has it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UserError(
+            f"{folder} is being written by another process; wait for it, or name another --out_root"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    return handle
+
+
+def begin(folder: Path, **facts: Any) -> dict[str, Any]:
+    """Make the folder, empty, with its progress: the facts, and no shard yet."""
+    if folder.exists():
+        os.close(lock(folder))
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    progress = {**facts, "state": None, "skip": 0, "shards": []}
+    save_progress(folder, progress)
+    return progress
+
+
+def read_progress(folder: Path) -> dict[str, Any] | None:
+    """What there is to go on from; None where there is nothing."""
+    try:
+        return json.loads((folder / PROGRESS).read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def save_progress(folder: Path, progress: dict[str, Any]) -> None:
+    unfinished = folder / f"{PROGRESS}.unfinished"
+    unfinished.write_text(json.dumps(progress))
+    to_disk(unfinished)
+    unfinished.replace(folder / PROGRESS)
+    to_disk(folder)
+
+
+def give_name(unfinished: Path, folder: Path) -> None:
+    """Rename a finished folder, in place of one that may have the name. It is never half there."""
+    for path in (unfinished / "index.json", unfinished / "split.json", unfinished):
+        to_disk(path)
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    unfinished.rename(folder)
+    to_disk(folder.parent)
+    (folder / PROGRESS).unlink()
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def to_disk(path: Path) -> None:
+    """Return when a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,98 @@
+"""Files: written atomically, hashed, locked and checked. What every package uses."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from src.errors import UserError, reason
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file under a temporary name, then rename it: readers see the old content or the new, never a part."""
+    temporary = path.with_name(f"{path.name}.unfinished")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    temporary.replace(path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write indented JSON atomically."""
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a .jsonl file up to its first truncated line; a missing file has none."""
+    lines: list[dict[str, Any]] = []
+    if not path.is_file():
+        return lines
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:  # the empty string after the last line feed, or a line cut off by a kill
+            break
+    return lines
+
+
+def sha256(chunks: Iterable[bytes | memoryview]) -> str:
+    """Return the SHA-256 of byte strings end to end, in hexadecimal."""
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal. Raises OSError."""
+    with path.open("rb") as file:
+        return sha256(iter(lambda: file.read(1 << 20), b""))
+
+
+def sync_to_disk(path: Path) -> None:
+    """Return once a file, or the entries of a directory, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def check_writable(key: str, folder: Path) -> None:
+    """Raise UserError if nothing can be written in a folder, which need not exist yet. `key` is what the user set."""
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not existing.is_dir():
+        raise UserError(f"{key}: {existing} is not a directory; choose another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"{key}: {existing} is not writable; choose another folder or change its permissions")
+
+
+@contextlib.contextmanager
+def exclusive_lock(folder: Path, command: str) -> Iterator[None]:
+    """Hold `save_folder` for this process until it ends; a folder left empty is removed.
+
+    Raises:
+        UserError: another process holds the folder, or it cannot be written.
+    """
+    from filelock import FileLock, Timeout
+
+    path = folder / ".lock"
+    lock = FileLock(path, timeout=0)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise UserError(
+            f"save_folder: another {command} is running in {folder}; wait for it or choose another folder"
+        ) from None
+    except OSError as error:
+        raise UserError(f"save_folder: cannot write to {folder} ({reason(error)}); choose another folder") from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if os.listdir(folder) == [path.name]:
+                path.unlink()
+                folder.rmdir()
+        lock.release()

@@ -1,0 +1,128 @@
+"""Config keys that every run has, whatever it trains."""
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from src.config import SEED, duration, key, load
+from src.errors import UserError
+
+Config = TypeVar("Config")
+BY_NAME = "by name, with arguments: "
+COUNT = {"at_least": 1, "at_most": 2**32 - 1}
+
+
+@dataclass
+class TrainerConfig:
+    """Keys of everything that trains, one long run or many short ones."""
+
+    scheduler: dict[str, Any] = key(
+        "name (linear_decay_with_warmup, cosine_with_warmup, constant, constant_with_warmup, warmup_stable_decay) and arguments"
+    )
+    algorithms: dict[str, Any] = key(f"{BY_NAME}gradient_clipping, …", {})
+    callbacks: dict[str, Any] = key(f"{BY_NAME}speed_monitor, lr_monitor, memory_monitor, …", {}, may_change=True)
+    loggers: dict[str, Any] = key(f"{BY_NAME}tensorboard, wandb, mlflow, file", {}, may_change=True)
+    precision: str | None = key(
+        "default: amp_bf16 on a GPU, fp32 on a CPU", None, choices=("fp32", "amp_bf16", "amp_fp16")
+    )
+    device: str | None = key("default: a GPU if there is one", None, choices=("gpu", "cpu"), may_change=True)
+    save_folder: str = key("folder for everything the command writes", may_change=True)
+    progress_bar: bool = key("show progress and time left", True, may_change=True)
+
+    def check(self) -> None:
+        """Check what the rules of single keys cannot. Raises UserError."""
+        for name in ("save_folder", "load_path"):
+            value = getattr(self, name, None) or ""
+            if "{" in value:
+                raise UserError(
+                    f"{name}={value} has braces, which Composer would replace; refer to keys as ${{run_name}}"
+                )
+        if "://" in self.save_folder:
+            raise UserError(f"save_folder={self.save_folder} is not a local folder; choose one and copy it from there")
+
+
+@dataclass
+class RunConfig(TrainerConfig):
+    """Keys of one run with checkpoints."""
+
+    run_name: str = key("name of the run")
+    optimizer: dict[str, Any] = key(
+        "name (decoupled_adamw, adamw) and arguments; filter_bias_norm_wd: true exempts biases and norms from weight decay"
+    )
+    max_duration: str = duration("length of training", units=("ba", "sp", "ep", "tok"), may_change=True)
+    eval_interval: str = duration("how often to evaluate", may_change=True)
+    eval_first: bool = key("evaluate the untrained model too, for comparison", True, may_change=True)
+    eval_subset_num_batches: int = key("batches per evaluation; -1: all", -1, at_least=1, also=(-1,), may_change=True)
+    global_train_batch_size: int = key("batch size: samples per optimizer step, over all devices", at_least=1)
+    device_train_microbatch_size: Any = key(
+        "samples per device and forward pass, or auto (FSDP on GPUs)", at_least=1, also=("auto",), may_change=True
+    )
+    device_eval_batch_size: int = key("samples per device and evaluation batch", may_change=True, **COUNT)
+    float32_matmul_precision: str = key(
+        "of float32 products: high may use TF32, medium bfloat16", "highest", choices=("highest", "high", "medium")
+    )
+    seed: int = key("seed of weights, dropout, order and masks", **SEED)
+    save_interval: str = duration("how often to save a checkpoint", may_change=True)
+    save_num_checkpoints_to_keep: int = key(
+        "older checkpoints are deleted; -1: keep all", -1, at_least=1, also=(-1,), may_change=True
+    )
+    load_path: str | None = key("checkpoint to start from, with its optimizer state and place in the data", None)
+    autoresume: bool = key("resume from the last checkpoint in save_folder, if there is one", True, may_change=True)
+    on_nonfinite_loss: str = key(
+        "stop: end the run before the step is saved; skip: drop the step's update and count it",
+        "stop",
+        choices=("stop", "skip"),
+        may_change=True,
+    )
+    activation_checkpointing: bool = key(
+        "keep only the input of each layer and recompute the rest in the backward pass: less memory, a third more work",
+        False,
+        may_change=True,
+    )
+    fsdp_config: dict[str, Any] = key(
+        "arguments of Composer's FSDPConfig, to shard the model over GPUs; empty: DDP", {}, may_change=True
+    )
+    ddp_sync_strategy: str | None = key(
+        "when DDP sums gradients; default: with the last microbatch",
+        None,
+        choices=("single_auto_sync", "multi_auto_sync", "forced_sync"),
+        may_change=True,
+    )
+    dist_timeout: float = key(
+        "seconds a device waits for the others before the run ends", 300.0, above=0, may_change=True
+    )
+    compile_config: Any = key(
+        "arguments of torch.compile for the model, {} for its defaults; null: not compiled", None, may_change=True
+    )
+    hf_export: str | None = key(
+        "also write a Hub folder of each checkpoint (save) or of the last (end) to save_folder/hub",
+        None,
+        choices=("end", "save"),
+        may_change=True,
+    )
+    log_interval: str = duration("how often to write a line to metrics.jsonl", "10ba", units=("ba",), may_change=True)
+
+    def check(self) -> None:
+        """Check keys against each other. Raises UserError."""
+        super().check()
+        clipping = self.algorithms.get("gradient_clipping")
+        by_value = isinstance(clipping, dict) and clipping.get("clipping_type") == "value"
+        if self.on_nonfinite_loss == "skip" and by_value:  # clipping comes first, and hides infinite gradients
+            raise UserError(
+                "on_nonfinite_loss=skip cannot see infinite gradients clipped by value; use clipping_type norm"
+            )
+        if self.activation_checkpointing and self.fsdp_config.get("activation_checkpointing"):
+            raise UserError("activation_checkpointing is set twice, here and in fsdp_config; omit one")
+
+
+def load_config(schema: type[Config], script: str, example: str, argv: list[str]) -> Config:
+    """Load the config of a command that trains; `--help` also lists the arguments of what is chosen by name."""
+
+    def arguments_by_name() -> str:
+        from src.training.registry import describe_arguments
+
+        return (
+            "arguments of what is chosen by name (in `callbacks` and the like as name: {argument: value}):\n\n"
+            f"{describe_arguments()}"
+        )
+
+    return load(schema, script, argv, example, arguments_by_name)
