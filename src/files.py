@@ -10,6 +10,9 @@ from typing import Any
 
 from src.errors import UserError, reason
 
+LATEST = "latest-rank0.pt"  # in a run folder, the link to the newest checkpoint
+METRICS = "metrics.jsonl"
+
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file under a temporary name, then rename it: readers see the old content or the new, never a part."""
