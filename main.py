@@ -229,7 +229,7 @@ def build_model(config: PretrainConfig, tokenizer, saved: Path | None = None):
 
     from src.checkpoints.pretrained import read_pretrained
     from src.checkpoints.reading import load_all
-    from src.data.token_rows import vocabulary_digest
+    from src.data.tokenizers import vocabulary_digest
 
     name = str(saved or name)
     start = read_pretrained(name, "model.pretrained_checkpoint")

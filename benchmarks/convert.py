@@ -22,7 +22,7 @@ import numpy as np
 
 from src import cli
 from src.data.convert import main as convert_dataset
-from src.data.token_rows import load_tokenizer
+from src.data.tokenizers import load_tokenizer
 
 
 def main(argv: list[str]) -> None:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from src.data import convert as convert_dataset
 from src.data import shards as shard_writer
 from src.data.readers import read_batches
-from src.data.token_rows import vocabulary_digest
+from src.data.tokenizers import vocabulary_digest
 from src.errors import UserError
 
 DOCUMENTS = ["", *sentences(900, seed=5), " \n", "the dog"]

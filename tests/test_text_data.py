@@ -22,7 +22,7 @@ from src.data.config import DatasetConfig, LoaderConfig
 from src.data.masking import IGNORED
 from src.data.mlm_collator import sample_count
 from src.data.streaming import StreamingTextDataset, build, build_dataset, describe, leave_signals_to_the_main_process
-from src.data.token_rows import vocabulary_digest
+from src.data.tokenizers import vocabulary_digest
 from src.errors import UserError
 
 Batch = dict[str, torch.Tensor]

@@ -9,7 +9,8 @@ import pytest
 from streaming.base.format.mds.encodings import mds_decode, mds_encode
 from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
-from src.data.token_rows import Packer, RowMaker, Rows, encode, load_tokenizer, vocabulary_digest
+from src.data.token_rows import Packer, RowMaker, Rows, encode
+from src.data.tokenizers import load_tokenizer, vocabulary_digest
 from src.errors import UserError
 
 CLS, SEP = 2, 3

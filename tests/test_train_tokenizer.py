@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from src.data.tokenizers import SPECIAL_TOKENS, main
+from src.data.tokenizers import SPECIAL_TOKENS
 from src.errors import RunFailed, UserError
+from src.train_tokenizer import main
 
 COMMAND = Path(__file__).resolve().parent.parent / "src" / "train_tokenizer.py"
 
@@ -87,7 +88,7 @@ MISTAKES = {
     "no such column": ('{"body": "It is."}', [], r"data.jsonl, line 1: no text under 'text' \(its keys are body\)"),
     "no JSON": ('{"text": "It is."}\nIt is.', [], "data.jsonl, line 2: not valid JSON"),
     "no object": ("[1, 2]", [], "data.jsonl, line 1: no text under"),
-    "no text": ('{"text": " "}', [], "no text to learn from"),
+    "no text": ('{"text": " "}', [], "no text to train on"),
     "a small vocabulary": ('{"text": "It is."}', ["--vocab_size", "10"], "--vocab_size: 10 is too small"),
 }
 
@@ -103,20 +104,20 @@ def test_a_mistake_is_said_in_one_sentence(data, options, message, tmp_path):
 
 @pytest.mark.parametrize("below", ["", "deep/out"])
 def test_an_out_that_cannot_be_is_told_before_training(tmp_path, below):
-    data = write_text(tmp_path / "data.jsonl", 0)  # no text: training would say so
-    with pytest.raises(UserError, match=r"--out: .*data\.jsonl is a file"):
+    data = write_text(tmp_path / "data.jsonl", 0)  # no text: training would report that
+    with pytest.raises(UserError, match=r"--out: .*data\.jsonl is not a directory"):
         main(["--data_files", str(data), "--out", str(data / below)])
 
 
 def test_an_out_without_permission_is_told_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # which root always has
-    with pytest.raises(UserError, match=f"--out: {tmp_path} cannot be written to"):
+    with pytest.raises(UserError, match=f"--out: {tmp_path} is not writable"):
         main(["--data_files", str(write_text(tmp_path / "data.jsonl", 0)), "--out", f"{tmp_path}/out"])
 
 
 def test_a_tokenizer_that_cannot_be_written_is_told_in_one_sentence(tmp_path):
     (tmp_path / "out" / "vocab.txt" / "a folder in its place").mkdir(parents=True)
-    with pytest.raises(RunFailed, match=r"--out: .*out cannot be written \("):
+    with pytest.raises(RunFailed, match=r"--out: cannot write .*out \("):
         main(["--data_files", str(write_text(tmp_path / "data.jsonl", 9)), "--out", f"{tmp_path}/out"])
     assert not {"tokenizer.json", ".unfinished"} & set(os.listdir(tmp_path / "out"))
 

@@ -31,7 +31,8 @@ import numpy as np
 from src.cli import log, progress
 from src.data.corpora import Files, HubDataset, grouped
 from src.data.readers import LINE_KINDS, STANDARD_INPUT, Batch, Reading, file_kind, texts
-from src.data.token_rows import Packer, RowMaker, Rows, load_tokenizer, vocabulary_digest
+from src.data.token_rows import Packer, RowMaker, Rows
+from src.data.tokenizers import load_tokenizer, vocabulary_digest
 from src.data.workers import in_order, usable_cores
 from src.errors import UserError
 

@@ -21,7 +21,7 @@ from src.config import nearest
 from src.data.config import DatasetConfig, LoaderConfig
 from src.data.masking import Masking
 from src.data.mlm_collator import MaskingCollator, sample_count
-from src.data.token_rows import vocabulary_digest
+from src.data.tokenizers import vocabulary_digest
 from src.errors import UserError, first_line
 
 STREAM_KEYS = ["local", "remote", "split", "proportion", "repeat", "choose"]

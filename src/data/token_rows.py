@@ -16,46 +16,20 @@ Beside a split's index.json lies split.json, its summary; for rows of tokens wit
 `"tokens": {"tokenizer": …, "vocab_size": …, "digest": …, "mode": "max_seq_len" or "concat_tokens", "length": N, …}`.
 """
 
-import hashlib
 import itertools
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from src.errors import UserError, first_line
+from src.errors import UserError
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and the processes that make rows need none of it
     from transformers import PreTrainedTokenizerBase
-
-
-def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """SHA-256, in hexadecimal, of every token with its id, and of the ids that frame, pad and mask: what rows depend on."""
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    special = [getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "pad", "mask")]
-    return hashlib.sha256(json.dumps([vocabulary, special]).encode()).hexdigest()
-
-
-def load_tokenizer(name: str, key: str = "--tokenizer", **options: Any) -> "PreTrainedTokenizerBase":
-    """A tokenizer from a folder or the Hub, never running code from there. Raises UserError, which speaks of `key`."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
-    except Exception as error:  # whatever transformers, tokenizers and sentencepiece raise
-        if Path(name).is_dir():
-            reason = f"the folder holds no tokenizer that transformers can load ({first_line(error)})"
-        elif name.startswith((".", "/", "~")):
-            reason = "there is no such folder"
-        else:
-            reason = f"it is no folder here, and the Hugging Face Hub did not give it ({first_line(error)})"
-        raise UserError(f"{key}: cannot load {name}: {reason}; give a folder with tokenizer.json") from None
 
 
 @dataclass

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from src.checkpoints.pretrained import read_pretrained
 from src.checkpoints.reading import load_all
-from src.data.token_rows import vocabulary_digest
+from src.data.tokenizers import vocabulary_digest
 from src.errors import UserError
 from src.glue.config import FinetuneConfig
 from src.glue.tasks import Task

@@ -43,7 +43,7 @@ from transformers.utils import logging as transformers_logging
 from src.checkpoints.reading import ARGUMENTS, check_argument
 from src.config import nearest
 from src.data import mlm_collator
-from src.data.token_rows import load_tokenizer
+from src.data.tokenizers import load_tokenizer
 from src.errors import UserError, first_line
 from src.lion import LionConfig
 from src.training.early_stopper import ResumableEarlyStopper
