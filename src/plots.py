@@ -1,0 +1,152 @@
+"""Pictures in one style, with one colour per mixer. Titles name the data and the model, axes their units.
+
+`curves` draws metrics of runs, `bars` scores. Any other picture:
+
+    figure, axes = plots.subplots(columns=2, title="Forward and backward, float32, Xeon")
+    axes[0, 0].plot(lengths, milliseconds, color=plots.color("lion-s"), label="lion-s")
+    plots.label_axes(axes[0, 0], "time", "tokens", "ms", log=True)
+    plots.save(figure, path)
+"""
+
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from src.files import METRICS, read_json_lines, write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = {
+    "lion-lit": "#e69f00", "lion-d": "#009e73", "lion-s": "#0072b2", "hydra": "#56b4e9", "softmax": "#d55e00",
+    "bert": "#d55e00", "hugging face bert": "#7f7f7f", "modernbert": "#000000",
+}  # fmt: skip
+OTHERS = ("#cc79a7", "#8c564b", "#17becf", "#bcbd22", "#9467bd")  # in order of appearance
+FAMILY = re.compile(rf"({'|'.join(sorted(COLORS, key=len, reverse=True))})(?![a-z])")
+
+
+class Panel(NamedTuple):
+    """One plot of `curves`: what it shows and the keys of metrics.jsonl that hold it."""
+
+    title: str  # e.g. "masked accuracy"
+    y_label: str  # with its unit, e.g. "%"
+    train: str | None  # key of a training line, e.g. "accuracy"
+    evaluation: str  # key of an evaluation, e.g. "eval/MaskedAccuracy"
+    scale: float = 1  # 100 draws fractions as percentages
+    baseline: tuple[str, str] | None = None  # (label, key of an evaluation): a dotted line at its last value
+
+
+def color(name: str) -> str:
+    """Return the colour of a mixer or of the mixer that a model's or run's name contains."""
+    return colors([name])[0]
+
+
+def colors(names: Iterable[str]) -> list[str]:
+    """Return a colour for each name in one picture: its mixer's where that is still free, else the next of OTHERS."""
+    chosen: list[str] = []
+    others = 0
+    for name in names:
+        family = FAMILY.search(name.lower())
+        if family and COLORS[family[1]] not in chosen:
+            chosen.append(COLORS[family[1]])
+        else:
+            chosen.append(OTHERS[others % len(OTHERS)])
+            others += 1
+    return chosen
+
+
+def subplots(rows: int = 1, columns: int = 1, title: str = "", width: float = 5.5, height: float = 4.0):
+    """Return a figure and its axes, an array (rows, columns). Width and height are those of one plot, in inches."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({
+        "text.parse_math": False,  # a dollar in a title is a dollar
+        "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
+        "axes.spines.top": False, "axes.spines.right": False,
+        "legend.frameon": False, "legend.fontsize": 9, "figure.titlesize": 11, "axes.titlesize": 11, "savefig.dpi": 150,
+    })  # fmt: skip
+    from matplotlib import pyplot
+
+    size = (width * columns, height * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    figure.suptitle(title)
+    return figure, axes
+
+
+def label_axes(axis: "Axes", title: str, x_label: str, y_label: str, log: bool = False) -> None:
+    """Set title and labels. `log`: x in powers of 2, y in powers of 10."""
+    axis.set(title=title, xlabel=x_label, ylabel=y_label)
+    if log:
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", nonpositive="mask")
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Add one legend below all plots, write the figure in the format of the suffix, and free it. Raises OSError."""
+    from matplotlib import pyplot
+
+    entries: dict[str, Any] = {}
+    for axis in figure.axes:
+        for handle, label in zip(*axis.get_legend_handles_labels()):
+            entries.setdefault(label, handle)
+    if entries:
+        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=min(4, len(entries)))
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix[1:])
+    pyplot.close(figure)
+    write_atomically(path, picture.getvalue())
+
+
+def curves(runs: Iterable[tuple[str, Path]], panels: Sequence[Panel], path: Path, title: str) -> None:
+    """Draw metrics of runs, (name, folder), against samples seen: evaluations as lines with dots, training faint."""
+    metrics = {name: read_json_lines(folder / METRICS) for name, folder in runs}
+    figure, axes = subplots(columns=len(panels), title=title)
+    for axis, panel in zip(axes[0], panels):
+        baseline = None
+        for shade, (name, lines) in zip(colors(metrics), metrics.items()):
+            train = [(line["samples"], panel.scale * line[panel.train]) for line in lines if panel.train in line]
+            evaluations = [line for line in lines if panel.evaluation in line.get("eval", {})]
+            if train:
+                axis.plot(*zip(*train), color=shade, alpha=0.25, linewidth=1)
+            if evaluations:
+                values = [panel.scale * line["eval"][panel.evaluation] for line in evaluations]
+                axis.plot([line["samples"] for line in evaluations], values, color=shade, marker=".", label=name)
+                baseline = panel.baseline and evaluations[-1]["eval"].get(panel.baseline[1], baseline)
+        if baseline is not None:
+            axis.axhline(panel.scale * baseline, color="gray", linestyle=":", label=panel.baseline[0])
+        label_axes(axis, panel.title, "samples seen", panel.y_label)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+    save(figure, path)
+
+
+def bars(
+    runs: Sequence[tuple[str, Mapping[str, Sequence[float]]]], baselines: Mapping[str, float], path: Path, title: str,
+    y_label: str, baseline_label: str = "majority class",
+) -> None:  # fmt: skip
+    """Draw scores as bars, one colour per run: the mean of each group with a dot per seed, and a dashed baseline.
+
+    Args:
+        runs: (name, {group: scores of its seeds}); a group, such as a task with its metric, may have several lines.
+        baselines: {group: score}.
+    """
+    groups = list(dict.fromkeys(group for _, scores in runs for group in scores))
+    figure, axes = subplots(title=title, width=max(4.5, 1.2 * len(groups) * max(1, len(runs) / 2) + 2), height=4.5)
+    axis = axes[0, 0]
+    width = 0.8 / len(runs)
+    for number, (shade, (name, scores)) in enumerate(zip(colors(name for name, _ in runs), runs)):
+        middles = [groups.index(group) - 0.4 + width * (number + 0.5) for group in scores]
+        axis.bar(middles, [mean(seeds) for seeds in scores.values()], width * 0.92, color=shade, alpha=0.85, label=name)
+        for middle, seeds in zip(middles, scores.values()):
+            axis.plot([middle] * len(seeds), seeds, "k.", markersize=4)
+    for place, group in enumerate(groups):
+        if group in baselines:
+            axis.plot([place - 0.45, place + 0.45], [baselines[group]] * 2, "k--", linewidth=1, label=baseline_label)
+    label_axes(axis, "", "", y_label)
+    axis.set_xticks(range(len(groups)), groups)
+    axis.grid(visible=False, axis="x")
+    save(figure, path)

@@ -1,0 +1,98 @@
+"""Pictures: one colour per mixer, labelled axes, a legend outside the plots, files written atomically."""
+
+import json
+
+import pytest
+
+from src import plots
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that were saved, in order."""
+    saved = []
+    save = plots.save
+    monkeypatch.setattr(plots, "save", lambda figure, path: (saved.append(figure), save(figure, path)))
+    return saved
+
+
+def write_metrics(folder, name="lion-s-tiny"):
+    lines = [
+        {"step": 0, "samples": 0, "eval": {"eval/Loss": 9.0, "eval/Accuracy": 0.0, "eval/Floor": 0.06}},
+        {"step": 10, "samples": 320, "loss": 8.0, "accuracy": 0.05},
+        {"step": 20, "samples": 640, "loss": 7.0, "accuracy": 0.1},
+        {"step": 20, "samples": 640, "eval": {"eval/Loss": 7.0, "eval/Accuracy": 0.1, "eval/Floor": 0.06}},
+    ]
+    (folder / name).mkdir()
+    (folder / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return name, folder / name
+
+
+def labels(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+@pytest.mark.parametrize(
+    "name, mixer",
+    [
+        ("lion-s", "lion-s"),
+        ("lion-s-base-8k", "lion-s"),
+        ("LION-D", "lion-d"),
+        ("lion-lit-tiny", "lion-lit"),
+        ("softmax", "softmax"),
+        ("bert-tiny", "softmax"),
+        ("Hugging Face BERT", "hugging face bert"),
+        ("Hugging Face ModernBERT", "modernbert"),
+    ],
+)
+def test_a_name_has_the_color_of_its_mixer(name, mixer):
+    assert plots.color(name) == plots.COLORS[mixer]
+
+
+def test_colors_of_one_picture_differ():
+    names = ["lion-s-tiny", "lion-s-tiny without pretraining", "lion-small", "pretrained", "bert-base"]
+    chosen = plots.colors(names)
+    assert len(set(chosen)) == len(names)
+    assert (chosen[0], chosen[-1]) == (plots.COLORS["lion-s"], plots.COLORS["softmax"])
+
+
+def test_curves_have_units_a_title_and_a_legend_outside_the_plots(tmp_path, figures):
+    runs = [write_metrics(tmp_path, name) for name in ("lion-s-tiny", "bert-tiny")]
+    panels = [
+        plots.Panel("loss", "nats per token", "loss", "eval/Loss"),
+        plots.Panel("masked accuracy", "%", "accuracy", "eval/Accuracy", 100, ("most frequent token", "eval/Floor")),
+    ]
+    plots.curves(runs, panels, tmp_path / "curves.png", "corpus: pretraining")
+    (figure,) = figures
+    assert figure.get_suptitle() == "corpus: pretraining"
+    assert [axis.get_ylabel() for axis in figure.axes] == ["nats per token", "%"]
+    assert {axis.get_xlabel() for axis in figure.axes} == {"samples seen"}
+    assert labels(figure) == ["lion-s-tiny", "bert-tiny", "most frequent token"]
+    assert not any(axis.get_legend() for axis in figure.axes)
+    accuracy = next(line for line in figure.axes[1].lines if line.get_label() == "lion-s-tiny")
+    assert list(accuracy.get_ydata()) == [0, 10] and accuracy.get_color() == plots.COLORS["lion-s"]
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_of_a_run_without_an_evaluation_or_a_metric(tmp_path):
+    (tmp_path / "empty").mkdir()
+    panels = [plots.Panel("other", "", "other", "eval/Other", baseline=("floor", "eval/Other"))]
+    plots.curves([("empty", tmp_path / "empty"), write_metrics(tmp_path)], panels, tmp_path / "c.png", "")
+    assert (tmp_path / "c.png").exists()
+
+
+def test_bars_are_means_with_a_dot_per_seed_and_a_baseline(tmp_path, figures):
+    runs = [("lion-s", {"RTE\naccuracy": [60, 64], "costs $1 of $2": [50]}), ("bert", {"RTE\naccuracy": [70]})]
+    plots.bars(runs, {"RTE\naccuracy": 53, "costs $1 of $2": 50}, tmp_path / "bars.png", "GLUE", "%")
+    (axis,) = figures[0].axes
+    assert [bar.get_height() for bar in axis.patches] == [62, 50, 70]
+    assert labels(figures[0]) == ["majority class", "lion-s", "bert"]
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["RTE\naccuracy", "costs $1 of $2"]
+
+
+def test_a_picture_is_replaced_atomically(tmp_path):
+    plots.bars([("a", {"b": [1]})], {}, tmp_path / "a.svg", "", "%")
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+    with pytest.raises(OSError):
+        plots.bars([("a", {"b": [1]})], {}, tmp_path / "none" / "a.png", "", "%")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
