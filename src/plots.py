@@ -95,7 +95,8 @@ def save(figure: "Figure", path: Path) -> None:
         for handle, label in zip(*axis.get_legend_handles_labels()):
             entries.setdefault(label, handle)
     if entries:
-        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=min(4, len(entries)))
+        fitting = int(figure.get_figwidth() / (0.8 + 0.08 * max(map(len, entries))))  # inches
+        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=max(1, fitting))
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix[1:])
     pyplot.close(figure)
@@ -118,7 +119,7 @@ def curves(runs: Iterable[tuple[str, Path]], panels: Sequence[Panel], path: Path
                 axis.plot([line["samples"] for line in evaluations], values, color=shade, marker=".", label=name)
                 baseline = panel.baseline and evaluations[-1]["eval"].get(panel.baseline[1], baseline)
         if baseline is not None:
-            axis.axhline(panel.scale * baseline, color="gray", linestyle=":", label=panel.baseline[0])
+            axis.axhline(panel.scale * baseline, color="black", linewidth=1, linestyle=":", label=panel.baseline[0])
         label_axes(axis, panel.title, "samples seen", panel.y_label)
         axis.xaxis.set_major_formatter("{x:,.0f}")
     save(figure, path)
