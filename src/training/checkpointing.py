@@ -1,28 +1,25 @@
-"""The checkpoints of a run: written whole or not at all, and found again."""
+"""The checkpoints of a run: written atomically, found again, and checked before a run starts from one."""
 
 import contextlib
-import os
 import re
-import zipfile
 from pathlib import Path
 
 import torch
-from composer import Callback, Event, Logger, State
+from composer import Callback, Event, Logger, State, Time
 from composer.utils import create_interval_scheduler, dist
 from composer.utils.checkpoint import save_checkpoint
 
+from src.checkpoints.reading import Checkpoint, is_valid_checkpoint, read_checkpoint
 from src.cli import is_main_process, log
-from src.errors import RunFailed, UserError, first_line
-
-LATEST = "latest-rank0.pt"
+from src.errors import RunFailed, UserError, reason
+from src.files import LATEST, sync_to_disk
 
 
 class CheckpointWriter(Callback):
-    """Saves `folder/ep{epoch}-ba{batch}-rank0.pt` every `interval` and at the end, and points `latest-rank0.pt` at the newest.
+    """Save `folder/ep{epoch}-ba{batch}-rank0.pt` every `interval` and at the end; `latest-rank0.pt` links to the newest.
 
-    A file has its name only once it is on the disk whole, so a kill leaves no half one under it. All but the newest `keep`
-    are deleted; -1 keeps all. Where the disk refuses, the run goes on and tries again at the next interval; at the end of
-    the run it raises RunFailed.
+    A file gets its name only once it is complete on the disk. All but the newest `keep` are deleted; -1 keeps all. After a
+    failed write the run continues and retries at the next interval; at the end of the run it raises RunFailed.
     """
 
     def __init__(self, folder: Path, interval: str, keep: int):
@@ -38,61 +35,62 @@ class CheckpointWriter(Callback):
         self._save_if_due(state, Event.EPOCH_CHECKPOINT)
 
     def _save_if_due(self, state: State, event: Event) -> None:
-        if self.is_due(state, event) and (refused := self.save(state)):
-            log.warning(f"{refused}; training goes on and tries again at the next save")
+        if self.is_due(state, event) and (failure := self.save(state)):
+            log.warning(f"{failure}; training continues and retries at the next save")
 
     def save(self, state: State) -> str | None:
-        """Save this step, if it is not saved yet; None, or why it cannot be. Every rank has to call it."""
+        """Save this step unless it is saved already; return None, or the failure. Every rank has to call it."""
         batch = state.timestamp.batch.value
         if batch == self.saved_batch:
             return None
         finite = all(bool(torch.isfinite(parameter).all()) for parameter in state.model.parameters())
         if dist.all_gather_object(finite).count(False):
-            raise RunFailed(f"step {batch}: some weights are no finite numbers any more, and were not saved; {way_back(self.folder)}")  # fmt: skip
+            raise RunFailed(f"step {batch}: some weights are non-finite and were not saved; {resume_hint(self.folder)}")
         path = self.folder / f"ep{state.timestamp.epoch.value}-ba{batch}-rank0.pt"
-        refused = self._write(state, path)
-        if refused is None:
+        failure = self._write(state, path)
+        if failure is None:
             self.saved_batch = batch
             return None
         if state.timestamp >= state.max_duration:
-            raise RunFailed(f"cannot save step {batch}, the last, to {path}: {refused}; make room there, then {way_back(self.folder)}")  # fmt: skip
-        return f"cannot save step {batch} to {path}: {refused}"
+            raise RunFailed(
+                f"cannot save the last step, {batch}, to {path}: {failure}; make room, then {resume_hint(self.folder)}"
+            )
+        return f"cannot save step {batch} to {path}: {failure}"
 
     def _write(self, state: State, path: Path) -> str | None:
-        """None, or on every rank why rank 0 could not write."""
+        """Return None, or on every rank why rank 0 could not write."""
         unfinished = path.with_suffix(".unfinished")
-        refused = None
+        failure = None
         try:
-            save_checkpoint(state, str(unfinished))  # all ranks give their part, rank 0 writes
+            save_checkpoint(state, str(unfinished))  # all ranks contribute, rank 0 writes
         except (OSError, RuntimeError) as error:
             if dist.get_global_rank() != 0:
                 raise
-            refused = getattr(error, "strerror", None) or first_line(error)
-            dist.barrier()  # where the others wait for the file
+            failure = reason(error)
+            dist.barrier()  # where the other ranks wait for the file
         if dist.get_global_rank() == 0:
             try:
-                if refused is None:
+                if failure is None:
                     self._publish(unfinished, path)
                 unfinished.unlink(missing_ok=True)
             except OSError as error:
-                refused = refused or error.strerror or str(error)
-        said = [refused]
-        dist.broadcast_object_list(said)
-        return said[0]
+                failure = failure or reason(error)
+        shared = [failure]
+        dist.broadcast_object_list(shared)
+        return shared[0]
 
     def _publish(self, unfinished: Path, path: Path) -> None:
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
+        sync_to_disk(unfinished)
         unfinished.replace(path)
-        point_latest_at(path)
+        link_latest(path)
         if self.keep >= 1:
             found = checkpoints(self.folder)
-            for old in found[found.index(path) :][self.keep :]:  # a later one was damaged, and left out
+            for old in found[found.index(path) :][self.keep :]:  # any newer one is corrupt and was skipped
                 old.unlink()
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """A run's checkpoints, the newest first."""
+    """Return a run's checkpoints, newest first."""
 
     def batch(path: Path) -> int:
         found = re.fullmatch(r"ep\d+-ba(\d+)-rank0\.pt", path.name)
@@ -101,41 +99,69 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("ep*-rank0.pt") if batch(path) >= 0), key=batch, reverse=True)
 
 
-def point_latest_at(path: Path) -> None:
+def link_latest(path: Path) -> None:
+    """Point `latest-rank0.pt` at a checkpoint, atomically."""
     link = path.with_name(f"{LATEST}.unfinished")
     link.unlink(missing_ok=True)
     link.symlink_to(path.name)
     link.replace(path.with_name(LATEST))
 
 
-def newest_whole(folder: Path) -> Path | None:
-    """The newest checkpoint of a run that is whole, None where it has none yet; says which it leaves out.
+def latest_valid_checkpoint(folder: Path) -> Path | None:
+    """Return a run's newest valid checkpoint, None if it has no checkpoint; warn about each one skipped.
 
-    `latest-rank0.pt` names it from then on. Raises UserError where there are some and none is whole.
+    `latest-rank0.pt` then points at it. Raises UserError if there are checkpoints and none is valid.
     """
     found = checkpoints(folder)
     for path in found:
-        if is_whole(path):
-            if is_main_process() and (folder / LATEST).resolve() != path.resolve():  # a kill came between the two
-                with contextlib.suppress(OSError):  # a full disk: the next save says so
-                    point_latest_at(path)
+        if is_valid_checkpoint(path):
+            if is_main_process() and (folder / LATEST).resolve() != path.resolve():  # killed between file and link
+                with contextlib.suppress(OSError):  # on a full disk, the next save reports it
+                    link_latest(path)
             return path
-        log.warning(f"{path} is damaged (cut short?) and left out")
+        log.warning(f"{path} is corrupt or truncated; skipped")
     if found:
-        raise UserError(f"save_folder: no checkpoint in {folder} is whole; remove them to begin anew, or name another folder")  # fmt: skip
+        raise UserError(
+            f"save_folder: no checkpoint in {folder} is valid; remove them to start over, or choose another folder"
+        )
     return None
 
 
-def is_whole(path: Path) -> bool:
-    """Whether a file that torch.save wrote is all there, by the checksums in it."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except (zipfile.BadZipFile, OSError, EOFError):
-        return False
+def resume_hint(folder: Path) -> str:
+    """Return what to do after a failure, as the end of a sentence."""
+    latest = next(filter(is_valid_checkpoint, checkpoints(folder)), None)
+    return f"the same command resumes from {latest}" if latest else "no checkpoint was saved before"
 
 
-def way_back(folder: Path) -> str:
-    """What to do after a failure, as the end of a sentence."""
-    last = next(filter(is_whole, checkpoints(folder)), None)
-    return f"the same command goes on from {last}" if last else "no checkpoint was saved before"
+def check_load_path(path: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_duration: str) -> None:
+    """Raise UserError for a checkpoint that a run of this model cannot start from. Composer reads those behind a URL."""
+    if "://" in path:
+        return
+    name = f"load_path={path}"
+    if not Path(path).is_file():
+        raise UserError(f"{name} is not a file; give a checkpoint or omit load_path")
+    if not is_valid_checkpoint(Path(path)):
+        raise UserError(f"{name} is corrupt or truncated, or not a checkpoint; copy it again or give another")
+    checkpoint = read_checkpoint(Path(path))
+    hint = "use that run's config, or start from its weights alone with model.pretrained_checkpoint"
+    shapes, its_shapes = ({n: w.shape for n, w in ws.items()} for ws in (model.state_dict(), checkpoint.weights))
+    if shapes != its_shapes or checkpoint.published:
+        raise UserError(f"{name} is a checkpoint of another model than this config's; {hint}")
+    groups = checkpoint.optimizers.get(type(optimizer).__qualname__)
+    if groups is None or optimizer_settings(groups) != optimizer_settings(optimizer.param_groups):
+        raise UserError(f"{name} was trained with another optimizer than this config's; {hint}")
+    check_remaining(checkpoint, max_duration, name)
+
+
+def optimizer_settings(groups: list[dict]) -> list[list]:
+    """Return the settings that a checkpoint's optimizer keeps, whatever the config is."""
+    return [[g.get("initial_lr", g["lr"]), list(g["betas"]), g["eps"], g["weight_decay"]] for g in groups]
+
+
+def check_remaining(checkpoint: Checkpoint, max_duration: str, name: str) -> None:
+    """Raise UserError for a checkpoint at or after the end of the run."""
+    end = Time.from_timestring(max_duration)
+    done = checkpoint.timestamp.get(end.unit.name.lower(), 0)
+    if done >= end.value:
+        at = f"{done}{end.unit.value}"
+        raise UserError(f"{name} is at {at}, so max_duration={max_duration} leaves nothing to train; use a longer one")

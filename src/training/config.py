@@ -125,4 +125,6 @@ def load_config(schema: type[Config], script: str, example: str, argv: list[str]
             f"{describe_arguments()}"
         )
 
-    return load(schema, script, argv, example, arguments_by_name)
+    config = load(schema, script, argv, example, arguments_by_name)
+    config.check()
+    return config

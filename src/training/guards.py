@@ -1,4 +1,4 @@
-"""What keeps a run in order: random numbers that a resumed run draws again, losses that are numbers, and ends that save."""
+"""Callbacks that keep a run reproducible, finite and resumable."""
 
 import math
 import signal
@@ -11,11 +11,11 @@ from composer.utils import dist
 
 from src.cli import log
 from src.errors import RunFailed
-from src.training.checkpointing import CheckpointWriter, way_back
+from src.training.checkpointing import CheckpointWriter, resume_hint
 
 
 class SeedEveryStep(Callback):
-    """Draws each step's dropout from (seed, step, rank), so that a run which goes on mid-epoch draws what it would have."""
+    """Draw each step's dropout from (seed, step, rank), so that a resumed run draws what an uninterrupted one does."""
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -26,9 +26,9 @@ class SeedEveryStep(Callback):
 
 
 class FiniteLoss(Callback):
-    """ "stop": end the run where a loss is not finite. "skip": leave out an update whose gradients are not, and count it.
+    """ "stop": end the run at a non-finite loss. "skip": drop an update with non-finite gradients, and count it.
 
-    A run that stops has not saved the step: the checkpoint before it is still the newest.
+    A run that stops has not saved the step: the checkpoint before it is still the latest.
     """
 
     def __init__(self, action: str, writer: CheckpointWriter):
@@ -43,10 +43,10 @@ class FiniteLoss(Callback):
         total = torch.stack(torch._foreach_norm(gradients)).sum()
         if on_any_rank(not math.isfinite(total), state):
             for parameter in state.model.parameters():
-                parameter.grad = None  # optimizers leave such a parameter as it is
+                parameter.grad = None  # optimizers do not update such a parameter
             self.skipped += 1
             step = state.timestamp.batch.value + 1
-            log.warning(f"step {step}: gradients are no finite numbers; its update is left out ({self.skipped} so far)")
+            log.warning(f"step {step}: non-finite gradients; update skipped ({self.skipped} so far)")
         logger.log_metrics({"skipped_steps": self.skipped})
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -54,8 +54,9 @@ class FiniteLoss(Callback):
         if self.action == "stop" and not math.isfinite(loss):
             lr = state.schedulers[0].get_last_lr()[0]
             raise RunFailed(
-                f"step {state.timestamp.batch.value}: the loss is {loss} at learning rate {lr:.3g}; {way_back(self.writer.folder)},"
-                " perhaps with a lower optimizer.lr in a new save_folder, or with on_nonfinite_loss=skip"
+                f"step {state.timestamp.batch.value}: loss is {loss} at learning rate {lr:.3g};"
+                f" {resume_hint(self.writer.folder)}, perhaps with a lower optimizer.lr in a new save_folder"
+                " or with on_nonfinite_loss=skip"
             )
 
     def state_dict(self) -> dict[str, int]:
@@ -66,14 +67,14 @@ class FiniteLoss(Callback):
 
 
 class Stopped(SystemExit):
-    """The run was asked to end by a signal, has saved its last step if the disk let it, and said so. `code` is the status."""
+    """A signal ended the run, which has saved its last step if it could. `code` is the exit status."""
 
 
 class StopOnSignal(Callback):
     """On SIGTERM or Ctrl-C: finish the step (and the evaluation after it), save, and raise Stopped.
 
-    The same signal once more, `PAUSE` seconds later or more, ends at once. Before, it may come twice without being meant:
-    `timeout`, or a scheduler, sends it to the whole process group, in which Composer's launcher passes it on.
+    The same signal `PAUSE` seconds later or more ends the run at once. Sooner, it may be unintended: `timeout` or a
+    scheduler signals the whole process group, in which Composer's launcher passes the signal on.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -81,46 +82,43 @@ class StopOnSignal(Callback):
 
     def __init__(self, writer: CheckpointWriter):
         self.writer = writer
-        self.asked = 0
-        self.heard: dict[int, float] = {}  # each signal, when first
-        self.before: dict[int, object] = {}
+        self.requested = 0
+        self.first_heard: dict[int, float] = {}  # per signal
+        self.old_handlers: dict[int, object] = {}
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self.before = {signum: signal.signal(signum, self._ask) for signum in self.SIGNALS}
+        self.old_handlers = {signum: signal.signal(signum, self._request) for signum in self.SIGNALS}
 
-    def _ask(self, signum: int, frame: object) -> None:
+    def _request(self, signum: int, frame: object) -> None:
         now = time.monotonic()
-        first = self.heard.setdefault(signum, now)  # of the other one too, which a launcher sends after a Ctrl-C
-        if not self.asked:
-            self.asked = signum
-            log.info(f"{signal.Signals(signum).name}: finishing this step and saving; once more to end at once")
+        first = self.first_heard.setdefault(signum, now)  # a launcher may send SIGTERM after a Ctrl-C
+        if not self.requested:
+            self.requested = signum
+            log.info(f"{signal.Signals(signum).name}: finishing this step and saving; repeat to end at once")
         elif now - first >= self.PAUSE:
-            signal.signal(signum, self.before[signum])
+            signal.signal(signum, self.old_handlers[signum])
             signal.raise_signal(signum)
 
-    def _restore(self) -> None:
-        for signum, handler in self.before.items():
-            signal.signal(signum, handler)
-
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        if on_any_rank(self.asked, state):
-            refused = self.writer.save(state)
-            signum = self.asked or signal.SIGTERM  # another rank was asked
+        if on_any_rank(self.requested, state):
+            failure = self.writer.save(state)
+            signum = self.requested or signal.SIGTERM  # signalled on another rank
             name = signal.Signals(signum).name
-            if refused:
-                log.warning(f"{name}: {refused}; {way_back(self.writer.folder)}")
+            if failure:
+                log.warning(f"{name}: {failure}; {resume_hint(self.writer.folder)}")
             else:
-                log.info(f"{name}: step {state.timestamp.batch.value} is saved; the same command goes on from there")
+                log.info(f"{name}: saved step {state.timestamp.batch.value}; the same command resumes from it")
             raise Stopped(128 + signum)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        self._restore()
+        for signum, handler in self.old_handlers.items():
+            signal.signal(signum, handler)
 
 
 def on_any_rank(flag: object, state: State) -> bool:
-    """Whether the flag is set on one of the ranks, told to all of them."""
+    """Whether the flag is set on any rank; the same answer on all of them."""
     if dist.get_world_size() == 1:
         return bool(flag)
-    raised = state.device.tensor_to_device(torch.tensor([int(bool(flag))]))
-    dist.all_reduce(raised, reduce_operation="MAX")
-    return bool(raised.item())
+    flags = state.device.tensor_to_device(torch.tensor([int(bool(flag))]))
+    dist.all_reduce(flags, reduce_operation="MAX")
+    return bool(flags.item())

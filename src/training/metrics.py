@@ -1,34 +1,33 @@
-"""Reading `metrics.jsonl`, which a run writes (src/run_log.py)."""
+"""What a run measures, by name: the lines of metrics.jsonl, the summary and the pictures are made of it."""
 
-import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-METRICS_FILE = "metrics.jsonl"
+from src.files import METRICS, read_json_lines
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl, none if it is not there; a last line that a kill cut in half is left out."""
-    lines: list[dict[str, Any]] = []
-    if not (folder / METRICS_FILE).is_file():
-        return lines
-    for line in (folder / METRICS_FILE).read_text().splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return lines
+@dataclass(frozen=True)
+class Curve:
+    """A metric, in the names of metrics.jsonl (`name` and `eval_key`) and of Composer (`train_key`)."""
+
+    name: str  # in lines of training and in summary.json, e.g. accuracy
+    title: str  # for people, e.g. masked accuracy
+    eval_key: str  # e.g. eval/MaskedAccuracy
+    train_key: str | None = None  # e.g. metrics/train/MaskedAccuracy; None: not measured in training
+    percent: bool = False
+    unit: str = ""  # of a value that is not a percentage, e.g. nats per token
+    baseline: bool = False  # drawn as a line: what a trivial prediction gets
+
+    def show(self, value: float) -> str:
+        """The value for people."""
+        return f"{value:.2%}" if self.percent else f"{value:.3f}"
 
 
-def evaluations(folder: Path) -> list[dict[str, Any]]:
-    """The evaluations of a pretraining run in order: {"step", "loss", "accuracy", "most_frequent_token"}."""
+def evaluations(folder: Path, curves: tuple[Curve, ...]) -> list[dict[str, Any]]:
+    """Return the evaluations of a run in order: {"step": …, curve.name: value, …}."""
     return [
-        {
-            "step": line["step"],
-            "loss": line["eval"]["eval/LanguageCrossEntropy"],
-            "accuracy": line["eval"]["eval/MaskedAccuracy"],
-            "most_frequent_token": line["eval"]["eval/MostFrequentTokenAccuracy"],
-        }
-        for line in read_metrics(folder)
+        {"step": line["step"], **{curve.name: line["eval"][curve.eval_key] for curve in curves}}
+        for line in read_json_lines(folder / METRICS)
         if "eval" in line
     ]

@@ -1,7 +1,6 @@
-"""TensorBoard files of a run, which a full disk does not end."""
+"""Composer's TensorBoard logger, which a full disk does not stop."""
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,16 +8,15 @@ from composer import Event, Logger, State
 from composer.loggers import TensorboardLogger
 
 from src.cli import log
+from src.errors import reason
 
 
 class TensorBoard(TensorboardLogger):
-    """Composer's. Where the disk refuses, it says so once, and the run goes on without it."""
+    """Composer's logger; after a failed write it warns once, and the run continues without it."""
 
-    refused = False
+    failed = False
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.INIT:
-            threading.excepthook = functools.partial(_without_writers, threading.excepthook)
         self._try(super().run_event, event, state, logger)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -31,16 +29,12 @@ class TensorBoard(TensorboardLogger):
         self._try(super().close, state, logger)
 
     def _try(self, write: Callable[..., None], *arguments: Any) -> None:
-        if self.refused:
+        if self.failed:
             return
         try:
             write(*arguments)
         except OSError as error:
-            self.refused = True
-            log.warning(f"loggers.tensorboard: cannot write to {self.log_dir}: {error.strerror or error}; the run goes on without it")  # fmt: skip
-
-
-def _without_writers(hook: Callable[[threading.ExceptHookArgs], None], failed: threading.ExceptHookArgs) -> None:
-    """Leave out the traceback of TensorBoard's writing threads, whose errors reach the main one as well."""
-    if not (issubclass(failed.exc_type, OSError) and type(failed.thread).__module__.startswith("tensorboard.")):
-        hook(failed)
+            self.failed = True
+            log.warning(
+                f"loggers.tensorboard: cannot write to {self.log_dir}: {reason(error)}; the run continues without it"
+            )

@@ -1,0 +1,94 @@
+"""The encoder as a Composer model for masked language modelling: its loss, and what is measured."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from composer.metrics import LanguageCrossEntropy
+from torch import Tensor
+from torchmetrics import Metric
+from transformers import PreTrainedTokenizerBase
+
+from src.lion import LionConfig, LionForMaskedLM
+from src.lion.mixers import MIXERS
+from src.lion.modeling_lion import labelled_positions
+from src.training.model import AutocastModel
+
+
+class MaskedAccuracy(Metric):
+    """Fraction of labels that are predicted. Composer's searches for the labels, which synchronises a GPU."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("correct", default=torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("total", default=torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        self.correct += (logits.argmax(-1) == labels).sum()
+        self.total += len(labels)
+
+    def compute(self) -> Tensor:
+        return self.correct / self.total
+
+
+class MostFrequentTokenAccuracy(Metric):
+    """Accuracy of always predicting the most frequent label: the baseline of masked accuracy."""
+
+    full_state_update = False
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.add_state("counts", default=torch.zeros(vocab_size, dtype=torch.long), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        self.counts += torch.bincount(labels[labels >= 0], minlength=len(self.counts))
+
+    def compute(self) -> Tensor:
+        return self.counts.max() / self.counts.sum().clamp(min=1)
+
+
+class LionMLM(AutocastModel):
+    """Masked language modelling: cross entropy and accuracy at the masked positions, and the most frequent token's accuracy."""
+
+    def __init__(self, config: LionConfig, tokenizer: PreTrainedTokenizerBase):
+        super().__init__(
+            LionForMaskedLM(config),
+            tokenizer,
+            use_logits=True,
+            metrics=[MaskedAccuracy()],
+            eval_metrics=[LanguageCrossEntropy(), MaskedAccuracy(), MostFrequentTokenAccuracy(config.vocab_size)],
+        )
+        # Counted here, since FSDP leaves each device with a shard.
+        self.layer_parameters, self.head_parameters = (
+            sum(parameter.numel() for parameter in part.parameters())
+            for part in (self.model.lion.layers, self.model.head)
+        )
+        for layer in self.model.lion.layers:  # the units that Composer's FSDP shards, and recomputes if asked to
+            layer._fsdp_wrap = layer._activation_checkpointing = True
+
+    def flops_per_batch(self, batch: Mapping[str, Tensor]) -> float:
+        """Operations of a training step: 6 per weight and token, with the vocabulary at labelled tokens only."""
+        rows, length = batch["input_ids"].shape
+        mixing = self.config.num_hidden_layers * MIXERS[self.config.mixer].products_per_token(self.config, length)
+        labelled = float((batch["labels"] != -100).sum())
+        return 6.0 * ((self.layer_parameters + mixing) * rows * length + self.head_parameters * labelled)
+
+    def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
+        """Return the logits at the labelled positions, (labels, vocabulary): only they are measured."""
+        labelled = batch.get("masked_positions")
+        if labelled is None:
+            labelled = labelled_positions(batch["labels"])
+        self.labels = batch["labels"].flatten().index_select(0, labelled)
+        if outputs is not None:  # of a training step, which has labelled positions only
+            return outputs.logits
+        inputs = {name: value for name, value in batch.items() if name in self.model_forward_args and name != "labels"}
+        select = self.model.head.register_forward_pre_hook(lambda head, hidden: hidden[0].flatten(0, 1)[labelled])
+        with self.autocast(), select:
+            logits = self.model(**inputs).logits  # through the model, where FSDP gathers its weights
+        return logits.float()
+
+    def update_metric(self, batch: Any, outputs: Any, metric: Metric) -> dict[str, Any]:
+        """As Composer's, unless there are no labels, which its cross entropy cannot handle."""
+        return super().update_metric(batch, outputs, metric) if len(self.labels) else {}

@@ -1,0 +1,128 @@
+"""A run's save_folder: may this config use it, is the run finished, and its stored config and summary."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from src.cli import is_main_process
+from src.config import fixed_settings, read_stored, to_dict
+from src.errors import RunFailed, UserError, reason
+from src.files import LATEST, METRICS, check_writable, read_json_lines, write_atomically, write_json
+from src.training.config import RunConfig
+from src.training.metrics import Curve, evaluations
+
+CONFIG, SUMMARY = "config.yaml", "summary.json"
+
+
+def check_save_folder(config: RunConfig, folder: Path) -> None:
+    """Raise UserError for a folder in which this run's results would mix with another's."""
+    check_writable("save_folder", folder)
+    stored = stored_config(folder, type(config))
+    if stored is None:
+        if any(folder.glob("ep*-rank0.pt")):
+            raise UserError(
+                f"save_folder: {folder} has checkpoints but no {CONFIG} that identifies their run;"
+                " restore it or choose another folder"
+            )
+        return
+    if not config.autoresume:
+        raise UserError(
+            f"save_folder: {folder} already holds a run; choose another or set autoresume=true to resume it"
+        )
+    old, new = (fixed_settings(settings, type(config)) for settings in (stored, to_dict(config)))
+    changed = {name for name, value in new.items() if old.get(name) != value}
+    changed -= {
+        name for name in changed if "." in name and name.rsplit(".", 1)[-1] in changed
+    }  # a loader's copy of a key
+    if changed:
+        raise UserError(
+            f"save_folder: {folder} holds a run with another {', '.join(sorted(changed))};"
+            f" choose another folder, or resume with the config in {folder / CONFIG}"
+        )
+    if config.max_duration != stored["max_duration"]:
+        check_shorter(config, folder)
+
+
+def check_shorter(config: RunConfig, folder: Path) -> None:
+    """Raise UserError for a max_duration that the run in a folder has reached already."""
+    from src.checkpoints.reading import read_checkpoint
+    from src.training.checkpointing import check_remaining, latest_valid_checkpoint
+
+    if (latest := latest_valid_checkpoint(folder)) is not None:
+        check_remaining(read_checkpoint(latest), config.max_duration, f"save_folder: {latest}")
+
+
+def stored_config(folder: Path, schema: type[RunConfig]) -> dict[str, Any] | None:
+    """Return the config of the run in a folder, None if there is none; defaults stand for keys newer than the run."""
+    path = folder / CONFIG
+    return read_stored(path, schema) if path.is_file() else None
+
+
+def is_finished(config: RunConfig, folder: Path) -> bool:
+    """Whether the folder holds this very run, finished."""
+    return (folder / SUMMARY).is_file() and stored_config(folder, type(config)) == to_dict(config)
+
+
+def save_config(config: RunConfig, folder: Path) -> None:
+    """Store the resolved config beside the results."""
+    if not is_main_process():
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / SUMMARY).unlink(missing_ok=True)  # of a shorter run that is now extended
+        if stored_config(folder, type(config)) != to_dict(config):
+            write_atomically(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
+    except OSError as error:
+        raise UserError(
+            f"save_folder: cannot write to {folder}: {reason(error)}; make room there or choose another folder"
+        ) from None
+
+
+def is_evaluated(folder: Path, step: int) -> bool:
+    """Whether the run's last evaluation is of this step."""
+    return any(result["step"] == step for result in evaluations(folder, ())[-1:])
+
+
+def write_summary(
+    config: RunConfig, curves: tuple[Curve, ...], parameters: int, folder: Path, step: int, title: str
+) -> None:
+    """Draw the curves, under a title, and write the summary. Raises RunFailed if they cannot be written."""
+    if not is_main_process():
+        return
+    from src.training.run_log import draw_curves
+
+    retry = f"make room in {folder} and repeat the command"
+    if not is_evaluated(folder, step):
+        raise RunFailed(f"the run is finished and saved, but its last evaluation could not be written; {retry}")
+    results = evaluations(folder, curves)
+    summary = {
+        "run": config.run_name,
+        "parameters": parameters,
+        "seconds": read_json_lines(folder / METRICS)[-1]["seconds"],
+        "before": results[0] if results[0]["step"] == 0 else None,
+        "best": min(results, key=lambda result: result[curves[0].name]),
+        "after": results[-1],
+    }
+    try:
+        draw_curves([(config.run_name, folder)], curves, folder / "curves.png", title)
+        write_json(folder / SUMMARY, summary)
+    except OSError as error:
+        raise RunFailed(f"the run is finished and saved, but not its summary ({reason(error)}); {retry}") from None
+
+
+def print_summary(folder: Path, curves: tuple[Curve, ...]) -> None:
+    """Print the results of a finished run and where they are."""
+    summary = json.loads((folder / SUMMARY).read_text())
+    widths = [max(8, len(curve.title) + 3) for curve in curves]
+    print(f"\n{'':14}{''.join(curve.title.rjust(width) for curve, width in zip(curves, widths))}")
+    names = ("before", "after") if summary["best"] == summary["after"] else ("before", "best", "after")
+    for name in names:
+        if result := summary[name]:
+            shown = f"{name}, step {result['step']:,}" if name == "best" else name
+            values = (curve.show(result[curve.name]).rjust(width) for curve, width in zip(curves, widths))
+            print(f"{shown:14}{''.join(values)}")
+    checkpoint = folder / LATEST
+    print(f"\ncheckpoint    {checkpoint}\ncurves        {folder / 'curves.png'}\nmetrics       {folder / METRICS}")
+    print(f"\nnext: python src/hub.py export --checkpoint {checkpoint} --out my-model")

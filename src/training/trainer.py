@@ -1,0 +1,113 @@
+"""Composer's Trainer, and what depends on the machine: device, precision, batch sizes, FSDP, compilation."""
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from composer import Trainer
+from composer.distributed.mosaic_parallelism import BACKWARD_PREFETCH_MAP, SHARDING_MAP
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from src.config import Rule, check_known, check_value, nearest
+from src.errors import UserError, first_line
+from src.training.registry import FSDP_ARGUMENTS, arguments_of
+
+FSDP_RULES = {  # a checkpoint is one file, and Composer has no offloading of parameters yet
+    "sharding_strategy": Rule(choices=tuple(SHARDING_MAP)),
+    "backward_prefetch": Rule(choices=tuple(BACKWARD_PREFETCH_MAP)),
+    "state_dict_type": Rule(choices=("full",)),
+    "cpu_offload": Rule(choices=(False,)),
+}
+
+
+def configure_process(device: str) -> None:
+    """Silence libraries, and set this process up for training on a device."""
+    silence_libraries()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader workers are the parallelism
+    if device == "cpu":
+        from src.memory import keep_freed_memory
+
+        keep_freed_memory()
+
+
+def silence_libraries() -> None:
+    """Hide messages of libraries that no user of this project can act on."""
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("composer").setLevel(logging.ERROR)
+    logging.getLogger("streaming").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(composer|torch|torchmetrics|streaming)\b.*")
+
+
+def resolve_device(device: str | None) -> str:
+    """Return "gpu" or "cpu": the requested device, or a GPU if there is one. Raises UserError if there is no GPU."""
+    available = torch.cuda.is_available()
+    check_value("device", device, str | None, Rule(choices=("gpu", "cpu")))
+    if device == "gpu" and not available:
+        raise UserError("device=gpu, but no GPU is available; set device=cpu or omit it")
+    return device or ("gpu" if available else "cpu")
+
+
+def resolve_precision(precision: str | None, device: str) -> str:
+    """Return the training precision: the requested one, or amp_bf16 on a GPU and fp32 on a CPU. Raises UserError."""
+    choices = ("fp32", "amp_bf16", "amp_fp16") if device == "gpu" else ("fp32", "amp_bf16")
+    if precision is not None and precision not in choices:
+        raise UserError(f"precision={precision} must be one of {', '.join(choices)} on a {device}")
+    return precision or ("amp_bf16" if device == "gpu" else "fp32")
+
+
+def split_batch_size(global_batch: int, microbatch: Any, world_size: int, device: str) -> int:
+    """Return the samples per device and step. Raises UserError for sizes that do not divide."""
+    name = f"global_train_batch_size={global_batch}"
+    if global_batch % world_size:
+        raise UserError(f"{name} is not divisible by {world_size} devices; use a multiple of {world_size}")
+    device_batch = global_batch // world_size
+    if microbatch == "auto" and device != "gpu":
+        raise UserError(f"device_train_microbatch_size=auto needs a GPU; give a number, such as {device_batch}")
+    if microbatch != "auto" and not 1 <= microbatch <= device_batch:
+        raise UserError(
+            f"device_train_microbatch_size={microbatch} must be auto or between 1 and {device_batch}, a device's batch"
+        )
+    return device_batch
+
+
+def check_fsdp(section: Mapping[str, Any], device: str) -> None:
+    """Raise UserError for an fsdp_config that Composer would ignore or fail on, or without a GPU."""
+    check_known("fsdp_config", section, FSDP_ARGUMENTS)
+    for name in FSDP_RULES.keys() & section.keys():
+        check_value(f"fsdp_config.{name}", section[name], rule=FSDP_RULES[name])
+    if section and device != "gpu":
+        raise UserError("fsdp_config shards a model over GPUs, and this run is on a cpu; omit it")
+
+
+def check_compile(section: Any) -> None:
+    """Raise UserError for a compile_config that torch.compile rejects."""
+    if section is None:
+        return
+    if not isinstance(section, Mapping):
+        raise UserError(f"compile_config={section!r} must be a section of `key: value` lines, {{}} or null")
+    check_known("compile_config", section, arguments_of(torch.compile))
+    if "backend" in section and section["backend"] not in (known := torch._dynamo.list_backends(None)):
+        raise UserError(
+            f"compile_config.backend={section['backend']} is unknown{nearest(str(section['backend']), known)}"
+        )
+    try:
+        torch.compile(nn.Identity(), **section)
+    except Exception as error:  # of a mode or an option
+        raise UserError(f"compile_config: torch.compile rejects these arguments: {first_line(error)}") from None
+
+
+def build_trainer(
+    model: nn.Module, *, device: str, precision: str, float32_matmul_precision: str = "highest", **arguments: Any
+) -> Trainer:
+    """Return Composer's Trainer; the model itself casts to bfloat16 on a CPU (src/training/model.py)."""
+    silence_libraries()
+    if device == "cpu" and precision == "amp_bf16":
+        model.cpu_bfloat16 = True
+        precision = "fp32"
+    trainer = Trainer(model=model, device=device, precision=precision, progress_bar=False, **arguments)
+    torch.set_float32_matmul_precision(float32_matmul_precision)  # Composer's GPU device has just allowed TF32
+    return trainer
