@@ -9,7 +9,8 @@ from composer import Callback, Event, Logger, State, Time
 from composer.utils import create_interval_scheduler, dist
 from composer.utils.checkpoint import save_checkpoint
 
-from src.checkpoints.reading import Checkpoint, is_valid_checkpoint, read_checkpoint
+from src.checkpoints.integrity import is_valid_checkpoint
+from src.checkpoints.reading import Checkpoint, read_checkpoint
 from src.cli import is_main_process, log
 from src.errors import RunFailed, UserError, reason
 from src.files import LATEST, sync_to_disk
