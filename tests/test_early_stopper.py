@@ -11,7 +11,7 @@ from src.training import registry
 
 
 def stopper(**arguments):
-    return registry.build_callbacks({"early_stopper": {"patience": "2ba", **arguments}})[0]
+    return registry.build_all("callbacks", {"early_stopper": {"patience": "2ba", **arguments}})[0]
 
 
 class Run:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Callback, Logger, State
+from composer import Callback, Evaluator, Logger, State
 from composer.core import Precision, get_precision_context
 from composer.utils import reproducibility
 from torch import Tensor
@@ -28,8 +28,8 @@ from src.glue.scores import TaskScore, mean_score, predicted, score
 from src.glue.start import build_model, read_start
 from src.glue.tasks import Task, of_glue
 from src.memory import keep_freed_memory
-from src.training import registry
-from src.training.model import LionClassifier
+from src.training import registry, trainer as trainers
+from src.glue.model import LionClassifier
 from src.training.run_log import RunLog
 
 RESULT_FILE = "result.json"
@@ -119,7 +119,7 @@ def _end_with(connection: Connection) -> None:
 
 def run_job(config: FinetuneConfig, job: Job, device: str, steps: Steps) -> dict[str, Any]:
     """Fine-tune on one task with one seed; returns scores, the majority class's beside them, and where predictions lie."""
-    registry.quiet()
+    trainers.silence_libraries()
     start = read_start(config, None if job.after is None else str(job.after.folder / CHECKPOINT_FILE))
     data = read_task(job.task, config.glue_dir, config.predict_test)
     task, folder = data.task, job.folder
@@ -134,14 +134,14 @@ def run_job(config: FinetuneConfig, job: Job, device: str, steps: Steps) -> dict
         split: loader(examples, batches, config.device_eval_batch_size) for split, examples in data.validation.items()
     }
     steps.total = task.epochs * len(train_loader)
-    trainer = registry.build_trainer(
+    trainer = trainers.build_trainer(
         model,
         device=device,
-        precision=registry.resolve_precision(task.precision or config.precision, device),
+        precision=trainers.resolve_precision(task.precision or config.precision, device),
         run_name=f"{config.base_run_name}-{folder.name}",
         seed=job.seed,
         train_dataloader=train_loader,
-        eval_dataloader=[registry.build_evaluator(split, eval_loader) for split, eval_loader in eval_loaders.items()],
+        eval_dataloader=[Evaluator(label=split, dataloader=eval_loader, device_eval_microbatch_size=eval_loader.batch_size) for split, eval_loader in eval_loaders.items()],
         optimizers=registry.build_optimizer(
             {
                 "name": task.optimizer,
@@ -153,9 +153,9 @@ def run_job(config: FinetuneConfig, job: Job, device: str, steps: Steps) -> dict
             model,
         ),
         schedulers=registry.build_scheduler(config.scheduler),
-        algorithms=registry.build_algorithms(config.algorithms),
-        callbacks=[*registry.build_callbacks(config.callbacks), steps],
-        loggers=[*registry.build_loggers(config.loggers), RunLog(folder, "10ba", job.name, show_progress=False)],
+        algorithms=registry.build_all("algorithms", config.algorithms),
+        callbacks=[*registry.build_all("callbacks", config.callbacks), steps],
+        loggers=[*registry.build_all("loggers", config.loggers), RunLog(folder, "10ba", job.name, show_progress=False)],
         max_duration=f"{task.epochs}ep",
         eval_interval=task.eval_interval,
         save_folder=str(folder) if job.keep_checkpoint else None,

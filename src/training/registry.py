@@ -10,26 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from composer import Algorithm, Callback, Time, Timestamp, TimeUnit
+from composer import Time, Timestamp, TimeUnit, callbacks, loggers, optim
 from composer.algorithms import GradientClipping
-from composer.callbacks import (
-    LRMonitor,
-    MemoryMonitor,
-    MemorySnapshot,
-    OOMObserver,
-    OptimizerMonitor,
-    RuntimeEstimator,
-    SpeedMonitor,
-    SystemMetricsMonitor,
-)
-from composer.loggers import FileLogger, LoggerDestination, MLFlowLogger, WandBLogger
-from composer.optim import (
-    ComposerScheduler,
-    ConstantScheduler,
-    ConstantWithWarmupScheduler,
-    CosineAnnealingWithWarmupScheduler,
-    LinearWithWarmupScheduler,
-)
 from composer.utils import FSDPConfig
 from torch import nn
 
@@ -51,25 +33,30 @@ def gradient_clipping(clipping_type: str, clipping_threshold: float) -> Gradient
 
 OPTIMIZERS = {"decoupled_adamw": FusedDecoupledAdamW, "adamw": functools.partial(torch.optim.AdamW, fused=True)}
 SCHEDULERS = {
-    "linear_decay_with_warmup": LinearWithWarmupScheduler,
-    "cosine_with_warmup": CosineAnnealingWithWarmupScheduler,
-    "constant": ConstantScheduler,
-    "constant_with_warmup": ConstantWithWarmupScheduler,
+    "linear_decay_with_warmup": optim.LinearWithWarmupScheduler,
+    "cosine_with_warmup": optim.CosineAnnealingWithWarmupScheduler,
+    "constant": optim.ConstantScheduler,
+    "constant_with_warmup": optim.ConstantWithWarmupScheduler,
     "warmup_stable_decay": WarmupStableDecayScheduler,
 }
 ALGORITHMS = {"gradient_clipping": gradient_clipping}
 CALLBACKS = {
     "early_stopper": ResumableEarlyStopper,
-    "lr_monitor": LRMonitor,
-    "memory_monitor": MemoryMonitor,
-    "memory_snapshot": MemorySnapshot,
-    "oom_observer": OOMObserver,
-    "optimizer_monitor": OptimizerMonitor,
-    "runtime_estimator": RuntimeEstimator,
-    "speed_monitor": SpeedMonitor,
-    "system_metrics_monitor": SystemMetricsMonitor,
+    "lr_monitor": callbacks.LRMonitor,
+    "memory_monitor": callbacks.MemoryMonitor,
+    "memory_snapshot": callbacks.MemorySnapshot,
+    "oom_observer": callbacks.OOMObserver,
+    "optimizer_monitor": callbacks.OptimizerMonitor,
+    "runtime_estimator": callbacks.RuntimeEstimator,
+    "speed_monitor": callbacks.SpeedMonitor,
+    "system_metrics_monitor": callbacks.SystemMetricsMonitor,
 }
-LOGGERS = {"file": FileLogger, "mlflow": MLFlowLogger, "tensorboard": TensorBoard, "wandb": WandBLogger}
+LOGGERS = {
+    "file": loggers.FileLogger,
+    "mlflow": loggers.MLFlowLogger,
+    "tensorboard": TensorBoard,
+    "wandb": loggers.WandBLogger,
+}
 SECTIONS = {
     "optimizer": OPTIMIZERS, "scheduler": SCHEDULERS, "algorithms": ALGORITHMS, "callbacks": CALLBACKS, "loggers": LOGGERS,
 }  # fmt: skip
@@ -91,7 +78,7 @@ def build_optimizer(section: Mapping[str, Any], model: nn.Module) -> torch.optim
     return build("optimizer", OPTIMIZERS, section, params=parameters)
 
 
-def build_scheduler(section: Mapping[str, Any], max_duration: str = "1ep") -> ComposerScheduler:
+def build_scheduler(section: Mapping[str, Any], max_duration: str = "1ep") -> optim.ComposerScheduler:
     """Return a learning-rate schedule, tried at both ends of a run of `max_duration`. Raises UserError if that fails."""
     if section.get("t_warmup") is not None:
         check_value("scheduler.t_warmup", section["t_warmup"], str, Rule(units=tuple(TIME_UNITS), at_least=0))
@@ -108,18 +95,6 @@ def build_scheduler(section: Mapping[str, Any], max_duration: str = "1ep") -> Co
     except Exception as error:  # Composer finds out only here, in various ways, what it cannot compute
         raise UserError(f"scheduler: {section['name']} rejects these arguments: {error}") from None
     return scheduler
-
-
-def build_algorithms(section: Mapping[str, Any]) -> list[Algorithm]:
-    return _build_all("algorithms", ALGORITHMS, section)
-
-
-def build_callbacks(section: Mapping[str, Any]) -> list[Callback]:
-    return _build_all("callbacks", CALLBACKS, section)
-
-
-def build_loggers(section: Mapping[str, Any]) -> list[LoggerDestination]:
-    return _build_all("loggers", LOGGERS, section)
 
 
 def build(kind: str, registry: Mapping[str, Callable], section: Mapping[str, Any], **fixed: Any) -> Any:
@@ -146,11 +121,13 @@ def build(kind: str, registry: Mapping[str, Callable], section: Mapping[str, Any
         raise UserError(f"{kind}: {name} rejects these arguments: {error}") from None
 
 
-def _build_all(kind: str, registry: Mapping[str, Callable], sections: Mapping[str, Any]) -> list[Any]:
+def build_all(kind: str, sections: Mapping[str, Any]) -> list[Any]:
+    """Return the algorithms, callbacks or loggers of a config: {name: {argument: value}, null for none, or false to omit}."""
     chosen = {name: arguments for name, arguments in sections.items() if arguments is not False}
     for name, arguments in chosen.items():
         if arguments is not None and not isinstance(arguments, Mapping):
             raise UserError(f"{kind}.{name}={arguments!r} must be a section of `key: value` lines")
+    registry = SECTIONS[kind]
     return [
         build(f"{kind}.{name}" if name in registry else kind, registry, {"name": name, **(arguments or {})})
         for name, arguments in chosen.items()

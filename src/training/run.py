@@ -54,7 +54,7 @@ def train(task: Task, folder: Path) -> None:
     microbatch = config.device_train_microbatch_size
     device_batch = trainer.split_batch_size(config.global_train_batch_size, microbatch, dist.get_world_size(), device)
     scheduler = registry.build_scheduler(config.scheduler, config.max_duration)
-    algorithms = registry.build_algorithms(config.algorithms)
+    algorithms = registry.build_all("algorithms", config.algorithms)
     reproducibility.seed_all(config.seed)
     latest = latest_valid_checkpoint(folder)
     model = task.build_model(latest)
@@ -84,7 +84,7 @@ def train(task: Task, folder: Path) -> None:
         schedulers=scheduler,
         algorithms=algorithms,
         callbacks=[
-            *registry.build_callbacks(config.callbacks),
+            *registry.build_all("callbacks", config.callbacks),
             guards.SeedEveryStep(config.seed),
             guards.FiniteLoss(config.on_nonfinite_loss, writer),
             writer,
@@ -92,7 +92,7 @@ def train(task: Task, folder: Path) -> None:
             guards.StopOnSignal(writer),
             startup,
         ],
-        loggers=[*registry.build_loggers(config.loggers), run_log],
+        loggers=[*registry.build_all("loggers", config.loggers), run_log],
         max_duration=config.max_duration,
         eval_interval=config.eval_interval,
         eval_subset_num_batches=config.eval_subset_num_batches,
