@@ -1,4 +1,4 @@
-"""The naming of the checkpoints that the paper's authors published, turned into ours. The model knows nothing of it.
+"""Map names and settings of the checkpoints that the paper's authors published to ours.
 
 They are `LIONS-EPFL/{BERT,LION-Lit,LION-D,LION-S}-{base,large}-mlm` on the Hub.
 """
@@ -8,7 +8,7 @@ import re
 import torch
 from torch import Tensor
 
-from src.errors import UserError
+from src.errors import UserError, first_line
 from src.lion import LionConfig
 
 MIXERS = {
@@ -21,7 +21,7 @@ MIXERS = {
     "lion-s": "lion-s",
 }
 
-# Their name → ours. Query, key and value come apart in theirs and are put together afterwards.
+# Their name → ours. Query, key and value are three tensors in theirs, one in ours.
 RENAMED = (
     (r"^bert\.embeddings\.", "lion.embeddings."),
     (r"^bert\.encoder\.layer\.(\d+)\.attention\.self\.(query|key|value)\.", r"lion.layers.\1.attention.\2."),
@@ -42,37 +42,41 @@ RENAMED = (
 
 
 def config_from_published(config: dict, source: str = "the checkpoint") -> LionConfig:
-    """Their configuration as ours. Raises UserError for an `arch_type` that is none of the paper's, and for values that cannot be."""
+    """Return their config as ours. Raises UserError for an unknown `arch_type` and values that LionConfig refuses."""
     arch = str(config.get("arch_type", "attention"))
     if arch not in MIXERS:
-        raise UserError(f"arch_type {arch!r} of {source} is none of {', '.join(MIXERS)}")
+        raise UserError(f"arch_type {arch!r} of {source} must be one of {', '.join(MIXERS)}")
     same = (
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
         "hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings", "type_vocab_size",
-        "initializer_range", "layer_norm_eps", "pad_token_id", "classifier_dropout", "num_labels", "id2label", "label2id",
-        "problem_type",
+        "initializer_range", "layer_norm_eps", "pad_token_id", "classifier_dropout", "num_labels", "id2label",
+        "label2id", "problem_type",
     )  # fmt: skip
     try:
         return LionConfig(mixer=MIXERS[arch], **{name: config[name] for name in same if config.get(name) is not None})
-    except Exception as error:  # whatever arithmetic says of a value of another type
-        raise UserError(f"the config of {source} makes no model ({error})") from None
+    except Exception as error:  # whatever arithmetic raises for a value of another type
+        raise UserError(f"the config of {source} is not valid ({first_line(error)})") from None
 
 
 def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> dict[str, Tensor]:
-    """Their tensors under our names: all of them, but for those that repeat another or that the variant does not read.
+    """Return their tensors under our names, without those that repeat another or that the variant does not read.
 
-    Left out on purpose: `position_ids` (a constant), `cls.predictions.bias` (the decoder's bias once more), the position
-    table of LION-D and LION-S (a dummy), the next-sentence head of BERT checkpoints, and the pooler and the head of masked
-    words beside what does not read them: a classifier reads the pooler, masked language modelling the head.
-    Raises UserError naming every tensor it does not know, and those that belong together and do not fit.
+    Omitted: `position_ids` (a constant), `cls.predictions.bias` (a copy of the decoder's bias), the position table of
+    LION-D and LION-S (not used), BERT's next-sentence head, a classifier's masked-LM head and a masked LM's pooler.
+
+    Raises:
+        UserError: it names every unknown tensor, and tensors that belong together and do not fit.
     """
     ours, unknown = {}, []
-    classifier, words = (any(name.startswith(part) for name in state) for part in ("classifier.", "cls.predictions."))
-    unread = ("cls.seq_relationship.", *(["cls.predictions."] if classifier else ["bert.pooler."] if words else []))
+    classifier, masked_lm = (
+        any(name.startswith(part) for name in state) for part in ("classifier.", "cls.predictions.")
+    )
+    unread = ["cls.seq_relationship."]
+    unread += ["cls.predictions."] if classifier else ["bert.pooler."] if masked_lm else []
+    if not config.has_positions:
+        unread.append("bert.embeddings.position_embeddings.")
     for name, tensor in state.items():
-        if name.endswith("position_ids") or name == "cls.predictions.bias" or name.startswith(unread):
-            continue
-        if name == "bert.embeddings.position_embeddings.weight" and not config.has_positions:
+        if name.endswith("position_ids") or name == "cls.predictions.bias" or name.startswith(tuple(unread)):
             continue
         for pattern, replacement in RENAMED:
             renamed, found = re.subn(pattern, replacement, name)
@@ -86,12 +90,13 @@ def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> d
     if "cls.predictions.bias" in state and not classifier:
         bias = ours.setdefault("head.decoder.bias", state["cls.predictions.bias"])
         if not torch.equal(bias.double(), state["cls.predictions.bias"].double()):
-            raise UserError("cls.predictions.bias and cls.predictions.decoder.bias of the checkpoint are one tensor in the model, and differ")  # fmt: skip
+            both = "cls.predictions.bias and cls.predictions.decoder.bias"
+            raise UserError(f"{both} of the checkpoint differ, but are one tensor in the model")
     for query in [name for name in ours if ".attention.query." in name]:
         names = [query.replace(".query.", f".{part}.") for part in ("query", "key", "value")]
         if all(name in ours for name in names):
             shapes = {tuple(ours[name].shape) for name in names}
             if len(shapes) > 1 or () in shapes:
-                raise UserError(f"{', '.join(names)} of the checkpoint have other shapes than one another")
+                raise UserError(f"{', '.join(names)} of the checkpoint must have the same shape")
             ours[query.replace(".query.", ".qkv.")] = torch.cat([ours.pop(name) for name in names])
     return ours

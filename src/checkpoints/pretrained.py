@@ -1,4 +1,4 @@
-"""What training can go on from: a checkpoint of ours or of the paper's authors, a Hub folder of ours, or a Hugging Face BERT."""
+"""Read what training starts from: a checkpoint of ours or of the paper's authors, a Hub folder, or a BERT."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ HUB_FILES = ["*.json", "*.txt", "*.model", "*.safetensors", "*.pt", "pytorch_mod
 
 @dataclass
 class Pretrained:
-    """Sizes, all weights under our names (`lion.…`, `head.…`, …), and a way to the tokenizer."""
+    """Model settings, all weights under our names (`lion.…`, `head.…`, …), and the tokenizer."""
 
     config: dict[str, Any]
     weights: dict[str, Tensor]
@@ -27,46 +27,51 @@ class Pretrained:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer, if there is one; read when it is asked for. Raises UserError for one that cannot be loaded."""
+        """The tokenizer, loaded at the first access; None if there is none. Raises UserError if it cannot be loaded."""
         return self.load_tokenizer()
 
     def encoder(self) -> dict[str, Tensor]:
-        """The weights of LionModel, under its names."""
+        """Return the weights of LionModel, under its names."""
         return {name.removeprefix("lion."): tensor for name, tensor in self.weights.items() if name.startswith("lion.")}
 
 
 def read_pretrained(name: str, key: str) -> Pretrained:
-    """Read a file or folder, or what the Hub has under this name; `key` is what the user gave it as.
+    """Read a file, a folder or a repository of the Hub.
 
-    Raises UserError where there is none, or it is none of the four.
+    Args:
+        key: what the user set, for messages.
+
+    Raises:
+        UserError: there is nothing of that name, or it cannot be read.
     """
     path = local_path(name, key)
     if path.is_dir() and not (path / "config.json").is_file() and len(files := list(path.glob("*.pt"))) == 1:
-        path = files[0]  # as the paper's authors publish theirs on the Hub
+        path = files[0]  # the paper's authors publish theirs this way
     if not path.is_dir():
         checkpoint = read_checkpoint(path)
         return Pretrained(checkpoint.config, checkpoint.weights, checkpoint.load_tokenizer)
     if _model_type(path) == "bert":
         return read_bert(path)
     config, weights = read_folder(path)
-    if config.get("architectures") == ["LionModel"]:  # without a head, whose names begin at the encoder
+    if config.get("architectures") == ["LionModel"]:  # the encoder alone, whose names have no prefix
         weights = {f"lion.{part}": tensor for part, tensor in weights.items()}
     return Pretrained(config, weights, lambda: _tokenizer(path))
 
 
 def local_path(name: str, key: str) -> Path:
-    """A file or folder, or a copy of what the Hub has under this name. Raises UserError where neither is there."""
+    """Return the path of a file or folder, or of a copy of a Hub repository. Raises UserError if there is none."""
     path = Path(name)
     if path.exists():
         return path
     if path.suffix in (".pt", ".bin") or name.count("/") > 1 or name.startswith((".", "/", "~")):
-        raise UserError(f"{key}: {name} is not a file or folder here; mend its path")
+        raise UserError(f"{key}: {name} is not a file or folder; fix its path")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except Exception as error:  # whatever the Hub's client raises
-        raise UserError(f"{key}: {name} is not a file or folder here, and the Hugging Face Hub did not give it ({first_line(error)}); mend its path or name") from None  # fmt: skip
+        reason = f"not a file or folder, and the Hugging Face Hub did not send it ({first_line(error)})"
+        raise UserError(f"{key}: {name} is {reason}; fix its path or name") from None
 
 
 def _model_type(folder: Path) -> str | None:
@@ -79,23 +84,25 @@ def _model_type(folder: Path) -> str | None:
 
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    there = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"))
-    return load_tokenizer(folder, str(folder)) if there else None
+    exists = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"))
+    return load_tokenizer(folder, str(folder)) if exists else None
 
 
 def read_bert(folder: Path) -> Pretrained:
-    """A Hugging Face BERT as our softmax mixer. Raises UserError for one that lacks a tensor or computes otherwise."""
+    """Read a BERT for the softmax mixer. Raises UserError if a tensor is missing or it has another architecture."""
     from transformers import BertModel
 
     try:
-        model, told = BertModel.from_pretrained(folder, output_loading_info=True)
+        model, info = BertModel.from_pretrained(folder, output_loading_info=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{folder} cannot be read as a BERT ({first_line(error)}); copy it again") from None
     if model.config.position_embedding_type != "absolute" or model.config.is_decoder:
-        raise UserError(f"{folder} is no plain BERT encoder (relative positions, or a decoder), which the softmax mixer would not compute")  # fmt: skip
-    missing = [name for name in told["missing_keys"] if not name.startswith("pooler.")]
-    if missing or told["mismatched_keys"]:
-        raise UserError(f"{folder} lacks weights of BERT: {', '.join(sorted(missing) or map(str, told['mismatched_keys']))}")  # fmt: skip
+        reason = "it has relative positions or is a decoder"
+        raise UserError(f"{folder} is not a plain BERT encoder ({reason}), which the softmax mixer cannot compute")
+    missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
+    if missing or info["mismatched_keys"]:
+        names = ", ".join(sorted(missing) or map(str, info["mismatched_keys"]))
+        raise UserError(f"{folder} lacks weights of BERT: {names}")
     settings = config_from_published({**model.config.to_dict(), "arch_type": "attention"}, str(folder))
-    named = {f"bert.{name}": tensor for name, tensor in model.state_dict().items() if name not in told["missing_keys"]}
+    named = {f"bert.{name}": tensor for name, tensor in model.state_dict().items() if name not in info["missing_keys"]}
     return Pretrained(settings.to_dict(), state_dict_from_published(named, settings), lambda: _tokenizer(folder))

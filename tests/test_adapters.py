@@ -1,4 +1,4 @@
-"""The authors' checkpoints, by the small random models in their naming that lie beside the repository (if they do)."""
+"""Checkpoints of the paper's authors: their names become ours, and small random models give the same outputs."""
 
 import json
 
@@ -50,17 +50,17 @@ def test_unknown_names_are_listed():
 
 
 @pytest.mark.parametrize("part", ["query", "key"])
-def test_queries_and_keys_of_other_shapes_are_named(part):
+def test_queries_and_keys_of_different_shapes_are_named(part):
     config = config_from_published({"arch_type": "nova", "num_hidden_layers": 1})
     state = {
         f"bert.encoder.layer.0.attention.self.{name}.weight": torch.zeros(4, 4) for name in ("query", "key", "value")
     }
     state[f"bert.encoder.layer.0.attention.self.{part}.weight"] = torch.zeros(3, 4)
-    with pytest.raises(UserError, match=rf"attention\.{part}\.weight.*other shapes"):
+    with pytest.raises(UserError, match=rf"attention\.{part}\.weight.*must have the same shape"):
         state_dict_from_published(state, config)
 
 
-def test_two_biases_of_the_decoder_have_to_be_the_same():
+def test_the_two_biases_of_the_decoder_must_be_equal():
     config = config_from_published({"arch_type": "nova", "num_hidden_layers": 1})
     state = {"cls.predictions.bias": torch.zeros(8), "cls.predictions.decoder.bias": torch.zeros(8)}
     assert state_dict_from_published(state, config).keys() == {"head.decoder.bias"}
@@ -70,8 +70,8 @@ def test_two_biases_of_the_decoder_have_to_be_the_same():
 
 
 @pytest.mark.parametrize("setting", [{"hidden_size": 33}, {"num_attention_heads": "two"}, {"id2label": [0]}])
-def test_a_config_that_makes_no_model_is_told(setting):
-    with pytest.raises(UserError, match=r"the config of theirs\.pt makes no model"):
+def test_an_invalid_config_is_reported(setting):
+    with pytest.raises(UserError, match=r"the config of theirs\.pt is not valid"):
         config_from_published({"arch_type": "nova", **setting}, "theirs.pt")
 
 
