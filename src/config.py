@@ -6,7 +6,7 @@ import math
 import os
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -218,23 +218,15 @@ def _expand_home(given: Any) -> Any:
 def _parse(
     schema: type, script: str, argv: list[str], example: str, more_help: Callable[[], str] | None
 ) -> argparse.Namespace:
-    class Help(argparse.Action):
-        def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-            parser.print_help()
-            if more_help is not None:
-                print(flush=True)  # the keys first: what follows may take seconds to import
-                print(more_help())
-            parser.exit()
-
+    asks_help = more_help is not None and not {"-h", "--help"}.isdisjoint(argv)
+    keys = f"keys, in the YAML file or as key=value (the value after = is the default):\n\n{describe(schema)}"
     parser = argparse.ArgumentParser(
         prog=script,
         usage=f"{script} FILE.yaml [key=value ...] [--print_config]",
         description=f"Example: {script} {example}" if example else None,
-        epilog="keys, in the YAML file or as key=value (the value after = is the default):\n\n" + describe(schema),
+        epilog=f"{keys}\n\n{more_help()}" if asks_help else keys,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
     )
-    parser.add_argument("-h", "--help", action=Help, nargs=0, help="print this and exit")
     parser.add_argument("yaml", metavar="FILE.yaml", help="the config, e.g. one in yamls/")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that override the file's")
     parser.add_argument("--print_config", action="store_true", help="print the resolved config and exit")
@@ -289,35 +281,25 @@ def _overrides(pairs: list[str]) -> DictConfig:
 
 
 def _check_keys(given: DictConfig, schema: type) -> None:
-    hints = get_type_hints(schema)
-    for name in given:
-        if is_dataclass(hints.get(name)) and not isinstance(given[name], DictConfig):
-            raise UserError(f"{name}={given[name]!r} must be a section of `key: value` lines")
-    known = list(_schema_keys(schema))
-    # The keys given in free sections (optimizer, tasks, …) help to suggest one for a key given without its section.
-    free_keys = [name for name in _given_keys(given) if name not in known]
-    for name in _given_keys(given):
-        section = name.split(".")
-        free = any(".".join(section[:depth]) in known for depth in range(1, len(section)))
-        if name not in known and not free and not any(other.startswith(f"{name}.") for other in known):
-            raise UserError(
-                f"unknown key {name}{nearest(name, known + [other for other in free_keys if other != name])}"
-            )
+    """Raise UserError for a key that the schema does not have, and for a value in place of a section."""
+    known = _flatten(OmegaConf.to_container(OmegaConf.structured(schema)))
+    sections = {name.rsplit(".", depth)[0] for name in known for depth in range(1, name.count(".") + 1)}
+    names = _flatten(OmegaConf.to_container(given))
+    for name in names:
+        if name in sections:
+            raise UserError(f"{name}={OmegaConf.select(given, name)!r} must be a section of `key: value` lines")
+        free = any(
+            name.startswith(f"{other}.") for other in known
+        )  # of a section such as optimizer, checked where it is used
+        if name not in known and not free:
+            # What is given in free sections helps to suggest a key that was given without its section.
+            raise UserError(f"unknown key {name}{nearest(name, {*known, *names} - {name})}")
 
 
-def _schema_keys(schema: type, prefix: str = "") -> Iterator[str]:
-    hints = get_type_hints(schema)
-    for entry in fields(schema):
-        if is_dataclass(hints[entry.name]):
-            yield from _schema_keys(hints[entry.name], f"{prefix}{entry.name}.")
-        else:
-            yield prefix + entry.name
-
-
-def _given_keys(config: Any, prefix: str = "") -> Iterator[str]:
-    for name in config:
-        value = config._get_node(name)
-        if isinstance(value, DictConfig) and not value._is_interpolation() and not value._is_none() and len(value):
-            yield from _given_keys(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
+def _flatten(config: dict[str, Any], prefix: str = "") -> list[str]:
+    """The dotted names of a nested dictionary's values; an empty dictionary is a value."""
+    names: list[str] = []
+    for name, value in config.items():
+        nested = isinstance(value, dict) and value
+        names += _flatten(value, f"{prefix}{name}.") if nested else [f"{prefix}{name}"]
+    return names

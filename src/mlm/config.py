@@ -24,7 +24,7 @@ class PretrainConfig(RunConfig):
         "where the shards are, if `data_local` is only a cache for them", None, may_change=True
     )
     max_seq_len: int = key("maximum sequence length in tokens", at_least=3, at_most=2**32 - 1)
-    mlm_probability: float = key("masking rate in training")
+    mlm_probability: float = key("masking rate in training", above=0, below=1)
     train_loader: LoaderConfig = field(default_factory=LoaderConfig)
     eval_loader: LoaderConfig = field(default_factory=LoaderConfig)
 
