@@ -85,9 +85,9 @@ def test_the_folder_may_be_the_one_where_one_is(tmp_path, monkeypatch):
 
 MISTAKES = {
     "no file": (None, [], "nothing matches"),
-    "no such column": ('{"body": "It is."}', [], r"data.jsonl, line 1: no text under 'text' \(its keys are body\)"),
+    "no such column": ('{"body": "It is."}', [], r"data.jsonl, line 1: no text \(its keys are body\)"),
     "no JSON": ('{"text": "It is."}\nIt is.', [], "data.jsonl, line 2: not valid JSON"),
-    "no object": ("[1, 2]", [], "data.jsonl, line 1: no text under"),
+    "no object": ("[1, 2]", [], "data.jsonl, line 1: not a JSON object"),
     "no text": ('{"text": " "}', [], "no text to train on"),
     "a small vocabulary": ('{"text": "It is."}', ["--vocab_size", "10"], "--vocab_size: 10 is too small"),
 }

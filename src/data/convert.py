@@ -30,7 +30,7 @@ import numpy as np
 
 from src.cli import log, progress
 from src.data.corpora import Files, HubDataset, grouped
-from src.data.readers import LINE_KINDS, STANDARD_INPUT, Batch, Reading, file_kind, texts
+from src.data.readers import LINE_KINDS, STANDARD_INPUT, Batch, ReadOptions, file_kind, texts
 from src.data.token_rows import Packer, RowMaker, Rows
 from src.data.tokenizers import load_tokenizer, vocabulary_digest
 from src.data.workers import in_order, usable_cores
@@ -277,9 +277,9 @@ def open_source(arguments: argparse.Namespace, hub_split: str) -> Files | HubDat
     if str(STANDARD_INPUT) in arguments.data_files:
         stdin = arguments.stdin_format or ("jsonl" if sys.stdin.buffer.peek(1)[:1] == b"{" else "txt")
         log.info(f"standard input: read as .{stdin}; it cannot be read again, so a conversion of it begins anew if interrupted")  # fmt: skip
-    reading = Reading(arguments.text_column, arguments.one_document_per_file, stdin)
+    reading = ReadOptions(arguments.text_column, arguments.one_document_per_file, stdin)
     files = Files(arguments.data_files, reading)
-    if arguments.one_document_per_file and all(file_kind(path, reading)[0] != "txt" for path in files.paths):
+    if arguments.one_document_per_file and all(file_kind(path)[0] != "txt" for path in files.paths):
         raise UserError("--one_document_per_file goes with .txt files, and there are none among --data_files; leave it out")  # fmt: skip
     return files
 

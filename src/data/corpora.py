@@ -6,7 +6,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from src.data.readers import BATCH_BYTES, STANDARD_INPUT, Batch, Reading, file_kind, find_files, read_batches
+from src.data.readers import (
+    BATCH_BYTES,
+    STANDARD_INPUT,
+    Batch,
+    ReadOptions,
+    check_texts,
+    file_kind,
+    find_files,
+    read_batches,
+)
 from src.errors import UserError, first_line
 
 RECORDS = 256  # of a dataset, read at a time
@@ -20,10 +29,10 @@ class Files:
 
     unit = "B"
 
-    def __init__(self, patterns: list[str], reading: Reading):
+    def __init__(self, patterns: list[str], reading: ReadOptions):
         self.paths = find_files(patterns)
         for path in self.paths:
-            file_kind(path, reading)
+            file_kind(path, reading.stdin_format)
         self.reading = reading
         self.resumable = all(path.is_file() for path in self.paths)  # what comes through a pipe comes once
         self.stamps = [self._stamp(path) for path in self.paths]
@@ -97,8 +106,7 @@ class HubDataset:
             texts = columns.get(self.column)
             if texts is None:
                 raise UserError(f"{self.dataset}: no column {self.column!r} (there are {', '.join(columns)}); name it with --text_column")  # fmt: skip
-            if not all(isinstance(text, str | None) for text in texts):
-                raise UserError(f"{self.dataset}: column {self.column!r} holds other things than text; name another with --text_column")  # fmt: skip
+            check_texts(self.dataset, self.column, texts)
             if number >= skip:
                 yield here, Batch(self.dataset, 0, texts, "text", len(texts))
 

@@ -1,7 +1,7 @@
-"""Texts out of files: .txt, .jsonl (or .json, an object a line), .csv, .tsv and .parquet; all but the last .gz or .zst too.
+"""Readers of .txt, .jsonl (or .json, one object per line), .csv, .tsv, each optionally .gz or .zst, and .parquet.
 
-`read_batches` reads records as they lie in the file, and `texts` makes texts of them, which takes longer and may happen in
-another process.
+A corpus is read in two steps: `read_batches` returns records as stored, and `texts` parses them, which takes longer and
+may run in another process. A table is read with `read_rows`: the wanted columns of each row, and its line number.
 """
 
 import contextlib
@@ -12,52 +12,54 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow
 
-from src.errors import UserError
+from src.cli import log
+from src.errors import UserError, reason
 
 KINDS = {".txt": "txt", ".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
 LINE_KINDS = ("txt", "jsonl", "csv", "tsv")
+DELIMITERS = {"csv": ",", "tsv": "\t"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 STANDARD_INPUT = Path("-")
 BATCH_BYTES = 1 << 20  # a few tenths of a second of tokenizing
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+SET_COLUMN = "set --text_column"
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How files are read."""
+class ReadOptions:
+    """How a corpus is read."""
 
     column: str = "text"  # column or key with the text
-    one_document_per_file: bool = False  # of .txt
-    standard_input: str = "txt"  # one of LINE_KINDS
+    one_document_per_file: bool = False  # for .txt
+    stdin_format: str = "txt"  # one of LINE_KINDS
 
 
 @dataclass
 class Batch:
-    """Consecutive records of a file: bytes still to be parsed, or texts."""
+    """Consecutive records of a file: bytes to parse, or texts."""
 
     file: str
     first: int  # records of the file before this batch
     records: list[bytes] | list[str | None]
-    # Of the records: a line each (txt, jsonl), a file each (file), or texts with None for an empty one (text).
-    kind: str
-    size: int  # bytes of the file that were read for them; of a dataset, the number of records
+    kind: str  # of records: txt and jsonl are lines, file is a file's content, text is parsed (None: empty)
+    size: int  # bytes read from the file; for a dataset, the number of records
 
     def length(self) -> int:
-        """Of the records, in bytes or characters."""
+        """Return the total length of the records, in bytes or characters."""
         return sum(map(len, filter(None, self.records)))
 
 
 def find_files(patterns: list[str]) -> list[Path]:
-    """The files that match, pattern by pattern, each once. Raises UserError for a pattern that nothing matches.
+    """Return the files that match, pattern by pattern, each once. Raises UserError for a pattern without a match.
 
-    The name of a file is itself first, and a pattern only where there is no such file: `a[1].txt`.
+    A pattern that is also the name of a file, such as `a[1].txt`, means that file.
     """
     paths = []
     for pattern in patterns:
@@ -66,74 +68,50 @@ def find_files(patterns: list[str]) -> list[Path]:
         if Path(pattern) == STANDARD_INPUT:
             found = [STANDARD_INPUT]
         if not found:
-            raise UserError(f"--data_files: nothing matches {pattern}")
+            raise UserError(f"--data_files: nothing matches {pattern}; check the path")
         paths += found
     return list(dict.fromkeys(paths))
 
 
-def read_texts(path: Path, column: str) -> Iterator[str]:
-    """A file's documents. Raises UserError naming file and line."""
-    for batch in read_batches(path, Reading(column)):
-        yield from texts(batch, column)
-
-
-def read_batches(path: Path, reading: Reading, skip: int = 0) -> Iterator[Batch]:
-    """A file's records but the first `skip`, about BATCH_BYTES at a time. Raises UserError for a file that cannot be read."""
-    kind, compression = file_kind(path, reading)
-    if kind == "parquet":
-        yield from _parquet_batches(path, reading.column, skip)
-        return
-    try:
-        with _open(path, compression) as (file, position):
-            if kind in ("csv", "tsv"):
-                records = _csv_texts(file, path, reading.column, "," if kind == "csv" else "\t")
-                kind = "text"
-            elif kind == "txt" and reading.one_document_per_file:
-                records = iter([file.read()])
-                kind = "file"
-            else:
-                records = _lines(file, path)
-            yield from _batches(records, str(path), kind, skip, position)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error}); mend it or leave it out") from None
-
-
-def file_kind(path: Path, reading: Reading) -> tuple[str, str | None]:
-    """What a file holds and how it is compressed, told by its ending. Raises UserError where that says nothing."""
+def file_kind(path: Path, stdin_format: str = "txt") -> tuple[str, str | None]:
+    """Return the kind and the compression of a file, by its extension. Raises UserError for an unknown one."""
     if path == STANDARD_INPUT:
-        return reading.standard_input, None
+        return stdin_format, None
     compression = COMPRESSIONS.get(path.suffix)
-    ending = Path(path.stem).suffix if compression else path.suffix
-    kind = KINDS.get(ending)
+    extension = Path(path.stem).suffix if compression else path.suffix
+    kind = KINDS.get(extension.lower())
     if kind is None or (kind == "parquet" and compression):
-        raise UserError(f"{path}: cannot read {ending or 'a file without an ending'}{path.suffix if compression else ''}; give .txt, .jsonl, .csv or .tsv, as they are or with .gz or .zst, or .parquet")  # fmt: skip
+        shown = f"{extension}{path.suffix if compression else ''}" or "a file without an extension"
+        known = ".txt, .jsonl, .csv or .tsv, optionally with .gz or .zst, or .parquet"
+        raise UserError(f"{path}: cannot read {shown}; give {known}")
     return kind, compression
 
 
-@contextlib.contextmanager
-def _open(path: Path, compression: str | None) -> Iterator[tuple[BinaryIO, Callable[[], int] | None]]:
-    """The file, decompressed, and what tells how many bytes of it have been read, if it can be told."""
-    with contextlib.ExitStack() as stack:
-        stored = sys.stdin.buffer if path == STANDARD_INPUT else stack.enter_context(path.open("rb"))
-        position = stored.tell if stored.seekable() else None
-        file = stored
-        if compression:
-            file = io.BufferedReader(
-                pyarrow.CompressedInputStream(pyarrow.PythonFile(stored, "r"), compression), 1 << 18
-            )
-        if file.peek(3)[:3] == BYTE_ORDER_MARK:
-            file.read(3)
-        yield file, position
+# Corpora
 
 
-def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    number = 0
-    try:
-        for line in file:
-            number += 1
-            yield line
-    except OSError as error:
-        raise UserError(f"{path}, line {number + 1}: cannot be read on ({error.strerror or error}); the file is damaged or cut off, so copy it again") from None  # fmt: skip
+def read_texts(path: Path, column: str) -> Iterator[str]:
+    """Yield a file's documents. Raises UserError with file and line."""
+    for batch in read_batches(path, ReadOptions(column)):
+        yield from texts(batch, column)
+
+
+def read_batches(path: Path, options: ReadOptions, skip: int = 0) -> Iterator[Batch]:
+    """Yield a file's records after the first `skip`, about BATCH_BYTES at a time. Raises UserError."""
+    kind, compression = file_kind(path, options.stdin_format)
+    if kind == "parquet":
+        for first, (records,), size in _parquet_columns(path, [options.column], skip, f"; {SET_COLUMN}"):
+            check_texts(str(path), options.column, records)
+            yield Batch(str(path), first, records, "text", size)
+        return
+    with _open(path, compression) as (file, position):
+        if kind in DELIMITERS:
+            records, kind = _csv_texts(file, path, options.column, DELIMITERS[kind]), "text"
+        elif kind == "txt" and options.one_document_per_file:
+            records, kind = iter([file.read()]), "file"
+        else:
+            records = _lines(file, path)
+        yield from _batches(records, str(path), kind, skip, position)
 
 
 def _batches(
@@ -155,58 +133,19 @@ def _batches(
 
 
 def _csv_texts(file: BinaryIO, path: Path, column: str, delimiter: str) -> Iterator[str]:
-    csv.field_size_limit(2**31 - 1)  # a document is a field; the library's limit is 128 KiB
-    rows = csv.reader((_decode(line, path, number) for number, line in enumerate(_lines(file, path), 1)), delimiter=delimiter, strict=True)  # fmt: skip
-    try:
-        header = next(rows, [])
-        if column not in header:
-            raise UserError(f"{path}: no column {column!r} (there are {', '.join(header)}); name it with --text_column")
-        index = header.index(column)
-        for row in rows:
-            if row and len(row) != len(header):
-                raise UserError(f"{path}, line {rows.line_num}: the row has {len(row)} fields, the header {len(header)}; mend or remove the row")  # fmt: skip
-            yield row[index] if row else ""
-    except csv.Error as error:
-        raise UserError(f"{path}, line {rows.line_num}: not valid CSV ({error}); mend or remove the row") from None
-
-
-def _parquet_batches(path: Path, column: str, skip: int) -> Iterator[Batch]:
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        if column not in file.schema_arrow.names:
-            raise UserError(f"{path}: no column {column!r} (there are {', '.join(file.schema_arrow.names)}); name it with --text_column")  # fmt: skip
-        kind = file.schema_arrow.field(column).type
-        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-            raise UserError(f"{path}: column {column!r} holds {kind}, not text; name another with --text_column")
-        row_size = path.stat().st_size / max(file.metadata.num_rows, 1)
-        first = 0
-        for rows in file.iter_batches(batch_size=1024, columns=[column]):
-            if first + len(rows) > skip:
-                start = max(skip - first, 0)
-                records = python_values(rows.column(0).slice(start), path, first + start)
-                yield Batch(str(path), first + start, records, "text", round(row_size * len(records)))
-            first += len(rows)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path}: not a readable Parquet file ({error}); copy it again or leave it out") from None
-
-
-def python_values(values: pyarrow.Array, path: Path, first: int) -> list:
-    """Rows of a column, the first of them after `first` others. Raises UserError naming the row of bytes that are no text."""
-    try:
-        return values.to_pylist()
-    except UnicodeDecodeError:
-        for number, value in enumerate(values, first + 1):
-            try:
-                value.as_py()
-            except UnicodeDecodeError:
-                raise UserError(f"{path}, row {number}: not valid UTF-8; mend the file") from None
-        raise
+    rows = _csv_cells(file, path, delimiter)
+    _, header = next(rows, (1, []))
+    check_columns(path, [column], header, f"; {SET_COLUMN}")
+    index = header.index(column)
+    for line, row in rows:
+        if row and len(row) != len(header):
+            found = f"{len(row)} columns instead of {len(header)}"
+            raise UserError(f"{path}, line {line}: {found}; fix or remove the row")
+        yield row[index] if row else ""
 
 
 def texts(batch: Batch, column: str) -> list[str]:
-    """The texts of a batch's records, "" for one without text. Raises UserError naming file and line."""
+    """Return the texts of a batch's records, "" for an empty one. Raises UserError with file and line."""
     if batch.kind == "text":
         return [text or "" for text in batch.records]
     if batch.kind == "file":
@@ -214,10 +153,138 @@ def texts(batch: Batch, column: str) -> list[str]:
     lines = [_decode(record, batch.file, number) for number, record in enumerate(batch.records, batch.first + 1)]
     if batch.kind == "txt":
         return [line.rstrip("\r\n") for line in lines]
-    return [
-        _text_of_json(line, column, batch.file, number) if not line.isspace() else ""
-        for number, line in enumerate(lines, batch.first + 1)
-    ]
+    found = []
+    for number, line in enumerate(lines, batch.first + 1):
+        (text,) = ("",) if line.isspace() else _json_values(line, batch.file, number, [column], f"; {SET_COLUMN}")
+        check_texts(f"{batch.file}, line {number}", column, [text])
+        found.append(text or "")
+    return found
+
+
+def check_texts(source: str, column: str, values: list[Any]) -> None:
+    """Raise UserError unless all values of a column are strings or None."""
+    for value in values:
+        if not isinstance(value, str | None):
+            raise UserError(f"{source}: column {column!r} holds {type(value).__name__}, not text; {SET_COLUMN}")
+
+
+# Tables
+
+
+def read_rows(
+    path: Path, columns: Sequence[str | int], malformed_rows: int = 0, tab_separated: bool = False
+) -> Iterator[tuple[int, tuple]]:
+    """Yield the line number and the wanted columns of each row of a table.
+
+    Quotes enclose a cell in .csv and are literal in .tsv.
+
+    Args:
+        columns: names, or numbers of the columns of a .csv or .tsv without a header.
+        malformed_rows: this many rows may differ in length from the others; they are skipped.
+        tab_separated: read as .tsv, whatever the extension.
+
+    Raises:
+        UserError: with file and line, a row or a file that cannot be read.
+    """
+    kind, compression = ("tsv", None) if tab_separated else file_kind(path)
+    if kind == "txt":
+        raise UserError(f"{path}: cannot read .txt as a table; give .csv, .tsv, .jsonl or .parquet")
+    if kind == "parquet":
+        for first, values, _ in _parquet_columns(path, columns):
+            yield from enumerate(zip(*values), first + 1)
+        return
+    with _open(path, compression) as (file, _):
+        if kind == "csv":
+            yield from _select(path, _csv_cells(file, path, ","), columns, malformed_rows)
+        elif kind == "tsv":
+            rows = ((number, line.rstrip("\r\n")) for number, line in enumerate(_decoded(file, path), 1))
+            cells = ((number, row.split("\t") if row else []) for number, row in rows)
+            yield from _select(path, cells, columns, malformed_rows)
+        else:
+            for number, line in enumerate(_decoded(file, path), 1):
+                if line.strip():
+                    yield number, _json_values(line, path, number, columns)
+
+
+def _select(
+    path: Path, rows: Iterator[tuple[int, list[str]]], columns: Sequence[str | int], malformed_rows: int
+) -> Iterator[tuple[int, tuple]]:
+    """Yield the wanted cells of each row, by the names in a header or by number.
+
+    All rows must be as long as the first. Empty lines are skipped, except in a file of one column: there an empty line
+    that others follow is an empty text.
+    """
+    names = [column for column in columns if isinstance(column, str)]
+    indices, width, skipped, empty = [column for column in columns if isinstance(column, int)], 0, [], []
+    for number, row in rows:
+        if not row:
+            empty.append(number)
+            continue
+        if not width:
+            width = len(row)
+            if names:
+                check_columns(path, names, row)
+                indices = [row.index(column) if isinstance(column, str) else column for column in columns]
+                empty.clear()
+                continue
+        if width == 1:
+            yield from ((line, ("",) * len(indices)) for line in empty)
+        empty.clear()
+        if len(row) == width and max(indices) < width:
+            yield number, tuple(row[index] for index in indices)
+        elif len(skipped) < malformed_rows:
+            skipped.append(number)
+        else:
+            found = f"{len(row)} columns instead of {max(width, max(indices) + 1)}"
+            after = f", after {malformed_rows} other malformed rows" if malformed_rows else ""
+            raise UserError(f"{path}, line {number}: {found}{after}; fix or remove the row")
+    if skipped:
+        shown = ", ".join(map(str, skipped[:5])) + (", …" if len(skipped) > 5 else "")
+        log.info(f"{path}: skipped {len(skipped)} rows without {width} columns (line {shown})")
+
+
+def check_columns(path: Path, wanted: Sequence[str | int], found: list[str], hint: str = "") -> None:
+    """Raise UserError unless each wanted column is found exactly once."""
+    if missing := [str(name) for name in wanted if name not in found]:
+        raise UserError(f"{path}: no column {', '.join(missing)} (its columns are {', '.join(found)}){hint}")
+    if repeated := [str(name) for name in wanted if found.count(name) > 1]:
+        raise UserError(f"{path}: two columns are called {repeated[0]}; rename one")
+
+
+# Both
+
+
+@contextlib.contextmanager
+def _open(path: Path, compression: str | None) -> Iterator[tuple[BinaryIO, Callable[[], int] | None]]:
+    """Open a file, decompressed, without its byte-order mark; also return its `tell` if it can be told."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stored = sys.stdin.buffer if path == STANDARD_INPUT else stack.enter_context(path.open("rb"))
+            file = stored
+            if compression:
+                stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(stored, "r"), compression)
+                file = io.BufferedReader(stream, 1 << 18)
+            if file.peek(3)[:3] == BYTE_ORDER_MARK:
+                file.read(3)
+            yield file, stored.tell if stored.seekable() else None
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({reason(error)}); fix or omit it") from None
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    number = 0
+    try:
+        for line in file:
+            number += 1
+            yield line
+    except OSError as error:
+        raise UserError(
+            f"{path}, line {number + 1}: corrupt or truncated ({reason(error)}); copy the file again"
+        ) from None
+
+
+def _decoded(file: BinaryIO, path: Path) -> Iterator[str]:
+    return (_decode(line, path, number) for number, line in enumerate(_lines(file, path), 1))
 
 
 def _decode(record: bytes, file: str | Path, line: int) -> str:
@@ -225,34 +292,71 @@ def _decode(record: bytes, file: str | Path, line: int) -> str:
         return record.decode()
     except UnicodeDecodeError as error:
         line += record.count(b"\n", 0, error.start)
-        raise UserError(f"{file}, line {line}: not valid UTF-8; mend the file or convert it to UTF-8") from None
+        raise UserError(f"{file}, line {line}: not valid UTF-8; convert the file to UTF-8") from None
 
 
-def parse_json(line: str, file: str | Path, number: int) -> Any:
-    """What a line says. Raises UserError where that is no JSON, a number of thousands of digits, or too deep."""
+def _csv_cells(file: BinaryIO, path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    csv.field_size_limit(2**31 - 1)  # a document is a field; the library's limit is 128 KiB
+    rows, start = csv.reader(_decoded(file, path), delimiter=delimiter, strict=True), 1
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{file}, line {number}: not valid JSON ({getattr(error, 'msg', error)}); mend or remove the line"
-        ) from None
+        for row in rows:
+            yield start, row
+            start = rows.line_num + 1
+    except csv.Error as error:
+        raise UserError(f"{path}, line {start}: not valid CSV ({error}); fix or remove the row") from None
 
 
-def refuse_half_pair(text: str, file: str | Path, number: int) -> None:
-    """Raise UserError for half of a surrogate pair, which JSON can spell and no encoding can write."""
+def _json_values(
+    line: str, file: str | Path, number: int, columns: Sequence[str | int], hint: str = "; fix or remove the line"
+) -> tuple[Any, ...]:
+    """Return the values of a line's JSON object under the wanted keys."""
+    where = f"{file}, line {number}"
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UserError(
-            f"{file}, line {number}: half of a surrogate pair, which is no text; mend or remove the line"
-        ) from None
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and deep nesting
+        why = getattr(error, "msg", error)
+        raise UserError(f"{where}: not valid JSON ({why}); fix or remove the line") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: not a JSON object; fix or remove the line")
+    if missing := [str(column) for column in columns if column not in row]:
+        raise UserError(f"{where}: no {', '.join(missing)} (its keys are {', '.join(row)}){hint}")
+    values = tuple(row[column] for column in columns)
+    try:
+        "".join(value for value in values if isinstance(value, str)).encode()
+    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, and no encoding can write it
+        raise UserError(f"{where}: half of a surrogate pair; fix or remove the line") from None
+    return values
 
 
-def _text_of_json(line: str, column: str, file: str, number: int) -> str:
-    row = parse_json(line, file, number)
-    if not isinstance(row, dict) or column not in row or not isinstance(row[column], str | None):
-        keys = f"its keys are {', '.join(row)}" if isinstance(row, dict) else "it is no object"
-        raise UserError(f"{file}, line {number}: no text under {column!r} ({keys}); name the key with --text_column")
-    text = row[column] or ""
-    refuse_half_pair(text, file, number)
-    return text
+def _parquet_columns(
+    path: Path, columns: Sequence[str | int], skip: int = 0, hint: str = ""
+) -> Iterator[tuple[int, list[list], int]]:
+    """Yield (rows before these, the values of each wanted column, their share of the file in bytes)."""
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        check_columns(path, columns, file.schema_arrow.names, hint)
+        row_size = path.stat().st_size / max(file.metadata.num_rows, 1)
+        end = 0
+        for rows in file.iter_batches(batch_size=1024, columns=list(columns)):
+            first, end = max(skip, end), end + len(rows)
+            if first < end:
+                rows = rows.slice(len(rows) - (end - first))
+                values = [_python_values(rows.column(column), path, first) for column in columns]
+                yield first, values, round(row_size * len(rows))
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path}: not a readable Parquet file ({error}); copy it again or omit it") from None
+
+
+def _python_values(values: pyarrow.Array, path: Path, first: int) -> list:
+    """Return the values of a column, `first` rows into the file. Raises UserError with the row of invalid UTF-8."""
+    try:
+        return values.to_pylist()
+    except UnicodeDecodeError:
+        for number, value in enumerate(values, first + 1):
+            try:
+                value.as_py()
+            except UnicodeDecodeError:
+                raise UserError(f"{path}, row {number}: not valid UTF-8; fix the file") from None
+        raise

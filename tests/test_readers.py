@@ -1,4 +1,4 @@
-"""Texts out of files: every kind and compression gives the same texts, from any record on, and damage is named by its line."""
+"""Readers: every kind and compression gives the same texts, from any record on; errors name the line."""
 
 import gzip
 import io
@@ -9,7 +9,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from src.data.readers import BATCH_BYTES, Reading, find_files, read_batches, read_texts, texts
+from src.data.readers import BATCH_BYTES, ReadOptions, find_files, read_batches, read_texts, texts
 from src.errors import UserError
 
 TEXTS = [
@@ -49,38 +49,38 @@ def test_every_kind_gives_its_texts_from_any_record_on(kind, ending, tmp_path):
     path.write_bytes(compress(content(kind), ending))
     assert list(read_texts(path, "text")) == TEXTS
     for skip in (1, 7, 20, len(TEXTS)):
-        rest = [text for batch in read_batches(path, Reading(), skip) for text in texts(batch, "text")]
+        rest = [text for batch in read_batches(path, ReadOptions(), skip) for text in texts(batch, "text")]
         assert rest == TEXTS[skip:]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
-def test_the_text_may_stand_in_another_column(kind, tmp_path):
+def test_the_text_may_be_in_another_column(kind, tmp_path):
     path = tmp_path / f"a.{kind}"
     path.write_bytes(content(kind, "body"))
     assert list(read_texts(path, "body")) == TEXTS
-    with pytest.raises(UserError, match=rf"a\.{kind}.*'text'.*id, body.*--text_column"):
+    with pytest.raises(UserError, match=rf"a\.{kind}.* no (column )?text .*id, body.*--text_column"):
         list(read_texts(path, "text"))
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
-def test_batches_say_where_they_begin_and_how_much_was_read(ending, tmp_path):
+def test_batches_have_their_first_record_and_the_bytes_read(ending, tmp_path):
     path = tmp_path / f"a.txt{ending}"
     lines = [f"{i} {'word ' * (i % 1000)}\n".encode() for i in range(2000)]
     path.write_bytes(compress(b"".join(lines), ending))
-    batches = list(read_batches(path, Reading()))
+    batches = list(read_batches(path, ReadOptions()))
     assert len(batches) > 3 and all(BATCH_BYTES <= batch.length() < BATCH_BYTES + 6000 for batch in batches[:-1])
     assert [batch.first for batch in batches] == [sum(len(b.records) for b in batches[:i]) for i in range(len(batches))]
     assert sum(batch.size for batch in batches) == path.stat().st_size
     assert [record for batch in batches for record in batch.records] == lines
 
 
-def test_a_mark_of_byte_order_is_no_text(tmp_path):
+def test_a_byte_order_mark_is_not_text(tmp_path):
     for name in ("a.txt", "a.jsonl", "a.csv"):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + {"txt": b"one\n", "jsonl": b'{"text": "one"}\n', "csv": b"text\none\n"}[name[2:]])  # fmt: skip
         assert list(read_texts(tmp_path / name, "text")) == ["one"]
 
 
-def test_a_field_of_csv_may_hold_lines_and_be_long(tmp_path):
+def test_a_csv_field_may_span_lines_and_be_long(tmp_path):
     long = "words and more\n" * 20_000
     (tmp_path / "a.csv").write_text(f'id,text\r\n1,"one\r\ntwo ""three"""\r\n\r\n2,"{long}"\r\n', newline="")
     assert list(read_texts(tmp_path / "a.csv", "text")) == ['one\r\ntwo "three"', "", long]
@@ -88,7 +88,7 @@ def test_a_field_of_csv_may_hold_lines_and_be_long(tmp_path):
 
 def test_a_text_file_may_be_one_document(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\r\n\ntwo\n")
-    reading = Reading(one_document_per_file=True)
+    reading = ReadOptions(one_document_per_file=True)
     (batch,) = read_batches(tmp_path / "a.txt", reading)
     assert texts(batch, "text") == ["one\r\n\ntwo\n"]
     assert not list(read_batches(tmp_path / "a.txt", reading, skip=1))
@@ -97,50 +97,50 @@ def test_a_text_file_may_be_one_document(tmp_path):
         texts(*read_batches(tmp_path / "a.txt", reading), "text")
 
 
-def test_nothing_and_null_are_empty_texts(tmp_path):
+def test_empty_and_null_are_empty_texts(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": null}\n\n{"text": ""}\n')
     assert list(read_texts(tmp_path / "a.jsonl", "text")) == ["", "", ""]
     pq.write_table(pa.table({"text": ["one", None]}), tmp_path / "a.parquet")
     assert list(read_texts(tmp_path / "a.parquet", "text")) == ["one", ""]
 
 
-def cut(data: bytes) -> bytes:
+def truncated(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
 
 LINES = b"".join(b'{"text": "line %d of many"}\n' % i for i in range(50_000))
-DAMAGE = {
-    "a.txt.gz": (cut(gzip.compress(LINES)), r"a\.txt\.gz, line \d{3,5}: cannot be read on \(Truncated"),
-    "a.jsonl.zst": (cut(pa.compress(LINES, "zstd", asbytes=True)), r"a\.jsonl\.zst, line \d+: cannot be read on \(Truncated"),
-    "b.jsonl.gz": (gzip.compress(LINES)[:-8] + b"\0" * 8, r"b\.jsonl\.gz, line \d{5}: cannot be read on"),
+INVALID = {
+    "a.txt.gz": (truncated(gzip.compress(LINES)), r"a\.txt\.gz, line \d{3,5}: corrupt or truncated \(Truncated"),
+    "a.jsonl.zst": (truncated(pa.compress(LINES, "zstd", asbytes=True)), r"a\.jsonl\.zst, line \d+: corrupt or truncated \(Truncated"),
+    "b.jsonl.gz": (gzip.compress(LINES)[:-8] + b"\0" * 8, r"b\.jsonl\.gz, line \d{5}: corrupt or truncated"),
     "c.jsonl.gz": (LINES, r"c\.jsonl\.gz.*cannot be read"),
-    "a.csv": (b'text,id\n"one,1\ntwo,2\n', r"a\.csv, line 3: not valid CSV"),
-    "b.csv": (b"text,id\none,1\ntwo, and more,2\n", r"b\.csv, line 3: the row has 3 fields, the header 2"),
-    "c.csv": (b"", r"c\.csv: no column 'text'"),
+    "a.csv": (b'text,id\n"one,1\ntwo,2\n', r"a\.csv, line 2: not valid CSV"),
+    "b.csv": (b"text,id\none,1\ntwo, and more,2\n", r"b\.csv, line 3: 3 columns instead of 2"),
+    "c.csv": (b"", r"c\.csv: no column text"),
     "d.csv": (b"text\none\nt\xffwo\n", r"d\.csv, line 3: not valid UTF-8"),
     "a.jsonl": (b'{"text": "one"}\n{"text": "two", "n": ' + b"1" * 5000 + b"}\n", r"a\.jsonl, line 2: not valid JSON"),
     "b.jsonl": (b"[" * 100_000 + b"\n", r"b\.jsonl, line 1: not valid JSON"),
-    "c.jsonl": (b'{"text": ["one"]}\n', r"c\.jsonl, line 1: no text under 'text'"),
+    "c.jsonl": (b'{"text": ["one"]}\n', r"c\.jsonl, line 1: column 'text' holds list, not text"),
     "a.parquet.gz": (b"", r"a\.parquet\.gz: cannot read \.parquet\.gz"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_named_by_file_and_line(name, tmp_path):
-    data, message = DAMAGE[name]
+@pytest.mark.parametrize("name", INVALID)
+def test_errors_name_file_and_line(name, tmp_path):
+    data, message = INVALID[name]
     (tmp_path / name).write_bytes(data)
     with pytest.raises(UserError, match=message):
         list(read_texts(tmp_path / name, "text"))
 
 
-def test_a_parquet_row_that_is_no_utf8_is_named(tmp_path):
+def test_invalid_utf8_in_parquet_is_reported_with_its_row(tmp_path):
     bad = pa.Array.from_buffers(pa.string(), 2, pa.array([b"one", b"t\xffwo"]).buffers())
     pq.write_table(pa.table({"text": bad}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"a\.parquet, row 2: not valid UTF-8"):
         list(read_texts(tmp_path / "a.parquet", "text"))
 
 
-def test_patterns_find_each_file_once_and_no_folder(tmp_path):
+def test_patterns_find_each_file_once_and_no_directory(tmp_path):
     (tmp_path / "deep.txt").mkdir()
     for name in ("b.txt", "a.txt", "deep.txt/c.txt"):
         (tmp_path / name).write_text("one\n")
@@ -148,7 +148,7 @@ def test_patterns_find_each_file_once_and_no_folder(tmp_path):
     assert [str(path.relative_to(tmp_path)) for path in found] == ["b.txt", "a.txt", "deep.txt/c.txt"]
 
 
-def test_the_name_of_a_file_is_no_pattern(tmp_path):
+def test_a_file_name_is_not_a_pattern(tmp_path):
     for name in ("a[1].txt", "a1.txt", "a2.txt"):
         (tmp_path / name).write_text("one\n")
     assert [path.name for path in find_files([f"{tmp_path}/a[1].txt", f"{tmp_path}/a[2].txt"])] == [
