@@ -119,9 +119,9 @@ def tokenizer_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder):
-    from src.training.registry import build_tokenizer
+    from src.training.text_model import build_tokenizer
 
-    return build_tokenizer(str(tokenizer_folder), 64)
+    return build_tokenizer(str(tokenizer_folder), 64, needs=("mask_token", "pad_token"))
 
 
 @pytest.fixture(scope="session")
@@ -177,7 +177,7 @@ def write_checkpoint(tokenizer) -> Callable[..., Path]:
     import torch
 
     from src.lion import LionConfig
-    from src.training.model import LionMLM
+    from src.mlm.model import LionMLM
 
     def write(path: Path, mixer: str = "lion-s", edit: Callable[[dict], None] | None = None) -> Path:
         torch.manual_seed(MIXERS.index(mixer))

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from src.lion import LionConfig
-from src.training.model import LionMLM
+from src.mlm.model import LionMLM
 from src.training.registry import build_optimizer, build_tokenizer
 
 tokenizer = build_tokenizer(sys.argv[1], 64)

@@ -1,4 +1,4 @@
-"""What commands share: which process speaks, how a command ends, and that it works in a folder alone."""
+"""What every command shares: which process prints, exit statuses, and the lock on a folder."""
 
 import logging
 import os
@@ -16,8 +16,8 @@ from src.files import exclusive_lock
 
 
 @pytest.mark.parametrize(("rank", "waits"), [("0", []), ("1", [(cli.RANK_DELAY, "")])])
-def test_an_error_is_said_by_the_main_process_first(rank, waits, monkeypatch, capsys):
-    slept = []  # seconds, and what was said before
+def test_the_main_process_prints_an_error_first(rank, waits, monkeypatch, capsys):
+    slept = []  # seconds, and what was printed before
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr("time.sleep", lambda seconds: slept.append((seconds, capsys.readouterr().err)))
     assert cli.print_error(errors.UserError("a key\nis wrong")) == 2
@@ -26,7 +26,7 @@ def test_an_error_is_said_by_the_main_process_first(rank, waits, monkeypatch, ca
 
 
 @pytest.mark.parametrize(("rank", "level"), [("0", logging.INFO), ("1", logging.ERROR)])
-def test_the_main_process_alone_logs(rank, level, monkeypatch):
+def test_only_the_main_process_logs(rank, level, monkeypatch):
     monkeypatch.setenv("RANK", rank)
     before = cli.log.level
     try:
@@ -37,29 +37,41 @@ def test_the_main_process_alone_logs(rank, level, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("how", "status", "said"),
-    [("Ctrl-C", 130, 1), (signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 1), ("a command that has said it", 130, 0)],
+    ("ending", "status", "logged"),
+    [("Ctrl-C", 130, 1), (signal.SIGINT, 130, 0), (signal.SIGTERM, 143, 0), ("a command that logged it itself", 130, 0)],
 )
-def test_an_interrupted_command_says_once_how_to_continue(how, status, said, monkeypatch, caplog):
+def test_an_interrupted_command_ends_with_the_status_of_its_signal(ending, status, logged, monkeypatch, caplog):
     from composer.core.engine import sigterm_handler
 
     def main(argv):
-        if how == "Ctrl-C":
+        if ending == "Ctrl-C":
             raise KeyboardInterrupt
-        if isinstance(how, signal.Signals):
-            sigterm_handler(how, None)
+        if isinstance(ending, signal.Signals):
+            sigterm_handler(ending, None)  # raises SystemExit
         sys.exit(130)
 
     monkeypatch.setattr("src.cli.start_log", lambda: None)
     with caplog.at_level(logging.INFO, cli.log.name), pytest.raises(SystemExit) as ended:
         cli.run(main)
     assert ended.value.code == status
-    assert caplog.messages.count("interrupted; the same command continues where it stopped") == said
+    assert caplog.messages.count("interrupted; the same command resumes") == logged
 
 
-def test_a_folder_has_one_command_at_a_time_and_stays_only_with_what_it_wrote(tmp_path):
+@pytest.mark.parametrize(("error", "status"), [(errors.UserError("no such key"), 2), (errors.RunFailed("disk full"), 1)])
+def test_an_error_ends_a_command_with_its_status(error, status, monkeypatch, capsys):
+    def main(argv):
+        raise error
+
+    monkeypatch.setattr("src.cli.start_log", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        cli.run(main)
+    assert ended.value.code == status
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_a_folder_is_locked_by_one_command_and_removed_if_left_empty(tmp_path):
     folder = tmp_path / "run"
-    refused = pytest.raises(errors.UserError, match=f"another main.py is at work in {folder}; wait for it")
+    refused = pytest.raises(errors.UserError, match=f"another main.py is running in {folder}; wait for it")
     with exclusive_lock(folder, "main.py"), refused, exclusive_lock(folder, "main.py"):
         pass
     assert not folder.exists()
@@ -79,7 +91,7 @@ with exclusive_lock(Path(sys.argv[1]), "main.py"):
 """
 
 
-def test_a_killed_command_holds_no_folder_even_if_its_workers_live_on(tmp_path: Path):
+def test_a_killed_command_releases_the_lock_even_if_its_workers_survive(tmp_path: Path):
     process = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "run"], cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True)  # fmt: skip
     try:
         assert process.stdout.readline() == b"held\n"
@@ -87,12 +99,12 @@ def test_a_killed_command_holds_no_folder_even_if_its_workers_live_on(tmp_path: 
             pass
         process.kill()
         process.wait()
-        for patience in range(100, -1, -1):  # a worker that has only just begun lets go of it a moment later
+        for attempts_left in range(100, -1, -1):  # a worker that has just started releases it a moment later
             try:
                 with exclusive_lock(tmp_path / "run", "main.py"):
                     break
             except errors.UserError:
-                if not patience:
+                if not attempts_left:
                     raise
                 time.sleep(0.1)
     finally:

@@ -1,4 +1,4 @@
-"""Early stopping: what it watches is measured, a cross entropy has to fall, and the best survives a stop."""
+"""Early stopping: the monitored metric must be measured, a cross entropy must fall, and a resumed run keeps the best value."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ def stopper(**arguments):
 
 
 class Run:
-    """An evaluation every batch, as far as a stopper sees it."""
+    """An evaluation every batch, with the attributes that a stopper reads."""
 
     def __init__(self, batch: int = 0):
         self.timestamp = Timestamp(batch=batch)
@@ -34,14 +34,14 @@ class Run:
         return self.stopped
 
 
-def test_a_cross_entropy_has_to_fall_and_an_accuracy_to_rise():
+def test_a_cross_entropy_must_fall_and_an_accuracy_must_rise():
     run, loss = Run(), stopper()
     assert not any(run.evaluate(loss, value) for value in (5.0, 4.0, 3.0, 2.0, 1.0))
     run, accuracy = Run(), stopper(monitor="MaskedAccuracy")
     assert [run.evaluate(accuracy, value) for value in (0.4, 0.3, 0.2, 0.1)] == [False, False, False, True]
 
 
-def test_a_run_that_goes_on_knows_the_best_so_far():
+def test_a_resumed_run_keeps_the_best_value():
     run, before, after = Run(), stopper(), stopper()
     assert not run.evaluate(before, 1.0)
     after.load_state_dict(before.state_dict())
@@ -52,20 +52,20 @@ def test_a_run_that_goes_on_knows_the_best_so_far():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"monitor": "loss"}, r"early_stopper.monitor: 'loss' is none of LanguageCrossEntropy, MaskedAccuracy"),
-        ({"dataloader_label": "val"}, r"early_stopper.dataloader_label: 'val' is none of eval, train"),
+        ({"monitor": "loss"}, r"early_stopper.monitor=loss must be one of LanguageCrossEntropy, MaskedAccuracy, measured on eval"),
+        ({"dataloader_label": "val"}, r"early_stopper.dataloader_label=val must be one of eval, train"),
     ],
 )
-def test_what_is_not_measured_is_refused(arguments, words):
+def test_a_metric_that_is_not_measured_is_rejected(arguments, words):
     with pytest.raises(UserError, match=words):
         stopper(**arguments).before_load(Run(), None)
 
 
-def test_a_patience_in_other_units_is_refused():
-    with pytest.raises(UserError, match="patience 100sp is neither in epochs"):
+def test_a_patience_in_other_units_is_rejected():
+    with pytest.raises(UserError, match="patience 100sp must be in epochs"):
         stopper(patience="100sp")
 
 
 @pytest.mark.parametrize("label", ["eval", "train"])
-def test_what_is_measured_is_accepted(label):
+def test_a_measured_metric_is_accepted(label):
     stopper(monitor="MaskedAccuracy", dataloader_label=label).before_load(Run(), None)

@@ -1,32 +1,21 @@
-"""The time before the first step: from when it counts."""
+"""The time before the first training step: when it starts, and how it is reported."""
 
 from types import SimpleNamespace
 
 import psutil
-import pytest
 
 from src.training.startup import Startup
 
 
-@pytest.mark.parametrize(
-    ("rank", "parent", "launched"),
-    [
-        ("0", ["python", "/bin/composer", "-n", "2", "main.py"], True),
-        ("0", ["python", "-m", "composer.cli.launcher", "-n", "2", "main.py"], True),
-        ("0", ["bash"], False),
-        (None, ["composer"], False),
-        (None, None, False),
-    ],
-)
-def test_a_start_counts_from_the_birth_of_the_launcher_if_there_is_one(rank, parent, launched, monkeypatch):
-    if rank is None:
-        monkeypatch.delenv("RANK", raising=False)
-    else:
-        monkeypatch.setenv("RANK", rank)
-    launcher = parent and SimpleNamespace(cmdline=lambda: parent, create_time=lambda: 100.0)
-    own = SimpleNamespace(parent=lambda: launcher, create_time=lambda: 103.0)
-    monkeypatch.setattr(psutil, "Process", lambda: own)
-    monkeypatch.setattr("time.time", lambda: 105.0)
-    startup = Startup()
-    assert startup.begun == (100.0 if launched else 103.0)
-    assert startup.parts == ({"launcher": 3.0} if launched else {}) | {"imports": 2.0}
+def test_startup_time_counts_from_the_start_of_the_process_and_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(create_time=lambda: 103.0))
+    clock = iter([105.0, 109.5, 110.0])
+    monkeypatch.setattr("src.training.startup.time", SimpleNamespace(time=lambda: next(clock)))
+    with caplog.at_level("INFO", logger="lion"):
+        startup = Startup()
+        assert startup.started == 103.0
+        startup.done("data")
+        for _ in range(3):
+            startup.batch_end(None, None)
+    logged = [record.message for record in caplog.records if record.name == "lion"]
+    assert logged == ["first step after 7.0 s: 2.0 imports, 4.5 data, 0.5 first step"]

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from src.data.mlm_collator import split_batch
 from src.lion import LionConfig
-from src.training.model import LionMLM
+from src.mlm.model import LionMLM
 
 
 def build(tokenizer, **changes) -> LionMLM:

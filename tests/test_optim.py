@@ -1,4 +1,4 @@
-"""The fused optimizer takes Composer's steps."""
+"""The fused optimizer does the same steps as Composer's, and the schedule that Composer lacks."""
 
 import copy
 
@@ -10,7 +10,7 @@ from src.training.optim import FusedDecoupledAdamW
 
 
 def train(kind, steps: int, state: dict | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A small model after `steps` under a falling rate, with and without weight decay; from an optimizer's `state` on."""
+    """Train a small model under a falling learning rate, with and without weight decay, from an optimizer's `state`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 5), nn.GELU(), nn.Linear(5, 3))
     groups = [
@@ -19,7 +19,7 @@ def train(kind, steps: int, state: dict | None = None) -> tuple[nn.Module, torch
     ]
     optimizer = kind(groups, lr=1e-2, betas=(0.9, 0.98), eps=1e-6, weight_decay=1e-2)
     if state is not None:
-        optimizer.load_state_dict(copy.deepcopy(state))  # which it takes over, not copies
+        optimizer.load_state_dict(copy.deepcopy(state))  # load_state_dict keeps the tensors, it does not copy them
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for _ in range(steps):
         model(torch.randn(4, 7)).square().sum().backward()
@@ -29,18 +29,18 @@ def train(kind, steps: int, state: dict | None = None) -> tuple[nn.Module, torch
     return model, optimizer
 
 
-def test_it_takes_the_steps_of_composers_class():
+def test_it_does_the_same_steps_as_composers_class():
     ours, theirs = train(FusedDecoupledAdamW, 20)[0], train(DecoupledAdamW, 20)[0]
     for ours_now, theirs_now in zip(ours.parameters(), theirs.parameters()):
         torch.testing.assert_close(ours_now, theirs_now, rtol=1e-5, atol=1e-7)
 
 
-def test_weight_decay_is_as_it_was_after_a_step():
+def test_a_step_leaves_the_weight_decay_setting_unchanged():
     _, optimizer = train(FusedDecoupledAdamW, 3)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [1e-2, 0.0]
 
 
-def test_it_goes_on_from_the_state_of_composers_class():
+def test_it_resumes_from_the_state_of_composers_class():
     _, optimizer = train(DecoupledAdamW, 5)
     state = optimizer.state_dict()
     ours, theirs = train(FusedDecoupledAdamW, 5, state)[0], train(DecoupledAdamW, 5, state)[0]
@@ -48,7 +48,7 @@ def test_it_goes_on_from_the_state_of_composers_class():
         torch.testing.assert_close(ours_now, theirs_now, rtol=1e-5, atol=1e-7)
 
 
-def test_its_monitor_sees_what_it_sees_of_composers_class():
+def test_it_reports_per_parameter_metrics_as_composers_class_does():
     model, optimizer = train(FusedDecoupledAdamW, 2)
     weight = model[0].weight
     weight.grad = torch.ones_like(weight)
