@@ -10,6 +10,7 @@ from conftest import write_jsonl
 
 from src.checkpoints.reading import Checkpoint, read_checkpoint
 from src.errors import UserError
+from src.glue.experiment import GlueExperiment
 from src.jobs.report import write as write_report
 from src.lion import configuration_lion
 from src.publish.card import model_card, read_scores
@@ -109,7 +110,7 @@ def test_a_checkpoint_without_times_or_tokenizer_has_a_card_too(checkpoint):
 def test_scores_of_glue_go_into_table_and_metadata(checkpoint, tmp_path):
     results = [{**RESULT, "seed": seed, "score": score} for seed, score in ((19, 0.625), (717, 0.6875))]
     own = {**RESULT, "task": "word_order", "title": "WordOrder", "metrics": ["matthews"], "score": 0.5}
-    write_report([*results, own], tmp_path, "tiny-glue")
+    write_report([*results, own], GlueExperiment.average, tmp_path, "tiny-glue")
     for path in (tmp_path, tmp_path / "report.json"):
         card = model_card(checkpoint, "my-model", read_scores(path))
         assert re.search(r"\| RTE +\| accuracy +\| 65\.62 +\| +2 \|", card), card
@@ -121,7 +122,7 @@ def test_scores_of_glue_go_into_table_and_metadata(checkpoint, tmp_path):
 
 
 def test_scores_tell_which_seeds_failed_and_which_examples_are_not_glues(checkpoint, tmp_path):
-    write_report([{**RESULT, "of": 5, "glue": False}], tmp_path, "tiny-glue")
+    write_report([{**RESULT, "of": 5, "glue": False}], GlueExperiment.average, tmp_path, "tiny-glue")
     card = model_card(checkpoint, "my-model", read_scores(tmp_path))
     assert re.search(r"\| RTE +\| accuracy +\| 62\.50 +\| +1 of 5 seeds \|", card), card
     assert "nyu-mll/glue" not in card

@@ -11,7 +11,7 @@ from src.glue.examples import Example
 
 
 class Batches:
-    """Collates tokenized examples: padded to the longest of the batch, rounded up to a multiple of 8."""
+    """Tokenizes examples and pads them to the longest of the batch, rounded up to a multiple of 8."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_seq_len: int, regression: bool):
         self.tokenizer = tokenizer
@@ -33,10 +33,10 @@ class Batches:
 
 
 class GroupedByLength(Sampler[int]):
-    """A new order in every epoch, in which texts of about the same length stand in a batch, so that little is padded.
+    """Draw a new order in each epoch, with texts of similar length in each batch, so that there is little padding.
 
     The shuffled examples are sorted within stretches of up to 50 batches, a quarter of the epoch at most; then the batches
-    are shuffled. A last batch that is not full stays the last.
+    are shuffled. A last batch that is not full remains the last.
     """
 
     def __init__(self, examples: list[Example], batch_size: int, seed: int):
@@ -61,7 +61,7 @@ class GroupedByLength(Sampler[int]):
 
 
 def loader(examples: list[Example], batches: Batches, batch_size: int, shuffle_seed: int | None = None) -> DataLoader:
-    """Batches of a list of examples; in a new order in every epoch if there is a seed. No example is left out."""
+    """Return a loader of all examples, in a new order in each epoch if there is a seed."""
     return DataLoader(
         examples,  # type: ignore[arg-type]  # a list is a map-style dataset
         batch_size=batch_size,

@@ -1,226 +1,152 @@
-"""One fine-tuning run, a task with a seed, in a process of its own: from examples to scores and predictions on disk."""
+"""Fine-tuning as an experiment: a job per task and seed. What one job does is in finetune.py, whose imports are slow."""
 
 import json
-import os
-import shutil
-import sys
-import threading
-import time
-import traceback
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from composer import Callback, Evaluator, Logger, State
-from composer.core import Precision, get_precision_context
-from composer.utils import reproducibility
-from torch import Tensor
-
-from src import cli
-from src.cli import log
-from src.errors import RunFailed, UserError
-from src.glue.batches import Batches, loader
+from src.config import to_dict
+from src.errors import UserError
+from src.files import LATEST
 from src.glue.config import FinetuneConfig
-from src.glue.examples import Example, read_task, texts_digest
-from src.glue.scores import TaskScore, mean_score, predicted, score
-from src.glue.start import build_model, read_start
-from src.glue.tasks import Task, of_glue
-from src.memory import keep_freed_memory
-from src.training import registry, trainer as trainers
-from src.glue.model import LionClassifier
-from src.training.run_log import RunLog
-
-RESULT_FILE = "result.json"
-LOG_FILE = "log.txt"
-CHECKPOINT_FILE = "latest-rank0.pt"  # Composer's name
+from src.glue.examples import check_sources, digest, read_task
+from src.glue.tasks import FROM_MNLI, GLUE, Task, select
+from src.jobs.experiment import Average, Experiment, Row
+from src.jobs.jobs import Job, Result
+from src.jobs.predictions import file_name
 
 
-@dataclass(frozen=True)
-class Job:
-    """A task with a seed.
+class GlueExperiment(Experiment):
+    """Every task with every seed."""
 
-    Its result depends on `settings`, and the predictions of the test sets on `test_data` too. `after` is the job whose
-    encoder it starts from.
-    """
+    command = "glue.py"
+    example = "yamls/finetune-glue/lion-s-base.yaml tasks_to_run=[sst2,rte]"
+    schema = FinetuneConfig
+    preload = "src.glue.finetune"
+    average = Average("glue", "GLUE average", {task.name: task.title for task in GLUE.values()})
 
-    task: Task
-    seed: int
-    folder: Path
-    settings: dict[str, Any]
-    test_data: Any = None  # a digest, where the test sets are to be predicted
-    after: "Job | None" = None
-    keep_checkpoint: bool = False
-    work: int = 0  # see sources.Data
+    def check_paths(self) -> None:
+        config = self.config
+        self.costs: dict[str, int] = {}  # of one epoch, by task
+        self.tasks = select(config.tasks_to_run, config.tasks, config.default_seed)
+        longest = max(2 * len(task.columns) + 1 for task in self.tasks)
+        if config.max_seq_len < longest:
+            needed = "[CLS], and a token and [SEP] per text"
+            raise UserError(f"max_seq_len={config.max_seq_len} must be at least {longest}: {needed}")
+        if config.mnli_first:
+            mnli = [task for task in self.tasks if task.name == "mnli"]
+            if not mnli:
+                raise UserError("mnli_first needs MNLI's encoder; add mnli to tasks_to_run")
+            if len(mnli) > 1:
+                raise UserError(
+                    "mnli_first needs one encoder, but mnli is searched; give it one value per hyperparameter"
+                )
+        path = config.starting_checkpoint_load_path
+        if path is None and config.tokenizer_name is None:
+            to_do = "set it, or tokenizer_name to start from random weights"
+            raise UserError(f"starting_checkpoint_load_path is not set; {to_do}")
+        if path and not Path(path).exists() and (path.count("/") > 1 or path.startswith(".") or path.endswith(".pt")):
+            raise UserError(f"starting_checkpoint_load_path: {path} is not a file or folder; fix its path")
+        check_sources(self.tasks, config.glue_dir, config.predict_test)
 
-    @property
-    def name(self) -> str:
-        return f"{self.task.title}{f' {self.task.variant}' if self.task.variant else ''} seed {self.seed}"
+    def plan(self, device: str) -> list[Job]:
+        from src.glue.start import build_model, read_start
 
+        self._check_training(device)
+        start = read_start(self.config)
+        build_model(start, replace(self.tasks[0], labels=self.tasks[0].labels or ("a", "b")))  # weights that do not fit
+        self.start_name = start.name
+        return self.jobs(start.digest(), device)
 
-class Steps(Callback):
-    """Tells the main process the step, twice a second."""
+    def _check_training(self, device: str) -> None:
+        """Raise UserError for what would make a job fail."""
+        from src.training import registry
+        from src.training.trainer import resolve_precision
 
-    def __init__(self, connection: Connection, total: int):
-        self.connection, self.total, self.told = connection, total, 0.0
+        config = self.config
+        registry.build_scheduler(config.scheduler)
+        registry.build_all("algorithms", config.algorithms)
+        registry.build_all("callbacks", config.callbacks)
+        file = config.loggers.get("file", False)
+        if file is None or isinstance(file, dict):
+            if "{run_name}" not in str((file or {}).get("filename", "{run_name}")):
+                raise UserError("loggers.file.filename must contain {run_name}, so that each job has its own file")
+            file = {
+                **(file or {}),
+                "capture_stdout": False,
+                "capture_stderr": False,
+            }  # leave this process's output alone
+        registry.build_all("loggers", {**config.loggers, "file": file})
+        for task in self.tasks:
+            resolve_precision(task.precision or config.precision, device)
 
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if time.monotonic() - self.told > 0.5:
-            self.told = time.monotonic()
-            self.connection.send(("step", state.timestamp.batch.value, self.total))
+    def jobs(self, start: dict[str, Any], device: str) -> list[Job]:
+        """Return a job per task and seed, with everything that its result depends on: if that changes, it runs again."""
+        from src.training.trainer import resolve_precision
 
+        config = self.config
+        shared = {name: to_dict(config)[name] for name in ("max_seq_len", "scheduler", "algorithms")}
+        stopper = config.callbacks.get("early_stopper", False)  # the one callback that changes training
+        shared["callbacks"] = {} if stopper is False else {"early_stopper": stopper}
+        digests = {task.name: digest(task, config.glue_dir, config.predict_test) for task in self.tasks}
+        self.test_data = {name: _as_json(data.pop("test", None)) for name, data in digests.items()}
 
-def run_in_process(config: FinetuneConfig, job: Job, device: str, visible: str | None, threads: int | None, connection: Connection) -> None:  # fmt: skip
-    """What a job's process does; what it says goes to log.txt, how it ended through `connection`."""
-    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-    if visible is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
-    if threads is not None:
-        torch.set_num_threads(threads)
-    if device == "cpu":
-        keep_freed_memory()
-    try:
-        _log_to(job.folder / LOG_FILE)
-        result = run_job(config, job, device, Steps(connection, 0))
-        result |= {"settings": job.settings, "test_data": job.test_data}
-        write_whole(job.folder / RESULT_FILE, json.dumps(result, indent=1))
-    except UserError as error:
-        connection.send(("failed", str(error)))
-        log.info(f"error: {error}")
-        sys.exit(1)
-    except Exception as error:
-        told = (str(error).strip().splitlines() or ["no message"])[0]
-        connection.send(("failed", f"{type(error).__name__}: {told}"))  # first, since the log's disk may be full
-        traceback.print_exc()
-        sys.exit(1)
+        def job(task: Task, seed: int, after: Job | None = None) -> Job:
+            omitted = ("title", "seeds", "files", "hub", "precision")
+            hyperparameters = {name: value for name, value in asdict(task).items() if name not in omitted}
+            precision = resolve_precision(task.precision or config.precision, device)
+            settings = {**shared, "precision": precision, "task": hyperparameters, "seed": seed,
+                        "data": digests[task.name], "start": after.settings if after else start}  # fmt: skip
+            folder = self.folder / "jobs" / "-".join(filter(None, (task.name, task.variant, str(seed))))
+            return Job(task, seed, folder, _as_json(settings), after)
 
+        mnli = next(
+            (job(task, task.seeds[0]) for task in self.tasks if task.name == "mnli" and config.mnli_first), None
+        )
+        return [job(task, seed, mnli if task.name in FROM_MNLI else None) for task in self.tasks for seed in task.seeds]
 
-def _log_to(path: Path) -> None:
-    """Send what this process says to a file, in a folder made anew. Raises RunFailed where the disk refuses."""
-    shutil.rmtree(path.parent, ignore_errors=True)
-    try:
-        path.parent.mkdir(parents=True)
-        with path.open("w") as file:
-            os.dup2(file.fileno(), sys.stdout.fileno())
-            os.dup2(file.fileno(), sys.stderr.fileno())
-    except OSError as error:
-        raise RunFailed(f"cannot write {path}: {error.strerror or error}; mend that") from None
-    cli.start_log()
+    def cost(self, job: Job) -> int:
+        task = job.task
+        if task.name not in self.costs:
+            data = read_task(task, self.config.glue_dir, self.config.predict_test)
+            self.costs[task.name] = data.cost // task.epochs
+        return self.costs[task.name] * task.epochs
 
+    def run(self, job: Job, device: str, steps: Any) -> Result:
+        from src.glue.finetune import finetune
 
-def _end_with(connection: Connection) -> None:
-    """End this process when the main one ends, however it does."""
-    try:
-        connection.recv()
-    except (EOFError, OSError):
-        os._exit(1)
+        result = finetune(self.config, job, device, steps, self.keeps_checkpoint(job))
+        return {**result, "test_data": self.test_data[job.task.name]}
 
+    def keeps_checkpoint(self, job: Job) -> bool:
+        config = self.config
+        return config.save_finetuned_checkpoints or (config.mnli_first and job.task.name == "mnli")
 
-def run_job(config: FinetuneConfig, job: Job, device: str, steps: Steps) -> dict[str, Any]:
-    """Fine-tune on one task with one seed; returns scores, the majority class's beside them, and where predictions lie."""
-    trainers.silence_libraries()
-    start = read_start(config, None if job.after is None else str(job.after.folder / CHECKPOINT_FILE))
-    data = read_task(job.task, config.glue_dir, config.predict_test)
-    task, folder = data.task, job.folder
-    reproducibility.seed_all(job.seed)
-    tokenizer = start.tokenizer
-    model = LionClassifier(
-        build_model(start, task), tokenizer, {metric: TaskScore(task, metric) for metric in task.metrics}
-    )
-    batches = Batches(tokenizer, config.max_seq_len, task.regression)
-    train_loader = loader(data.train, batches, task.batch_size, shuffle_seed=job.seed)
-    eval_loaders = {
-        split: loader(examples, batches, config.device_eval_batch_size) for split, examples in data.validation.items()
-    }
-    steps.total = task.epochs * len(train_loader)
-    trainer = trainers.build_trainer(
-        model,
-        device=device,
-        precision=trainers.resolve_precision(task.precision or config.precision, device),
-        run_name=f"{config.base_run_name}-{folder.name}",
-        seed=job.seed,
-        train_dataloader=train_loader,
-        eval_dataloader=[Evaluator(label=split, dataloader=eval_loader, device_eval_microbatch_size=eval_loader.batch_size) for split, eval_loader in eval_loaders.items()],
-        optimizers=registry.build_optimizer(
-            {
-                "name": task.optimizer,
-                "lr": task.lr,
-                "weight_decay": task.weight_decay,
-                "betas": (0.9, 0.98),
-                "eps": 1e-6,
-            },
-            model,
-        ),
-        schedulers=registry.build_scheduler(config.scheduler),
-        algorithms=registry.build_all("algorithms", config.algorithms),
-        callbacks=[*registry.build_all("callbacks", config.callbacks), steps],
-        loggers=[*registry.build_all("loggers", config.loggers), RunLog(folder, "10ba", job.name, show_progress=False)],
-        max_duration=f"{task.epochs}ep",
-        eval_interval=task.eval_interval,
-        save_folder=str(folder) if job.keep_checkpoint else None,
-        save_interval=f"{task.epochs}ep",
-        save_overwrite=True,
-    )
-    trainer.fit()
-    seconds = trainer.state.timestamp.total_wct.total_seconds()
-    scores, majority = {}, {}
-    for split, eval_loader in eval_loaders.items():
-        logits = predict(trainer.state.model, eval_loader, trainer.state.device, trainer.state.precision)
-        examples = data.validation[split]
-        write_predictions(folder / f"predictions-{split}.jsonl", task, logits, examples)
-        labels = torch.tensor([example.label for example in examples])
-        scores[split] = score(task.metrics, predicted(logits), labels, task.num_labels)
-        constant = constant_prediction(task, data.train).expand(len(labels))
-        majority[split] = score(task.metrics, constant, labels, task.num_labels)
-    for split, examples in data.test.items():
-        test_loader = loader(examples, batches, config.device_eval_batch_size)
-        logits = predict(trainer.state.model, test_loader, trainer.state.device, trainer.state.precision)
-        write_predictions(folder / f"predictions-{split}.jsonl", task, logits, examples)
-    trainer.close()
-    return {"task": task.name, "title": task.title, "variant": task.variant, "seed": job.seed, "metrics": list(task.metrics),
-            "labels": list(task.labels), "scores": scores, "score": mean_score(scores), "majority": mean_score(majority),
-            "train_examples": len(data.train),
-            "validation_examples": {split: len(examples) for split, examples in data.validation.items()},
-            "validation_texts": {split: texts_digest(examples) for split, examples in data.validation.items()},
-            "glue": of_glue(task), "test_splits": list(data.test), "seconds": round(seconds, 1), "start": start.name, "folder": folder.name}  # fmt: skip
+    def files(self, job: Job, result: Result) -> list[str] | None:
+        if self.config.predict_test and result["test_data"] != self.test_data[job.task.name]:
+            return None
+        predictions = [file_name(split) for split in (*result["scores"], *result["test_splits"])]
+        return predictions + [LATEST] * self.keeps_checkpoint(job)
+
+    def origin(self, settings: dict[str, Any]) -> Any:
+        return self.origin(settings["start"]) if "start" in settings else settings  # with mnli_first, MNLI's
+
+    def finish(self, rows: list[Row]) -> list[str]:
+        from src.glue import submission
+
+        if not (self.config.predict_test and rows):
+            return []
+        folder, missing, earlier = submission.write(rows, self.folder)
+        needed = f"; the server also needs {', '.join(missing)}" if missing else ""
+        return [f"test sets    {folder}{needed}" + (f"; from earlier runs: {', '.join(earlier)}" if earlier else "")]
+
+    @staticmethod
+    def score(*arguments: Any) -> dict[str, float]:
+        from src.glue.scores import score
+
+        return score(*arguments)
 
 
-@torch.no_grad()
-def predict(model: LionClassifier, eval_loader, device, precision: Precision) -> Tensor:
-    """Logits, or predictions of a regression, of a whole split, on the CPU, in the precision that evaluations in training have.
-
-    Raises RunFailed where they are not finite.
-    """
-    model.eval()
-    with get_precision_context(precision):
-        logits = torch.cat([model.eval_forward(device.batch_to_device(batch)).cpu() for batch in eval_loader])
-    if not logits.isfinite().all():
-        raise RunFailed("what the trained model predicts is not finite; set a smaller lr")
-    return logits
-
-
-def write_predictions(path: Path, task: Task, logits: Tensor, examples: list[Example]) -> None:
-    """A line an example, in the order of the source: logits (or the value), what they predict, and the label if there is one."""
-    with path.open("w", encoding="utf-8") as file:
-        for row, guess, example in zip(logits.tolist(), predicted(logits).tolist(), examples):
-            line = {"logits": row, "prediction": guess if task.regression else task.labels[guess]}
-            if example.label is not None:
-                line["label"] = example.label
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-
-def constant_prediction(task: Task, train: list[Example]) -> Tensor:
-    """What always giving the training set's most frequent class (or mean) predicts."""
-    labels = torch.tensor([example.label for example in train])
-    return labels.mean() if task.regression else labels.mode().values
-
-
-def write_whole(path: Path, text: str) -> None:
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(text)
-    unfinished.replace(path)
-
-
-def read_result(job: Job) -> dict[str, Any]:
-    return json.loads((job.folder / RESULT_FILE).read_text())
+def _as_json(value: Any) -> Any:
+    """Return a value as it is after it has been stored."""
+    return json.loads(json.dumps(value))

@@ -1,4 +1,4 @@
-"""The metrics of the tasks, over a whole split at once."""
+"""The metrics of the tasks, over all examples of a split at once."""
 
 import torch
 from scipy.stats import pearsonr, spearmanr
@@ -13,8 +13,9 @@ from torchmetrics.functional.classification import (
 from torchmetrics.utilities import dim_zero_cat
 
 from src.glue.tasks import Task
+from src.jobs.predictions import predicted
 
-# Each of (predictions, labels, classes): class numbers, or the values of a regression, both (examples,).
+# Functions of (predictions, labels, classes): class numbers or values, both (examples,).
 METRICS = {
     "accuracy": lambda guesses, labels, n: multiclass_accuracy(guesses, labels, n, "micro", validate_args=False),
     "f1": lambda guesses, labels, n: binary_f1_score(guesses, labels, validate_args=False),
@@ -27,12 +28,12 @@ CORRELATIONS = ("matthews", "spearman", "pearson")
 
 
 def score(metrics: tuple[str, ...], predictions: Tensor, labels: Tensor, classes: int) -> dict[str, float]:
-    """Each metric of predictions, (examples,), that are class numbers or the values of a regression."""
+    """Compute metrics of predictions, (examples,): class numbers, or the values of a regression."""
     values = {}
     for name in metrics:
         if not predictions.isfinite().all():
             values[name] = float("nan")
-        # A constant correlates with nothing; the libraries give it NaN, or not quite 0.
+        # Nothing correlates with a constant; the libraries return NaN, or not quite 0.
         elif name in CORRELATIONS and (is_constant(predictions) or is_constant(labels)):
             values[name] = 0.0
         else:
@@ -40,23 +41,12 @@ def score(metrics: tuple[str, ...], predictions: Tensor, labels: Tensor, classes
     return values
 
 
-def predicted(logits: Tensor) -> Tensor:
-    """The class of each example, from (examples, classes); a regression's values as they are, (examples,)."""
-    return logits.argmax(-1) if logits.ndim == 2 else logits
-
-
-def mean_score(scores: dict[str, dict[str, float]]) -> float:
-    """A task's score: the mean over its metrics and splits."""
-    values = [value for metrics in scores.values() for value in metrics.values()]
-    return sum(values) / len(values)
-
-
 def is_constant(values: Tensor) -> bool:
     return bool((values == values[0]).all())
 
 
 class TaskScore(Metric):
-    """One of a task's metrics for evaluation during training: gathers a split's predictions and computes over all of them."""
+    """A metric of a task for evaluation during training: collects a split's predictions, then computes over all."""
 
     full_state_update = False
 

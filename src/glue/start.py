@@ -1,6 +1,5 @@
-"""What a job starts from: an encoder that was pretrained (src/pretrained.py), or random weights."""
+"""What a job starts from: a pretrained encoder, or random weights."""
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +11,16 @@ from src.checkpoints.pretrained import read_pretrained
 from src.checkpoints.reading import load_all
 from src.data.tokenizers import vocabulary_digest
 from src.errors import UserError
+from src.files import sha256
 from src.glue.config import FinetuneConfig
 from src.glue.tasks import Task
 from src.lion import LionConfig, LionForSequenceClassification
-from src.training import registry
+from src.training.text_model import build_lion_config, build_tokenizer, lion_arguments
 
 
 @dataclass
 class Start:
-    """Sizes, weights of the encoder (None: random ones), tokenizer, and where they are from."""
+    """Model settings, weights of the encoder (None: random), tokenizer, and their source."""
 
     config: dict[str, Any]
     weights: dict[str, Tensor] | None
@@ -28,54 +28,50 @@ class Start:
     name: str
 
     def digest(self) -> dict[str, Any]:
-        """What a result depends on, whatever the path: the model's settings, its weights and its vocabulary."""
-        found = hashlib.sha256()
-        for name, tensor in sorted((self.weights or {}).items()):
-            found.update(name.encode())
-            found.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        """Return what results depend on, wherever it was read: model settings, weights and vocabulary."""
+        parts = (
+            part
+            for name, tensor in sorted((self.weights or {}).items())
+            for part in (name.encode(), tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        )
         return {
-            "model": registry.lion_arguments(self.config),
-            "weights": found.hexdigest() if self.weights is not None else "random",
+            "model": lion_arguments(self.config),
+            "weights": sha256(parts) if self.weights is not None else "random",
             "vocabulary": vocabulary_digest(self.tokenizer),
         }
 
 
 def read_start(config: FinetuneConfig, path: str | None = None) -> Start:
-    """Read `path`, or the starting checkpoint, or make up a random start. Raises UserError where none can be."""
+    """Read `path`, or else the starting checkpoint, or draw random weights. Raises UserError if that fails."""
     name = path or config.starting_checkpoint_load_path
+    given = build_tokenizer(config.tokenizer_name, config.max_seq_len) if config.tokenizer_name else None
     if name is None:
-        if config.tokenizer_name is None:
-            raise UserError("starting_checkpoint_load_path is not set; name a checkpoint, or set tokenizer_name to start from random weights")  # fmt: skip
-        tokenizer = registry.build_tokenizer(config.tokenizer_name, config.max_seq_len)
-        settings = registry.build_lion_config(config.model, tokenizer, config.max_seq_len).to_dict()
-        return Start(settings, None, tokenizer, "random weights")
+        return Start(
+            build_lion_config(config.model, given, config.max_seq_len).to_dict(), None, given, "random weights"
+        )
     pretrained = read_pretrained(name, "starting_checkpoint_load_path")
-    fresh = config.from_scratch and path is None
-    tokenizer = own = pretrained.tokenizer
-    if config.tokenizer_name is not None:
-        tokenizer = registry.build_tokenizer(config.tokenizer_name, config.max_seq_len)
-        if own is not None and not fresh and vocabulary_digest(own) != vocabulary_digest(tokenizer):
-            raise UserError(f"tokenizer_name: {config.tokenizer_name} is not the tokenizer of {name}; leave it out")
+    from_scratch = config.from_scratch and path is None
+    own = pretrained.tokenizer
+    if given and own and not from_scratch and vocabulary_digest(own) != vocabulary_digest(given):
+        raise UserError(f"tokenizer_name={config.tokenizer_name} is not the tokenizer of {name}; omit it")
+    tokenizer = given or own
     if tokenizer is None:
-        raise UserError(f"{name} holds no tokenizer; set tokenizer_name")
-    # Vocabulary and padding are the checkpoint's, not the tokenizer's, rounded.
-    changed = {**registry.lion_arguments(pretrained.config), **config.model}
-    settings = registry.build_lion_config(changed, tokenizer, config.max_seq_len).to_dict()
-    if fresh:
-        return Start(settings, None, tokenizer, f"random weights, of the sizes of {name}")
+        raise UserError(f"{name} has no tokenizer; set tokenizer_name")
+    # Vocabulary size and padding token are the checkpoint's.
+    arguments = {**lion_arguments(pretrained.config), **config.model}
+    settings = build_lion_config(arguments, tokenizer, config.max_seq_len).to_dict()
+    if from_scratch:
+        return Start(settings, None, tokenizer, f"random weights, with the sizes of {name}")
     return Start(settings, pretrained.encoder(), tokenizer, name)
 
 
 def build_model(start: Start, task: Task) -> LionForSequenceClassification:
-    """A classifier with the starting encoder: all of it, but for the pooler that pretraining does not have."""
+    """Return a classifier with all of the starting encoder; the pooler, which pretraining lacks, may be random."""
     names = {"id2label": dict(enumerate(task.labels)), "label2id": {label: i for i, label in enumerate(task.labels)}}
     labels = {"num_labels": 1, "problem_type": "regression"} if task.regression else names
-    settings = registry.lion_arguments(start.config)
-    model = LionForSequenceClassification(LionConfig(**settings, **labels))
+    model = LionForSequenceClassification(LionConfig(**lion_arguments(start.config), **labels))
     if start.weights is not None:
         own = model.lion.state_dict()
-        fresh = {
-            name: tensor for name, tensor in own.items() if name.startswith("pooler.") and name not in start.weights
-        }
-        load_all(model.lion, {**fresh, **start.weights}, start.name)
+        pooler = {name: tensor for name, tensor in own.items() if name.startswith("pooler.")}
+        load_all(model.lion, {**pooler, **start.weights}, start.name)
     return model

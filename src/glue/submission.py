@@ -1,4 +1,4 @@
-"""Predictions of the test sets, as files that GLUE's server takes: NAME.tsv with `index` and `prediction`."""
+"""Predictions of the test sets, as files for GLUE's server: NAME.tsv with `index` and `prediction`."""
 
 import json
 from pathlib import Path
@@ -6,16 +6,16 @@ from typing import Any
 
 from src.glue.examples import DIAGNOSTIC
 from src.glue.tasks import GLUE
-from src.jobs import report
+from src.jobs import predictions, report
 
 FILES = {"cola": ("CoLA",), "sst2": ("SST-2",), "mrpc": ("MRPC",), "stsb": ("STS-B",), "mnli": ("MNLI-m", "MNLI-mm", DIAGNOSTIC),
          "qnli": ("QNLI",), "rte": ("RTE",), "qqp": ("QQP",)}  # fmt: skip
-NOT_OURS = "WNLI"  # the server wants it too
+NOT_OURS = "WNLI"  # the server needs it too
 NUMBERED = ("cola", "sst2", "mrpc", "qqp")  # the class's number; the others' names
 
 
 def write(rows: list[dict[str, Any]], run: Path) -> tuple[Path, list[str], list[str]]:
-    """Write run/submission/*.tsv; returns the folder, the files that the server needs beside them, and those of earlier runs.
+    """Write run/submission/*.tsv. Returns the folder, the files that the server also needs, and those of earlier runs.
 
     A task's predictions are those of the seed with the highest score on its validation set.
     """
@@ -29,7 +29,7 @@ def write(rows: list[dict[str, Any]], run: Path) -> tuple[Path, list[str], list[
         result = json.loads((job / "result.json").read_text())
         files = FILES.get(row["task"], tuple(f"{row['task']}-{split}" for split in result["test_splits"]))
         for file, split in zip(files, result["test_splits"]):
-            shown = [show(row["task"], line["prediction"], result["labels"]) for line in report.predictions(job, split)]
+            shown = [show(row["task"], line["prediction"], result["labels"]) for line in predictions.read(job, split)]
             numbered = "".join(f"{index}\t{prediction}\n" for index, prediction in enumerate(shown))
             name = DIAGNOSTIC if split == DIAGNOSTIC else file
             with report.writing(folder):
@@ -46,5 +46,5 @@ def show(task: str, prediction: str | float, labels: list[str]) -> str:
         return f"{min(5.0, max(0.0, prediction)):.3f}"  # the scale of its labels
     if task in NUMBERED:
         return str(labels.index(prediction))
-    # A tab or a line's end in the name of a class would be another cell or row.
+    # A tab or line break in the name of a class would start another cell or row.
     return str(prediction).translate({ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"})

@@ -1,63 +1,61 @@
 """The tasks as data: where their texts and labels are, how they are scored, how they are trained.
 
-Hyperparameters are those of the paper's released configs (arXiv:2502.16249). A task of one's own stands in a YAML file,
-under `tasks`, with the fields of `Task`; `like: rte` takes every field that is not given from RTE. A hyperparameter with
-several values, `lr: [1e-5, 3e-5]`, is a search over them.
+Hyperparameters are those of the paper's released configs (arXiv:2502.16249). A YAML file adds a task under `tasks`, with the
+fields of `Task`; `like: rte` takes every field that is not given from RTE. A hyperparameter with several values,
+`lr: [1e-5, 3e-5]`, is a search over them.
 """
 
 import itertools
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
+from types import UnionType
 from typing import Any, get_args, get_origin
 
-from src.config import nearest
+from src.config import SEED, Rule, check_known, check_value, duration, key, nearest, validate
 from src.errors import UserError
 
 METRICS = {"classification": ("accuracy", "f1", "macro_f1", "matthews"), "regression": ("spearman", "pearson")}
 SPLITS = ("train", "validation", "test")
-# Hyperparameters: what kind of number, and the least that it may be.
-NUMBERS = {"epochs": (int, 1), "batch_size": (int, 1), "lr": (float, 0.0), "weight_decay": (float, 0.0)}
+HYPERPARAMETERS = ("epochs", "batch_size", "lr", "weight_decay")  # a list of values is a search
 
 
 @dataclass(frozen=True)
 class Task:
-    name: str
-    title: str  # in reports
-    metrics: tuple[str, ...]  # of METRICS; the score is their mean
-    # What is read. Text columns are one or two, by name, or by number where a file has no header.
-    columns: tuple[str | int, ...]
-    label: str | int = "label"  # the label's column
-    labels: tuple[str, ...] = ()  # names in the order of their numbers; those of the training set where none are given
-    kind: str = "classification"  # or regression
-    unlabelled: str | None = None  # what stands in place of a missing label ("": nothing); such rows are left out
-    # Where it is: in files (train, validation, test → path or paths), or on the Hub.
-    files: Mapping[str, Any] = field(default_factory=dict)
-    hub: str | None = None
-    subset: str | None = None
-    train: str = "train"  # splits on the Hub
-    validation: tuple[str, ...] = ("validation",)
-    test: tuple[str, ...] = ("test",)
-    # In the official GLUE download, where `glue_dir` names one; files without .tsv.
-    folder: str | None = None
-    tsv_columns: tuple[str | int, ...] = ()  # `columns` where none are given; so below
-    tsv_label: str | int | None = None
-    tsv_test_columns: tuple[str | int, ...] = ()
-    tsv_validation: tuple[str, ...] = ("dev",)
-    tsv_test: tuple[str, ...] = ("test",)
-    tsv_other_names: Mapping[str, str] = field(default_factory=dict)  # of a file that is not there under its first
-    # So many rows of another length than the header may be left out, since the official file has some.
-    malformed_rows: int = 0
+    """A text task. The order and the names of its fields are part of every stored result."""
+
+    name: str = key("used in folders and in tasks_to_run")
+    title: str = key("used in reports")
+    metrics: tuple[str, ...] = key("of METRICS; the score is their mean")
+    columns: tuple[str | int, ...] = key("one or two text columns, by name, or by number in a file without a header")
+    label: str | int = key("the label's column", "label")
+    labels: tuple[str, ...] = key("class names in the order of their numbers; default: those of the training set", ())
+    kind: str = key("what the label is", "classification", choices=tuple(METRICS))
+    unlabelled: str | None = key('what replaces a missing label ("": nothing); such rows are omitted', None)
+    # Where the examples are: in files, on the Hub, or in the official GLUE download, if `glue_dir` is set.
+    files: Mapping[str, Any] = key("train, validation, test → path or list of paths", {})
+    hub: str | None = key("name of a dataset on the Hub", None)
+    subset: str | None = key("its subset", None)
+    train: str = key("its training split", "train")
+    validation: tuple[str, ...] = key("its validation splits", ("validation",))
+    test: tuple[str, ...] = key("its test splits", ("test",))
+    folder: str | None = key("folder below glue_dir", None)
+    tsv_columns: tuple[str | int, ...] = key("columns of its .tsv files; default: `columns`, and so below", ())
+    tsv_label: str | int | None = key("label of its .tsv files", None)
+    tsv_test_columns: tuple[str | int, ...] = key("columns of its test files", ())
+    tsv_validation: tuple[str, ...] = key("names of its validation files, without .tsv", ("dev",))
+    tsv_test: tuple[str, ...] = key("names of its test files", ("test",))
+    tsv_other_names: Mapping[str, str] = key("file names to use for missing files", {})
+    malformed_rows: int = key("rows of another length than the header to omit at most", 0, at_least=0)
     # How it is trained.
-    epochs: int = 3
-    batch_size: int = 16
-    lr: float = 1e-5
-    weight_decay: float = 1e-6
-    optimizer: str = "decoupled_adamw"
-    seeds: tuple[int, ...] = ()  # `default_seed` if there is none
-    eval_interval: str = "1ep"
-    precision: str | None = None  # over that of the config
-    variant: str = ""  # in a search: this candidate's values
+    epochs: int = key("epochs of training", 3, at_least=1)
+    batch_size: int = key("samples per step", 16, at_least=1)
+    lr: float = key("peak learning rate", 1e-5, at_least=0)
+    weight_decay: float = key("weight decay", 1e-6, at_least=0)
+    optimizer: str = key("name of the optimizer", "decoupled_adamw", choices=("decoupled_adamw", "adamw"))
+    seeds: tuple[int, ...] = key("one job per seed; default: default_seed", ())
+    eval_interval: str = duration("how often to evaluate", "1ep")
+    precision: str | None = key("overrides the config's", None, choices=("fp32", "amp_bf16", "amp_fp16"))
+    variant: str = key("in a search: the values of this candidate", "")
 
     @property
     def regression(self) -> bool:
@@ -105,174 +103,160 @@ FROM_MNLI = ("rte", "mrpc", "stsb")  # start from the encoder tuned on MNLI, wit
 
 
 def of_glue(task: Task) -> bool:
-    """Whether GLUE's average counts the task: one of the eight, on GLUE's examples and splits, by GLUE's metrics."""
+    """Return whether GLUE's average counts a task: one of the eight, with GLUE's examples, splits and metrics."""
     glue = GLUE.get(task.name)
     if glue is None or task.files or task.folder not in (None, glue.folder):
         return False
     same = ("train", "validation", "tsv_validation", "metrics")
     on_hub = task.hub is None or (task.hub, task.subset) == (glue.hub, glue.subset)
-    return on_hub and all(getattr(task, key) == getattr(glue, key) for key in same)
+    return on_hub and all(getattr(task, name) == getattr(glue, name) for name in same)
 
 
 def select(to_run: list[str], changes: Mapping[str, Any], default_seed: int) -> list[Task]:
-    """The tasks to run, with what the config changes in them; a searched task once for each candidate.
+    """Return the tasks to run, with the config's changes; a searched task once per candidate.
 
-    Raises UserError for unknown tasks and fields, and for values that no task can have.
+    Raises UserError for unknown tasks and fields, and for invalid values.
     """
-    _check_seeds("default_seed", (default_seed,))
     known = {name: [task] for name, task in GLUE.items()}
     for name, given in changes.items():
         if not isinstance(given, Mapping):
-            raise UserError(f"tasks.{name} must hold `key: value` lines, not {given!r}")
-        known[name] = _changed(name, dict(given))
+            raise UserError(f"tasks.{name}={given!r} must be a section of `key: value` lines")
+        known[name] = _candidates(name, dict(given))
     for name in to_run:
         if name not in known:
-            raise UserError(f"tasks_to_run: unknown task {name}{nearest(name, list(known))}")
+            raise UserError(f"tasks_to_run: unknown task {name}{nearest(name, known)}")
     if repeated := sorted({name for name in to_run if to_run.count(name) > 1}):
         raise UserError(f"tasks_to_run names {', '.join(repeated)} more than once; name each task once")
     if not to_run and (own := [name for name in changes if name not in GLUE]):
-        raise UserError(f"tasks_to_run is empty, which means GLUE's eight tasks and not {', '.join(own)}; name the tasks to run, such as tasks_to_run=[{','.join(own)}]")  # fmt: skip
+        raise UserError(
+            f"tasks_to_run is empty, which means GLUE's eight tasks and not {', '.join(own)}; "
+            f"name the tasks to run, such as tasks_to_run=[{','.join(own)}]"
+        )
     chosen = [task for name in to_run or GLUE for task in known[name]]
     return [task if task.seeds else replace(task, seeds=(default_seed,)) for task in chosen]
 
 
-def _changed(name: str, given: dict[str, Any]) -> list[Task]:
-    like = _typed(f"tasks.{name}.like", given.pop("like", name), str)
+def _candidates(name: str, given: dict[str, Any]) -> list[Task]:
+    """Return a task as the config changes it: one candidate, or several if hyperparameters have several values."""
+    place = f"tasks.{name}"
+    like = _converted(f"{place}.like", given.pop("like", name), str)
     if like != name and like not in GLUE:
-        raise UserError(f"tasks.{name}.like: unknown task {like}{nearest(like, list(GLUE))}")
+        raise UserError(f"{place}.like: unknown task {like}{nearest(like, GLUE)}")
     if not name.replace("_", "").replace("-", "").isalnum():
-        raise UserError(f"tasks.{name}: a task's name is made of letters, digits, - and _; its `title` may be anything")
-    allowed = {entry.name: entry.type for entry in fields(Task) if entry.name not in ("name", "variant")}
-    for key, value in given.items():
-        if key not in allowed:
-            raise UserError(f"unknown key tasks.{name}.{key}{nearest(str(key), list(allowed))}")
-        if key not in NUMBERS:
-            given[key] = _typed(f"tasks.{name}.{key}", value, allowed[key])
-    searched = {key: value for key, value in given.items() if key in NUMBERS and isinstance(value, list)}
-    for key in given.keys() & NUMBERS.keys():
-        for value in searched.get(key, [given[key]]):
-            _check_number(f"tasks.{name}.{key}", value, *NUMBERS[key])
+        raise UserError(f"{place}: the name of a task has letters, digits, - and _ only; its `title` may be anything")
+    kinds = {entry.name: entry.type for entry in fields(Task) if entry.name not in ("name", "variant")}
+    check_known(place, given, kinds)
+    searched = {field: given.pop(field) for field in HYPERPARAMETERS if isinstance(given.get(field), list)}
+    given = {field: _converted(f"{place}.{field}", value, kinds[field]) for field, value in given.items()}
     if like in GLUE:
-        own_title = {} if like == name else {"title": name}
-        base = replace(_elsewhere(GLUE[like], name, given), name=name, **{**own_title, **_without(given, searched)})
+        title = {} if like == name else {"title": name}
+        base = replace(_elsewhere(GLUE[like], name, given), name=name, **{**title, **given})
+    elif "columns" in given:
+        metric = METRICS.get(given.get("kind", "classification"), ("",))[0]
+        base = Task(**{"name": name, "title": name, "metrics": (metric,), **given})
     else:
-        base = _new_task(name, _without(given, searched))
-    _check(base)
-    candidates = []
-    for values in itertools.product(*searched.values()):
-        chosen = dict(zip(searched, values))
-        variant = ",".join(f"{key}={value:g}" for key, value in chosen.items() if len(searched[key]) > 1)
-        candidates.append(replace(base, **chosen, variant=variant))
-    if len({task.variant for task in candidates}) < len(candidates) or not candidates:
-        raise UserError(f"tasks.{name}: a search needs values, each once; mend {', '.join(searched)}")
-    return candidates
+        raise UserError(f"{place}: a new task needs `columns`, one or two text columns, or `like`, a task of GLUE")
+    candidates = [replace(base, **dict(zip(searched, values))) for values in itertools.product(*searched.values())]
+    for candidate in candidates:
+        validate(candidate, f"{place}.")
+        _check(candidate)
+    if not candidates or len(set(map(repr, candidates))) < len(candidates):
+        raise UserError(f"{place}: a search needs values, each once; correct {', '.join(searched)}")
+    several = [field for field, values in searched.items() if len(values) > 1]
+    return [
+        replace(task, variant=",".join(f"{field}={getattr(task, field):g}" for field in several)) for task in candidates
+    ]
 
 
-def _typed(key: str, value: Any, kind: Any) -> Any:
-    """A value as its field has it: a list as a tuple, a number as its text. Raises UserError for one of another type."""
+def _converted(name: str, value: Any, kind: Any) -> Any:
+    """Return a value as its field holds it: a list as a tuple, a number as text. Raises UserError for another type."""
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
-            raise UserError(f"{key} must be a list, such as [{value}], not {value!r}")
-        return tuple(_typed(key, entry, get_args(kind)[0]) for entry in value)
+            raise UserError(f"{name}={value!r} must be a list, such as [{value}]")
+        return tuple(_converted(name, entry, get_args(kind)[0]) for entry in value)
     if get_origin(kind) is Mapping:
         if not isinstance(value, Mapping):
-            raise UserError(f"{key} must hold `key: value` lines, not {value!r}")
+            raise UserError(f"{name}={value!r} must be a section of `key: value` lines")
         return value
-    if kind is int:  # of which `_check` knows the least
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    if str not in kinds or type(value) in kinds:
         return value
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number or (isinstance(value, kind) and not isinstance(value, bool)):
-        return value if isinstance(value, kind) else class_name(value)
-    several = f"only {', '.join(NUMBERS)} take several values" if isinstance(value, list) else "put a name in quotes"
-    raise UserError(f"{key}: {value!r} is no text; {several}")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return class_name(value)
+    several = (
+        f"only {', '.join(HYPERPARAMETERS)} take several values" if isinstance(value, list) else "put it in quotes"
+    )
+    raise UserError(f"{name}={value!r} must be a string; {several}")
 
 
 def class_name(label: Any) -> str:
-    """A label as the name of a class: 1.0, as tables with gaps keep whole numbers, is 1."""
+    """Return a label as the name of a class: 1.0, as tables with gaps hold integers, is 1."""
     return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
 
 
 def _elsewhere(task: Task, name: str, given: Mapping[str, Any]) -> Task:
-    """A task of GLUE without what does not hold where its examples are taken from another place than its own."""
-    place = {key for key in ("files", "folder", "hub", "subset") if given.get(key)}
+    """Return a task of GLUE without what does not hold for examples from another place than its own."""
+    place = {field for field in ("files", "folder", "hub", "subset") if given.get(field)}
     if not place:
         return task
     if name != task.name:
         task = replace(task, subset=None, malformed_rows=0)
     if not place & {"hub", "subset"}:
         task = replace(task, hub=None, subset=None)
-    return replace(task, folder=None)  # files or a data set that are named go before glue_dir
-
-
-def _without(given: Mapping[str, Any], left_out: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in given.items() if key not in left_out}
-
-
-def _new_task(name: str, given: dict[str, Any]) -> Task:
-    if "columns" not in given:
-        raise UserError(f"tasks.{name}: a new task needs columns, the names of one or two text columns, or `like:` a task of GLUE")  # fmt: skip
-    metric = METRICS.get(given.get("kind", "classification"), [""])[0]
-    return Task(**{"name": name, "title": name, "metrics": (metric,), **given})
-
-
-def _check_number(key: str, value: Any, kind: type, least: float) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or (kind is int and not isinstance(value, int)) or value < least:
-        raise UserError(f"{key} must be {'a whole number' if kind is int else 'a number'} of at least {least:g}, not {value!r}")  # fmt: skip
-
-
-def _check_seeds(key: str, seeds: tuple[Any, ...]) -> None:
-    for seed in seeds:
-        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-            raise UserError(f"{key}: {seed!r} is no whole number from 0 to 2³² − 1")
+    return replace(task, folder=None)  # files and datasets that the config names precede glue_dir
 
 
 def _check(task: Task) -> None:
     """Raise UserError for fields that do not fit together."""
-    place = f"tasks.{task.name}"
-    if task.kind not in METRICS:
-        raise UserError(f"{place}.kind must be {' or '.join(METRICS)}, not {task.kind!r}")
+    place, known = f"tasks.{task.name}", METRICS[task.kind]
     if task.regression and task.labels:
-        raise UserError(f"{place}.labels: a regression has none; set labels to [] or leave kind out")
+        raise UserError(f"{place}.labels: a regression has none; set labels to [] or omit kind")
     if not task.metrics:
-        raise UserError(f"{place}.metrics: name at least one of {', '.join(METRICS[task.kind])}")
+        raise UserError(f"{place}.metrics must have at least one of {', '.join(known)}")
     for metric in task.metrics:
-        if metric not in METRICS[task.kind]:
-            raise UserError(f"{place}.metrics: unknown metric {metric} for a {task.kind}{nearest(metric, list(METRICS[task.kind]))}")  # fmt: skip
-    for key in ("columns", "tsv_columns", "tsv_test_columns"):
-        given = getattr(task, key)
-        if len(given) not in (1, 2) and (given or key == "columns"):
-            raise UserError(f"{place}.{key}: one or two text columns, not {len(given)}")
+        if metric not in known:
+            raise UserError(f"{place}.metrics: unknown metric {metric} for a {task.kind}{nearest(metric, known)}")
+    for field in ("columns", "tsv_columns", "tsv_test_columns"):
+        given = getattr(task, field)
+        if len(given) not in (1, 2) and (given or field == "columns"):
+            raise UserError(f"{place}.{field} must have one or two text columns, not {len(given)}")
     for columns, label in ((task.columns, task.label), (task.tsv_columns, task.tsv_label)):
         if len({*columns, label}) <= len(columns):
-            raise UserError(f"{place}: columns {', '.join(map(str, columns))} and label {label} name a column twice; name each once")  # fmt: skip
-    for key in ("validation", "tsv_validation"):
-        if not getattr(task, key):
-            raise UserError(f"{place}.{key}: name at least one split")
+            shown = ", ".join(map(str, columns))
+            raise UserError(f"{place}: columns {shown} and label {label} name a column twice; name each once")
     for column in (*task.columns, *task.tsv_columns, *task.tsv_test_columns, task.label, task.tsv_label):
-        if isinstance(column, int) and column < 0:
-            raise UserError(f"{place}: no column has the number {column}; the first is 0")
-    _check_number(f"{place}.malformed_rows", task.malformed_rows, int, 0)
-    if task.files.keys() - set(SPLITS):
-        raise UserError(f"{place}.files must name files under {', '.join(SPLITS)}, not {task.files!r}")
-    if task.files and not {"train", "validation"} <= task.files.keys():
-        raise UserError(f"{place}.files lacks {' and '.join(sorted({'train', 'validation'} - task.files.keys()))}; name a file for each")  # fmt: skip
+        if isinstance(column, int):
+            check_value(f"{place}: column", column, int, Rule(at_least=0))
+    for field in ("validation", "tsv_validation"):
+        if not getattr(task, field):
+            raise UserError(f"{place}.{field} must have at least one split")
+    for seed in task.seeds:
+        check_value(f"{place}.seeds", seed, int, Rule(**SEED))
+    if len(set(task.seeds)) < len(task.seeds):
+        raise UserError(f"{place}.seeds has a seed twice; give each once")
+    _check_source(task, place)
+    check_labels(task)
+
+
+def _check_source(task: Task, place: str) -> None:
+    check_known(f"{place}.files", task.files, SPLITS)
+    if task.files and (missing := [split for split in ("train", "validation") if split not in task.files]):
+        raise UserError(f"{place}.files lacks {' and '.join(missing)}; give a file for each")
     for split, paths in task.files.items():
         if not (paths and all(isinstance(path, str) for path in (paths if isinstance(paths, list) else [paths]))):
-            raise UserError(f"{place}.files.{split} must be a path or a list of them, not {paths!r}")
+            raise UserError(f"{place}.files.{split}={paths!r} must be a path or a list of paths")
     if task.files and (task.hub or task.folder):
-        raise UserError(f"{place} has both files and {'hub' if task.hub else 'folder'}; leave out one, since examples come from one place")  # fmt: skip
+        raise UserError(f"{place} has both files and {'hub' if task.hub else 'folder'}; omit one")
     if not (task.files or task.hub or task.folder):
-        raise UserError(f"{place} needs files (train: PATH, validation: PATH), hub (the name of a data set), or folder (below glue_dir)")  # fmt: skip
-    _check_seeds(f"{place}.seeds", task.seeds)
-    if len(set(task.seeds)) < len(task.seeds):
-        raise UserError(f"{place}.seeds names a seed twice; name each once")
-    check_labels(task)
+        raise UserError(
+            f"{place} needs files (train: PATH, validation: PATH), hub (a dataset) or folder (below glue_dir)"
+        )
 
 
 def check_labels(task: Task) -> None:
     """Raise UserError for labels that the task's metrics cannot be computed from."""
+    place = f"tasks.{task.name}"
     if task.labels and len(set(task.labels)) < max(2, len(task.labels)):
-        raise UserError(f"tasks.{task.name}.labels: a classification needs two or more, each once, not {', '.join(task.labels)}")  # fmt: skip
+        raise UserError(f"{place}.labels={', '.join(task.labels)} must be two or more classes, each once")
     if "f1" in task.metrics and task.labels and len(task.labels) != 2:
-        raise UserError(f"tasks.{task.name}.metrics: f1 is for two classes, and there are {len(task.labels)}; take macro_f1")  # fmt: skip
+        raise UserError(f"{place}.metrics: f1 is for two classes, and there are {len(task.labels)}; use macro_f1")

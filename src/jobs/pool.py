@@ -1,22 +1,27 @@
-"""Jobs in processes of their own: one after another, or several at a time on GPUs or CPU cores."""
+"""Jobs in processes, one after another or several at a time, all forked from a server that has imported what they need."""
 
 import multiprocessing
+import os
 import time
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
 
-import torch
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from src import cli
 from src.cli import log
-from src.glue.config import FinetuneConfig
-from src.glue.experiment import LOG_FILE, RESULT_FILE, Job, read_result, run_in_process
-from src.jobs import fork_server
+from src.data.workers import usable_cores
+from src.errors import UserError
+from src.jobs.experiment import Experiment
+from src.jobs.jobs import LOG_FILE, RESULT_FILE, Job, read_result
 
-BAR = "{percentage:3.0f}% |{bar:20}| {elapsed} gone, {remaining} left{postfix}"
+ROOT = Path(__file__).resolve().parents[2]
+BAR = "{percentage:3.0f}% |{bar:20}| {elapsed} elapsed, {remaining} left{postfix}"
 
 
 @dataclass(frozen=True)
@@ -24,59 +29,98 @@ class Failure:
     job: Job
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.job.name}: {self.reason}"
+
 
 @dataclass
 class Running:
-    """A job at work, and what its process has said."""
+    """A job in progress, and what its process has reported."""
 
     job: Job
     process: BaseProcess
     connection: Connection
-    place: str | None
-    begun: float
+    gpu: str | None
+    started: float  # time.monotonic()
     step: int = 0
-    steps: int = 1  # of all
+    steps: int = 1  # in total
     reason: str | None = None  # why it failed
 
-    def listen(self) -> None:
+    def receive(self) -> None:
         try:
             while self.connection.poll():
-                kind, *told = self.connection.recv()
+                kind, *values = self.connection.recv()
                 if kind == "step":
-                    self.step, self.steps = told
+                    self.step, self.steps = values
                 else:
-                    (self.reason,) = told
+                    (self.reason,) = values
         except (EOFError, OSError):  # it has ended
             pass
 
     @property
-    def work_left(self) -> float:
-        return self.job.work * (1 - self.step / self.steps)
+    def cost_left(self) -> float:
+        return self.job.cost * (1 - self.step / self.steps)
 
 
-def run_all(config: FinetuneConfig, jobs: list[Job], device: str, places: list[str | None]) -> list[Failure]:
-    """Run jobs, as many at a time as there are places, the largest first; returns those that failed."""
+def devices(parallel: Any, device: str) -> list[str | None]:
+    """Return one entry per job that runs at a time: its GPU's number, or None if it is not bound to one."""
+    import torch
+
+    if isinstance(parallel, bool) or parallel is None:
+        number = None if parallel else 1
+    elif isinstance(parallel, int) and parallel > 0:
+        number = parallel
+    else:
+        raise UserError(f"parallel={parallel!r} must be true, false or a number of jobs")
+    if device == "cpu":
+        return [None] * (number or usable_cores())
+    if number == 1:
+        return [None]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    if number is not None and number > len(gpus):
+        raise UserError(f"parallel={number} is more than the {len(gpus)} GPUs; each job takes one")
+    return list(gpus[:number])
+
+
+def start_server(preload: str) -> None:
+    """Start the server that jobs are forked from, if it is not running; it imports while this process proceeds."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(ROOT), before))
+    )  # Python < 3.12 does not pass sys.path
+    forkserver.set_forkserver_preload([preload])
+    forkserver.ensure_running()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+def run_all(experiment: Experiment, jobs: list[Job], device: str, gpus: list[str | None]) -> list[Failure]:
+    """Run jobs, as many at a time as `gpus` has entries, the largest first. Returns those that failed."""
+    import torch
+
     if not jobs:
         return []
-    fork_server.start()
-    several = len(places) > 1
-    threads = max(1, torch.get_num_threads() // len(places)) if several and device == "cpu" else None
-    waiting = sorted(jobs, key=lambda job: -job.work) if several else list(jobs)
-    free, running, failures = list(places), [], []
-    bar = (
-        cli.progress(total=sum(job.work for job in jobs), smoothing=0, bar_format=BAR) if config.progress_bar else None
-    )
+    start_server(experiment.preload)
+    several = len(gpus) > 1
+    threads = max(1, torch.get_num_threads() // len(gpus)) if several and device == "cpu" else None
+    waiting = sorted(jobs, key=lambda job: -job.cost) if several else list(jobs)
+    free, running, failures = list(gpus), [], []
+    total = sum(job.cost for job in jobs)
+    bar = cli.progress(total=total, smoothing=0, bar_format=BAR) if experiment.config.progress_bar else None
     try:
         with logging_redirect_tqdm():
             while waiting or running:
                 while free and (job := next_job(waiting, running, failures)):
-                    running.append(begin(config, job, device, free.pop(0), threads))
+                    running.append(start(experiment, job, device, free.pop(0), threads))
                 wait([each.process.sentinel for each in running] + [each.connection for each in running], timeout=0.5)
                 for each in running:
-                    each.listen()
+                    each.receive()
                 for each in [each for each in running if not each.process.is_alive()]:
                     running.remove(each)
-                    free.append(each.place)
+                    free.append(each.gpu)
                     end(each, failures, len(jobs) - len(waiting) - len(running), len(jobs))
                 if bar is not None:
                     show(bar, waiting, running, len(jobs))
@@ -90,7 +134,7 @@ def run_all(config: FinetuneConfig, jobs: list[Job], device: str, places: list[s
 
 
 def next_job(waiting: list[Job], running: list[Running], failures: list[Failure]) -> Job | None:
-    """Take the first job that need not wait for another; one that waits for a failed job fails with it."""
+    """Take the first job that need not wait for another; one that waits for a failed job fails too."""
     failed = {failure.job.folder for failure in failures}
     unfinished = {job.folder for job in waiting} | {each.job.folder for each in running}
     for job in list(waiting):
@@ -103,24 +147,27 @@ def next_job(waiting: list[Job], running: list[Running], failures: list[Failure]
     return None
 
 
-def begin(config: FinetuneConfig, job: Job, device: str, place: str | None, threads: int | None) -> Running:
+def start(experiment: Experiment, job: Job, device: str, gpu: str | None, threads: int | None) -> Running:
+    from src.jobs.worker import run_job
+
     context = multiprocessing.get_context("forkserver")
     connection, its_end = context.Pipe()
-    arguments = (config, job, device, place, threads, its_end)
-    process = context.Process(target=run_in_process, args=arguments, name=job.name)
+    arguments = (experiment, job, device, gpu, threads, its_end)
+    process = context.Process(target=run_job, args=arguments, name=job.name)
     process.start()
     its_end.close()
-    return Running(job, process, connection, place, time.monotonic())
+    return Running(job, process, connection, gpu, time.monotonic())
 
 
 def end(ended: Running, failures: list[Failure], number: int, total: int) -> None:
-    """Say how a job ended, and take down a failure."""
+    """Log how a job ended, and record a failure."""
     ended.process.join()
-    ended.listen()  # to its last words
+    ended.receive()
     ended.connection.close()
     job, status = ended.job, ended.process.exitcode
     if status == 0 and (job.folder / RESULT_FILE).is_file():
-        log.info(f"[{number}/{total}] {job.name}: {100 * read_result(job)['score']:.2f} in {time.monotonic() - ended.begun:.0f} s")  # fmt: skip
+        score, seconds = read_result(job)["score"], time.monotonic() - ended.started
+        log.info(f"[{number}/{total}] {job.name}: {100 * score:.2f} in {seconds:.0f} s")
         return
     killed = f"killed by signal {-status} (out of memory?)" if status < 0 else f"ended with status {status}"
     reason = ended.reason or killed
@@ -130,9 +177,9 @@ def end(ended: Running, failures: list[Failure], number: int, total: int) -> Non
 
 
 def show(bar: tqdm, waiting: list[Job], running: list[Running], total: int) -> None:
-    """Jobs done of all, the time left by the work left, and the step of every running job."""
+    """Show how many jobs are done, the time left by the cost left, and the step of each running job."""
     done = total - len(waiting) - len(running)
     steps = [f"{each.job.name} step {each.step:,} of {each.steps:,}" for each in running]
     bar.set_postfix_str("; ".join([f"{done} of {total} jobs done", *steps]), refresh=False)
-    left = sum(job.work for job in waiting) + sum(each.work_left for each in running)
+    left = sum(job.cost for job in waiting) + sum(each.cost_left for each in running)
     bar.update(bar.total - left - bar.n)

@@ -1,0 +1,50 @@
+"""predictions-SPLIT.jsonl: what a job predicts for each text of a split."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def file_name(split: str) -> str:
+    return f"predictions-{split}.jsonl"
+
+
+def predicted(logits: "Tensor") -> "Tensor":
+    """Return the class of each example, from (examples, classes); the values of a regression, (examples,), as they are."""
+    return logits.argmax(-1) if logits.ndim == 2 else logits
+
+
+def write(path: Path, logits: "Tensor", classes: Sequence[str], examples: Iterable[tuple[Any, float | None]]) -> None:
+    """Write a line per example: its id, logits (or value), prediction and, if it has one, its label.
+
+    Args:
+        logits: (examples, classes), or the values of a regression, (examples,).
+        classes: their names; empty for a regression. Predictions and labels are written by name.
+        examples: (id, label) of each, the label as a class number or a value.
+    """
+    with path.open("w", encoding="utf-8") as file:
+        for row, prediction, (number, label) in zip(logits.tolist(), predicted(logits).tolist(), examples):
+            line = {"id": number, "logits": row, "prediction": classes[prediction] if classes else prediction}
+            if label is not None:
+                line["label"] = classes[int(label)] if classes else label
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def read(job: Path, split: str) -> list[dict[str, Any]]:
+    """Return the lines of a split, each ended by a line feed alone: the name of a class may contain U+2028."""
+    with (job / file_name(split)).open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def read_tensors(job: Path, split: str, classes: Sequence[str]) -> tuple["Tensor", "Tensor"]:
+    """Return predictions and labels, (examples,), as class numbers or values. Earlier versions wrote labels as numbers."""
+    import torch
+
+    lines = read(job, split)
+    labels = [line["label"] for line in lines]
+    numbers = [classes.index(label) if isinstance(label, str) else label for label in labels]
+    return predicted(torch.tensor([line["logits"] for line in lines])), torch.tensor(numbers)
