@@ -2,11 +2,17 @@
 
 import copy
 
+import pytest
 import torch
+from composer import Callback
+from composer.models import ComposerClassifier
 from composer.optim import DecoupledAdamW
 from torch import nn
 
+from src.errors import UserError
 from src.training.optim import FusedDecoupledAdamW
+from src.training.registry import build_scheduler
+from src.training.trainer import build_trainer
 
 
 def train(kind, steps: int, state: dict | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -53,3 +59,34 @@ def test_it_reports_per_parameter_metrics_as_composers_class_does():
     weight = model[0].weight
     weight.grad = torch.ones_like(weight)
     assert optimizer.report_per_parameter_metrics(weight, "weight", {})["l2_norm/moment/weight"] > 0
+
+
+def test_warmup_stable_decay_rises_stays_and_falls_at_the_end():
+    section = {"name": "warmup_stable_decay", "t_warmup": "2ba", "decay": 0.5, "alpha_f": 0.2}
+    dataset = torch.utils.data.TensorDataset(torch.zeros(8, 1), torch.zeros(8, dtype=torch.long))
+    classifier = ComposerClassifier(torch.nn.Linear(1, 2), num_classes=2)
+    optimizer = torch.optim.SGD(classifier.parameters(), lr=1.0)
+    rates = []
+
+    class Record(Callback):
+        def batch_start(self, state, logger):
+            rates.append(state.schedulers[0].get_last_lr()[0])
+
+    loader = torch.utils.data.DataLoader(dataset, batch_size=1)
+    build_trainer(
+        classifier,
+        device="cpu",
+        precision="fp32",
+        train_dataloader=loader,
+        optimizers=optimizer,
+        schedulers=build_scheduler(section),
+        max_duration="8ba",
+        callbacks=[Record()],
+    ).fit()
+    assert rates == pytest.approx([0, 0, 0.5, 1, 1, 1, 0.8, 0.6])  # Composer sets a rate by the steps before the last
+
+
+@pytest.mark.parametrize("decay", [0, 1.5])
+def test_a_decay_must_be_a_fraction_of_the_run(decay):
+    with pytest.raises(UserError, match=f"scheduler.decay={decay} must be a fraction of the run"):
+        build_scheduler({"name": "warmup_stable_decay", "t_warmup": "2ba", "decay": decay})
