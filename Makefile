@@ -23,7 +23,7 @@ test: $(VENV)/installed  ## the whole test suite
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-compat: $(VENV)-compat/installed  ## the encoder and its Hub folder under the newest torch and transformers
-	$(VENV)-compat/bin/python -m pytest tests/test_linear_attention.py tests/test_dropout.py tests/test_linear.py tests/test_modeling_lion.py tests/test_adapters.py tests/test_folder.py
+	$(VENV)-compat/bin/python -m pytest tests/test_linear_attention.py tests/test_cpu.py tests/test_modeling_lion.py tests/test_adapters.py tests/test_folder.py
 
 lint: $(VENV)/installed  ## ruff, as linter and as formatter
 	$(VENV)/bin/ruff check .

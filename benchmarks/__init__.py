@@ -1,3 +1,5 @@
 """Speed and memory, as commands."""
 
-import src  # noqa: F401  it says how torch is to ask for memory, which counts from its first tensor on
+from src.cli import use_large_pages
+
+use_large_pages()  # before the modules of this package import transformers, as commands do

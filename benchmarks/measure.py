@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from src.errors import first_line
-from src.lion.linear import linear
+from src.lion.cpu import linear
 from src.tables import markdown
 
 

@@ -35,7 +35,7 @@ from benchmarks.models import COLORS
 from src import cli
 from src.errors import first_line
 from src.lion import linear_attention
-from src.memory import keep_freed_memory
+from src.lion.cpu import keep_freed_memory
 
 VARIANTS = ("lion-lit", "lion-d", "lion-s")
 FORMS = {

@@ -18,7 +18,7 @@ import torch
 from benchmarks import measure
 from benchmarks.models import BERT, COLORS, MODELS, MODERN_BERT, VOCABULARY, build, compile_layers
 from src import cli
-from src.memory import keep_freed_memory
+from src.lion.cpu import keep_freed_memory
 
 
 def main(argv: list[str]) -> None:

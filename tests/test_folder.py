@@ -22,6 +22,7 @@ from src.errors import UserError
 from src.lion import LionConfig, LionForMaskedLM, LionForSequenceClassification
 from src.publish import commands as hub
 from src.publish import folder as hub_folder
+from src.publish.proof import publishable_files
 from tests.conftest import MIXERS, ROOT, TINY_MODEL, VOCABULARY, environment
 from tests.fake_hub import serve
 
@@ -80,7 +81,7 @@ def made(tmp_path_factory, tokenizer_folder):
 
 
 @pytest.fixture
-def spoilt(made, tmp_path) -> tuple[Path, Path]:
+def changed(made, tmp_path) -> tuple[Path, Path]:
     """A checkpoint and a copy of its folder, to be changed."""
     checkpoint, folder = made()
     return checkpoint, Path(shutil.copytree(folder, tmp_path / "my-model"))
@@ -121,7 +122,7 @@ def test_a_classifiers_labels_keep_their_names(made):
     assert config["architectures"] == ["LionForSequenceClassification"]
 
 
-def test_a_folder_knows_no_place_on_the_machine_that_made_it(made, tokenizer_folder):
+def test_a_folder_contains_no_path_of_the_machine_that_wrote_it(made, tokenizer_folder):
     checkpoint, folder = made()
     for path in folder.iterdir():
         for place in (tokenizer_folder, checkpoint.parent, ROOT):
@@ -139,30 +140,30 @@ def changed_weights(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_verify_passes_for_the_folder_that_export_wrote_and_needs_no_card(spoilt):
-    (spoilt[1] / "README.md").unlink()
-    assert verify(*spoilt) <= 1e-5
+def test_verify_passes_for_the_folder_that_export_wrote_and_needs_no_card(changed):
+    (changed[1] / "README.md").unlink()
+    assert verify(*changed) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["lion.layers.0.attention.qkv.weight", "lion.embeddings.word_embeddings.weight", "head.decoder.bias"])  # fmt: skip
-def test_verify_names_the_tensor_that_differs_and_no_other(spoilt, name):
-    checkpoint, folder = spoilt
+def test_verify_names_the_tensor_that_differs_and_no_other(changed, name):
+    checkpoint, folder = changed
     with changed_weights(folder) as weights:
         weights[name].flatten()[-1] += 1e-3
     with pytest.raises(UserError, match=rf"differs from \S+ in (head\.decoder\.weight, )?{re.escape(name)};"):
         verify(checkpoint, folder)
 
 
-def test_verify_names_a_tensor_that_is_not_there(spoilt):
-    checkpoint, folder = spoilt
+def test_verify_names_a_missing_tensor(changed):
+    checkpoint, folder = changed
     with changed_weights(folder) as weights:
         del weights["lion.layers.0.mlp_in.bias"]
     with pytest.raises(UserError, match=r"in lion\.layers\.0\.mlp_in\.bias;"):
         verify(checkpoint, folder)
 
 
-def test_verify_names_a_tensor_of_another_type_or_shape(spoilt):
-    checkpoint, folder = spoilt
+def test_verify_names_a_tensor_of_another_type_or_shape(changed):
+    checkpoint, folder = changed
     with changed_weights(folder) as weights:
         weights["lion.layers.0.mlp_in.bias"] = weights["lion.layers.0.mlp_in.bias"].half()
         weights["lion.layers.0.mlp_out.bias"] = weights["lion.layers.0.mlp_out.bias"][:-1].clone()
@@ -170,8 +171,8 @@ def test_verify_names_a_tensor_of_another_type_or_shape(spoilt):
         verify(checkpoint, folder)
 
 
-def test_verify_names_tied_weights_that_are_missing_under_both_names(spoilt):
-    checkpoint, folder = spoilt
+def test_verify_names_tied_weights_that_are_missing_under_both_names(changed):
+    checkpoint, folder = changed
     with changed_weights(folder) as weights:
         del weights["lion.embeddings.word_embeddings.weight"]
     with pytest.raises(UserError, match=r"in head\.decoder\.weight, lion\.embeddings\.word_embeddings\.weight;"):
@@ -188,21 +189,21 @@ def test_verify_names_tied_weights_that_are_missing_under_both_names(spoilt):
     ],
     ids=lambda setting: next(iter(setting)),
 )
-def test_verify_names_a_setting_that_differs(spoilt, setting):
-    checkpoint, folder = spoilt
+def test_verify_names_a_setting_that_differs(changed, setting):
+    checkpoint, folder = changed
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **setting}))
     with pytest.raises(UserError, match=rf"differs from \S+ in {next(iter(setting))}[;,]"):
         verify(checkpoint, folder)
 
 
-def test_verify_sees_other_logits_from_the_same_weights(spoilt):
+def test_verify_sees_other_logits_from_the_same_weights(changed):
     """Changed code does not show in the weights, only in what the folder computes."""
-    checkpoint, folder = spoilt
+    checkpoint, folder = changed
     code = (folder / "modeling_lion.py").read_text()
     assert code.count("logits = self.head(") == 1
     (folder / "modeling_lion.py").write_text(code.replace("logits = self.head(", "logits = 2 * self.head("))
-    with pytest.raises(UserError, match="logits that differ"):
+    with pytest.raises(UserError, match="the logits of .* differ"):
         verify(checkpoint, folder)
 
 
@@ -216,36 +217,36 @@ def test_verify_sees_other_logits_from_the_same_weights(spoilt):
     ],
     ids=["number", "NaN", "shape", "missing"],
 )
-def test_no_difference_is_passed_over(outputs, difference):
+def test_no_difference_is_missed(outputs, difference):
     expected = {"start": torch.zeros(2), "end": torch.zeros(2)}
     assert hub_folder.largest_difference(expected, outputs) == pytest.approx(difference, nan_ok=True)
 
 
-def test_another_environment_that_is_none_is_told(made):
+def test_an_interpreter_that_cannot_be_started_is_reported(made):
     checkpoint, folder = made()
     with pytest.raises(UserError, match="--python nowhere/python cannot be started"):
         hub_folder.verify(read_checkpoint(checkpoint), folder, "nowhere/python")
 
 
-def test_verify_sees_another_word_in_the_vocabulary_even_if_no_sentence_has_it(spoilt):
-    checkpoint, folder = spoilt
+def test_verify_sees_another_word_in_the_vocabulary_even_if_no_sentence_has_it(changed):
+    checkpoint, folder = changed
     text = (folder / "tokenizer.json").read_text()
     assert '"ship"' in text
     (folder / "tokenizer.json").write_text(text.replace('"ship"', '"boat"'))
-    with pytest.raises(UserError, match="tokenizes otherwise"):
+    with pytest.raises(UserError, match="tokenize differently"):
         verify(checkpoint, folder)
 
 
 @pytest.mark.parametrize("missing", ["model.safetensors", "modeling_lion.py"])
-def test_verify_of_an_incomplete_folder_names_the_file(spoilt, missing):
-    checkpoint, folder = spoilt
+def test_verify_of_an_incomplete_folder_names_the_file(changed, missing):
+    checkpoint, folder = changed
     (folder / missing).unlink()
     with pytest.raises(UserError, match=missing.replace(".", r"\.")):
         verify(checkpoint, folder)
 
 
-def test_verify_of_a_cut_file_names_the_folder(spoilt):
-    checkpoint, folder = spoilt
+def test_verify_of_a_truncated_file_names_the_folder(changed):
+    checkpoint, folder = changed
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match=re.escape(str(folder))):
@@ -256,8 +257,8 @@ def test_verify_of_a_cut_file_names_the_folder(spoilt):
 
 
 @pytest.mark.parametrize("failure", [UserError("no"), OSError(28, "No space left on device")])
-def test_a_folder_that_could_not_be_finished_is_not_there_at_all(tmp_path, failure):
-    with pytest.raises(UserError, match=r"no|No space left on device"), hub_folder.whole(tmp_path / "out") as folder:
+def test_a_folder_that_failed_does_not_appear(tmp_path, failure):
+    with pytest.raises(UserError, match=r"no|No space left on device"), hub_folder.new_folder(tmp_path / "out") as folder:
         (folder / "half").write_text("half")
         raise failure
     assert list(tmp_path.iterdir()) == []
@@ -268,7 +269,7 @@ def test_a_pickle_and_a_hidden_file_are_not_published(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("")
     with pytest.raises(UserError, match=re.escape(name)):
-        hub_folder.files(tmp_path)
+        publishable_files(tmp_path)
 
 
 # Programs outside the repository
@@ -364,7 +365,7 @@ LONG = f"""{HEAD}
 model = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
 ids = torch.randint(5, 40, (1, 1000))
 with torch.no_grad():
-    print(float((model(ids).last_hidden_state - model.encode_long(ids, piece_length=300)).abs().max()) < 1e-4)
+    print(float((model(ids).last_hidden_state - model.encode_long(ids, segment_length=300)).abs().max()) < 1e-4)
 """
 
 

@@ -14,7 +14,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 from src.lion import linear_attention
-from src.lion.linear_attention import _BLOCK_ENTRIES, attention_matrix, definition, piece_states
+from src.lion.linear_attention import attention_matrix, definition, segment_states
+from src.lion.linear_attention_forms import BLOCK_ENTRIES
 from tests.conftest import ROOT, environment
 
 FORMS = ("full", "recurrent", "chunkwise", "auto")
@@ -182,7 +183,7 @@ def test_the_chunk_size_changes_nothing(chunk_size):
 @pytest.mark.parametrize("entries", [1, 4 * 3 * 5 * 5, 2**18])  # one text's chunk, four of them, all
 @pytest.mark.parametrize("decay", DECAYS)
 def test_how_many_chunks_are_worked_on_at_a_time_changes_nothing(decay, entries, monkeypatch):
-    monkeypatch.setitem(_BLOCK_ENTRIES, "cpu", entries)
+    monkeypatch.setitem(BLOCK_ENTRIES, "cpu", entries)
     inputs, mask = draw(decay, 33, 2, 3, "holes")
     actual = outputs_and_gradients(linear_attention, inputs, mask=mask, form="chunkwise", chunk_size=5)
     assert_all_close(actual, reference(decay, 33, 2, 3, "holes"))
@@ -507,7 +508,7 @@ def test_a_compiled_operator_gives_the_same_numbers(form, decay):
 @pytest.mark.parametrize("form", ["full", "recurrent", "chunkwise"])
 def test_what_is_compiled_does_not_grow_with_the_length(form, monkeypatch):
     """A loop that torch.compile writes out takes minutes to compile."""
-    monkeypatch.setitem(_BLOCK_ENTRIES, "cpu", 1)  # a block a chunk, or a text
+    monkeypatch.setitem(BLOCK_ENTRIES, "cpu", 1)  # a block a chunk, or a text
     sizes = []
 
     def backend(graph, inputs):
@@ -522,7 +523,7 @@ def test_what_is_compiled_does_not_grow_with_the_length(form, monkeypatch):
     assert len(sizes) == 4 and sizes[:2] == sizes[2:]
 
 
-# Several sequences in a row, and a text in several pieces
+# Several sequences in a row, and a text in several segments
 
 PACKED = (5, 1, 27, 16, 2)  # shorter and longer than a chunk, and ends on and off its edges
 
@@ -584,15 +585,15 @@ def test_nothing_of_another_sequence_is_seen_however_large_it_is():
         torch.testing.assert_close(y[:, :, :10], alone, atol=1e-9, rtol=1e-9)
 
 
-def in_pieces(q, k, v, log_decay, mask=None, *, lengths=(10, 1, 16, 6), **options):
-    """A text read piece by piece, as `piece_states` says."""
+def in_segments(q, k, v, log_decay, mask=None, *, lengths=(10, 1, 16, 6), **options):
+    """A text read segment by segment, as `segment_states` says."""
     starts = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
     parts = [slice(*bounds) for bounds in itertools.pairwise(starts)]
 
     def of(x, part):
         return x[..., part] if x is not None and x.ndim > 1 else x
 
-    states = [piece_states(k[:, :, part], v[:, :, part], of(log_decay, part), mask=of(mask, part)) for part in parts]
+    states = [segment_states(k[:, :, part], v[:, :, part], of(log_decay, part), mask=of(mask, part)) for part in parts]
     left, lefts = torch.zeros_like(states[0].rightward), []
     for state in states:
         lefts.append(left)
@@ -611,19 +612,19 @@ def in_pieces(q, k, v, log_decay, mask=None, *, lengths=(10, 1, 16, 6), **option
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_text_in_pieces_gives_what_the_whole_text_gives(form, decay, mask):
+def test_a_text_in_segments_gives_what_one_call_gives(form, decay, mask):
     inputs, real = draw(decay, 33, mask=mask)
-    actual = outputs_and_gradients(in_pieces, inputs, mask=real, form=form, chunk_size=CHUNK)
+    actual = outputs_and_gradients(in_segments, inputs, mask=real, form=form, chunk_size=CHUNK)
     assert_all_close(actual, reference(decay, 33, 2, 3, mask))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_states_of_pieces_are_kept_in_float32(dtype):
+def test_states_of_segments_are_float32(dtype):
     inputs, _ = draw("token", 33)
     low = [x.to(dtype) for x in inputs]
-    assert piece_states(*low[1:]).rightward.dtype == torch.float32
+    assert segment_states(*low[1:]).rightward.dtype == torch.float32
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    assert distance(in_pieces(*low), definition(*(x.double() for x in low))) < tolerance
+    assert distance(in_segments(*low), definition(*(x.double() for x in low))) < tolerance
 
 
 # Memory

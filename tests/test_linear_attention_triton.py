@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from src.lion import linear_attention
 from src.lion.linear_attention import attention_matrix, definition
-from tests.test_linear_attention import DECAYS, PACKED, distance, draw, in_pieces, one_by_one
+from tests.test_linear_attention import DECAYS, PACKED, distance, draw, in_segments, one_by_one
 
 GPU = torch.cuda.is_available()
 if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-kernels = importlib.import_module("src.lion.linear_attention_triton")
+host = importlib.import_module("src.lion.linear_attention_triton")
 operator = importlib.import_module("src.lion.linear_attention")  # the package's name for it is the function
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -39,17 +39,17 @@ HEAD_SIZES = ((64, 64), (32, 64), (128, 128), (20, 33), (128, 65)) if GPU else (
 def started(monkeypatch) -> list[str]:
     """The names of the kernels that a test has started; and blocks so short that there are several."""
     if not GPU:
-        monkeypatch.setattr(kernels, "_BLOCK", 32)
-        monkeypatch.setattr(kernels, "_OTHERS", 16)
-        kernels._plan.cache_clear()
+        monkeypatch.setattr(host, "ROWS", 32)
+        monkeypatch.setattr(host, "COLUMNS", 16)
+        host._plan.cache_clear()
     names: list[str] = []
-    start = kernels._start
+    start = host._launch
 
     def record(kernel, *arguments, **options) -> None:
         names.append(kernel.__name__)
         start(kernel, *arguments, **options)
 
-    monkeypatch.setattr(kernels, "_start", record)
+    monkeypatch.setattr(host, "_launch", record)
     return names
 
 
@@ -103,7 +103,7 @@ def check(inputs: list[Tensor | None], form: str, dtype: torch.dtype = torch.flo
 def test_the_kernels_have_the_outputs_and_gradients_of_the_definition(form, decay, length, mask, started):
     inputs, real = draw(decay, length, 1, HEADS, mask)
     check(inputs, form, **({} if real is None else {"mask": real}))
-    assert {"_forward_kernel", "_query_gradients_kernel", "_key_gradients_kernel"} <= set(started)
+    assert {"forward_kernel", "query_gradients_kernel", "key_gradients_kernel"} <= set(started)
 
 
 @pytest.mark.parametrize("mask", ["left", "right"])
@@ -118,7 +118,7 @@ def test_each_text_of_a_batch_has_its_own_padding(form, mask):
 @pytest.mark.parametrize("form", FORMS)
 def test_heads_of_any_size(form, decay, sizes, started):
     inputs, _ = draw(decay, LONG, 1, 1, d=sizes[0], e=sizes[1])
-    dtype = torch.float32 if max(sizes) <= kernels.LARGEST_HEAD[torch.float32] else torch.bfloat16
+    dtype = torch.float32 if max(sizes) <= host.LARGEST_HEAD[torch.float32] else torch.bfloat16
     check(inputs, form, dtype)
     assert started
 
@@ -213,7 +213,7 @@ def test_dropout_drops_the_same_entries_forward_and_backward(decay, mask, starte
     actual = results(dropped, inputs, device=DEVICE, dtype=torch.float32, **options)
     for x, y in zip(actual, results(expected, rounded, device="cpu", dtype=torch.float64, **options), strict=True):
         assert distance(x, y) < 1e-4
-    assert "_key_gradients_kernel" in started and "_scan_kernel" not in started
+    assert "key_gradients_kernel" in started and "scan_kernel" not in started
 
 
 def test_dropout_drops_every_entry_by_itself():
@@ -240,9 +240,9 @@ def test_dropout_drops_every_entry_by_itself():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_text_in_pieces_gives_what_the_whole_text_gives(form):
+def test_a_text_in_segments_gives_what_one_call_gives(form):
     inputs, mask = draw("token", 33, 1, 1, "holes")
-    actual = results(in_pieces, inputs, device=DEVICE, dtype=torch.float32, mask=mask, form=form, chunk_size=16)
+    actual = results(in_segments, inputs, device=DEVICE, dtype=torch.float32, mask=mask, form=form, chunk_size=16)
     assert max(distance(x, y) for x, y in zip(actual, exact(inputs, torch.float32, mask=mask))) < 1e-5
 
 
@@ -253,7 +253,7 @@ def test_views_of_one_projection_are_read_where_they_lie(form):
 
     def projected(qkv, log_decay):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
-        assert not q.is_contiguous() and kernels._tokens(q) is q
+        assert not q.is_contiguous() and host._tokens(q) is q
         return linear_attention(q, k, v, log_decay.mT.contiguous().mT, form=form, chunk_size=CHUNK)
 
     qkv, log_decay = (x.to(DEVICE, torch.float32).requires_grad_() for x in (qkv, inputs[3]))
@@ -279,12 +279,12 @@ def test_only_the_inputs_that_ask_for_a_gradient_get_one(form, started):
     q.requires_grad_()
     y = linear_attention(q, k, v, log_decay, form=form, chunk_size=CHUNK)
     (grad,) = torch.autograd.grad(y.sum(), q)
-    assert "_decay_gradients_kernel" not in started
+    assert "decay_gradients_kernel" not in started
     log_decay.requires_grad_()
     y = linear_attention(q, k, v, log_decay, form=form, chunk_size=CHUNK)
     again, bound = torch.autograd.grad(y.sum(), [q, log_decay])[0], 1e-6 if GPU else 0  # where it is another program
     torch.testing.assert_close(again, grad, rtol=bound, atol=bound)
-    assert "_decay_gradients_kernel" in started
+    assert "decay_gradients_kernel" in started
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -328,8 +328,8 @@ def test_the_operators_keep_what_pytorch_asks_of_them(decay):
     q, k, v, log_decay = (None if x is None else x.to(DEVICE, torch.float32) for x in inputs)
     for seed, chunk_size, dropout_p in ((None, 16, 0.0), (torch.full((1, 1), 7, device=DEVICE), 0, 0.1)):
         arguments = (q, k, v, log_decay, mask.to(DEVICE), None, seed, 0.5, chunk_size, dropout_p)
-        torch.library.opcheck(kernels._forward, arguments)
-        torch.library.opcheck(kernels._backward, (torch.ones_like(v), *arguments, log_decay is not None))
+        torch.library.opcheck(host._forward, arguments)
+        torch.library.opcheck(host._backward, (torch.ones_like(v), *arguments, log_decay is not None))
 
 
 @pytest.mark.parametrize("slow_at_the_end", [False, True])
@@ -357,38 +357,38 @@ def test_pytorch_computes_what_the_kernels_do_not_cover(changes, started, monkey
     options = dict(changes)
     inputs, _ = draw("token", 7, 1, 1, d=options.pop("d", 4), e=options.pop("e", 4))
     dtype = options.pop("dtype", torch.float32)
-    monkeypatch.setattr(operator, "_FUSED", options.pop("fused", True))
+    monkeypatch.setattr(operator, "USE_TRITON", options.pop("fused", True))
     q, k, v, log_decay = (x.to(DEVICE, dtype) for x in inputs)
     if v_dtype := options.pop("v_dtype", None):
-        assert operator._choose(q, k, v.to(v_dtype), True, False, "auto", 0.0) == ("full", False)
+        assert operator._choose_form(q, k, v.to(v_dtype), True, False, "auto", 0.0) == ("full", False)
         return
     assert linear_attention(q, k, v, log_decay, **options).isfinite().all()
     assert started == []
 
 
 def test_the_card_of_the_operands_decides(monkeypatch):
-    monkeypatch.setattr(kernels, "_capability", lambda device: ((7, 5), (8, 6))[device.index])
-    monkeypatch.setattr(kernels.triton, "JITFunction", object)  # in the interpreter too
+    monkeypatch.setattr(host, "_capability", lambda device: ((7, 5), (8, 6))[device.index])
+    monkeypatch.setattr(host.triton, "JITFunction", object)  # in the interpreter too
     monkeypatch.setattr(torch.version, "hip", None)
     devices = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
-    assert [kernels._runs_on(device) for device in devices] == [False, True, False]
+    assert [host._runs_on(device) for device in devices] == [False, True, False]
 
 
 def test_auto_takes_one_chunk_for_short_texts_and_states_for_long_ones(started, monkeypatch):
-    monkeypatch.setattr(operator, "_FUSED_FULL_UP_TO", 64)
+    monkeypatch.setattr(operator, "TRITON_FULL_UP_TO", 64)
     for length in (64, 65):
         inputs, _ = draw("token", length, 1, 1)
         started.clear()
         linear_attention(*(x.to(DEVICE, torch.float32) for x in inputs), chunk_size=16)
-        assert ("_scan_kernel" in started) == (length == 65)
+        assert ("scan_kernel" in started) == (length == 65)
 
 
 @pytest.mark.parametrize("setting", [False, True])
-def test_float32_is_multiplied_as_pytorch_multiplies_it(setting, monkeypatch):
+def test_float32_is_dot_precision_pytorch_multiplies_it(setting, monkeypatch):
     before = torch.backends.cuda.matmul.allow_tf32
     try:
         torch.backends.cuda.matmul.allow_tf32 = setting
-        assert kernels._multiplied_as(torch.float32)[1] == ("tf32" if setting else "ieee")
+        assert host._dot_precision(torch.float32)[1] == ("tf32" if setting else "ieee")
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
 

@@ -239,11 +239,11 @@ def test_a_compiled_model_trains_as_one_that_is_not(finished, tmp_path):
 
 
 def test_layers_computed_again_in_the_backward_pass_change_nothing(finished, tmp_path, monkeypatch):
-    from src.lion.modeling_lion import LionAttention
+    from src.lion.mixers import Mixer
 
-    calls, forward = [], LionAttention.forward
+    calls, forward = [], Mixer.forward
     monkeypatch.setattr(
-        LionAttention, "forward", lambda self, *args: calls.append(self.training) or forward(self, *args)
+        Mixer, "forward", lambda self, *args: calls.append(self.training) or forward(self, *args)
     )
     for name, again in (("once", False), ("twice", True)):
         calls.append(name)

@@ -18,11 +18,11 @@ from src.lion import (
     LionForSequenceClassification,
     LionForTokenClassification,
     LionModel,
-    modeling_lion,
+    cpu,
 )
 from src.lion.configuration_lion import MIXERS
 from src.lion.linear_attention import definition
-from src.lion.modeling_lion import LionAttention
+from src.lion.mixers import Mixer
 
 LINEAR = tuple(mixer for mixer in MIXERS if mixer != "softmax")
 WITH_POSITIONS = ("lion-lit", "softmax")
@@ -345,7 +345,7 @@ def test_decays_tell_how_far_tokens_are_apart_but_not_which_comes_first(mixer):
     assert backwards == (mixer in WITH_DECAY)
 
 
-# Packed rows, and texts in pieces
+# Packed rows, and texts in segments
 
 
 @pytest.mark.parametrize("form", ["full", "chunkwise", "recurrent"])
@@ -388,12 +388,12 @@ def test_attentions_of_packed_sequences_are_blocks():
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("piece_length", [1, 5, 8, 21, 100])
+@pytest.mark.parametrize("segment_length", [1, 5, 8, 21, 100])
 @pytest.mark.parametrize("mixer", LINEAR)
-def test_a_long_text_in_pieces_is_encoded_as_in_one_call(mixer, piece_length, padded):
+def test_a_long_text_in_segments_is_encoded_as_in_one_call(mixer, segment_length, padded):
     model, inputs = build(mixer, LionModel), texts(padded=padded)
     expected = model(**inputs).last_hidden_state
-    actual = model.encode_long(**inputs, piece_length=piece_length)
+    actual = model.encode_long(**inputs, segment_length=segment_length)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -404,7 +404,7 @@ def test_a_long_text_is_encoded_for_inference_by_mixers_with_states_within_their
     with pytest.raises(ValueError, match="eval"):
         build("lion-s", LionModel).train().encode_long(ids)
     with pytest.raises(ValueError, match=f"{POSITIONS + 1} tokens.*{POSITIONS}"):
-        build("lion-lit", LionModel).encode_long(ids, piece_length=8)
+        build("lion-lit", LionModel).encode_long(ids, segment_length=8)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -717,12 +717,12 @@ def test_transformers_trainer_finds_the_labels_of_every_model():
 @pytest.mark.parametrize("form", ["full", "chunkwise"])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(mixer, form, reentrant, monkeypatch):
-    # A reentrant checkpoint runs without gradients at first, as inference does, which cuts long texts into pieces.
-    monkeypatch.setattr(modeling_lion, "_TOKENS_AT_A_TIME", 16)
+    # A reentrant checkpoint runs without gradients at first, as inference does, which processes long texts in slices.
+    monkeypatch.setattr(cpu, "SLICE", 16)
     model = build(mixer, attention_form=form, hidden_dropout_prob=0.3).train()
     inputs, labels = texts(padded=True), draw_labels()
-    calls, project = [], LionAttention.project
-    monkeypatch.setattr(LionAttention, "project", lambda *arguments: calls.append(1) or project(*arguments))
+    calls, split_heads = [], Mixer.split_heads
+    monkeypatch.setattr(Mixer, "split_heads", lambda *arguments: calls.append(1) or split_heads(*arguments))
     torch.manual_seed(0)
     expected = gradients(model, model(**inputs, labels=labels).loss)
     assert len(calls) == LAYERS
@@ -736,11 +736,11 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(mixer,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["full", "chunkwise"])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_layers_cut_into_pieces_give_the_same_and_hooks_see_them_whole(mixer, form, dtype, monkeypatch):
+def test_sliced_layers_give_the_same_and_hooks_see_complete_activations(mixer, form, dtype, monkeypatch):
     model, inputs = build(mixer, LionModel, attention_form=form), texts(padded=True)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         expected = model(**inputs).last_hidden_state
-        monkeypatch.setattr(modeling_lion, "_TOKENS_AT_A_TIME", 16)
+        monkeypatch.setattr(cpu, "SLICE", 16)
         mlp = model.layers[0].mlp_in
         forward, seen = mlp.forward, []
         monkeypatch.setattr(mlp, "forward", lambda x: seen.append(tuple(x.shape)) or forward(x))

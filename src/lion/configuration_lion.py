@@ -3,35 +3,35 @@
 from transformers import PretrainedConfig
 
 FORMS = ("auto", "full", "recurrent", "chunkwise")
-MIXERS = ("lion-lit", "lion-d", "lion-s", "softmax")
+MIXERS = ("lion-lit", "lion-d", "lion-s", "softmax")  # the names of mixers.MIXERS
 
 
 class LionConfig(PretrainedConfig):
-    """What a LION encoder is made of (arXiv:2502.16249; sizes of BERT, Devlin et al. 2018). Defaults are the base size.
+    """Sizes and options of a LION encoder (arXiv:2502.16249; BERT, Devlin et al. 2018). Defaults are the base size.
 
     Args:
         vocab_size: rows of the word embedding; best a multiple of 8.
-        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: the sizes.
-        mixer: "lion-s" (decay learned from each token), "lion-d" (one learned decay a head), "lion-lit" (no decay) or
+        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: BERT's sizes.
+        mixer: "lion-s" (a decay computed from each token), "lion-d" (one learned decay per head), "lion-lit" (no decay) or
             "softmax" (BERT's attention).
-        attention_form: "auto", "full", "recurrent" or "chunkwise"; the same numbers at other costs, see `linear_attention`.
-        chunk_size: tokens a chunk of the chunkwise form.
+        attention_form: "auto", "full", "recurrent" or "chunkwise": equal results at different costs, see `linear_attention`.
+        chunk_size: tokens per chunk of the chunkwise form.
         hidden_act: activation of the MLP and of the masked-language-model head.
-        hidden_dropout_prob: dropout on embeddings and on what each block adds to the residual stream.
-        attention_probs_dropout_prob: dropout on the attention matrix; above 0 it confines training to the full form.
-        classifier_dropout: dropout before a classification head; `hidden_dropout_prob` when None.
-        classifier_pooling: what classification of a text reads: "cls", the first token, as BERT does; or "mean", the mean of
-            all tokens, which needs less training where decays keep the first token's view short.
-        max_position_embeddings: rows of the position table of lion-lit and softmax. lion-d and lion-s have none and
-            read texts of any length.
-        type_vocab_size: kinds of segment, 2 for sentence pairs.
+        hidden_dropout_prob: dropout on the embeddings and on each block's output.
+        attention_probs_dropout_prob: dropout on the attention matrix; above 0, training needs the full form.
+        classifier_dropout: dropout before a classification head; `hidden_dropout_prob` if None.
+        classifier_pooling: input of the pooler: "cls", the first token, as in BERT; or "mean", the mean of all tokens, which
+            needs less training where decays keep the first token's view short.
+        max_position_embeddings: rows of the position embedding of lion-lit and softmax. lion-d and lion-s have no position
+            embeddings and accept texts of any length.
+        type_vocab_size: number of segment types, 2 for sentence pairs.
         initializer_range: standard deviation of the initial weights.
-        layer_norm_eps: ε of every LayerNorm but lion-lit's own.
+        layer_norm_eps: ε of every LayerNorm except lion-lit's own.
     """
 
     model_type = "lion"
-    # transformers' own looks for other names of an attribute, of which there are none here. Through it torch.compile does
-    # not see what it reads, and a second model with another mixer would be answered with the first one's graph.
+    # transformers' own method maps other names of an attribute, of which there are none here. It hides reads from torch.compile,
+    # which would run a second model with another mixer on the first one's graph.
     __getattribute__ = object.__getattribute__
 
     def __init__(
@@ -57,17 +57,19 @@ class LionConfig(PretrainedConfig):
         tie_word_embeddings: bool = True,
         **kwargs,
     ):
-        if mixer not in MIXERS:
-            raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, not {mixer!r}")
-        if attention_form not in FORMS:
-            raise ValueError(f"attention_form must be one of {', '.join(FORMS)}, not {attention_form!r}")
+        choices = (
+            ("mixer", mixer, MIXERS),
+            ("attention_form", attention_form, FORMS),
+            ("classifier_pooling", classifier_pooling, ("cls", "mean")),
+        )
+        for name, value, allowed in choices:
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)} (got {value})")
         if chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
-        if classifier_pooling not in ("cls", "mean"):
-            raise ValueError(f"classifier_pooling must be cls or mean, not {classifier_pooling!r}")
+            raise ValueError(f"chunk_size must be at least 1 (got {chunk_size})")
         if hidden_size % num_attention_heads:
             raise ValueError(
-                f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_attention_heads}"
+                f"hidden_size must be a multiple of num_attention_heads (got {hidden_size} and {num_attention_heads})"
             )
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -90,5 +92,7 @@ class LionConfig(PretrainedConfig):
 
     @property
     def has_positions(self) -> bool:
-        """Whether tokens are told their position: decays tell it by themselves."""
-        return self.mixer in ("lion-lit", "softmax")
+        """Whether the mixer uses position embeddings."""
+        from .mixers import MIXERS  # here, since transformers loads a configuration without the model's files
+
+        return MIXERS[self.mixer].has_positions

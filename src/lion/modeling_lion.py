@@ -1,8 +1,12 @@
 """LION encoders: BERT (Devlin et al. 2018, post-LayerNorm) with linear attention in place of softmax attention.
 
 Afzal et al., "Linear Attention for Efficient Bidirectional Sequence Modeling", arXiv:2502.16249. What differs from
-BERT is `LionAttention`; the rest is BERT's. Letters in shape comments: B batch, L length, D hidden, H heads, V vocabulary.
+BERT is the mixer, see mixers.py. Shape letters: B batch, L length, D hidden size, H heads, V vocabulary.
 """
+
+import functools
+import inspect
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -13,24 +17,25 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPooling,
     MaskedLMOutput,
+    ModelOutput,
     QuestionAnsweringModelOutput,
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
 
 from .configuration_lion import LionConfig
-from .dropout import Dropout
-from .linear import linear
-from .linear_attention import PieceStates, attention_matrix, linear_attention, piece_states, sequence_begins
-from .linear_attention_triton import AVAILABLE  # noqa: F401 - transformers takes along from a Hub folder what this file names
+from .cpu import speed_up
+from .linear_attention import SegmentStates  # noqa: F401
+from .linear_attention_forms import sequence_starts
+from .linear_attention_triton import fused_linear_attention  # noqa: F401
+from .mixers import MIXERS, Mixer
+from .triton_kernels import AVAILABLE  # noqa: F401
 
-# What a layer does with each token alone, it does for so many at a time on a CPU when nothing is kept for a backward pass:
-# 1,024 times 3,072 numbers stay in its cache, and memory of that size is used again instead of asked of the system anew.
-_TOKENS_AT_A_TIME = 1024
+# Some of these names are not used here: from a local Hub folder, transformers copies only the modules that this file imports.
 
 
 class LionEmbeddings(nn.Module):
-    """Word + segment (+ position, where the mixer has no decay) embeddings, LayerNorm, dropout."""
+    """Word + segment (+ position, if the mixer uses them) embeddings, LayerNorm, dropout."""
 
     def __init__(self, config: LionConfig):
         super().__init__()
@@ -39,7 +44,7 @@ class LionEmbeddings(nn.Module):
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, D)
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, D) if config.has_positions else None
         self.LayerNorm = nn.LayerNorm(D, eps=config.layer_norm_eps)
-        self.dropout = Dropout(config.hidden_dropout_prob)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.mixer = config.mixer
 
     def forward(
@@ -65,113 +70,33 @@ class LionEmbeddings(nn.Module):
         return self.dropout(self.LayerNorm(x))
 
     def check_length(self, length: int) -> None:
-        """Raise ValueError for a text longer than the position table, where there is one."""
+        """Raise ValueError for a text longer than the position embeddings, if there are any."""
         longest = length if self.position_embeddings is None else self.position_embeddings.num_embeddings
         if longest < length:
             raise ValueError(
-                f"{length} tokens, but {self.mixer} has a table of {longest} positions (max_position_embeddings); "
-                "shorten the text, or use lion-d or lion-s, which need no positions"
+                f"{length} tokens are too many for {self.mixer} with {longest} positions (max_position_embeddings); "
+                "shorten the text, or use a mixer without position embeddings such as lion-s"
             )
 
 
 def _positions(seq_idx: Tensor) -> Tensor:
-    """0, 1, 2 … from the start of each packed sequence, (B, L)."""
-    places = torch.arange(seq_idx.shape[1], device=seq_idx.device)
-    return places - torch.where(sequence_begins(seq_idx), places, 0).cummax(1).values
-
-
-class LionAttention(nn.Module):
-    """Linear attention with the mixer's decay (λ = 1, λ = σ(α_h), or λ = σ(−(w_h·x_t + b_h))), or softmax."""
-
-    def __init__(self, config: LionConfig):
-        super().__init__()
-        D = config.hidden_size
-        self.config = config
-        self.num_heads = config.num_attention_heads
-        self.qkv = nn.Linear(D, 3 * D)
-        if config.mixer == "lion-d":
-            self.decay = nn.Parameter(torch.randn(self.num_heads))
-        elif config.mixer == "lion-s":
-            self.decay = nn.Linear(D, self.num_heads)
-        elif config.mixer == "lion-lit":
-            self.norm = nn.LayerNorm(D)
-        self.out = nn.Linear(D, D)
-
-    def log_decay(self, x: Tensor) -> Tensor | None:
-        """log λ in float32: None, (H,) or (B, H, L), by mixer."""
-        if self.config.mixer == "lion-d":
-            return F.logsigmoid(self.decay.float())
-        if self.config.mixer == "lion-s":
-            return F.logsigmoid(-self.decay(x).float()).mT
-        return None
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, each (B, H, L, D/H)."""
-        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in linear(self.qkv, x).chunk(3, -1))
-        return q, k, v
-
-    def piece_states(self, x: Tensor, mask: Tensor | None) -> PieceStates:
-        """What a piece of a text, (B, L, D), passes on to the others."""
-        _, k, v = self.project(x)
-        return piece_states(k, v, self.log_decay(x), mask=mask)
-
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        seq_idx: Tensor | None,
-        form: str,
-        output_attentions: bool = False,
-        left_state: Tensor | None = None,
-        right_state: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The heads' outputs, side by side, (B, L, D), and the matrix if asked for, (B, H, L, L)."""
-        q, k, v = self.project(x)
-        dropout_p = self.config.attention_probs_dropout_prob if self.training else 0.0
-        matrix = None
-        if self.config.mixer == "softmax":
-            allowed = _allowed_keys(mask, seq_idx)  # (B, 1, L or 1, L)
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout_p)
-            if output_attentions:
-                scores = q @ k.mT * q.shape[-1] ** -0.5
-                matrix = (scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)).softmax(-1)
-        else:
-            log_decay = self.log_decay(x)
-            y = linear_attention(
-                q, k, v, log_decay, mask=mask, seq_idx=seq_idx, left_state=left_state, right_state=right_state,
-                form=form, chunk_size=self.config.chunk_size, dropout_p=dropout_p,
-            )  # fmt: skip
-            if output_attentions:
-                matrix = attention_matrix(q, k, log_decay, mask=mask, seq_idx=seq_idx)
-        return y.transpose(1, 2).reshape(x.shape), matrix
-
-    def project_out(self, y: Tensor) -> Tensor:
-        """From the heads' outputs, side by side, (..., D), to the layer's."""
-        return linear(self.out, self.norm(y) if self.config.mixer == "lion-lit" else y)
-
-
-def _allowed_keys(mask: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
-    """Which keys a query of softmax attention may see, (B, 1, L or 1, L): real ones, of its own sequence."""
-    allowed = None if mask is None else mask[:, None, None, :]
-    if seq_idx is not None:
-        number = sequence_begins(seq_idx).cumsum(1)
-        same = number[:, None, :, None] == number[:, None, None, :]
-        allowed = same if allowed is None else same & allowed
-    return allowed
+    """0, 1, 2, … from the start of each packed sequence, (B, L)."""
+    positions = torch.arange(seq_idx.shape[1], device=seq_idx.device)
+    return positions - torch.where(sequence_starts(seq_idx), positions, 0).cummax(1).values
 
 
 class LionLayer(GradientCheckpointingLayer):
-    """Attention, then a GELU MLP, each followed by dropout, the residual sum and a LayerNorm."""
+    """A mixer, then a GELU MLP, each followed by dropout, the residual sum and a LayerNorm."""
 
     def __init__(self, config: LionConfig):
         super().__init__()
-        self.attention = LionAttention(config)
+        self.attention = MIXERS[config.mixer](config)
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp_in = nn.Linear(config.hidden_size, config.intermediate_size)
         self.act = ACT2FN[config.hidden_act]
         self.mlp_out = nn.Linear(config.intermediate_size, config.hidden_size)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = Dropout(config.hidden_dropout_prob)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(
         self,
@@ -183,33 +108,21 @@ class LionLayer(GradientCheckpointingLayer):
         left_state: Tensor | None = None,
         right_state: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        """Return the layer's output, (B, L, D), and the attention matrix, (B, H, L, L), if requested."""
         y, matrix = self.attention(x, mask, seq_idx, form, output_attentions, left_state, right_state)
-        if not self._is_cut(x):
-            return self.after_mixing(x, y), matrix
-        output = x.new_empty(x.shape)
-        pieces = (z.flatten(0, 1).split(_TOKENS_AT_A_TIME) for z in (output, x, y))
-        for output_piece, x_piece, y_piece in zip(*pieces):
-            output_piece.copy_(self.after_mixing(x_piece, y_piece))
-        return output, matrix
-
-    def _is_cut(self, x: Tensor) -> bool:
-        """Whether x's tokens, (B, L, D), go through `after_mixing` a part at a time. Dropout would draw in another order than
-        when a checkpoint computes this again, and hooks are made for whole activations."""
-        return (
-            not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
-            and x.device.type == "cpu"
-            and x.shape[0] * x.shape[1] > _TOKENS_AT_A_TIME
-            and not any(module._forward_hooks or module._forward_pre_hooks for module in self.modules())
-        )
+        return self.after_mixing(x, y), matrix
 
     def after_mixing(self, x: Tensor, y: Tensor) -> Tensor:
-        """What a layer does with each token alone, after its heads have mixed x into y, (..., D): (..., D)."""
+        """The part of a layer that processes each token alone: its input x and the mixed heads y, (..., D), to its output."""
         x = self.attention_norm(x + self.dropout(self.attention.project_out(y)))
-        return self.mlp_norm(x + self.dropout(linear(self.mlp_out, self.act(linear(self.mlp_in, x)))))
+        return self.mlp_norm(x + self.dropout(self.mlp(x)))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.mlp_out(self.act(self.mlp_in(x)))
 
 
 class LionMLMHead(nn.Module):
-    """Dense, GELU, LayerNorm, then the word embeddings once more as the output matrix, and a bias."""
+    """Dense, GELU, LayerNorm, then the word embeddings as the output matrix, and a bias."""
 
     def __init__(self, config: LionConfig):
         super().__init__()
@@ -223,13 +136,17 @@ class LionMLMHead(nn.Module):
 
 
 class LionPreTrainedModel(PreTrainedModel):
-    """Initial weights and what transformers wants to know of a model."""
+    """Initial weights, and what transformers needs to know about a model."""
 
     config_class = LionConfig
     base_model_prefix = "lion"
     supports_gradient_checkpointing = True
     _no_split_modules = ["LionLayer"]
     _supports_sdpa = True
+
+    def post_init(self) -> None:
+        super().post_init()
+        speed_up(self)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -242,12 +159,12 @@ class LionPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.LayerNorm):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
-        elif isinstance(module, LionAttention) and self.config.mixer == "lion-d":
-            nn.init.normal_(module.decay)
+        elif isinstance(module, Mixer):
+            module.init_parameters()
 
 
 class LionModel(LionPreTrainedModel):
-    """The encoder: token ids to hidden states. The pooler is what classification reads: first token or mean, dense, tanh."""
+    """The encoder: token ids to hidden states. The pooler is the input of classification: first token or mean, dense, tanh."""
 
     def __init__(self, config: LionConfig, add_pooling_layer: bool = True):
         super().__init__(config)
@@ -278,17 +195,17 @@ class LionModel(LionPreTrainedModel):
         """Encode a batch of texts.
 
         Args:
-            input_ids: (B, L) token ids; or `inputs_embeds`, (B, L, D), in their place.
-            attention_mask: (B, L), 1 or True at real tokens; all are real when None.
-            token_type_ids, position_ids: (B, L); 0, and 0 … L−1, when None. Positions matter to lion-lit and softmax alone.
+            input_ids: (B, L) token ids; or `inputs_embeds`, (B, L, D), instead.
+            attention_mask: (B, L), 1 or True at real tokens; None if all are real.
+            token_type_ids, position_ids: (B, L); 0, and 0 … L−1, if None. Only some mixers use positions.
             output_attentions: also return each layer's matrix, (B, H, L, L): s·QKᵀ⊙M, or softmax's probabilities.
-            attention_form: the operator's form for this call, in place of the configuration's.
-            seq_idx: (B, L) integers, the number of the sequence that a token belongs to in a row packed with several; each
-                is encoded as if alone. See `linear_attention`.
+            attention_form: the operator's form for this call, overriding the configuration.
+            seq_idx: (B, L) integers, the sequence of each token in a row packed with several; each is encoded as if alone.
+                See `linear_attention`.
 
         Raises:
-            ValueError: neither or both of input_ids and inputs_embeds; a text longer than the position table; the matrix
-                asked of a form that has none.
+            ValueError: for both or neither of input_ids and inputs_embeds, a text longer than the position embeddings, or
+                the matrix of a form that has none.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -297,24 +214,32 @@ class LionModel(LionPreTrainedModel):
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return_dict = config.return_dict if return_dict is None else return_dict
-        if output_attentions and config.mixer != "softmax" and form in ("recurrent", "chunkwise"):
-            raise ValueError(f"the {form} form never has the attention matrix; ask for it with attention_form='full'")
 
         mask = None if attention_mask is None else attention_mask.bool()
-        x = self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids, seq_idx)
-        hidden_states, attentions = [x] if output_hidden_states else [], []
-        for layer in self.layers:
-            x, matrix = layer(x, mask, seq_idx, form, output_attentions)
-            if output_hidden_states:
-                hidden_states.append(x)
-            attentions.append(matrix)
+        x, hidden_states, attentions = self._run_layers(
+            self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids, seq_idx),
+            lambda layer, x: layer(x, mask, seq_idx, form, output_attentions),
+            output_hidden_states,
+        )
         output = BaseModelOutputWithPooling(
             last_hidden_state=x,
             pooler_output=None if self.pooler is None else torch.tanh(self.pooler(self._pooled(x, mask))),
-            hidden_states=tuple(hidden_states) if output_hidden_states else None,
-            attentions=tuple(attentions) if output_attentions else None,
+            hidden_states=hidden_states,
+            attentions=attentions if output_attentions else None,
         )
         return output if return_dict else output.to_tuple()
+
+    def _run_layers(
+        self, x: Tensor, run: Callable[[LionLayer, Tensor], tuple[Tensor, Tensor | None]], output_hidden_states: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor | None, ...]]:  # fmt: skip
+        """Pass x through the layers by `run(layer, x)`. Returns the last hidden state, all if requested, and the matrices."""
+        hidden_states, matrices = [x] if output_hidden_states else [], []
+        for layer in self.layers:
+            x, matrix = run(layer, x)
+            matrices.append(matrix)
+            if output_hidden_states:
+                hidden_states.append(x)
+        return x, tuple(hidden_states) if output_hidden_states else None, tuple(matrices)
 
     @torch.no_grad()
     def encode_long(
@@ -323,56 +248,61 @@ class LionModel(LionPreTrainedModel):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         *,
-        piece_length: int = 8192,
+        segment_length: int = 8192,
         attention_form: str | None = None,
+        piece_length: int | None = None,
     ) -> Tensor:
-        """Encode texts whose activations do not fit in memory at once, in pieces of `piece_length` tokens, for inference.
+        """Encode texts whose activations do not fit in memory, in segments of `segment_length` tokens, for inference.
 
-        In each layer the pieces are read from left to right, which leaves the state in which each finds all earlier ones,
-        and then from right to left with the state of all later ones, which gives each piece its output. The result is
-        what one call gives; memory holds the hidden states of the text, where `input_ids` lie (best in the CPU's
-        memory), and all else of one piece on the model's device.
+        Each layer reads the segments from left to right for the state of all earlier ones, then from right to left with the
+        state of all later ones, and so computes each segment's output. The result equals that of one call. The hidden states
+        of the text are kept where `input_ids` are (best in the CPU's memory), all else of one segment on the model's device.
 
         Args:
             input_ids, attention_mask, token_type_ids: (B, L), and attention_form, as in a call.
+            piece_length: the earlier name of segment_length.
 
         Returns:
             (B, L, D), the last hidden state, on the device of `input_ids`.
 
         Raises:
-            ValueError: softmax attention, which has no states; training mode; a text longer than the position table.
+            ValueError: for softmax attention, which has no states; training mode; a text longer than the position embeddings.
         """
-        if self.config.mixer == "softmax":
+        if not MIXERS[self.config.mixer].has_states:
+            with_states = ", ".join(name for name, mixer in MIXERS.items() if mixer.has_states)
             raise ValueError(
-                "softmax attention has no states to hand from piece to piece; encode_long needs a lion mixer"
+                f"{self.config.mixer} has no states to pass between segments; use encode_long with {with_states}"
             )
         if self.training:
             raise ValueError("encode_long is for inference; call model.eval() first")
-        self.embeddings.check_length(input_ids.shape[1])
+        L, device = input_ids.shape[1], self.device
+        self.embeddings.check_length(L)
         form = attention_form or self.config.attention_form
-        device = self.device
-        L = input_ids.shape[1]
-        pieces = [slice(start, min(start + piece_length, L)) for start in range(0, L, piece_length)]
-
-        def piece_of(x: Tensor | None, piece: slice) -> Tensor | None:
-            return None if x is None else x[:, piece].to(device)
-
-        x = torch.empty(*input_ids.shape, self.config.hidden_size, dtype=self.dtype, device=input_ids.device)
-        for piece in pieces:
-            position_ids = torch.arange(piece.start, piece.stop, device=device)[None]
-            x[:, piece] = self.embeddings(piece_of(input_ids, piece), None, piece_of(token_type_ids, piece), position_ids).to(x.device)  # fmt: skip
         mask = None if attention_mask is None else attention_mask.bool()
-        for layer in self.layers:
-            states = [layer.attention.piece_states(piece_of(x, piece), piece_of(mask, piece)) for piece in pieces]
+        size = piece_length or segment_length
+        segments = [slice(start, min(start + size, L)) for start in range(0, L, size)]
+
+        def take(x: Tensor | None, segment: slice) -> Tensor | None:
+            return None if x is None else x[:, segment].to(device)
+
+        def run(layer: LionLayer, x: Tensor) -> tuple[Tensor, None]:
+            states = [layer.attention.segment_states(take(x, segment), take(mask, segment)) for segment in segments]
             lefts = [torch.zeros_like(states[0].rightward)]
             for state in states[:-1]:
                 lefts.append(lefts[-1] * state.across + state.rightward)
             right = torch.zeros_like(lefts[0])
-            for piece, left, state in reversed(list(zip(pieces, lefts, states))):
-                y, _ = layer(piece_of(x, piece), piece_of(mask, piece), None, form, False, left, right)
-                x[:, piece] = y.to(x.device)
+            for segment, left, state in reversed(list(zip(segments, lefts, states))):
+                y, _ = layer(take(x, segment), take(mask, segment), None, form, False, left, right)
+                x[:, segment] = y.to(x.device)
                 right = right * state.across + state.leftward
-        return x
+            return x, None
+
+        x = torch.empty(*input_ids.shape, self.config.hidden_size, dtype=self.dtype, device=input_ids.device)
+        for segment in segments:
+            positions = torch.arange(segment.start, segment.stop, device=device)[None]
+            embedded = self.embeddings(take(input_ids, segment), None, take(token_type_ids, segment), positions)
+            x[:, segment] = embedded.to(x.device)
+        return self._run_layers(x, run)[0]
 
     def _pooled(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The first token, or the mean of the real ones, (B, D)."""
@@ -380,8 +310,43 @@ class LionModel(LionPreTrainedModel):
             return x[:, 0]
         if mask is None:
             return x.mean(1)
-        wide = torch.promote_types(x.dtype, torch.float32)  # float16 holds no sum of a long text
+        wide = torch.promote_types(x.dtype, torch.float32)  # the sum over a long text overflows float16
         return ((x * mask[..., None]).sum(1, dtype=wide) / mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
+
+
+def _head_forward(*targets: str, last: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+    """Turn `method(self, encode, *targets, *last)`, which computes a head's output, into the forward of its model.
+
+    The model's forward has the arguments of `LionModel.forward`, `targets` after inputs_embeds, and `last` after them all.
+    `encode()` runs the encoder.
+    """
+    of_encoder = inspect.signature(LionModel.forward).parameters.values()
+    self_and_inputs, options = list(of_encoder)[:6], list(of_encoder)[6:]
+    added, appended = (
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in names]
+        for names in (targets, last)
+    )
+    signature = inspect.Signature([*self_and_inputs, *added, *options, *appended])
+    names = list(signature.parameters)[1:]
+
+    def decorate(method: Callable[..., ModelOutput]) -> Callable:
+        @functools.wraps(method)
+        def forward(self, *args, **kwargs) -> ModelOutput | tuple:
+            unknown = [name for name in kwargs if name not in names[len(args) :]]
+            if unknown or len(args) > len(names):
+                raise TypeError(
+                    f"{type(self).__name__}.forward() got unexpected or repeated arguments: {', '.join(unknown)}"
+                )
+            given = {**dict(zip(names, args)), **kwargs}
+            of_head = [given.pop(name, None) for name in (*targets, *last)]
+            return_dict = given.pop("return_dict", None)
+            output = method(self, lambda: self.lion(**given, return_dict=True), *of_head)
+            return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+        forward.__signature__ = signature
+        return forward
+
+    return decorate
 
 
 class LionForMaskedLM(LionPreTrainedModel):
@@ -401,87 +366,51 @@ class LionForMaskedLM(LionPreTrainedModel):
     def set_output_embeddings(self, value: nn.Linear) -> None:
         self.head.decoder = value
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        attention_form: str | None = None,
-        seq_idx: Tensor | None = None,
-        masked_positions: Tensor | None = None,
-    ) -> MaskedLMOutput | tuple:
-        """Predict masked tokens. Arguments as `LionModel`.
+    @_head_forward("labels", last=("masked_positions",))
+    def forward(self, encode: Callable[[], ModelOutput], labels: Tensor | None, masked_positions: Tensor | None):
+        """Predict masked tokens. Other arguments: `LionModel.forward`.
 
         Args:
-            labels: (B, L), the token to predict, or -100 where none is. In training mode, logits are computed and returned
-                for the labelled positions alone, (labels that are not -100, V) in reading order: the head costs a third of a base model.
-            masked_positions: (labels that are not -100,), where these stand in the flattened labels, if that is known: a GPU
-                has to be waited for to count them. (A name with "label" in it would be one to transformers' Trainer.)
+            labels: (B, L), the token to predict, or -100. In training mode, logits are computed and returned only for the
+                labelled positions, (labels that are not -100, V) in reading order: the head costs a third of a base model.
+            masked_positions: (labels that are not -100,), their positions in the flattened labels, if known: counting them
+                has to wait for a GPU. (transformers' Trainer would take a name with "label" in it for labels.)
         """
-        return_dict = self.config.return_dict if return_dict is None else return_dict
         labelled = None
         if labels is not None and self.training:
             labelled = masked_positions
-            if labelled is None:  # ahead of the encoder, while a GPU has little to finish
+            if labelled is None:  # before the encoder, while a GPU has little queued
                 labelled = labelled_positions(labels)
             labels = labels.flatten().index_select(0, labelled)
-        output = self.lion(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
-            output_attentions, output_hidden_states, True, attention_form, seq_idx,
-        )  # fmt: skip
+        output = encode()
         x = output.last_hidden_state
         if labelled is not None:
             x = x.flatten(0, 1).index_select(0, labelled)
         logits = self.head(x)
-        loss = None
-        if labels is not None:
-            loss = _cross_entropy(logits.flatten(0, -2), labels.flatten())
-        result = MaskedLMOutput(loss, logits, output.hidden_states, output.attentions)
-        return result if return_dict else result.to_tuple()
+        loss = None if labels is None else _cross_entropy(logits.flatten(0, -2), labels.flatten())
+        return MaskedLMOutput(loss, logits, output.hidden_states, output.attentions)
 
 
 class LionForSequenceClassification(LionPreTrainedModel):
-    """The encoder with a classification or regression head on the pooled first token."""
+    """The encoder with a classification or regression head on the pooler."""
 
     def __init__(self, config: LionConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.lion = LionModel(config)
-        self.dropout = Dropout(_classifier_dropout(config))
+        self.dropout = nn.Dropout(_classifier_dropout(config))
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        attention_form: str | None = None,
-        seq_idx: Tensor | None = None,
-    ) -> SequenceClassifierOutput | tuple:
-        """Classify texts. Arguments as `LionModel`.
+    @_head_forward("labels")
+    def forward(self, encode: Callable[[], ModelOutput], labels: Tensor | None):
+        """Classify texts. Other arguments: `LionModel.forward`.
 
         Args:
-            labels: (B,) class numbers (cross entropy); (B,) floats when there is one label (squared error); (B, num_labels)
-                of 0 and 1 when `config.problem_type` is "multi_label_classification" (binary cross entropy).
+            labels: (B,) class numbers (cross entropy); (B,) floats for one label (squared error); (B, num_labels) of 0 and 1
+                if `config.problem_type` is "multi_label_classification" (binary cross entropy).
         """
-        return_dict = self.config.return_dict if return_dict is None else return_dict
-        output = self.lion(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
-            output_attentions, output_hidden_states, True, attention_form, seq_idx,
-        )  # fmt: skip
+        output = encode()
         logits = self.classifier(self.dropout(output.pooler_output))  # (B, num_labels)
         loss = None
         if labels is not None:
@@ -491,8 +420,7 @@ class LionForSequenceClassification(LionPreTrainedModel):
                 loss = F.mse_loss(logits.squeeze(-1).float(), labels.flatten().float())
             else:
                 loss = F.cross_entropy(logits.float(), labels.flatten())
-        result = SequenceClassifierOutput(loss, logits, output.hidden_states, output.attentions)
-        return result if return_dict else result.to_tuple()
+        return SequenceClassifierOutput(loss, logits, output.hidden_states, output.attentions)
 
 
 class LionForTokenClassification(LionPreTrainedModel):
@@ -502,34 +430,17 @@ class LionForTokenClassification(LionPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.lion = LionModel(config, add_pooling_layer=False)
-        self.dropout = Dropout(_classifier_dropout(config))
+        self.dropout = nn.Dropout(_classifier_dropout(config))
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        attention_form: str | None = None,
-        seq_idx: Tensor | None = None,
-    ) -> TokenClassifierOutput | tuple:
-        """Classify tokens. Arguments as `LionModel`; labels: (B, L) class numbers, -100 where none is."""
-        return_dict = self.config.return_dict if return_dict is None else return_dict
-        output = self.lion(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
-            output_attentions, output_hidden_states, True, attention_form, seq_idx,
-        )  # fmt: skip
+    @_head_forward("labels")
+    def forward(self, encode: Callable[[], ModelOutput], labels: Tensor | None):
+        """Classify tokens. Other arguments: `LionModel.forward`; labels: (B, L) class numbers, or -100."""
+        output = encode()
         logits = self.classifier(self.dropout(output.last_hidden_state))  # (B, L, num_labels)
         loss = None if labels is None else _cross_entropy(logits.flatten(0, 1), labels.flatten())
-        result = TokenClassifierOutput(loss, logits, output.hidden_states, output.attentions)
-        return result if return_dict else result.to_tuple()
+        return TokenClassifierOutput(loss, logits, output.hidden_states, output.attentions)
 
 
 class LionForQuestionAnswering(LionPreTrainedModel):
@@ -541,33 +452,15 @@ class LionForQuestionAnswering(LionPreTrainedModel):
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        start_positions: Tensor | None = None,
-        end_positions: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        attention_form: str | None = None,
-        seq_idx: Tensor | None = None,
-    ) -> QuestionAnsweringModelOutput | tuple:
-        """Find a span. Arguments as `LionModel`; start_positions, end_positions: (B,); outside the text they do not count."""
-        return_dict = self.config.return_dict if return_dict is None else return_dict
-        output = self.lion(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
-            output_attentions, output_hidden_states, True, attention_form, seq_idx,
-        )  # fmt: skip
+    @_head_forward("start_positions", "end_positions")
+    def forward(self, encode: Callable[[], ModelOutput], start_positions: Tensor | None, end_positions: Tensor | None):
+        """Find a span. Other arguments: `LionModel.forward`; start_positions, end_positions: (B,), ignored outside the text."""
+        output = encode()
         start_logits, end_logits = self.qa_outputs(output.last_hidden_state).unbind(-1)  # each (B, L)
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = (_span_loss(start_logits, start_positions) + _span_loss(end_logits, end_positions)) / 2
-        result = QuestionAnsweringModelOutput(loss, start_logits, end_logits, output.hidden_states, output.attentions)
-        return result if return_dict else result.to_tuple()
+        return QuestionAnsweringModelOutput(loss, start_logits, end_logits, output.hidden_states, output.attentions)
 
 
 def _span_loss(logits: Tensor, positions: Tensor) -> Tensor:
@@ -576,12 +469,12 @@ def _span_loss(logits: Tensor, positions: Tensor) -> Tensor:
 
 
 def labelled_positions(labels: Tensor) -> Tensor:
-    """Where the labels that are not -100 stand in the flattened labels, (as many as there are,)."""
+    """The positions of the labels that are not -100 in the flattened labels."""
     return (labels.flatten() != -100).nonzero().squeeze(1)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over the labels that are not -100, in float32; 0 where there are none, where F.cross_entropy gives NaN."""
+    """The mean over the labels that are not -100, in float32; 0 without any, where F.cross_entropy returns NaN."""
     return F.cross_entropy(logits.float(), labels, reduction="sum") / (labels != -100).sum().clamp(min=1)
 
 

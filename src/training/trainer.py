@@ -29,7 +29,7 @@ def configure_process(device: str) -> None:
     silence_libraries()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader workers are the parallelism
     if device == "cpu":
-        from src.memory import keep_freed_memory
+        from src.lion.cpu import keep_freed_memory
 
         keep_freed_memory()
 

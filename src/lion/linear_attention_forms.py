@@ -1,0 +1,444 @@
+"""The full, the recurrent and the chunkwise form of linear attention in PyTorch; what they compute is in linear_attention.py.
+
+All forms read log M off two cumulative sums of the log decays, which `cumulative_log_decay` returns as a pair:
+
+    exclusive_t = log λ_1 + … + log λ_{t-1}         log M_ij = exclusive_i − exclusive_j    j < i
+    inclusive_t = log λ_1 + … + log λ_t             log M_ij = inclusive_j − inclusive_i    j > i
+
+Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk size.
+"""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+# Lower bound of log weights: e^-60 is below every dtype's precision, and its products with ordinary numbers are not yet
+# denormal, which a CPU multiplies many times slower.
+LOG_ZERO = -60.0
+
+# Matrix entries to work on at a time: what fits a CPU's cache, and what fills a GPU.
+BLOCK_ENTRIES = {"cpu": 2**18, "cuda": 2**26}
+
+
+def cumulative_log_decay(log_decay: Tensor | None, seq_idx: Tensor | None, length: int) -> tuple[Tensor, Tensor] | None:
+    """Return (exclusive, inclusive), each (B or 1, H or 1, L), or None if nothing decays.
+
+    They are float64, so that differences are exact far into a text. A boundary between packed sequences lowers both by
+    LOG_ZERO, which leaves nothing across it.
+    """
+    if log_decay is None and seq_idx is None:
+        return None
+    if log_decay is None:
+        log_decay = torch.zeros(1, device=seq_idx.device)
+    per_token = log_decay if log_decay.ndim == 3 else log_decay[None, :, None].expand(1, -1, length)
+    per_token = per_token.double().clamp(min=LOG_ZERO)
+    inclusive = per_token.cumsum(-1)
+    exclusive = inclusive - per_token
+    if seq_idx is not None:
+        boundaries = sequence_starts(seq_idx).cumsum(-1)[:, None]  # (B, 1, L)
+        exclusive, inclusive = exclusive + LOG_ZERO * boundaries, inclusive + LOG_ZERO * boundaries
+    return exclusive, inclusive
+
+
+def sequence_starts(seq_idx: Tensor) -> Tensor:
+    """Mark where packed sequences start, except the first of a row, (B, L) bool."""
+    return F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))
+
+
+def clamped_exp(log_weight: Tensor) -> Tensor:
+    return log_weight.clamp(min=LOG_ZERO).exp()
+
+
+def zero_masked(k: Tensor, mask: Tensor | None) -> Tensor:
+    """Zero the keys of padding."""
+    return k if mask is None else k.masked_fill(~mask[:, None, :, None], 0)
+
+
+def read_state(q: Tensor, log_weight: Tensor | None, state: Tensor) -> Tensor:
+    """Multiply queries, (B, H, L, D), by a state from outside their text, decayed by (B or 1, H, L) on the way."""
+    q = q.to(torch.promote_types(q.dtype, torch.float32))
+    if log_weight is not None:
+        q = q * clamped_exp(log_weight).to(q.dtype)[..., None]
+    return q @ state.to(q.dtype)
+
+
+# The full form
+
+
+def decayed_scores(q: Tensor, k: Tensor, cumulative: tuple[Tensor, Tensor] | None) -> Tensor:
+    """QKᵀ⊙M, (B, H, L, L)."""
+    return q @ k.mT if cumulative is None else _DecayedScores.apply(q, k, *cumulative)
+
+
+class _DecayedScores(torch.autograd.Function):
+    """QKᵀ⊙M from q, k and the cumulative log decays. The backward pass recomputes M instead of storing it."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, exclusive: Tensor, inclusive: Tensor) -> Tensor:
+        scores = q @ k.mT
+        decay = _masks(exclusive, inclusive, scores.dtype)
+        for block in _blocks(q):
+            scores[block] *= decay(block)
+        ctx.save_for_backward(q, k, exclusive, inclusive, scores)
+        return scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, exclusive, inclusive, scores = ctx.saved_tensors
+        grad_q, grad_k = torch.empty_like(q), torch.empty_like(k)
+        grad_cumulative = [q.new_empty(q.shape[:-1], dtype=torch.float64) for _ in range(2)]
+        with_decays = any(ctx.needs_input_grad[2:])
+        with torch.autocast(q.device.type, enabled=False):
+            decay = _masks(exclusive, inclusive, scores.dtype)
+            for block in _blocks(q):
+                if with_decays:
+                    of_block = _cumulative_gradients(grad[block] * scores[block])
+                    grad_cumulative[0][block], grad_cumulative[1][block] = of_block
+                grad_scores = grad[block] * decay(block)
+                grad_q[block] = grad_scores @ k[block]
+                grad_k[block] = grad_scores.mT @ q[block]
+        if not with_decays:
+            return grad_q, grad_k, None, None
+        return grad_q, grad_k, *(x.sum_to_size(exclusive.shape) for x in grad_cumulative)
+
+
+def _block_entries(x: Tensor) -> int:
+    return BLOCK_ENTRIES.get(x.device.type, BLOCK_ENTRIES["cuda"])
+
+
+def _blocks(x: Tensor) -> list[slice]:
+    """Slices over texts, (B, H, L, ·), whose matrices fit the cache."""
+    count, heads, length, _ = x.shape
+    if torch.compiler.is_compiling():  # it blocks by itself, and would unroll the loop over these
+        return [slice(0, count)]
+    size = max(1, _block_entries(x) // (heads * length * length))
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def _masks(exclusive: Tensor, inclusive: Tensor, dtype: torch.dtype) -> Callable[[slice], Tensor]:
+    """Return a function from a slice of texts to their decay masks, computed once if all texts share one."""
+    if len(exclusive) > 1:
+        return lambda block: _decay_mask(exclusive[block], inclusive[block], dtype)
+    mask = _decay_mask(exclusive, inclusive, dtype)
+    return lambda block: mask
+
+
+def _decay_mask(exclusive: Tensor, inclusive: Tensor, dtype: torch.dtype) -> Tensor:
+    """M, (..., L, L), from the cumulative log decays, (..., L) in float64.
+
+    With m their mean and h half their difference, log M_ij = −|m_i − m_j| + h_j − h_i in both triangles, so that neither
+    has to be selected and none can overflow.
+    """
+    middle, half = (exclusive + inclusive) / 2, (inclusive - exclusive) / 2
+    compute = torch.promote_types(dtype, torch.float32)
+    # Two float32 numbers represent the float64 sum: far into a text, neighbours differ little and are far from 0.
+    high = middle.to(compute)
+    low, half = (middle - high).to(compute), half.to(compute)
+    log_mask = high[..., :, None] - high[..., None, :]
+    log_mask.add_(low[..., :, None]).sub_(low[..., None, :]).abs_().neg_()
+    log_mask.add_(half[..., None, :]).sub_(half[..., :, None])
+    return log_mask.clamp_(min=LOG_ZERO).exp_().to(dtype)
+
+
+def _cumulative_gradients(grad_log_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """From ∂/∂ log M, (..., L, L), to ∂/∂ exclusive and ∂/∂ inclusive, (..., L) in float64. Overwrites its argument."""
+    matrices = grad_log_mask.flatten(0, -3)
+    size = len(matrices) if torch.compiler.is_compiling() else max(1, _block_entries(matrices) // matrices[0].numel())
+    sums = [_row_and_column_sums(few.double()) for few in matrices.split(size)]
+    return tuple(torch.cat(x).view(grad_log_mask.shape[:-1]) for x in zip(*sums))
+
+
+def _row_and_column_sums(grad_log_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for a few float64 matrices. A pair adds to its row what it subtracts from its column: sums rounded
+    differently would leave a remainder at every token."""
+    rows, columns = grad_log_mask.sum(-1), grad_log_mask.sum(-2)
+    past = grad_log_mask.tril_()
+    past_rows, past_columns = past.sum(-1), past.sum(-2)
+    return past_rows - past_columns, (columns - past_columns) - (rows - past_rows)  # the diagonal cancels in both
+
+
+# The recurrent form
+
+
+def recurrent(q: Tensor, k: Tensor, v: Tensor, cumulative: tuple[Tensor, Tensor] | None) -> Tensor:
+    if cumulative is None:
+        cumulative = (torch.zeros(1, 1, q.shape[-2], dtype=torch.float64, device=q.device),) * 2
+    return _recurrent(q, k, v, *cumulative)
+
+
+def _recurrent_forward(q: Tensor, k: Tensor, v: Tensor, exclusive: Tensor, inclusive: Tensor) -> Tensor:
+    """Two scans over the tokens, each with one state; the backward pass is the same scans of other operands."""
+    past, future = _scans(q, k, v, exclusive, inclusive)
+    diagonal = (q * k).sum(-1, keepdim=True) * v  # both scans include it
+    return past.add_(future).sub_(diagonal)
+
+
+def _recurrent_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, exclusive: Tensor, inclusive: Tensor, with_decays: bool
+) -> list[Tensor]:
+    # y = (QKᵀ⊙M) V, so each gradient is such a product too. Mᵀ is M with the two cumulative sums exchanged.
+    q_past, q_future = _scans(grad, v, k, exclusive, inclusive)
+    k_past, k_future = _scans(v, grad, q, inclusive, exclusive)
+    v_past, v_future = _scans(k, q, grad, inclusive, exclusive)
+    grad_cumulative = []
+    if with_decays:
+        grad_exclusive = (q * q_past).sum(-1).double() - (k * k_future).sum(-1)
+        grad_inclusive = (k * k_past).sum(-1).double() - (q * q_future).sum(-1)
+        grad_cumulative = [grad_exclusive.sum_to_size(exclusive.shape), grad_inclusive.sum_to_size(inclusive.shape)]
+    diagonal = (grad * v).sum(-1, keepdim=True)
+    grad_q = q_past.add_(q_future).sub_(diagonal * k)
+    grad_k = k_past.add_(k_future).sub_(diagonal * q)
+    grad_v = v_past.add_(v_future).sub_((q * k).sum(-1, keepdim=True) * grad)
+    return [grad_q, grad_k, grad_v, *grad_cumulative]
+
+
+def _scans(q: Tensor, k: Tensor, v: Tensor, exclusive: Tensor, inclusive: Tensor) -> tuple[Tensor, Tensor]:
+    """S_i = λ S_{i∓1} + k_i v_iᵀ and q_iᵀ S_i from the left and from the right, (B, H, L, E) each."""
+    rightward, leftward = (clamped_exp(x.diff()).to(q.dtype) for x in (exclusive, -inclusive.flip(-1)))
+    leftward = leftward.flip(-1)
+    L = q.shape[-2]
+    outputs = []
+    for order, weights, offset in ((range(L), rightward, -1), (reversed(range(L)), leftward, 0)):
+        state, y = q.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), torch.empty_like(v)
+        for t in order:
+            if 0 <= t + offset < L - 1:
+                state.mul_(weights[..., t + offset, None, None])
+            state.addcmul_(k[:, :, t, :, None], v[:, :, t, None, :])
+            y[:, :, t] = (q[:, :, t, None, :] @ state).squeeze(-2)
+        outputs.append(y)
+    return outputs[0], outputs[1]
+
+
+# The chunkwise form
+
+
+def chunkwise(
+    q: Tensor, k: Tensor, v: Tensor, cumulative: tuple[Tensor, Tensor] | None, scale: float, chunk_size: int, uniform: bool
+) -> Tensor:  # fmt: skip
+    """`uniform`: all chunks have the same decays."""
+    if cumulative is None:  # nothing decays, so one state serves the text
+        return q @ (scale * (k.mT @ v))
+    return _chunkwise(q, k, v, *cumulative, scale, min(chunk_size, q.shape[-2]), uniform)
+
+
+def _chunkwise_forward(
+    q: Tensor, k: Tensor, v: Tensor, exclusive: Tensor, inclusive: Tensor, scale: float, chunk_size: int, uniform: bool
+) -> Tensor:
+    """The full form inside chunks of C tokens; a D×E state from each side brings in the rest, both stacked to 2D×E.
+
+    The backward pass recomputes states and C×C matrices, which would be most of the memory. Both passes access long
+    tensors in place, one block at a time, since a copy of one is memory that the system has to clear first.
+    """
+    exclusive, inclusive, query_weights, key_weights, across = _chunk_weights(exclusive, inclusive, chunk_size, q.dtype)
+    blocks = _chunk_blocks(q, chunk_size)
+    states = _incoming_states(blocks, k, v, key_weights, across, (1, -1))
+    y = torch.empty_like(v)
+    decay = _chunk_masks(blocks, exclusive, inclusive, q.dtype, uniform)
+    for block in blocks:
+        Q, K, V = scale * block.of(q), block.of(k), block.of(v)
+        Y = (Q @ K.mT).mul_(decay(block)) @ V
+        Y += _weigh_both_ways(Q, block.of(query_weights)) @ block.state(states)
+        block.of(y).copy_(Y)
+    return y
+
+
+def _chunkwise_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, exclusive: Tensor, inclusive: Tensor,
+    scale: float, chunk_size: int, uniform: bool, with_decays: bool,
+) -> list[Tensor]:  # fmt: skip
+    shape = exclusive.shape
+    exclusive, inclusive, query_weights, key_weights, across = _chunk_weights(exclusive, inclusive, chunk_size, q.dtype)
+    blocks = _chunk_blocks(q, chunk_size)
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if with_decays:
+        grad_cumulative = [q.new_empty(q.shape[:-1], dtype=torch.float64) for _ in range(2)]
+        grad_weights = [q.new_empty(*q.shape[:-1], 2) for _ in range(2)]
+    states = _incoming_states(blocks, k, v, key_weights, across, (1, -1))
+    # What a chunk's queries read from a state flows back to all keys in it: the same scans in the other direction.
+    grad_states = _incoming_states(blocks, q, grad, scale * query_weights, across, (-1, 1))
+    decay = _chunk_masks(blocks, exclusive, inclusive, q.dtype, uniform)
+    for block in blocks:
+        Q, K, V, dY, M = scale * block.of(q), block.of(k), block.of(v), block.of(grad), decay(block)
+        S, dS = block.state(states), block.state(grad_states)
+        scores, grad_scores = (Q @ K.mT).mul_(M), dY @ V.mT
+        dV = scores.mT @ dY
+        if with_decays:
+            for target, of_block in zip(grad_cumulative, _cumulative_gradients(scores.mul_(grad_scores))):
+                block.of(target).copy_(of_block)
+        grad_scores.mul_(M)
+        dQ, dK = grad_scores @ K, grad_scores.mT @ Q
+        dV += _weigh_both_ways(K, block.of(key_weights)) @ dS
+        through_states = (Q, dQ, query_weights, dY @ S.mT), (K, dK, key_weights, V @ dS.mT)
+        for number, (x, dX, weight, both_ways) in enumerate(through_states):
+            if with_decays:
+                products = (x.unsqueeze(-2) * both_ways.unflatten(-1, (2, -1))).sum(-1)
+                block.of(grad_weights[number]).copy_(products)
+            for one_way, w in zip(both_ways.chunk(2, -1), block.of(weight).split(1, -1)):
+                dX.addcmul_(one_way, w)
+        for target, of_block in ((grad_q, dQ.mul_(scale)), (grad_k, dK), (grad_v, dV)):
+            block.of(target).copy_(of_block)
+    if not with_decays:
+        return [grad_q, grad_k, grad_v]
+    # From the weights to their logarithms, and on to the cumulative sums: the backward pass of `_chunk_weights`.
+    weighted = ((g * w).double().unbind(-1) for g, w in zip(grad_weights, (query_weights, key_weights)))
+    (of_exclusive, of_until_end), (of_to_end, of_inclusive) = weighted
+    of_across = ((states * grad_states).sum((-2, -1)) * across[..., 0, 0]).double()
+    grad_exclusive, grad_inclusive = grad_cumulative
+    grad_exclusive += of_exclusive - of_to_end
+    grad_inclusive += of_inclusive - of_until_end
+    grad_end = _sum_by_chunk(of_until_end + of_to_end, chunk_size) + of_across
+    grad_start = _sum_by_chunk(of_exclusive + of_inclusive, chunk_size) + of_across
+    grad_end[..., :-1] -= grad_start[..., 1:]
+    grad_inclusive[..., _last_tokens(inclusive, chunk_size)] += grad_end
+    return [grad_q, grad_k, grad_v, grad_exclusive.sum_to_size(shape), grad_inclusive.sum_to_size(shape)]
+
+
+def _last_tokens(x: Tensor, chunk_size: int) -> Tensor:
+    """Positions of the chunks' last tokens in x, (..., L): (N,)."""
+    length = x.shape[-1]
+    return torch.arange(chunk_size - 1, length + chunk_size - 1, chunk_size, device=x.device).clamp(max=length - 1)
+
+
+def _sum_by_chunk(x: Tensor, chunk_size: int) -> Tensor:
+    """(..., L) to (..., N)."""
+    return F.pad(x, (0, -x.shape[-1] % chunk_size)).unflatten(-1, (-1, chunk_size)).sum(-1)
+
+
+def _chunk_weights(exclusive: Tensor, inclusive: Tensor, chunk_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Restart the cumulative log decays in each chunk, and compute the decays into, out of and across chunks.
+
+    Returns:
+        exclusive, inclusive: from each chunk's start, (B or 1, H or 1, L).
+        query_weights, key_weights: decay from an incoming state to a query and from a key to an outgoing state, from the
+            left and from the right, (B or 1, H or 1, L, 2).
+        across: decay of a state that crosses a chunk, (B or 1, H or 1, N, 1, 1).
+    """
+    end = inclusive[..., _last_tokens(inclusive, chunk_size)]  # (B or 1, H or 1, N)
+    start = F.pad(end[..., :-1], (1, 0))
+    across = clamped_exp(end - start).to(dtype)[..., None, None]
+    start, end = (x.repeat_interleave(chunk_size, -1)[..., : inclusive.shape[-1]] for x in (start, end))
+    exclusive, inclusive, until_end, to_end = exclusive - start, inclusive - start, end - inclusive, end - exclusive
+    pairs = (exclusive, until_end), (to_end, inclusive)  # logarithms, none above 0
+    query_weights, key_weights = (clamped_exp(torch.stack(pair, -1)).to(dtype) for pair in pairs)
+    return exclusive, inclusive, query_weights, key_weights, across
+
+
+class _Block(NamedTuple):
+    """n chunks of b texts whose C×C matrices fit the cache. The last chunk of a text may be shorter than C."""
+
+    texts: slice
+    chunks: slice
+    tokens: slice
+
+    def of(self, x: Tensor) -> Tensor:
+        """A view of this block of x, (B or 1, H or 1, L, ...): (b or 1, H or 1, n, C, ...)."""
+        return self._texts(x)[:, :, self.tokens].unflatten(2, (self.chunks.stop - self.chunks.start, -1))
+
+    def state(self, x: Tensor) -> Tensor:
+        """A view of this block of x, (B or 1, H or 1, N, ...): (b or 1, H or 1, n, ...)."""
+        return self._texts(x)[:, :, self.chunks]
+
+    def _texts(self, x: Tensor) -> Tensor:
+        return x if len(x) == 1 else x[self.texts]
+
+
+def _chunk_blocks(x: Tensor, chunk_size: int) -> list[_Block]:
+    """Cut x, (B, H, L, ·), into blocks."""
+    count, heads, length, _ = x.shape
+    matrices = _block_entries(x) // (heads * chunk_size * chunk_size)
+    texts = min(max(matrices, 1), count)
+    chunks = max(matrices // texts, 1)
+    complete = length // chunk_size
+    spans = [(first, min(first + chunks, complete)) for first in range(0, complete, chunks)]
+    if length % chunk_size:
+        spans.append((complete, complete + 1))
+    return [
+        _Block(slice(text, text + texts), slice(*span), slice(span[0] * chunk_size, min(span[1] * chunk_size, length)))
+        for text in range(0, count, texts)
+        for span in spans
+    ]
+
+
+def _chunk_masks(
+    blocks: list[_Block], exclusive: Tensor, inclusive: Tensor, dtype: torch.dtype, uniform: bool
+) -> Callable[[_Block], Tensor]:
+    """Return a function from a block to its decay masks, (b or 1, H or 1, n or 1, C, C); computed once if uniform."""
+    if not uniform:
+        return lambda block: _decay_mask(block.of(exclusive), block.of(inclusive), dtype)
+    mask = _decay_mask(*(blocks[0].of(x)[:, :, :1] for x in (exclusive, inclusive)), dtype)
+
+    def cut(block: _Block) -> Tensor:  # to the last chunk's length
+        length = block.of(exclusive).shape[-1]
+        return mask[..., :length, :length]
+
+    return cut
+
+
+def _weigh_both_ways(x: Tensor, weights: Tensor) -> Tensor:
+    """(..., C, D) times weights from the left and from the right, (..., C, 2), concatenated: (..., C, 2D)."""
+    return (x.unsqueeze(-2) * weights.unsqueeze(-1)).flatten(-2)
+
+
+def _incoming_states(
+    blocks: list[_Block], k: Tensor, v: Tensor, weights: Tensor, across: Tensor, directions: tuple[int, int]
+) -> Tensor:
+    """The states that enter each chunk from the left and from the right, stacked, (B, H, N, 2D, E)."""
+    count, D = blocks[-1].chunks.stop, k.shape[-1]
+    states = k.new_empty(*k.shape[:2], count, 2 * D, v.shape[-1])
+    for block in blocks:  # first each chunk's own
+        block.state(states).copy_(_weigh_both_ways(block.of(k), block.of(weights)).mT @ block.of(v))
+    for half, direction in zip(states.split(D, dim=-2), directions):
+        state = torch.zeros_like(half[:, :, 0])
+        for n in range(count)[::direction]:
+            following = torch.addcmul(half[:, :, n], state, across[:, :, n])
+            half[:, :, n] = state
+            state = following
+    return states
+
+
+# Custom operators hide the loops over tokens and blocks from torch.compile, which would unroll and compile them for minutes.
+
+
+def _operator(
+    forward: Callable[..., Tensor], backward: Callable[..., list[Tensor]], like: Callable
+) -> Callable[..., Tensor]:
+    """Register forward(q, k, v, exclusive, inclusive, *numbers) with `backward` as its gradient.
+
+    `backward` takes the output's gradient before these arguments, and after them whether the decays need a gradient.
+    `like` returns the tensors whose layouts the gradients of q, k and v have.
+    """
+    name = re.sub(r"\W", "_", __name__)  # a copy of this file in a Hub folder registers its own operators
+    run = torch.library.custom_op(f"{name}::{forward.__name__[1:]}", forward, mutates_args=())
+    run_backward = torch.library.custom_op(f"{name}::{backward.__name__[1:]}", backward, mutates_args=())
+
+    @run.register_fake
+    def _(q, k, v, *others):
+        return torch.empty_like(v)
+
+    @run_backward.register_fake
+    def _(grad, q, k, v, exclusive, inclusive, *numbers):
+        *_, with_decays = numbers
+        grad_cumulative = [x.new_empty(x.shape) for x in (exclusive, inclusive)] if with_decays else []
+        return [*map(torch.empty_like, like(grad, q, k, v)), *grad_cumulative]
+
+    def save(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs[:5])
+        ctx.numbers = inputs[5:]
+
+    def gradients(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(grad.device.type, enabled=False):
+            grads = run_backward(grad, *ctx.saved_tensors, *ctx.numbers, any(ctx.needs_input_grad[3:5]))
+        return *grads, *[None] * (len(ctx.needs_input_grad) - len(grads))
+
+    run.register_autograd(gradients, setup_context=save)
+    return run
+
+
+_recurrent = _operator(_recurrent_forward, _recurrent_backward, lambda grad, q, k, v: (k, q, grad))
+_chunkwise = _operator(_chunkwise_forward, _chunkwise_backward, lambda grad, q, k, v: (q, k, v))

@@ -1,0 +1,577 @@
+"""The device code of linear_attention_triton.py: linear attention with a decay mask as GPU kernels, in Triton.
+
+It is flash attention without the softmax: blocks of scores are computed, masked and multiplied by V on chip, and no matrix is
+ever in memory. Since log M_ij is a difference of two numbers, only blocks on the diagonal need one exponential per entry. Past
+keys of another block are decayed through a point between them and the queries' block,
+
+    M_ij = exp(exclusive_i − exclusive_first) · exp(exclusive_first − exclusive_j),    first: the queries' first token,
+
+one factor per query and one per key, neither above 1; future keys likewise through the queries' last token.
+
+A text is cut into chunks. Inside a chunk all pairs of blocks are computed. Keys and values of other chunks arrive as D×E
+states, one from the left and one from the right, which two more kernels compute: one sums each chunk, one scans over chunks.
+The full form is one chunk as long as the text, without states. Without decays all chunks share one state, their sum.
+
+The backward pass recomputes everything. y = (s·QKᵀ⊙M) V, so the gradients of q, k and v are such products too, of other
+operands; for those of k and v, which need Mᵀ, exclusive and inclusive are exchanged. No two programs write the same number.
+
+Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk size, T and S block
+sizes of rows and columns.
+"""
+
+# One argument per line would double this file.
+# fmt: off
+
+from types import SimpleNamespace
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # the kernels are then never launched, see `linear_attention_triton.covers`
+    triton = SimpleNamespace(jit=lambda function=None, **_: function or (lambda function: function))
+    tl = SimpleNamespace(constexpr=None)
+
+AVAILABLE = not isinstance(triton, SimpleNamespace)
+
+# Of each token the kernels load three numbers: high, low and half. In units of log 2, the cumulative log decays are
+# exclusive = high + low − half and inclusive = high + low + half: their mean as two float32 numbers, precise enough for
+# differences of neighbours, and half their difference. SIGN = −1 exchanges the two. A fourth number is padding, so that a
+# token is one load. "Sums" means these numbers.
+
+# These vary with a batch's length: a kernel would be recompiled where one is 1 or a multiple of 16.
+kernel = triton.jit(do_not_specialize=["H", "L", "N", "blocks", "columns", "parts", "decay_batch", "decay_head"])
+
+
+@triton.jit
+def _tile(pointer, start, stride, length, mask, SIZE, T: tl.constexpr, PADDED: tl.constexpr, DOT: tl.constexpr):
+    """Load T tokens of a text, (length, SIZE), from `start`: (T, PADDED), 0 outside the text and at masked tokens."""
+    token, feature = tl.arange(0, T), tl.arange(0, PADDED)
+    inside = (start + token < length)[:, None] & (feature < SIZE)[None, :]
+    if mask is not None:
+        inside &= _real_tokens(mask, start, length, T)[:, None]
+    offset = token[:, None] * stride + feature[None, :]
+    return tl.load(pointer + start * stride + offset, mask=inside, other=0.0).to(DOT)
+
+
+@triton.jit
+def _store_tile(pointer, start, stride, length, x, SIZE, T: tl.constexpr, PADDED: tl.constexpr):
+    """Store what `_tile` loads."""
+    token, feature = tl.arange(0, T), tl.arange(0, PADDED)
+    inside = (start + token < length)[:, None] & (feature < SIZE)[None, :]
+    offset = token[:, None] * stride + feature[None, :]
+    tl.store(pointer + start * stride + offset, x.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _real_tokens(mask, start, length, T: tl.constexpr):
+    """Whether each of T tokens is real, from a row of the mask."""
+    token = start + tl.arange(0, T)
+    return tl.load(mask + token, mask=token < length, other=0) != 0
+
+
+@triton.jit
+def _state(pointer, D: tl.constexpr, E: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, DOT: tl.constexpr):
+    """Load a state, (D, E): (PD, PE), padded by 0."""
+    d, e = tl.arange(0, PD), tl.arange(0, PE)
+    inside = (d < D)[:, None] & (e < E)[None, :]
+    return tl.load(pointer + d[:, None] * E + e[None, :], mask=inside, other=0.0).to(DOT)
+
+
+@triton.jit
+def _load_sums(pointer, first, T: tl.constexpr, SIGN: tl.constexpr):
+    """high, low and half of T tokens, loaded as one tile: vectors would be loaded in the layout of the scores' columns,
+    repeatedly and with a register for each."""
+    token, pair = first + tl.arange(0, T), tl.arange(0, 2)
+    four = tl.load(pointer + token[:, None, None] * 4 + pair[None, :, None] * 2 + pair[None, None, :])
+    even, odd = tl.split(four)
+    high, half = tl.split(even)
+    low, _ = tl.split(odd)
+    return high, low, SIGN * half
+
+
+@triton.jit
+def _load_sum(pointer, token, SIGN: tl.constexpr):
+    """high, low and half of one token."""
+    pointer += token * 4
+    return tl.load(pointer), tl.load(pointer + 1), SIGN * tl.load(pointer + 2)
+
+
+@triton.jit
+def _weight(to_high, to_low, to_half, from_high, from_low, from_half):
+    """The decay between two sums."""
+    return tl.exp2((to_high - from_high) + (to_low - from_low) + (to_half - from_half))
+
+
+@triton.jit
+def _decay_mask(high, low, half, other_high, other_low, other_half):
+    """M, (T, S): its logarithm is −|m_i − m_j| + h_j − h_i in both triangles."""
+    distance = tl.abs((high[:, None] - other_high[None, :]) + (low[:, None] - other_low[None, :]))
+    return tl.exp2(other_half[None, :] - half[:, None] - distance)
+
+
+@triton.jit
+def _hash(x):
+    """A 32-bit hash with Wellons' constants."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _keeps(seed, i, j, DROPPED: tl.constexpr):
+    """Whether dropout keeps each entry of a matrix, for queries i and keys j; it drops DROPPED of 2^32."""
+    row = _hash(i.to(tl.uint32) + seed.to(tl.uint32))
+    column = j.to(tl.uint32) * 0x9E3779B1 + (seed >> 32).to(tl.uint32)
+    x = (row ^ column) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B  # enough: the high bits decide
+    return x >= DROPPED
+
+
+@triton.jit
+def _position(H, blocks, C, length, T: tl.constexpr, S: tl.constexpr):
+    """Text, head, both in one number, chunk, block of T rows in the chunk, and number of S blocks in the chunk."""
+    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    chunk, own = block // (C // T), block % (C // T)
+    count = tl.cdiv(tl.minimum(C, length - chunk * C), S)
+    return (row // H).to(tl.int64), (row % H).to(tl.int64), row.to(tl.int64), chunk.to(tl.int64), own, count
+
+
+# Sums and states
+
+
+@kernel
+def sums_kernel(sums, log_decay, seq_idx, H, L, C, N, decay_batch, decay_head, decay_token, LOG_ZERO: tl.constexpr,
+        LOG2E: tl.constexpr, SIZE: tl.constexpr):
+    """Sums of one chunk, counted from its start: (B or 1, H, N·C, 4)."""
+    row, chunk = tl.program_id(0) // N, (tl.program_id(0) % N).to(tl.int64)
+    b, h = (row // H).to(tl.int64), (row % H).to(tl.int64)
+    so_far = tl.zeros((1,), tl.float64)
+    for first in range(0, C, SIZE):
+        local = first + tl.arange(0, SIZE)
+        token = chunk * C + local
+        inside = (local < C) & (token < L)
+        decay = tl.zeros((SIZE,), tl.float64)
+        if log_decay is not None:
+            place = log_decay + b * decay_batch + h * decay_head + token * decay_token
+            decay = tl.load(place, mask=inside, other=0.0).to(tl.float64)
+            decay = tl.maximum(decay, LOG_ZERO, propagate_nan=tl.PropagateNan.ALL)
+        step = decay
+        if seq_idx is not None:
+            number = tl.load(seq_idx + b * L + token, mask=inside, other=0)
+            previous = tl.load(seq_idx + b * L + token - 1, mask=inside & (token > 0), other=0)
+            step += tl.where(inside & (token > 0) & (number != previous), LOG_ZERO, 0.0)
+        inclusive = so_far + tl.cumsum(step, 0)
+        so_far += tl.sum(step, 0)
+        half = (decay * (0.5 * LOG2E)).to(tl.float32)
+        middle = inclusive * LOG2E - half.to(tl.float64)
+        high = middle.to(tl.float32)
+        out = sums + (row.to(tl.int64) * N * C + token) * 4
+        tl.store(out, high, mask=local < C)
+        tl.store(out + 1, (middle - high.to(tl.float64)).to(tl.float32), mask=local < C)
+        tl.store(out + 2, half, mask=local < C)
+
+
+@kernel
+def states_kernel(k, v, mask, sums, states, H, L, C, N, columns, side, k_batch, k_head, k_token, v_batch, v_head,
+        v_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
+        PD: tl.constexpr, PE: tl.constexpr, SIGN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """Σ_j k_j v_jᵀ of one chunk, decayed to its end and to its start: (2, B·H, N, D, E), or (1, B·H, N, D, E) without
+    decays. A program computes PE columns."""
+    row, rest = (tl.program_id(0) // (N * columns)).to(tl.int64), tl.program_id(0) % (N * columns)
+    chunk, column = (rest // columns).to(tl.int64), rest % columns * PE
+    b, h = row // H, row % H
+    k += b * k_batch + h * k_head
+    v += b * v_batch + h * v_head + column
+    if mask is not None:
+        mask += b * L
+    begin, end = chunk * C, tl.minimum(chunk * C + C, L)
+    rightward, leftward = tl.zeros((PD, PE), tl.float32), tl.zeros((PD, PE), tl.float32)
+    if sums is not None:
+        sums += b * sums_batch + h * sums_head + chunk * sums_chunk
+        end_high, end_low, end_half = _load_sum(sums, C - 1, 1)
+    for block in range(0, tl.cdiv(end - begin, S)):
+        start = begin + block * S
+        K = _tile(k, start, k_token, L, mask, D, S, PD, DOT)
+        V = _tile(v, start, v_token, L, None, E - column, S, PE, DOT)
+        if sums is None:
+            rightward = tl.dot(tl.trans(K), V, rightward, input_precision=PRECISION)
+        else:
+            high, low, half = _load_sums(sums, block * S, S, SIGN)
+            to_end = _weight(end_high, end_low, end_half, high, low, -half)
+            from_start = tl.exp2(high + low + half)
+            rightward = tl.dot(tl.trans((K * to_end[:, None]).to(DOT)), V, rightward, input_precision=PRECISION)
+            leftward = tl.dot(tl.trans((K * from_start[:, None]).to(DOT)), V, leftward, input_precision=PRECISION)
+    d, e = tl.arange(0, PD), tl.arange(0, PE)
+    inside = (d < D)[:, None] & (column + e < E)[None, :]
+    out = states + (row * N + chunk) * D * E + column + d[:, None] * E + e[None, :]
+    tl.store(out, rightward, mask=inside)
+    if sums is not None:
+        tl.store(out + side, leftward, mask=inside)
+
+
+@kernel
+def scan_kernel(states, incoming, sums, H, C, N, parts, side, sums_batch, sums_head, sums_chunk, SIZE: tl.constexpr,
+        PART: tl.constexpr, STAGES: tl.constexpr):
+    """From each chunk's own states to its incoming ones, from the left and from the right: (2, B·H, N, D, E).
+    A program scans PART of a state's SIZE = D·E entries in one direction."""
+    part, rest = tl.program_id(0) % parts, tl.program_id(0) // parts
+    direction, row = (rest % 2).to(tl.int64), (rest // 2).to(tl.int64)
+    entry = part * PART + tl.arange(0, PART)
+    place = direction * side + row * N * SIZE + entry
+    sums += row // H * sums_batch + row % H * sums_head
+    state = tl.zeros((PART,), tl.float32)
+    high, low, half = _load_sum(sums + direction * (N - 1) * sums_chunk, C - 1, 1)
+    for step in tl.range(0, N, num_stages=STAGES):
+        chunk = direction * (N - 1 - step) + (1 - direction) * step
+        own = tl.load(states + place + chunk * SIZE, mask=entry < SIZE, other=0.0)
+        after = tl.minimum(step + 1, N - 1)  # loads the next sum during this chunk
+        following = direction * (N - 1 - after) + (1 - direction) * after
+        high2, low2, half2 = _load_sum(sums + following * sums_chunk, C - 1, 1)
+        tl.store(incoming + place + chunk * SIZE, state.to(incoming.dtype.element_ty), mask=entry < SIZE)
+        state = state * tl.exp2(high + low + half) + own
+        high, low, half = high2, low2, half2
+
+
+# Outputs and gradients. A program computes T rows: queries, or keys for the gradients of k and v. Contributions from before the
+# rows' block are summed as decayed to the block's first token, and then decayed to each row at once; those from after it are
+# decayed through the block's last token to each row block by block, since there are no registers for a second sum.
+
+
+@triton.jit
+def _attend(total, Q, k, v, mask, seed, start, first, length, weight, k_token, v_token, D: tl.constexpr,
+        E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, DOT: tl.constexpr,
+        PRECISION: tl.constexpr, DROPPED: tl.constexpr):
+    """total + (QKᵀ ⊙ weight) V over one block of keys. Queries from `start`, keys from `first`; weight (1, S) or (T, S)."""
+    K = _tile(k, first, k_token, length, mask, D, S, PD, DOT)
+    V = _tile(v, first, v_token, length, None, E, S, PE, DOT)
+    scores = tl.dot(Q, tl.trans(K), input_precision=PRECISION) * weight
+    if seed is not None:
+        i, j = start + tl.arange(0, Q.shape[0])[:, None], first + tl.arange(0, S)[None, :]
+        scores = tl.where(_keeps(seed, i, j, DROPPED), scores, 0.0)
+    return tl.dot(scores.to(DOT), V, total, input_precision=PRECISION)
+
+
+@kernel
+def forward_kernel(q, k, v, y, mask, seed, sums, incoming, scale, H, L, C, N, blocks, side, q_batch, q_head, q_token,
+        k_batch, k_head, k_token, v_batch, v_head, v_token, y_batch, y_head, y_token, sums_batch, sums_head, sums_chunk,
+        D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
+        INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr):
+    """The output of one block of queries."""
+    b, h, row, chunk, own, count = _position(H, blocks, C, L, T, S)
+    begin = chunk * C
+    start = begin + own * T
+    k += b * k_batch + h * k_head
+    v += b * v_batch + h * v_head
+    if mask is not None:
+        mask += b * L
+    if seed is not None:
+        seed = tl.load(seed + row)
+    Q = _tile(q + b * q_batch + h * q_head, start, q_token, L, None, D, T, PD, DOT)
+    left = tl.zeros((T, PE), tl.float32)
+    if incoming is not None:
+        incoming += (row if sums is None else row * N + chunk) * D * E
+        left = tl.dot(Q, _state(incoming, D, E, PD, PE, DOT), input_precision=PRECISION)
+    if sums is None:
+        if INSIDE:
+            for other in range(0, count):
+                left = _attend(left, Q, k, v, mask, seed, start, begin + other * S, L, 1.0, k_token, v_token, D, E, S,
+                    PD, PE, DOT, PRECISION, DROPPED)
+        out = left
+    else:
+        sums += b * sums_batch + h * sums_head + chunk * sums_chunk
+        high, low, half = _load_sums(sums, own * T, T, 1)
+        high0, low0, half0 = _load_sum(sums, own * T, 1)  # of the first token
+        high1, low1, half1 = _load_sum(sums, own * T + T - 1, 1)  # of the last
+
+        if incoming is not None:
+            left *= tl.exp2(high0 + low0 - half0)
+        for other in range(0, own * (T // S)):
+            high2, low2, half2 = _load_sums(sums, other * S, S, 1)
+            weight = _weight(high0, low0, -half0, high2, low2, -half2)[None, :]
+            left = _attend(left, Q, k, v, mask, seed, start, begin + other * S, L, weight, k_token, v_token, D, E, S,
+                PD, PE, DOT, PRECISION, DROPPED)
+        out = left * _weight(high, low, -half, high0, low0, -half0)[:, None]
+
+        to_last = _weight(high1, low1, half1, high, low, half)
+        if incoming is not None:
+            end_high, end_low, end_half = _load_sum(sums, C - 1, 1)
+            right = tl.dot(Q, _state(incoming + side, D, E, PD, PE, DOT), input_precision=PRECISION)
+            out += right * (_weight(end_high, end_low, end_half, high1, low1, half1) * to_last)[:, None]
+        for other in range((own + 1) * (T // S), count):
+            high2, low2, half2 = _load_sums(sums, other * S, S, 1)
+            weight = to_last[:, None] * _weight(high2, low2, half2, high1, low1, half1)[None, :]
+            out = _attend(out, Q, k, v, mask, seed, start, begin + other * S, L, weight, k_token, v_token, D, E, S, PD,
+                PE, DOT, PRECISION, DROPPED)
+
+        for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
+            high2, low2, half2 = _load_sums(sums, other * S, S, 1)
+            weight = _decay_mask(high, low, half, high2, low2, half2)
+            out = _attend(out, Q, k, v, mask, seed, start, begin + other * S, L, weight, k_token, v_token, D, E, S, PD,
+                PE, DOT, PRECISION, DROPPED)
+    _store_tile(y + b * y_batch + h * y_head, start, y_token, L, out * scale, E, T, PE)
+
+
+@triton.jit
+def _query_gradients(total, Q, dY, k, v, mask, seed, start, first, length, weight, k_token, v_token, D: tl.constexpr,
+        E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, DOT: tl.constexpr,
+        PRECISION: tl.constexpr, DROPPED: tl.constexpr, DECAYS: tl.constexpr):
+    """total + (dY Vᵀ ⊙ weight) K over one block of keys, and ∂/∂ log M there, (T, S), if DECAYS."""
+    K = _tile(k, first, k_token, length, mask, D, S, PD, DOT)
+    V = _tile(v, first, v_token, length, None, E, S, PE, DOT)
+    grad = tl.dot(dY, tl.trans(V), input_precision=PRECISION) * weight
+    if seed is not None:
+        i, j = start + tl.arange(0, Q.shape[0])[:, None], first + tl.arange(0, S)[None, :]
+        grad = tl.where(_keeps(seed, i, j, DROPPED), grad, 0.0)
+    pairs = grad
+    if DECAYS:
+        pairs = tl.dot(Q, tl.trans(K), input_precision=PRECISION) * grad
+    return tl.dot(grad.to(DOT), K, total, input_precision=PRECISION), pairs
+
+
+@kernel
+def query_gradients_kernel(q, k, v, dy, dq, mask, seed, sums, incoming, grad_sums, scale, H, L, C, N, blocks, side,
+        grad_plane, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, dy_batch, dy_head,
+        dy_token, dq_batch, dq_head, dq_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr,
+        T: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, INSIDE: tl.constexpr, DOT: tl.constexpr,
+        PRECISION: tl.constexpr, DROPPED: tl.constexpr):
+    """∂q of one block of queries, and its part of the gradients of the sums, if requested."""
+    DECAYS: tl.constexpr = grad_sums is not None
+    grad_plane = tl.cast(grad_plane, tl.int64)
+    b, h, row, chunk, own, count = _position(H, blocks, C, L, T, S)
+    begin = chunk * C
+    start = begin + own * T
+    k += b * k_batch + h * k_head
+    v += b * v_batch + h * v_head
+    if mask is not None:
+        mask += b * L
+    if seed is not None:
+        seed = tl.load(seed + row)
+    Q = _tile(q + b * q_batch + h * q_head, start, q_token, L, None, D, T, PD, DOT)
+    dY = _tile(dy + b * dy_batch + h * dy_head, start, dy_token, L, None, E, T, PE, DOT)
+    left = tl.zeros((T, PD), tl.float32)
+    if incoming is not None:
+        incoming += (row if sums is None else row * N + chunk) * D * E
+        left = tl.dot(dY, tl.trans(_state(incoming, D, E, PD, PE, DOT)), input_precision=PRECISION)
+    if sums is None:
+        if INSIDE:
+            for other in range(0, count):
+                left, _ = _query_gradients(left, Q, dY, k, v, mask, seed, start, begin + other * S, L, 1.0, k_token,
+                    v_token, D, E, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS)
+        out = left
+    else:
+        sums += b * sums_batch + h * sums_head + chunk * sums_chunk
+        high, low, half = _load_sums(sums, own * T, T, 1)
+        high0, low0, half0 = _load_sum(sums, own * T, 1)
+        high1, low1, half1 = _load_sum(sums, own * T + T - 1, 1)
+        past, future, until_end = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
+
+        if incoming is not None:
+            left *= tl.exp2(high0 + low0 - half0)
+            if DECAYS:
+                past = tl.sum(Q * left, 1)
+        for other in range(0, own * (T // S)):
+            high2, low2, half2 = _load_sums(sums, other * S, S, 1)
+            weight = _weight(high0, low0, -half0, high2, low2, -half2)[None, :]
+            left, pairs = _query_gradients(left, Q, dY, k, v, mask, seed, start, begin + other * S, L, weight, k_token,
+                v_token, D, E, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS)
+            if DECAYS:
+                past += tl.sum(pairs, 1)
+        from_first = _weight(high, low, -half, high0, low0, -half0)
+        out = left * from_first[:, None]
+        past *= from_first
+
+        to_last = _weight(high1, low1, half1, high, low, half)
+        if incoming is not None:
+            end_high, end_low, end_half = _load_sum(sums, C - 1, 1)
+            right = tl.dot(dY, tl.trans(_state(incoming + side, D, E, PD, PE, DOT)), input_precision=PRECISION)
+            right *= (_weight(end_high, end_low, end_half, high1, low1, half1) * to_last)[:, None]
+            out += right
+            if DECAYS:
+                until_end = tl.sum(Q * right, 1)
+        for other in range((own + 1) * (T // S), count):
+            high2, low2, half2 = _load_sums(sums, other * S, S, 1)
+            weight = to_last[:, None] * _weight(high2, low2, half2, high1, low1, half1)[None, :]
+            out, pairs = _query_gradients(out, Q, dY, k, v, mask, seed, start, begin + other * S, L, weight, k_token,
+                v_token, D, E, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS)
+            if DECAYS:
+                future += tl.sum(pairs, 1)
+
+        i, j = own * T + tl.arange(0, T), tl.arange(0, S)
+        for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
+            high2, low2, half2 = _load_sums(sums, other * S, S, 1)
+            weight = _decay_mask(high, low, half, high2, low2, half2)
+            out, pairs = _query_gradients(out, Q, dY, k, v, mask, seed, start, begin + other * S, L, weight, k_token,
+                v_token, D, E, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS)
+            if DECAYS:
+                past += tl.sum(tl.where(i[:, None] > other * S + j[None, :], pairs, 0.0), 1)
+                future += tl.sum(tl.where(i[:, None] < other * S + j[None, :], pairs, 0.0), 1)
+        if DECAYS:
+            grad_sums += row * N * C + start + tl.arange(0, T)
+            tl.store(grad_sums, past * scale)
+            tl.store(grad_sums + grad_plane, -future * scale)
+            tl.store(grad_sums + 2 * grad_plane, until_end * scale)
+    _store_tile(dq + b * dq_batch + h * dq_head, start, dq_token, L, out * scale, D, T, PD)
+
+
+@triton.jit
+def _key_gradients(total_k, total_v, K, V, q, dy, seed, start, first, length, weight, q_token, dy_token,
+        D: tl.constexpr, E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, DOT: tl.constexpr,
+        PRECISION: tl.constexpr, DROPPED: tl.constexpr):
+    """total_k + (V dYᵀ ⊙ weight) Q, total_v + (K Qᵀ ⊙ weight) dY over one block of queries; ∂/∂ log Mᵀ there, (T, S)."""
+    Q = _tile(q, first, q_token, length, None, D, S, PD, DOT)
+    dY = _tile(dy, first, dy_token, length, None, E, S, PE, DOT)
+    if seed is not None:
+        i, j = first + tl.arange(0, S)[None, :], start + tl.arange(0, K.shape[0])[:, None]
+        weight = tl.where(_keeps(seed, i, j, DROPPED), weight, 0.0)
+    scores = tl.dot(K, tl.trans(Q), input_precision=PRECISION) * weight
+    total_v = tl.dot(scores.to(DOT), dY, total_v, input_precision=PRECISION)
+    grad = tl.dot(V, tl.trans(dY), input_precision=PRECISION)
+    total_k = tl.dot((grad * weight).to(DOT), Q, total_k, input_precision=PRECISION)
+    return total_k, total_v, scores * grad
+
+
+@kernel
+def key_gradients_kernel(q, k, v, dy, dk, dv, mask, seed, sums, incoming, grad_sums, scale, H, L, C, N, blocks, side,
+        grad_plane, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, dy_batch, dy_head,
+        dy_token, dk_batch, dk_head, dk_token, dv_batch, dv_head, dv_token, sums_batch, sums_head, sums_chunk,
+        D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
+        INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr):
+    """∂k and ∂v of one block of keys, and its part of the gradients of the sums. `incoming`: states of q and dy."""
+    DECAYS: tl.constexpr = grad_sums is not None
+    grad_plane = tl.cast(grad_plane, tl.int64)
+    b, h, row, chunk, own, count = _position(H, blocks, C, L, T, S)
+    begin = chunk * C
+    start = begin + own * T
+    q += b * q_batch + h * q_head
+    dy += b * dy_batch + h * dy_head
+    if mask is not None:
+        mask += b * L
+    if seed is not None:
+        seed = tl.load(seed + row)
+    K = _tile(k + b * k_batch + h * k_head, start, k_token, L, None, D, T, PD, DOT)
+    if mask is not None:  # after the load: this costs fewer registers here
+        K = tl.where(_real_tokens(mask, start, L, T)[:, None], K, 0.0).to(DOT)
+    V = _tile(v + b * v_batch + h * v_head, start, v_token, L, None, E, T, PE, DOT)
+    left_k, left_v = tl.zeros((T, PD), tl.float32), tl.zeros((T, PE), tl.float32)
+    if incoming is not None:
+        incoming += (row if sums is None else row * N + chunk) * D * E
+        state = _state(incoming, D, E, PD, PE, DOT)
+        left_k = tl.dot(V, tl.trans(state), input_precision=PRECISION)
+        left_v = tl.dot(K, state, input_precision=PRECISION)
+    if sums is None:
+        if INSIDE:
+            for other in range(0, count):
+                left_k, left_v, _ = _key_gradients(left_k, left_v, K, V, q, dy, seed, start, begin + other * S, L, 1.0,
+                    q_token, dy_token, D, E, S, PD, PE, DOT, PRECISION, DROPPED)
+        out_k, out_v = left_k, left_v
+    else:
+        sums += b * sums_batch + h * sums_head + chunk * sums_chunk
+        high, low, half = _load_sums(sums, own * T, T, -1)
+        high0, low0, half0 = _load_sum(sums, own * T, -1)
+        high1, low1, half1 = _load_sum(sums, own * T + T - 1, -1)
+        past, future, to_end = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
+
+        if incoming is not None:
+            from_start = tl.exp2(high0 + low0 - half0)
+            left_k *= from_start
+            left_v *= from_start
+            if DECAYS:
+                past = tl.sum(K * left_k, 1)
+        for other in range(0, own * (T // S)):
+            high2, low2, half2 = _load_sums(sums, other * S, S, -1)
+            weight = _weight(high0, low0, -half0, high2, low2, -half2)[None, :]
+            left_k, left_v, pairs = _key_gradients(left_k, left_v, K, V, q, dy, seed, start, begin + other * S, L,
+                weight, q_token, dy_token, D, E, S, PD, PE, DOT, PRECISION, DROPPED)
+            if DECAYS:
+                past += tl.sum(pairs, 1)
+        from_first = _weight(high, low, -half, high0, low0, -half0)
+        out_k, out_v = left_k * from_first[:, None], left_v * from_first[:, None]
+        past *= from_first
+
+        to_last = _weight(high1, low1, half1, high, low, half)
+        if incoming is not None:
+            end_high, end_low, end_half = _load_sum(sums, C - 1, 1)
+            until_end = (_weight(end_high, end_low, end_half, high1, low1, half1) * to_last)[:, None]
+            state = _state(incoming + side, D, E, PD, PE, DOT)
+            out_v += tl.dot(K, state, input_precision=PRECISION) * until_end
+            right = tl.dot(V, tl.trans(state), input_precision=PRECISION) * until_end
+            out_k += right
+            if DECAYS:
+                to_end = tl.sum(K * right, 1)
+        for other in range((own + 1) * (T // S), count):
+            high2, low2, half2 = _load_sums(sums, other * S, S, -1)
+            weight = to_last[:, None] * _weight(high2, low2, half2, high1, low1, half1)[None, :]
+            out_k, out_v, pairs = _key_gradients(out_k, out_v, K, V, q, dy, seed, start, begin + other * S, L, weight,
+                q_token, dy_token, D, E, S, PD, PE, DOT, PRECISION, DROPPED)
+            if DECAYS:
+                future += tl.sum(pairs, 1)
+
+        i, j = own * T + tl.arange(0, T), tl.arange(0, S)
+        for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
+            high2, low2, half2 = _load_sums(sums, other * S, S, -1)
+            weight = _decay_mask(high, low, half, high2, low2, half2)
+            out_k, out_v, pairs = _key_gradients(out_k, out_v, K, V, q, dy, seed, start, begin + other * S, L, weight,
+                q_token, dy_token, D, E, S, PD, PE, DOT, PRECISION, DROPPED)
+            if DECAYS:
+                past += tl.sum(tl.where(i[:, None] > other * S + j[None, :], pairs, 0.0), 1)
+                future += tl.sum(tl.where(i[:, None] < other * S + j[None, :], pairs, 0.0), 1)
+        if DECAYS:
+            grad_sums += 3 * grad_plane + row * N * C + start + tl.arange(0, T)
+            tl.store(grad_sums, -future * scale)
+            tl.store(grad_sums + grad_plane, past * scale)
+            tl.store(grad_sums + 2 * grad_plane, to_end * scale)
+    if mask is not None:
+        out_k = tl.where(_real_tokens(mask, start, L, T)[:, None], out_k, 0.0)
+    _store_tile(dk + b * dk_batch + h * dk_head, start, dk_token, L, out_k * scale, D, T, PD)
+    _store_tile(dv + b * dv_batch + h * dv_head, start, dv_token, L, out_v * scale, E, T, PE)
+
+
+@kernel
+def decay_gradients_kernel(log_decay, sums, grad_sums, incoming, grad_incoming, grad, scale, H, L, C, N, side,
+        grad_plane, decay_batch, decay_head, decay_token, sums_batch, sums_head, sums_chunk, LOG_ZERO: tl.constexpr,
+        STATE: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr):
+    """∂ log_decay of one chunk, (B, H, L).
+
+    A decay is part of exclusive at all later tokens of its chunk, of inclusive at these and its own, and of the sum over the
+    chunk, which decays keys and queries to its end and states across it.
+    """
+    row, chunk = (tl.program_id(0) // N).to(tl.int64), (tl.program_id(0) % N).to(tl.int64)
+    b, h = row // H, row % H
+    grad_plane = tl.cast(grad_plane, tl.int64)
+    total = tl.zeros((1,), tl.float64)
+    if incoming is not None:
+        crossing = tl.zeros((PART,), tl.float32)
+        place = (row * N + chunk) * STATE
+        for first in range(0, STATE, PART):
+            entry = place + first + tl.arange(0, PART)
+            inside = first + tl.arange(0, PART) < STATE
+            for direction in tl.static_range(2):  # keys before and queries after the chunk, and the reverse
+                S = tl.load(incoming + direction * side + entry, mask=inside, other=0.0).to(tl.float32)
+                G = tl.load(grad_incoming + (1 - direction) * side + entry, mask=inside, other=0.0).to(tl.float32)
+                crossing += S * G
+        high, low, half = _load_sum(sums + b * sums_batch + h * sums_head + chunk * sums_chunk, C - 1, 1)
+        total += tl.sum(crossing, 0).to(tl.float64) * tl.exp2(high + low + half) * scale
+    grad_sums += row * N * C + chunk * C
+    length = tl.minimum(C, L - chunk * C)
+    for first in range(0, length, SIZE):
+        local = first + tl.arange(0, SIZE)
+        for number in tl.static_range(2):
+            p = grad_sums + number * 3 * grad_plane + local
+            exclusive = tl.load(p, mask=local < length, other=0.0).to(tl.float64)
+            inclusive = tl.load(p + grad_plane, mask=local < length, other=0.0).to(tl.float64)
+            total += tl.sum(exclusive + inclusive, 0)
+    for first in range(0, length, SIZE):
+        local = first + tl.arange(0, SIZE)
+        inside = local < length
+        p = grad_sums + local
+        exclusive = tl.load(p, mask=inside, other=0.0).to(tl.float64)
+        inclusive = tl.load(p + grad_plane, mask=inside, other=0.0).to(tl.float64)
+        inclusive -= tl.load(p + 2 * grad_plane, mask=inside, other=0.0).to(tl.float64)
+        exclusive += tl.load(p + 3 * grad_plane, mask=inside, other=0.0).to(tl.float64)
+        inclusive += tl.load(p + 4 * grad_plane, mask=inside, other=0.0).to(tl.float64)
+        exclusive -= tl.load(p + 5 * grad_plane, mask=inside, other=0.0).to(tl.float64)
+        token = chunk * C + local
+        decay = tl.load(log_decay + b * decay_batch + h * decay_head + token * decay_token, mask=inside, other=0.0)
+        own = tl.where(decay < LOG_ZERO, 0.0, total - tl.cumsum(exclusive + inclusive, 0) + inclusive)
+        tl.store(grad + row * L + token, own.to(grad.dtype.element_ty), mask=inside)
+        total -= tl.sum(exclusive + inclusive, 0)

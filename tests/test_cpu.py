@@ -1,0 +1,359 @@
+"""The CPU's speed-ups: they compute what the plain model computes, and step aside for whatever replaces or inspects a module."""
+
+import copy
+import math
+import os
+import pickle
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from src.lion import cpu
+from src.lion.configuration_lion import MIXERS, LionConfig
+from src.lion.cpu import Dropout, dropout, linear
+from src.lion.modeling_lion import LionForMaskedLM, LionLayer, LionModel
+from tests.conftest import ROOT
+
+TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+
+# Linear layers
+
+
+@pytest.fixture
+def convolutions(monkeypatch, two_threads):
+    """The arguments of each convolution."""
+    calls, convolve = [], F.conv2d
+    monkeypatch.setattr(F, "conv2d", lambda *args: calls.append(args) or convolve(*args))
+    return calls
+
+
+@pytest.fixture(scope="module")
+def two_threads():
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        pytest.skip("without MKL and oneDNN linear layers are never convolved")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def layer(inputs: int = 768, outputs: int = 768, **options) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(inputs, outputs, **options)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("outputs", [701, 2304])
+@pytest.mark.parametrize("shape", [(1024,), (1, 1025), (3, 401), (2, 2, 257)])
+def test_a_convolution_has_the_output_and_gradients_of_the_linear_layer(shape, outputs, bias, convolutions):
+    dense = layer(outputs=outputs, bias=bias)
+    x = torch.randn(*shape, 768, requires_grad=True)
+    grad = torch.randn(*shape, outputs)
+    expected = F.linear(x, dense.weight, dense.bias)
+    expected_grads = torch.autograd.grad(expected, [x, *dense.parameters()], grad)
+    y = linear(dense, x)
+    grads = torch.autograd.grad(y, [x, *dense.parameters()], grad)
+    assert len(convolutions) == 1
+    assert y.is_contiguous() and y.shape == expected.shape
+    for actual, wanted in zip((y, *grads), (expected, *expected_grads)):
+        assert actual.stride() == wanted.stride()
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=5e-6 * wanted.abs().max().item())
+
+
+def test_repeated_runs_give_the_same_bits(two_threads):
+    dense, x = layer(), torch.randn(2048, 768, requires_grad=True)
+    parameters = [x, *dense.parameters()]
+    runs = [[y := linear(dense, x), *torch.autograd.grad(y.square().sum(), parameters)] for _ in range(3)]
+    for run in runs[1:]:
+        assert all(torch.equal(*pair) for pair in zip(run, runs[0]))
+
+
+def test_a_linear_layer_takes_a_transposed_operand(convolutions):
+    dense = layer()
+    x = torch.randn(2, 768, 1024).mT
+    torch.testing.assert_close(linear(dense, x), dense(x), rtol=0, atol=1e-5)
+    assert convolutions
+
+
+@pytest.mark.parametrize(
+    "dense, x",
+    [
+        (layer(), torch.randn(1023, 768)),
+        (layer(256, 256), torch.randn(2048, 256)),
+        (layer(dtype=torch.float64), torch.randn(1024, 768, dtype=torch.float64)),
+        (layer(dtype=torch.bfloat16), torch.randn(1024, 768, dtype=torch.bfloat16)),
+    ],
+    ids=["few tokens", "small weights", "float64", "bfloat16"],
+)
+def test_small_or_other_operands_go_through_the_layer(dense, x, convolutions):
+    assert torch.equal(linear(dense, x), dense(x))
+    assert not convolutions
+
+
+def test_autocast_applies(convolutions):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(layer(), torch.randn(1024, 768)).dtype == torch.bfloat16
+    assert not convolutions
+
+
+@pytest.mark.filterwarnings("ignore:TF32")
+def test_nothing_is_convolved_with_mkldnn_disabled(convolutions):
+    with torch.backends.mkldnn.flags(enabled=False):
+        linear(layer(), torch.randn(1024, 768))
+    assert not convolutions
+
+
+def test_nothing_is_convolved_on_one_thread(convolutions, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    linear(layer(), torch.randn(1024, 768))
+    assert not convolutions
+
+
+@pytest.mark.filterwarnings("ignore")  # of newer ways to say it
+def test_nothing_is_convolved_if_reduced_precision_is_allowed(convolutions):
+    torch.set_float32_matmul_precision("medium")
+    try:
+        linear(layer(), torch.randn(1024, 768))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert not convolutions
+    linear(layer(), torch.randn(1024, 768))
+    assert convolutions
+
+
+def test_a_wrong_width_raises_the_linear_layers_error():
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        linear(layer(), torch.randn(1024, 700))
+
+
+class _Adapted(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def test_a_replacement_of_a_layer_is_called(convolutions):
+    adapted = _Adapted(768, 768)
+    wrapped = layer()
+    wrapped.forward = lambda x: x + 1  # as accelerate does
+    x = torch.randn(1024, 768)
+    assert torch.equal(linear(adapted, x), adapted(x))
+    assert torch.equal(linear(wrapped, x), x + 1)
+    assert torch.equal(linear(nn.Identity(), x), x)
+    assert not convolutions
+
+
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook"],
+)  # fmt: skip
+def test_hooks_run(register):
+    dense, called = layer(), []
+    getattr(dense, register)(lambda *_: called.append(register))
+    linear(dense, torch.randn(1024, 768, requires_grad=True)).sum().backward()
+    assert called == [register]
+
+
+@pytest.mark.filterwarnings("ignore")  # of its deprecation
+def test_a_base_models_linear_layers_can_be_quantized(convolutions):
+    torch.manual_seed(0)
+    model = LionModel(LionConfig(num_hidden_layers=1, vocab_size=50)).eval()
+    ids = torch.randint(50, (2, 1024))
+    with torch.no_grad():
+        expected = model(ids).last_hidden_state
+        assert len(convolutions) == 1 + 2 * 3  # qkv; out and the MLP's two, 1,024 tokens at a time
+        quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+        y = quantized(ids).last_hidden_state
+    assert len(convolutions) == 1 + 2 * 3
+    assert not any(type(module) is nn.Linear for module in quantized.modules())
+    assert F.cosine_similarity(y, expected, dim=-1).min() > 0.98
+
+
+def test_torch_compile_sees_a_linear_layer(convolutions):
+    dense, x = layer(), torch.randn(1024, 768)
+    compiled = torch.compile(lambda x: linear(dense, x), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), dense(x))
+    assert not convolutions
+
+
+class _Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense = layer()
+
+    def forward(self, x):
+        return linear(self.dense, x)
+
+
+def test_an_exported_layer_accepts_every_length(convolutions):
+    model = _Layer()
+    length = torch.export.Dim("length", min=2, max=4096)
+    exported = torch.export.export(model, (torch.randn(1024, 768),), dynamic_shapes=({0: length},)).module()
+    x = torch.randn(7, 768)
+    torch.testing.assert_close(exported(x), model(x))
+    assert not convolutions
+
+
+@torch.no_grad()
+def test_a_traced_layer_accepts_every_length(convolutions):
+    dense = layer().requires_grad_(False)
+    traced = torch.jit.trace(lambda x: linear(dense, x), torch.randn(1024, 768), check_trace=False)
+    x = torch.randn(7, 768)
+    assert torch.equal(traced(x), dense(x))
+    assert not convolutions
+
+
+# A model
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_model_is_sped_up_and_so_are_its_copies(mixer):
+    model = LionForMaskedLM(LionConfig(mixer=mixer, **TINY))
+    for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        layer = copied.lion.layers[0]
+        assert isinstance(layer, LionLayer) and isinstance(layer, cpu._Layer) and type(layer).__name__ == "LionLayer"
+        assert isinstance(layer.attention, cpu._Mixer)
+        assert {type(module) for module in copied.modules() if isinstance(module, nn.Dropout)} == {Dropout}
+        assert {type(module) for module in copied.modules() if isinstance(module, nn.Linear)} == {nn.Linear}
+    before = [type(module) for module in model.modules()]
+    cpu.speed_up(model)  # once is enough
+    assert [type(module) for module in model.modules()] == before
+
+
+# A process
+
+PROGRAM = """
+import ctypes, resource
+from src.lion.cpu import keep_freed_memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+size = 2**26
+
+def blocks_from_the_system():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        block = libc.malloc(size)
+        ctypes.memset(block, 1, size)
+        libc.free(block)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() / size
+
+print(blocks_from_the_system())
+keep_freed_memory()
+print(blocks_from_the_system())
+"""
+
+
+def blocks_from_the_system(**environment: str) -> tuple[float, float]:
+    """How many of ten 64 MiB blocks, allocated one after the other, come from the system: before and after the call."""
+    own = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env={**own, **environment}, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    before, after = map(float, done.stdout.split())
+    return before, after
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this C library is not glibc")
+def test_freed_memory_is_reused_unless_the_environment_has_its_own_settings():
+    before, after = blocks_from_the_system()
+    if before < 5:
+        pytest.skip("this system's pages are too large to count")
+    assert after < 1.5
+    before, after = blocks_from_the_system(MALLOC_ARENA_MAX="4")
+    assert after == pytest.approx(before, rel=0.1)
+
+
+def test_another_c_library_is_left_alone(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
+        monkeypatch.delenv(name)
+    asked = []
+    monkeypatch.setattr(cpu.ctypes, "CDLL", lambda name: asked.append(name) or object())
+    cpu.keep_freed_memory()
+    assert asked
+
+
+# Dropout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3,), (7, 13), (4, 5, 6)])
+def test_dropout_scales_kept_entries_and_zeroes_the_others(shape, dtype):
+    x = torch.rand(shape, dtype=dtype).add(1).requires_grad_()
+    y = dropout(x, 0.25)
+    y.sum().backward()
+    assert y.dtype == dtype and y.shape == x.shape
+    kept = y != 0
+    torch.testing.assert_close(y[kept], x[kept] / 0.75)
+    torch.testing.assert_close(x.grad, kept.to(dtype) / 0.75)
+
+
+def test_entries_are_dropped_independently():
+    torch.manual_seed(0)
+    p, shape = 0.1, (1000, 1000)
+    kept = (dropout(torch.ones(shape), p) != 0).float()
+    deviation = math.sqrt(p * (1 - p))
+    assert abs(float(kept.mean()) - (1 - p)) < 4 * deviation / 1000
+    x = (kept.flatten() - (1 - p)) / deviation
+    for shift in (1, 2, 3, 4, 5, 1000):  # four entries share a draw
+        assert abs(float((x[shift:] * x[:-shift]).mean())) < 4 / 1000
+    for place in range(4):
+        assert abs(float(x[place::4].mean())) < 4 / 500
+
+
+def test_dropout_takes_a_transposed_operand():
+    x = torch.rand(6, 4, 10).transpose(0, 2).requires_grad_()
+    torch.manual_seed(1)
+    y = dropout(x, 0.5)
+    torch.manual_seed(1)
+    assert torch.equal(y, dropout(x.detach().contiguous(), 0.5))
+
+
+def test_dropout_depends_on_the_seed():
+    def drawn(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return dropout(torch.ones(1000), 0.5)
+
+    assert torch.equal(drawn(0), drawn(0))
+    assert not torch.equal(drawn(0), drawn(1))
+
+
+def test_four_entries_share_a_draw_of_64_bits():
+    torch.manual_seed(0)
+    y = dropout(torch.ones(11), 0.5)
+    torch.manual_seed(0)
+    draws = torch.empty(3, dtype=torch.int64).random_(-(2**63), None)
+    bits = torch.stack([draws >> 16 * place & 0xFFFF for place in range(4)], -1).flatten()[:11]
+    assert torch.equal(y != 0, bits < 2**15)  # as signed numbers, not below 0
+
+
+def test_dropout_has_all_kinds_of_derivatives():
+    x = torch.rand(50, dtype=torch.float64, requires_grad=True)
+
+    def dropped(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return dropout(x**3, 0.5)
+
+    assert torch.autograd.gradcheck(dropped, x, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(dropped, x)
+    _, back = torch.func.vjp(dropped, x.detach())
+    torch.testing.assert_close(back(torch.ones(50, dtype=torch.float64))[0] != 0, dropped(x) != 0)
+
+
+@pytest.mark.parametrize(("p", "share"), [(0.0, 1.0), (1.0, 0.0), (1e-9, 1.0)])
+def test_dropout_of_no_or_all_entries(p, share):
+    assert (dropout(torch.ones(1000), p) != 0).float().mean() == share
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        dropout(torch.ones(3), 1.5)
+
+
+def test_the_module_is_an_nn_dropout_and_acts_in_training_only():
+    module, x = Dropout(0.5), torch.ones(1000)
+    assert isinstance(module, nn.Dropout)
+    assert not torch.equal(module(x), x)
+    assert module.eval()(x) is x
