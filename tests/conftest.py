@@ -1,4 +1,4 @@
-"""What the tests share: a tiny tokenizer, tiny shards, a tiny config, checkpoints of tiny models, and commands as a user runs them.
+"""Shared fixtures: a tiny tokenizer, shards, config, run and checkpoints; and commands run as a user runs them.
 
 Set before any library is imported: one thread, and a Hub that refuses at once, so that no test waits for a network.
 """
@@ -17,17 +17,17 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-REFERENCE = ROOT.parent / "shared"  # beside the checkout, where it is
-PARITY = REFERENCE / "parity"  # small models in the authors' naming
+REFERENCE = ROOT.parent / "shared"  # beside the checkout, on some machines
+PARITY = REFERENCE / "parity"  # small models under the authors' names
 DATA = REFERENCE / "data"  # BERT's vocabulary, and texts
 needs_reference = pytest.mark.skipif(
-    not (PARITY.is_dir() and DATA.is_dir()), reason="needs reference data beside the checkout, which is not here"
+    not (PARITY.is_dir() and DATA.is_dir()), reason="needs reference data beside the checkout"
 )
 CACHE = tempfile.TemporaryDirectory(prefix="hub-cache-", ignore_cleanup_errors=True)
 for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "PYTHONPATH"):
     os.environ.pop(name, None)
 os.environ |= {
-    "HF_ENDPOINT": "http://127.0.0.1:9",  # a port where nobody listens
+    "HF_ENDPOINT": "http://127.0.0.1:9",  # nothing listens on this port
     "HF_HOME": CACHE.name,
     "NO_PROXY": "127.0.0.1",
     "OMP_NUM_THREADS": "1",
@@ -64,14 +64,14 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def run(script: str, *arguments: object, cwd: Path = ROOT, timeout: float = 120, **changes: str) -> Result:
-    """Run a script of the repository, e.g. "src/hub.py", as a user does. `changes` go into its environment."""
+    """Run a script of the repository, e.g. "src/hub.py", as a user does. `changes` are environment variables."""
     command = [sys.executable, str(ROOT / script), *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, env=environment(**changes), capture_output=True, text=True, timeout=timeout)
     return Result(done.returncode, done.stdout, done.stderr)
 
 
 def assert_one_sentence(result: Result, *words: str) -> None:
-    """The command said in one line what the user gave wrong, with these words in it, and showed no traceback."""
+    """Assert that a command rejected its input in one line with these words, and printed no traceback."""
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stdout + result.stderr
     last = result.stderr.rstrip("\n").splitlines()[-1]
@@ -81,7 +81,7 @@ def assert_one_sentence(result: Result, *words: str) -> None:
 
 
 def sentences(count: int, seed: int = 0) -> list[str]:
-    """Texts of 3 to 40 known words, no two alike."""
+    """Texts of 3 to 40 known words, all different."""
     draw = random.Random(seed)
     return [f"{' '.join(draw.choices(WORDS, k=draw.randint(3, 40)))} {i}." for i in range(count)]
 
@@ -92,7 +92,7 @@ def write_jsonl(path: Path, texts: Sequence[str], column: str = "text") -> Path:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file of a folder, by its bytes and the time it was written."""
+    """Every file of a folder: its content and modification time."""
     return {
         str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
         for path in sorted(folder.rglob("*"))
@@ -126,18 +126,18 @@ def tokenizer(tokenizer_folder):
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory) -> Path:
-    """A folder with the splits train and val, made of 64 texts."""
-    from src.data import convert
+    """A folder with the splits train and val, of 64 texts."""
+    from src.convert_dataset import main
 
     folder = tmp_path_factory.mktemp("shards")
     data = write_jsonl(folder / "data.jsonl", sentences(64))
-    convert.main(["--data_files", str(data), "--val_fraction", "0.25", "--out_root", str(folder / "out")])
+    main(["--data_files", str(data), "--val_fraction", "0.25", "--out_root", str(folder / "out")])
     return folder / "out"
 
 
 @pytest.fixture(scope="session")
 def write_config(tokenizer_folder, shards) -> Callable[..., Path]:
-    """write_config(folder, key=value, ...): a tiny pretraining config that saves to folder/run."""
+    """write_config(folder, key=value, ...) → a tiny pretraining config that saves to folder/run."""
 
     def write(folder: Path, **changes: Any) -> Path:
         path = folder / "tiny.yaml"
@@ -173,7 +173,7 @@ def config_file(tmp_path, write_config) -> Path:
 
 @pytest.fixture(scope="session")
 def write_checkpoint(tokenizer) -> Callable[..., Path]:
-    """write_checkpoint(path, mixer): an untrained model as the checkpoint that Composer would save of it."""
+    """write_checkpoint(path, mixer) → the checkpoint that Composer would save of an untrained model."""
     import torch
 
     from src.lion import LionConfig

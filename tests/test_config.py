@@ -1,18 +1,20 @@
-"""One config from a YAML file, the file it inherits, and the command line; every mistake in one sentence."""
+"""One config from a YAML file, the file it inherits and the command line; every mistake is reported in one sentence."""
 
-from dataclasses import fields, is_dataclass
+import re
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
 from conftest import ROOT
 from omegaconf import OmegaConf
 
-from src.config import describe, load, to_dict
+from src.config import TIME_UNITS, Rule, check_value, describe, fixed_settings, key, to_dict
 from src.errors import UserError
 from src.glue.config import FinetuneConfig
 from src.mlm.config import PretrainConfig
+from src.training.config import load_config
 
 YAMLS = sorted((ROOT / "yamls").rglob("*.yaml"))
 NAMED = [path for path in YAMLS if {"run_name", "base_run_name"} & OmegaConf.load(path).keys()]
@@ -20,11 +22,11 @@ PRETRAIN = [path for path in NAMED if "run_name" in OmegaConf.load(path)]
 
 
 def pretrain(*argv: object) -> PretrainConfig:
-    return load(PretrainConfig, "main.py", [str(argument) for argument in argv])
+    return load_config(PretrainConfig, "main.py", "", [str(argument) for argument in argv])
 
 
 def finetune(*argv: object) -> FinetuneConfig:
-    return load(FinetuneConfig, "glue.py", [str(argument) for argument in argv])
+    return load_config(FinetuneConfig, "glue.py", "", [str(argument) for argument in argv])
 
 
 def write(path: Path, text: str) -> Path:
@@ -32,11 +34,11 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def keys(schema: type, prefix: str = ""):
+def names_of_keys(schema: type, prefix: str = ""):
     for entry in fields(schema):
         kind = get_type_hints(schema)[entry.name]
         if is_dataclass(kind):
-            yield from keys(kind, f"{prefix}{entry.name}.")
+            yield from names_of_keys(kind, f"{prefix}{entry.name}.")
         else:
             yield prefix + entry.name
 
@@ -45,7 +47,7 @@ def keys(schema: type, prefix: str = ""):
 
 
 @pytest.mark.parametrize("path", NAMED, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_yaml_with_a_name_loads(path):
+def test_every_named_yaml_loads(path):
     config = (pretrain if path in PRETRAIN else finetune)(path)
     name = config.run_name if path in PRETRAIN else config.base_run_name
     assert config.save_folder == f"./runs/{name}"
@@ -54,7 +56,8 @@ def test_every_yaml_with_a_name_loads(path):
 
 @pytest.mark.parametrize("path", PRETRAIN, ids=lambda path: path.stem)
 def test_the_model_of_every_pretraining_yaml_can_be_built(path, tokenizer):
-    from src.training.registry import build_lion_config, build_scheduler
+    from src.training.registry import build_scheduler
+    from src.training.text_model import build_lion_config
 
     config = pretrain(path)
     model = build_lion_config(config.model, tokenizer, config.max_seq_len)
@@ -65,7 +68,7 @@ def test_the_model_of_every_pretraining_yaml_can_be_built(path, tokenizer):
     build_scheduler(config.scheduler)
 
 
-def test_there_is_a_base_and_a_tiny_yaml_for_each_mixer():
+def test_each_mixer_has_a_base_and_a_tiny_yaml():
     names = {path.stem for path in PRETRAIN}
     assert {f"{model}-{size}" for model in ("lion-lit", "lion-d", "lion-s", "bert") for size in ("base", "tiny")} <= names  # fmt: skip
 
@@ -83,14 +86,14 @@ def test_a_file_states_only_what_differs_from_the_one_it_inherits(tmp_path, conf
     assert changed == {"run_name", "model", "optimizer"}
 
 
-def test_inherit_is_relative_to_the_file_that_says_it(tmp_path, config_file, monkeypatch):
+def test_inherit_is_relative_to_the_file_that_contains_it(tmp_path, config_file, monkeypatch):
     (tmp_path / "deep").mkdir()
     child = write(tmp_path / "deep" / "child.yaml", "inherit: ../tiny.yaml\nseed: 99\n")
     monkeypatch.chdir("/")
     assert pretrain(child).seed == 99
 
 
-def test_overrides_win_over_the_file_and_keep_what_stands_beside_them(config_file):
+def test_overrides_replace_single_keys_of_the_file(config_file):
     config = pretrain(config_file, "optimizer.lr=0.25", "model.mixer=softmax", "seed=3", "load_path=null", "train_loader.num_workers=2")  # fmt: skip
     assert config.optimizer["lr"] == 0.25
     assert config.optimizer["name"] == "decoupled_adamw"
@@ -111,14 +114,14 @@ def test_keys_shared_by_the_loaders_are_given_once(config_file):
 
 
 def test_values_get_the_type_of_their_key(config_file):
-    config = pretrain(config_file, "mlm_probability=1", "save_interval=5ba", "device_train_microbatch_size=auto", "eval_first=no")  # fmt: skip
-    assert isinstance(config.mlm_probability, float)
+    config = pretrain(config_file, "dist_timeout=60", "save_interval=5ba", "device_train_microbatch_size=auto", "eval_first=no")  # fmt: skip
+    assert isinstance(config.dist_timeout, float)
     assert config.save_interval == "5ba"
     assert config.device_train_microbatch_size == "auto"
     assert config.eval_first is False
 
 
-def test_a_path_may_begin_with_the_users_folder(config_file, monkeypatch):
+def test_a_path_may_start_with_the_home_folder(config_file, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     streams = "train_loader.dataset.streams={web: {local: ~/web}}"
     config = pretrain(config_file, "save_folder=~/runs/${run_name}", "data_local=~/c4", streams)
@@ -127,7 +130,7 @@ def test_a_path_may_begin_with_the_users_folder(config_file, monkeypatch):
     assert config.train_loader.dataset.streams["web"]["local"] == "/home/me/web"
 
 
-def test_lists_are_given_in_brackets(tmp_path):
+def test_a_list_is_written_in_brackets(tmp_path):
     path = write(tmp_path / "f.yaml", f"inherit: {ROOT}/yamls/finetune-glue/recipe.yaml\nbase_run_name: x\n")
     config = finetune(path, "tasks_to_run=[sst2,rte]", "tasks.rte.seeds=[1,2]")
     assert config.tasks_to_run == ["sst2", "rte"]
@@ -140,7 +143,7 @@ def test_to_dict_is_plain_and_loads_back(tmp_path, config_file):
     assert pretrain(path) == config
 
 
-def test_streams_are_plain_dictionaries_with_what_they_refer_to(config_file):
+def test_streams_are_plain_dictionaries_with_their_references_resolved(config_file):
     overrides = ["train_loader.dataset.streams.web.local=${data_local}/web", "train_loader.dataset.streams.web.proportion=0.5"]  # fmt: skip
     config = pretrain(config_file, "data_local=/elsewhere", *overrides)
     assert config.train_loader.dataset.streams == {"web": {"local": "/elsewhere/web", "proportion": 0.5}}
@@ -160,7 +163,7 @@ def test_help_lists_every_key_with_its_meaning(schema, read, capsys):
     assert stop.value.code == 0
     text = capsys.readouterr().out
     lines = text.splitlines()
-    for name in keys(schema):
+    for name in names_of_keys(schema):
         at = [i for i, line in enumerate(lines) if line.split(" = ")[0] == f"  {name}"]
         assert len(at) == 1, name
         assert len(lines[at[0] + 1].strip()) > 5, name
@@ -175,6 +178,17 @@ def test_help_lists_every_key_with_its_meaning(schema, read, capsys):
         "backend='inductor'",
     ):
         assert name in text, name
+
+
+def test_help_shows_the_choices_of_a_key():
+    text = describe(PretrainConfig)
+    for name, choices in (
+        ("precision", "(fp32, amp_bf16, amp_fp16)"),
+        ("float32_matmul_precision", "(highest, high, medium)"),
+        ("on_nonfinite_loss", "(stop, skip)"),
+        ("hf_export", "(end, save)"),
+    ):
+        assert re.search(rf"^  {name} = .*\n.*{re.escape(choices)}$", text, re.MULTILINE), name
 
 
 def test_print_config_prints_yaml_that_loads_back_to_the_same_config(tmp_path, config_file, capsys):
@@ -214,7 +228,7 @@ def test_print_config_prints_yaml_that_loads_back_to_the_same_config(tmp_path, c
         ("seed={", ["seed={"]),
     ],
 )
-def test_a_mistake_in_an_override_is_named(config_file, override, words):
+def test_a_mistake_in_an_override_is_reported(config_file, override, words):
     with pytest.raises(UserError) as error:
         pretrain(config_file, override)
     for word in words:
@@ -224,12 +238,12 @@ def test_a_mistake_in_an_override_is_named(config_file, override, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("seed: 3\n", ["f.yaml", "run_name", "max_duration", "unset"]),
+        ("seed: 3\n", ["f.yaml does not set", "run_name", "max_duration"]),
         ("inherit: nowhere.yaml\n", ["nowhere.yaml", "not a file"]),
         ("inherit: f.yaml\n", ["f.yaml", "inherits itself"]),
         ("inherit: [a.yaml]\n", ["f.yaml", "inherit"]),
         ("inherit: ${base}\n", ["f.yaml", "base"]),
-        ("train_loader: ???\n", ["f.yaml", "train_loader"]),
+        ("train_loader: ???\n", ["train_loader=None must be a section"]),
         ("seed: [1\nrun_name: x\n", ["f.yaml", "not valid YAML"]),
         ("- a\n- b\n", ["f.yaml", "key: value"]),
         ("hello\n", ["hello"]),
@@ -238,44 +252,156 @@ def test_a_mistake_in_an_override_is_named(config_file, override, words):
         ("train_loader: {datset: {split: train}}\n", ["train_loader.datset"]),
         ("seed: 1\nseed: 2\n", ["f.yaml", "seed"]),
         ("", ["f.yaml"]),
-        (f"inherit: {ROOT}/yamls/pretrain/recipe.yaml\n", ["f.yaml leaves", "run_name unset", "run_name=VALUE"]),
+        (f"inherit: {ROOT}/yamls/pretrain/recipe.yaml\n", ["f.yaml does not set run_name", "run_name=VALUE"]),
     ],
     ids=["missing values", "base absent", "own base", "base no name", "base unknown", "no section", "malformed", "list", "text", "number", "misspelt", "misspelt section", "twice", "empty", "recipe without a name"],
 )  # fmt: skip
-def test_a_mistake_in_a_file_is_named(tmp_path, text, words):
+def test_a_mistake_in_a_file_is_reported(tmp_path, text, words):
     with pytest.raises(UserError) as error:
         pretrain(write(tmp_path / "f.yaml", text))
     for word in words:
         assert word in str(error.value)
 
 
-def test_a_cycle_of_files_is_named(tmp_path):
+def test_a_cycle_of_inherited_files_is_reported(tmp_path):
     write(tmp_path / "a.yaml", "inherit: b.yaml\n")
     with pytest.raises(UserError, match="inherits itself"):
         pretrain(write(tmp_path / "b.yaml", "inherit: a.yaml\n"))
 
 
 @pytest.mark.parametrize("name", ["nowhere.yaml", "."], ids=["absent", "folder"])
-def test_what_is_no_file_is_named(tmp_path, name):
+def test_a_missing_file_is_reported(tmp_path, name):
     with pytest.raises(UserError, match="not a file"):
         pretrain(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["/proc/self/mem", f"{'long' * 99}.yaml"])  # whose first bytes none can read; too long
-def test_what_cannot_be_read_is_named(name):
-    with pytest.raises(UserError, match=f"{name} cannot be read"):
+@pytest.mark.parametrize("name", ["/proc/self/mem", f"{'long' * 99}.yaml"])  # its first bytes cannot be read; too long
+def test_an_unreadable_file_is_reported(name):
+    with pytest.raises(UserError, match=f"cannot read {name}"):
         pretrain(name)
 
 
-def test_bytes_that_are_no_text_are_named(tmp_path):
+def test_bytes_that_are_not_text_are_reported(tmp_path):
     path = tmp_path / "binary.yaml"
     path.write_bytes(b"seed: \xff\xfe\x00")
     with pytest.raises(UserError, match=r"binary\.yaml is not valid YAML"):
         pretrain(path)
 
 
-def test_no_file_at_all_shows_the_usage(capsys):
+def test_a_command_without_a_file_shows_the_usage(capsys):
     with pytest.raises(SystemExit) as stop:
         pretrain()
     assert stop.value.code == 2
     assert "FILE.yaml" in capsys.readouterr().err
+
+
+# Rules of keys
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("save_interval=0ba", "save_interval=0ba is not a duration > 0; give a number and ba (batches), "),
+        ("save_interval=-5ba", "save_interval=-5ba is not a duration > 0"),
+        ("eval_interval=500", "eval_interval=500 is not a duration > 0"),
+        ("max_duration=soon", "max_duration=soon is not a duration > 0"),
+        ("max_duration=0.5dur", "max_duration=0.5dur is not a duration > 0; give a number and ba (batches), sp (samples), ep (epochs), tok (tokens), such as 10ba"),
+        ("log_interval=1ep", "log_interval=1ep is not a duration > 0; give a number and ba (batches), such as 10ba"),
+        ("seed=-1", "seed=-1 must be an integer ≥ 0 and ≤ 4294967295"),
+        ("train_loader.dataset.seed=4294967296", "train_loader.dataset.seed=4294967296 must be an integer ≥ 0 and ≤ 4294967295"),
+        ("train_loader.num_workers=-1", "train_loader.num_workers=-1 must be an integer ≥ 0"),
+        ("train_loader.dataset.mlm_probability=1", "train_loader.dataset.mlm_probability=1.0 must be a number > 0 and < 1"),
+        ("global_train_batch_size=0", "global_train_batch_size=0 must be an integer ≥ 1"),
+        ("global_train_batch_size=-8", "global_train_batch_size=-8 must be an integer ≥ 1"),
+        ("device_train_microbatch_size=0", "device_train_microbatch_size=0 must be an integer ≥ 1, or auto"),
+        ("device_train_microbatch_size=1.5", "device_train_microbatch_size=1.5 must be an integer ≥ 1, or auto"),
+        ("device_train_microbatch_size=many", "device_train_microbatch_size='many' must be an integer ≥ 1, or auto"),
+        ("device_eval_batch_size=0", "device_eval_batch_size=0 must be an integer ≥ 1"),
+        ("eval_subset_num_batches=0", "eval_subset_num_batches=0 must be an integer ≥ 1, or -1"),
+        ("save_num_checkpoints_to_keep=0", "save_num_checkpoints_to_keep=0 must be an integer ≥ 1, or -1"),
+        ("max_seq_len=2", "max_seq_len=2 must be an integer ≥ 3"),
+        ("eval_loader.dataset.max_seq_len=2", "eval_loader.dataset.max_seq_len=2 must be an integer ≥ 3"),
+        ("float32_matmul_precision=low", "float32_matmul_precision=low must be one of highest, high, medium"),
+        ("ddp_sync_strategy=often", "ddp_sync_strategy=often must be one of single_auto_sync, "),
+        ("dist_timeout=0", "dist_timeout=0.0 must be a number > 0"),
+        ("hf_export=always", "hf_export=always must be one of end, save"),
+        ("save_folder=s3://bucket/run", "save_folder=s3://bucket/run is not a local folder"),
+        ("load_path=a.pt model.pretrained_checkpoint=b", "load_path and model.pretrained_checkpoint both name what to start from"),
+        ("train_loader.dataset.tokenizer_name=other", "train_loader.dataset.tokenizer_name=other differs from tokenizer_name="),
+        ("activation_checkpointing=true fsdp_config.activation_checkpointing=true", "activation_checkpointing is set twice"),
+        ("on_nonfinite_loss=skip algorithms.gradient_clipping.clipping_type=value", "on_nonfinite_loss=skip cannot see infinite gradients"),
+    ],
+)  # fmt: skip
+def test_a_value_that_breaks_a_rule_is_rejected(config_file, override, message):
+    with pytest.raises(UserError) as error:
+        pretrain(config_file, *override.split())
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["max_duration=3e9tok", "eval_interval=0.1dur", "save_interval=1ep", "log_interval=10ba", "save_interval=7EP",
+     "device_train_microbatch_size=auto", "eval_subset_num_batches=-1", "precision=null", "seed=4294967295"],
+)  # fmt: skip
+def test_a_value_within_its_rule_is_accepted(config_file, override):
+    pretrain(config_file, override)
+
+
+@pytest.mark.parametrize(
+    ("units", "value"),
+    [
+        ("ba sp ep tok", "1.5ep"), ("ba sp ep tok", "60sec"), ("ba sp ep tok", "1h30m"), ("ba sp ep tok", "1iter"),
+        ("ba sp ep tok", "1dur"), ("ba", "0ba"), ("ba", "10sp"), ("ba dur", "0.5ba"), ("ba dur", "0dur"), ("ba", 500),
+        ("ba", "-3ba"), ("ba", "ba"), ("ba", ""), ("ba", "1e999ba"), ("ba", "nanba"), ("ba", None),
+    ],
+)  # fmt: skip
+def test_a_value_that_is_not_a_duration_is_rejected_with_its_key(units, value):
+    rule = Rule(units=tuple(units.split()), above=0)
+    with pytest.raises(UserError) as error:
+        check_value("tasks.x.eval_interval", value, str, rule)
+    assert str(error.value).startswith(f"tasks.x.eval_interval={value} is not a duration > 0; give a number and ")
+    assert all(f"{unit} ({TIME_UNITS[unit]})" in str(error.value) for unit in rule.units)
+
+
+# What a resumed run may change
+
+
+def test_fixed_settings_are_the_keys_that_may_not_change():
+    @dataclass
+    class Loader:
+        path: str = key("may change", "a", may_change=True)
+        streams: dict[str, Any] = key("some keys may change", {}, may_change=("local", "cache"))
+        split: str = key("fixed", "train")
+
+    @dataclass
+    class Run:
+        loader: Loader = field(default_factory=Loader)
+        seed: int = key("fixed", 1)
+        device: str = key("may change", "cpu", may_change=True)
+
+    streams = {"web": {"local": "x", "proportion": 0.5, "deep": {"cache": 1, "repeat": 2}}}
+    config = Run(Loader(streams=streams))
+    assert fixed_settings(to_dict(config), Run) == {
+        "loader.streams": {"web": {"proportion": 0.5, "deep": {"repeat": 2}}},
+        "loader.split": "train",
+        "seed": 1,
+    }
+
+
+def test_fixed_settings_of_a_pretraining_run_determine_its_numbers(config_file):
+    given = "train_loader.dataset.streams={web: {local: a, remote: b, predownload: 1, cache_limit: 1gb, proportion: 1}}"
+    fixed = fixed_settings(to_dict(pretrain(config_file, given)), PretrainConfig)
+    loaders = {
+        f"{loader}.{name}"
+        for loader in ("train_loader", "eval_loader")
+        for name in (
+            "drop_last", "dataset.streams", "dataset.split", "dataset.tokenizer_name", "dataset.max_seq_len", "dataset.mlm_probability",
+            "dataset.whole_word_masking", "dataset.packing", "dataset.pad_to_max_length", "dataset.shuffle", "dataset.seed",
+            "dataset.num_canonical_nodes",
+        )
+    }  # fmt: skip
+    assert fixed.keys() == loaders | {
+        "run_name", "model", "tokenizer_name", "max_seq_len", "mlm_probability", "optimizer", "scheduler", "algorithms", "precision",
+        "global_train_batch_size", "float32_matmul_precision", "seed", "load_path",
+    }  # fmt: skip
+    assert fixed["train_loader.dataset.streams"] == {"web": {"proportion": 1}}
