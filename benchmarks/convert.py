@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from src import cli
-from src.data.convert import main as convert_dataset
+from src.convert_dataset import main as convert_dataset
 from src.data.tokenizers import load_tokenizer
 
 

@@ -1,11 +1,57 @@
-"""Write text as MDS shards. See src/data/convert.py."""
+"""Write text as MDS shards: a dataset of the Hugging Face Hub, or your own files.
 
+python src/convert_dataset.py --dataset allenai/c4 --data_subset en --splits train_small val --out_root ./my-copy-c4
+python src/convert_dataset.py --data_files 'texts/*.jsonl.gz' --val_fraction 0.01 --out_root ./my-texts
+zcat texts/*.gz | python src/convert_dataset.py --data_files - --splits train --out_root ./my-texts
+
+Text is tokenized during training. Shards of tokens only have to be read:
+
+python src/convert_dataset.py ... --tokenizer bert-base-uncased --concat_tokens 128   documents end to end, in full rows
+python src/convert_dataset.py ... --tokenizer bert-base-uncased --max_seq_len 128     one row per document, truncated
+
+An interrupted conversion resumes with the same command, and gives the same shards as an uninterrupted one.
+"""
+
+import argparse
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from src import cli
-    from src.data.convert import main
 
+from src import cli
+from src.data.convert import SPLITS, convert
+from src.data.readers import LINE_KINDS
+from src.data.workers import usable_cores
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    source, length = parser.add_mutually_exclusive_group(required=True), parser.add_mutually_exclusive_group()
+    kinds = ".txt (one document per line), .jsonl, .csv, .tsv, each optionally .gz or .zst, or .parquet"
+    splits = {"nargs": "+", "choices": SPLITS, "default": ["train", "val"], "metavar": "SPLIT"}
+    cores = {"type": int, "default": usable_cores()}
+    source.add_argument("--dataset", help="name on the Hub, e.g. allenai/c4; streamed, not downloaded first")
+    source.add_argument("--data_files", nargs="+", metavar="GLOB", help=f"{kinds}; - is standard input")
+    add("--data_subset", help="the dataset's configuration, e.g. en")
+    add("--splits", **splits, help=f"some of {', '.join(SPLITS)} (default: train val)")
+    add("--out_root", required=True, help="folder to write to; each split is a folder in it")
+    add("--text_column", default="text", help="column or key with the text (default: text)")
+    add("--one_document_per_file", action="store_true", help="a .txt file is one document, line ends included")
+    add("--stdin_format", choices=LINE_KINDS, help="of standard input (default: jsonl if it starts with {, else txt)")
+    add("--val_fraction", type=float, help="hold out this fraction of documents for val, chosen by a hash of the text")
+    add("--tokenizer", metavar="NAME", help="write rows of tokens of this tokenizer: a folder, or a name on the Hub")
+    length.add_argument("--concat_tokens", type=int, metavar="N", help="full rows of N tokens, documents end to end")
+    length.add_argument("--max_seq_len", type=int, metavar="N", help="one row per document, truncated to N tokens")
+    add("--num_workers", **cores, help="processes that tokenize (default: one per core, here %(default)s)")
+    add("--compression", choices=["zstd"], help="compress the shards")
+    add("--size_limit", type=int, default=1 << 26, help="maximum bytes per shard (default: 64 MiB)")
+    add("--overwrite", action="store_true", help="replace existing splits, and the unfinished ones of other commands")
+    options = parser.parse_args(argv)
+    options.splits = list(dict.fromkeys(options.splits))
+    convert(options)
+
+
+if __name__ == "__main__":
     cli.run(main)

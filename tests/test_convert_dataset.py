@@ -1,4 +1,4 @@
-"""Texts → shards: every text once and unchanged, splits by the text alone, and nothing half done under a split's name."""
+"""Texts → shards: every text once and unchanged, splits by the text alone, no incomplete split under its name."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT, assert_one_sentence, environment, run, sentences, snapshot, write_jsonl
 from streaming.base.format.mds import MDSReader
 
-from src.data import convert as convert_dataset
+from src.convert_dataset import main
 from src.data.convert import SPLITS, is_validation
 from src.errors import UserError
 
@@ -23,11 +23,11 @@ TEXTS = ["Grüße, 世界 🙂", 'tab\tand "quotes" and \\ backslash', " spaces 
 
 
 def convert(*arguments: object) -> None:
-    convert_dataset.main([str(argument) for argument in arguments])
+    main([str(argument) for argument in arguments])
 
 
 def read(folder: Path) -> list[str]:
-    """The texts of a split, in order, as they lie in its shards."""
+    """The texts of a split, in order, as stored in its shards."""
     index = json.loads((folder / "index.json").read_text())
     readers = [MDSReader.from_json(str(folder.parent), folder.name, shard) for shard in index["shards"]]
     for reader in readers:
@@ -54,13 +54,13 @@ def test_the_shards_hold_the_source_text_by_text(tmp_path, ending):
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
-def test_the_text_may_stand_in_another_column(tmp_path, ending):
+def test_the_text_may_be_in_another_column(tmp_path, ending):
     source = write_source(tmp_path, ending, TEXTS, column="content")
     convert("--data_files", source, "--text_column", "content", "--splits", "train", "--out_root", tmp_path / "out")
     assert read(tmp_path / "out" / "train") == TEXTS
 
 
-def test_lines_of_other_systems_and_a_last_one_without_end_are_read(tmp_path):
+def test_windows_line_ends_and_an_unended_last_line_are_read(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\r\nthree")
     convert("--data_files", tmp_path / "a.txt", "--splits", "train", "--out_root", tmp_path / "out")
     assert read(tmp_path / "out" / "train") == ["one", "two", "three"]
@@ -87,7 +87,7 @@ def test_compressed_shards_are_read_back_by_training(tmp_path, tokenizer):
 # Splits
 
 
-def test_val_fraction_parts_the_texts_without_overlap_or_loss_whatever_the_order(tmp_path):
+def test_val_fraction_splits_the_texts_without_overlap_or_loss_in_any_order(tmp_path):
     shuffled = random.Random(1).sample(TEXTS, len(TEXTS))
     splits = []
     for name, parts in (("one", [TEXTS]), ("two", [shuffled[:9], shuffled[9:]])):
@@ -103,7 +103,7 @@ def test_val_fraction_parts_the_texts_without_overlap_or_loss_whatever_the_order
     assert other == [train, val]
 
 
-def test_a_val_fraction_that_leaves_a_split_without_documents_is_told_with_the_way_out(tmp_path):
+def test_a_val_fraction_that_leaves_a_split_empty_is_an_error_with_a_fix(tmp_path):
     command = ["--data_files", write_jsonl(tmp_path / "a.jsonl", TEXTS), "--out_root", tmp_path / "out"]
     with pytest.raises(
         UserError, match=f"^val: none of the {len(TEXTS)} .* raise --val_fraction 1e-05, and give --overwrite"
@@ -114,7 +114,7 @@ def test_a_val_fraction_that_leaves_a_split_without_documents_is_told_with_the_w
 
 
 @pytest.mark.parametrize("fraction", [0.02, 0.5])
-def test_val_fraction_is_the_share_that_goes_to_val(fraction):
+def test_val_fraction_is_the_fraction_of_val(fraction):
     texts = [f"text {i}" for i in range(20_000)]
     assert sum(is_validation(text, fraction) for text in texts) / len(texts) == pytest.approx(fraction, abs=0.01)
 
@@ -135,15 +135,15 @@ def test_the_names_of_splits_and_their_limits():
     assert SPLITS == {"train": ("train", None), "train_small": ("train", 100_000), "val": ("validation", None), "val_small": ("validation", 10_000)}  # fmt: skip
 
 
-def test_empty_documents_are_left_out_and_counted(tmp_path, caplog):
+def test_empty_documents_are_skipped_and_counted(tmp_path, caplog):
     write_jsonl(tmp_path / "a.jsonl", ["one", "", "  \n ", "two", ""])
     with caplog.at_level("INFO", logger="lion"):
         convert("--data_files", tmp_path / "a.jsonl", "--splits", "train", "--out_root", tmp_path / "out")
     assert read(tmp_path / "out" / "train") == ["one", "two"]
-    assert "2 documents, 3 empty ones left out, 0.0 MB of text (3 bytes a document)" in caplog.text
+    assert "2 documents, 3 empty ones skipped, 0.0 MB of text (3 bytes per document)" in caplog.text
 
 
-# A split that is already there
+# An existing split
 
 
 def test_an_existing_split_is_refused_before_anything_is_written(tmp_path):
@@ -151,7 +151,7 @@ def test_an_existing_split_is_refused_before_anything_is_written(tmp_path):
     out = tmp_path / "out"
     convert("--data_files", source, "--val_fraction", 0.3, "--splits", "val", "--out_root", out)
     files = snapshot(out)
-    with pytest.raises(UserError, match=r"out/val is already there.*--overwrite"):
+    with pytest.raises(UserError, match=r"out/val already exists.*--overwrite"):
         convert("--data_files", source, "--val_fraction", 0.3, "--splits", "train", "val", "--out_root", out)
     assert snapshot(out) == files
 
@@ -177,7 +177,7 @@ def test_a_failed_overwrite_leaves_the_old_split(tmp_path):
     assert snapshot(out / "train") == files
 
 
-# What cannot be read
+# Unreadable input
 
 
 @pytest.mark.parametrize(
@@ -186,20 +186,20 @@ def test_a_failed_overwrite_leaves_the_old_split(tmp_path):
         ("a.jsonl", b'{"text": "one"}\n{"text": "\xff"}\n', ["a.jsonl, line 2", "UTF-8"]),
         ("a.txt", b"one\ntwo\n\xe9t\xe9\n", ["a.txt, line 3", "UTF-8"]),
         ("a.jsonl", b'{"text": "one"}\n\n{"text": \n', ["a.jsonl, line 3", "JSON"]),
-        ("a.jsonl", b'{"text": "one"}\n{"body": "two", "id": 3}\n', ["a.jsonl, line 2", "'text'", "body, id", "--text_column"]),
+        ("a.jsonl", b'{"text": "one"}\n{"body": "two", "id": 3}\n', ["a.jsonl, line 2", "no text", "body, id", "--text_column"]),
         ("a.jsonl", b'{"text": 7}\n', ["a.jsonl, line 1", "'text'"]),
-        ("a.jsonl", b'"just a text"\n', ["a.jsonl, line 1", "no object"]),
+        ("a.jsonl", b'"just a text"\n', ["a.jsonl, line 1", "not a JSON object"]),
         ("a.jsonl", b'{"text": "half of a pair: \\ud83d"}\n', ["a.jsonl, line 1"]),
-        ("a.jsonl", b'{"text": ""}\n\n', ["train", "not one document"]),
-        ("a.txt", b"", ["train", "not one document"]),
+        ("a.jsonl", b'{"text": ""}\n\n', ["train", "no document has text"]),
+        ("a.txt", b"", ["train", "no document has text"]),
         ("a.parquet", b"PAR1 this is none PAR1", ["a.parquet", "Parquet"]),
         ("a.parquet", b"", ["a.parquet", "Parquet"]),
         ("a.xml", b"<text>one</text>\n", ["a.xml", ".xml", ".jsonl"]),
-        ("a", b"one\n", ["without an ending"]),
+        ("a", b"one\n", ["without an extension"]),
     ],
-    ids=["jsonl bytes", "txt bytes", "json", "column", "number", "no object", "surrogate", "all empty", "empty file", "parquet", "empty parquet", "ending", "no ending"],
+    ids=["jsonl bytes", "txt bytes", "json", "column", "number", "no object", "surrogate", "all empty", "empty file", "parquet", "empty parquet", "extension", "no extension"],
 )  # fmt: skip
-def test_what_cannot_be_read_is_named_by_file_and_line(tmp_path, name, content, words):
+def test_unreadable_input_is_reported_with_file_and_line(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as error:
         convert("--data_files", tmp_path / name, "--splits", "train", "--out_root", tmp_path / "out")
@@ -208,14 +208,14 @@ def test_what_cannot_be_read_is_named_by_file_and_line(tmp_path, name, content, 
     assert not (tmp_path / "out" / "train").exists()
 
 
-def test_a_link_to_nothing_is_named(tmp_path):
+def test_a_broken_link_is_named(tmp_path):
     (tmp_path / "a.jsonl").symlink_to("lost.jsonl")
     with pytest.raises(UserError, match=r"a\.jsonl: cannot be read \(No such file"):
         convert("--data_files", tmp_path / "*.jsonl", "--splits", "train", "--out_root", tmp_path / "out")
 
 
-def test_a_parquet_file_cut_in_its_middle_is_named(tmp_path):
-    """The footer is whole, so the damage shows only when rows are read."""
+def test_a_corrupt_parquet_file_is_named(tmp_path):
+    """The footer is valid, so the error shows only when rows are read."""
     path = write_source(tmp_path, ".parquet", TEXTS)
     content = bytearray(path.read_bytes())
     content[4:200] = b"\xff" * 196
@@ -233,7 +233,7 @@ def test_a_parquet_column_of_numbers_is_named(tmp_path):
 
 def test_a_parquet_file_without_the_column_lists_those_it_has(tmp_path):
     path = write_source(tmp_path, ".parquet", TEXTS, column="content")
-    with pytest.raises(UserError, match=r"data\.parquet: no column 'text' \(there are id, content\)"):
+    with pytest.raises(UserError, match=r"data\.parquet: no column text \(its columns are id, content\)"):
         convert("--data_files", path, "--splits", "train", "--out_root", tmp_path / "out")
 
 
@@ -241,7 +241,8 @@ def test_a_parquet_file_without_the_column_lists_those_it_has(tmp_path):
     ("arguments", "words"),
     [
         (["--data_files", "nothing-*.jsonl", "--splits", "train"], "nothing matches nothing-*.jsonl"),
-        (["--data_files", "nothing-*.jsonl"], "--val_fraction"),
+        (["--data_files", "nothing-*.jsonl"], "nothing matches nothing-*.jsonl"),  # before it asks for a fraction
+        (["--data_files", "a.jsonl"], "--val_fraction"),
         (["--data_files", "a.jsonl", "--val_fraction", "1.5"], "between 0 and 1"),
         (["--data_files", "a.jsonl", "--val_fraction", "nan"], "between 0 and 1"),
         (["--data_files", "a.jsonl", "--splits", "train", "--data_subset", "en"], "--data_subset"),
@@ -251,7 +252,7 @@ def test_a_parquet_file_without_the_column_lists_those_it_has(tmp_path):
         (["--dataset", "a/b", "--stdin_format", "txt"], "--stdin_format"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(tmp_path, monkeypatch, arguments, words):
+def test_invalid_arguments_are_refused(tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     with pytest.raises(UserError) as error:
@@ -260,13 +261,13 @@ def test_arguments_that_cannot_be_are_refused(tmp_path, monkeypatch, arguments, 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_is_no_out_root(tmp_path):
+def test_out_root_cannot_be_a_file(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    with pytest.raises(UserError, match="is a file"):
+    with pytest.raises(UserError, match=r"--out_root: .*a\.jsonl is not a directory"):
         convert("--data_files", source, "--splits", "train", "--out_root", source)
 
 
-def test_a_silent_hub_is_told_in_one_sentence(tmp_path):
+def test_an_unreachable_hub_is_one_sentence(tmp_path):
     result = run("src/convert_dataset.py", "--dataset", "allenai/c4", "--data_subset", "en", "--splits", "val", "--out_root", tmp_path / "out", timeout=60)  # fmt: skip
     assert_one_sentence(result, "--dataset", "allenai/c4", "validation", "Hub", "--data_files")
     assert not (tmp_path / "out" / "val").exists()
@@ -275,7 +276,7 @@ def test_a_silent_hub_is_told_in_one_sentence(tmp_path):
 # A kill
 
 
-def test_a_killed_conversion_leaves_no_split_that_looks_finished_and_the_next_one_is_whole(tmp_path):
+def test_a_killed_conversion_leaves_no_finished_split_and_the_next_one_completes_it(tmp_path):
     out = tmp_path / "out"
     pipe = tmp_path / "endless.jsonl"  # fed until the kill
     os.mkfifo(pipe)

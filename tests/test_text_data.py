@@ -17,7 +17,7 @@ from streaming import MDSWriter
 from streaming.base.storage.download import S3Downloader
 from transformers import BertTokenizerFast
 
-from src.data import convert
+from src.convert_dataset import main as convert
 from src.data.config import DatasetConfig, LoaderConfig
 from src.data.masking import IGNORED
 from src.data.mlm_collator import sample_count
@@ -193,7 +193,7 @@ def write_tokens(folder: Path, tokenizer, texts: list[str], length: int = 64) ->
 def write_texts(folder: Path, texts: list[str], *options: str) -> Path:
     folder.mkdir()
     data = write_jsonl(folder / "data.jsonl", texts)
-    convert.main(["--data_files", str(data), "--splits", "train", "--out_root", str(folder), *options])
+    convert(["--data_files", str(data), "--splits", "train", "--out_root", str(folder), *options])
     return folder
 
 

@@ -1,25 +1,16 @@
-"""Text → MDS shards: a dataset of the Hugging Face Hub, or files of one's own.
+"""Text → MDS shards: plan one job per split, then write the splits one after the other.
 
-python src/convert_dataset.py --dataset allenai/c4 --data_subset en --splits train_small val --out_root ./my-copy-c4
-python src/convert_dataset.py --data_files 'texts/*.jsonl.gz' --val_fraction 0.01 --out_root ./my-texts
-zcat texts/*.gz | python src/convert_dataset.py --data_files - --splits train --out_root ./my-texts
-
-As they stand, texts are tokenized while training. Tokenized here, training only reads them:
-
-python src/convert_dataset.py ... --tokenizer bert-base-uncased --concat_tokens 128   documents end to end, in full rows
-python src/convert_dataset.py ... --tokenizer bert-base-uncased --max_seq_len 128     a row a document, the rest cut off
-
-A conversion that was interrupted goes on with the same command, and its shards are those of one that was not.
+A split is written to a hidden folder and renamed when it is complete. An interrupted conversion resumes with the same
+command and writes the shards that an uninterrupted one would have written.
 """
 
-import argparse
 import contextlib
 import hashlib
-import json
 import os
 import shutil
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,16 +21,17 @@ import numpy as np
 
 from src.cli import log, progress
 from src.data.corpora import Files, HubDataset, grouped
-from src.data.readers import LINE_KINDS, STANDARD_INPUT, Batch, ReadOptions, file_kind, texts
+from src.data.readers import STANDARD_INPUT, Batch, ReadOptions, file_kind, find_files, texts
 from src.data.token_rows import Packer, RowMaker, Rows
-from src.data.tokenizers import load_tokenizer, vocabulary_digest
-from src.data.workers import in_order, usable_cores
-from src.errors import UserError
+from src.data.tokenizers import check_path, load_tokenizer
+from src.data.workers import in_order
+from src.errors import UserError, reason
+from src.files import sha256, write_json
 
-if TYPE_CHECKING:  # what it imports takes seconds, and the worker processes do without
+if TYPE_CHECKING:  # takes seconds to import, and worker processes do not need it
     from src.data.shards import ShardWriter
 
-# A split's name → the Hub's split, and how many documents of it at most. The names M2-BERT and MosaicBERT users know.
+# Split → the Hub's split and the maximum number of its documents. M2-BERT and MosaicBERT use these names.
 SPLITS = {
     "train": ("train", None),
     "train_small": ("train", 100_000),
@@ -48,122 +40,92 @@ SPLITS = {
 }
 
 
-def main(argv: list[str]) -> None:
-    arguments = parse(argv)
+def convert(options: Namespace) -> None:
+    """Write the splits that a command line of src/convert_dataset.py asks for. Raises UserError."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes of --num_workers are the parallelism
-    check_output(Path(arguments.out_root), arguments.splits, arguments.overwrite)
-    jobs = plan(arguments)
+    files = check(options)
+    jobs = plan(options, files)
     try:
         for job in jobs:
-            write_split(job, arguments)
+            write_split(job, options)
     except KeyboardInterrupt:
         if jobs[0].source.resumable:
             raise
-        log.info("interrupted; standard input and pipes cannot be read again, so the same command begins anew")
+        log.info("interrupted; standard input and pipes cannot be read again, so the same command starts over")
         sys.exit(130)
     except UserError:
-        discard_if_nothing_is_done(jobs)
+        discard_if_empty(jobs)
         raise
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="convert_dataset.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--dataset", help="name on the Hub, e.g. allenai/c4; streamed, not downloaded first")
-    source.add_argument("--data_files", nargs="+", metavar="GLOB",
-                        help=".txt (a document a line), .jsonl, .csv or .tsv, also as .gz or .zst, or .parquet; - is standard input")  # fmt: skip
-    add("--data_subset", help="the dataset's configuration, e.g. en")
-    add("--splits", nargs="+", choices=SPLITS, default=["train", "val"], metavar="SPLIT",
-        help=f"which to write: {', '.join(SPLITS)} (default: train val)")  # fmt: skip
-    add("--out_root", required=True, help="folder to write to; each split is a folder in it")
-    add("--text_column", default="text", help="column or key with the text (default: text)")
-    add("--one_document_per_file", action="store_true", help="a .txt file is one document, line ends and all")
-    add("--stdin_format", choices=LINE_KINDS, help="what standard input holds (default: jsonl if it begins with {, else txt)")  # fmt: skip
-    add("--val_fraction", type=float,
-        help="share of documents that go to val, chosen by a hash of the text; for data without a validation split")  # fmt: skip
-    add("--tokenizer", metavar="NAME", help="write rows of tokens, of this tokenizer: a folder, or a name on the Hub")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--concat_tokens", type=int, metavar="N", help="rows of N tokens, documents end to end in them, no token lost")  # fmt: skip
-    length.add_argument("--max_seq_len", type=int, metavar="N", help="a row a document, cut to N tokens")
-    add("--num_workers", type=int, default=usable_cores(), help="processes that tokenize (default: one a core, here %(default)s); the result is the same")  # fmt: skip
-    add("--compression", choices=["zstd"], help="compress the shards")
-    add("--size_limit", type=int, default=1 << 26, help="bytes of a shard at most (default: 64 MiB)")
-    add("--overwrite", action="store_true", help="replace splits that are already there, and begin anew what another command has begun")  # fmt: skip
-    arguments = parser.parse_args(argv)
-    arguments.splits = list(dict.fromkeys(arguments.splits))
-    check(arguments)
-    return arguments
-
-
-def check(arguments: argparse.Namespace) -> None:
-    """Raise UserError for arguments that do not go together, or lie outside what they can be."""
-    if arguments.val_fraction is not None and not 0 < arguments.val_fraction < 1:
-        raise UserError(f"--val_fraction {arguments.val_fraction} must lie between 0 and 1")
-    length = arguments.max_seq_len if arguments.concat_tokens is None else arguments.concat_tokens
-    if (arguments.tokenizer is None) != (length is None):
-        raise UserError("rows of tokens take --tokenizer NAME together with --concat_tokens N or --max_seq_len N; leave out both to write text")  # fmt: skip
-    if length is not None and not 3 <= length < 2**31:
-        raise UserError(f"rows of {length} tokens cannot be; from 3 on there is room for text between [CLS] and [SEP]")
-    if not 0 < arguments.size_limit < 2**32:
-        raise UserError(f"--size_limit {arguments.size_limit} must lie between 1 and {2**32 - 1} bytes")
-    if arguments.num_workers < 1:
-        raise UserError(f"--num_workers {arguments.num_workers} must be at least 1")
-    if arguments.stdin_format and str(STANDARD_INPUT) not in (arguments.data_files or []):
-        raise UserError("--stdin_format goes with --data_files -, the standard input; leave it out")
-    if arguments.data_files is None:
-        if arguments.one_document_per_file:
-            raise UserError("--one_document_per_file goes with --data_files, and .txt files among them; leave it out")
-        return
-    if arguments.data_subset is not None:
-        raise UserError("--data_subset is a configuration of --dataset, and files have none; leave it out")
-    if arguments.val_fraction is None and any(SPLITS[split][0] == "validation" for split in arguments.splits):
-        raise UserError(
-            "files have no validation split; give --val_fraction 0.01 to set documents aside, or --splits train"
-        )
-    if str(STANDARD_INPUT) in arguments.data_files and len(arguments.splits) > 1:
-        raise UserError("standard input can be read once, so it gives one split at a time; give one, or write it to a file first")  # fmt: skip
-
-
-def check_output(out_root: Path, splits: list[str], overwrite: bool) -> None:
-    """Raise UserError if a split is already there and none is unfinished, before anything is read or written."""
+def check(options: Namespace) -> list[Path]:
+    """Return the files to read. Raises UserError for missing files and for options that are invalid or conflict."""
+    files = find_files(options.data_files) if options.data_files is not None else []
+    kinds = [file_kind(path)[0] for path in files]
+    stdin = STANDARD_INPUT in files
+    fraction, size = options.val_fraction, options.size_limit
+    length = options.max_seq_len if options.concat_tokens is None else options.concat_tokens
+    splits = [SPLITS[split][0] for split in options.splits]
+    no_validation = files and fraction is None and "validation" in splits
+    for wrong, message in (
+        (fraction is not None and not 0 < fraction < 1, f"--val_fraction {fraction} must be between 0 and 1"),
+        ((options.tokenizer is None) != (length is None), "--tokenizer goes with --concat_tokens or --max_seq_len"),
+        (
+            length is not None and not 3 <= length < 2**31,
+            f"rows of {length} tokens have no room for text; use 3 or more",
+        ),
+        (not 0 < size < 2**32, f"--size_limit {size} must be between 1 and {2**32 - 1} bytes"),
+        (options.num_workers < 1, f"--num_workers {options.num_workers} must be at least 1"),
+        (options.stdin_format and not stdin, "--stdin_format requires --data_files -; omit it"),
+        (options.one_document_per_file and "txt" not in kinds, "--one_document_per_file requires .txt files; omit it"),
+        (options.data_subset is not None and files, "--data_subset requires --dataset; omit it"),
+        (no_validation, "files have no validation split; give --val_fraction 0.01, or --splits train"),
+        (
+            stdin and len(splits) > 1,
+            "standard input can be read only once; give one split, or write it to a file first",
+        ),
+    ):
+        if wrong:
+            raise UserError(message)
+    if options.tokenizer is not None:
+        check_path(options.tokenizer, "--tokenizer")
+    out_root = Path(options.out_root)
     if out_root.exists() and not out_root.is_dir():
-        raise UserError(f"--out_root {out_root} is a file; name a folder")
-    if overwrite or any(unfinished(out_root / split).exists() for split in splits):
-        return
-    for split in splits:
-        if (out_root / split).exists():
-            raise already_there(out_root / split)
+        raise UserError(f"--out_root: {out_root} is not a directory; choose another folder")
+    folders = [out_root / split for split in options.splits]
+    if not options.overwrite and not any(unfinished(folder).exists() for folder in folders):
+        for folder in folders:
+            check_absent(folder)
+    return files
 
 
-def already_there(folder: Path) -> UserError:
-    return UserError(f"{folder} is already there; name another --out_root, or give --overwrite to replace it")
+def check_absent(folder: Path) -> None:
+    if folder.exists():
+        raise UserError(f"{folder} already exists; choose another --out_root, or give --overwrite to replace it")
 
 
 def unfinished(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.unfinished")
 
 
-def is_validation(text: str, fraction: float) -> bool:
-    """Whether a document belongs to the validation split: decided by its text alone, so by no order and no machine."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < fraction * 2**64
-
-
 # Records → documents, in any process
+
+
+def is_validation(text: str, fraction: float) -> bool:
+    """Whether a document belongs to the validation split: decided by its text alone, whatever order or machine."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < fraction * 2**64
 
 
 @dataclass
 class Documents:
-    """What became of a batch's records."""
+    """The documents that a batch of records gives."""
 
-    sizes: np.ndarray  # (records,), bytes of text; 0 for an empty one, -1 for one of the other split
+    sizes: np.ndarray  # (records,), bytes of text; 0 if empty, -1 if it belongs to the other split
     texts: list[str] | None  # of the records with a size, in order; or
     rows: Rows | None
 
     def first(self, count: int) -> "Documents":
-        """Up to the count-th document."""
+        """Return the records up to the count-th document."""
         kept = np.flatnonzero(self.sizes > 0)
         if len(kept) < count:
             return self
@@ -173,7 +135,7 @@ class Documents:
 
 @dataclass
 class Prepare:
-    """Records → the documents of a split."""
+    """Turns batches of records into the documents of a split."""
 
     column: str
     val_fraction: float | None
@@ -181,15 +143,15 @@ class Prepare:
     rows: RowMaker | None
 
     def __call__(self, batches: list[Batch]) -> Documents:
-        everything = [text for batch in batches for text in texts(batch, self.column)]
-        sizes = np.fromiter(map(self.size, everything), np.int64, len(everything))
-        documents = [text for text, size in zip(everything, sizes.tolist()) if size > 0]
+        records = [text for batch in batches for text in texts(batch, self.column)]
+        sizes = np.fromiter(map(self.size, records), np.int64, len(records))
+        documents = [text for text, size in zip(records, sizes.tolist()) if size > 0]
         if self.rows is None:
             return Documents(sizes, documents, None)
         rows = self.rows(documents)
-        there = rows.lengths > 0
-        sizes[np.flatnonzero(sizes > 0)[~there]] = 0  # nothing that the tokenizer knows as text
-        return Documents(sizes, None, Rows(rows.tokens, rows.lengths[there], rows.content[there]))
+        kept = rows.lengths > 0
+        sizes[np.flatnonzero(sizes > 0)[~kept]] = 0  # text without any token, such as control characters
+        return Documents(sizes, None, Rows(rows.tokens, rows.lengths[kept], rows.content[kept]))
 
     def size(self, text: str) -> int:
         if self.val_fraction is not None and is_validation(text, self.val_fraction) != self.validation:
@@ -197,7 +159,7 @@ class Prepare:
         return len(text.encode()) if not text.isspace() else 0
 
 
-# Splits
+# Plan
 
 
 @dataclass
@@ -206,122 +168,101 @@ class Job:
 
     folder: Path
     source: Files | HubDataset
-    limit: int | None  # documents at most
+    limit: int | None  # maximum number of documents
     prepare: Prepare
-    tokens: dict[str, Any] | None  # what split.json says of the tokenizer
     command: dict[str, Any]  # every option that the shards depend on
-    progress: dict[str, Any] | None  # of an earlier process
+    progress: dict[str, Any] | None  # left by an earlier process
 
     @property
     def unfinished(self) -> Path:
         return unfinished(self.folder)
 
 
-def plan(arguments: argparse.Namespace) -> list[Job]:
-    """The splits to write, each begun. Raises UserError, before beginning any, if one of them cannot be written."""
-    from src.data.shards import begin, read_progress
+def plan(options: Namespace, files: list[Path]) -> list[Job]:
+    """Return the splits to write, each with its folder. Raises UserError before it makes any if one is not possible."""
+    from src.data.shards import read_progress, start
 
-    rows, tokens = row_maker(arguments)
+    rows = None
+    if options.tokenizer is not None:
+        mode = "concat_tokens" if options.concat_tokens else "max_seq_len"
+        rows = RowMaker.of(load_tokenizer(options.tokenizer), mode, getattr(options, mode))
     jobs = []
-    for split in arguments.splits:
-        folder = Path(arguments.out_root) / split
+    for split in options.splits:
+        folder = Path(options.out_root) / split
         hub_split, limit = SPLITS[split]
-        source = open_source(arguments, hub_split)
-        prepare = Prepare(arguments.text_column, arguments.val_fraction, hub_split == "validation", rows)
-        command = describe(arguments, source, rows)
-        jobs.append(Job(folder, source, limit, prepare, tokens, command, read_progress(unfinished(folder))))
+        source = open_source(options, files, hub_split)
+        prepare = Prepare(options.text_column, options.val_fraction, hub_split == "validation", rows)
+        command = describe(options, source, rows)
+        jobs.append(Job(folder, source, limit, prepare, command, read_progress(unfinished(folder))))
 
-    # A command begins all its splits before it writes the first: what is finished beside one that is begun is its work.
-    begun = [job.progress["splits"] for job in jobs if job.progress and job.progress["command"] == job.command]
-    done = [
-        job
-        for job in jobs
-        if job.progress is None and job.folder.exists() and any(job.folder.name in splits for splits in begun)
-    ]
-    for job in done:
-        log.info(f"{job.folder}: written by the same command before")
-    jobs = [job for job in jobs if job not in done]
+    # A command starts all its splits before it writes the first: a finished one beside one it has started is its own.
+    resumed = [job.progress["splits"] for job in jobs if job.progress and job.progress["command"] == job.command]
+    for job in list(jobs):
+        if job.progress is None and job.folder.exists() and any(job.folder.name in splits for splits in resumed):
+            log.info(f"{job.folder}: already written by the same command")
+            jobs.remove(job)
     for job in jobs:
-        check_free(job, arguments.overwrite)
+        check_resumable(job, options.overwrite)
     for job in jobs:
         if job.progress is None:
+            facts = {"command": job.command, "splits": options.splits, "stamps": job.source.stamps}
             try:
-                facts = {"command": job.command, "splits": arguments.splits, "stamps": job.source.stamps}
-                job.progress = begin(job.unfinished, **facts)
+                job.progress = start(job.unfinished, **facts)
             except OSError as error:
                 raise cannot_write(job, error) from None
     return jobs
 
 
-def row_maker(arguments: argparse.Namespace) -> tuple[RowMaker | None, dict[str, Any] | None]:
-    """What makes rows of tokens, and what split.json says of it; two Nones to write text."""
-    if arguments.tokenizer is None:
-        return None, None
-    mode = "concat_tokens" if arguments.concat_tokens else "max_seq_len"
-    length = arguments.concat_tokens or arguments.max_seq_len
-    tokenizer = load_tokenizer(arguments.tokenizer)
-    return RowMaker.of(tokenizer, mode, length), {
-        "tokenizer": arguments.tokenizer,
-        "vocab_size": len(tokenizer),
-        "digest": vocabulary_digest(tokenizer),
-        "mode": mode,
-        "length": length,
-    }
+def open_source(options: Namespace, files: list[Path], hub_split: str) -> Files | HubDataset:
+    if not files:
+        split = hub_split if options.val_fraction is None else "train"
+        return HubDataset(options.dataset, options.data_subset, split, options.text_column)
+    stdin_format = "txt"
+    if STANDARD_INPUT in files:
+        stdin_format = options.stdin_format or ("jsonl" if sys.stdin.buffer.peek(1)[:1] == b"{" else "txt")
+        log.info(f"standard input: read as .{stdin_format}; it cannot be read again, so an interruption starts over")
+    reading = ReadOptions(options.text_column, options.one_document_per_file, stdin_format)
+    return Files(files, options.data_files, reading)
 
 
-def open_source(arguments: argparse.Namespace, hub_split: str) -> Files | HubDataset:
-    if arguments.data_files is None:
-        split = hub_split if arguments.val_fraction is None else "train"
-        return HubDataset(arguments.dataset, arguments.data_subset, split, arguments.text_column)
-    stdin = "txt"
-    if str(STANDARD_INPUT) in arguments.data_files:
-        stdin = arguments.stdin_format or ("jsonl" if sys.stdin.buffer.peek(1)[:1] == b"{" else "txt")
-        log.info(f"standard input: read as .{stdin}; it cannot be read again, so a conversion of it begins anew if interrupted")  # fmt: skip
-    reading = ReadOptions(arguments.text_column, arguments.one_document_per_file, stdin)
-    files = Files(arguments.data_files, reading)
-    if arguments.one_document_per_file and all(file_kind(path)[0] != "txt" for path in files.paths):
-        raise UserError("--one_document_per_file goes with .txt files, and there are none among --data_files; leave it out")  # fmt: skip
-    return files
+def describe(options: Namespace, source: Files | HubDataset, rows: RowMaker | None) -> dict[str, Any]:
+    """Return the options that the shards depend on, as JSON holds them."""
+    names = ("text_column", "one_document_per_file", "val_fraction", "concat_tokens", "max_seq_len", "compression")
+    chosen = {name: getattr(options, name) for name in (*names, "size_limit")}
+    return {**source.description, **chosen, "tokenizer": rows and sha256([rows.tokenizer_json.encode()])}
 
 
-def describe(arguments: argparse.Namespace, source: Files | HubDataset, rows: RowMaker | None) -> dict[str, Any]:
-    """The options that the shards depend on, as JSON holds them."""
-    names = ("text_column", "one_document_per_file", "val_fraction", "concat_tokens", "max_seq_len", "compression", "size_limit")  # fmt: skip
-    options = {name: getattr(arguments, name) for name in names}
-    tokenizer = rows and hashlib.sha256(rows.tokenizer_json.encode()).hexdigest()
-    return {**source.description, **options, "tokenizer": tokenizer}
-
-
-def check_free(job: Job, overwrite: bool) -> None:
-    """Forget an earlier process's progress if it is of no use. Raises UserError where that, or a split, would be lost."""
-    if job.folder.exists() and not overwrite:
-        raise already_there(job.folder)
-    if job.progress and job.progress["shards"] and (why := cannot_go_on(job)):
-        if not overwrite:
-            raise UserError(f"{job.unfinished} holds what an earlier conversion wrote, but {why}; give the command it was, or --overwrite to begin anew")  # fmt: skip
-        job.progress = None
-    elif job.progress and not job.progress["shards"]:
+def check_resumable(job: Job, overwrite: bool) -> None:
+    """Drop an earlier process's progress if it is of no use. Raises UserError if that, or a split, would be lost."""
+    if not overwrite:
+        check_absent(job.folder)
+    if job.progress is None:
+        return
+    why = job.progress["shards"] and why_not_resumable(job)
+    if why and not overwrite:
+        fix = "give the same command, or --overwrite to start over"
+        raise UserError(f"{job.unfinished} holds an earlier conversion, but {why}; {fix}")
+    if why or not job.progress["shards"]:
         job.progress = None
 
 
-def cannot_go_on(job: Job) -> str | None:
-    """Why the command cannot go on with what is there, if so."""
+def why_not_resumable(job: Job) -> str | None:
     before = job.progress["command"]
+    shown = {"files": "the number of files", "hub_split": "the Hub's split", "revision": "the dataset's revision"}
     differing = [name for name in {**before, **job.command} if before.get(name) != job.command.get(name)]
     if differing:
-        shown = {"files": "the number of files", "hub_split": "the Hub's split", "revision": "the dataset's revision"}
-        return f"by another command ({', '.join(shown.get(name, f'--{name}') for name in differing)} not the same)"
+        return f"with other options ({', '.join(shown.get(name, f'--{name}') for name in differing)})"
     changed = job.source.changed(job.progress["stamps"], job.progress["state"]["last"])
     return changed and f"{changed} has changed since"
 
 
-def discard_if_nothing_is_done(jobs: list[Job]) -> None:
-    """After an error, leave no trace of a command that has neither a split nor a shard to go on from."""
+def discard_if_empty(jobs: list[Job]) -> None:
+    """After an error, remove the folders of a command that has written neither a split nor a shard."""
     from src.data.shards import read_progress
 
     left = [read_progress(job.unfinished) for job in jobs]
     if len(jobs) < len(jobs[0].progress["splits"]) or any(progress is None or progress["shards"] for progress in left):
-        log.info(f"what is complete stays in {jobs[0].folder.parent}, and the same command goes on from it")
+        log.info(f"{jobs[0].folder.parent} keeps what is complete, and the same command resumes")
         return
     for job in jobs:
         shutil.rmtree(job.unfinished)
@@ -330,67 +271,68 @@ def discard_if_nothing_is_done(jobs: list[Job]) -> None:
 
 
 def cannot_write(job: Job, error: OSError) -> UserError:
-    again = (
-        " and give the same command, which goes on from the shards that are complete" if job.source.resumable else ""
-    )
-    return UserError(
-        f"cannot write {job.unfinished}: {error.strerror or error}; make room{again}, or name another --out_root"
-    )
+    resume = " and give the same command, which resumes" if job.source.resumable else ""
+    fix = f"free space{resume}, or choose another --out_root"
+    return UserError(f"cannot write {job.unfinished}: {reason(error)}; {fix}")
 
 
-def write_split(job: Job, arguments: argparse.Namespace) -> None:
-    """Write a split. It appears under its name when it is complete, and not before."""
-    from src.data.shards import ShardWriter, give_name
+# Write
+
+
+def write_split(job: Job, options: Namespace) -> None:
+    """Write a split. It appears under its name when it is complete."""
+    from src.data.shards import ShardWriter, publish
 
     columns = job.prepare.rows.columns if job.prepare.rows else {"text": "str"}
-    options = {"columns": columns, "compression": arguments.compression, "size_limit": arguments.size_limit}
+    format_ = {"columns": columns, "compression": options.compression, "size_limit": options.size_limit}
     try:
-        with contextlib.closing(ShardWriter(job.unfinished, job.progress, job.source.resumable, **options)) as writer:
-            counts = write_shards(job, writer, arguments.num_workers)
-            if counts["documents"] == 0:
-                raise nothing_written(job, counts)
+        with contextlib.closing(ShardWriter(job.unfinished, job.progress, job.source.resumable, **format_)) as writer:
+            counts = write_shards(job, writer, options.num_workers)
+            check_not_empty(job, counts)
             summary = summarize(job, counts, writer)
-            (job.unfinished / "split.json").write_text(json.dumps(summary, indent=1) + "\n")
-            give_name(job.unfinished, job.folder)
+            write_json(job.unfinished / "split.json", summary)
+            publish(job.unfinished, job.folder)
     except OSError as error:
         raise cannot_write(job, error) from None
     log.info(f"{job.folder}: {in_words(summary)}")
 
 
-def nothing_written(job: Job, counts: Counter) -> UserError:
+def check_not_empty(job: Job, counts: Counter) -> None:
+    split = job.folder.name
+    if counts["documents"]:
+        return
     if counts["of_other_split"]:
-        raised = "raise" if job.prepare.validation else "lower"
-        return UserError(f"{job.folder.name}: none of the {counts['of_other_split']:,} documents falls to it; {raised} --val_fraction {job.prepare.val_fraction:g}, and give --overwrite")  # fmt: skip
-    return UserError(f"{job.folder.name}: there is not one document with text; check the source and --text_column")
+        change = f"{'raise' if job.prepare.validation else 'lower'} --val_fraction {job.prepare.val_fraction:g}"
+        found = f"none of the {counts['of_other_split']:,} documents belongs to it"
+        raise UserError(f"{split}: {found}; {change}, and give --overwrite")
+    raise UserError(f"{split}: no document has text; check the source and --text_column")
 
 
 def write_shards(job: Job, writer: "ShardWriter", workers: int) -> Counter:
-    """Write what is left of a split's documents; returns what was counted since its beginning."""
+    """Write the remaining documents of a split; return the counts since its start."""
     state = job.progress["state"] or {"place": None, "counts": {}, "waiting": None}
-    counts = Counter(state["counts"])
-    rows = job.prepare.rows
+    counts, rows = Counter(state["counts"]), job.prepare.rows
     packer = Packer(rows, state["waiting"]) if rows and rows.mode == "concat_tokens" else None
     if writer.stored:
-        log.info(f"{job.folder}: going on after {len(writer.shards):,} shards")
+        log.info(f"{job.folder}: resuming after {len(writer.shards):,} shards")
     if rows is None:
-        workers = 1  # to parse text takes less time than to send it to another process and back
-    groups = grouped(job.source.batches(state["place"]))
+        workers = 1  # parsing text takes less time than sending it to another process and back
     total = job.source.total
     if job.source.unit == "docs" and job.limit is not None and job.prepare.val_fraction is None:
         total = min(total or job.limit, job.limit)
     bar = progress(desc=job.folder.name, total=total, unit=job.source.unit, initial=counts["read"])
+    groups = grouped(job.source.batches(state["place"]))
     with bar, contextlib.closing(in_order(job.prepare, groups, workers)) as results:
-        text_before, start = counts["text_bytes"], time.perf_counter()
-        for places, batches, documents in results:
-            writer.mark(
-                {"place": places[0], "last": places[-1], "counts": counts, "waiting": packer and packer.state()}
-            )
+        bytes_before, start = counts["text_bytes"], time.perf_counter()
+        for positions, batches, documents in results:
+            waiting = packer and packer.state()
+            writer.mark({"place": positions[0], "last": positions[-1], "counts": counts, "waiting": waiting})
             if job.limit is not None:
                 documents = documents.first(job.limit - counts["documents"])
             for sample in samples(documents, rows, packer):
                 writer.write(sample)
             counts = counts + count(documents, rows, batches)
-            rate = (counts["text_bytes"] - text_before) / 1e6 / (time.perf_counter() - start)
+            rate = (counts["text_bytes"] - bytes_before) / 1e6 / (time.perf_counter() - start)
             tokens = f"{counts['tokens']:,} tokens, " if rows else ""
             bar.set_postfix_str(f"{counts['documents']:,} documents, {tokens}{rate:.1f} MB/s of text", refresh=False)
             bar.update(sum(batch.size for batch in batches))
@@ -424,30 +366,24 @@ def count(documents: Documents, rows: RowMaker | None, batches: list[Batch]) -> 
 
 
 def summarize(job: Job, counts: Counter, writer: "ShardWriter") -> dict[str, Any]:
-    """split.json: what a finished split holds, and what of."""
-    summary = {
-        "documents": counts["documents"],
-        "empty": counts["empty"],
-        "text_bytes": counts["text_bytes"],
-        "samples": writer.stored,
-        "shards": len(writer.shards),
-        "bytes": writer.bytes_stored(),
-        "source": job.source.description,
-    }
-    if job.tokens:
+    """Return the content of split.json: what a finished split holds, and its source."""
+    summary = {name: counts[name] for name in ("documents", "empty", "text_bytes")}
+    summary |= {"samples": writer.stored, "shards": len(writer.shards), "bytes": writer.bytes_stored()}
+    summary["source"] = job.source.description
+    if job.prepare.rows:
         share = counts["cut_off"] / counts["tokens"]
-        summary["tokens"] = {**job.tokens, "of_text": counts["tokens"], "share_cut_off": share}
+        summary["tokens"] = {**job.prepare.rows.summary, "of_text": counts["tokens"], "share_cut_off": share}
     return summary
 
 
 def in_words(summary: dict[str, Any]) -> str:
-    words = [f"{summary['documents']:,} documents"]
+    documents, size = summary["documents"], summary["text_bytes"]
+    words = [f"{documents:,} documents"]
     if summary["empty"]:
-        words.append(f"{summary['empty']:,} empty ones left out")
-    mean = summary["text_bytes"] / summary["documents"]
-    words.append(f"{summary['text_bytes'] / 1e6:,.1f} MB of text ({mean:,.0f} bytes a document)")
+        words.append(f"{summary['empty']:,} empty ones skipped")
+    words.append(f"{size / 1e6:,.1f} MB of text ({size / documents:,.0f} bytes per document)")
     if tokens := summary.get("tokens"):
-        words.append(f"{tokens['of_text']:,} tokens ({tokens['of_text'] / summary['documents']:,.1f} a document)")
+        words.append(f"{tokens['of_text']:,} tokens ({tokens['of_text'] / documents:,.1f} per document)")
         words.append(f"{summary['samples']:,} rows of at most {tokens['length']}")
         if tokens["mode"] == "max_seq_len":
             words.append(f"{tokens['share_cut_off']:.2%} of the tokens cut off")

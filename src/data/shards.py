@@ -1,8 +1,7 @@
-"""MDS shards that a process killed at any moment leaves so that another goes on, and writes what the first would have.
+"""MDS shards that a later process can resume after a kill at any moment, with the same bytes.
 
-The shards of an unfinished split lie in a hidden folder with a file progress.json, which is replaced whenever a shard is
-complete. It holds the command that writes them, the state to begin again from, how many samples to skip from there, and
-the complete shards.
+The shards of an unfinished split are in a hidden folder with progress.json, which is replaced after each complete shard.
+It holds the command, the state to resume from, the number of samples to skip after it, and the complete shards.
 """
 
 import copy
@@ -18,19 +17,20 @@ from typing import Any
 from streaming import MDSWriter
 
 from src.errors import UserError
+from src.files import sync_to_disk
 
 PROGRESS = "progress.json"
 
 
 class ShardWriter(MDSWriter):
-    """Writes samples to the shards of a folder, and with each complete shard progress.json.
+    """Writes samples to the shards of a folder, and progress.json after each complete shard.
 
-    Samples come of states: `mark(state)` is said before the samples that follow from a state. Who begins again from a state
-    must write the same samples after it; those that lie in complete shards are then skipped.
+    Call `mark(state)` before the samples that a state gives. Whoever resumes from a state must write the same samples
+    after it; those in complete shards are skipped.
     """
 
     def __init__(self, folder: Path, progress: dict[str, Any], resumable: bool, **options: Any):
-        with tempfile.TemporaryDirectory() as empty:  # MDSWriter takes no other, and the folder may hold shards already
+        with tempfile.TemporaryDirectory() as empty:  # MDSWriter refuses a folder with files
             super().__init__(out=empty, **options)
         self.local = str(folder)
         self.folder, self.progress, self.resumable = folder, progress, resumable
@@ -54,7 +54,7 @@ class ShardWriter(MDSWriter):
         self.samples += 1
 
     def flush_shard(self) -> None:
-        """Store the samples since the last shard, while others are collected. Raises what went wrong with that last one."""
+        """Store the samples since the last shard in a thread. Raises what went wrong with the last one."""
         if not self.new_samples:  # the first sample alone is larger than a shard
             return
         self._wait()
@@ -75,18 +75,17 @@ class ShardWriter(MDSWriter):
 
     def _store(self) -> None:
         super().flush_shard()
-        if not self.resumable:
-            return
-        to_disk(self.folder / stored_file(self.shards[-1])["basename"])
-        samples, state = self.marked
-        progress = {"state": state, "skip": self.stored - samples, "shards": self.shards}
-        save_progress(self.folder, {**self.progress, **progress})
+        if self.resumable:
+            sync_to_disk(self.folder / stored_file(self.shards[-1])["basename"])
+            samples, state = self.marked
+            progress = {"state": state, "skip": self.stored - samples, "shards": self.shards}
+            save_progress(self.folder, {**self.progress, **progress})
 
     def bytes_stored(self) -> int:
         return sum(stored_file(shard)["bytes"] for shard in self.shards)
 
     def close(self) -> None:
-        """Let go of the folder, finished or not."""
+        """Release the folder, finished or not."""
         self.executor.shutdown(cancel_futures=True)
         os.close(self.lock)
 
@@ -96,22 +95,20 @@ def stored_file(shard: dict[str, Any]) -> dict[str, Any]:
 
 
 def lock(folder: Path) -> int:
-    """Hold the folder for this process, until it ends or closes what is returned. Raises UserError if another has it."""
+    """Lock a folder until the returned handle is closed. Raises UserError if another process has it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise UserError(
-            f"{folder} is being written by another process; wait for it, or name another --out_root"
-        ) from None
+        raise UserError(f"{folder}: another process is writing it; wait for it or choose another --out_root") from None
     except OSError:
         pass  # a file system without locks
     return handle
 
 
-def begin(folder: Path, **facts: Any) -> dict[str, Any]:
-    """Make the folder, empty, with its progress: the facts, and no shard yet."""
+def start(folder: Path, **facts: Any) -> dict[str, Any]:
+    """Create an empty folder with its progress.json, and return that: the facts, and no shard yet."""
     if folder.exists():
         os.close(lock(folder))
         shutil.rmtree(folder)
@@ -122,7 +119,7 @@ def begin(folder: Path, **facts: Any) -> dict[str, Any]:
 
 
 def read_progress(folder: Path) -> dict[str, Any] | None:
-    """What there is to go on from; None where there is nothing."""
+    """Return the progress of an unfinished split, None if there is none."""
     try:
         return json.loads((folder / PROGRESS).read_text())
     except (FileNotFoundError, NotADirectoryError):
@@ -132,29 +129,20 @@ def read_progress(folder: Path) -> dict[str, Any] | None:
 def save_progress(folder: Path, progress: dict[str, Any]) -> None:
     unfinished = folder / f"{PROGRESS}.unfinished"
     unfinished.write_text(json.dumps(progress))
-    to_disk(unfinished)
+    sync_to_disk(unfinished)
     unfinished.replace(folder / PROGRESS)
-    to_disk(folder)
+    sync_to_disk(folder)
 
 
-def give_name(unfinished: Path, folder: Path) -> None:
-    """Rename a finished folder, in place of one that may have the name. It is never half there."""
+def publish(unfinished: Path, folder: Path) -> None:
+    """Rename a finished folder, replacing an older one. No reader sees a part of it."""
     for path in (unfinished / "index.json", unfinished / "split.json", unfinished):
-        to_disk(path)
+        sync_to_disk(path)
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     unfinished.rename(folder)
-    to_disk(folder.parent)
+    sync_to_disk(folder.parent)
     (folder / PROGRESS).unlink()
     shutil.rmtree(old, ignore_errors=True)
-
-
-def to_disk(path: Path) -> None:
-    """Return when a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

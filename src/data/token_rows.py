@@ -1,19 +1,19 @@
 """Documents → rows of tokens, ready for training, and the format they are stored in.
 
-A row is `[CLS] … [SEP]`, in an MDS column `tokens` of the narrowest unsigned integers that hold the vocabulary, without
-padding. There are two ways to make rows of at most N tokens:
+A row is `[CLS] … [SEP]` without padding, in an MDS column `tokens` of the narrowest unsigned integers that hold the
+vocabulary. There are two ways to make rows of at most N tokens:
 
-`--max_seq_len N`: a row a document, `[CLS] document [SEP]`; what is longer than N is cut off.
+`--max_seq_len N`: one row per document, `[CLS] document [SEP]`, truncated to N.
 
-`--concat_tokens N`: documents end to end, nothing cut off. Every row but a split's last one has N tokens. A document ends
-with `[SEP]`; one that reaches the end of its row goes on after the next row's `[CLS]`. Where a document's `[SEP]` falls on the
-last place but one, the row ends with a second one of the same document. A second column `begins` has the places in the row
-where documents begin, each that of a document's first token. It is never empty: a row in which no document begins has its
-own length there. So the document that a token belongs to, numbered within its row, is the number of entries of `begins`
-that are at most the token's place, and `[CLS]`, at place 0, goes with the token after it.
+`--concat_tokens N`: documents end to end, none truncated. Every row but a split's last one has N tokens. A document ends
+with `[SEP]`; one that reaches the end of its row continues after the next row's `[CLS]`. If its `[SEP]` falls on the last
+position but one, the row ends with a second `[SEP]` of the same document. A second column `begins` holds the positions in
+the row of each document's first token. It is never empty: a row in which no document starts has its own length there. So
+the number of a token's document within its row is the number of entries of `begins` that are at most the token's position,
+and `[CLS]`, at position 0, belongs to the document of the token after it.
 
-Beside a split's index.json lies split.json, its summary; for rows of tokens with
-`"tokens": {"tokenizer": …, "vocab_size": …, "digest": …, "mode": "max_seq_len" or "concat_tokens", "length": N, …}`.
+split.json, beside a split's index.json, is its summary; for rows of tokens it has
+`"tokens": {"tokenizer": …, "vocab_size": …, "digest": …, "mode": "max_seq_len" | "concat_tokens", "length": N, …}`.
 """
 
 import itertools
@@ -21,37 +21,38 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from src.data.tokenizers import vocabulary_digest
 from src.errors import UserError
 
-if TYPE_CHECKING:  # transformers takes seconds to import, and the processes that make rows need none of it
+if TYPE_CHECKING:  # takes seconds to import, and the processes that make rows do not need it
     from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
 class Rows:
-    """Documents tokenized: rows of `--max_seq_len`, or documents each with its [SEP] to be packed."""
+    """Tokenized documents: rows of `--max_seq_len`, or documents each with its [SEP], to be packed."""
 
     tokens: np.ndarray  # (all tokens,), end to end
     lengths: np.ndarray  # (documents,), of each in `tokens`
-    content: np.ndarray  # (documents,), tokens of its text, those that were cut off included
+    content: np.ndarray  # (documents,), tokens of its text, truncated ones included
 
     def first(self, documents: int) -> "Rows":
         lengths = self.lengths[:documents]
         return Rows(self.tokens[: lengths.sum()], lengths, self.content[:documents])
 
     def cut_off(self, room: int) -> int:
-        """Tokens of text beyond the first `room` of each document."""
+        """Return the number of tokens beyond the first `room` of each document."""
         return int(np.maximum(self.content - room, 0).sum())
 
 
 @dataclass
 class RowMaker:
-    """Texts → rows of a fixed tokenizer and length. Goes to other processes by pickle."""
+    """Texts → rows of a fixed tokenizer and length. Pickled to other processes."""
 
     mode: str  # max_seq_len or concat_tokens
     length: int
@@ -59,18 +60,27 @@ class RowMaker:
     sep: int
     vocab_size: int
     tokenizer_json: str
+    name: str = ""
+    digest: str = ""
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase", mode: str, length: int) -> "RowMaker":
-        """Raises UserError where the tokenizer does not frame a text as [CLS] … [SEP]."""
+        """Return the maker of a tokenizer's rows. Raises UserError unless it frames a text as [CLS] … [SEP]."""
+        name, start, end = tokenizer.name_or_path, tokenizer.cls_token_id, tokenizer.sep_token_id
         if not tokenizer.is_fast:
-            raise UserError(f"--tokenizer: {tokenizer.name_or_path} has no tokenizer.json, and is too slow without it")
+            raise UserError(f"--tokenizer: {name} has no tokenizer.json, and is too slow without it; choose another")
         framed, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
-        if None in (tokenizer.cls_token_id, tokenizer.sep_token_id) or framed != [
-            tokenizer.cls_token_id, *bare, tokenizer.sep_token_id
-        ]:  # fmt: skip
-            raise UserError(f"--tokenizer: {tokenizer.name_or_path} does not frame a text as [CLS] … [SEP], as rows of tokens need it; take one of BERT's kind, or leave --tokenizer out")  # fmt: skip
-        return cls(mode, length, tokenizer.cls_token_id, tokenizer.sep_token_id, len(tokenizer), tokenizer.backend_tokenizer.to_str())  # fmt: skip
+        if None in (start, end) or framed != [start, *bare, end]:
+            fix = "choose one of BERT's kind, or omit --tokenizer"
+            raise UserError(f"--tokenizer: {name} does not frame a text as [CLS] … [SEP], which token rows need; {fix}")
+        serialized = tokenizer.backend_tokenizer.to_str()
+        return cls(mode, length, start, end, len(tokenizer), serialized, name, vocabulary_digest(tokenizer))
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What split.json says of the rows."""
+        facts = {"tokenizer": self.name, "vocab_size": self.vocab_size, "digest": self.digest}
+        return {**facts, "mode": self.mode, "length": self.length}
 
     @property
     def dtype(self) -> np.dtype:
@@ -82,7 +92,7 @@ class RowMaker:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Of the shards, in MDS's encodings."""
+        """The columns of the shards, in MDS's encodings."""
         columns = {"tokens": f"ndarray:{self.dtype}"}
         return columns if self.mode == "max_seq_len" else {**columns, "begins": f"ndarray:{self.begins_dtype}"}
 
@@ -97,7 +107,7 @@ class RowMaker:
         return {name: value for name, value in self.__dict__.items() if name != "tokenizer"}
 
     def __call__(self, texts: list[str]) -> Rows:
-        """The rows of texts. One that has no tokens gives an empty row."""
+        """Return the rows of texts; a text without tokens gives an empty row."""
         documents = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
         if self.mode == "max_seq_len":
             rows = [[self.cls, *ids[: self.length - 2], self.sep] if ids else [] for ids in documents]
@@ -108,19 +118,19 @@ class RowMaker:
         return Rows(tokens, lengths, np.fromiter(map(len, documents), np.int64, len(rows)))
 
     def samples(self, rows: Rows) -> Iterator[dict[str, bytes]]:
-        """The samples of `--max_seq_len`, one a document."""
+        """Yield the samples of `--max_seq_len`, one per document."""
         for end, length in zip(np.cumsum(rows.lengths).tolist(), rows.lengths.tolist()):
             yield {"tokens": encode(rows.tokens[end - length : end])}
 
 
 def encode(array: np.ndarray) -> bytes:
-    """A one-dimensional array in MDS's encoding `ndarray:TYPE`; the library's encoder takes twenty times as long."""
+    """Encode a one-dimensional array as MDS's `ndarray:TYPE`; the library's encoder takes twenty times as long."""
     width = next(i for i in range(4) if len(array) < 1 << (8 << i))  # of the number of elements: 1, 2, 4 or 8 bytes
     return bytes([1 << 2 | width]) + len(array).to_bytes(1 << width, sys.byteorder) + array.tobytes()
 
 
 class Packer:
-    """Documents, end to end → the samples of `--concat_tokens`. What does not fill a row waits for more."""
+    """Documents end to end → the samples of `--concat_tokens`. Tokens that do not fill a row wait for more."""
 
     def __init__(self, maker: RowMaker, state: dict[str, list[int]] | None = None):
         self.maker = maker
@@ -128,36 +138,36 @@ class Packer:
         self.starts = np.array(state["starts"] if state else [], np.int64)  # of documents, in `waiting`
 
     def state(self) -> dict[str, list[int]]:
-        """What another Packer goes on from, as JSON holds it."""
+        """Return the state that another Packer resumes from, as JSON holds it."""
         return {"tokens": self.waiting.tolist(), "starts": self.starts.tolist()}
 
     def samples(self, rows: Rows) -> Iterator[dict[str, bytes]]:
-        """The samples that these documents fill. To be exhausted before the next call."""
+        """Yield the samples that these documents fill. Exhaust it before the next call."""
         maker = self.maker
         starts = np.concatenate([self.starts, len(self.waiting) + np.cumsum(rows.lengths) - rows.lengths])
         tokens = np.concatenate([self.waiting, rows.tokens])
         closing = np.zeros(len(tokens) + 1, bool)  # where a document has its [SEP]
-        closing[starts - 1] = True  # before each document; before the very first is the spare place at the end
+        closing[starts - 1] = True  # before each document; before the first is the spare position at the end
         closing[len(tokens) - 1] = True
         cuts = self._cuts(len(tokens), closing.tobytes())
-        bounds = np.searchsorted(starts, cuts)  # of the documents that begin in each row
+        bounds = np.searchsorted(starts, cuts)  # of the documents that start in each row
         self.waiting, self.starts = tokens[cuts[-1] :], starts[bounds[-1] :] - cuts[-1]
         begins = starts[: bounds[-1]] - np.repeat(cuts[:-1], np.diff(bounds)) + 1
         begins = begins.astype(maker.begins_dtype)
         filled = np.full((len(cuts) - 1, maker.length), maker.sep, maker.dtype)
         filled[:, 0] = maker.cls
-        for row, begin, end, first, last in zip(filled, cuts, cuts[1:], bounds, bounds[1:]):
-            row[1 : end - begin + 1] = tokens[begin:end]
+        for row, start, end, first, last in zip(filled, cuts, cuts[1:], bounds, bounds[1:]):
+            row[1 : end - start + 1] = tokens[start:end]
             yield self._sample(row, begins[first:last])
 
     def last_sample(self) -> Iterator[dict[str, bytes]]:
-        """What waits, as the split's last sample; nothing if nothing waits."""
+        """Yield the waiting tokens, if any, as the split's last sample."""
         if len(self.waiting):
             row = np.insert(self.waiting, 0, self.maker.cls)
             yield self._sample(row, (self.starts + 1).astype(self.maker.begins_dtype))
 
     def _cuts(self, size: int, closing: bytes) -> list[int]:
-        """Where rows begin and end: after N - 1 tokens if the last is a [SEP] already, else after N - 2, to add one."""
+        """Return the bounds of rows: after N - 1 tokens if the last is a [SEP] already, else after N - 2, to add one."""
         room = self.maker.length - 2
         cuts = [0]
         while (end := cuts[-1] + room) < size:

@@ -1,4 +1,4 @@
-"""Work in several processes, its results in order."""
+"""Map a function over items in several processes, with results in order."""
 
 import contextlib
 import itertools
@@ -14,20 +14,23 @@ from typing import Any
 
 from src.errors import UserError
 
-WAITING = 3  # items a process has been given, at most: one in work, and others so that it never waits
+QUEUED = 3  # items per process: one in work, and others so that it never waits
 
 
 def usable_cores() -> int:
+    """Return the number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_order(
     work: Callable[[Any], Any], items: Iterable[tuple[Any, Any]], workers: int
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """(name, item, work(item)) for each (name, item), in order, the work done by `workers` processes.
+    """Yield (name, item, work(item)) for each (name, item), in order; errors are raised in turn.
 
-    One worker is this process, and so it is if there is but one item. `work` goes to each process once, by pickle. What it
-    raises is raised here, in its turn. Raises UserError if a process dies.
+    With one worker or one item, this process does the work. Otherwise `work` is pickled once per process.
+
+    Raises:
+        UserError: a process was killed.
     """
     items = iter(items)
     first = list(itertools.islice(items, 2))
@@ -38,25 +41,26 @@ def in_order(
         return
     # spawn, since the libraries that read the Hub keep threads, which a fork does not survive
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (work,))
-    waiting = deque()
+    queue = deque()
     try:
         for name, item in items:
-            with _interrupts_ignored() if len(waiting) < workers else contextlib.nullcontext():  # a process may start
-                waiting.append((name, item, pool.submit(_work, item)))
-            if len(waiting) == WAITING * workers:
-                name, item, future = waiting.popleft()
+            with _interrupts_ignored() if len(queue) < workers else contextlib.nullcontext():  # a process may start
+                queue.append((name, item, pool.submit(_work, item)))
+            if len(queue) == QUEUED * workers:
+                name, item, future = queue.popleft()
                 yield name, item, future.result()
-        for name, item, future in waiting:
+        for name, item, future in queue:
             yield name, item, future.result()
     except BrokenProcessPool:
-        raise UserError("a worker process was killed, perhaps for want of memory; the same command goes on where it stopped, with a smaller --num_workers if need be") from None  # fmt: skip
+        fix = "the same command resumes, if need be with a smaller --num_workers"
+        raise UserError(f"a worker process was killed, perhaps for lack of memory; {fix}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Ctrl-C reaches every process of a terminal; those that start meanwhile leave it to this one."""
+    """Start processes that ignore Ctrl-C, which reaches every process of a terminal; this one ends them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -67,12 +71,12 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-_the_work: Callable[[Any], Any]
+_function: Callable[[Any], Any]
 
 
 def _start(work: Callable[[Any], Any]) -> None:
-    global _the_work
-    _the_work = work
+    global _function
+    _function = work
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -82,4 +86,4 @@ def _end_with_parent() -> None:
 
 
 def _work(item: Any) -> Any:
-    return _the_work(item)
+    return _function(item)

@@ -1,4 +1,4 @@
-"""Conversion as users run it: rows of tokens that hold the source, and the same shards whatever interrupts or shares the work."""
+"""Conversion: token rows hold the source, and shards are the same whatever interrupts or shares the work."""
 
 import errno
 import gzip
@@ -20,7 +20,8 @@ from conftest import DATA, ROOT, assert_one_sentence, environment, needs_referen
 from streaming.base.format.mds import MDSReader
 from tqdm import tqdm
 
-from src.data import convert as convert_dataset
+from src.convert_dataset import main
+from src.data import convert as conversion
 from src.data import shards as shard_writer
 from src.data.readers import read_batches
 from src.data.tokenizers import vocabulary_digest
@@ -30,7 +31,7 @@ DOCUMENTS = ["", *sentences(900, seed=5), " \n", "the dog"]
 
 
 def convert(*arguments: object) -> None:
-    convert_dataset.main([str(argument) for argument in arguments])
+    main([str(argument) for argument in arguments])
 
 
 def samples(folder: Path) -> list[dict]:
@@ -54,10 +55,10 @@ def documents(folder: Path) -> list[list[int]]:
     for sample in samples(folder):
         row, begins = sample["tokens"].tolist(), sample["begins"].tolist()
         cuts = [1, *[begin for begin in begins if 1 < begin < len(row)], len(row)]
-        pieces = [row[begin:end] for begin, end in itertools.pairwise(cuts)]
+        segments = [row[begin:end] for begin, end in itertools.pairwise(cuts)]
         if begins[0] > 1:
-            found[-1] += pieces.pop(0)
-        found += pieces
+            found[-1] += segments.pop(0)
+        found += segments
     return [[token for token in ids if token != 3] for ids in found]
 
 
@@ -88,7 +89,7 @@ def test_concatenated_rows_hold_every_document(source, tokenizer, tokenizer_fold
     assert facts["bytes"] == sum(path.stat().st_size for path in shards)
 
 
-def test_a_row_a_document_is_cut_and_counted(source, tokenizer, tokenizer_folder, tmp_path, caplog):
+def test_one_row_per_document_is_truncated_and_counted(source, tokenizer, tokenizer_folder, tmp_path, caplog):
     with caplog.at_level("INFO", logger="lion"):
         convert("--data_files", source, "--splits", "train_small", "--out_root", tmp_path, "--tokenizer", tokenizer_folder,
                 "--max_seq_len", 16)  # fmt: skip
@@ -114,7 +115,7 @@ def test_a_document_without_tokens_is_an_empty_one(tokenizer_folder, tmp_path):
 
 @pytest.mark.parametrize("mode", ["--concat_tokens", "--max_seq_len", None])
 def test_a_limit_is_kept_in_the_middle_of_a_batch(mode, tokenizer, tokenizer_folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(convert.SPLITS, "train_small", ("train", 7))
+    monkeypatch.setitem(conversion.SPLITS, "train_small", ("train", 7))
     options = ("--tokenizer", tokenizer_folder, mode, 32) if mode else ()
     source = write_jsonl(tmp_path / "a.jsonl", [*DOCUMENTS[:8], "", "", *(DOCUMENTS[8:] if mode else [])])
     convert("--data_files", source, "--splits", "train_small", "--out_root", tmp_path, *options)
@@ -130,7 +131,7 @@ def test_a_limit_is_kept_in_the_middle_of_a_batch(mode, tokenizer, tokenizer_fol
 
 
 @needs_reference
-def test_wikitext_comes_back_from_both_modes(tmp_path):
+def test_wikitext_is_recovered_from_both_modes(tmp_path):
     """The real vocabulary on real text: the text of the rows is the source's, as the tokenizer alone reads and writes it."""
     from transformers import BertTokenizerFast
 
@@ -144,10 +145,10 @@ def test_wikitext_comes_back_from_both_modes(tmp_path):
     found = []
     for sample in samples(tmp_path / "packed" / "train"):
         row, begins = sample["tokens"].astype(int), sample["begins"]
-        pieces = [row[a:b] for a, b in zip([1, *begins], [*begins, len(row)]) if a < b]
+        segments = [row[a:b] for a, b in zip([1, *begins], [*begins, len(row)]) if a < b]
         if begins[0] > 1:
-            found[-1] = [*found[-1], *pieces.pop(0)]
-        found += pieces
+            found[-1] = [*found[-1], *segments.pop(0)]
+        found += segments
     decode = tokenizer.batch_decode
     bare = tokenizer(lines, add_special_tokens=False)["input_ids"]
     assert decode(found, skip_special_tokens=True) == decode(bare)
@@ -171,7 +172,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("options, words", MISTAKES.values(), ids=MISTAKES.keys())
-def test_options_that_cannot_be_are_refused(options, words, source, tmp_path):
+def test_invalid_options_are_refused(options, words, source, tmp_path):
     with pytest.raises(UserError) as error:
         convert("--data_files", source, "--splits", "train", "--out_root", tmp_path / "out", *options)
     for word in words:
@@ -197,7 +198,7 @@ def test_the_shards_are_the_same_with_any_number_of_workers(tokenizer_folder, tm
     assert len(results[0][0]) > 4
 
 
-def test_an_error_in_a_worker_is_said_as_anywhere(tokenizer_folder, tmp_path, monkeypatch):
+def test_an_error_in_a_worker_is_reported_as_in_one_process(tokenizer_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("src.data.readers.BATCH_BYTES", 4000)
     monkeypatch.setattr("src.data.corpora.BATCH_BYTES", 4000)
     data = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
@@ -250,7 +251,7 @@ def parts(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("mode", ["--concat_tokens", "--max_seq_len", None])
-def test_killed_again_and_again_it_writes_the_same_bytes(mode, parts, tokenizer_folder, tmp_path, small_batches):
+def test_repeated_kills_give_the_same_bytes(mode, parts, tokenizer_folder, tmp_path, small_batches):
     draw = random.Random(str(mode))
     command = ["--data_files", parts, "--val_fraction", 0.3, "--size_limit", 4000, "--num_workers", 1]
     command += ["--tokenizer", tokenizer_folder, mode, 24] if mode else []
@@ -258,8 +259,8 @@ def test_killed_again_and_again_it_writes_the_same_bytes(mode, parts, tokenizer_
     out = tmp_path / "out"
     kills = 0
     while kills < 4:
-        moment = draw.choice(["save_progress", "to_disk", "to_disk", "give_name"])
-        kills += killed(moment, draw.randint(1, 20) if moment != "give_name" else 1, *command, "--out_root", out)
+        moment = draw.choice(["save_progress", "sync_to_disk", "sync_to_disk", "publish"])
+        kills += killed(moment, draw.randint(1, 20) if moment != "publish" else 1, *command, "--out_root", out)
         done = [split for split in ("train", "val") if (out / split).exists()]
         for split in done:
             assert {**files(out / split), "progress.json": b""} == {**files(tmp_path / "whole" / split), "progress.json": b""}  # fmt: skip
@@ -272,7 +273,7 @@ def test_killed_again_and_again_it_writes_the_same_bytes(mode, parts, tokenizer_
     assert sorted(path.name for path in out.iterdir()) == ["train", "val"]
 
 
-def test_it_goes_on_where_it_was_and_not_from_the_beginning(parts, tmp_path, small_batches, caplog, monkeypatch):
+def test_it_resumes_after_the_last_shard_and_reads_only_the_rest(parts, tmp_path, small_batches, caplog, monkeypatch):
     command = ["--data_files", parts, "--splits", "train", "--size_limit", 4000]
     convert(*command, "--out_root", tmp_path / "whole")
     assert killed("save_progress", 14, *command, "--out_root", tmp_path / "out")
@@ -280,7 +281,7 @@ def test_it_goes_on_where_it_was_and_not_from_the_beginning(parts, tmp_path, sma
     monkeypatch.setattr("src.data.corpora.read_batches", lambda path, *rest: read.append(path.name) or read_batches(path, *rest))  # fmt: skip
     with caplog.at_level("INFO", logger="lion"):
         convert(*command, "--out_root", tmp_path / "out")
-    assert "going on after 12 shards" in caplog.text
+    assert "resuming after 12 shards" in caplog.text
     assert read == ["b.txt.gz", "c.jsonl"]
     assert files(tmp_path / "out" / "train") == files(tmp_path / "whole" / "train")
 
@@ -293,7 +294,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_command_or_another_input_does_not_go_on(change, parts, tokenizer_folder, tmp_path, small_batches):
+def test_another_command_or_other_input_does_not_resume(change, parts, tokenizer_folder, tmp_path, small_batches):
     out = tmp_path / "out"
     command = ["--data_files", parts, "--splits", "train", "--size_limit", 4000, "--out_root", out]
     assert killed("save_progress", 9, *command)
@@ -310,7 +311,7 @@ def test_another_command_or_another_input_does_not_go_on(change, parts, tokenize
     assert [path.name for path in out.iterdir()] == ["train"]
 
 
-def test_what_has_not_been_read_may_change(parts, tmp_path, small_batches):
+def test_unread_files_may_change(parts, tmp_path, small_batches):
     command = ["--data_files", parts, "--splits", "train", "--size_limit", 4000, "--out_root", tmp_path / "out"]
     good = (tmp_path / "c.jsonl").read_bytes()
     (tmp_path / "c.jsonl").write_bytes(b'{"text": \n')
@@ -322,27 +323,27 @@ def test_what_has_not_been_read_may_change(parts, tmp_path, small_batches):
         convert(*command)
 
 
-def test_two_splits_of_which_one_is_done_go_on_with_the_other(parts, tmp_path, small_batches, caplog):
+def test_of_two_splits_the_unfinished_one_resumes(parts, tmp_path, small_batches, caplog):
     out = tmp_path / "out"
     command = ["--data_files", parts, "--val_fraction", 0.5, "--size_limit", 4000, "--out_root", out]
     convert(*command, "--splits", "train")
     (out / "train" / "old").touch()
-    assert killed("give_name", 2, *command, "--overwrite")
+    assert killed("publish", 2, *command, "--overwrite")
     train = files(out / "train")
     assert "old" not in train and not (out / "val").exists()
     with caplog.at_level("INFO", logger="lion"):
         convert(*command, "--overwrite")
-    assert "written by the same command before" in caplog.text
+    assert "already written by the same command" in caplog.text
     assert files(out / "train") == train
     assert len(samples(out / "train")) + len(samples(out / "val")) == len([text for text in DOCUMENTS if text.strip()])
-    with pytest.raises(UserError, match="already there"):
+    with pytest.raises(UserError, match="already exists"):
         convert(*command)
 
 
-def test_a_full_disk_is_told_and_what_is_there_is_kept(parts, tmp_path, small_batches, monkeypatch):
+def test_a_full_disk_is_one_sentence_and_complete_shards_are_kept(parts, tmp_path, small_batches, monkeypatch):
     command = ["--data_files", parts, "--splits", "train", "--size_limit", 4000]
     convert(*command, "--out_root", tmp_path / "whole")
-    original, calls = shard_writer.to_disk, itertools.count()
+    original, calls = shard_writer.sync_to_disk, itertools.count()
 
     def full(path):
         if next(calls) == 14:
@@ -351,15 +352,15 @@ def test_a_full_disk_is_told_and_what_is_there_is_kept(parts, tmp_path, small_ba
         original(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shard_writer, "to_disk", full)
-        with pytest.raises(UserError, match=r"\.train\.unfinished: No space left on device; make room"):
+        patch.setattr(shard_writer, "sync_to_disk", full)
+        with pytest.raises(UserError, match=r"\.train\.unfinished: No space left on device; free space"):
             convert(*command, "--out_root", tmp_path / "out")
     assert len(json.loads((tmp_path / "out" / ".train.unfinished" / "progress.json").read_text())["shards"]) == 4
     convert(*command, "--out_root", tmp_path / "out")
     assert files(tmp_path / "out" / "train") == files(tmp_path / "whole" / "train")
 
 
-def test_a_folder_that_cannot_be_written_is_named(parts, tmp_path):
+def test_an_unwritable_folder_is_named(parts, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write .*file/out/\.train\.unfinished"):
         convert("--data_files", parts, "--splits", "train", "--out_root", tmp_path / "file" / "out")
@@ -371,7 +372,7 @@ def test_two_processes_do_not_write_the_same_split(parts, tmp_path, small_batche
     assert killed("save_progress", 9, *command)
     handle = shard_writer.lock(out / ".train.unfinished")
     for options in ([], ["--overwrite"], ["--overwrite", "--compression", "zstd"]):
-        with pytest.raises(UserError, match="being written by another process"):
+        with pytest.raises(UserError, match="another process is writing it"):
             convert(*command, *options)
     os.close(handle)
     convert(*command)
@@ -407,15 +408,13 @@ def alive(group: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_workers_end_with_a_process_that_is_killed_and_the_next_goes_on(
-    number, long_source, tokenizer_folder, tmp_path
-):
+def test_workers_end_with_a_killed_process_and_the_next_resumes(number, long_source, tokenizer_folder, tmp_path):
     process = start(tmp_path / "out", long_source, tokenizer_folder)
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert "Traceback" not in said
+    _, stderr = process.communicate(timeout=60)
+    assert "Traceback" not in stderr
     if number == signal.SIGINT:
-        assert process.returncode == 130 and said.endswith("the same command continues where it stopped\n")
+        assert process.returncode == 130 and stderr.endswith("the same command resumes\n")
     deadline = time.monotonic() + 30
     while alive(process.pid):
         assert time.monotonic() < deadline, "workers outlive the command"
@@ -442,7 +441,7 @@ def test_standard_input_gives_one_split(tmp_path):
     assert_one_sentence(result, "standard input", "one split")
 
 
-# The Hub, which a folder stands for: datasets streams both alike
+# The Hub, simulated by a folder: datasets streams both alike
 
 
 FEATURES = (
@@ -461,7 +460,7 @@ def dataset(request, tmp_path) -> Path:
     return folder
 
 
-def test_a_streamed_dataset_goes_on_where_it_was(dataset, tokenizer_folder, tmp_path, small_batches, monkeypatch):
+def test_a_streamed_dataset_resumes(dataset, tokenizer_folder, tmp_path, small_batches, monkeypatch):
     """Killed after every other shard, of which several come of a batch."""
     monkeypatch.setattr("src.data.corpora.RECORDS", 70)
     command = ["--dataset", dataset, "--val_fraction", 0.2, "--size_limit", 1000, "--num_workers", 1,
@@ -477,15 +476,15 @@ def test_a_streamed_dataset_goes_on_where_it_was(dataset, tokenizer_folder, tmp_
         assert files(tmp_path / "out" / split) == files(tmp_path / "whole" / split)
 
 
-def test_progress_of_a_small_split_goes_to_its_limit(dataset, tmp_path, monkeypatch):
-    totals, progress = [], convert.progress
-    monkeypatch.setitem(convert.SPLITS, "train_small", ("train", 7))
-    monkeypatch.setattr(convert, "progress", lambda **options: totals.append(options["total"]) or progress(**options))  # fmt: skip
+def test_the_progress_bar_of_a_small_split_ends_at_its_limit(dataset, tmp_path, monkeypatch):
+    totals, progress = [], conversion.progress
+    monkeypatch.setitem(conversion.SPLITS, "train_small", ("train", 7))
+    monkeypatch.setattr(conversion, "progress", lambda **options: totals.append(options["total"]) or progress(**options))  # fmt: skip
     convert("--dataset", dataset, "--splits", "train_small", "--out_root", tmp_path / "out")
     assert totals == [7]
 
 
-@pytest.mark.parametrize("options, words", [(["--text_column", "body"], "no column 'body'.*id, text"), (["--text_column", "id"], "other things than text"), (["--splits", "val"], "validation")])  # fmt: skip
+@pytest.mark.parametrize("options, words", [(["--text_column", "body"], "no column body .*id, text"), (["--text_column", "id"], "column 'id' holds int, not text"), (["--splits", "val"], "validation")])  # fmt: skip
 def test_a_dataset_without_the_column_or_the_split_is_named(options, words, dataset, tmp_path):
     with pytest.raises(UserError, match=words):
         convert("--dataset", dataset, "--splits", "train", "--out_root", tmp_path / "out", *options)
