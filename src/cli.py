@@ -20,7 +20,9 @@ def run(main: Callable[[list[str]], None]) -> None:
     Exit status: 0 success, 2 unusable input, 1 failure, 130 interrupted by Ctrl-C, 143 ended by SIGTERM.
     """
     start_log()
-    use_large_pages()
+    # Torch then requests 2 MB pages for large tensors on a CPU, which the system clears faster. It reads this at its first
+    # tensor, and importing transformers' models creates one.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         main(sys.argv[1:])
     except UserError as error:
@@ -30,14 +32,6 @@ def run(main: Callable[[list[str]], None]) -> None:
         sys.exit(130)
     except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def use_large_pages() -> None:
-    """Have torch request 2 MB pages for large tensors on a CPU, which the system clears faster than 4 kB pages.
-
-    Torch reads the variable at its first tensor, and importing transformers' models creates one, so commands call this first.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def start_log() -> None:
