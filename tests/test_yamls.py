@@ -1,4 +1,4 @@
-"""The configs that come with the project: each builds its model, of the size that the README names, and trains."""
+"""The project's configs: each builds its model, with the parameters that docs/pretraining.md states, and trains."""
 
 import re
 
@@ -20,13 +20,14 @@ def build(name: str) -> LionForMaskedLM:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_readme_names_the_size_of_every_model(name):
+def test_the_docs_state_the_parameters_of_every_model(name):
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in build(name).parameters())
     if name.endswith("-large"):
         assert round(parameters, -6) == 335_000_000
     else:
-        rows = re.findall(r"^\| `([\w-]+)\.yaml` .*?\| *([\d,]+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+        table = (ROOT / "docs/pretraining.md").read_text()
+        rows = re.findall(r"^\| `([\w-]+)\.yaml` .*?\| *([\d,]+) \|$", table, re.MULTILINE)
         assert dict(rows)[name] == f"{parameters:,}"
 
 

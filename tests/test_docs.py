@@ -1,0 +1,87 @@
+"""README and chapters: links, files, options, keys and make targets exist, and the README is short."""
+
+import ast
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from src.glue.config import FinetuneConfig
+from src.mlm.config import PretrainConfig
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PARSERS = {  # script → the files that declare its options, if they are others
+    "glue.py": ("src/config.py", "src/jobs/run.py", "src/jobs/compare.py"),
+    "main.py": ("src/config.py",),
+}
+SCRIPT = re.compile(r"(?<![\w/.])(?:src/|benchmarks/)?\w+\.py\b")
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def commands(text: str) -> list[str]:
+    """The command lines in code blocks and in inline code, with continued lines joined."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    inline = re.findall(r"`([^`\n]+\.py [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    lines = "\n".join(blocks).replace("\\\n", " ").split("\n") + [command.replace("\n", " ") for command in inline]
+    return [line.split(" #")[0] for line in lines if ".py" in line]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_pictures_exist(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if not path.startswith("http"):
+            linked = (page.parent / path).resolve() if path else page
+            assert linked.exists(), target
+            assert not anchor or anchor in anchors(linked), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_named_in_a_page_exist(page):
+    named = re.findall(r"`((?:src|tests|yamls|benchmarks)/[\w./-]+?)/?`", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_of_commands_are_known(page):
+    for command in commands(page.read_text()):
+        script = next((name for name in SCRIPT.findall(command) if (ROOT / name).is_file()), None)
+        if script is None:  # a test file
+            continue
+        declared = "".join((ROOT / path).read_text() for path in PARSERS.get(script, (script,)))
+        options = set(re.findall(r"--\w+", command.split(script, 1)[1]))
+        assert {option for option in options if f'"{option}"' not in declared} == set(), command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_keys_given_as_key_value_are_known(page):
+    known = {entry.name for schema in (PretrainConfig, FinetuneConfig) for entry in fields(schema)}
+    others = {"form", "trust_remote_code"}  # arguments of Python functions
+    assert set(re.findall(r"`'?([a-z_]+)(?:\.[\w.]+)?=", page.read_text())) <= known | others
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_make_targets_exist(page):
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE)) <= set(targets)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_in_a_page_parses(page):
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        ast.parse(block)
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_the_readme_links_every_chapter():
+    linked = set(re.findall(r"\]\(docs/([\w-]+\.md)", (ROOT / "README.md").read_text()))
+    assert linked == {page.name for page in PAGES[1:]}
