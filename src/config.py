@@ -127,7 +127,7 @@ def check_value(name: str, value: Any, kind: Any = Any, rule: Rule = Rule()) -> 
         number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
         if not (number and rule.admits(value)):
             raise UserError(f"{name}={value!r} must be {'an integer' if whole else 'a number'}{rule.bounds}{also}")
-    elif kinds[0] in (str, bool) and type(value) is not kinds[0]:
+    elif kinds[0] in (str, bool) and type(value) not in kinds:
         raise UserError(f"{name}={value!r} must be {'a string' if kinds[0] is str else 'true or false'}")
 
 

@@ -29,13 +29,15 @@ from src.errors import RunFailed, UserError
 from src.glue.batches import Batches, GroupedByLength, loader
 from src.glue.config import FinetuneConfig
 from src.glue.examples import Example, read_task
-from src.glue.experiment import Job, predict, run_in_process
+from src.glue.experiment import GlueExperiment
+from src.glue.finetune import predict
+from src.glue.model import LionClassifier
 from src.glue.start import build_model, read_start
-from src.glue.tasks import GLUE, select
-from src.jobs import pool
-from src.jobs.jobs import plan, refuse_another_start, where_to_run
-from src.jobs.pool import BAR, Running, show
-from src.training.model import LionClassifier
+from src.glue.tasks import GLUE
+from src.jobs import pool, predictions
+from src.jobs.jobs import Job, refuse_other_origin
+from src.jobs.pool import BAR, Running, devices, show
+from src.jobs.worker import run_job
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ONE = {"epochs": 1, "batch_size": 8, "seeds": [19], "eval_interval": "1ep"}
@@ -82,7 +84,7 @@ def test_predictions_that_are_not_finite_fail_the_job():
         def eval_forward(self, batch: torch.Tensor) -> torch.Tensor:
             return batch * float("nan")
 
-    with pytest.raises(RunFailed, match="not finite; set a smaller lr"):
+    with pytest.raises(RunFailed, match="non-finite; set a smaller lr"):
         predict(Diverged(), [torch.ones(2)], DeviceCPU(), Precision.FP32)
 
 
@@ -90,7 +92,7 @@ def test_a_job_that_cannot_write_says_so(tmp_path):
     (tmp_path / "jobs").write_text("a file, where the folders of jobs should go")
     job, connection = Job(GLUE["rte"], 19, tmp_path / "jobs" / "rte-19", {}), Mock()
     with pytest.raises(SystemExit):
-        run_in_process(None, job, "cpu", None, None, connection)
+        run_job(None, job, "cpu", None, None, connection)
     ((kind, reason),) = connection.send.call_args.args
     assert kind == "failed" and reason.startswith(f"cannot write {job.folder}/log.txt: Not a directory")
 
@@ -98,7 +100,7 @@ def test_a_job_that_cannot_write_says_so(tmp_path):
 def test_predictions_are_in_the_precision_of_the_evaluations_in_training(monkeypatch):
     """As Composer's context has it, which changes nothing where there is no GPU."""
     monkeypatch.setattr(
-        "src.glue.experiment.get_precision_context",
+        "src.glue.finetune.get_precision_context",
         lambda precision: torch.autocast("cpu", enabled=precision == Precision.AMP_BF16),
     )
 
@@ -174,14 +176,17 @@ def test_the_scores_of_a_run_follow_from_its_predictions(finetuned, glue_dir):
         written, name = json.loads((place / "result.json").read_text()), place.name.split("-")[0]
         for split, scores in written["scores"].items():
             rows = [json.loads(line) for line in (place / f"predictions-{split}.jsonl").read_text().splitlines()]
-            logits, labels = torch.tensor([row["logits"] for row in rows]), torch.tensor([row["label"] for row in rows])
-            guesses = logits.argmax(-1) if logits.ndim == 2 else logits
+            assert [row["id"] for row in rows] == list(range(2, len(rows) + 2))  # lines of the file, below its header
+            guesses, labels = predictions.read_tensors(place, split, written["labels"])
+            if written["labels"]:
+                assert [row["prediction"] for row in rows] == [written["labels"][guess] for guess in guesses]
+                assert [row["label"] for row in rows] == [written["labels"][label] for label in labels]
+            else:
+                assert [row["label"] for row in rows] == pytest.approx(labels.tolist())
             assert scores == {metric: pytest.approx(reference(metric, guesses, labels), abs=1e-6) for metric in written["metrics"]}  # fmt: skip
             if name in GLUE:
                 examples = read_task(GLUE[name], str(glue_dir)).validation[split]
                 assert labels.tolist() == pytest.approx([example.label for example in examples])
-                if GLUE[name].labels:
-                    assert [row["prediction"] for row in rows] == [GLUE[name].labels[guess] for guess in guesses]
         evaluated = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
         last = [line["eval"] for line in evaluated if "eval" in line][-1]  # during training, at its end
         for split, scores in written["scores"].items():
@@ -210,13 +215,13 @@ def test_predictions_of_the_test_sets_are_in_files_for_the_server(finetuned):
 
 def test_the_same_command_again_trains_nothing_and_shows_the_same_table(finetuned, capsys, caplog, monkeypatch):
     arguments, folder, done = finetuned
-    monkeypatch.setattr("src.jobs.fork_server.start", pytest.fail)
+    monkeypatch.setattr("src.jobs.pool.start_server", pytest.fail)
     jobs = snapshot(folder / "jobs")
     with caplog.at_level("INFO", logger="lion"):
         glue.main(arguments)
     assert caplog.text.count("done earlier") == 7
     assert capsys.readouterr().out == done.stdout
-    with pytest.raises(UserError, match="name another save_folder or base_run_name, or replace them with --rerun"):
+    with pytest.raises(UserError, match="choose another save_folder or base_run_name, or add --rerun"):
         glue.main([*arguments, "from_scratch=true"])
     assert snapshot(folder / "jobs") == jobs
 
@@ -232,7 +237,7 @@ def test_a_changed_value_runs_what_it_changes_again_and_rerun_runs_what_is_done(
     with caplog.at_level("INFO", logger="lion"):
         glue.main([*arguments, "tasks.stsb.lr=0.5"])
     assert caplog.text.count("done earlier") == 6
-    assert "STS-B seed 19: its result is of another task, so it runs again" in caplog.text
+    assert "STS-B seed 19: its result has another task, so it runs again" in caplog.text
     assert changed() == {"stsb-19"}
     lines = [json.loads(line) for line in (folder / "jobs/stsb-19/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [3]  # of the new run alone
@@ -321,26 +326,26 @@ def job_process(command: int) -> int:
     return job
 
 
-def test_places_are_gpus_by_number_or_so_many_processes(monkeypatch):
-    assert where_to_run(False, "cpu") == where_to_run(1, "gpu") == [None]
-    assert where_to_run(3, "cpu") == [None] * 3
-    assert where_to_run(True, "cpu") == [None] * len(os.sched_getaffinity(0))
+def test_devices_are_gpus_by_number_or_unbound_processes(monkeypatch):
+    assert devices(False, "cpu") == devices(1, "gpu") == [None]
+    assert devices(3, "cpu") == [None] * 3
+    assert devices(True, "cpu") == [None] * len(os.sched_getaffinity(0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    assert where_to_run(True, "gpu") == ["4", "6", "7"]
-    assert where_to_run(2, "gpu") == ["4", "6"]
-    with pytest.raises(UserError, match="4 jobs at a time, but there are 3 GPUs"):
-        where_to_run(4, "gpu")
+    assert devices(True, "gpu") == ["4", "6", "7"]
+    assert devices(2, "gpu") == ["4", "6"]
+    with pytest.raises(UserError, match="parallel=4 is more than the 3 GPUs"):
+        devices(4, "gpu")
     for wrong in ("yes", 0, -1, 1.5):
         with pytest.raises(UserError, match="parallel"):
-            where_to_run(wrong, "cpu")
+            devices(wrong, "cpu")
 
 
 def test_the_progress_line_tells_jobs_done_time_left_and_the_steps_of_running_jobs():
-    jobs = [Job(GLUE["rte"], seed, Path(f"rte-{seed}"), {}, work=100) for seed in (1, 2, 3)]
+    jobs = [Job(GLUE["rte"], seed, Path(f"rte-{seed}"), {}, cost=100) for seed in (1, 2, 3)]
     ours, its = multiprocessing.Pipe()
     its.send(("step", 1200, 2400))
-    running = Running(jobs[1], None, ours, None, begun=0)
-    running.listen()
+    running = Running(jobs[1], None, ours, None, started=0)
+    running.receive()
     bar = progress(total=300, smoothing=0, bar_format=BAR)
     show(bar, [jobs[2]], [running], 3)
     bar.close()
@@ -348,44 +353,44 @@ def test_the_progress_line_tells_jobs_done_time_left_and_the_steps_of_running_jo
     assert re.search(r" 50% .* left.*1 of 3 jobs done; RTE seed 2 step 1,200 of 2,400", str(bar))
 
 
-def test_of_several_jobs_at_a_time_the_largest_begin_first(monkeypatch):
+def test_of_several_jobs_at_a_time_the_largest_start_first(monkeypatch):
     class Enough(Exception):
         pass
 
-    def begin(config, job, *_) -> Mock:
-        begun.append(job.seed)
-        if len(begun) == len(jobs):
+    def start(experiment, job, *_) -> Mock:
+        started.append(job.seed)
+        if len(started) == len(jobs):
             raise Enough
         return Mock(job=job)
 
-    jobs = [Job(GLUE["rte"], seed, Path(f"rte-{seed}"), {}, work=work) for seed, work in enumerate((20, 5, 30))]
-    monkeypatch.setattr(pool, "begin", begin)
-    monkeypatch.setattr(pool.fork_server, "start", lambda: None)
-    begun: list[int] = []
+    jobs = [Job(GLUE["rte"], seed, Path(f"rte-{seed}"), {}, cost=cost) for seed, cost in enumerate((20, 5, 30))]
+    monkeypatch.setattr(pool, "start", start)
+    monkeypatch.setattr(pool, "start_server", lambda module: None)
+    started: list[int] = []
     with pytest.raises(Enough):
-        pool.run_all(SimpleNamespace(progress_bar=False), jobs, "cpu", [None] * 3)
-    assert begun == [2, 0, 1]
+        pool.run_all(SimpleNamespace(config=SimpleNamespace(progress_bar=False), preload=""), jobs, "cpu", [None] * 3)
+    assert started == [2, 0, 1]
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
         ("mnli_first=true", ["mnli_first", "add mnli"]),
-        ("tasks.sst2.eval_interval=often", ["tasks.sst2.eval_interval", "'often'"]),
-        ("tasks.sst2.eval_interval=500", ["tasks.sst2.eval_interval", "'500'"]),
+        ("tasks.sst2.eval_interval=often", ["tasks.sst2.eval_interval=often"]),
+        ("tasks.sst2.eval_interval=500", ["tasks.sst2.eval_interval=500"]),
         ("tasks.sst2.optimizer=sgd", ["tasks.sst2.optimizer", "sgd", "adamw"]),
-        ("tasks.sst2.precision=fp8", ["precision", "'fp8'"]),
+        ("tasks.sst2.precision=fp8", ["tasks.sst2.precision=fp8"]),
         ("model.num_hidden_layers=2", ["misses", "layers.1"]),
         ("scheduler.name=steps", ["scheduler", "steps"]),
-        ("device_eval_batch_size=0", ["device_eval_batch_size 0 must be at least 1"]),
-        ("max_seq_len=2", ["max_seq_len 2 must be at least 3"]),
+        ("device_eval_batch_size=0", ["device_eval_batch_size=0 must be an integer ≥ 1"]),
+        ("max_seq_len=2", ["max_seq_len=2 must be at least 3"]),
         ("loggers.tensorbord={{}}", ["loggers", "tensorbord", "did you mean tensorboard?"]),
         ("loggers.file={{filenam: x}}", ["unknown key loggers.file.filenam", "filename?"]),
         ("loggers.file={{filename: all.txt}}", ["loggers.file.filename", "run_name"]),
-        ("save_folder=s3://bucket/run", ["save_folder", "no folder of this machine"]),
+        ("save_folder=s3://bucket/run", ["save_folder", "not a local folder"]),
         ("parallel=many", ["parallel", "'many'"]),
-        ("tasks_to_run=[sst2,qqp]", ["QQP/train.tsv is not there"]),
-        ("save_folder={}", ["save_folder", "name another folder"]),
+        ("tasks_to_run=[sst2,qqp]", ["QQP/train.tsv does not exist"]),
+        ("save_folder={}", ["save_folder", "choose another folder"]),
     ],
 )
 def test_a_mistake_is_told_before_any_task_is_trained(tmp_path, shared, override, words):
@@ -399,15 +404,22 @@ def test_a_mistake_is_told_before_any_task_is_trained(tmp_path, shared, override
 
 
 @pytest.fixture
-def plan_of(tmp_path, shared):
-    """plan_of(key=value, ...): the jobs of a config, from an encoder of this name."""
+def experiment_of(tmp_path, shared):
+    """experiment_of(key=value, ...): an experiment with checked paths."""
 
-    def make(*overrides: str, encoder: str = "one") -> list[Job]:
+    def make(*overrides: str) -> GlueExperiment:
         path = write_yaml(tmp_path / "f.yaml", **shared, tasks_to_run=["mnli", "rte"])
-        config = load(FinetuneConfig, "glue.py", [str(path), "tasks.rte.seeds=[19]", *overrides])
-        return plan(config, select(config.tasks_to_run, config.tasks, 19), {"weights": encoder}, "cpu")
+        experiment = GlueExperiment(load(FinetuneConfig, "glue.py", [str(path), "tasks.rte.seeds=[19]", *overrides]))
+        experiment.check_paths()
+        return experiment
 
     return make
+
+
+@pytest.fixture
+def plan_of(experiment_of):
+    """plan_of(key=value, ...): the jobs of a config, from an encoder of this name."""
+    return lambda *overrides, encoder="one": experiment_of(*overrides).jobs({"weights": encoder}, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -426,24 +438,27 @@ def test_a_result_depends_on_what_changes_training(plan_of, override, same):
     assert (plan_of(override)[-1].settings == plan_of()[-1].settings) == same
 
 
-def test_results_of_another_start_are_not_replaced_unasked(tmp_path, plan_of):
+def test_results_of_another_start_are_not_replaced_unasked(experiment_of, plan_of):
     for job in plan_of():
         job.folder.mkdir(parents=True)
         (job.folder / "result.json").write_text(json.dumps({"settings": job.settings}))
-    refuse_another_start(plan_of("tasks.rte.lr=1", "mnli_first=true"), "c.pt", tmp_path)
+    experiment = experiment_of()
+    experiment.start_name = "c.pt"
+    refuse_other_origin(plan_of("tasks.rte.lr=1", "mnli_first=true"), experiment)
+    message = r"other weights.* than those of c\.pt \(MNLI seed 19\).*or add --rerun"
     for override in ("mnli_first=false", "mnli_first=true"):
-        with pytest.raises(UserError, match=r"other weights.* than those of c\.pt \(MNLI seed 19\).*or replace them with --rerun"):  # fmt: skip
-            refuse_another_start(plan_of(override, encoder="two"), "c.pt", tmp_path)
+        with pytest.raises(UserError, match=message):
+            refuse_other_origin(plan_of(override, encoder="two"), experiment)
 
 
 def test_a_folder_in_use_by_another_command_is_refused(tmp_path, shared):
     from src.files import exclusive_lock
 
     path = write_yaml(tmp_path / "f.yaml", **shared, tasks_to_run=["sst2"])
-    with exclusive_lock(tmp_path / "run", "glue.py"), pytest.raises(UserError, match=r"another glue\.py is at work in"):
+    with exclusive_lock(tmp_path / "run", "glue.py"), pytest.raises(UserError, match=r"another glue\.py is running in"):
         glue.main([str(path)])
 
 
 def test_a_mistake_ends_the_command_in_one_sentence(finetuned):
     assert_one_sentence(run("glue.py", *finetuned[0], "taks_to_run=[sst2]"), "unknown key taks_to_run", "tasks_to_run")
-    assert_one_sentence(run("glue.py", "report", finetuned[1].parent), "holds no report.json")
+    assert_one_sentence(run("glue.py", "report", finetuned[1].parent), "has no report.json")

@@ -9,12 +9,24 @@ import torch
 from src.errors import RunFailed, UserError
 from src.glue import submission
 from src.glue.examples import Example
-from src.glue.experiment import write_predictions
-from src.glue.scores import mean_score, predicted, score
+from src.glue.experiment import GlueExperiment
+from src.glue.finetune import write_predictions
+from src.glue.scores import score
 from src.glue.tasks import GLUE, select
-from src.jobs import compare, report
+from src.jobs import compare, predictions, report
+from src.jobs.experiment import mean_score
+from src.jobs.predictions import predicted
 
 PNG = b"\x89PNG\r\n\x1a\n"
+AVERAGE = GlueExperiment.average
+
+
+def compare_command(*arguments: object) -> None:
+    compare.main(GlueExperiment, list(map(str, arguments)))
+
+
+def summarize(results: list[dict]) -> list[dict]:
+    return report.summarize(results, AVERAGE)
 
 
 def result(task: str, seed: int, value: float, variant: str = "") -> dict:
@@ -24,35 +36,35 @@ def result(task: str, seed: int, value: float, variant: str = "") -> dict:
 
 def test_the_report_has_mean_and_deviation_over_seeds_and_the_average_of_all_eight_tasks_only():
     results = [result(name, 19, 0.8) for name in GLUE if name != "rte"]
-    rows = report.summarize([*results, result("rte", 1, 0.5), result("rte", 2, 0.7)])
+    rows = summarize([*results, result("rte", 1, 0.5), result("rte", 2, 0.7)])
     rte = rows[-1]
     assert (rte["mean"], rte["std"]) == pytest.approx((0.6, 0.02**0.5))
     assert rte["seeds"] == {"1": 0.5, "2": 0.7}
-    assert report.glue_average(rows) == pytest.approx((7 * 0.8 + 0.6) / 8)
-    assert "GLUE average: 77.50" in report.closing(rows)
+    assert AVERAGE.of(rows) == pytest.approx((7 * 0.8 + 0.6) / 8)
+    assert "GLUE average: 77.50" in report.closing(rows, AVERAGE)
     assert "60.00 ± 14.14" in report.table(rows)
-    assert report.glue_average(rows[:-1]) is None
-    assert "not without RTE" in report.closing(rows[:-1])
+    assert AVERAGE.of(rows[:-1]) is None
+    assert "not without RTE" in report.closing(rows[:-1], AVERAGE)
 
 
 def test_what_is_not_glues_is_not_in_its_average():
-    rows = report.summarize([{**result(name, 1, 0.8), "glue": name != "rte"} for name in GLUE])
-    assert report.glue_average(rows) is None
-    assert "GLUE average: not without RTE" in report.closing(rows)
-    assert "GLUE" not in report.closing(rows[1:2])  # an RTE of one's own
+    rows = summarize([{**result(name, 1, 0.8), "glue": name != "rte"} for name in GLUE])
+    assert AVERAGE.of(rows) is None
+    assert "GLUE average: not without RTE" in report.closing(rows, AVERAGE)
+    assert "GLUE" not in report.closing(rows[1:2], AVERAGE)  # an RTE of one's own
 
 
 def test_a_mean_of_fewer_seeds_than_asked_for_is_marked_and_wins_no_search():
     values = {"lr=1e-05": [0.9], "lr=3e-05": [0.7, 0.5], "lr=1e-04": [0.4, 0.6]}
     results = [{**result("rte", seed, value, variant), "of": 3} for variant, scores in values.items() for seed, value in enumerate(scores)]  # fmt: skip
     results += [{**result(name, 1, 0.8), "of": 1} for name in GLUE if name != "rte"]
-    rows = report.summarize(results)
+    rows = summarize(results)
     assert rows[0]["variant"] == "lr=3e-05"
     assert report.spread(rows[0]) == "60.00 ± 14.14 (2 of 3 seeds)" and report.spread(rows[1]) == "80.00"
-    text = report.text(rows)
+    text = report.text(rows, AVERAGE)
     assert "90.00 (1 of 3 seeds)" in text
     assert "GLUE average: 77.50 (RTE: 2 of 3 seeds)" in text
-    compared = compare.table({"a": {"tasks": rows, "glue": report.glue_average(rows)}}, {})
+    compared = compare.table({"a": {"tasks": rows, "glue": AVERAGE.of(rows)}}, {}, AVERAGE)
     assert " 60.00 ± 14.14 (2 of 3 seeds)* |" in compared and " 77.50 (RTE: 2 of 3 seeds) |" in compared
 
 
@@ -61,25 +73,25 @@ def test_a_search_reports_its_best_candidate_as_picked_and_all_of_them():
     results = [
         result("rte", seed, value, variant) for variant, pair in values.items() for seed, value in enumerate(pair)
     ]
-    (row,) = report.summarize(results)
+    (row,) = summarize(results)
     assert (row["variant"], row["mean"], row["seeds"]) == ("lr=3e-05", 0.75, {"0": 0.75, "1": 0.75})
     assert [candidate["mean"] for candidate in row["candidates"]] == pytest.approx([0.7, 0.75])
-    text = report.text([row])
+    text = report.text([row], AVERAGE)
     assert "| RTE* " in text and "lr=3e-05, picked" in text and "lr=1e-05 " in text
     assert "on the validation set itself" in text
 
 
 def test_failed_jobs_stand_in_the_report(tmp_path):
-    report.write([result("rte", 1, 0.5)], tmp_path, "run", ["RTE seed 2: out of memory"])
+    report.write([result("rte", 1, 0.5)], AVERAGE, tmp_path, "run", ["RTE seed 2: out of memory"])
     for name in ("report.md", "report.json"):
         assert "RTE seed 2: out of memory" in (tmp_path / name).read_text()
     assert (tmp_path / "report.png").read_bytes().startswith(PNG)
 
 
 def test_a_full_disk_is_told(tmp_path):
-    (tmp_path / "report.json").symlink_to("/dev/full")
-    with pytest.raises(RunFailed, match=r"cannot write to .*No space left on device; make room there"):
-        report.write([], tmp_path, "run")
+    (tmp_path / "report.json.unfinished").symlink_to("/dev/full")
+    with pytest.raises(RunFailed, match=r"cannot write to .*No space left on device\); free space there"):
+        report.write([], AVERAGE, tmp_path, "run")
 
 
 # Several runs
@@ -96,10 +108,10 @@ def write_run(folder: Path, task: str, seeds: dict[int, torch.Tensor], labels: t
         written = {**result(task, seed, mean_score(scores), variant), "scores": scores, "labels": list(GLUE[task].labels), "folder": place.name}  # fmt: skip
         written |= {"validation_texts": {split: texts}} if texts else {}
         (place / "result.json").write_text(json.dumps(written))
-        lines = [{"logits": row, "label": label} for row, label in zip(logits.tolist(), labels.tolist())]
-        (place / f"predictions-{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        lines = [{"logits": row, "label": label} for row, label in zip(logits.tolist(), labels.float().tolist())]
+        (place / predictions.file_name(split)).write_text("".join(json.dumps(line) + "\n" for line in lines))
         results.append(written)
-    report.write(results, folder, folder.name, failed)
+    report.write(results, AVERAGE, folder, folder.name, failed)
     return folder
 
 
@@ -115,8 +127,8 @@ def labels() -> torch.Tensor:
 
 
 def difference_of(folders: list[Path], task: str) -> compare.Difference | None:
-    runs = {folder.name: compare.read_report(folder) for folder in folders}
-    return compare.compare(runs, folders, 500)[folders[1].name][task]
+    runs = {folder.name: compare.read_report(folder, "glue.py") for folder in folders}
+    return compare.compare(runs, folders, 500, score)[folders[1].name][task]
 
 
 def test_the_interval_of_an_accuracy_is_that_of_the_binomial(tmp_path, labels):
@@ -156,9 +168,7 @@ def test_the_report_command_shows_runs_side_by_side(tmp_path, labels, capsys):
     first = write_run(tmp_path / "base", "rte", {1: noisy(labels, 0.6, 1), 2: noisy(labels, 0.6, 2)}, labels)
     second = write_run(tmp_path / "better", "rte", {1: noisy(labels, 0.9, 3), 3: noisy(labels, 0.9, 4)}, labels)
     write_run(tmp_path / "alone", "cola", {1: noisy(labels, 0.9, 3)}, labels)
-    compare.main(
-        [str(first), str(second), str(tmp_path / "alone"), "--out", str(tmp_path / "out"), "--resamples", "200"]
-    )
+    compare_command(first, second, tmp_path / "alone", "--out", tmp_path / "out", "--resamples", 200)
     shown = capsys.readouterr().out
     assert "| better − base" in shown and "paired bootstrap of 200 resamples" in shown
     assert "p = 0.010" in shown  # (0 + 1) · 2 / 201
@@ -167,7 +177,7 @@ def test_the_report_command_shows_runs_side_by_side(tmp_path, labels, capsys):
     written = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert written["differences"]["better"]["rte"]["low"] > 0
     assert written["differences"]["alone"] == {}
-    compare.main([str(first)])
+    compare_command(first)
     assert "| RTE " in capsys.readouterr().out
 
 
@@ -175,7 +185,7 @@ def test_runs_over_other_examples_are_not_compared(tmp_path, labels, capsys):
     first = write_run(tmp_path / "a", "rte", {1: noisy(labels, 0.6, 1)}, labels)
     second = write_run(tmp_path / "b", "rte", {1: noisy(labels[:300], 0.6, 1)}, labels[:300])
     assert difference_of([first, second], "rte") is None
-    compare.main([str(first), str(second)])
+    compare_command(first, second)
     assert "other examples" in capsys.readouterr().out
 
 
@@ -193,7 +203,7 @@ def test_the_same_examples_may_come_from_the_hub_and_from_files(tmp_path, labels
 def test_a_comparison_tells_what_was_picked_and_what_failed(tmp_path, labels, capsys):
     first = write_run(tmp_path / "a", "rte", {1: noisy(labels, 0.6, 1)}, labels, failed=("RTE seed 2: out of memory",))
     second = write_run(tmp_path / "b", "rte", {1: noisy(labels, 0.9, 1)}, labels, variant="lr=1e-05")
-    compare.main([str(first), str(second), "--resamples", "100"])
+    compare_command(first, second, "--resamples", "100")
     shown = capsys.readouterr().out
     (row,) = [line for line in shown.splitlines() if line.startswith("| RTE")]
     assert row.split("|")[3].strip()[-1] != "*" and row.split("|")[4].strip()[-1] == "*"
@@ -203,21 +213,56 @@ def test_a_comparison_tells_what_was_picked_and_what_failed(tmp_path, labels, ca
 
 def test_what_cannot_be_compared_is_named(tmp_path, labels):
     folder = write_run(tmp_path / "a", "rte", {1: noisy(labels, 0.6, 1)}, labels)
-    with pytest.raises(UserError, match=r"nowhere holds no report\.json"):
-        compare.main([str(tmp_path / "nowhere")])
-    with pytest.raises(UserError, match=r"report\.json holds no report\.json; give the save_folder"):
-        compare.main([str(folder / "report.json")])
-    with pytest.raises(UserError, match=r"--out: .*report\.json cannot be made a folder"):
-        compare.main([str(folder), "--out", str(folder / "report.json")])
+    with pytest.raises(UserError, match=r"nowhere has no report\.json"):
+        compare_command(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"report\.json has no report\.json; give the save_folder"):
+        compare_command(folder / "report.json")
+    with pytest.raises(UserError, match=r"--out: cannot create .*report\.json"):
+        compare_command(folder, "--out", folder / "report.json")
     with pytest.raises(UserError, match="named twice"):
-        compare.main([str(folder), str(folder)])
+        compare_command(folder, folder)
     other = write_run(tmp_path / "b", "rte", {1: noisy(labels, 0.6, 1)}, labels)
     (other / "jobs/rte-1/predictions-dev.jsonl").write_text('{"logits": [1')
-    with pytest.raises(UserError, match="rte-1 lacks predictions that can be read"):
-        compare.main([str(folder), str(other)])
+    with pytest.raises(UserError, match="rte-1 lacks readable predictions"):
+        compare_command(folder, other)
     (other / "report.json").write_text('{"tasks"')
-    with pytest.raises(UserError, match="damaged"):
-        compare.main([str(other)])
+    with pytest.raises(UserError, match="corrupt"):
+        compare_command(other)
+
+
+def test_predictions_are_read_as_they_were_written_and_as_earlier_versions_wrote_them(tmp_path):
+    logits, labels = torch.tensor([[2.0, 1], [0, 3], [1, 0]]), [1.0, 1.0, 0.0]
+    examples = [Example(("a text",), label, number) for number, label in enumerate(labels, 2)]
+    write_predictions(tmp_path / "predictions-dev.jsonl", GLUE["rte"], logits, examples)
+    lines = predictions.read(tmp_path, "dev")
+    assert lines[0] == {"id": 2, "logits": [2, 1], "prediction": "entailment", "label": "not_entailment"}
+    earlier = [
+        {"logits": line["logits"], "prediction": line["prediction"], "label": label}
+        for line, label in zip(lines, labels)
+    ]
+    (tmp_path / "predictions-old.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in earlier))
+    for split in ("dev", "old"):
+        found = predictions.read_tensors(tmp_path, split, GLUE["rte"].labels)
+        assert [values.tolist() for values in found] == [[0, 1, 0], [1, 1, 0]]
+
+
+def test_predictions_of_a_regression_are_numbers(tmp_path):
+    write_predictions(
+        tmp_path / "predictions-dev.jsonl", GLUE["stsb"], torch.tensor([2.5]), [Example(("a", "b"), 3.8, 7)]
+    )
+    assert predictions.read(tmp_path, "dev") == [{"id": 7, "logits": 2.5, "prediction": 2.5, "label": 3.8}]
+    found = predictions.read_tensors(tmp_path, "dev", ())
+    assert [values.tolist() for values in found] == [[2.5], [pytest.approx(3.8)]]
+
+
+@pytest.mark.parametrize("task", ["rte", "stsb"])
+def test_runs_with_earlier_and_present_prediction_files_are_compared(tmp_path, labels, task):
+    logits = noisy(labels, 0.7, 1) if task == "rte" else labels + noisy(labels, 0.7, 1)[:, 0]
+    folders = [write_run(tmp_path / name, task, {1: logits}, labels) for name in ("earlier", "present")]
+    path = folders[1] / "jobs" / f"{task}-1" / "predictions-dev.jsonl"
+    write_predictions(path, GLUE[task], logits, [Example(("x",), float(label), i) for i, label in enumerate(labels)])
+    found = difference_of(folders, task)
+    assert (found.mean, found.low, found.high, found.p) == (0, 0, 0, 1)
 
 
 # The server's files
@@ -239,7 +284,7 @@ def test_the_servers_files_have_its_labels_and_the_best_seeds_predictions(tmp_pa
                 told = [prediction, prediction if seed == 2 else (0.0 if name == "stsb" else GLUE[name].labels[-1])]
                 (place / f"predictions-{split}.jsonl").write_text("".join(json.dumps({"prediction": p}) + "\n" for p in told))  # fmt: skip
             results.append(written)
-    folder, missing, earlier = submission.write(report.summarize(results), tmp_path)
+    folder, missing, earlier = submission.write(summarize(results), tmp_path)
     expected = {"MNLI-m": "neutral", "MNLI-mm": "neutral", "AX": "neutral", "QNLI": "not_entailment", "RTE": "entailment", "SST-2": "1",
                 "CoLA": "0", "MRPC": "1", "QQP": "0", "STS-B": "5.000"}  # fmt: skip
     assert {path.stem for path in folder.iterdir()} == expected.keys()
@@ -247,7 +292,7 @@ def test_the_servers_files_have_its_labels_and_the_best_seeds_predictions(tmp_pa
         assert (folder / f"{name}.tsv").read_text() == f"index\tprediction\n0\t{shown}\n1\t{shown}\n"
     assert (missing, earlier) == (["WNLI.tsv"], [])
     (folder / "WNLI.tsv").touch()  # as a user may put it there
-    _, missing, earlier = submission.write(report.summarize(results[4:]), tmp_path)
+    _, missing, earlier = submission.write(summarize(results[4:]), tmp_path)
     assert missing == ["MNLI-m.tsv", "MNLI-mm.tsv", "AX.tsv", "QNLI.tsv", "WNLI.tsv"]
     assert earlier == ["AX.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "QNLI.tsv"]
 

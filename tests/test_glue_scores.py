@@ -8,8 +8,10 @@ import sklearn.metrics
 import torch
 
 from src.glue import tasks
-from src.glue.scores import CORRELATIONS, METRICS, TaskScore, mean_score, predicted, score
+from src.glue.scores import CORRELATIONS, METRICS, TaskScore, score
 from src.glue.tasks import GLUE
+from src.jobs.experiment import mean_score
+from src.jobs.predictions import predicted
 
 
 def reference(metric: str, guesses, labels) -> float:

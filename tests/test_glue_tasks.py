@@ -81,13 +81,8 @@ def test_malformed_rows_may_be_left_out_of_the_official_files_alone():
 
 
 def test_a_number_is_taken_as_its_text():
-    (task,) = select(["mine"], {"mine": {**OWN, "title": 2020, "columns": [0], "labels": [0, 1.0, 1.5, "b"], "eval_interval": 500}}, 7)  # fmt: skip
-    assert (task.title, task.columns, task.labels, task.eval_interval) == ("2020", (0,), ("0", "1", "1.5", "b"), "500")
-
-
-def test_a_default_seed_that_is_none_is_refused():
-    with pytest.raises(UserError, match="default_seed: -1 is no whole number"):
-        select([], {}, -1)
+    (task,) = select(["mine"], {"mine": {**OWN, "title": 2020, "columns": [0], "labels": [0, 1.0, 1.5, "b"], "eval_interval": "500ba"}}, 7)  # fmt: skip
+    assert (task.title, task.columns, task.labels, task.eval_interval) == ("2020", (0,), ("0", "1", "1.5", "b"), "500ba")
 
 
 def test_a_new_task_needs_its_columns_and_a_place_and_no_more():
@@ -110,7 +105,7 @@ def test_several_values_of_a_hyperparameter_are_a_search_over_all_combinations()
     ("to_run", "changes", "words"),
     [
         (["sst"], {}, ["tasks_to_run", "unknown task sst", "did you mean"]),
-        (["zzz"], {}, ["unknown task zzz", "known are", "mnli"]),
+        (["zzz"], {}, ["unknown task zzz", "choose from", "mnli"]),
         (["rte", "rte"], {}, ["tasks_to_run", "rte more than once"]),
         ([], {"mine": OWN}, ["tasks_to_run is empty", "and not mine", "tasks_to_run=[mine]"]),
         ([], {"mine": {**OWN, "label": "text"}}, ["tasks.mine", "columns text and label text name a column twice"]),
@@ -129,26 +124,26 @@ def test_several_values_of_a_hyperparameter_are_a_search_over_all_combinations()
         ([], {"mnli": {"metrics": ["f1"]}}, ["tasks.mnli.metrics", "two classes", "macro_f1"]),
         ([], {"rte": {"metrics": "accuracy"}}, ["tasks.rte.metrics"]),
         ([], {"mine": {"like": "rt"}}, ["tasks.mine.like", "rt", "did you mean rte?"]),
-        ([], {"mine": {"lr": 1.0}}, ["tasks.mine", "columns", "like:"]),
+        ([], {"mine": {"lr": 1.0}}, ["tasks.mine", "columns", "like"]),
         ([], {"mine": {"columns": ["a"]}}, ["tasks.mine", "files", "hub", "folder"]),
         ([], {"mine": {**OWN, "columns": ["a", "b", "c"]}}, ["tasks.mine.columns", "one or two", "not 3"]),
         ([], {"mine": {**OWN, "files": {"train": "a.csv"}}}, ["tasks.mine.files lacks validation"]),
-        ([], {"mine": {**OWN, "files": {"tain": "a.csv"}}}, ["tasks.mine.files", "train, validation, test"]),
-        ([], {"mine": {**OWN, "kind": "clustering"}}, ["tasks.mine.kind", "classification or regression"]),
+        ([], {"mine": {**OWN, "files": {"tain": "a.csv"}}}, ["unknown key tasks.mine.files.tain", "did you mean train?"]),
+        ([], {"mine": {**OWN, "kind": "clustering"}}, ["tasks.mine.kind=clustering", "classification, regression"]),
         ([], {"mine": {**OWN, "labels": ["a"]}}, ["tasks.mine.labels", "two or more"]),
         ([], {"my task": OWN}, ["tasks.my task", "letters, digits"]),
         ([], {"rte": 5}, ["tasks.rte"]),
         ([], {"rte": {"optimizer": ["adamw", "decoupled_adamw"]}}, ["tasks.rte.optimizer", "only epochs, batch_size, lr"]),
-        ([], {"mine": {"kind": ["regression"], **OWN}}, ["tasks.mine.kind", "is no text"]),
-        ([], {"mine": {"like": ["rte"]}}, ["tasks.mine.like", "is no text"]),
-        ([], {"rte": {"optimizer": None}}, ["tasks.rte.optimizer", "None is no text"]),
-        ([], {"rte": {"metrics": [["accuracy"]]}}, ["tasks.rte.metrics", "is no text"]),
-        ([], {"rte": {"labels": [False, True]}}, ["tasks.rte.labels", "False is no text; put a name in quotes"]),
+        ([], {"mine": {"kind": ["regression"], **OWN}}, ["tasks.mine.kind=['regression'] must be a string"]),
+        ([], {"mine": {"like": ["rte"]}}, ["tasks.mine.like=['rte'] must be a string"]),
+        ([], {"rte": {"optimizer": None}}, ["tasks.rte.optimizer=None must be a string"]),
+        ([], {"rte": {"metrics": [["accuracy"]]}}, ["tasks.rte.metrics=['accuracy'] must be a string"]),
+        ([], {"rte": {"labels": [False, True]}}, ["tasks.rte.labels=False must be a string; put it in quotes"]),
         ([], {"rte": {"validation": []}}, ["tasks.rte.validation", "at least one"]),
-        ([], {"rte": {"malformed_rows": "many"}}, ["tasks.rte.malformed_rows", "a whole number"]),
+        ([], {"rte": {"malformed_rows": "many"}}, ["tasks.rte.malformed_rows", "an integer ≥ 0"]),
         ([], {"rte": {"tsv_other_names": "train"}}, ["tasks.rte.tsv_other_names", "key: value"]),
-        ([], {"mine": {**OWN, "columns": [-5]}}, ["tasks.mine", "-5", "the first is 0"]),
-        ([], {"mine": {**OWN, "label": -1}}, ["tasks.mine", "-1", "the first is 0"]),
+        ([], {"mine": {**OWN, "columns": [-5]}}, ["tasks.mine: column=-5 must be an integer ≥ 0"]),
+        ([], {"mine": {**OWN, "label": -1}}, ["tasks.mine: column=-1 must be an integer ≥ 0"]),
         ([], {"mine": {**OWN, "files": "a.csv"}}, ["tasks.mine.files", "key: value", "'a.csv'"]),
         ([], {"mine": {**OWN, "files": {"train": None, "validation": "b.csv"}}}, ["tasks.mine.files.train", "a path", "None"]),
         ([], {"mine": {**OWN, "files": {"train": "a.csv", "validation": 5}}}, ["tasks.mine.files.validation", "a path", "5"]),
@@ -156,10 +151,10 @@ def test_several_values_of_a_hyperparameter_are_a_search_over_all_combinations()
         ([], {"rte": {"seeds": 19}}, ["tasks.rte.seeds"]),
         ([], {"rte": {"seeds": [1, 1]}}, ["tasks.rte.seeds", "twice"]),
         ([], {"rte": {"seeds": [-1]}}, ["tasks.rte.seeds", "-1"]),
-        ([], {"rte": {"lr": "fast"}}, ["tasks.rte.lr", "a number", "'fast'"]),
-        ([], {"rte": {"epochs": 1.5}}, ["tasks.rte.epochs", "a whole number", "1.5"]),
-        ([], {"rte": {"epochs": 2.0}}, ["tasks.rte.epochs", "a whole number", "2.0"]),
-        ([], {"rte": {"batch_size": [8, 0]}}, ["tasks.rte.batch_size", "at least 1", "not 0"]),
+        ([], {"rte": {"lr": "fast"}}, ["tasks.rte.lr='fast' must be a number ≥ 0"]),
+        ([], {"rte": {"epochs": 1.5}}, ["tasks.rte.epochs=1.5 must be an integer ≥ 1"]),
+        ([], {"rte": {"epochs": 2.0}}, ["tasks.rte.epochs=2.0 must be an integer ≥ 1"]),
+        ([], {"rte": {"batch_size": [8, 0]}}, ["tasks.rte.batch_size=0 must be an integer ≥ 1"]),
         ([], {"rte": {"lr": []}}, ["tasks.rte", "a search needs values"]),
         ([], {"rte": {"lr": [0.1, 0.1]}}, ["tasks.rte", "each once"]),
     ],

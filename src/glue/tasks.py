@@ -146,8 +146,12 @@ def _candidates(name: str, given: dict[str, Any]) -> list[Task]:
         raise UserError(f"{place}: the name of a task has letters, digits, - and _ only; its `title` may be anything")
     kinds = {entry.name: entry.type for entry in fields(Task) if entry.name not in ("name", "variant")}
     check_known(place, given, kinds)
-    searched = {field: given.pop(field) for field in HYPERPARAMETERS if isinstance(given.get(field), list)}
-    given = {field: _converted(f"{place}.{field}", value, kinds[field]) for field, value in given.items()}
+    searched = {field: value for field, value in given.items() if field in HYPERPARAMETERS and isinstance(value, list)}
+    given = {
+        field: _converted(f"{place}.{field}", value, kinds[field])
+        for field, value in given.items()
+        if field not in searched
+    }
     if like in GLUE:
         title = {} if like == name else {"title": name}
         base = replace(_elsewhere(GLUE[like], name, given), name=name, **{**title, **given})

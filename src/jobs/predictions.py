@@ -46,5 +46,6 @@ def read_tensors(job: Path, split: str, classes: Sequence[str]) -> tuple["Tensor
 
     lines = read(job, split)
     labels = [line["label"] for line in lines]
-    numbers = [classes.index(label) if isinstance(label, str) else label for label in labels]
-    return predicted(torch.tensor([line["logits"] for line in lines])), torch.tensor(numbers)
+    if classes:
+        labels = [classes.index(label) if isinstance(label, str) else int(label) for label in labels]
+    return predicted(torch.tensor([line["logits"] for line in lines])), torch.tensor(labels)
