@@ -1,5 +1,5 @@
 """Speed and memory, as commands."""
 
-from src.cli import use_large_pages
+import os
 
-use_large_pages()  # before the modules of this package import transformers, as commands do
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as src/cli.py, before the modules of this package import transformers, as commands do
