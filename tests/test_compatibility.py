@@ -1,6 +1,5 @@
 """Files that commit 7cc0584 wrote (tests/fixtures): today's commands resume, report, export, verify and load them."""
 
-import contextlib
 import importlib
 import json
 import os
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 from tests.fake_hub import FakeHub, serve
 
 FIXTURES = Path(__file__).with_name("fixtures")
-# Another processor adds in another order.
+# Another processor sums in another order.
 LOSS = {"rel": 1e-4}
 WEIGHTS = {"rtol": 0, "atol": 1e-3}
 ROWS = "--data_files corpus.jsonl --val_fraction 0.2 --tokenizer tokenizer --concat_tokens 32 --num_workers 1 --size_limit 2048"  # fmt: skip
@@ -65,8 +64,6 @@ def here(tmp_path, monkeypatch) -> Path:
 
 def command(module: str, *arguments: str) -> None:
     """A command in this process: "main", "glue", "src.hub", …"""
-    with contextlib.suppress(KeyError):
-        del os.environ["RANK"]
     importlib.import_module(module).main(list(arguments))
 
 
@@ -230,7 +227,7 @@ def logits(job: Path, split: str) -> torch.Tensor:
 def finetuned(tmp_path_factory) -> Path:
     """A copy of the fixtures where the command of the run was given again, which lacks one of four results."""
     here = copied(tmp_path_factory.mktemp("finetuned"))
-    done = run("glue.py", "finetune.yaml", cwd=here)
+    done = run("glue.py", "finetune.yaml", cwd=here, timeout=300)
     assert done.returncode == 0, done.stderr
     return here
 
@@ -262,7 +259,7 @@ def test_reports_are_read_and_compared(finetuned, tmp_path, monkeypatch, capsys)
 def test_fine_tuning_starts_from_a_hub_folder(finetuned):
     """Its weights are those of the checkpoint, so the result is the same."""
     changes = ["starting_checkpoint_load_path=my-model", "save_folder=from-hub", "tasks_to_run=[season]"]
-    done = run("glue.py", "finetune.yaml", *changes, cwd=finetuned)
+    done = run("glue.py", "finetune.yaml", *changes, cwd=finetuned, timeout=300)
     assert done.returncode == 0, done.stderr
     found, expected = (
         logits(finetuned / name / "jobs" / "season-19", "validation") for name in ("from-hub", "finetuned")
