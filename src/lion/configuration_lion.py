@@ -1,5 +1,7 @@
 """The configuration of a LION encoder."""
 
+from importlib import import_module
+
 from transformers import PretrainedConfig
 
 FORMS = ("auto", "full", "recurrent", "chunkwise")
@@ -12,26 +14,26 @@ class LionConfig(PretrainedConfig):
     Args:
         vocab_size: rows of the word embedding; best a multiple of 8.
         hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: BERT's sizes.
-        mixer: "lion-s" (a decay computed from each token), "lion-d" (one learned decay per head), "lion-lit" (no decay) or
-            "softmax" (BERT's attention).
-        attention_form: "auto", "full", "recurrent" or "chunkwise": equal results at different costs, see `linear_attention`.
+        mixer: "lion-s" (a decay computed from each token), "lion-d" (one learned decay per head), "lion-lit" (no decay)
+            or "softmax" (BERT's attention).
+        attention_form: "auto", "full", "recurrent" or "chunkwise": equal results at different costs.
         chunk_size: tokens per chunk of the chunkwise form.
         hidden_act: activation of the MLP and of the masked-language-model head.
         hidden_dropout_prob: dropout on the embeddings and on each block's output.
         attention_probs_dropout_prob: dropout on the attention matrix; above 0, training needs the full form.
         classifier_dropout: dropout before a classification head; `hidden_dropout_prob` if None.
-        classifier_pooling: input of the pooler: "cls", the first token, as in BERT; or "mean", the mean of all tokens, which
-            needs less training where decays keep the first token's view short.
-        max_position_embeddings: rows of the position embedding of lion-lit and softmax. lion-d and lion-s have no position
-            embeddings and accept texts of any length.
+        classifier_pooling: input of the pooler: "cls", the first token, as in BERT; or "mean", the mean of all tokens,
+            which needs less training where decays keep the first token's view short.
+        max_position_embeddings: rows of the position embedding of lion-lit and softmax. lion-d and lion-s have no
+            position embeddings and accept texts of any length.
         type_vocab_size: number of segment types, 2 for sentence pairs.
         initializer_range: standard deviation of the initial weights.
         layer_norm_eps: ε of every LayerNorm except lion-lit's own.
     """
 
     model_type = "lion"
-    # transformers' own method maps other names of an attribute, of which there are none here. It hides reads from torch.compile,
-    # which would run a second model with another mixer on the first one's graph.
+    # transformers' own method resolves aliases, of which there are none here. It hides reads from torch.compile, which
+    # would run a second model with another mixer on the first one's graph.
     __getattribute__ = object.__getattribute__
 
     def __init__(
@@ -57,20 +59,14 @@ class LionConfig(PretrainedConfig):
         tie_word_embeddings: bool = True,
         **kwargs,
     ):
-        choices = (
-            ("mixer", mixer, MIXERS),
-            ("attention_form", attention_form, FORMS),
-            ("classifier_pooling", classifier_pooling, ("cls", "mean")),
-        )
-        for name, value, allowed in choices:
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)} (got {value})")
+        choices = {"mixer": MIXERS, "attention_form": FORMS, "classifier_pooling": ("cls", "mean")}
+        for name, value in zip(choices, (mixer, attention_form, classifier_pooling)):
+            if value not in choices[name]:
+                raise ValueError(f"{name} must be one of {', '.join(choices[name])} (got {value})")
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1 (got {chunk_size})")
         if hidden_size % num_attention_heads:
-            raise ValueError(
-                f"hidden_size must be a multiple of num_attention_heads (got {hidden_size} and {num_attention_heads})"
-            )
+            raise ValueError(f"hidden_size={hidden_size} is not divisible by num_attention_heads={num_attention_heads}")
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_hidden_layers = num_hidden_layers
@@ -93,6 +89,5 @@ class LionConfig(PretrainedConfig):
     @property
     def has_positions(self) -> bool:
         """Whether the mixer uses position embeddings."""
-        from .mixers import MIXERS  # here, since transformers loads a configuration without the model's files
-
-        return MIXERS[self.mixer].has_positions
+        # AutoConfig would fail with `from .mixers import` here: transformers copies that file, but not what it imports.
+        return import_module(".mixers", __package__).MIXERS[self.mixer].has_positions

@@ -1,4 +1,4 @@
-"""Speed-ups on a CPU, applied to a model and to a process from outside. Hooks, compilers, tracers and GPUs see the plain model."""
+"""Speed-ups on a CPU, applied from outside; hooks, compilers, tracers and GPUs see the plain model."""
 
 import contextlib
 import ctypes
@@ -9,13 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# In inference a layer processes this many tokens at a time: 1,024 times 3,072 numbers stay in the cache, and their memory is
-# reused instead of requested from the system.
-SLICE = 1024
-
-# Below these sizes oneDNN gains nothing, forward and backward together: it reorders the weights in every call.
-MIN_TOKENS = 1024
-MIN_WEIGHTS = 2**19
+SLICE = 1024  # tokens that a layer processes at a time in inference: so few stay in the cache, and reuse their memory
+MIN_TOKENS, MIN_WEIGHTS = 1024, 2**19  # below, oneDNN gains nothing: it reorders the weights in every call
 
 
 def speed_up(model: nn.Module) -> None:
@@ -35,9 +30,9 @@ def speed_up(model: nn.Module) -> None:
 def keep_freed_memory() -> None:
     """Have glibc keep memory that this process frees, rather than return large blocks to the system at once.
 
-    A training step requests the blocks that the last one freed, and the system clears each page of them first. The process
-    stays as large as its peak, and with varying lengths grew up to a quarter larger in our trials. Does nothing without glibc,
-    or if the environment has its own settings (MALLOC_…, GLIBC_TUNABLES).
+    A training step requests the blocks that the last one freed, and the system would clear each page of them first. The
+    process stays as large as its peak; with varying lengths, that grew by up to a quarter in our trials. Does nothing
+    without glibc, or if the environment has its own settings (MALLOC_…, GLIBC_TUNABLES).
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
@@ -77,9 +72,9 @@ def dropout(x: Tensor, p: float) -> Tensor:
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
     """Compute layer(x), (..., D) to (..., E), by oneDNN where that is faster.
 
-    On an x86 CPU torch multiplies float32 matrices by MKL, but convolves by oneDNN, which takes up to a quarter less time for
-    the layers of a base model on two cores of an AMD EPYC. A linear layer is a 1×1 convolution with tokens as pixels; neither
-    x nor the result is copied.
+    On an x86 CPU torch multiplies float32 matrices by MKL, but convolves by oneDNN, which takes up to a quarter less
+    time for the layers of a base model on two cores of an AMD EPYC. A linear layer is a 1×1 convolution with tokens as
+    pixels; neither x nor the result is copied.
     """
     if not _is_convolved(layer, x):
         return layer(x)
@@ -89,7 +84,7 @@ def linear(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _is_convolved(layer: nn.Module, x: Tensor) -> bool:
-    """Whether oneDNN is faster for x, (..., D), and `layer` is a plain linear layer, not replaced, wrapped or hooked."""
+    """Whether oneDNN is faster for x, (..., D), and `layer` is plain nn.Linear, not replaced, wrapped or hooked."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # before sizes, which they would record as conditions
         return False
     tokens = x.shape[:-1].numel()
@@ -125,24 +120,21 @@ def _reduced_precision_allowed() -> bool:
 # Mixers and layers
 
 
-class _Faster:
-    """Base of the classes that are combined with a module's own. Copies and unpickled modules get them too."""
-
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        return _rebuild, self._parts, self.__dict__
-
-
 @functools.cache
-def _faster(kind: type, base: type) -> type:
-    """The class `kind` with the methods of `base` before its own."""
-    if issubclass(kind, base):
-        return kind
-    return type(kind.__name__, (base, kind), {"_parts": (kind, base)})
+def _faster(kind: type, methods: type) -> type:
+    """The class `kind` with faster methods."""
+    return kind if issubclass(kind, methods) else type(kind.__name__, (methods, kind), {"_parts": (kind, methods)})
 
 
-def _rebuild(kind: type, base: type) -> nn.Module:
-    faster = _faster(kind, base)
-    return faster.__new__(faster)
+def _rebuild(kind: type, methods: type) -> nn.Module:
+    return (faster := _faster(kind, methods)).__new__(faster)
+
+
+class _Faster:
+    def __reduce_ex__(
+        self, protocol: int
+    ) -> tuple:  # for copies and pickles, which could not find the class by its name
+        return _rebuild, self._parts, self.__dict__
 
 
 class _Mixer(_Faster):
@@ -164,8 +156,8 @@ class _Layer(_Faster):
         return output
 
     def _is_sliced(self, x: Tensor) -> bool:
-        """Whether to process x, (B, L, D), in slices: not in training, where dropout would draw in another order than when a
-        checkpoint recomputes the layer, and not with hooks, which expect complete activations."""
+        """Whether to process x, (B, L, D), in slices: not in training, where a checkpoint that recomputes the layer
+        would draw dropout in another order, and not with hooks, which expect complete activations."""
         return (
             not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
             and x.device.type == "cpu"

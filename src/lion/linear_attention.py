@@ -13,7 +13,7 @@ Afzal et al., "Linear Attention for Efficient Bidirectional Sequence Modeling", 
     chunkwise   the matrix inside chunks, D×E states between them        O(L) time and memory
     recurrent   a D×E state in each direction, token by token            O(L) time, O(1) state
 
-linear_attention_forms.py has them in PyTorch, linear_attention_triton.py the full and the chunkwise form as GPU kernels.
+linear_attention_forms.py has them in PyTorch, linear_attention_triton.py the first two as GPU kernels.
 
 Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v.
 """
@@ -38,18 +38,12 @@ from .linear_attention_triton import covers, fused_linear_attention
 
 FORMS = ("auto", "full", "recurrent", "chunkwise")
 
-# Up to these lengths "auto" takes the full form: where benchmarks/operator.py finds it no slower than the chunkwise one, forward
-# and backward in float32, on two cores of an AMD EPYC. Without decay that is where L products per token equal a state's D.
-FULL_UP_TO = 256
-FULL_UP_TO_WITHOUT_DECAY = 64
+# "auto" takes the full form up to these lengths: where benchmarks/operator.py finds it no slower than the chunkwise
+# one, forward and backward in float32, on two cores of an AMD EPYC. For the kernels they are estimated, not measured.
+FULL_UP_TO, FULL_UP_TO_WITHOUT_DECAY = 256, 64
+TRITON_FULL_UP_TO, TRITON_FULL_UP_TO_WITHOUT_DECAY = 512, 128
 
-# The same for the kernels, estimated: beyond, the full form's L products per token outweigh the chunkwise form's states and
-# additional kernel launches. Not measured yet.
-TRITON_FULL_UP_TO = 512
-TRITON_FULL_UP_TO_WITHOUT_DECAY = 128
-
-# LION_TRITON=0 computes everything in PyTorch, for comparison.
-USE_TRITON = os.environ.get("LION_TRITON", "1") != "0"
+USE_TRITON = os.environ.get("LION_TRITON", "1") != "0"  # LION_TRITON=0 computes everything in PyTorch, for comparison
 
 
 def linear_attention(
@@ -73,13 +67,13 @@ def linear_attention(
     Args:
         q, k: queries and keys, (B, H, L, D).
         v: values, (B, H, L, E).
-        log_decay: log λ ≤ 0. None for λ = 1 (LION-LIT), (H,) for one λ per head (LION-D), (B, H, L) for one per head and
-            token (LION-S).
+        log_decay: log λ ≤ 0. None for λ = 1 (LION-LIT), (H,) for one λ per head (LION-D), (B, H, L) for one per head
+            and token (LION-S).
         mask: (B, L) bool, True at real tokens. Padding keys contribute nothing.
         seq_idx: (B, L) integers, the sequence of each token in a row packed with several; each sequence gives what it
             gives alone. A new sequence starts where the number changes. From FlashAttention's offsets:
             `torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), cu_seqlens.diff())[None]`.
-        left_state, right_state: (B, H, D, E), the states of the text before and after this segment, see `segment_states`.
+        left_state, right_state: (B, H, D, E), states of the text before and after this segment, see `segment_states`.
         scale: s in the formula; D^-1/2 if None.
         normalize: divide each y_i by its row sum Σ_j s·(q_i·k_j)·M_ij + 1e-6.
         form: "full", "recurrent", "chunkwise", or "auto", which chooses by length.
@@ -90,8 +84,8 @@ def linear_attention(
         (B, H, L, E) in v's dtype. States and log decays are summed in float32 or better for any input dtype.
 
     Raises:
-        ValueError: for shapes that do not match, an unknown form, dropout in a form without a matrix, or states combined
-            with packing or normalization.
+        ValueError: for shapes that do not match, an unknown form, dropout in a form without a matrix, or states
+            combined with packing or normalization.
     """
     _check(q, k, v, log_decay, mask, seq_idx, left_state, right_state, normalize, form, chunk_size, dropout_p)
     dtype = v.dtype
@@ -137,7 +131,7 @@ def definition(
     scale: float | None = None,
     normalize: bool = False,
 ) -> Tensor:
-    """Compute the formula at the top of this file literally, in O(L³), for tests and readers. Arguments: `linear_attention`."""
+    """Compute the formula at the top of this file literally, in O(L³), for tests and readers."""
     L = q.shape[-2]
     i, j, t = torch.meshgrid(*[torch.arange(L, device=q.device)] * 3, indexing="ij")
     between = ((j <= t) & (t < i)) | ((i < t) & (t <= j))  # the decay of token t acts between j and i
@@ -161,7 +155,7 @@ def attention_matrix(
     seq_idx: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute the matrix s·QKᵀ⊙M, (B, H, L, L), zero in the columns of padding. Arguments: `linear_attention`."""
+    """Compute the matrix s·QKᵀ⊙M, (B, H, L, L), zero in the columns of padding."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return decayed_scores(scale * q, zero_masked(k, mask), cumulative_log_decay(log_decay, seq_idx, q.shape[-2]))
 
@@ -181,10 +175,10 @@ class SegmentStates(NamedTuple):
 def segment_states(
     k: Tensor, v: Tensor, log_decay: Tensor | None = None, *, mask: Tensor | None = None
 ) -> SegmentStates:
-    """Summarize one segment of a text that does not fit in memory. Arguments: `linear_attention`.
+    """Summarize one segment of a text that does not fit in memory.
 
-    Read the segments from left to right and update `left = left * across + rightward` after each, then from right to left
-    and update `right = right * across + leftward`. With the states before these updates,
+    Read the segments from left to right and update `left = left * across + rightward` after each, then from right to
+    left and update `right = right * across + leftward`. With the states before these updates,
     `linear_attention(..., left_state=left, right_state=right)` of a segment is its part of the text's output.
     """
     k = zero_masked(k, mask)
@@ -200,11 +194,7 @@ def segment_states(
         return SegmentStates((k * to_end).mT @ v, (k * from_start).mT @ v, across)
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, mask: Tensor | None,
-    seq_idx: Tensor | None, left_state: Tensor | None, right_state: Tensor | None, normalize: bool,
-    form: str, chunk_size: int, dropout_p: float,
-) -> None:  # fmt: skip
+def _check(q, k, v, log_decay, mask, seq_idx, left_state, right_state, normalize, form, chunk_size, dropout_p) -> None:
     """Raise ValueError for arguments that do not fit."""
     if q.ndim != 4:
         raise ValueError(f"q must be (batch, heads, length, head_dim) (got {tuple(q.shape)})")
@@ -232,20 +222,12 @@ def _check(
         raise ValueError(f"attention dropout exists only in the full form; set it to 0 for the {form} form")
 
 
-def _choose_form(
-    q: Tensor, k: Tensor, v: Tensor, decays: bool, normalize: bool, form: str, dropout_p: float
-) -> tuple[str, bool]:
-    """Resolve "auto", and decide whether the kernels of linear_attention_triton.py compute it.
-
-    PyTorch computes what they do not cover: the recurrent form, float64, operands of different dtypes, heads above 128
-    (above 64 in float16 and float32), CPUs and GPUs before Ampere. `attention_matrix` and `segment_states` always use PyTorch.
-    """
+def _choose_form(q, k, v, decays: bool, normalize: bool, form: str, dropout_p: float) -> tuple[str, bool]:
+    """Resolve "auto", and decide whether the kernels compute it: PyTorch computes what they do not cover."""
     extra_columns = int(normalize)
     fused = USE_TRITON and form != "recurrent" and 0 <= dropout_p < 1 and covers(q, k, v, extra_columns)
     if form == "auto":
-        if fused:
-            longest = TRITON_FULL_UP_TO if decays else TRITON_FULL_UP_TO_WITHOUT_DECAY
-        else:
-            longest = FULL_UP_TO if decays else FULL_UP_TO_WITHOUT_DECAY
-        form = "full" if dropout_p > 0 or q.shape[-2] <= longest else "chunkwise"
+        with_decay = TRITON_FULL_UP_TO if fused else FULL_UP_TO
+        without = TRITON_FULL_UP_TO_WITHOUT_DECAY if fused else FULL_UP_TO_WITHOUT_DECAY
+        form = "full" if dropout_p > 0 or q.shape[-2] <= (with_decay if decays else without) else "chunkwise"
     return form, fused

@@ -1,4 +1,4 @@
-"""The full, the recurrent and the chunkwise form of linear attention in PyTorch; what they compute is in linear_attention.py.
+"""The full, the recurrent and the chunkwise form of linear attention in PyTorch; linear_attention.py defines it.
 
 All forms read log M off two cumulative sums of the log decays, which `cumulative_log_decay` returns as a pair:
 
@@ -20,9 +20,7 @@ from torch.nn import functional as F
 # Lower bound of log weights: e^-60 is below every dtype's precision, and its products with ordinary numbers are not yet
 # denormal, which a CPU multiplies many times slower.
 LOG_ZERO = -60.0
-
-# Matrix entries to work on at a time: what fits a CPU's cache, and what fills a GPU.
-BLOCK_ENTRIES = {"cpu": 2**18, "cuda": 2**26}
+BLOCK_ENTRIES = {"cpu": 2**18, "cuda": 2**26}  # matrix entries to work on at a time: a CPU's cache, or enough for a GPU
 
 
 def cumulative_log_decay(log_decay: Tensor | None, seq_idx: Tensor | None, length: int) -> tuple[Tensor, Tensor] | None:
@@ -132,8 +130,8 @@ def _masks(exclusive: Tensor, inclusive: Tensor, dtype: torch.dtype) -> Callable
 def _decay_mask(exclusive: Tensor, inclusive: Tensor, dtype: torch.dtype) -> Tensor:
     """M, (..., L, L), from the cumulative log decays, (..., L) in float64.
 
-    With m their mean and h half their difference, log M_ij = −|m_i − m_j| + h_j − h_i in both triangles, so that neither
-    has to be selected and none can overflow.
+    With m their mean and h half their difference, log M_ij = −|m_i − m_j| + h_j − h_i in both triangles, so neither has
+    to be selected and none can overflow.
     """
     middle, half = (exclusive + inclusive) / 2, (inclusive - exclusive) / 2
     compute = torch.promote_types(dtype, torch.float32)
@@ -147,7 +145,7 @@ def _decay_mask(exclusive: Tensor, inclusive: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _cumulative_gradients(grad_log_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """From ∂/∂ log M, (..., L, L), to ∂/∂ exclusive and ∂/∂ inclusive, (..., L) in float64. Overwrites its argument."""
+    """From ∂/∂ log M, (..., L, L), which is overwritten, to ∂/∂ exclusive and ∂/∂ inclusive, (..., L) in float64."""
     matrices = grad_log_mask.flatten(0, -3)
     size = len(matrices) if torch.compiler.is_compiling() else max(1, _block_entries(matrices) // matrices[0].numel())
     sums = [_row_and_column_sums(few.double()) for few in matrices.split(size)]
@@ -172,16 +170,14 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, cumulative: tuple[Tensor, Tensor]
     return _recurrent(q, k, v, *cumulative)
 
 
-def _recurrent_forward(q: Tensor, k: Tensor, v: Tensor, exclusive: Tensor, inclusive: Tensor) -> Tensor:
+def _recurrent_forward(q, k, v, exclusive, inclusive) -> Tensor:
     """Two scans over the tokens, each with one state; the backward pass is the same scans of other operands."""
     past, future = _scans(q, k, v, exclusive, inclusive)
     diagonal = (q * k).sum(-1, keepdim=True) * v  # both scans include it
     return past.add_(future).sub_(diagonal)
 
 
-def _recurrent_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, exclusive: Tensor, inclusive: Tensor, with_decays: bool
-) -> list[Tensor]:
+def _recurrent_backward(grad, q, k, v, exclusive, inclusive, with_decays) -> list[Tensor]:
     # y = (QKᵀ⊙M) V, so each gradient is such a product too. Mᵀ is M with the two cumulative sums exchanged.
     q_past, q_future = _scans(grad, v, k, exclusive, inclusive)
     k_past, k_future = _scans(v, grad, q, inclusive, exclusive)
@@ -219,21 +215,19 @@ def _scans(q: Tensor, k: Tensor, v: Tensor, exclusive: Tensor, inclusive: Tensor
 
 
 def chunkwise(
-    q: Tensor, k: Tensor, v: Tensor, cumulative: tuple[Tensor, Tensor] | None, scale: float, chunk_size: int, uniform: bool
-) -> Tensor:  # fmt: skip
+    q, k, v, cumulative: tuple[Tensor, Tensor] | None, scale: float, chunk_size: int, uniform: bool
+) -> Tensor:
     """`uniform`: all chunks have the same decays."""
     if cumulative is None:  # nothing decays, so one state serves the text
         return q @ (scale * (k.mT @ v))
     return _chunkwise(q, k, v, *cumulative, scale, min(chunk_size, q.shape[-2]), uniform)
 
 
-def _chunkwise_forward(
-    q: Tensor, k: Tensor, v: Tensor, exclusive: Tensor, inclusive: Tensor, scale: float, chunk_size: int, uniform: bool
-) -> Tensor:
+def _chunkwise_forward(q, k, v, exclusive, inclusive, scale, chunk_size, uniform) -> Tensor:
     """The full form inside chunks of C tokens; a D×E state from each side brings in the rest, both stacked to 2D×E.
 
     The backward pass recomputes states and C×C matrices, which would be most of the memory. Both passes access long
-    tensors in place, one block at a time, since a copy of one is memory that the system has to clear first.
+    tensors in place, one block at a time: a copy of one would be memory that the system has to clear first.
     """
     exclusive, inclusive, query_weights, key_weights, across = _chunk_weights(exclusive, inclusive, chunk_size, q.dtype)
     blocks = _chunk_blocks(q, chunk_size)
@@ -248,10 +242,7 @@ def _chunkwise_forward(
     return y
 
 
-def _chunkwise_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, exclusive: Tensor, inclusive: Tensor,
-    scale: float, chunk_size: int, uniform: bool, with_decays: bool,
-) -> list[Tensor]:  # fmt: skip
+def _chunkwise_backward(grad, q, k, v, exclusive, inclusive, scale, chunk_size, uniform, with_decays) -> list[Tensor]:
     shape = exclusive.shape
     exclusive, inclusive, query_weights, key_weights, across = _chunk_weights(exclusive, inclusive, chunk_size, q.dtype)
     blocks = _chunk_blocks(q, chunk_size)
@@ -315,8 +306,8 @@ def _chunk_weights(exclusive: Tensor, inclusive: Tensor, chunk_size: int, dtype:
 
     Returns:
         exclusive, inclusive: from each chunk's start, (B or 1, H or 1, L).
-        query_weights, key_weights: decay from an incoming state to a query and from a key to an outgoing state, from the
-            left and from the right, (B or 1, H or 1, L, 2).
+        query_weights, key_weights: decay from an incoming state to a query and from a key to an outgoing state, from
+            the left and from the right, (B or 1, H or 1, L, 2).
         across: decay of a state that crosses a chunk, (B or 1, H or 1, N, 1, 1).
     """
     end = inclusive[..., _last_tokens(inclusive, chunk_size)]  # (B or 1, H or 1, N)
@@ -365,10 +356,8 @@ def _chunk_blocks(x: Tensor, chunk_size: int) -> list[_Block]:
     ]
 
 
-def _chunk_masks(
-    blocks: list[_Block], exclusive: Tensor, inclusive: Tensor, dtype: torch.dtype, uniform: bool
-) -> Callable[[_Block], Tensor]:
-    """Return a function from a block to its decay masks, (b or 1, H or 1, n or 1, C, C); computed once if uniform."""
+def _chunk_masks(blocks, exclusive, inclusive, dtype: torch.dtype, uniform: bool) -> Callable[[_Block], Tensor]:
+    """Return a function from a block to its decay masks, (b or 1, H or 1, n or 1, C, C), computed once if uniform."""
     if not uniform:
         return lambda block: _decay_mask(block.of(exclusive), block.of(inclusive), dtype)
     mask = _decay_mask(*(blocks[0].of(x)[:, :, :1] for x in (exclusive, inclusive)), dtype)
@@ -385,9 +374,7 @@ def _weigh_both_ways(x: Tensor, weights: Tensor) -> Tensor:
     return (x.unsqueeze(-2) * weights.unsqueeze(-1)).flatten(-2)
 
 
-def _incoming_states(
-    blocks: list[_Block], k: Tensor, v: Tensor, weights: Tensor, across: Tensor, directions: tuple[int, int]
-) -> Tensor:
+def _incoming_states(blocks: list[_Block], k, v, weights, across, directions: tuple[int, int]) -> Tensor:
     """The states that enter each chunk from the left and from the right, stacked, (B, H, N, 2D, E)."""
     count, D = blocks[-1].chunks.stop, k.shape[-1]
     states = k.new_empty(*k.shape[:2], count, 2 * D, v.shape[-1])
@@ -402,20 +389,22 @@ def _incoming_states(
     return states
 
 
-# Custom operators hide the loops over tokens and blocks from torch.compile, which would unroll and compile them for minutes.
+# Custom operators hide the loops over tokens and blocks from torch.compile, which would unroll them.
 
 
-def _operator(
-    forward: Callable[..., Tensor], backward: Callable[..., list[Tensor]], like: Callable
-) -> Callable[..., Tensor]:
+def _operator(forward: Callable, backward: Callable, like: Callable, numbers: str = "") -> Callable[..., Tensor]:
     """Register forward(q, k, v, exclusive, inclusive, *numbers) with `backward` as its gradient.
 
     `backward` takes the output's gradient before these arguments, and after them whether the decays need a gradient.
-    `like` returns the tensors whose layouts the gradients of q, k and v have.
+    `like` returns the tensors whose layouts the gradients of q, k and v have. `numbers` declares the numbers.
     """
     name = re.sub(r"\W", "_", __name__)  # a copy of this file in a Hub folder registers its own operators
-    run = torch.library.custom_op(f"{name}::{forward.__name__[1:]}", forward, mutates_args=())
-    run_backward = torch.library.custom_op(f"{name}::{backward.__name__[1:]}", backward, mutates_args=())
+    inputs = f"Tensor q, Tensor k, Tensor v, Tensor exclusive, Tensor inclusive{numbers}"
+    schemas = f"({inputs}) -> Tensor", f"(Tensor grad, {inputs}, bool with_decays) -> Tensor[]"
+    run, run_backward = (
+        torch.library.custom_op(f"{name}::{function.__name__[1:]}", function, mutates_args=(), schema=schema)
+        for function, schema in zip((forward, backward), schemas)
+    )
 
     @run.register_fake
     def _(q, k, v, *others):
@@ -441,4 +430,5 @@ def _operator(
 
 
 _recurrent = _operator(_recurrent_forward, _recurrent_backward, lambda grad, q, k, v: (k, q, grad))
-_chunkwise = _operator(_chunkwise_forward, _chunkwise_backward, lambda grad, q, k, v: (q, k, v))
+_NUMBERS = ", float scale, SymInt chunk_size, bool uniform"
+_chunkwise = _operator(_chunkwise_forward, _chunkwise_backward, lambda grad, q, k, v: (q, k, v), _NUMBERS)

@@ -1,7 +1,4 @@
-"""Full linear attention with a decay mask on a GPU: launches the kernels of triton_kernels.py, forward and backward.
-
-The definition and the arguments are in linear_attention.py.
-"""
+"""Linear attention with a decay mask on a GPU: launches the kernels of triton_kernels.py, forward and backward."""
 
 import contextlib
 import functools
@@ -23,7 +20,7 @@ COLUMNS = 32  # S, the tokens that they meet at a time; with more, a thread runs
 
 
 def covers(q: Tensor, k: Tensor, v: Tensor, extra_columns: int = 0) -> bool:
-    """Whether the kernels compute these operands, v with additional columns: one dtype of bfloat16, float16 and float32, heads up
+    """Whether the kernels compute these operands, v with additional columns: in bfloat16, float16 or float32, heads up
     to LARGEST_HEAD, on an NVIDIA GPU since Ampere, or on any device in Triton's interpreter."""
     return (
         kernels.AVAILABLE
@@ -115,8 +112,8 @@ def _prepare(q, k, v, log_decay, mask, seq_idx, chunk_size: int):
 def _dot_precision(dtype: torch.dtype) -> tuple["tl.dtype", str]:
     """The dtype of the operands of matrix products, and their precision. Sums are in float32.
 
-    float16 is multiplied as TF32, which holds all its digits, since scores and states can exceed float16's range. Triton's
-    interpreter cannot multiply bfloat16.
+    float16 is multiplied as TF32, which holds all its digits, since scores and states can exceed float16's range.
+    Triton's interpreter cannot multiply bfloat16.
     """
     if dtype == torch.bfloat16 and isinstance(kernels.forward_kernel, triton.JITFunction):
         return tl.bfloat16, "ieee"
@@ -163,8 +160,8 @@ def _cumulative_sums(plan: _Plan, log_decay: Tensor | None, seq_idx: Tensor | No
 
 
 def _incoming_states(plan: _Plan, k, v, mask: Tensor | None, sums: Tensor | None, sign: int = 1) -> Tensor | None:
-    """The states that enter each chunk from the left and from the right, (2, B·H, N, D, E), or one for all, (1, B·H, 1, D, E),
-    without decays. sign: −1 for gradients, with q and dy in place of k and v."""
+    """The states that enter each chunk from the left and from the right, (2, B·H, N, D, E); without decays one for all,
+    (1, B·H, 1, D, E). sign: −1 for gradients, with q and dy in place of k and v."""
     if not plan.with_states:
         return None
     rows, D, E, N = plan.B * plan.H, plan.D, plan.E, plan.N
@@ -172,7 +169,8 @@ def _incoming_states(plan: _Plan, k, v, mask: Tensor | None, sums: Tensor | None
     PE = min(plan.PE, 64)
     columns = triton.cdiv(E, PE)
     _launch(
-        kernels.states_kernel, rows * N * columns, k, v, mask, sums, states, plan.H, plan.L, plan.C, N, columns, plan.side,
+        kernels.states_kernel, rows * N * columns, k, v, mask, sums, states,
+        plan.H, plan.L, plan.C, N, columns, plan.side,
         *k.stride()[:3], *v.stride()[:3], *plan.sums_strides, **{**plan.sizes, "PE": PE},
         SIGN=sign, **plan.dots, **plan.launch,
     )  # fmt: skip
@@ -198,7 +196,8 @@ def _launch_forward(
     incoming = _incoming_states(plan, k, v, mask, sums)
     y = plan.empty_like_tokens(plan.E)
     _launch(
-        kernels.forward_kernel, plan.B * plan.H * plan.blocks, q, k, v, y, mask, seed, sums, incoming, scale / (1 - dropout_p),
+        kernels.forward_kernel, plan.B * plan.H * plan.blocks,
+        q, k, v, y, mask, seed, sums, incoming, scale / (1 - dropout_p),
         plan.H, plan.L, plan.C, plan.N, plan.blocks, plan.side,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *y.stride()[:3], *plan.sums_strides,
         **plan.sizes, INSIDE=plan.inside, **plan.dots, DROPPED=round(dropout_p * 2**32), **plan.launch,
@@ -238,7 +237,8 @@ def _launch_backward(
     dtype = log_decay.dtype if log_decay.ndim == 3 else torch.float64
     grad = torch.empty(plan.B, plan.H, plan.L, device=plan.device, dtype=dtype)
     _launch(
-        kernels.decay_gradients_kernel, plan.B * plan.H * plan.N, log_decay, sums, grad_sums, incoming, grad_incoming, grad, scale,
+        kernels.decay_gradients_kernel, plan.B * plan.H * plan.N,
+        log_decay, sums, grad_sums, incoming, grad_incoming, grad, scale,
         plan.H, plan.L, plan.C, plan.N, plan.side, grad_plane,
         *_decay_strides(log_decay), *plan.sums_strides, LOG_ZERO=LOG_ZERO,
         STATE=plan.D * plan.E, PART=1024, SIZE=min(triton.next_power_of_2(plan.C), 1024), num_warps=4,
@@ -254,7 +254,7 @@ def _gradients(ctx, backward, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class _Eager(torch.autograd.Function):
-    """The operator outside of torch.compile, where PyTorch's dispatch of a custom operator takes longer than the launches."""
+    """The operator outside of torch.compile: PyTorch's dispatch of a custom operator takes longer than the launches."""
 
     @staticmethod
     def forward(ctx, *arguments):

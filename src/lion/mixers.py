@@ -1,4 +1,4 @@
-"""What takes the place of BERT's self-attention: the three variants of LION (arXiv:2502.16249), and softmax as the baseline.
+"""What replaces BERT's self-attention: the three variants of LION (arXiv:2502.16249), and softmax as the baseline.
 
 Shape letters: B batch, L length, D hidden size, H heads.
 """
@@ -34,10 +34,7 @@ class Mixer(nn.Module):
     def init_parameters(self) -> None:
         """Draw the initial values of those that are not in a linear layer or a LayerNorm."""
 
-    def mix(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seq_idx: Tensor | None, form: str,
-        output_attentions: bool, **states: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, **states) -> tuple[Tensor, Tensor | None]:
         """Return the heads' outputs, (B, H, L, D/H), and the attention matrix, (B, H, L, L), if requested."""
         raise NotImplementedError
 
@@ -58,24 +55,15 @@ class Mixer(nn.Module):
         """From the concatenated heads, (..., D), to the mixer's output."""
         return self.out(self.norm(y))
 
-    @property
-    def dropout_p(self) -> float:
-        return self.config.attention_probs_dropout_prob if self.training else 0.0
-
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        seq_idx: Tensor | None,
-        form: str,
-        output_attentions: bool = False,
-        left_state: Tensor | None = None,
-        right_state: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the concatenated heads before the output projection, (B, L, D), and the matrix, (B, H, L, L), if requested."""
+    def forward(self, x, mask, seq_idx, form, output_attentions=False, left_state=None, right_state=None):
+        """Return the heads before the output projection, (B, L, D), and the matrix, (B, H, L, L), if requested."""
         states = {"left_state": left_state, "right_state": right_state}
         y, matrix = self.mix(x, *self.project(x), mask, seq_idx, form, output_attentions, **states)
         return y.transpose(1, 2).reshape(x.shape), matrix
+
+    @property
+    def dropout_p(self) -> float:
+        return self.config.attention_probs_dropout_prob if self.training else 0.0
 
 
 class Softmax(Mixer):
@@ -128,7 +116,7 @@ class LinearMixer(Mixer):
 
     @classmethod
     def products_per_token(cls, config: PretrainedConfig, length: int) -> int:
-        """(L, L) or (C, C) matrices, and the two D×E states of the chunkwise form; "auto" counts as the cheaper form."""
+        """(L, L) or (C, C) matrices, and the two D×E states of the chunkwise form; "auto" is the cheaper form."""
         states = 2 * config.hidden_size // config.num_attention_heads
         widths = {"full": length, "chunkwise": min(config.chunk_size, length) + states, "recurrent": states}
         widths["auto"] = min(widths["full"], widths["chunkwise"])
@@ -168,5 +156,5 @@ class LionS(LinearMixer):
         return F.logsigmoid(-self.decay(x).float()).mT
 
 
-# By name in a configuration. configuration_lion.py repeats the names, since transformers loads it without this file.
+# By name in a configuration; configuration_lion.py repeats the names, since transformers loads it without this file.
 MIXERS = {"lion-lit": LionLit, "lion-d": LionD, "lion-s": LionS, "softmax": Softmax}

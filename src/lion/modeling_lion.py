@@ -31,7 +31,7 @@ from .linear_attention_triton import fused_linear_attention  # noqa: F401
 from .mixers import MIXERS, Mixer
 from .triton_kernels import AVAILABLE  # noqa: F401
 
-# Some of these names are not used here: from a local Hub folder, transformers copies only the modules that this file imports.
+# Unused names are here because transformers copies from a local Hub folder only what this file imports itself.
 
 
 class LionEmbeddings(nn.Module):
@@ -47,14 +47,7 @@ class LionEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.mixer = config.mixer
 
-    def forward(
-        self,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        token_type_ids: Tensor | None,
-        position_ids: Tensor | None,
-        seq_idx: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, input_ids, inputs_embeds, token_type_ids, position_ids, seq_idx=None) -> Tensor:
         x = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds  # (B, L, D)
         L = x.shape[1]
         if token_type_ids is None:
@@ -98,22 +91,13 @@ class LionLayer(GradientCheckpointingLayer):
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        seq_idx: Tensor | None,
-        form: str,
-        output_attentions: bool = False,
-        left_state: Tensor | None = None,
-        right_state: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x, mask, seq_idx, form, output_attentions=False, left_state=None, right_state=None):
         """Return the layer's output, (B, L, D), and the attention matrix, (B, H, L, L), if requested."""
         y, matrix = self.attention(x, mask, seq_idx, form, output_attentions, left_state, right_state)
         return self.after_mixing(x, y), matrix
 
     def after_mixing(self, x: Tensor, y: Tensor) -> Tensor:
-        """The part of a layer that processes each token alone: its input x and the mixed heads y, (..., D), to its output."""
+        """From the layer's input x and the mixed heads y, (..., D), to its output; each token on its own."""
         x = self.attention_norm(x + self.dropout(self.attention.project_out(y)))
         return self.mlp_norm(x + self.dropout(self.mlp(x)))
 
@@ -164,7 +148,7 @@ class LionPreTrainedModel(PreTrainedModel):
 
 
 class LionModel(LionPreTrainedModel):
-    """The encoder: token ids to hidden states. The pooler is the input of classification: first token or mean, dense, tanh."""
+    """The encoder: token ids to hidden states. The pooler, for classification, is first token or mean, dense, tanh."""
 
     def __init__(self, config: LionConfig, add_pooling_layer: bool = True):
         super().__init__(config)
@@ -200,12 +184,12 @@ class LionModel(LionPreTrainedModel):
             token_type_ids, position_ids: (B, L); 0, and 0 … L−1, if None. Only some mixers use positions.
             output_attentions: also return each layer's matrix, (B, H, L, L): s·QKᵀ⊙M, or softmax's probabilities.
             attention_form: the operator's form for this call, overriding the configuration.
-            seq_idx: (B, L) integers, the sequence of each token in a row packed with several; each is encoded as if alone.
-                See `linear_attention`.
+            seq_idx: (B, L) integers, the sequence of each token in a row packed with several, see `linear_attention`;
+                each is encoded as if alone.
 
         Raises:
-            ValueError: for both or neither of input_ids and inputs_embeds, a text longer than the position embeddings, or
-                the matrix of a form that has none.
+            ValueError: for both or neither of input_ids and inputs_embeds, a text longer than the position embeddings,
+                or the matrix of a form that has none.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -229,10 +213,8 @@ class LionModel(LionPreTrainedModel):
         )
         return output if return_dict else output.to_tuple()
 
-    def _run_layers(
-        self, x: Tensor, run: Callable[[LionLayer, Tensor], tuple[Tensor, Tensor | None]], output_hidden_states: bool = False
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor | None, ...]]:  # fmt: skip
-        """Pass x through the layers by `run(layer, x)`. Returns the last hidden state, all if requested, and the matrices."""
+    def _run_layers(self, x: Tensor, run: Callable, output_hidden_states: bool = False):
+        """Pass x through each layer by `run(layer, x)`. Return the last state, all if requested, and the matrices."""
         hidden_states, matrices = [x] if output_hidden_states else [], []
         for layer in self.layers:
             x, matrix = run(layer, x)
@@ -254,9 +236,9 @@ class LionModel(LionPreTrainedModel):
     ) -> Tensor:
         """Encode texts whose activations do not fit in memory, in segments of `segment_length` tokens, for inference.
 
-        Each layer reads the segments from left to right for the state of all earlier ones, then from right to left with the
-        state of all later ones, and so computes each segment's output. The result equals that of one call. The hidden states
-        of the text are kept where `input_ids` are (best in the CPU's memory), all else of one segment on the model's device.
+        Each layer reads the segments from left to right for the state of all earlier ones, then from right to left with
+        the state of all later ones, and so computes each segment's output. The result equals that of one call. Hidden
+        states are kept where `input_ids` are (best in the CPU's memory), all else of one segment on the model's device.
 
         Args:
             input_ids, attention_mask, token_type_ids: (B, L), and attention_form, as in a call.
@@ -266,13 +248,10 @@ class LionModel(LionPreTrainedModel):
             (B, L, D), the last hidden state, on the device of `input_ids`.
 
         Raises:
-            ValueError: for softmax attention, which has no states; training mode; a text longer than the position embeddings.
+            ValueError: for a mixer without states, training mode, or a text longer than the position embeddings.
         """
         if not MIXERS[self.config.mixer].has_states:
-            with_states = ", ".join(name for name, mixer in MIXERS.items() if mixer.has_states)
-            raise ValueError(
-                f"{self.config.mixer} has no states to pass between segments; use encode_long with {with_states}"
-            )
+            raise ValueError(f"{self.config.mixer} has no states to pass between segments; use a lion mixer")
         if self.training:
             raise ValueError("encode_long is for inference; call model.eval() first")
         L, device = input_ids.shape[1], self.device
@@ -317,33 +296,27 @@ class LionModel(LionPreTrainedModel):
 def _head_forward(*targets: str, last: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
     """Turn `method(self, encode, *targets, *last)`, which computes a head's output, into the forward of its model.
 
-    The model's forward has the arguments of `LionModel.forward`, `targets` after inputs_embeds, and `last` after them all.
-    `encode()` runs the encoder.
+    `encode()` runs the encoder. The forward takes the arguments of `LionModel.forward`, `targets` after inputs_embeds,
+    and `last` at the end.
     """
-    of_encoder = inspect.signature(LionModel.forward).parameters.values()
-    self_and_inputs, options = list(of_encoder)[:6], list(of_encoder)[6:]
+    of_encoder = list(inspect.signature(LionModel.forward).parameters.values())
     added, appended = (
-        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in names]
-        for names in (targets, last)
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in group]
+        for group in (targets, last)
     )
-    signature = inspect.Signature([*self_and_inputs, *added, *options, *appended])
+    signature = inspect.Signature([*of_encoder[:6], *added, *of_encoder[6:], *appended])
     names = list(signature.parameters)[1:]
 
-    def decorate(method: Callable[..., ModelOutput]) -> Callable:
+    def decorate(method: Callable[..., ModelOutput]) -> Callable[..., ModelOutput | tuple]:
         @functools.wraps(method)
-        def forward(self, *args, **kwargs) -> ModelOutput | tuple:
-            unknown = [name for name in kwargs if name not in names[len(args) :]]
-            if unknown or len(args) > len(names):
-                raise TypeError(
-                    f"{type(self).__name__}.forward() got unexpected or repeated arguments: {', '.join(unknown)}"
-                )
-            given = {**dict(zip(names, args)), **kwargs}
+        def forward(self, *args, **kwargs):
+            given = dict(**dict(zip(names, args)), **kwargs)
             of_head = [given.pop(name, None) for name in (*targets, *last)]
             return_dict = given.pop("return_dict", None)
             output = method(self, lambda: self.lion(**given, return_dict=True), *of_head)
             return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
-        forward.__signature__ = signature
+        forward.__signature__ = signature  # which transformers and Composer read
         return forward
 
     return decorate
@@ -371,10 +344,10 @@ class LionForMaskedLM(LionPreTrainedModel):
         """Predict masked tokens. Other arguments: `LionModel.forward`.
 
         Args:
-            labels: (B, L), the token to predict, or -100. In training mode, logits are computed and returned only for the
-                labelled positions, (labels that are not -100, V) in reading order: the head costs a third of a base model.
-            masked_positions: (labels that are not -100,), their positions in the flattened labels, if known: counting them
-                has to wait for a GPU. (transformers' Trainer would take a name with "label" in it for labels.)
+            labels: (B, L), the token to predict, or -100. In training mode, logits are computed and returned only at
+                labels that are not -100, (labels, V) in reading order: the head costs a third of a base model.
+            masked_positions: (labels,), their positions in the flattened labels, if known: counting them has to wait
+                for a GPU. (transformers' Trainer would take a name with "label" in it for labels.)
         """
         labelled = None
         if labels is not None and self.training:
@@ -407,8 +380,8 @@ class LionForSequenceClassification(LionPreTrainedModel):
         """Classify texts. Other arguments: `LionModel.forward`.
 
         Args:
-            labels: (B,) class numbers (cross entropy); (B,) floats for one label (squared error); (B, num_labels) of 0 and 1
-                if `config.problem_type` is "multi_label_classification" (binary cross entropy).
+            labels: (B,) class numbers (cross entropy); (B,) floats for one label (squared error); (B, num_labels) of 0
+                and 1 if `config.problem_type` is "multi_label_classification" (binary cross entropy).
         """
         output = encode()
         logits = self.classifier(self.dropout(output.pooler_output))  # (B, num_labels)
@@ -454,7 +427,7 @@ class LionForQuestionAnswering(LionPreTrainedModel):
 
     @_head_forward("start_positions", "end_positions")
     def forward(self, encode: Callable[[], ModelOutput], start_positions: Tensor | None, end_positions: Tensor | None):
-        """Find a span. Other arguments: `LionModel.forward`; start_positions, end_positions: (B,), ignored outside the text."""
+        """Find a span. Other arguments: `LionModel.forward`; start and end: (B,), ignored outside the text."""
         output = encode()
         start_logits, end_logits = self.qa_outputs(output.last_hidden_state).unbind(-1)  # each (B, L)
         loss = None

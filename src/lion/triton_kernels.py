@@ -1,22 +1,22 @@
 """The device code of linear_attention_triton.py: linear attention with a decay mask as GPU kernels, in Triton.
 
-It is flash attention without the softmax: blocks of scores are computed, masked and multiplied by V on chip, and no matrix is
-ever in memory. Since log M_ij is a difference of two numbers, only blocks on the diagonal need one exponential per entry. Past
-keys of another block are decayed through a point between them and the queries' block,
+It is flash attention without the softmax: blocks of scores are computed, masked and multiplied by V on chip, and no
+matrix is ever in memory. Since log M_ij is a difference of two numbers, only blocks on the diagonal need an exponential
+per entry. Past keys of another block are decayed through a point between them and the queries' block,
 
     M_ij = exp(exclusive_i − exclusive_first) · exp(exclusive_first − exclusive_j),    first: the queries' first token,
 
 one factor per query and one per key, neither above 1; future keys likewise through the queries' last token.
 
-A text is cut into chunks. Inside a chunk all pairs of blocks are computed. Keys and values of other chunks arrive as D×E
-states, one from the left and one from the right, which two more kernels compute: one sums each chunk, one scans over chunks.
+A text is cut into chunks. Inside a chunk all pairs of blocks are computed. Keys and values of other chunks arrive as
+states, one from the left and one from the right, which two more kernels compute: one sums each chunk, one scans chunks.
 The full form is one chunk as long as the text, without states. Without decays all chunks share one state, their sum.
 
 The backward pass recomputes everything. y = (s·QKᵀ⊙M) V, so the gradients of q, k and v are such products too, of other
-operands; for those of k and v, which need Mᵀ, exclusive and inclusive are exchanged. No two programs write the same number.
+operands; for those of k and v, which need Mᵀ, exclusive and inclusive are exchanged. No two programs write one number.
 
-Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk size, T and S block
-sizes of rows and columns.
+Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk size, T and S
+block sizes of rows and columns.
 """
 
 # One argument per line would double this file.
@@ -35,8 +35,8 @@ AVAILABLE = not isinstance(triton, SimpleNamespace)
 
 # Of each token the kernels load three numbers: high, low and half. In units of log 2, the cumulative log decays are
 # exclusive = high + low − half and inclusive = high + low + half: their mean as two float32 numbers, precise enough for
-# differences of neighbours, and half their difference. SIGN = −1 exchanges the two. A fourth number is padding, so that a
-# token is one load. "Sums" means these numbers.
+# differences of neighbours, and half their difference. SIGN = −1 exchanges the two. A fourth number is padding, so that
+# a token is one load. "Sums" are these numbers.
 
 # These vary with a batch's length: a kernel would be recompiled where one is 1 or a multiple of 16.
 kernel = triton.jit(do_not_specialize=["H", "L", "N", "blocks", "columns", "parts", "decay_batch", "decay_head"])
@@ -232,16 +232,16 @@ def scan_kernel(states, incoming, sums, H, C, N, parts, side, sums_batch, sums_h
         high, low, half = high2, low2, half2
 
 
-# Outputs and gradients. A program computes T rows: queries, or keys for the gradients of k and v. Contributions from before the
-# rows' block are summed as decayed to the block's first token, and then decayed to each row at once; those from after it are
-# decayed through the block's last token to each row block by block, since there are no registers for a second sum.
+# Outputs and gradients. A program computes T rows: queries, or keys for the gradients of k and v. Contributions from
+# before the rows' block are summed as decayed to its first token, and then decayed to each row at once; later ones are
+# decayed through its last token to each row block by block, since there are no registers for a second sum.
 
 
 @triton.jit
 def _attend(total, Q, k, v, mask, seed, start, first, length, weight, k_token, v_token, D: tl.constexpr,
         E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, DOT: tl.constexpr,
         PRECISION: tl.constexpr, DROPPED: tl.constexpr):
-    """total + (QKᵀ ⊙ weight) V over one block of keys. Queries from `start`, keys from `first`; weight (1, S) or (T, S)."""
+    """total + (QKᵀ ⊙ weight) V over one block of keys; queries from `start`, keys from `first`, weight (1 or T, S)."""
     K = _tile(k, first, k_token, length, mask, D, S, PD, DOT)
     V = _tile(v, first, v_token, length, None, E, S, PE, DOT)
     scores = tl.dot(Q, tl.trans(K), input_precision=PRECISION) * weight
@@ -417,7 +417,7 @@ def query_gradients_kernel(q, k, v, dy, dq, mask, seed, sums, incoming, grad_sum
 def _key_gradients(total_k, total_v, K, V, q, dy, seed, start, first, length, weight, q_token, dy_token,
         D: tl.constexpr, E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, DOT: tl.constexpr,
         PRECISION: tl.constexpr, DROPPED: tl.constexpr):
-    """total_k + (V dYᵀ ⊙ weight) Q, total_v + (K Qᵀ ⊙ weight) dY over one block of queries; ∂/∂ log Mᵀ there, (T, S)."""
+    """total_k + (V dYᵀ ⊙ weight) Q, total_v + (K Qᵀ ⊙ weight) dY over a block of queries; ∂/∂ log Mᵀ there, (T, S)."""
     Q = _tile(q, first, q_token, length, None, D, S, PD, DOT)
     dY = _tile(dy, first, dy_token, length, None, E, S, PE, DOT)
     if seed is not None:
@@ -532,8 +532,8 @@ def decay_gradients_kernel(log_decay, sums, grad_sums, incoming, grad_incoming, 
         STATE: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr):
     """∂ log_decay of one chunk, (B, H, L).
 
-    A decay is part of exclusive at all later tokens of its chunk, of inclusive at these and its own, and of the sum over the
-    chunk, which decays keys and queries to its end and states across it.
+    A decay is part of exclusive at all later tokens of its chunk, of inclusive at these and its own, and of the sum
+    over the chunk, which decays keys and queries to its end and states across it.
     """
     row, chunk = (tl.program_id(0) // N).to(tl.int64), (tl.program_id(0) % N).to(tl.int64)
     b, h = row // H, row % H
