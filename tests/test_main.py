@@ -242,9 +242,7 @@ def test_layers_computed_again_in_the_backward_pass_change_nothing(finished, tmp
     from src.lion.mixers import Mixer
 
     calls, forward = [], Mixer.forward
-    monkeypatch.setattr(
-        Mixer, "forward", lambda self, *args: calls.append(self.training) or forward(self, *args)
-    )
+    monkeypatch.setattr(Mixer, "forward", lambda self, *args: calls.append(self.training) or forward(self, *args))
     for name, again in (("once", False), ("twice", True)):
         calls.append(name)
         main.main(
