@@ -31,7 +31,7 @@ def ours(rows: np.ndarray, masking: Masking) -> tuple[np.ndarray, np.ndarray]:
 
 
 def facts(rows: np.ndarray, seen: np.ndarray, labels: np.ndarray, tokenizer) -> dict[str, float]:
-    """What there is to know of masks: how many, of what, how they lie, and what stands in their place."""
+    """Statistics of masks: how many, of which tokens, where, and their replacements."""
     ordinary = ~np.isin(rows, tokenizer.all_special_ids)
     chosen = labels != IGNORED
     changed = seen[chosen] != rows[chosen]
@@ -71,7 +71,7 @@ def test_masks_of_a_million_tokens_are_distributed_as_those_of_transformers(rows
     assert found["[MASK]"] == pytest.approx(0.8, abs=0.004)
 
 
-def test_every_place_of_a_row_is_chosen_as_often(rows, tokenizer):
+def test_every_position_of_a_row_is_chosen_equally_often(rows, tokenizer):
     _, labels = ours(rows, Masking(tokenizer, 0.3, seed=17))
     ordinary = ~np.isin(rows, tokenizer.all_special_ids)
     share = (labels != IGNORED).sum(0)[1:-1] / ordinary.sum(0)[1:-1]
@@ -104,26 +104,26 @@ def test_when_the_same_text_is_masked_alike(tokenizer, change, same, every_epoch
 
 
 def spelled(tokenizer, count: int) -> list[np.ndarray]:
-    """Texts with many words that the vocabulary has in pieces alone."""
+    """Texts with many words that the vocabulary has only in several tokens."""
     texts = [
         text.replace("dog", "dogs").replace("river", "rivers").replace("quiet", "zzz") for text in sentences(count)
     ]
     return [np.array(tokenizer(text)["input_ids"]) for text in texts]
 
 
-def test_the_pieces_of_a_word_are_chosen_together_and_words_apart(tokenizer):
+def test_the_tokens_of_a_word_are_chosen_together_and_words_apart(tokenizer):
     masking = Masking(tokenizer, 0.3, seed=17, whole_words=True)
-    pieces = together = apart = 0
+    continuing = together = apart = 0
     for index, ids in enumerate(spelled(tokenizer, 400)):
         chosen = masking(ids, 0, index)[1] != IGNORED
-        goes_on = np.array([token.startswith("##") for token in tokenizer.convert_ids_to_tokens(ids)])
-        assert (chosen[1:] == chosen[:-1])[goes_on[1:]].all()
-        pieces += goes_on.sum()
+        continues = np.array([token.startswith("##") for token in tokenizer.convert_ids_to_tokens(ids)])
+        assert (chosen[1:] == chosen[:-1])[continues[1:]].all()
+        continuing += continues.sum()
         special = np.isin(ids, tokenizer.all_special_ids)
-        words_meet = ~goes_on[1:] & ~special[1:] & ~special[:-1]
+        words_meet = ~continues[1:] & ~special[1:] & ~special[:-1]
         together += (chosen[1:] & chosen[:-1])[words_meet].sum()
         apart += words_meet.sum()
-    assert pieces > 500
+    assert continuing > 500
     assert together / apart == pytest.approx(0.09, abs=0.01)  # two neighbouring words by chance alone
 
 
@@ -139,18 +139,18 @@ def test_whole_words_are_as_many_tokens_as_single_ones(tokenizer):
     assert shares == pytest.approx([0.3, 0.3], abs=0.01)
 
 
-def test_a_row_that_begins_within_a_word_takes_its_first_piece_for_a_word(tokenizer):
+def test_a_row_that_starts_within_a_word_treats_its_first_token_as_a_word(tokenizer):
     cls, a, b, the, sep = tokenizer.convert_tokens_to_ids(["[CLS]", "##a", "##b", "the", "[SEP]"])
     masking = Masking(tokenizer, 0.5, seed=17, whole_words=True)
     masks = {tuple(masking(np.array([cls, a, b, the, sep]), 0, index)[1] != IGNORED) for index in range(64)}
     assert masks == {(False, x, x, y, False) for x in (False, True) for y in (False, True)}
 
 
-def test_a_tokenizer_whose_pieces_do_not_tell_is_refused_for_whole_words():
+def test_whole_words_require_a_wordpiece_tokenizer():
     bpe = Tokenizer(BPE({token: number for number, token in enumerate((*SPECIAL, *"abc"))}, []))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, mask_token="[MASK]", pad_token="[PAD]", name_or_path="mine"
     )
     Masking(tokenizer, 0.3, seed=17)
-    with pytest.raises(UserError, match=r"whole_word_masking: mine is no WordPiece tokenizer"):
+    with pytest.raises(UserError, match=r"whole_word_masking: mine is not a WordPiece tokenizer"):
         Masking(tokenizer, 0.3, seed=17, whole_words=True)

@@ -5,7 +5,7 @@ import torch
 from conftest import MIXERS, TINY_MODEL, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from src.data.mlm_collator import split_batch
+from src.data.batches import split_batch
 from src.lion import LionConfig
 from src.mlm.model import LionMLM
 

@@ -1,4 +1,4 @@
-"""MDS shards, of text or of tokens, in one place or several → batches for masked language modelling."""
+"""MDS shards of text or tokens, from one place or several → batches for masked language modelling."""
 
 import json
 import os
@@ -17,10 +17,12 @@ from streaming.base.storage import CloudDownloader
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from src.config import nearest
+from src.config import check_known
+from src.data.batches import sample_count
 from src.data.config import DatasetConfig, LoaderConfig
 from src.data.masking import Masking
-from src.data.mlm_collator import MaskingCollator, sample_count
+from src.data.mlm_collator import MaskingCollator
+from src.data.splits import check_split
 from src.data.tokenizers import vocabulary_digest
 from src.errors import UserError, first_line
 
@@ -28,10 +30,7 @@ STREAM_KEYS = ["local", "remote", "split", "proportion", "repeat", "choose"]
 
 
 class StreamingTextDataset(StreamingDataset):
-    """Samples of MDS shards: what the shards hold, `text` or `tokens`, and "sample": (epoch, index).
-
-    The index counts through all shards of all streams, so no two samples have the same.
-    """
+    """Samples of MDS shards: `text` or `tokens`, and "sample": (epoch, index), the index counting through all streams."""
 
     epoch = 0
 
@@ -40,7 +39,7 @@ class StreamingTextDataset(StreamingDataset):
         self.prepared: set[int] = set()
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Ahead of every sample, streaming takes a lock (a file) to see to its shard; once does, if none is evicted."""
+        """Prepare a shard once unless shards are evicted: streaming would take a lock (a file) for every sample."""
         if blocking or self.cache_limit or shard_id not in self.prepared:
             super().prepare_shard(shard_id, blocking)
             self.prepared.add(shard_id)
@@ -55,7 +54,7 @@ class StreamingTextDataset(StreamingDataset):
 
 @dataclass
 class Padding:
-    """How much of the batches that a loader has given is padding, and how much would be without packing."""
+    """Counts the padding in a loader's batches, and what it would be without packing."""
 
     tokens: int = 0
     positions: int = 0
@@ -69,7 +68,7 @@ class Padding:
             self.unpacked_positions += sample_count(batch) * collator.row_length(longest)
 
     def shares(self) -> dict[str, float]:
-        """Padding as a share of all positions."""
+        """Return padding as a fraction of all positions."""
         named = {"padding": self.positions, "padding_without_packing": self.unpacked_positions}
         return {name: 1 - self.tokens / positions for name, positions in named.items() if positions}
 
@@ -80,7 +79,7 @@ class Padding:
 
 
 class TextDataLoader(StreamingDataLoader):
-    """Counts samples, of which several may share a row, where it is asked how far it got; and padding."""
+    """Counts its position in samples, several of which may share a row, and padding."""
 
     collate_fn: MaskingCollator
 
@@ -98,58 +97,43 @@ class TextDataLoader(StreamingDataLoader):
 
 
 def build(config: LoaderConfig, tokenizer: PreTrainedTokenizerBase, batch_size: int, train: bool) -> TextDataLoader:
-    """Masked batches of `batch_size` samples for this device. Raises UserError for shards or options that cannot be used."""
+    """Build a loader of masked batches of `batch_size` samples for this device. Raises UserError."""
     options = config.dataset
-    if not 0 < options.mlm_probability < 1:
-        raise UserError(f"mlm_probability {options.mlm_probability} must lie between 0 and 1")
-    masking = Masking(
-        tokenizer,
-        options.mlm_probability,
-        options.seed,
-        every_epoch=train,
-        whole_words=options.whole_word_masking,
-    )
-    dataset = build_dataset(
-        options.local,
-        options.remote,
-        options.split,
-        options.streams,
-        batch_size=batch_size,
-        shuffle=options.shuffle,
-        shuffle_seed=options.seed,
-        predownload=options.predownload,
-        cache_limit=options.cache_limit,
-        num_canonical_nodes=options.num_canonical_nodes,
-    )
+    masking = Masking(tokenizer, options.mlm_probability, options.seed, train, options.whole_word_masking)
+    names = ("shuffle", "predownload", "cache_limit", "num_canonical_nodes")
+    chosen = {name: getattr(options, name) for name in names}
+    chosen |= {"batch_size": batch_size, "shuffle_seed": options.seed}
+    dataset = build_dataset(options.local, options.remote, options.split, options.streams, **chosen)
     if "tokens" in dataset.shards[0].column_names:
         for stream in dataset.streams:
             check_tokens(stream, tokenizer, options)
-    devices = dist.get_world_size()
     if config.drop_last and len(dataset) < batch_size:  # of one device
-        raise UserError(f"the split {options.split} gives each of {devices} devices {len(dataset)} samples, less than a batch of {batch_size}; lower {'global_train_batch_size' if train else 'device_eval_batch_size'}, or convert more text")  # fmt: skip
+        key = "global_train_batch_size" if train else "device_eval_batch_size"
+        found = f"the split {options.split} has {len(dataset)} samples per device, less than a batch of {batch_size}"
+        raise UserError(f"{found}; lower {key}, or convert more text")
     return TextDataLoader(
         dataset,
         batch_size=batch_size,
         collate_fn=MaskingCollator(tokenizer, options.max_seq_len, masking, options.packing, options.pad_to_max_length),
         num_workers=config.num_workers,
-        worker_init_fn=leave_signals_to_the_main_process,
+        worker_init_fn=ignore_signals,
         drop_last=config.drop_last,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=config.num_workers > 0,
     )
 
 
-def leave_signals_to_the_main_process(worker: int) -> None:
-    """Ctrl-C and SIGTERM may reach every process of a run; the main one still needs batches to end its step.
+def ignore_signals(worker: int) -> None:
+    """Ignore SIGINT and SIGTERM in a worker, which may reach all processes of a run: the main one still needs batches.
 
     From the main process, SIGTERM still ends a worker: multiprocessing sends it at exit, and then waits.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_heed_the_main_process, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_obey_main_process, args=(os.getppid(),), daemon=True).start()
 
 
-def _heed_the_main_process(main_process: int) -> None:
+def _obey_main_process(main_process: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != main_process:
         pass
     os._exit(0)
@@ -158,10 +142,9 @@ def _heed_the_main_process(main_process: int) -> None:
 def build_dataset(
     local: str, remote: str | None, split: str, streams: Mapping[str, Any] | None = None, **options: Any
 ) -> StreamingTextDataset:
-    """The samples of a split, or of several streams, checked before any work. Raises UserError where there are no shards."""
+    """Return the samples of a split, or of several streams. Raises UserError if there are no shards of text or tokens."""
     sources = {f"streams.{name}": source for name, source in (streams or {}).items()}
-    if not sources:
-        sources = {"data_local": {"local": local, "remote": remote}}
+    sources = sources or {"data_local": {"local": local, "remote": remote}}
     tries = 20 if dist.get_world_size() == 1 else 1  # ranks wait for each other in there
     for tries_left in reversed(range(tries)):
         opened = [open_stream(name, source, split) for name, source in sources.items()]
@@ -171,105 +154,69 @@ def build_dataset(
             break
         except Exception as error:  # whatever the clients of s3, gs and oci raise, and streaming, of weights and limits
             if isinstance(error, FileExistsError) and tries_left:
-                continue  # at the same moment, another run of this machine took the name chosen for its shared memory
+                continue  # at the same moment, another run took the name chosen for shared memory
             places = ", ".join(str(stream.remote or stream.local) for stream in opened)
             raise UserError(f"cannot read the shards of {split} in {places}: {first_line(error)}") from None
-    check_columns(dataset)
+    kinds = {}
+    for stream, shard in zip(dataset.streams, dataset.shard_offset_per_stream):
+        columns, folder = dataset.shards[shard].column_names, folder_of(stream)
+        kind = next((name for name in ("text", "tokens") if name in columns), None)
+        if kind is None:
+            raise UserError(f"{folder}: no column `text` or `tokens` but {', '.join(columns)}; convert the data again")
+        kinds[kind] = folder
+    if len(kinds) > 1:
+        raise UserError(f"{kinds['text']} holds text and {kinds['tokens']} tokens; convert both alike")
     return dataset
 
 
-def open_stream(name: str, source: Any, split: str) -> Stream:
-    """One source of shards; those that lie here are checked. `name` is the key to speak of."""
+def open_stream(key: str, source: Any, split: str) -> Stream:
+    """Return one source of shards, checked if it is local. `key` is what the user set."""
     if not isinstance(source, Mapping) or source.get("local") is None:
-        raise UserError(f"{name} must hold `key: value` lines, and among them local: the folder with the shards, or the cache for its remote")  # fmt: skip
-    for field in source:
-        if field not in STREAM_KEYS:
-            raise UserError(f"unknown key {name}.{field}{nearest(field, STREAM_KEYS)}")
+        raise UserError(
+            f"{key} must hold `key: value` lines with local, the folder of shards or the cache of its remote"
+        )
+    check_known(key, source, STREAM_KEYS)
     split = source.get("split") or split
     if source.get("remote") is None:
-        check_folder(name, Path(source["local"]), split)
+        check_split(key, Path(source["local"]), split)
     try:
         return Stream(**{**source, "split": split})
     except (TypeError, ValueError) as error:
-        raise UserError(f"{name}: {first_line(error)}") from None
-
-
-def check_folder(name: str, local: Path, split: str) -> None:
-    """Raise UserError where a folder has no such split, or not all of it."""
-    folder = local / split
-    if (folder / "index.json").is_file():
-        check_shards(folder)
-        return
-    command = f"python src/convert_dataset.py --dataset allenai/c4 --data_subset en --splits {split} --out_root {local}"
-    if not local.is_dir():
-        raise UserError(f"{name}: the folder {local} does not exist; write shards to it, e.g. with `{command}`")
-    splits = sorted(path.parent.name for path in local.glob("*/index.json"))
-    found = f"its splits are {', '.join(splits)}" if splits else "it holds no finished split"
-    raise UserError(f"{name}: {folder} holds no shards ({found}); write them, e.g. with `{command}`")
-
-
-def check_shards(folder: Path) -> None:
-    """Raise UserError for an index that cannot be read, or that names shards which are not there."""
-    try:
-        shards = json.loads((folder / "index.json").read_text())["shards"]
-        names = [
-            (shard["raw_data"]["basename"], (shard["zip_data"] or shard["raw_data"])["basename"]) for shard in shards
-        ]
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError):
-        raise UserError(
-            f"{folder / 'index.json'} is damaged; copy the split again or convert it anew with --overwrite"
-        ) from None
-    missing = [stored for raw, stored in names if not ((folder / raw).is_file() or (folder / stored).is_file())]
-    if missing:
-        raise UserError(f"{folder} lacks {len(missing)} of {len(names)} shards ({missing[0]}, …); copy the split again or convert it anew with --overwrite")  # fmt: skip
-
-
-def check_columns(dataset: StreamingTextDataset) -> None:
-    """Raise UserError where the shards hold neither text nor tokens, or some hold the one and some the other."""
-    kinds = {}
-    for stream, shard in zip(dataset.streams, dataset.shard_offset_per_stream):
-        columns = dataset.shards[shard].column_names
-        kind = next((name for name in ("text", "tokens") if name in columns), None)
-        if kind is None:
-            raise UserError(f"{folder_of(stream)}: the shards have columns {', '.join(columns)} but no `text` or `tokens`; convert the data anew")  # fmt: skip
-        kinds[kind] = folder_of(stream)
-    if len(kinds) > 1:
-        raise UserError(
-            f"{kinds['text']} holds text and {kinds['tokens']} tokens, which do not mix; convert both alike"
-        )
+        raise UserError(f"{key}: {first_line(error)}") from None
 
 
 def check_tokens(stream: Stream, tokenizer: PreTrainedTokenizerBase, options: DatasetConfig) -> None:
-    """Raise UserError where a stream's tokens are not this tokenizer's, or its rows longer than max_seq_len."""
-    made = tokens_summary(stream)
+    """Raise UserError unless a stream's tokens are this tokenizer's, in rows of at most max_seq_len."""
+    folder, made = folder_of(stream), tokens_summary(stream)
     if made["digest"] != vocabulary_digest(tokenizer):
-        raise UserError(f"tokenizer_name: {options.tokenizer_name} did not make the tokens in {folder_of(stream)}, but {made['tokenizer']} with {made['vocab_size']:,} tokens; name that one, or convert the text again")  # fmt: skip
+        maker = f"{made['tokenizer']} with {made['vocab_size']:,} tokens, not by {options.tokenizer_name}"
+        raise UserError(f"tokenizer_name: the tokens in {folder} were made by {maker}; use the former or convert again")
     if made["length"] > options.max_seq_len:
-        raise UserError(f"max_seq_len {options.max_seq_len} is less than the {made['length']} tokens of rows in {folder_of(stream)}; set it to {made['length']}, or convert the text with --{made['mode']} {options.max_seq_len}")  # fmt: skip
+        found = f"max_seq_len={options.max_seq_len} is less than the {made['length']} tokens of rows in {folder}"
+        raise UserError(f"{found}; raise it, or convert the text with --{made['mode']} {options.max_seq_len}")
 
 
 def tokens_summary(stream: Stream) -> dict[str, Any]:
-    """What split.json says about a stream's tokens; fetched from its remote where it is not here yet."""
-    path = folder_of(stream) / "split.json"
+    """Return what a stream's split.json says of its tokens, fetched from its remote if need be. Raises UserError."""
+    path, fix = folder_of(stream) / "split.json", "copy it there, or convert the text again"
     if not path.exists() and stream.remote is not None:
-        with tempfile.TemporaryDirectory(
-            dir=path.parent
-        ) as folder:  # each process fetches it, and none sees half of it
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # each process fetches it, and none sees a part
             fetched = Path(folder) / path.name
             try:
                 CloudDownloader.direct_download(os.path.join(stream.remote, stream.split, path.name), str(fetched))
                 fetched.replace(path)
             except Exception as error:  # whatever the clients of s3, gs and oci raise
-                raise UserError(f"{stream.remote}: cannot fetch {stream.split}/split.json ({first_line(error)}), which tells what tokenizer made the tokens; copy it there, or convert the text again") from None  # fmt: skip
+                name = f"{stream.remote}: cannot fetch {stream.split}/split.json"
+                raise UserError(f"{name} ({first_line(error)}), which names the tokenizer; {fix}") from None
     try:
         made = json.loads(path.read_text())["tokens"]
         return {name: made[name] for name in ("tokenizer", "vocab_size", "digest", "mode", "length")}
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is missing or damaged, and without it nothing tells what tokenizer made the tokens; copy the split again, or convert the text again") from None  # fmt: skip
+        raise UserError(f"{path}, which names the tokenizer, is missing or corrupt; {fix}") from None
 
 
 def tokens_of_text(stream: Stream) -> int | None:
-    """How many tokens of text a stream's rows hold, where they are rows of tokens."""
+    """Return the number of text tokens in a stream's rows, None for shards of text."""
     try:
         made = json.loads((folder_of(stream) / "split.json").read_text())["tokens"]
         return round(made["of_text"] * (1 - made["share_cut_off"]))
@@ -278,15 +225,15 @@ def tokens_of_text(stream: Stream) -> int | None:
 
 
 def folder_of(stream: Stream) -> Path:
-    """Where a stream's shards lie here."""
+    """Return the local folder of a stream's shards."""
     return Path(stream.local) / stream.split
 
 
 def describe(options: DatasetConfig, dataset: StreamingTextDataset) -> str:
-    """How many samples there are, of how many tokens where split.json tells it, and where."""
+    """Return the number of samples, of tokens if split.json has it, and where they are, in words."""
     if not options.streams:
         tokens = [tokens_of_text(stream) for stream in dataset.streams]
-        told = "" if None in tokens else f" ({sum(tokens):,} tokens)"
-        return f"{dataset.size:,} samples{told} in {options.remote or options.local}"
+        known = "" if None in tokens else f" ({sum(tokens):,} tokens)"
+        return f"{dataset.size:,} samples{known} in {options.remote or options.local}"
     parts = ", ".join(f"{stream.choose:,} of {name}" for name, stream in zip(options.streams, dataset.streams))
-    return f"{dataset.epoch_size:,} samples an epoch ({parts})"
+    return f"{dataset.epoch_size:,} samples per epoch ({parts})"

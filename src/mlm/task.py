@@ -92,7 +92,7 @@ class MaskedLM(Task):
     def build_loaders(self, device_batch_size: int) -> "tuple[DataSpec, DataSpec]":
         from composer import DataSpec
 
-        from src.data import mlm_collator, streaming
+        from src.data import batches, streaming
 
         config = self.config
         train = streaming.build(config.train_loader, self.tokenizer, device_batch_size, train=True)
@@ -100,9 +100,9 @@ class MaskedLM(Task):
         self.statistics = train.padding
         self.data = streaming.describe(config.train_loader.dataset, train.dataset)
         methods = {
-            "split_batch": mlm_collator.split_batch,
-            "get_num_samples_in_batch": mlm_collator.sample_count,  # a packed row holds several
-            "get_num_tokens_in_batch": mlm_collator.token_counts,
+            "split_batch": batches.split_batch,
+            "get_num_samples_in_batch": batches.sample_count,  # a packed row holds several
+            "get_num_tokens_in_batch": batches.token_counts,
         }
         return DataSpec(train, **methods), DataSpec(evaluation, **methods)
 

@@ -1,4 +1,4 @@
-"""Shards → masked batches: in what order they come, from where, when they are the same again, and what is refused."""
+"""Shards → masked batches: their order, sources, reproducibility, and what is refused."""
 
 import contextlib
 import json
@@ -18,10 +18,10 @@ from streaming.base.storage.download import S3Downloader
 from transformers import BertTokenizerFast
 
 from src.convert_dataset import main as convert
+from src.data.batches import sample_count
 from src.data.config import DatasetConfig, LoaderConfig
 from src.data.masking import IGNORED
-from src.data.mlm_collator import sample_count
-from src.data.streaming import StreamingTextDataset, build, build_dataset, describe, leave_signals_to_the_main_process
+from src.data.streaming import StreamingTextDataset, build, build_dataset, describe, ignore_signals
 from src.data.tokenizers import vocabulary_digest
 from src.errors import UserError
 
@@ -59,7 +59,7 @@ def test_the_loader_gives_the_same_batches_with_no_worker_and_with_two(shards, t
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("packing", [False, True])
-def test_the_last_batch_is_left_out_or_not_as_the_config_says(shards, tokenizer, workers, packing):
+def test_drop_last_drops_the_last_batch(shards, tokenizer, workers, packing):
     for drop_last in (False, True):
         options = config(shards, workers=workers, drop_last=drop_last, packing=packing)
         loader = build(options, tokenizer, 5, train=True)
@@ -71,13 +71,13 @@ def test_the_last_batch_is_left_out_or_not_as_the_config_says(shards, tokenizer,
 
 @pytest.mark.parametrize(("train", "key"), [(True, "global_train_batch_size"), (False, "device_eval_batch_size")])
 def test_a_batch_larger_than_the_split_is_refused_by_the_key_to_lower(shards, tokenizer, train, key):
-    with pytest.raises(UserError, match=f"the split val gives .* less than a batch of 500; lower {key}"):
+    with pytest.raises(UserError, match=f"the split val has .* less than a batch of 500; lower {key}"):
         build(config(shards, "val", drop_last=True), tokenizer, 500, train=train)
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (0, 2), (2, 1)])
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_loader_goes_on_within_an_epoch_with_another_number_of_workers(shards, tokenizer, before, after, packing):
+def test_a_loader_resumes_within_an_epoch_with_another_number_of_workers(shards, tokenizer, before, after, packing):
     def loader(workers):
         return build(config(shards, workers=workers, shuffle=True, packing=packing), tokenizer, 5, train=True)
 
@@ -93,7 +93,7 @@ def test_a_loader_goes_on_within_an_epoch_with_another_number_of_workers(shards,
     assert same(list(resumed), third)
 
 
-def test_going_on_reads_no_sample_again(shards, tokenizer, monkeypatch):
+def test_resuming_reads_no_sample_again(shards, tokenizer, monkeypatch):
     read = []
     fetch = StreamingTextDataset.__getitem__
     monkeypatch.setattr(StreamingTextDataset, "__getitem__", lambda self, i: read.append(int(i)) or fetch(self, i))
@@ -123,7 +123,7 @@ def rows_in_order(loader, count: int) -> list[list[tuple]]:
 
 
 @pytest.mark.parametrize("times, given", [(2, True), (100, False)])
-def test_a_run_that_starts_at_the_same_moment_costs_only_another_try(shards, monkeypatch, times, given):
+def test_a_run_that_starts_at_the_same_moment_costs_only_a_retry(shards, monkeypatch, times, given):
     choose, tried = streaming.base.dataset.get_shm_prefix, []
 
     def taken(*arguments, **options):
@@ -205,7 +205,7 @@ def test_tokens_give_the_batches_that_their_text_gives(tmp_path, tokenizer, chan
     assert same(*batches)
 
 
-def test_what_is_described_has_the_tokens_that_split_json_tells_of(tmp_path, tokenizer, tokenizer_folder):
+def test_the_description_has_the_tokens_of_split_json(tmp_path, tokenizer, tokenizer_folder):
     texts = sentences(23)
     folder = write_texts(tmp_path / "cut", texts, "--tokenizer", str(tokenizer_folder), "--max_seq_len", "16")
     options = config(folder)
@@ -223,24 +223,24 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path, tokenizer, tokenizer_
     (tmp_path / "vocab.txt").write_text("\n".join([*vocabulary[:-2], vocabulary[-1], vocabulary[-2]]))
     other = BertTokenizerFast(str(tmp_path / "vocab.txt"))
     with pytest.raises(
-        UserError, match=rf"^tokenizer_name: other did not make .*train, but mine with {len(tokenizer)} tokens;"
+        UserError, match=rf"^tokenizer_name: .*train were made by mine with {len(tokenizer)} tokens, not by other;"
     ):
         build(config(folder, tokenizer_name="other"), other, 2, train=True)
 
 
 def test_tokens_longer_than_max_seq_len_are_refused(tmp_path, tokenizer):
     folder = write_tokens(tmp_path, tokenizer, sentences(3), length=64)
-    with pytest.raises(UserError, match=r"max_seq_len 32 is less than the 64 tokens of rows .* --max_seq_len 32"):
+    with pytest.raises(UserError, match=r"max_seq_len=32 is less than the 64 tokens of rows .* --max_seq_len 32"):
         build(config(folder, max_seq_len=32), tokenizer, 2, train=True)
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}", '{"tokens": null}', "[]"])
-def test_tokens_of_which_nothing_tells_the_tokenizer_are_refused(tmp_path, tokenizer, content):
+def test_tokens_without_a_valid_split_json_are_refused(tmp_path, tokenizer, content):
     folder = write_tokens(tmp_path, tokenizer, sentences(3))
     (folder / "train" / "split.json").unlink()
     if content is not None:
         (folder / "train" / "split.json").write_text(content)
-    with pytest.raises(UserError, match=r"train/split.json is missing or damaged"):
+    with pytest.raises(UserError, match=r"train/split.json, which names the tokenizer, is missing or corrupt"):
         build(config(folder), tokenizer, 2, train=True)
 
 
@@ -278,7 +278,9 @@ def test_streams_are_mixed_as_they_are_weighted(two, tokenizer, weights, dogs, c
     found = [name for batch in loader for name in source_of(batch, tokenizer)]
     assert (found.count("dog"), found.count("cat")) == (dogs, cats)
     assert found[:dogs] != ["dog"] * dogs  # they are shuffled among each other
-    assert describe(options.dataset, loader.dataset) == f"{dogs + cats} samples an epoch ({dogs} of dog, {cats} of cat)"
+    assert (
+        describe(options.dataset, loader.dataset) == f"{dogs + cats} samples per epoch ({dogs} of dog, {cats} of cat)"
+    )
 
 
 def test_the_same_text_in_two_streams_has_two_masks(two, tokenizer, tmp_path):
@@ -296,7 +298,7 @@ def test_the_same_text_in_two_streams_has_two_masks(two, tokenizer, tmp_path):
         ({"dog": "folder"}, ["streams.dog must hold", "local"]),
         ({"dog": {"remote": "s3://bucket"}}, ["streams.dog must hold", "local"]),
         ({"dog": {"local": "x", "proporton": 1}}, ["unknown key streams.dog.proporton; did you mean proportion?"]),
-        ({"dog": {"local": "no/such"}}, ["streams.dog: the folder no/such does not exist"]),
+        ({"dog": {"local": "no/such"}}, ["streams.dog: no/such does not exist"]),
         ({"dog": {"local": "{cat}", "split": "val"}}, ["streams.dog", "val holds no shards (its splits are train)"]),
         ({"dog": {"local": "{dog}", "proportion": 1, "repeat": 1}}, ["streams.dog: At most one of"]),
         ({"dog": {"local": "{dog}", "proportion": -1}}, ["streams.dog", "non-negative"]),
@@ -306,7 +308,7 @@ def test_the_same_text_in_two_streams_has_two_masks(two, tokenizer, tmp_path):
         ({"dog": {"local": "x", "remote": "ftp://nowhere"}}, ["streams.dog: Unsupported remote path"]),
     ],
 )
-def test_streams_that_cannot_be_are_refused_by_name(two, tokenizer, change, words):
+def test_invalid_streams_are_refused_by_name(two, tokenizer, change, words):
     def filled(value):
         return value.format(dog=two["dog"]["local"], cat=two["cat"]["local"]) if isinstance(value, str) else value
 
@@ -323,7 +325,7 @@ def test_streams_that_cannot_be_are_refused_by_name(two, tokenizer, change, word
 
 def test_text_and_tokens_do_not_mix(two, tokenizer, tmp_path):
     streams = {"dog": two["dog"], "rows": {"local": str(write_tokens(tmp_path, tokenizer, sentences(3)))}}
-    with pytest.raises(UserError, match=r"dog/train holds text and \S+ tokens, which do not mix"):
+    with pytest.raises(UserError, match=r"dog/train holds text and \S+ tokens; convert both alike"):
         build(config(Path("unused"), streams=streams), tokenizer, 4, train=True)
 
 
@@ -341,7 +343,7 @@ def test_a_remote_is_copied_to_the_cache_and_gives_what_it_holds(tmp_path, shard
 
 
 def size_of_settled(folder) -> int:
-    """The bytes of whole files in a folder, at a moment at which none comes or goes."""
+    """The bytes of complete files in a folder, at a moment when none is added or removed."""
     before = None
     while True:
         with contextlib.suppress(FileNotFoundError):
@@ -369,7 +371,7 @@ def test_tokens_of_a_remote_are_checked_by_the_split_json_there(tmp_path, tokeni
     remote = write_tokens(tmp_path / "remote", tokenizer, sentences(12))
     options = config(tmp_path / "cache", remote=str(remote))
     assert sum(sample_count(batch) for batch in build(options, tokenizer, 4, train=True)) == 12
-    with pytest.raises(UserError, match="max_seq_len 32 is less than"):
+    with pytest.raises(UserError, match="max_seq_len=32 is less than"):
         build(config(tmp_path / "cache", remote=str(remote), max_seq_len=32), tokenizer, 4, train=True)
     (remote / "train" / "split.json").unlink()
     build(options, tokenizer, 4, train=True)  # it is in the cache
@@ -396,44 +398,44 @@ def test_a_bucket_is_read_through_its_own_client(tmp_path, tokenizer, monkeypatc
     ]
 
 
-def test_a_remote_that_is_not_there_is_named(tmp_path, tokenizer):
+def test_a_missing_remote_is_named(tmp_path, tokenizer):
     with pytest.raises(UserError, match=r"cannot read the shards of train in \S+nowhere: .*No such file"):
         build(config(tmp_path / "cache", remote=str(tmp_path / "nowhere")), tokenizer, 4, train=True)
 
 
-# What is not there
+# What is missing
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"data_local: the folder \S+nowhere does not exist.*--splits train_small"):
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"data_local: \S+nowhere does not exist.*--splits train_small"):
         build_dataset(str(tmp_path / "nowhere"), None, "train_small")
 
 
-def test_a_split_that_is_not_there_is_named_beside_those_that_are(shards):
+def test_a_missing_split_is_named_with_those_that_exist(shards):
     with pytest.raises(UserError, match=r"train_small holds no shards \(its splits are train, val\)"):
         build_dataset(str(shards), None, "train_small")
 
 
 def test_an_empty_folder_holds_no_split(tmp_path):
-    with pytest.raises(UserError, match="no finished split"):
+    with pytest.raises(UserError, match="has no finished split"):
         build_dataset(str(tmp_path), None, "train")
 
 
 def test_shards_without_text_are_named_with_their_columns(tmp_path):
     with MDSWriter(out=str(tmp_path / "train"), columns={"body": "str", "id": "int"}) as out:
         out.write({"body": "hello", "id": 1})
-    with pytest.raises(UserError, match=r"train: the shards have columns body, id but no `text` or `tokens`"):
+    with pytest.raises(UserError, match=r"train: no column `text` or `tokens` but body, id"):
         build_dataset(str(tmp_path), None, "train")
 
 
-def test_a_split_that_does_not_fill_one_batch_is_refused_where_such_batches_are_left_out(shards, tokenizer):
-    """Epochs without a batch would go by for ever."""
+def test_a_split_smaller_than_a_batch_is_refused_with_drop_last(shards, tokenizer):
+    """Epochs without a batch would never end."""
     options = config(shards, drop_last=True)
     with pytest.raises(UserError, match=r"1000"):
         build(options, tokenizer, 1000, train=True)
 
 
-def test_an_index_that_is_cut_is_named(shards, tmp_path):
+def test_a_truncated_index_is_named(shards, tmp_path):
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "index.json").write_text((shards / "train" / "index.json").read_text()[:40])
     with pytest.raises(UserError, match=r"train"):
@@ -448,7 +450,7 @@ def test_an_index_without_its_shards_is_named(shards, tmp_path):
 
 
 def _wait_for_word(connection) -> None:
-    leave_signals_to_the_main_process(0)
+    ignore_signals(0)
     connection.send("ready")
     connection.recv()
     connection.send("alive")
@@ -456,13 +458,13 @@ def _wait_for_word(connection) -> None:
 
 
 @pytest.mark.parametrize("signum", ["TERM", "INT"])
-def test_signals_from_elsewhere_end_no_worker_and_the_main_process_does(signum):
+def test_only_the_main_process_ends_a_worker_by_signal(signum):
     ours, theirs = multiprocessing.Pipe()
     worker = multiprocessing.get_context("fork").Process(target=_wait_for_word, args=(theirs,), daemon=True)
     worker.start()
     assert ours.recv() == "ready"
     subprocess.run(["kill", f"-{signum}", str(worker.pid)], check=True, timeout=10)
-    ours.send("go on")
+    ours.send("continue")
     assert ours.poll(10) and ours.recv() == "alive"
     worker.terminate()
     worker.join(10)

@@ -7,8 +7,10 @@ import pytest
 import torch
 from conftest import MIXERS, TINY_MODEL, WORDS, sentences
 
+from src.data.batches import sample_count, split_batch, token_counts
 from src.data.masking import IGNORED, Masking
-from src.data.mlm_collator import MaskingCollator, first_fit_decreasing, sample_count, split_batch, token_counts
+from src.data.mlm_collator import MaskingCollator
+from src.data.packing import first_fit_decreasing
 from src.lion import LionConfig, LionForMaskedLM
 
 
@@ -225,7 +227,7 @@ def test_microbatches_hold_every_row_once_and_are_as_many_as_without_packing(tok
 def test_a_device_with_fewer_rows_fills_up_with_microbatches_that_count_for_nothing(tokenizer, monkeypatch):
     batch = collator(tokenizer, packing=True)(samples(sentences(24)))
     rows = len(batch["input_ids"])
-    monkeypatch.setattr("src.data.mlm_collator.most_of_all_devices", lambda count: rows + 2)
+    monkeypatch.setattr("src.data.batches.max_over_devices", lambda count: rows + 2)
     parts = split_batch(batch, 1)
     assert [sample_count(part) for part in parts[rows:]] == [0, 0]
     assert [part["token_counts"]["loss_generating"] for part in parts[rows:]] == [1e-6, 1e-6]
