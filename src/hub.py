@@ -1,11 +1,64 @@
-"""Export, verify, push or import a Hub folder. See src/publish/commands.py."""
+"""Composer checkpoint ↔ Hub folder.
 
+python src/hub.py export --checkpoint runs/lion-s-base/latest-rank0.pt --out my-model
+python src/hub.py verify --checkpoint runs/lion-s-base/latest-rank0.pt --folder my-model
+python src/hub.py push   --folder my-model --repo_id ORG/NAME
+python src/hub.py import --checkpoint LIONS-EPFL/LION-S-base-mlm --out my-model --tokenizer bert-base-uncased
+"""
+
+import argparse
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from src import cli
-    from src.publish.commands import main
 
-    cli.run(main)
+from src.cli import run
+from src.publish import commands
+
+
+def main(argv: list[str]) -> None:
+    arguments = vars(parse(argv))
+    arguments.pop("function")(**arguments)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="hub.py", description=__doc__, formatter_class=form)
+    subcommands = parser.add_subparsers(required=True, metavar="{export,verify,push,import}")
+
+    def subcommand(name: str, function, help: str):
+        added = subcommands.add_parser(name, help=help)
+        added.set_defaults(function=function)
+        return added.add_argument
+
+    add = subcommand("export", commands.export, "write a checkpoint as a folder that plain transformers loads")
+    add("--checkpoint", type=Path, required=True, help="checkpoint that main.py or glue.py saved")
+    add("--out", type=Path, required=True, help="folder to write; must not exist yet")
+    add("--glue", type=Path, help="folder of a glue.py run, whose scores go into the model card")
+
+    add = subcommand("verify", commands.verify, "compare a folder with the checkpoint it was written from")
+    add("--checkpoint", required=True, help="the checkpoint: a file, or ORG/NAME on the Hub")
+    add("--folder", type=Path, required=True, help="folder that export or import wrote")
+    add("--tokenizer", help="the --tokenizer of import")
+    add("--python", default=sys.executable, help="Python of another environment, to load the folder there")
+
+    add = subcommand("push", commands.push, "upload a folder to the Hugging Face Hub")
+    add("--folder", type=Path, required=True, help="folder that export wrote; its README.md may be edited")
+    add("--repo_id", required=True, help="ORG/NAME on the Hub; created if it does not exist")
+    add("--checkpoint", help="verify against it first, if files changed after export")
+    add("--tokenizer", help="with --checkpoint: the --tokenizer of import")
+    add("--private", action="store_true", help="create the repository as a private one")
+    add("--revision", help="branch to push to; created if it does not exist (default: main)")
+
+    add = subcommand(
+        "import", commands.import_published, "write a checkpoint of the paper's authors as a folder of ours"
+    )
+    add("--checkpoint", required=True, help="their Composer checkpoint: a file, or ORG/NAME on the Hub")
+    add("--out", type=Path, required=True, help="folder to write; must not exist yet")
+    add("--tokenizer", help="folder or Hub name of the tokenizer to use instead of the checkpoint's")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -109,14 +109,14 @@ def test_a_hub_that_may_not_be_asked(fake, folder):
 
 
 def test_a_name_that_cannot_be(fake, folder):
-    with pytest.raises(UserError, match=r"a/b/c is no name of the Hub"):
+    with pytest.raises(UserError, match=r"a/b/c is not a name on the Hub"):
         hub.push(folder, "a/b/c")
 
 
 def test_a_folder_that_changed_since_export_is_pushed_only_if_it_is_still_the_checkpoint(fake, made, folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "chunk_size": 64}))
-    with pytest.raises(UserError, match=r"config\.json changed since export; name the --checkpoint"):
+    with pytest.raises(UserError, match=r"config\.json changed since export; give the --checkpoint"):
         hub.push(folder, REPO)
     assert not fake.repos
     hub.push(folder, REPO, made[0])
@@ -137,10 +137,10 @@ def test_a_file_that_is_missing_or_new_is_named(fake, folder, spoil):
 
 
 def test_what_is_no_folder_of_export_is_refused(fake, folder, tmp_path):
-    with pytest.raises(UserError, match="nowhere is not there"):
+    with pytest.raises(UserError, match="nowhere is not a directory"):
         hub.push(tmp_path / "nowhere", REPO)
     (folder / "proof.json").write_text("[]")
-    with pytest.raises(UserError, match=r"no proof\.json.*--checkpoint"):
+    with pytest.raises(UserError, match=r"no valid proof\.json.*--checkpoint"):
         hub.push(folder, REPO)
 
 
@@ -181,8 +181,8 @@ def test_a_name_with_no_checkpoint_or_several_says_so(fake, tmp_path):
         ("authors/none", "no checkpoints"),
         ("authors/two", r"authors/two/FILE: a\.pt, b\.pt"),
         ("authors/two/a.pt", "not a readable checkpoint"),
-        ("authors/nobody", "none of that name"),
-        ("runs/lost/latest-rank0.pt", "is no file here"),
+        ("authors/nobody", "does not exist or is private"),
+        ("runs/lost/latest-rank0.pt", "is not a file"),
     ):
         with pytest.raises(UserError, match=words):
             hub.import_published(name, tmp_path / "out")

@@ -1,31 +1,39 @@
-"""The key `hf_export`: Hub folders of a run's checkpoints, made while it goes on. What fails there stops no training."""
+"""The key `hf_export`: Hub folders of a run's checkpoints, exported during training, which no failed export stops."""
 
+import contextlib
+import multiprocessing
+import os
 import re
 import shutil
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Protocol
 
 from composer import Callback, Logger, State
 from composer.utils import dist
 
 from src.cli import log
-from src.errors import RunFailed
-from src.training.checkpointing import LATEST, CheckpointWriter
+from src.errors import RunFailed, UserError, first_line
+from src.files import LATEST
 
-CHOICES = ("end", "save")
+
+class Writer(Protocol):
+    """What writes a run's checkpoints."""
+
+    folder: Path
+    saved_batch: int  # of the newest checkpoint, -1 if there is none
 
 
 class HubExports(Callback):
-    """After each save, writes the checkpoint as `save_folder/hub/ep{epoch}-ba{batch}`; keeps as many as there are checkpoints.
+    """After each save, export the checkpoint to `save_folder/hub/ep{epoch}-ba{batch}`, and keep as many as checkpoints.
 
-    Stands after the writer of checkpoints in the list of callbacks. Works on rank 0 alone, which the others await for
+    It comes after the writer of checkpoints in the list of callbacks. Rank 0 exports; the other ranks wait for it, for
     `dist_timeout` seconds at most.
     """
 
-    def __init__(self, writer: CheckpointWriter, dist_timeout: float):
+    def __init__(self, writer: Writer, dist_timeout: float):
         self.writer = writer
-        self.seconds = min(0.8 * dist_timeout, 24 * 3600)  # of one export
+        self.time_limit = min(0.8 * dist_timeout, 24 * 3600)  # seconds for one export
         self.exported_batch = -1
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
@@ -38,9 +46,9 @@ class HubExports(Callback):
         if dist.get_global_rank() != 0 or self.writer.saved_batch == self.exported_batch:
             return
         self.exported_batch = self.writer.saved_batch
-        out, refused = export_newest(self.writer.folder, self.seconds)
-        if refused:
-            log.warning(f"step {self.exported_batch}: no Hub folder, training goes on: {refused}")
+        out, failure = export_latest(self.writer.folder, self.time_limit)
+        if failure:
+            log.warning(f"step {self.exported_batch}: the Hub folder was not written, training continues: {failure}")
             return
         for folder in out.parent.iterdir():
             ours = re.fullmatch(r"ep\d+-ba\d+(-unfinished)?", folder.name)
@@ -49,28 +57,54 @@ class HubExports(Callback):
 
 
 def export_last(folder: Path) -> Path:
-    """The Hub folder of a finished run's last checkpoint, made if it is not there. Raises RunFailed where it cannot be."""
-    out, refused = export_newest(folder)
-    if refused:
-        raise RunFailed(f"the run is done and saved, but not its Hub folder: {refused}; the same command tries again")
+    """Return the Hub folder of a finished run's last checkpoint, exporting it if needed. Raises RunFailed."""
+    out, failure = export_latest(folder)
+    if failure:
+        raise RunFailed(
+            f"the run is complete and saved, but its Hub folder is not: {failure}; repeat the command to retry"
+        )
     return out
 
 
-def export_newest(folder: Path, seconds: float | None = None) -> tuple[Path, str | None]:
-    """Export a run's newest checkpoint in a process of its own; returns the Hub folder, and why there is none (or None)."""
+def export_latest(folder: Path, time_limit: float | None = None) -> tuple[Path, str | None]:
+    """Export a run's latest checkpoint in a process of its own.
+
+    Returns:
+        The Hub folder, and why it could not be written (None if it was).
+    """
     checkpoint = (folder / LATEST).resolve()
     out = folder / "hub" / checkpoint.name.removesuffix("-rank0.pt")
     if out.is_dir() and checkpoint.exists():
         if out.stat().st_mtime >= checkpoint.stat().st_mtime:
             return out, None
-        shutil.rmtree(out, ignore_errors=True)  # of a checkpoint of that name which was lost and made anew
-    script = Path(__file__).parents[1] / "hub.py"
-    command = [sys.executable, str(script), "export", "--checkpoint", str(checkpoint), "--out", str(out)]
+        shutil.rmtree(out, ignore_errors=True)  # of a checkpoint of that name which was lost and written again
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_export_and_report, args=(checkpoint, out, sender), daemon=True)
+    process.start()
+    sender.close()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return out, str(error) if isinstance(error, OSError) else f"it took more than {seconds:.0f} s"
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        return out, said[-1].removeprefix("error: ")
-    return out, None
+        if not receiver.poll(time_limit):
+            return out, f"it took more than {time_limit:.0f} s"
+        return out, receiver.recv()
+    except EOFError:
+        process.join()
+        return out, f"exit status {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+
+
+def _export_and_report(checkpoint: Path, out: Path, sender: Connection) -> None:
+    """Export in silence; send None, or what failed."""
+    from src.publish.commands import export
+
+    failure = None
+    with open(os.devnull, "w") as silence, contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
+        try:
+            export(checkpoint, out)
+        except UserError as error:
+            failure = " ".join(str(error).split())
+        except Exception as error:  # such as a full memory
+            failure = f"{type(error).__name__}: {first_line(error)}"
+    sender.send(failure)

@@ -1,7 +1,7 @@
-"""Run by `hub_folder.verify` where only torch and transformers are: loads a folder as any user would, saves what it gives.
+"""Load a folder as any user would and save what it computes; `folder.verify` runs this where only transformers is.
 
-Arguments: the folder, one of transformers' auto classes, and a folder of work. Reads there inputs.safetensors and
-texts.json, [[texts], longest text in tokens], and writes outputs.safetensors, and tokens.json if the folder has a tokenizer.
+Arguments: the folder, an auto class for the model, one for its processor, a working folder. Reads inputs.safetensors
+and texts.json there; writes outputs.safetensors and report.json, where "tokens" is null if there is no tokenizer.
 """
 
 import json
@@ -12,13 +12,17 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-folder, auto_class, work = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-if (folder / "tokenizer_config.json").is_file():
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    texts, longest = json.loads((work / "texts.json").read_text())
-    tokens = [dict(tokenizer(*text, truncation=True, max_length=longest)) for text in texts]
-    (work / "tokens.json").write_text(json.dumps({"tokens": tokens, "vocabulary": tokenizer.get_vocab()}))
+folder, auto_class, processor, work = Path(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4])
 model = getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=True).eval()
+report = {"tokens": None, "max_position_embeddings": model.config.max_position_embeddings}
+if processor == "AutoTokenizer" and (folder / "tokenizer_config.json").is_file():
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    given = json.loads((work / "texts.json").read_text())
+    tokens = [dict(tokenizer(*text, truncation=True, max_length=given["max_length"])) for text in given["texts"]]
+    report["tokens"] = {"tokens": tokens, "vocabulary": tokenizer.get_vocab()}
+    report["long"] = len(tokenizer(given["long"])["input_ids"])
+    report["long_truncated"] = len(tokenizer(given["long"], truncation=True)["input_ids"])
+(work / "report.json").write_text(json.dumps(report))
 with torch.no_grad():
     outputs = model(**load_file(work / "inputs.safetensors"))
 save_file({name: tensor.contiguous() for name, tensor in outputs.items()}, work / "outputs.safetensors")

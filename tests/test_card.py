@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import write_jsonl
+from conftest import VOCABULARY, write_jsonl
 
 from src.checkpoints.reading import Checkpoint, read_checkpoint
 from src.errors import UserError
 from src.glue.experiment import GlueExperiment
 from src.jobs.report import write as write_report
-from src.lion import configuration_lion
-from src.publish.card import model_card, read_scores
+from src.lion import configuration_lion, mixers
+from src.publish.card import model_card
+from src.publish.run_facts import read_scores
 
 EVALUATIONS = [
     {"step": batch, "samples": 8 * batch, "seconds": 1.0,
@@ -49,19 +50,21 @@ def test_a_card_tells_sizes_steps_recipe_and_the_evaluation_of_that_step(checkpo
     parameters = sum(p.numel() for p in checkpoint.build().parameters())
     for fact in (
         "# tiny\n", "LION-S", "- mixer: lion-s", f"- parameters: {parameters:,}\n", "- layers: 1", "- hidden size: 32",
-        "- steps: 1,200", "- samples: 9,600", "- data: out\n", "- split: train", "- tokens of a text, at most: 32",
-        "- share masked: 0.3", "- samples of a step: 8", "- optimizer: decoupled_adamw (", "lr 0.0008",
+        "- steps: 1,200", "- samples: 9,600", "- data: data.jsonl\n", "- split: train",
+        f"- tokenizer: BertTokenizer with {len(VOCABULARY)} tokens, lower case\n", "- maximum sequence length in training: 32",
+        "- masking rate: 0.3", "- batch size: 8", "- optimizer: decoupled_adamw (", "lr 0.0008",
         "- schedule: linear_decay_with_warmup (", "t_warmup 0.06dur", "- seed: 17",
-        "At step 1,200, with 15% of the tokens masked: masked accuracy 37.50% (always guessing the most frequent token: 6.25%), loss 2.500.",
+        "At step 1,200, with 15% of the tokens masked: masked accuracy 37.50%, accuracy of always predicting the most frequent token 6.25%, loss 2.500.",
         'pipeline("fill-mask", model="my-model", trust_remote_code=True)', "Apache 2.0", "@inproceedings{afzal2025linear",
     ):  # fmt: skip
         assert fact in card, fact
-    assert "longest text" not in card  # lion-s has no positions
+    assert "- maximum sequence length:" not in card  # lion-s has no position table
     assert "precision" not in card  # the run took its default, and did not write it down
 
 
-def test_a_mixer_of_ones_own_has_a_card_too(checkpoint, monkeypatch):
+def test_a_new_mixer_has_a_card_too(checkpoint, monkeypatch):
     monkeypatch.setattr(configuration_lion, "MIXERS", ("lion-x",))
+    monkeypatch.setitem(mixers.MIXERS, "lion-x", mixers.MIXERS["lion-s"])
     checkpoint.config["mixer"] = "lion-x"
     assert "BERT with lion-x (" in model_card(checkpoint, "my-model")
 
@@ -75,7 +78,7 @@ def test_the_metadata_is_what_the_hub_reads(checkpoint):
     assert model["name"] == "tiny"
     [result] = model["results"]
     assert result["task"]["type"] == "fill-mask"
-    assert result["dataset"] == {"name": "out", "type": "out", "split": "val"}
+    assert result["dataset"] == {"name": "data.jsonl", "type": "data.jsonl", "split": "val"}
     assert {metric["type"]: metric["value"] for metric in result["metrics"]} == {"accuracy": 0.375, "cross entropy": 2.5}  # fmt: skip
 
 
@@ -118,7 +121,7 @@ def test_scores_of_glue_go_into_table_and_metadata(checkpoint, tmp_path):
             result["dataset"]["type"]: result["metrics"][0]["value"]
             for result in metadata(card)["model-index"][0]["results"]
         }
-        assert found == {"nyu-mll/glue": 0.65625, "word_order": 0.5, "out": 0.375}
+        assert found == {"nyu-mll/glue": 0.65625, "word_order": 0.5, "data.jsonl": 0.375}
 
 
 def test_scores_tell_which_seeds_failed_and_which_examples_are_not_glues(checkpoint, tmp_path):

@@ -13,6 +13,7 @@ from src.checkpoints.reading import read_checkpoint
 from src.errors import RunFailed, UserError
 from src.publish import callback
 from src.publish import folder as hub_folder
+from src.publish.proof import check_proof
 
 
 def folders(run_folder: Path) -> set[str]:
@@ -26,7 +27,7 @@ def saved(tmp_path_factory, write_config) -> tuple[Path, Path]:
     config = write_config(folder, hf_export="save", save_num_checkpoints_to_keep=1, loggers={})
     result = run("main.py", config, cwd=folder)
     assert result.returncode == 0, result.stderr
-    assert "no Hub folder" not in result.stderr
+    assert "Hub folder was not written" not in result.stderr
     assert result.stdout.rstrip().endswith(f"Hub folder    {folder / 'run' / 'hub' / 'ep0-ba6'}")
     return config, folder / "run"
 
@@ -35,7 +36,7 @@ def test_each_save_becomes_a_hub_folder_and_as_many_are_kept_as_checkpoints(save
     _, folder = saved
     assert folders(folder) == {"ep0-ba6"}
     out = folder / "hub" / "ep0-ba6"
-    hub_folder.check_proof(out)
+    check_proof(out)
     read = read_checkpoint(folder / "latest-rank0.pt")
     assert hub_folder._differing(read.build().state_dict(), hub_folder.read_folder(out)[1]) == []
     card = (out / "README.md").read_text()
@@ -59,9 +60,9 @@ def test_a_failing_export_costs_the_run_nothing(tmp_path, write_config):
     config = write_config(tmp_path, hf_export="save", save_interval="6ba", loggers={})
     result = run("main.py", config, cwd=tmp_path)
     assert result.returncode == 1
-    assert re.findall(r"step (\d+): no Hub folder, training goes on: ", result.stderr) == ["6"]
+    assert re.findall(r"step (\d+): the Hub folder was not written, training continues: ", result.stderr) == ["6"]
     last = result.stderr.splitlines()[-1]
-    assert last.startswith("error: the run is done and saved, but not its Hub folder: ")
+    assert last.startswith("error: the run is complete and saved, but its Hub folder is not: ")
     assert "Traceback" not in result.stderr
     assert batches(metrics(tmp_path / "run"), "loss") == [1, 2, 3, 4, 5, 6]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["after"]["step"] == 6
@@ -73,7 +74,7 @@ def test_only_the_first_rank_exports_and_only_after_a_save(tmp_path, monkeypatch
         folder, saved_batch = tmp_path, -1
 
     asked = []
-    monkeypatch.setattr(callback, "export_newest", lambda *_: asked.append(1) or (tmp_path / "hub" / "x", "refused"))
+    monkeypatch.setattr(callback, "export_latest", lambda *_: asked.append(1) or (tmp_path / "hub" / "x", "refused"))
     exports = callback.HubExports(Writer, 300.0)
     exports.batch_checkpoint(None, None)
     assert asked == []
@@ -98,11 +99,11 @@ def test_an_export_ends_before_the_other_ranks_give_up_and_only_folders_of_lost_
         (tmp_path / "hub" / name).mkdir(parents=True)
     (tmp_path / "ep0-ba6-rank0.pt").touch()
 
-    def export_newest(folder: Path, seconds: float) -> tuple[Path, None]:
+    def export_latest(folder: Path, seconds: float) -> tuple[Path, None]:
         assert 0 < seconds < dist_timeout
         return folder / "hub" / "ep0-ba6", None
 
-    monkeypatch.setattr(callback, "export_newest", export_newest)
+    monkeypatch.setattr(callback, "export_latest", export_latest)
     callback.HubExports(Writer, dist_timeout).batch_checkpoint(None, None)
     assert folders(tmp_path) == {"ep0-ba6", "my-best"}
 
@@ -110,12 +111,12 @@ def test_an_export_ends_before_the_other_ranks_give_up_and_only_folders_of_lost_
 def test_an_export_that_takes_too_long_is_ended_and_told(tmp_path):
     (tmp_path / "ep0-ba3-rank0.pt").write_bytes(b"")
     (tmp_path / "latest-rank0.pt").symlink_to("ep0-ba3-rank0.pt")
-    assert callback.export_newest(tmp_path, 0.01) == (tmp_path / "hub" / "ep0-ba3", "it took more than 0 s")
+    assert callback.export_latest(tmp_path, 0.01) == (tmp_path / "hub" / "ep0-ba3", "it took more than 0 s")
     with pytest.raises(RunFailed, match="not a readable checkpoint"):
         callback.export_last(tmp_path)
 
 
 def test_another_value_is_refused_before_anything_is_written(config_file, tmp_path):
-    with pytest.raises(UserError, match="hf_export: 'always' is none of end, save"):
+    with pytest.raises(UserError, match="hf_export=always must be one of end, save"):
         main.main([str(config_file), "hf_export=always"])
     assert not (tmp_path / "run").exists()

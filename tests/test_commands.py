@@ -13,6 +13,7 @@ from src.errors import UserError
 from src.lion import LionForMaskedLM, LionForSequenceClassification
 from src.publish import commands as hub
 from src.publish import folder as hub_folder
+from src.publish.proof import check_proof
 
 PUBLISHED = sorted(PARITY.glob("*.safetensors"))
 
@@ -52,7 +53,7 @@ def test_an_existing_out_is_refused_and_left_alone(write_checkpoint, tmp_path):
     out.mkdir()
     (out / "notes.txt").write_text("mine")
     files = snapshot(tmp_path)
-    with pytest.raises(UserError, match="already there"):
+    with pytest.raises(UserError, match="already exists"):
         hub.export(checkpoint, out)
     assert snapshot(tmp_path) == files
 
@@ -136,7 +137,7 @@ def test_import_of_the_pickle_gives_its_published_outputs_with_proof_and_card(tm
     torch.testing.assert_close(logits[real], tensors["out.mlm_logits"][real], atol=1e-5, rtol=1e-5)
     assert json.loads((out / "config.json").read_text())["mixer"] == "lion-d"
     assert tokens_of(out) == tokens_of(tokenizer_folder)
-    hub_folder.check_proof(out)
+    check_proof(out)
     assert "Converted from the paper's authors' legacy-nova.pt" in (out / "README.md").read_text()
     hub.verify(str(checkpoint), out)  # which has no tokenizer to compare the folder's with
     assert f"the tokens of {out} are not compared" in caplog.text
@@ -159,7 +160,7 @@ def test_a_tokenizer_that_does_not_fit_or_is_none_is_refused(tmp_path, tokenizer
     tokenizer.add_tokens([f"word{number}" for number in range(100)])
     tokenizer.save_pretrained(tmp_path / "large")
     (tmp_path / "empty").mkdir()
-    for name, words in (("large", "tokens, and the model's vocabulary is 120"), ("empty", "holds no tokenizer")):
+    for name, words in (("large", "tokens, but the model's vocabulary is 120"), ("empty", "holds no tokenizer")):
         with pytest.raises(UserError, match=words):
             hub.import_published(str(PARITY / "legacy-nova.pt"), tmp_path / "my-model", str(tmp_path / name))
     assert not (tmp_path / "my-model").exists()

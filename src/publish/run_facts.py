@@ -1,0 +1,118 @@
+"""Facts for a model card from the files of a run: config.yaml, metrics.jsonl, split.json, result.json and report.json.
+
+Imports neither torch nor transformers.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from src.errors import UserError
+from src.files import METRICS, read_json_lines
+
+if TYPE_CHECKING:
+    from src.checkpoints.reading import Checkpoint
+
+GLUE = {"cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb"}
+
+
+@dataclass
+class RunFacts:
+    """What the files beside a checkpoint say of its run; empty if there are none, or they are of another run."""
+
+    config: dict[str, Any] = field(default_factory=dict)  # config.yaml of main.py
+    evaluation: dict[str, Any] | None = None  # the last line of metrics.jsonl with "eval" up to the checkpoint
+    result: dict[str, Any] | None = None  # result.json of a job of glue.py
+
+
+@dataclass
+class Source:
+    """The dataset that shards were converted from."""
+
+    name: str
+    hub_id: str | None = None
+    subset: str | None = None
+
+
+def read_run(checkpoint: "Checkpoint") -> RunFacts:
+    """Return the facts beside a checkpoint, if they are of the same run."""
+    folder, name = checkpoint.path.parent, checkpoint.run_name
+    run = RunFacts()
+    if name is None or checkpoint.published:
+        return run
+    config = _read(folder / "config.yaml")
+    if config.get("run_name") == name:
+        run.config = config
+        step = checkpoint.timestamp.get("batch", 0)
+        lines = [line for line in read_json_lines(folder / METRICS) if "eval" in line and line["step"] <= step]
+        run.evaluation = lines[-1] if lines else None
+    result = _read(folder / "result.json")
+    if "task" in result and name.endswith(f"-{result.get('folder')}"):
+        run.result = result
+    return run
+
+
+def read_scores(path: Path) -> dict[str, Any]:
+    """Return a report of glue.py, given report.json or its folder. Raises UserError if it is not one."""
+    file = path / "report.json" if path.is_dir() else path
+    scores = _read(file)
+    if not scores.get("tasks"):
+        raise UserError(f"--glue {path}: {file} is not a report of glue.py; give a report.json, or its folder")
+    return scores
+
+
+def is_glue(row: dict[str, Any]) -> bool:
+    """Whether a task's examples are GLUE's."""
+    return row.get("glue", row["task"] in GLUE)
+
+
+def missing_seeds(row: dict[str, Any]) -> str:
+    """Return "3 of 5 seeds" for a row that lacks some, else an empty string."""
+    return f"{len(row['seeds'])} of {row['of']} seeds" if len(row["seeds"]) < row.get("of", 0) else ""
+
+
+def read_sources(config: dict[str, Any], loader: str) -> list[Source]:
+    """Return what the shards of a loader were converted from, or the folder's name where split.json is not found."""
+    dataset = at(config, f"{loader}.dataset") or {}
+    sources = []
+    for stream in (dataset.get("streams") or {"": {}}).values():
+        local = stream.get("local") or dataset.get("local") or config.get("data_local")
+        split = stream.get("split") or dataset.get("split")
+        if local:
+            sources.append(_source(Path(local), str(split)))
+    return sources
+
+
+def _source(folder: Path, split: str) -> Source:
+    stored = _read(folder / split / "split.json").get("source") or {}
+    if dataset := stored.get("dataset"):
+        subset = stored.get("data_subset")
+        return Source(f"{dataset} ({subset})" if subset else dataset, dataset, subset)
+    if patterns := stored.get("data_files"):
+        return Source(", ".join(map(_file_name, patterns)))
+    return Source(folder.name)
+
+
+def _file_name(pattern: str) -> str:
+    """Return the name in a path or pattern, with its folder's if the name alone is a pattern."""
+    path = Path(pattern)
+    return "/".join(path.parts[-2:]) if "*" in path.name else path.name
+
+
+def at(config: dict[str, Any], path: str) -> Any:
+    """Return the value at a dotted path of a config, or None."""
+    for key in path.split("."):
+        config = config.get(key) if isinstance(config, dict) else None
+    return config
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a YAML or JSON file; empty if it cannot be read."""
+    try:
+        content = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
+    except (ValueError, yaml.YAMLError, OSError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,77 @@
+"""How each model class is published: an ExportSpec holds what export, verify and the model card need."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from src.lion import LionConfig
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of an evaluation in metrics.jsonl that the model card reports."""
+
+    key: str
+    label: str
+    form: str  # format specification
+    hub_type: str | None = None  # the metric's type in the card's metadata; None: not in the metadata
+
+
+def example_tokens(config: LionConfig) -> dict[str, Tensor]:
+    """Return a padded batch of three rows for a text model without a tokenizer."""
+    ids = (torch.arange(3 * 16) % config.vocab_size).view(3, 16)
+    mask = torch.arange(16) < torch.tensor([[16], [9], [1]])
+    return {"input_ids": ids, "attention_mask": mask.long()}
+
+
+TEXTS = (  # a text, or a pair
+    ("The encoder reads the whole sentence at once.",),
+    ("A short one.",),
+    ("Every weight in this folder was loaded from a checkpoint, and these words show that none is missing.",),
+    ("Is this a question?", "This is its answer: 3.14 × 2 = 6.28 (more or less)."),
+    ("The naïve café of Zürich, 東京 and Αθήνα; e-mail: someone@example.org",),
+)
+
+
+@dataclass(frozen=True)
+class ExportSpec:
+    """How a model class is loaded, tried and described."""
+
+    auto_class: str  # the class of transformers that loads it
+    pipeline_tag: str | None = None
+    usage: str | None = None  # lines for the card, with MODEL and EXAMPLE to be replaced; None: the auto class alone
+    metrics: tuple[Metric, ...] = ()
+    processor: str = "AutoTokenizer"  # the class of transformers that prepares its inputs
+    examples: tuple = TEXTS  # inputs of the processor, to compare a folder with its checkpoint
+    example_inputs: Callable[[LionConfig], dict[str, Tensor]] = example_tokens  # without a processor
+
+
+def _pipeline(name: str, task: str, call: str) -> str:
+    return f"""from transformers import pipeline
+
+{name} = pipeline("{task}", model="MODEL", trust_remote_code=True)
+{name}({call})"""
+
+
+EXPORTS = {
+    "LionModel": ExportSpec("AutoModel"),
+    "LionForMaskedLM": ExportSpec(
+        "AutoModelForMaskedLM",
+        "fill-mask",
+        _pipeline("fill", "fill-mask", 'f"She read the {fill.tokenizer.mask_token} from the first page to the last."'),
+        metrics=(
+            Metric("eval/MaskedAccuracy", "masked accuracy", ".2%", "accuracy"),
+            Metric("eval/MostFrequentTokenAccuracy", "accuracy of always predicting the most frequent token", ".2%"),
+            Metric("eval/LanguageCrossEntropy", "loss", ".3f", "cross entropy"),
+        ),
+    ),
+    "LionForSequenceClassification": ExportSpec(
+        "AutoModelForSequenceClassification",
+        "text-classification",
+        _pipeline("classify", "text-classification", "EXAMPLE"),
+    ),
+    "LionForTokenClassification": ExportSpec("AutoModelForTokenClassification", "token-classification"),
+    "LionForQuestionAnswering": ExportSpec("AutoModelForQuestionAnswering", "question-answering"),
+}
