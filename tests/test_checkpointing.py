@@ -1,34 +1,48 @@
-"""Checkpoints: whole or not there, found again after a kill or damage, and the run that goes on from them is the same run."""
+"""Checkpoints: valid or absent, found again after a kill or corruption; a run resumed from them equals an uninterrupted one."""
 
 import json
 import logging
 import random
-import resource
+import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, environment, run
+import warm
 
+import main
 from src.errors import UserError
+from src.mlm.config import PretrainConfig
+from src.mlm.task import MaskedLM
 from src.training import checkpointing
+from src.training.config import load_config
+from src.training.registry import build_optimizer
 
-DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+DROPOUT = ("model.hidden_dropout_prob=0.1", "model.attention_probs_dropout_prob=0.1")
+OPTIONS = {
+    "max_duration": "40ba",
+    "save_interval": "5ba",
+    "save_num_checkpoints_to_keep": 2,
+    "eval_interval": "20ba",
+    "log_interval": "4ba",
+    "loggers": {},
+}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(folder / "latest-rank0.pt", weights_only=False)["state"]["model"]
 
 
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def numbers(folder: Path) -> list[dict]:
-    """metrics.jsonl without what depends on the clock."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if "second" not in name} for line in lines]
+    """The lines of metrics.jsonl without what depends on the clock."""
+    return [{name: value for name, value in line.items() if "second" not in name} for line in lines(folder)]
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -39,140 +53,187 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def options() -> dict:
-    return {
-        "max_duration": "60ba",
-        "save_interval": "7ba",
-        "eval_interval": "20ba",
-        "log_interval": "4ba",
-        "loggers": {},
-    }
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, write_config, options) -> Path:
-    """The folder of a run of 60 steps, with dropout, that nothing disturbed."""
+def uninterrupted(tmp_path_factory, write_config) -> Path:
+    """The folder of a run of 40 steps with dropout."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    result = run("main.py", write_config(folder, **options), *(f"model.{name}={p}" for name, p in DROPOUT.items()))
-    assert result.returncode == 0, result.stderr
+    main.main([str(write_config(folder, **OPTIONS)), *DROPOUT])
     return folder / "run"
 
 
-def test_a_run_killed_at_any_moment_ends_as_one_that_was_not(uninterrupted, tmp_path, write_config, options):
-    command = [sys.executable, ROOT / "main.py", write_config(tmp_path, **options)]
-    command += [f"model.{name}={p}" for name, p in DROPOUT.items()]
+@pytest.mark.slow
+def test_a_run_killed_at_any_moment_ends_as_an_uninterrupted_one(uninterrupted, tmp_path, write_config):
+    folder = tmp_path / "run"
+    command = ["main.py", write_config(tmp_path, **OPTIONS), *DROPOUT]
     draw = random.Random(0)
-    for step in (7, 28):
-        process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 90
+    before = []
+    for step in (5, 20):
+        process = warm.start(*command, output=tmp_path / f"killed-{step}.txt")
         try:
-            while not list((tmp_path / "run").glob(f"ep*-ba{step}-rank0.pt")):
-                assert process.poll() is None, "the run ended before it could be killed"
-                assert time.monotonic() < deadline
-                time.sleep(0.002)
+            warm.wait_for(lambda step=step: list(folder.glob(f"ep*-ba{step}-rank0.pt")), process)
             time.sleep(draw.random() * 0.1)
         finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert "going on from step" in result.stderr
-    assert_same_run(uninterrupted, tmp_path / "run")
-    assert not list((tmp_path / "run").glob("*.unfinished"))
+            process.kill()
+            process.join()
+        before = lines(folder)
+        assert before[-1]["step"] < 40, "the run was over before it was killed"
+    status, output = warm.run(*command, output=tmp_path / "resumed.txt")
+    assert status == 0, output
+    (resumed,) = re.findall(r"^resuming from step (\d+)$", output, re.MULTILINE)
+    assert int(resumed) in range(15, 40, 5)  # 15 if the kill came before the file of step 20 was complete
+    kept = [line for line in before if line["step"] <= int(resumed)]
+    assert lines(folder)[: len(kept)] == kept
+    assert_same_run(uninterrupted, folder)
+    assert not list(folder.glob("*.unfinished"))
+    assert len(checkpointing.checkpoints(folder)) == 2
 
 
-def test_a_checkpoint_cut_in_half_is_left_out_and_the_one_before_it_used(
-    uninterrupted, tmp_path, write_config, options
-):
+@pytest.mark.slow
+def test_a_truncated_checkpoint_is_skipped_and_the_one_before_it_used(uninterrupted, tmp_path, write_config, caplog):
     folder = tmp_path / "run"
     shutil.copytree(uninterrupted, folder, symlinks=True)
-    (folder / "summary.json").unlink()  # as if the kill had come while the last checkpoint was copied
+    (folder / "summary.json").unlink()  # as if killed while the last checkpoint was copied
     newest = checkpointing.checkpoints(folder)[0]
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
-    result = run("main.py", write_config(tmp_path, **options), *(f"model.{name}={p}" for name, p in DROPOUT.items()))
-    assert result.returncode == 0, result.stderr
-    assert f"{newest} is damaged" in result.stderr
-    assert "going on from step 56" in result.stderr
+    with caplog.at_level("INFO", logger="lion"):
+        main.main([str(write_config(tmp_path, **OPTIONS)), *DROPOUT])
+    assert f"{newest} is corrupt or truncated; skipped" in caplog.text
+    assert "resuming from step 35" in caplog.text
     assert_same_run(uninterrupted, folder)
 
 
-def test_a_full_disk_costs_no_checkpoint_that_was_there(tmp_path, write_config, options):
-    config = write_config(tmp_path, **options)
-    command = [sys.executable, ROOT / "main.py", config]
-    folder = tmp_path / "run"
-    assert run("main.py", config, "max_duration=14ba").returncode == 0
+@pytest.mark.slow
+def test_a_full_disk_does_not_delete_earlier_checkpoints(tmp_path, write_config):
+    config, folder = write_config(tmp_path, **{**OPTIONS, "save_num_checkpoints_to_keep": -1}), tmp_path / "run"
+    main.main([str(config), "max_duration=10ba"])
     kept = {path.name: path.read_bytes() for path in checkpointing.checkpoints(folder)}
     size = (folder / "latest-rank0.pt").stat().st_size
-    result = subprocess.run(
-        [*command, "max_duration=25ba"], env=environment(), capture_output=True, text=True, timeout=120,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2)),
-    )  # fmt: skip
-    assert result.returncode == 1
-    assert "Traceback" not in result.stderr
-    assert f"cannot save step 21 to {folder}" in result.stderr
-    assert "tries again at the next save" in result.stderr
-    last = result.stderr.rstrip().splitlines()[-1]
-    assert last.startswith("error: cannot save step 25, the last")
-    assert "the same command goes on from" in last
-    assert "ba14" in last
+    output = tmp_path / "full.txt"
+    status, output = warm.run("main.py", config, "max_duration=18ba", output=output, file_size=size // 2)
+    assert status == 1
+    assert "Traceback" not in output
+    assert f"cannot save step 15 to {folder}" in output
+    assert "training continues and retries at the next save" in output
+    last = output.rstrip().splitlines()[-1]
+    assert last.startswith("error: cannot save the last step, 18, to ")
+    assert re.search(r"the same command resumes from .*ba10-rank0\.pt$", last)
     assert {path.name: path.read_bytes() for path in checkpointing.checkpoints(folder)} == kept
     assert not list(folder.glob("*.unfinished"))
-    assert run("main.py", config, "max_duration=25ba").returncode == 0
-    assert checkpointing.checkpoints(folder)[0].name.split("-")[1] == "ba25"
+    main.main([str(config), "max_duration=18ba"])
+    assert checkpointing.checkpoints(folder)[0].name.split("-")[1] == "ba18"
 
 
-# In this process
+# load_path
+
+
+@pytest.fixture(scope="module")
+def check(uninterrupted) -> Callable[..., None]:
+    """check(path, override, ...): check a checkpoint that a run of the same config, with overrides, would start from."""
+
+    def check(path: Path, *overrides: str) -> None:
+        argv = [str(uninterrupted.parent / "tiny.yaml"), *DROPOUT, f"load_path={path}", *overrides]
+        config = load_config(PretrainConfig, "main.py", "", argv)
+        model = MaskedLM(config).build_model(None)
+        optimizer = build_optimizer(config.optimizer, model)
+        checkpointing.check_load_path(config.load_path, model.model, optimizer, config.max_duration)
+
+    return check
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("", "is at 40ba, so max_duration=40ba leaves nothing to train"),
+        ("max_duration=320sp", "is at 320sp, so max_duration=320sp leaves nothing to train"),
+        ("max_duration=60ba model.hidden_size=64", "is a checkpoint of another model"),
+        ("max_duration=60ba optimizer.name=adamw", "was trained with another optimizer"),
+        ("max_duration=60ba optimizer.lr=0.01", "was trained with another optimizer"),
+        ("max_duration=60ba optimizer.filter_bias_norm_wd=true", "was trained with another optimizer"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_resumed_is_rejected(uninterrupted, check, overrides, message):
+    path = uninterrupted / "latest-rank0.pt"
+    with pytest.raises(UserError) as error:
+        check(path, *overrides.split())
+    assert str(error.value).startswith(f"load_path={path} {message}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["truncated", "not a checkpoint", "missing"])
+def test_a_file_that_is_not_a_valid_checkpoint_is_rejected(uninterrupted, check, tmp_path, fault):
+    path = tmp_path / "checkpoint.pt"
+    message = {"truncated": "is corrupt or truncated", "missing": "is not a file"}.get(
+        fault, "is not a Composer checkpoint"
+    )
+    if fault == "truncated":
+        path.write_bytes((uninterrupted / "latest-rank0.pt").read_bytes()[:-500])
+    elif fault == "not a checkpoint":
+        torch.save({"weights": 1}, path)
+    with pytest.raises(UserError, match=re.escape(f"{path} {message}")):
+        check(path, "max_duration=60ba")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_the_same_model_and_optimizer_is_accepted(uninterrupted, check):
+    check(uninterrupted / "latest-rank0.pt", "max_duration=60ba")
+
+
+# Files
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
     for epoch, batch in ((0, 5), (0, 10), (1, 100)):
         torch.save({"batch": torch.full((1000,), batch)}, tmp_path / f"ep{epoch}-ba{batch}-rank0.pt")
-    (tmp_path / "ep1-ba110-rank0.unfinished").write_bytes(b"half")
+    (tmp_path / "ep1-ba110-rank0.unfinished").write_bytes(b"part")
     return tmp_path
 
 
-def test_checkpoints_come_newest_first_and_unfinished_ones_not_at_all(folder):
+def test_checkpoints_are_listed_newest_first_without_unfinished_ones(folder):
     assert [path.name for path in checkpointing.checkpoints(folder)] == [
         "ep1-ba100-rank0.pt",
         "ep0-ba10-rank0.pt",
         "ep0-ba5-rank0.pt",
     ]
-    assert checkpointing.newest_whole(folder).name == "ep1-ba100-rank0.pt"
-    assert checkpointing.newest_whole(folder / "not there") is None
+    assert checkpointing.latest_valid_checkpoint(folder).name == "ep1-ba100-rank0.pt"
+    assert checkpointing.latest_valid_checkpoint(folder / "missing") is None
 
 
 @pytest.mark.parametrize("link", ["ep0-ba10-rank0.pt", "ep0-ba1-rank0.pt", None])
-def test_latest_names_the_newest_again_where_a_kill_left_it_behind(folder, link):
+def test_latest_points_at_the_newest_checkpoint_again_after_a_kill(folder, link):
     if link is not None:
         (folder / checkpointing.LATEST).symlink_to(link)
-    assert checkpointing.newest_whole(folder) == (folder / checkpointing.LATEST).resolve()
+    assert checkpointing.latest_valid_checkpoint(folder) == (folder / checkpointing.LATEST).resolve()
     assert checkpointing.checkpoints(folder)[0].name == "ep1-ba100-rank0.pt"
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "one bit"])
-def test_damage_of_any_kind_is_seen_and_said(folder, damage, caplog):
+@pytest.mark.parametrize("fault", ["truncated", "empty", "one bit"])
+def test_a_corrupt_checkpoint_is_skipped_with_a_warning(folder, fault, caplog):
     newest = folder / "ep1-ba100-rank0.pt"
     data = bytearray(newest.read_bytes())
-    if damage == "one bit":
+    if fault == "one bit":
         data[len(data) // 2] ^= 1
-    newest.write_bytes({"cut": data[:-200], "empty": b"", "one bit": data}[damage])
+    newest.write_bytes({"truncated": data[:-200], "empty": b"", "one bit": data}[fault])
     with caplog.at_level(logging.WARNING, logger="lion"):
-        assert checkpointing.newest_whole(folder).name == "ep0-ba10-rank0.pt"
-    assert f"{newest} is damaged" in caplog.text
+        assert checkpointing.latest_valid_checkpoint(folder).name == "ep0-ba10-rank0.pt"
+    assert f"{newest} is corrupt or truncated; skipped" in caplog.text
 
 
-def test_a_run_does_not_begin_anew_because_all_its_checkpoints_are_damaged(folder):
+def test_a_run_does_not_start_over_because_all_its_checkpoints_are_corrupt(folder):
     for path in checkpointing.checkpoints(folder):
         path.write_bytes(b"nothing")
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
-        checkpointing.newest_whole(folder)
+    with pytest.raises(UserError, match=r"no checkpoint in .* is valid"):
+        checkpointing.latest_valid_checkpoint(folder)
 
 
-def test_a_damaged_later_checkpoint_does_not_cost_the_new_one(folder):
-    (folder / "ep1-ba100-rank0.pt").write_bytes(b"cut")
+def test_a_corrupt_later_checkpoint_does_not_delete_the_new_one(folder):
+    (folder / "ep1-ba100-rank0.pt").write_bytes(b"part")
     writer = checkpointing.CheckpointWriter(folder, "10ba", keep=1)
     torch.save({"batch": 20}, folder / "ep0-ba20.unfinished")
     writer._publish(folder / "ep0-ba20.unfinished", folder / "ep0-ba20-rank0.pt")
     assert [path.name for path in checkpointing.checkpoints(folder)] == ["ep1-ba100-rank0.pt", "ep0-ba20-rank0.pt"]
-    assert checkpointing.newest_whole(folder) == (folder / checkpointing.LATEST).resolve() == folder / "ep0-ba20-rank0.pt"
+    assert (
+        checkpointing.latest_valid_checkpoint(folder)
+        == (folder / checkpointing.LATEST).resolve()
+        == folder / "ep0-ba20-rank0.pt"
+    )

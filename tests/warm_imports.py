@@ -1,0 +1,20 @@
+"""Imported by the server from which tests/warm.py forks processes: what takes a training run seconds before its first step."""
+
+from composer.utils.collect_env import get_cpu_model
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+
+import src.data.mlm_collator
+import src.data.streaming
+import src.mlm.model
+import src.plots
+import src.publish.callback
+import src.training.guards
+import src.training.registry
+import src.training.run_log
+import src.training.startup
+import src.training.trainer  # noqa: F401
+
+list(TOKENIZER_MAPPING.keys())  # imports hundreds of modules, as AutoTokenizer does
+list(MODEL_FOR_CAUSAL_LM_MAPPING.values())  # as many again, as Composer's HuggingFaceModel does
+get_cpu_model()  # Composer asks a process of its own
