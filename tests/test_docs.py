@@ -13,7 +13,7 @@ from src.mlm.config import PretrainConfig
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PARSERS = {  # script → the files that declare its options, if they are others
-    "glue.py": ("src/config.py", "src/jobs/run.py", "src/jobs/compare.py"),
+    "glue.py": ("src/config.py", *(f"src/jobs/{path.name}" for path in (ROOT / "src/jobs").glob("*.py"))),
     "main.py": ("src/config.py",),
 }
 SCRIPT = re.compile(r"(?<![\w/.])(?:src/|benchmarks/)?\w+\.py\b")
