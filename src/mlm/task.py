@@ -46,7 +46,8 @@ class MaskedLM(Task):
         for options in (config.train_loader.dataset, config.eval_loader.dataset):
             if options.remote is None and not options.streams:
                 check_split("data_local", Path(options.local), options.split)
-        if config.load_path is not None and "://" not in config.load_path and not Path(config.load_path).is_file():
+        start = config.load_path if not any(Path(config.save_folder).glob("ep*-rank0.pt")) else None  # not if resumed
+        if start is not None and "://" not in start and not Path(start).is_file():
             raise UserError(f"load_path={config.load_path} is not a file; give a checkpoint or omit load_path")
 
     @cached_property
