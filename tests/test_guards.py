@@ -1,5 +1,6 @@
-"""Runs that are asked to stop, and runs whose loss is no number any more."""
+"""Runs that a signal stops, runs with a non-finite loss, and random numbers that depend on the step alone."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,65 +8,90 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, environment, run
+import warm
+from conftest import ROOT, environment
 
 import main
 from src.training import checkpointing
 from src.training.guards import FiniteLoss, SeedEveryStep, StopOnSignal, Stopped
 
-LAUNCHER = ["-m", "composer.cli.launcher", "-n", "2"]
+
+def resumable_config(folder: Path, write_config, **changes) -> Path:
+    """A config of a run that is still training when it is signalled."""
+    never = {"save_interval": "1000ba", "eval_interval": "1000ba", "eval_first": False, "loggers": {}}
+    return write_config(folder, **never, max_duration="2000ba", device_train_microbatch_size=4, **changes)
 
 
-# The first is what a launcher makes of a Ctrl-C; the others reach a whole process group, as a scheduler's do.
-@pytest.mark.parametrize(
-    ("asked", "status", "launcher", "group"),
-    [
-        ([signal.SIGINT, signal.SIGTERM], 130, [], False),
-        ([signal.SIGTERM], 143, [], True),
-        ([signal.SIGTERM], 143, LAUNCHER, True),
-    ],
-)
-def test_a_run_asked_to_stop_saves_its_step_says_so_and_goes_on_from_there(
-    asked, status, launcher, group, tmp_path, write_config, caplog
-):
-    config = write_config(
-        tmp_path,
-        max_duration="2000ba",
-        save_interval="1000ba",
-        eval_interval="1000ba",
-        loggers={},
-        device_train_microbatch_size=4,
-        train_loader={"num_workers": 2 if group else 0},
-        eval_loader={"num_workers": 1 if group else 0},
-    )
-    folder = tmp_path / "run"
-    command = [sys.executable, *launcher, ROOT / "main.py", config]
-    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 90
-    while not (folder / "metrics.jsonl").is_file() or '"step": 5' not in (folder / "metrics.jsonl").read_text():
-        assert process.poll() is None, "the run ended before it was asked to"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    for signum in asked:
-        (os.killpg if group else os.kill)(process.pid, signum)
-        time.sleep(0.001)
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode == status, said
-    assert launcher or "Traceback" not in said  # the launcher shows its own
-    steps = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-    assert 5 <= steps < 1000
-    assert said.count(f"{asked[0].name}: step {steps} is saved; the same command goes on from there") == 1
-    assert "interrupted" not in said
-    assert [path.name.split("-")[1] for path in checkpointing.checkpoints(folder)] == [f"ba{steps}"]
+def end_group(pid: int) -> None:
+    """Kill what is left of a process group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def has_trained(folder: Path) -> bool:
+    """Whether the run in a folder has done its fifth step."""
+    return (folder / "metrics.jsonl").is_file() and '"step": 5' in (folder / "metrics.jsonl").read_text()
+
+
+def assert_saved_and_resumable(config: Path, folder: Path, output: str, signum: signal.Signals, caplog) -> None:
+    """Assert that a run which a signal has stopped saved its last step and printed so once, and that it resumes from there."""
+    step = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert 5 <= step < 1000
+    assert output.count(f"{signum.name}: saved step {step}; the same command resumes from it") == 1
+    assert "interrupted" not in output
+    assert [path.name.split("-")[1] for path in checkpointing.checkpoints(folder)] == [f"ba{step}"]
     with caplog.at_level("INFO", logger="lion"):
         main.main(
-            [str(config), f"max_duration={steps + 2}ba", "train_loader.num_workers=0", "eval_loader.num_workers=0"]
+            [str(config), f"max_duration={step + 2}ba", "train_loader.num_workers=0", "eval_loader.num_workers=0"]
         )
-    assert f"going on from step {steps}\n" in caplog.text
+    assert f"resuming from step {step}\n" in caplog.text
+
+
+# The first is what a launcher makes of a Ctrl-C; the second reaches a process group with its loader workers.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signals", "status", "group"), [([signal.SIGINT, signal.SIGTERM], 130, False), ([signal.SIGTERM], 143, True)]
+)
+def test_a_signalled_run_saves_its_step_and_resumes_from_it(signals, status, group, tmp_path, write_config, caplog):
+    workers = {"train_loader": {"num_workers": 2}, "eval_loader": {"num_workers": 1}} if group else {}
+    config, folder = resumable_config(tmp_path, write_config, **workers), tmp_path / "run"
+    process = warm.start("main.py", config, output=tmp_path / "output")
+    try:
+        warm.wait_for(lambda: has_trained(folder), process)
+        for signum in signals:
+            (os.killpg if group else os.kill)(process.pid, signum)
+            time.sleep(0.001)
+        process.join(60)
+    finally:
+        end_group(process.pid)
+    output = (tmp_path / "output").read_text()
+    assert process.exitcode == status, output
+    assert "Traceback" not in output
+    assert_saved_and_resumable(config, folder, output, signals[0], caplog)
+
+
+@pytest.mark.slow
+def test_a_signal_to_a_launcher_and_its_processes_saves_one_step(tmp_path, write_config, caplog):
+    config, folder = resumable_config(tmp_path, write_config), tmp_path / "run"
+    command = [sys.executable, "-m", "composer.cli.launcher", "-n", "2", ROOT / "main.py", config]
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 300
+        while not has_trained(folder):
+            assert process.poll() is None, "the run ended before the signal"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGTERM)
+        output = process.communicate(timeout=60)[1]
+    finally:
+        end_group(process.pid)
+    assert process.returncode == 143, output
+    assert_saved_and_resumable(config, folder, output, signal.SIGTERM, caplog)
 
 
 @pytest.mark.parametrize(
@@ -77,36 +103,37 @@ def test_a_run_asked_to_stop_saves_its_step_says_so_and_goes_on_from_there(
         ([(signal.SIGINT, 0), (signal.SIGINT, 0.1), (signal.SIGINT, 1.5)], [signal.SIGINT]),
     ],
 )
-def test_a_signal_ends_at_once_when_it_comes_again_and_not_when_it_only_comes_twice(heard, ends, monkeypatch, caplog):
+def test_a_repeated_signal_ends_a_run_at_once_unless_it_follows_within_a_second(heard, ends, monkeypatch, caplog):
     handlers, raised = {}, []
     guard = StopOnSignal(writer=None)
-    guard.before = {signum: f"before {signum}" for signum in guard.SIGNALS}
+    guard.old_handlers = {signum: f"before {signum}" for signum in guard.SIGNALS}
     monkeypatch.setattr("signal.signal", handlers.__setitem__)
     monkeypatch.setattr("signal.raise_signal", raised.append)
     with caplog.at_level("INFO", logger="lion"):
         for signum, at in heard:
             monkeypatch.setattr("time.monotonic", lambda at=at: at)
-            guard._ask(signum, None)
+            guard._request(signum, None)
     assert raised == ends
     assert handlers == {signum: f"before {signum}" for signum in ends}
-    assert caplog.text.count("finishing this step and saving; once more to end at once") == 1
-    assert guard.asked == heard[0][0]
+    assert caplog.text.count("finishing this step and saving; repeat to end at once") == 1
+    assert guard.requested == heard[0][0]
 
 
-def test_a_run_asked_to_stop_on_a_full_disk_says_what_is_not_saved(tmp_path, caplog):
+def test_a_signalled_run_on_a_full_disk_reports_what_is_not_saved(tmp_path, caplog):
     torch.save({}, tmp_path / "ep0-ba5-rank0.pt")
     writer = SimpleNamespace(
         folder=tmp_path, save=lambda state: "cannot save step 7 to ep0-ba7-rank0.pt: No space left"
     )
     guard = StopOnSignal(writer)
-    guard.asked = signal.SIGTERM
+    guard.requested = signal.SIGTERM
     with caplog.at_level("INFO", logger="lion"), pytest.raises(Stopped):
         guard.batch_checkpoint(SimpleNamespace(timestamp=SimpleNamespace(batch=SimpleNamespace(value=7))), None)
-    assert re.search(r"SIGTERM: cannot save step 7 .*; the same command goes on from .*ba5-rank0\.pt", caplog.text)
-    assert "is saved" not in caplog.text
+    assert re.search(r"SIGTERM: cannot save step 7 .*; the same command resumes from .*ba5-rank0\.pt", caplog.text)
+    assert "saved step" not in caplog.text
 
 
-def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(tmp_path, write_config):
+@pytest.mark.slow
+def test_a_non_finite_loss_ends_the_run_before_the_step_is_saved(tmp_path, write_config):
     config = write_config(
         tmp_path,
         max_duration="40ba",
@@ -114,12 +141,12 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(tmp_path, writ
         scheduler={"name": "constant", "t_warmup": None, "alpha_f": None},
         loggers={},
     )
-    result = run("main.py", config, "optimizer.lr=1e30")
-    assert result.returncode == 1, result.stderr
-    assert "Traceback" not in result.stderr
-    last = result.stderr.rstrip().splitlines()[-1]
+    status, output = warm.run("main.py", config, "optimizer.lr=1e30", output=tmp_path / "output")
+    assert status == 1, output
+    assert "Traceback" not in output
+    last = output.rstrip().splitlines()[-1]
     assert last.startswith("error: step ")
-    if "the loss is" in last:
+    if "loss is" in last:
         assert "learning rate 1e+30" in last
     for path in checkpointing.checkpoints(tmp_path / "run"):
         assert path.name in last or path != checkpointing.checkpoints(tmp_path / "run")[0]
@@ -128,7 +155,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(tmp_path, writ
 
 
 @pytest.mark.parametrize("poisoned", [False, True])
-def test_an_update_with_gradients_that_are_no_numbers_is_left_out_and_counted(poisoned):
+def test_an_update_with_non_finite_gradients_is_skipped_and_counted(poisoned):
     model = torch.nn.Linear(3, 2)
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -149,7 +176,7 @@ def test_an_update_with_gradients_that_are_no_numbers_is_left_out_and_counted(po
     assert again.skipped == int(poisoned)
 
 
-def test_a_step_draws_by_its_number_whatever_was_drawn_before():
+def test_the_random_numbers_of_a_step_depend_on_its_number_alone():
     def draw(seed: int, batch: int) -> torch.Tensor:
         state = SimpleNamespace(timestamp=SimpleNamespace(batch=SimpleNamespace(value=batch)))
         SeedEveryStep(seed).batch_start(state, None)

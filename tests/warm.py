@@ -37,14 +37,14 @@ def start(script: str, *arguments: object, output: Path, file_size: int | None =
 def run(script: str, *arguments: object, output: Path, **options: int) -> tuple[int, str]:
     """Run a script to its end; return its exit status and output."""
     process = start(script, *arguments, output=output, **options)
-    process.join(120)
+    process.join(300)
     if process.is_alive():
         process.kill()
         raise TimeoutError(output.read_text())
     return process.exitcode, output.read_text()
 
 
-def wait_for(condition: Callable[[], object], process: BaseProcess, seconds: float = 90) -> None:
+def wait_for(condition: Callable[[], object], process: BaseProcess, seconds: float = 300) -> None:
     """Return once a condition holds. Raises AssertionError if the process ends before."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -1,0 +1,186 @@
+"""A run's folder: which configs may use it, when its run is finished, and its stored config and summary."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+from conftest import snapshot
+from omegaconf import OmegaConf
+
+from src.config import to_dict
+from src.errors import RunFailed, UserError
+from src.mlm.config import PretrainConfig
+from src.mlm.task import CURVES
+from src.training import run_folder
+from src.training.config import load_config
+
+
+@pytest.fixture
+def config(config_file) -> PretrainConfig:
+    return load_config(PretrainConfig, "main.py", "", [str(config_file)])
+
+
+def store(config: PretrainConfig, folder: Path, **changes) -> None:
+    """Give a folder to a run of this config with changes."""
+    folder.mkdir()
+    OmegaConf.save(OmegaConf.create({**to_dict(config), **changes}), folder / "config.yaml")
+
+
+def test_a_new_an_empty_and_the_runs_own_folder_are_accepted(config, tmp_path):
+    run_folder.check_save_folder(config, tmp_path / "new")
+    (tmp_path / "empty").mkdir()
+    run_folder.check_save_folder(config, tmp_path / "empty")
+    store(config, tmp_path / "own")
+    run_folder.check_save_folder(config, tmp_path / "own")
+
+
+def test_the_config_is_written_atomically_and_only_if_it_has_changed(config, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    run_folder.save_config(config, folder)
+    files = snapshot(folder)
+    run_folder.save_config(config, folder)
+    assert snapshot(folder) == files and list(files) == ["config.yaml"]
+
+    def full_disk(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_folder, "write_atomically", full_disk)
+    config.max_duration = "9ba"
+    with pytest.raises(UserError, match=f"save_folder: cannot write to {folder}: No space left on device"):
+        run_folder.save_config(config, folder)
+    assert snapshot(folder)["config.yaml"] == files["config.yaml"]
+
+
+@pytest.mark.parametrize("key", ["eval_interval", "save_interval", "device_train_microbatch_size"])
+def test_settings_that_do_not_affect_numbers_may_change_on_resume(config, tmp_path, key):
+    store(config, tmp_path / "run", **{key: "something else"})
+    run_folder.check_save_folder(config, tmp_path / "run")
+
+
+STREAM = "train_loader.dataset.streams.web"
+
+
+def changed(config_file: Path, folder: Path, override: str) -> PretrainConfig:
+    """A config with this override, whose folder holds a run without it."""
+    given = [str(config_file), f"{STREAM}={{local: web, proportion: 1}}"]
+    store(load_config(PretrainConfig, "main.py", "", given), folder)
+    return load_config(PretrainConfig, "main.py", "", [*given, override])
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["data_local=/elsewhere", "data_remote=s3://bucket", "train_loader.num_workers=3", "eval_loader.dataset.predownload=9",
+     "train_loader.dataset.cache_limit=9gb", f"{STREAM}.local=/elsewhere"],
+)  # fmt: skip
+def test_data_may_move_on_resume(config_file, tmp_path, override):
+    now = changed(config_file, tmp_path / "run", override)
+    run_folder.check_save_folder(now, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train_loader.dataset.mlm_probability=0.5", "eval_loader.dataset.split=test", "train_loader.dataset.packing=true",
+     "train_loader.drop_last=false", "train_loader.dataset.seed=99", f"{STREAM}.proportion=0.5", "load_path=other.pt"],
+)  # fmt: skip
+def test_settings_of_the_data_may_not_change_on_resume(config_file, tmp_path, override):
+    now = changed(config_file, tmp_path / "run", override)
+    name = override.split("=")[0].removesuffix(".web.proportion")
+    with pytest.raises(UserError, match=rf"another {name};"):
+        run_folder.check_save_folder(now, tmp_path / "run")
+
+
+def test_a_key_newer_than_the_run_has_its_default(config, tmp_path):
+    stored = {name: value for name, value in to_dict(config).items() if name != "float32_matmul_precision"}
+    del stored["train_loader"]["dataset"]["whole_word_masking"]
+    (tmp_path / "run").mkdir()
+    OmegaConf.save(OmegaConf.create({**stored, "key_of_an_old_version": 1}), tmp_path / "run" / "config.yaml")
+    run_folder.check_save_folder(config, tmp_path / "run")
+    config.float32_matmul_precision = "high"
+    with pytest.raises(UserError, match="another float32_matmul_precision;"):
+        run_folder.check_save_folder(config, tmp_path / "run")
+
+
+def test_checkpoints_without_a_config_are_rejected(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "ep0-ba3-rank0.pt").write_bytes(b"")
+    with pytest.raises(UserError, match=r"has checkpoints but no config\.yaml"):
+        run_folder.check_save_folder(config, tmp_path / "run")
+
+
+def test_a_corrupt_stored_config_is_reported(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("seed: [1\n")
+    with pytest.raises(UserError, match=r"config\.yaml is corrupt"):
+        run_folder.check_save_folder(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize("key", ["model", "tokenizer_name", "optimizer", "scheduler", "global_train_batch_size", "seed", "max_seq_len", "mlm_probability"])  # fmt: skip
+def test_settings_that_make_another_run_are_rejected_by_name(config, tmp_path, key):
+    store(config, tmp_path / "run", **{key: "something else"})
+    with pytest.raises(UserError, match=rf"another {key};"):
+        run_folder.check_save_folder(config, tmp_path / "run")
+
+
+def test_a_run_is_finished_if_it_has_a_summary_and_the_same_config(config, tmp_path):
+    folder = tmp_path / "run"
+    store(config, folder)
+    assert not run_folder.is_finished(config, folder)
+    (folder / "summary.json").write_text("{}")
+    assert run_folder.is_finished(config, folder)
+    config.max_duration = "9ba"
+    assert not run_folder.is_finished(config, folder)
+
+
+def write_evaluations(folder: Path, losses: dict[int, float]) -> None:
+    """Write metrics.jsonl with an evaluation at each step."""
+    names = ("LanguageCrossEntropy", "MaskedAccuracy", "MostFrequentTokenAccuracy")
+    lines = [
+        {
+            "step": step,
+            "samples": 8 * step,
+            "seconds": step / 2,
+            "eval": dict(zip((f"eval/{name}" for name in names), (loss, 0.25, 0.125))),
+        }
+        for step, loss in losses.items()
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_the_summary_has_the_first_the_best_and_the_last_evaluation(config, tmp_path, capsys, first):
+    write_evaluations(tmp_path, {first: 4.0, 3: 2.0, 6: 3.0})
+    run_folder.write_summary(config, CURVES, 13290, tmp_path, 6, "tiny")
+
+    def result(step: int, loss: float) -> dict[str, float]:
+        return {"step": step, "loss": loss, "accuracy": 0.25, "most_frequent_token": 0.125}
+
+    assert json.loads((tmp_path / "summary.json").read_text()) == {
+        "run": "tiny",
+        "parameters": 13290,
+        "seconds": 3.0,
+        "before": result(0, 4.0) if first == 0 else None,
+        "best": result(3, 2.0),
+        "after": result(6, 3.0),
+    }
+    run_folder.print_summary(tmp_path, CURVES)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1].split("   ")[-3:][0].strip() == "loss"
+    rows = [line.split() for line in printed[2:] if line.startswith(("before", "best", "after"))]
+    expected = [["before", "4.000"], ["best,", "step", "3", "2.000"], ["after", "3.000"]]
+    assert rows == [[*row, "25.00%", "12.50%"] for row in (expected if first == 0 else expected[1:])]
+
+
+def test_a_summary_that_cannot_be_written_ends_the_run_in_one_sentence(config, tmp_path, monkeypatch):
+    write_evaluations(tmp_path, {0: 4.0})
+    with pytest.raises(RunFailed, match="its last evaluation could not be written"):
+        run_folder.write_summary(config, CURVES, 13290, tmp_path, 6, "tiny")
+    write_evaluations(tmp_path, {0: 4.0, 6: 3.0})
+
+    def full_disk(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_folder, "write_json", full_disk)
+    with pytest.raises(RunFailed, match=r"finished and saved, but not its summary \(No space left on device\)"):
+        run_folder.write_summary(config, CURVES, 13290, tmp_path, 6, "tiny")
