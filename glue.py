@@ -8,11 +8,11 @@ from pathlib import Path
 
 from src import cli
 from src.glue.experiment import GlueExperiment
-from src.jobs import run
+from src.jobs import jobs
 
 
 def main(argv: list[str]) -> None:
-    run.main(GlueExperiment, argv)
+    jobs.main(GlueExperiment, argv)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ from src.glue.model import LionClassifier
 from src.glue.start import build_model, read_start
 from src.glue.tasks import GLUE
 from src.jobs import pool, predictions
-from src.jobs.jobs import Job, refuse_other_origin
+from src.jobs.experiment import Job
+from src.jobs.jobs import finished
 from src.jobs.pool import BAR, Running, devices, show
 from src.jobs.worker import run_job
 
@@ -441,14 +442,14 @@ def test_a_result_depends_on_what_changes_training(plan_of, override, same):
 def test_results_of_another_start_are_not_replaced_unasked(experiment_of, plan_of):
     for job in plan_of():
         job.folder.mkdir(parents=True)
-        (job.folder / "result.json").write_text(json.dumps({"settings": job.settings}))
+        (job.folder / "result.json").write_text(json.dumps({"settings": job.settings, "scores": {}, "test_splits": []}))
     experiment = experiment_of()
     experiment.start_name = "c.pt"
-    refuse_other_origin(plan_of("tasks.rte.lr=1", "mnli_first=true"), experiment)
+    assert finished(plan_of("tasks.rte.lr=1", "mnli_first=true"), experiment) == {}
     message = r"other weights.* than those of c\.pt \(MNLI seed 19\).*or add --rerun"
     for override in ("mnli_first=false", "mnli_first=true"):
         with pytest.raises(UserError, match=message):
-            refuse_other_origin(plan_of(override, encoder="two"), experiment)
+            finished(plan_of(override, encoder="two"), experiment)
 
 
 def test_a_folder_in_use_by_another_command_is_refused(tmp_path, shared):
@@ -461,4 +462,4 @@ def test_a_folder_in_use_by_another_command_is_refused(tmp_path, shared):
 
 def test_a_mistake_ends_the_command_in_one_sentence(finetuned):
     assert_one_sentence(run("glue.py", *finetuned[0], "taks_to_run=[sst2]"), "unknown key taks_to_run", "tasks_to_run")
-    assert_one_sentence(run("glue.py", "report", finetuned[1].parent), "has no report.json")
+    assert_one_sentence(run("glue.py", "report", finetuned[1].parent), "report.json (No such file or directory); give the save_folder")

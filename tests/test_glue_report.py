@@ -10,9 +10,8 @@ from src.errors import RunFailed, UserError
 from src.glue import submission
 from src.glue.examples import Example
 from src.glue.experiment import GlueExperiment
-from src.glue.finetune import write_predictions
 from src.glue.scores import score
-from src.glue.tasks import GLUE, select
+from src.glue.tasks import GLUE, Task, select
 from src.jobs import compare, predictions, report
 from src.jobs.experiment import mean_score
 from src.jobs.predictions import predicted
@@ -29,6 +28,10 @@ def summarize(results: list[dict]) -> list[dict]:
     return report.summarize(results, AVERAGE)
 
 
+def write_predictions(path: Path, task: Task, logits: torch.Tensor, examples: list[Example]) -> None:
+    predictions.write(path, logits, task.labels, [(example.id, example.label) for example in examples])
+
+
 def result(task: str, seed: int, value: float, variant: str = "") -> dict:
     return {"task": task, "title": GLUE[task].title, "metrics": list(GLUE[task].metrics), "majority": 0.5, "seed": seed,
             "score": value, "variant": variant, "folder": f"{task}-{variant}{seed}"}  # fmt: skip
@@ -41,17 +44,17 @@ def test_the_report_has_mean_and_deviation_over_seeds_and_the_average_of_all_eig
     assert (rte["mean"], rte["std"]) == pytest.approx((0.6, 0.02**0.5))
     assert rte["seeds"] == {"1": 0.5, "2": 0.7}
     assert AVERAGE.of(rows) == pytest.approx((7 * 0.8 + 0.6) / 8)
-    assert "GLUE average: 77.50" in report.closing(rows, AVERAGE)
-    assert "60.00 ± 14.14" in report.table(rows)
+    assert "GLUE average: 77.50" in report.text(rows, AVERAGE)
+    assert "60.00 ± 14.14" in report.text(rows, AVERAGE)
     assert AVERAGE.of(rows[:-1]) is None
-    assert "not without RTE" in report.closing(rows[:-1], AVERAGE)
+    assert "not without RTE" in report.text(rows[:-1], AVERAGE)
 
 
 def test_what_is_not_glues_is_not_in_its_average():
     rows = summarize([{**result(name, 1, 0.8), "glue": name != "rte"} for name in GLUE])
     assert AVERAGE.of(rows) is None
-    assert "GLUE average: not without RTE" in report.closing(rows, AVERAGE)
-    assert "GLUE" not in report.closing(rows[1:2], AVERAGE)  # an RTE of one's own
+    assert "GLUE average: not without RTE" in report.text(rows, AVERAGE)
+    assert "GLUE" not in report.text(rows[1:2], AVERAGE)  # an RTE of one's own
 
 
 def test_a_mean_of_fewer_seeds_than_asked_for_is_marked_and_wins_no_search():
@@ -213,9 +216,9 @@ def test_a_comparison_tells_what_was_picked_and_what_failed(tmp_path, labels, ca
 
 def test_what_cannot_be_compared_is_named(tmp_path, labels):
     folder = write_run(tmp_path / "a", "rte", {1: noisy(labels, 0.6, 1)}, labels)
-    with pytest.raises(UserError, match=r"nowhere has no report\.json"):
+    with pytest.raises(UserError, match=r"cannot read .*nowhere/report\.json \(No such file"):
         compare_command(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"report\.json has no report\.json; give the save_folder"):
+    with pytest.raises(UserError, match=r"report\.json/report\.json \(Not a directory\); give the save_folder"):
         compare_command(folder / "report.json")
     with pytest.raises(UserError, match=r"--out: cannot create .*report\.json"):
         compare_command(folder, "--out", folder / "report.json")

@@ -11,8 +11,7 @@ from src.files import LATEST
 from src.glue.config import FinetuneConfig
 from src.glue.examples import check_sources, digest, read_task
 from src.glue.tasks import FROM_MNLI, GLUE, Task, select
-from src.jobs.experiment import Average, Experiment, Row
-from src.jobs.jobs import Job, Result
+from src.jobs.experiment import Average, Experiment, Job, Result, Row
 from src.jobs.predictions import file_name
 
 
@@ -33,14 +32,8 @@ class GlueExperiment(Experiment):
         if config.max_seq_len < longest:
             needed = "[CLS], and a token and [SEP] per text"
             raise UserError(f"max_seq_len={config.max_seq_len} must be at least {longest}: {needed}")
-        if config.mnli_first:
-            mnli = [task for task in self.tasks if task.name == "mnli"]
-            if not mnli:
-                raise UserError("mnli_first needs MNLI's encoder; add mnli to tasks_to_run")
-            if len(mnli) > 1:
-                raise UserError(
-                    "mnli_first needs one encoder, but mnli is searched; give it one value per hyperparameter"
-                )
+        if config.mnli_first and [task.name for task in self.tasks].count("mnli") != 1:
+            raise UserError("mnli_first needs one MNLI encoder; add mnli to tasks_to_run, without a search")
         path = config.starting_checkpoint_load_path
         if path is None and config.tokenizer_name is None:
             to_do = "set it, or tokenizer_name to start from random weights"
@@ -51,17 +44,7 @@ class GlueExperiment(Experiment):
 
     def plan(self, device: str) -> list[Job]:
         from src.glue.start import build_model, read_start
-
-        self._check_training(device)
-        start = read_start(self.config)
-        build_model(start, replace(self.tasks[0], labels=self.tasks[0].labels or ("a", "b")))  # weights that do not fit
-        self.start_name = start.name
-        return self.jobs(start.digest(), device)
-
-    def _check_training(self, device: str) -> None:
-        """Raise UserError for what would make a job fail."""
         from src.training import registry
-        from src.training.trainer import resolve_precision
 
         config = self.config
         registry.build_scheduler(config.scheduler)
@@ -71,14 +54,13 @@ class GlueExperiment(Experiment):
         if file is None or isinstance(file, dict):
             if "{run_name}" not in str((file or {}).get("filename", "{run_name}")):
                 raise UserError("loggers.file.filename must contain {run_name}, so that each job has its own file")
-            file = {
-                **(file or {}),
-                "capture_stdout": False,
-                "capture_stderr": False,
-            }  # leave this process's output alone
+            # This process's output is not captured.
+            file = {**(file or {}), "capture_stdout": False, "capture_stderr": False}
         registry.build_all("loggers", {**config.loggers, "file": file})
-        for task in self.tasks:
-            resolve_precision(task.precision or config.precision, device)
+        start = read_start(config)
+        build_model(start, replace(self.tasks[0], labels=self.tasks[0].labels or ("a", "b")))  # do the weights fit?
+        self.start_name = start.name
+        return self.jobs(start.digest(), device)
 
     def jobs(self, start: dict[str, Any], device: str) -> list[Job]:
         """Return a job per task and seed, with everything that its result depends on: if that changes, it runs again."""
@@ -89,7 +71,7 @@ class GlueExperiment(Experiment):
         stopper = config.callbacks.get("early_stopper", False)  # the one callback that changes training
         shared["callbacks"] = {} if stopper is False else {"early_stopper": stopper}
         digests = {task.name: digest(task, config.glue_dir, config.predict_test) for task in self.tasks}
-        self.test_data = {name: _as_json(data.pop("test", None)) for name, data in digests.items()}
+        self.test_data = {name: as_json(data.pop("test", None)) for name, data in digests.items()}
 
         def job(task: Task, seed: int, after: Job | None = None) -> Job:
             omitted = ("title", "seeds", "files", "hub", "precision")
@@ -98,11 +80,10 @@ class GlueExperiment(Experiment):
             settings = {**shared, "precision": precision, "task": hyperparameters, "seed": seed,
                         "data": digests[task.name], "start": after.settings if after else start}  # fmt: skip
             folder = self.folder / "jobs" / "-".join(filter(None, (task.name, task.variant, str(seed))))
-            return Job(task, seed, folder, _as_json(settings), after)
+            return Job(task, seed, folder, as_json(settings), after)
 
-        mnli = next(
-            (job(task, task.seeds[0]) for task in self.tasks if task.name == "mnli" and config.mnli_first), None
-        )
+        first = [job(task, task.seeds[0]) for task in self.tasks if task.name == "mnli" and config.mnli_first]
+        mnli = first[0] if first else None
         return [job(task, seed, mnli if task.name in FROM_MNLI else None) for task in self.tasks for seed in task.seeds]
 
     def cost(self, job: Job) -> int:
@@ -147,6 +128,6 @@ class GlueExperiment(Experiment):
         return score(*arguments)
 
 
-def _as_json(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """Return a value as it is after it has been stored."""
     return json.loads(json.dumps(value))

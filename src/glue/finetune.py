@@ -12,14 +12,13 @@ from src.errors import RunFailed
 from src.files import LATEST
 from src.glue.batches import Batches, loader
 from src.glue.config import FinetuneConfig
-from src.glue.examples import Example, read_task, texts_digest
+from src.glue.examples import read_task, texts_digest
 from src.glue.model import LionClassifier
 from src.glue.scores import TaskScore, score
 from src.glue.start import build_model, read_start
-from src.glue.tasks import Task, of_glue
+from src.glue.tasks import of_glue
 from src.jobs import predictions
-from src.jobs.experiment import mean_score
-from src.jobs.jobs import Job, Result
+from src.jobs.experiment import Job, Result, mean_score
 from src.jobs.worker import StepReporter
 from src.training import registry
 from src.training.run_log import RunLog
@@ -64,16 +63,17 @@ def finetune(config: FinetuneConfig, job: Job, device: str, steps: StepReporter,
     )
     trainer.fit()
     seconds = trainer.state.timestamp.total_wct.total_seconds()
-    scores, majority = {}, {}
+    scores, majority, train_labels = {}, {}, torch.tensor([example.label for example in data.train])
+    constant = train_labels.mean() if task.regression else train_labels.mode().values  # the majority class
     for split, examples in (data.validation | data.test).items():
         state, split_loader = trainer.state, eval_loaders.get(split) or loader(examples, batches, size)
         logits = predict(state.model, split_loader, state.device, state.precision)
-        write_predictions(folder / predictions.file_name(split), task, logits, examples)
+        lines = [(example.id, example.label) for example in examples]
+        predictions.write(folder / predictions.file_name(split), logits, task.labels, lines)
         if split in data.validation:
             labels = torch.tensor([example.label for example in examples])
             scores[split] = score(task.metrics, predictions.predicted(logits), labels, task.num_labels)
-            constant = constant_prediction(task, data.train).expand(len(labels))
-            majority[split] = score(task.metrics, constant, labels, task.num_labels)
+            majority[split] = score(task.metrics, constant.expand(len(labels)), labels, task.num_labels)
     trainer.close()
     return {
         "task": task.name, "title": task.title, "variant": task.variant, "seed": job.seed, "metrics": list(task.metrics),
@@ -98,13 +98,3 @@ def predict(model: LionClassifier, batches: Any, device: Any, precision: Precisi
     if not logits.isfinite().all():
         raise RunFailed("the trained model's predictions are non-finite; set a smaller lr")
     return logits
-
-
-def write_predictions(path: Any, task: Task, logits: Tensor, examples: list[Example]) -> None:
-    predictions.write(path, logits, task.labels, ((example.id, example.label) for example in examples))
-
-
-def constant_prediction(task: Task, train: list[Example]) -> Tensor:
-    """Return the training set's most frequent class, or its mean."""
-    labels = torch.tensor([example.label for example in train])
-    return labels.mean() if task.regression else labels.mode().values

@@ -1,28 +1,40 @@
 """What a command with many short runs provides; src/jobs does the rest."""
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from src.jobs.jobs import Job, Result
+RESULT_FILE, LOG_FILE = "result.json", "log.txt"
+Result = dict[str, Any]  # of a job
+Row = dict[str, Any]  # of a report: the scores of a task
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-    from src.jobs.worker import StepReporter
+@dataclass(frozen=True)
+class Job:
+    """A training run of a task with a seed, in a folder of its own."""
 
-Row = dict[str, Any]  # of a report: the scores of one task
+    task: Any  # with name, title, seeds, and variant: the values that a search gives it, or ""
+    seed: int
+    folder: Path
+    settings: dict[str, Any]  # everything that its result depends on, as JSON holds it
+    after: "Job | None" = None  # the job whose model it starts from
+    cost: int = 0  # of training, in any unit
+
+    @property
+    def name(self) -> str:
+        return " ".join(filter(None, (self.task.title, self.task.variant, f"seed {self.seed}")))
+
+    def read_result(self) -> Result:
+        return json.loads((self.folder / RESULT_FILE).read_text())
 
 
 @dataclass(frozen=True)
 class Average:
-    """The mean over the tasks of a benchmark, reported once all of them have scores.
-
-    In a result or row, `key` tells whether the average counts it; without the key, the task's name decides.
-    """
+    """The mean over the tasks of a benchmark. `key` in a result or row tells whether it counts; by default the name does."""
 
     key: str
     title: str
@@ -38,47 +50,40 @@ class Average:
 
 
 class Experiment(ABC):
-    """Many short runs from one config. Each job's process gets a copy of it, by pickle.
+    """Many short runs from one config, which has the keys save_folder, base_run_name, device, parallel, rerun, progress_bar.
 
-    The config has the keys save_folder, base_run_name, device, parallel, rerun and progress_bar. The class attributes and the
-    module itself must not import torch, so that `check_paths` can report a wrong path at once.
+    Each job's process gets a copy, by pickle. The module must not import torch: `check_paths` reports at once.
     """
 
     command: ClassVar[str]  # the script, for messages
-    example: ClassVar[str]  # arguments for --help
+    example: ClassVar[str]  # its arguments, for --help
     schema: ClassVar[type]  # of the config
     preload: ClassVar[str]  # the module with the imports that every job needs
     average: ClassVar[Average]
-
     start_name = "random weights"  # what the jobs start from; `plan` may set it
 
     def __init__(self, config: Any):
-        self.config = config
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.config.save_folder)
+        self.config, self.folder = config, Path(config.save_folder)
 
     @abstractmethod
     def check_paths(self) -> None:
-        """Raise UserError for what is wrong with the config or a path, without slow imports."""
+        """Raise UserError for a wrong config or path, before any import that takes seconds."""
 
     @abstractmethod
     def plan(self, device: str) -> list[Job]:
-        """Return all jobs for a device, gpu or cpu. Raises UserError for what would make a job fail."""
+        """Return all jobs for a device, gpu or cpu. Raises UserError for what would make one fail."""
 
     @abstractmethod
     def cost(self, job: Job) -> int:
-        """Return the cost of a job. Reads all of its data, so that a bad row is reported before any job runs."""
+        """Return a job's cost. Reads all of its data, so that a bad row is reported before any job runs."""
 
     @abstractmethod
-    def run(self, job: Job, device: str, steps: "StepReporter") -> Result:
-        """Train, score and write predictions, in the job's process.
+    def run(self, job: Job, device: str, steps: Any) -> Result:
+        """Train, score and write predictions, in the job's process; `steps` is a worker.StepReporter.
 
         Returns:
-            task, title, variant, seed, folder (its name), metrics, score (0 to 1), majority (the score of the most frequent
-            class), scores (split → metric → value) and labels (names of the classes; empty for a regression); the
-            average's key; and what else is worth storing.
+            task, title, variant, seed, folder (names), metrics, score and majority (0 to 1; the most frequent class's), scores
+            (split → metric → value), labels (classes; empty for a regression), the average's key, and what else is of use.
         """
 
     @abstractmethod
@@ -87,18 +92,19 @@ class Experiment(ABC):
 
     def origin(self, settings: dict[str, Any]) -> Any:
         """Return the part of a job's settings that all results of a folder must share."""
+        return None
 
     def finish(self, rows: list[Row]) -> list[str]:
-        """Write what follows from all results, and return lines to print."""
+        """Write what follows from all results; returns lines to print."""
         return []
 
     @staticmethod
     @abstractmethod
-    def score(metrics: Sequence[str], predictions: "Tensor", labels: "Tensor", classes: int) -> dict[str, float]:
-        """Compute metrics of predictions, (examples,), which are class numbers or the values of a regression."""
+    def score(metrics: tuple[str, ...], predictions: Any, labels: Any, classes: int) -> dict[str, float]:
+        """Compute metrics of predictions, (examples,): class numbers, or the values of a regression."""
 
 
 def mean_score(scores: Mapping[str, Mapping[str, float]]) -> float:
-    """Return the mean over splits and metrics: the score of a job."""
+    """Return the score of a job: the mean over its splits and metrics."""
     values = [value for metrics in scores.values() for value in metrics.values()]
     return sum(values) / len(values)

@@ -1,66 +1,103 @@
-"""A job, the result it stores in its folder, and whether an earlier result still holds."""
+"""The command of an experiment: run its jobs, each once, and report; or compare reports."""
 
 import json
-from dataclasses import dataclass
+import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from src.cli import log
 from src.errors import UserError
-
-RESULT_FILE = "result.json"
-LOG_FILE = "log.txt"
-Result = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Job:
-    """One training run of a task with a seed, in a folder of its own."""
-
-    task: Any  # has a name, a title, and a variant: the values that a search gives it, or ""
-    seed: int
-    folder: Path
-    settings: dict[str, Any]  # everything that its result depends on, as JSON has it
-    after: "Job | None" = None  # the job whose model it starts from
-    cost: int = 0  # of training, in any unit: to run the largest first and to estimate the time left
-
-    @property
-    def name(self) -> str:
-        return " ".join(filter(None, (self.task.title, self.task.variant, f"seed {self.seed}")))
+from src.files import check_writable, exclusive_lock
+from src.jobs import pool
+from src.jobs.experiment import RESULT_FILE, Experiment, Job, Result
+from src.training.config import load_config
 
 
-def read_result(job: Job) -> Result:
-    return json.loads((job.folder / RESULT_FILE).read_text())
+def main(experiment: type[Experiment], argv: list[str]) -> None:
+    """Run `FILE.yaml [key=value ...] [--rerun]` or `report DIR ...`."""
+    if argv[:1] == ["report"]:
+        from src.jobs import compare
+
+        compare.main(experiment, argv[1:])
+        return
+    rerun = ["rerun=true"] if "--rerun" in argv else []
+    arguments = [argument for argument in argv if argument != "--rerun"] + rerun  # last, since the file comes first
+    run(experiment(load_config(experiment.schema, experiment.command, experiment.example, arguments)))
+
+
+def run(experiment: Experiment) -> None:
+    """Run every job without a valid result, then report all.
+
+    Raises:
+        UserError: the config, its files or its data are unusable; nothing has been trained.
+        SystemExit: with status 1, if a job failed.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(f"start {experiment.command} with python, not a launcher; parallel=true runs one job per GPU")
+    config, folder, average = experiment.config, experiment.folder, experiment.average
+    check_writable("save_folder", folder)
+    experiment.check_paths()
+    if config.rerun or not any(folder.glob(f"jobs/*/{RESULT_FILE}")):  # else there may be no job to run
+        pool.start_server(experiment.preload)  # its imports take seconds, as do those below
+    from src.jobs import report
+    from src.training.trainer import resolve_device, silence_libraries
+
+    silence_libraries()
+    device = resolve_device(config.device)
+    gpus = pool.devices(config.parallel, device)
+    with exclusive_lock(folder, experiment.command):
+        jobs = experiment.plan(device)
+        done = {} if config.rerun else finished(jobs, experiment)
+        titles = ", ".join(dict.fromkeys(job.task.title for job in jobs))
+        log.info(f"{config.base_run_name}: {len(jobs)} jobs ({titles}), from {experiment.start_name}, on {device}")
+        log.info(f"scores and predictions: {folder}")
+        for job in jobs:
+            if job.folder in done:
+                log.info(f"{job.name}: {100 * done[job.folder]['score']:.2f}, done earlier")
+        todo = [replace(job, cost=experiment.cost(job)) for job in jobs if job.folder not in done]
+        failures = pool.run_all(experiment, todo, device, gpus[: len(todo)])
+        failed = {job.folder: f"{job.name}: {reason}" for job, reason in failures}
+        results = [
+            {**(done.get(job.folder) or job.read_result()), "of": len(job.task.seeds)}
+            for job in jobs
+            if job.folder not in failed
+        ]
+        rows = report.write(results, average, folder, config.base_run_name, list(failed.values()))
+    print(f"\n{report.text(rows, average, list(failed.values()))}\n")
+    print(f"report       {folder / 'report.md'}, report.json, report.png\npredictions  {folder / 'jobs'}")
+    with report.writing(folder):
+        for line in experiment.finish(rows):
+            print(line)
+    if failed:
+        log.info(f"error: {len(failed)} of {len(jobs)} jobs failed; the same command runs them again")
+        raise SystemExit(1)
+
+
+def finished(jobs: list[Job], experiment: Experiment) -> dict[Path, Result]:
+    """Return by folder the results that the same settings gave and whose files are complete.
+
+    Raises UserError if a job would replace a result of another origin, such as another pretrained model.
+    """
+    stored = [(job, result) for job in jobs if (result := stored_result(job))]
+    for job, result in stored:
+        if experiment.origin(result["settings"]) != experiment.origin(job.settings):
+            other = f"has results of other weights, model settings or tokens than those of {experiment.start_name}"
+            to_do = "choose another save_folder or base_run_name, or add --rerun"
+            raise UserError(f"save_folder: {experiment.folder} {other} ({job.name}); {to_do}")
+    valid = {}
+    for job, result in stored:
+        changed = [name for name, value in job.settings.items() if result["settings"].get(name) != value]
+        if result["settings"] != job.settings:
+            log.info(f"{job.name}: its result has another {', '.join(changed)}, so it runs again")
+        elif (files := experiment.files(job, result)) and all((job.folder / file).is_file() for file in files):
+            valid[job.folder] = result
+    return valid
 
 
 def stored_result(job: Job) -> Result | None:
     """Return the result in a job's folder, whatever its settings; None if there is none that can be read."""
     try:
-        result = read_result(job)
+        result = job.read_result()
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
         return None
     return result if isinstance(result, dict) and "settings" in result else None
-
-
-def finished_result(job: Job, experiment: Any) -> Result | None:
-    """Return a job's result if the same settings gave it and its files are complete."""
-    result = stored_result(job)
-    if result is None:
-        return None
-    if result["settings"] != job.settings:
-        changed = [name for name, value in job.settings.items() if result["settings"].get(name) != value]
-        log.info(f"{job.name}: its result has another {', '.join(changed)}, so it runs again")
-        return None
-    files = experiment.files(job, result)
-    return result if files is not None and all((job.folder / file).is_file() for file in files) else None
-
-
-def refuse_other_origin(jobs: list[Job], experiment: Any) -> None:
-    """Raise UserError if a job would replace a result of another origin, such as another pretrained model."""
-    for job in jobs:
-        result = stored_result(job)
-        if result is not None and experiment.origin(result["settings"]) != experiment.origin(job.settings):
-            raise UserError(
-                f"save_folder: {experiment.folder} has results of other weights, model settings or tokens than those of "
-                f"{experiment.start_name} ({job.name}); choose another save_folder or base_run_name, or add --rerun"
-            )

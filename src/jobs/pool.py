@@ -17,20 +17,11 @@ from src import cli
 from src.cli import log
 from src.data.workers import usable_cores
 from src.errors import UserError
-from src.jobs.experiment import Experiment
-from src.jobs.jobs import LOG_FILE, RESULT_FILE, Job, read_result
+from src.jobs.experiment import LOG_FILE, RESULT_FILE, Experiment, Job
 
 ROOT = Path(__file__).resolve().parents[2]
+Failure = tuple[Job, str]  # and the reason
 BAR = "{percentage:3.0f}% |{bar:20}| {elapsed} elapsed, {remaining} left{postfix}"
-
-
-@dataclass(frozen=True)
-class Failure:
-    job: Job
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.job.name}: {self.reason}"
 
 
 @dataclass
@@ -57,10 +48,6 @@ class Running:
         except (EOFError, OSError):  # it has ended
             pass
 
-    @property
-    def cost_left(self) -> float:
-        return self.job.cost * (1 - self.step / self.steps)
-
 
 def devices(parallel: Any, device: str) -> list[str | None]:
     """Return one entry per job that runs at a time: its GPU's number, or None if it is not bound to one."""
@@ -85,20 +72,16 @@ def devices(parallel: Any, device: str) -> list[str | None]:
 
 def start_server(preload: str) -> None:
     """Start the server that jobs are forked from, if it is not running; it imports while this process proceeds."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (str(ROOT), before))
-    )  # Python < 3.12 does not pass sys.path
+    before = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), *before.values()))  # Python < 3.12 does not pass sys.path
     forkserver.set_forkserver_preload([preload])
     forkserver.ensure_running()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+    del os.environ["PYTHONPATH"]
+    os.environ.update(before)
 
 
 def run_all(experiment: Experiment, jobs: list[Job], device: str, gpus: list[str | None]) -> list[Failure]:
-    """Run jobs, as many at a time as `gpus` has entries, the largest first. Returns those that failed."""
+    """Run jobs, as many at a time as `gpus` has entries, then the largest first. Returns those that failed."""
     import torch
 
     if not jobs:
@@ -116,12 +99,13 @@ def run_all(experiment: Experiment, jobs: list[Job], device: str, gpus: list[str
                 while free and (job := next_job(waiting, running, failures)):
                     running.append(start(experiment, job, device, free.pop(0), threads))
                 wait([each.process.sentinel for each in running] + [each.connection for each in running], timeout=0.5)
-                for each in running:
+                for each in list(running):
+                    ended = not each.process.is_alive()
                     each.receive()
-                for each in [each for each in running if not each.process.is_alive()]:
-                    running.remove(each)
-                    free.append(each.gpu)
-                    end(each, failures, len(jobs) - len(waiting) - len(running), len(jobs))
+                    if ended:
+                        running.remove(each)
+                        free.append(each.gpu)
+                        end(each, failures, f"[{len(jobs) - len(waiting) - len(running)}/{len(jobs)}]")
                 if bar is not None:
                     show(bar, waiting, running, len(jobs))
     finally:
@@ -135,12 +119,12 @@ def run_all(experiment: Experiment, jobs: list[Job], device: str, gpus: list[str
 
 def next_job(waiting: list[Job], running: list[Running], failures: list[Failure]) -> Job | None:
     """Take the first job that need not wait for another; one that waits for a failed job fails too."""
-    failed = {failure.job.folder for failure in failures}
+    failed = {job.folder for job, _ in failures}
     unfinished = {job.folder for job in waiting} | {each.job.folder for each in running}
     for job in list(waiting):
         if job.after is not None and job.after.folder in failed:
             waiting.remove(job)
-            failures.append(Failure(job, f"not run, since {job.after.name}, which it starts from, failed"))
+            failures.append((job, f"not run, since {job.after.name}, which it starts from, failed"))
         elif job.after is None or job.after.folder not in unfinished:
             waiting.remove(job)
             return job
@@ -152,34 +136,32 @@ def start(experiment: Experiment, job: Job, device: str, gpu: str | None, thread
 
     context = multiprocessing.get_context("forkserver")
     connection, its_end = context.Pipe()
-    arguments = (experiment, job, device, gpu, threads, its_end)
-    process = context.Process(target=run_job, args=arguments, name=job.name)
+    process = context.Process(target=run_job, args=(experiment, job, device, gpu, threads, its_end), name=job.name)
     process.start()
     its_end.close()
     return Running(job, process, connection, gpu, time.monotonic())
 
 
-def end(ended: Running, failures: list[Failure], number: int, total: int) -> None:
+def end(ended: Running, failures: list[Failure], number: str) -> None:
     """Log how a job ended, and record a failure."""
     ended.process.join()
-    ended.receive()
     ended.connection.close()
     job, status = ended.job, ended.process.exitcode
     if status == 0 and (job.folder / RESULT_FILE).is_file():
-        score, seconds = read_result(job)["score"], time.monotonic() - ended.started
-        log.info(f"[{number}/{total}] {job.name}: {100 * score:.2f} in {seconds:.0f} s")
+        score, seconds = job.read_result()["score"], time.monotonic() - ended.started
+        log.info(f"{number} {job.name}: {100 * score:.2f} in {seconds:.0f} s")
         return
     killed = f"killed by signal {-status} (out of memory?)" if status < 0 else f"ended with status {status}"
     reason = ended.reason or killed
     logged = f" (log: {job.folder / LOG_FILE})" if (job.folder / LOG_FILE).is_file() else ""
-    failures.append(Failure(job, reason + logged))
-    log.info(f"[{number}/{total}] {job.name}: failed, {reason}")
+    failures.append((job, reason + logged))
+    log.info(f"{number} {job.name}: failed, {reason}")
 
 
 def show(bar: tqdm, waiting: list[Job], running: list[Running], total: int) -> None:
     """Show how many jobs are done, the time left by the cost left, and the step of each running job."""
-    done = total - len(waiting) - len(running)
+    done = f"{total - len(waiting) - len(running)} of {total} jobs done"
     steps = [f"{each.job.name} step {each.step:,} of {each.steps:,}" for each in running]
-    bar.set_postfix_str("; ".join([f"{done} of {total} jobs done", *steps]), refresh=False)
-    left = sum(job.cost for job in waiting) + sum(each.cost_left for each in running)
+    bar.set_postfix_str("; ".join([done, *steps]), refresh=False)
+    left = sum(job.cost for job in waiting) + sum(each.job.cost * (1 - each.step / each.steps) for each in running)
     bar.update(bar.total - left - bar.n)

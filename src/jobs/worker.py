@@ -16,8 +16,7 @@ from src import cli
 from src.cli import log
 from src.errors import RunFailed, UserError, first_line, reason
 from src.files import write_json
-from src.jobs.experiment import Experiment
-from src.jobs.jobs import LOG_FILE, RESULT_FILE, Job
+from src.jobs.experiment import LOG_FILE, RESULT_FILE, Experiment, Job
 from src.training.trainer import configure_process
 
 
