@@ -163,10 +163,10 @@ def test_wikitext_is_recovered_from_both_modes(tmp_path):
 MISTAKES = {
     "no length": (["--tokenizer", "x"], ["--tokenizer", "--concat_tokens", "--max_seq_len"]),
     "no tokenizer": (["--concat_tokens", "128"], ["--tokenizer"]),
-    "no room": (["--tokenizer", "x", "--max_seq_len", "2"], ["2 tokens"]),
+    "no room": (["--tokenizer", "x", "--max_seq_len", "2"], ["(got 2)"]),
     "a shard too large": (["--size_limit", str(2**32)], ["--size_limit"]),
     "no worker": (["--num_workers", "0"], ["--num_workers"]),
-    "a length of none": (["--tokenizer", "x", "--concat_tokens", "0"], ["0 tokens"]),
+    "a length of none": (["--tokenizer", "x", "--concat_tokens", "0"], ["(got 0)"]),
     "no such tokenizer": (["--tokenizer", "./none", "--max_seq_len", "8"], ["--tokenizer", "./none"]),
 }
 

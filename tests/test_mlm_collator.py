@@ -9,8 +9,7 @@ from conftest import MIXERS, TINY_MODEL, WORDS, sentences
 
 from src.data.batches import sample_count, split_batch, token_counts
 from src.data.masking import IGNORED, Masking
-from src.data.mlm_collator import MaskingCollator
-from src.data.packing import first_fit_decreasing
+from src.data.mlm_collator import MaskingCollator, first_fit_decreasing
 from src.lion import LionConfig, LionForMaskedLM
 
 
@@ -90,7 +89,7 @@ def test_pad_to_max_length_gives_every_batch_the_same_length(tokenizer, packing)
 
 
 @pytest.mark.parametrize("max_seq_len", [8, 20])
-def test_a_cut_text_still_ends_with_sep(tokenizer, max_seq_len):
+def test_a_truncated_text_still_ends_with_sep(tokenizer, max_seq_len):
     batch = collator(tokenizer, max_seq_len)(samples([" ".join(WORDS)]))
     row = unmasked(batch)[0]
     expected = tokenizer(" ".join(WORDS), add_special_tokens=False)["input_ids"][: max_seq_len - 2]
@@ -170,7 +169,7 @@ def test_the_loss_of_packed_rows_is_that_of_single_ones_and_so_are_its_gradients
 
 
 def concatenated(tokenizer, *begins: int) -> dict:
-    """A row of 30 tokens in which documents begin at these places."""
+    """A row of 30 tokens in which documents start at these positions."""
     ids = np.random.default_rng(0).integers(5, len(tokenizer), 30)
     ids[0] = tokenizer.cls_token_id
     ids[[*(begin - 1 for begin in begins if 1 < begin < 30), 29]] = tokenizer.sep_token_id
@@ -183,11 +182,11 @@ def concatenated(tokenizer, *begins: int) -> dict:
         ([1, 11, 18], [0] * 11 + [1] * 7 + [2] * 12),  # [CLS] goes with the first document
         ([11, 18], [0] * 11 + [1] * 7 + [2] * 12),  # it goes with the rest of a document from the row before
         ([1], [0] * 30),
-        ([30], [0] * 30),  # no document begins here
+        ([30], [0] * 30),  # no document starts here
         ([], [0] * 30),
     ],
 )
-def test_documents_of_a_row_are_kept_apart_only_with_packing(tokenizer, begins, numbers):
+def test_documents_of_a_row_are_separated_only_with_packing(tokenizer, begins, numbers):
     sample = concatenated(tokenizer, *begins)
     packed = collator(tokenizer, packing=True)([sample])
     assert packed["seq_idx"][0].tolist() == [*numbers, numbers[-1], numbers[-1]]
@@ -224,7 +223,7 @@ def test_microbatches_hold_every_row_once_and_are_as_many_as_without_packing(tok
         assert torch.equal(torch.cat([part[name] for part in parts]), batch[name])
 
 
-def test_a_device_with_fewer_rows_fills_up_with_microbatches_that_count_for_nothing(tokenizer, monkeypatch):
+def test_a_device_with_fewer_rows_adds_empty_microbatches(tokenizer, monkeypatch):
     batch = collator(tokenizer, packing=True)(samples(sentences(24)))
     rows = len(batch["input_ids"])
     monkeypatch.setattr("src.data.batches.max_over_devices", lambda count: rows + 2)

@@ -1,4 +1,4 @@
-"""Rows of tokens: nothing lost, nothing twice, every document found again, whatever the batches they come in."""
+"""Rows of tokens: nothing lost or repeated, and every document recovered, whatever the batches."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ CLS, SEP = 2, 3
 
 
 def maker(length: int, mode: str = "concat_tokens", vocab_size: int = 300) -> RowMaker:
-    return RowMaker(mode, length, CLS, SEP, vocab_size, "")
+    return RowMaker(mode, length, CLS, SEP, vocab_size)
 
 
 def to_pack(documents: list[list[int]]) -> Rows:
@@ -27,7 +27,7 @@ def to_pack(documents: list[list[int]]) -> Rows:
 
 
 def pack(length: int, batches: list[list[list[int]]]) -> list[tuple[list[int], list[int]]]:
-    """(tokens, begins) of every row, the packer made anew from its state before each batch."""
+    """(tokens, begins) of every row, the packer restored from its state before each batch."""
     samples, state = [], None
     for batch in batches:
         packer = Packer(maker(length), state)
@@ -41,16 +41,16 @@ def unpack(rows: list[tuple[list[int], list[int]]]) -> list[list[int]]:
     """The documents: each row's tokens by the document they belong to, the specials that were added taken away."""
     documents: list[list[int]] = []
     for tokens, begins in rows:
-        pieces = [[] for _ in range(len(begins) + 1)]
-        for place, token in enumerate(tokens[1:], 1):
-            pieces[sum(begin <= place for begin in begins)].append(token)
-        documents[-1:] = [documents[-1] + pieces[0]] if documents else []
-        documents += [piece for piece in pieces[1:] if piece]
+        segments = [[] for _ in range(len(begins) + 1)]
+        for position, token in enumerate(tokens[1:], 1):
+            segments[sum(begin <= position for begin in begins)].append(token)
+        documents[-1:] = [documents[-1] + segments[0]] if documents else []
+        documents += [segment for segment in segments[1:] if segment]
     return [[token for token in ids if token != SEP] for ids in documents]
 
 
 @pytest.mark.parametrize("length", [3, 4, 5, 8, 13, 128])
-def test_documents_come_back_from_packed_rows(length):
+def test_documents_are_recovered_from_packed_rows(length):
     draw = random.Random(length)
     for _ in range(60):
         sizes = [draw.choice([1, 2, length - 3, length - 2, length - 1, 2 * length, draw.randint(1, 40)]) for _ in range(draw.randint(1, 12))]  # fmt: skip
@@ -75,8 +75,8 @@ PACKED = {
         [([2, 5, 6, 7, 8, 3], [1]), ([2, 9, 10, 11, 12, 3], [6]), ([2, 13, 3], [3])],
     ),
     "an end that is the row's": ([[5, 6, 7, 8], [9]], [([2, 5, 6, 7, 8, 3], [1]), ([2, 9, 3], [1])]),
-    "an end one place before the row's": ([[5, 6, 7], [9]], [([2, 5, 6, 7, 3, 3], [1]), ([2, 9, 3], [1])]),
-    "a beginning on the last place for text": (
+    "an end one position before the row's": ([[5, 6, 7], [9]], [([2, 5, 6, 7, 3, 3], [1]), ([2, 9, 3], [1])]),
+    "a start on the last position for text": (
         [[5, 6], [9, 10]],
         [([2, 5, 6, 3, 9, 3], [1, 4]), ([2, 10, 3], [3])],
     ),
@@ -84,7 +84,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize("documents, rows", PACKED.values(), ids=PACKED.keys())
-def test_how_documents_lie_in_rows_of_six(documents, rows):
+def test_the_layout_of_rows_of_six(documents, rows):
     assert pack(6, [documents]) == rows
 
 
@@ -117,7 +117,7 @@ def test_rows_of_max_seq_len_are_the_tokenizers_own(tokenizer):
     assert made.cut_off(10) == sum(max(size - 10, 0) for size in whole) > 0
 
 
-def test_a_tokenizer_that_pads_and_truncates_by_itself_loses_nothing(tokenizer):
+def test_padding_and_truncation_of_the_tokenizer_are_ignored(tokenizer):
     other = BertTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     other.backend_tokenizer.enable_truncation(4)
     other.backend_tokenizer.enable_padding(length=9)
@@ -136,12 +136,12 @@ def test_the_digest_is_of_tokens_ids_and_the_special_ones(tokenizer, tokenizer_f
     assert len({vocabulary_digest(each) for each in (tokenizer, larger, masked)}) == 3
 
 
-def test_a_tokenizer_without_a_frame_is_refused(tokenizer):
+def test_a_tokenizer_without_cls_and_sep_is_refused(tokenizer):
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(UserError, match=r"--tokenizer.*\[CLS\]"):
         RowMaker.of(bare, "concat_tokens", 128)
 
 
-def test_a_tokenizer_that_is_not_there_is_named(tmp_path):
+def test_a_missing_tokenizer_is_named(tmp_path):
     with pytest.raises(UserError, match=r"--tokenizer: cannot load .*holds no tokenizer"):
         load_tokenizer(str(tmp_path))

@@ -1,4 +1,4 @@
-"""The tokenizer command: a folder that AutoTokenizer loads, the same every time, and one sentence for every mistake."""
+"""The tokenizer command: a folder that AutoTokenizer loads, reproducible, and one sentence for each mistake."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from src.data.tokenizers import SPECIAL_TOKENS
+from src.data.tokenizers import SPECIAL_TOKENS, check_path
 from src.errors import RunFailed, UserError
 from src.train_tokenizer import main
 
@@ -51,7 +51,7 @@ def test_auto_tokenizer_loads_it_as_berts(folder):
     assert vocabulary == tokenizer.convert_ids_to_tokens(range(300))
 
 
-def test_text_is_framed_and_comes_back(folder):
+def test_text_is_framed_and_decoded(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     pair = tokenizer("Táke no [MASK]", "near it.")
     assert pair["token_type_ids"] == sorted(pair["token_type_ids"]) and set(pair["token_type_ids"]) == {0, 1}
@@ -73,7 +73,7 @@ def test_case_can_be_kept_and_txt_files_are_read(tmp_path):
     assert tokenizer.tokenize("Anna sees Otto") == ["Anna", "sees", "Otto"]
 
 
-def test_the_folder_may_be_the_one_where_one_is(tmp_path, monkeypatch):
+def test_the_folder_may_be_the_current_one(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("Anna sees Otto.\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     main(["--data_files", "a.txt", "--vocab_size", "40", "--out", "."])
@@ -94,7 +94,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("data, options, message", MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_said_in_one_sentence(data, options, message, tmp_path):
+def test_a_mistake_is_one_sentence(data, options, message, tmp_path):
     if data is not None:
         (tmp_path / "data.jsonl").write_text(data, encoding="utf-8")
     with pytest.raises(UserError, match=message):
@@ -103,19 +103,19 @@ def test_a_mistake_is_said_in_one_sentence(data, options, message, tmp_path):
 
 
 @pytest.mark.parametrize("below", ["", "deep/out"])
-def test_an_out_that_cannot_be_is_told_before_training(tmp_path, below):
+def test_an_invalid_out_is_reported_before_training(tmp_path, below):
     data = write_text(tmp_path / "data.jsonl", 0)  # no text: training would report that
     with pytest.raises(UserError, match=r"--out: .*data\.jsonl is not a directory"):
         main(["--data_files", str(data), "--out", str(data / below)])
 
 
-def test_an_out_without_permission_is_told_before_training(tmp_path, monkeypatch):
+def test_an_unwritable_out_is_reported_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # which root always has
     with pytest.raises(UserError, match=f"--out: {tmp_path} is not writable"):
         main(["--data_files", str(write_text(tmp_path / "data.jsonl", 0)), "--out", f"{tmp_path}/out"])
 
 
-def test_a_tokenizer_that_cannot_be_written_is_told_in_one_sentence(tmp_path):
+def test_a_failed_write_is_one_sentence(tmp_path):
     (tmp_path / "out" / "vocab.txt" / "a folder in its place").mkdir(parents=True)
     with pytest.raises(RunFailed, match=r"--out: cannot write .*out \("):
         main(["--data_files", str(write_text(tmp_path / "data.jsonl", 9)), "--out", f"{tmp_path}/out"])
@@ -128,3 +128,12 @@ def test_a_tokenizer_is_never_overwritten_and_the_status_is_2(folder, tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: --out:") and done.stderr.count("\n") == 1
     assert (folder / "tokenizer.json").read_bytes() == before
+
+
+def test_a_path_that_does_not_exist_is_reported_without_importing_transformers(tmp_path):
+    check_path("bert-base-uncased", "tokenizer_name")  # may be on the Hub
+    check_path(str(tmp_path), "tokenizer_name")
+    with pytest.raises(UserError, match=r"^tokenizer_name: \./none does not exist"):
+        check_path("./none", "tokenizer_name")
+    code = "import sys, src.data.tokenizers, src.data.splits; print({'torch', 'transformers', 'streaming'} & {*sys.modules})"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=COMMAND.parent.parent, text=True) == "set()\n"

@@ -27,9 +27,9 @@ def token_counts(batch: dict[str, Any]) -> dict[str, Any]:
 def split_batch(batch: dict[str, Tensor], microbatch_size: int) -> list[dict[str, Any]]:
     """Split a batch into microbatches with about equally many rows: as many as without packing, if there are the rows.
 
-    All devices get the same number, since they may exchange something in each microbatch: a device that packing has left
-    with fewer rows adds some without labels. A microbatch carries `token_counts` and `masked_positions`, (labels,), in the
-    flattened rows, for which a GPU would have to be waited.
+    All devices get the same number, since they may communicate in each microbatch: a device with fewer packed rows adds
+    some without labels. A microbatch carries `token_counts` and `masked_positions`, (labels,), in the flattened rows,
+    so that training need not synchronize with the GPU to compute them.
     """
     count = min(-(-sample_count(batch) // microbatch_size), len(batch["input_ids"]))
     splits = zip(*(tensor.tensor_split(count) for tensor in batch.values()))

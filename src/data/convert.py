@@ -26,7 +26,7 @@ from src.data.token_rows import Packer, RowMaker, Rows
 from src.data.tokenizers import check_path, load_tokenizer
 from src.data.workers import in_order
 from src.errors import UserError, reason
-from src.files import sha256, write_json
+from src.files import write_json
 
 if TYPE_CHECKING:  # takes seconds to import, and worker processes do not need it
     from src.data.shards import ShardWriter
@@ -70,20 +70,14 @@ def check(options: Namespace) -> list[Path]:
     for wrong, message in (
         (fraction is not None and not 0 < fraction < 1, f"--val_fraction {fraction} must be between 0 and 1"),
         ((options.tokenizer is None) != (length is None), "--tokenizer goes with --concat_tokens or --max_seq_len"),
-        (
-            length is not None and not 3 <= length < 2**31,
-            f"rows of {length} tokens have no room for text; use 3 or more",
-        ),
+        (length is not None and not 3 <= length < 2**31, f"rows must have 3 to {2**31 - 1} tokens (got {length})"),
         (not 0 < size < 2**32, f"--size_limit {size} must be between 1 and {2**32 - 1} bytes"),
         (options.num_workers < 1, f"--num_workers {options.num_workers} must be at least 1"),
         (options.stdin_format and not stdin, "--stdin_format requires --data_files -; omit it"),
         (options.one_document_per_file and "txt" not in kinds, "--one_document_per_file requires .txt files; omit it"),
         (options.data_subset is not None and files, "--data_subset requires --dataset; omit it"),
         (no_validation, "files have no validation split; give --val_fraction 0.01, or --splits train"),
-        (
-            stdin and len(splits) > 1,
-            "standard input can be read only once; give one split, or write it to a file first",
-        ),
+        (stdin and len(splits) > 1, "standard input can be read only once; give --splits only one split"),
     ):
         if wrong:
             raise UserError(message)
@@ -206,10 +200,8 @@ def plan(options: Namespace, files: list[Path]) -> list[Job]:
     for job in jobs:
         if job.progress is None:
             facts = {"command": job.command, "splits": options.splits, "stamps": job.source.stamps}
-            try:
+            with write_errors(job):
                 job.progress = start(job.unfinished, **facts)
-            except OSError as error:
-                raise cannot_write(job, error) from None
     return jobs
 
 
@@ -229,7 +221,7 @@ def describe(options: Namespace, source: Files | HubDataset, rows: RowMaker | No
     """Return the options that the shards depend on, as JSON holds them."""
     names = ("text_column", "one_document_per_file", "val_fraction", "concat_tokens", "max_seq_len", "compression")
     chosen = {name: getattr(options, name) for name in (*names, "size_limit")}
-    return {**source.description, **chosen, "tokenizer": rows and sha256([rows.tokenizer_json.encode()])}
+    return {**source.description, **chosen, "tokenizer": rows and rows.tokenizer_digest}
 
 
 def check_resumable(job: Job, overwrite: bool) -> None:
@@ -270,10 +262,13 @@ def discard_if_empty(jobs: list[Job]) -> None:
         jobs[0].folder.parent.rmdir()
 
 
-def cannot_write(job: Job, error: OSError) -> UserError:
-    resume = " and give the same command, which resumes" if job.source.resumable else ""
-    fix = f"free space{resume}, or choose another --out_root"
-    return UserError(f"cannot write {job.unfinished}: {reason(error)}; {fix}")
+@contextlib.contextmanager
+def write_errors(job: Job) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        fix = "free space and give the same command, or choose another --out_root"
+        raise UserError(f"cannot write {job.unfinished}: {reason(error)}; {fix}") from None
 
 
 # Write
@@ -285,27 +280,27 @@ def write_split(job: Job, options: Namespace) -> None:
 
     columns = job.prepare.rows.columns if job.prepare.rows else {"text": "str"}
     format_ = {"columns": columns, "compression": options.compression, "size_limit": options.size_limit}
-    try:
-        with contextlib.closing(ShardWriter(job.unfinished, job.progress, job.source.resumable, **format_)) as writer:
-            counts = write_shards(job, writer, options.num_workers)
-            check_not_empty(job, counts)
-            summary = summarize(job, counts, writer)
-            write_json(job.unfinished / "split.json", summary)
-            publish(job.unfinished, job.folder)
-    except OSError as error:
-        raise cannot_write(job, error) from None
+    with (
+        write_errors(job),
+        contextlib.closing(ShardWriter(job.unfinished, job.progress, job.source.resumable, **format_)) as writer,
+    ):
+        counts = write_shards(job, writer, options.num_workers)
+        check_not_empty(job, counts)
+        summary = summarize(job, counts, writer)
+        write_json(job.unfinished / "split.json", summary)
+        publish(job.unfinished, job.folder)
     log.info(f"{job.folder}: {in_words(summary)}")
 
 
 def check_not_empty(job: Job, counts: Counter) -> None:
-    split = job.folder.name
     if counts["documents"]:
         return
-    if counts["of_other_split"]:
-        change = f"{'raise' if job.prepare.validation else 'lower'} --val_fraction {job.prepare.val_fraction:g}"
-        found = f"none of the {counts['of_other_split']:,} documents belongs to it"
-        raise UserError(f"{split}: {found}; {change}, and give --overwrite")
-    raise UserError(f"{split}: no document has text; check the source and --text_column")
+    found, fix = "no document has text", "check the source and --text_column"
+    if others := counts["of_other_split"]:
+        found = f"none of the {others:,} documents belongs to it"
+        change = "raise" if job.prepare.validation else "lower"
+        fix = f"{change} --val_fraction {job.prepare.val_fraction:g}, and give --overwrite"
+    raise UserError(f"{job.folder.name}: {found}; {fix}")
 
 
 def write_shards(job: Job, writer: "ShardWriter", workers: int) -> Counter:
@@ -329,7 +324,8 @@ def write_shards(job: Job, writer: "ShardWriter", workers: int) -> Counter:
             writer.mark({"place": positions[0], "last": positions[-1], "counts": counts, "waiting": waiting})
             if job.limit is not None:
                 documents = documents.first(job.limit - counts["documents"])
-            for sample in samples(documents, rows, packer):
+            samples = (packer or rows).samples(documents.rows) if rows else ({"text": t} for t in documents.texts)
+            for sample in samples:
                 writer.write(sample)
             counts = counts + count(documents, rows, batches)
             rate = (counts["text_bytes"] - bytes_before) / 1e6 / (time.perf_counter() - start)
@@ -344,21 +340,11 @@ def write_shards(job: Job, writer: "ShardWriter", workers: int) -> Counter:
     return counts
 
 
-def samples(documents: Documents, rows: RowMaker | None, packer: Packer | None) -> Iterator[dict[str, Any]]:
-    if rows is None:
-        return ({"text": text} for text in documents.texts)
-    return packer.samples(documents.rows) if packer else rows.samples(documents.rows)
-
-
 def count(documents: Documents, rows: RowMaker | None, batches: list[Batch]) -> Counter:
     sizes = documents.sizes
-    counts = {
-        "read": sum(batch.size for batch in batches),
-        "documents": np.count_nonzero(sizes > 0),
-        "empty": np.count_nonzero(sizes == 0),
-        "of_other_split": np.count_nonzero(sizes < 0),
-        "text_bytes": int(sizes[sizes > 0].sum()),
-    }
+    counts = {"read": sum(batch.size for batch in batches), "text_bytes": int(sizes[sizes > 0].sum())}
+    for name, group in {"documents": sizes > 0, "empty": sizes == 0, "of_other_split": sizes < 0}.items():
+        counts[name] = np.count_nonzero(group)
     if rows:
         counts["tokens"] = int(documents.rows.content.sum())
         counts["cut_off"] = documents.rows.cut_off(rows.length - 2) if rows.mode == "max_seq_len" else 0
@@ -369,7 +355,7 @@ def summarize(job: Job, counts: Counter, writer: "ShardWriter") -> dict[str, Any
     """Return the content of split.json: what a finished split holds, and its source."""
     summary = {name: counts[name] for name in ("documents", "empty", "text_bytes")}
     summary |= {"samples": writer.stored, "shards": len(writer.shards), "bytes": writer.bytes_stored()}
-    summary["source"] = job.source.description
+    summary |= {"source": job.source.description}
     if job.prepare.rows:
         share = counts["cut_off"] / counts["tokens"]
         summary["tokens"] = {**job.prepare.rows.summary, "of_text": counts["tokens"], "share_cut_off": share}
@@ -378,9 +364,7 @@ def summarize(job: Job, counts: Counter, writer: "ShardWriter") -> dict[str, Any
 
 def in_words(summary: dict[str, Any]) -> str:
     documents, size = summary["documents"], summary["text_bytes"]
-    words = [f"{documents:,} documents"]
-    if summary["empty"]:
-        words.append(f"{summary['empty']:,} empty ones skipped")
+    words = [f"{documents:,} documents"] + ([f"{summary['empty']:,} empty ones skipped"] if summary["empty"] else [])
     words.append(f"{size / 1e6:,.1f} MB of text ({size / documents:,.0f} bytes per document)")
     if tokens := summary.get("tokens"):
         words.append(f"{tokens['of_text']:,} tokens ({tokens['of_text'] / documents:,.1f} per document)")

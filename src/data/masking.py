@@ -12,11 +12,11 @@ class Masking:
     """Hides tokens for masked language modelling (Devlin et al. 2018, section 3.1).
 
     Of the tokens that are not special, a fraction `mlm_probability` is predicted: 80 % of those become [MASK], 10 % a
-    random token of the vocabulary, 10 % stay. With `whole_words`, the tokens of a word are chosen together, each word with
-    that probability, so that as many tokens are chosen in expectation.
+    random token of the vocabulary, 10 % stay. With `whole_words`, the tokens of a word are chosen together, each word
+    with that probability, so that as many tokens are chosen in expectation.
 
-    A sample's masks depend on (seed, epoch, index) and on no batch, worker or device. Without `every_epoch` (evaluation)
-    they are the same in all epochs.
+    A sample's masks depend on (seed, epoch, index) and on no batch, worker or device. Without `every_epoch`
+    (evaluation) they are the same in all epochs.
     """
 
     def __init__(

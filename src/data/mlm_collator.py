@@ -9,15 +9,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from src.data.masking import IGNORED, Masking
-from src.data.packing import document_starts, first_fit_decreasing
 
 
 class MaskingCollator:
     """Samples with `text`, or with `tokens` as src/data/token_rows.py writes them, → inputs of a masked language model.
 
     Rows are padded to the longest of the batch, rounded up to a multiple of 8, or to `max_seq_len` with
-    `pad_to_max_length`. With `packing`, samples share rows of at most `max_seq_len` tokens, and `seq_idx` separates them,
-    as it does the documents of one sample (`begins`). Each sample is masked as without packing, so the loss is the same.
+    `pad_to_max_length`. With `packing`, samples share rows of at most `max_seq_len` tokens, and `seq_idx` separates
+    them, as it does the documents of one sample (`begins`). Each sample is masked as without packing, so the loss is
+    the same.
 
     A batch has input_ids, attention_mask and labels, (rows, length); with packing also seq_idx, (rows, length), and
     sample_lengths, (rows, max samples per row): the tokens of each sample, -1 if there is none.
@@ -75,3 +75,31 @@ class MaskingCollator:
     def row_length(self, longest: int) -> int:
         """Return the padded length of rows whose longest has `longest` tokens."""
         return self.max_seq_len if self.pad_to_max_length else min(-(-longest // 8) * 8, self.max_seq_len)
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return the samples of each row of `capacity` tokens: from the longest on, each goes to the first row with room.
+
+    Raises ValueError for a sample longer than a row.
+    """
+    if max(lengths) > capacity:
+        raise ValueError(f"a sample of {max(lengths)} tokens does not fit in a row of {capacity}")
+    rows: list[list[int]] = []
+    room = np.full(len(lengths), capacity)
+    for i in np.argsort(lengths, kind="stable")[::-1]:
+        row = int(np.argmax(room >= lengths[i]))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(int(i))
+        room[row] -= lengths[i]
+    return rows
+
+
+def document_starts(sample: dict[str, Any], length: int) -> np.ndarray:
+    """Return where documents start in a sample, (length,) bool. [CLS] belongs to the document of the token after it."""
+    starts = np.zeros(length, bool)
+    starts[:1] = True
+    if "begins" in sample:
+        positions = sample["begins"]
+        starts[positions[(positions > 1) & (positions < length)]] = True
+    return starts

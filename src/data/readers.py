@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow
 
@@ -29,11 +29,10 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 STANDARD_INPUT = Path("-")
 BATCH_BYTES = 1 << 20  # a few tenths of a second of tokenizing
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-SET_COLUMN = "set --text_column"
+SET_COLUMN = "; set --text_column"
 
 
-@dataclass(frozen=True)
-class ReadOptions:
+class ReadOptions(NamedTuple):
     """How a corpus is read."""
 
     column: str = "text"  # column or key with the text
@@ -63,10 +62,9 @@ def find_files(patterns: list[str]) -> list[Path]:
     """
     paths = []
     for pattern in patterns:
-        names = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+        exact = pattern == str(STANDARD_INPUT) or os.path.exists(pattern)
+        names = [pattern] if exact else glob.glob(pattern, recursive=True)
         found = sorted(path for path in map(Path, names) if not path.is_dir())
-        if Path(pattern) == STANDARD_INPUT:
-            found = [STANDARD_INPUT]
         if not found:
             raise UserError(f"--data_files: nothing matches {pattern}; check the path")
         paths += found
@@ -78,12 +76,11 @@ def file_kind(path: Path, stdin_format: str = "txt") -> tuple[str, str | None]:
     if path == STANDARD_INPUT:
         return stdin_format, None
     compression = COMPRESSIONS.get(path.suffix)
-    extension = Path(path.stem).suffix if compression else path.suffix
-    kind = KINDS.get(extension.lower())
+    extension = "".join(path.suffixes[-2:]) if compression else path.suffix
+    kind = KINDS.get(extension.lower().removesuffix(path.suffix if compression else ""))
     if kind is None or (kind == "parquet" and compression):
-        shown = f"{extension}{path.suffix if compression else ''}" or "a file without an extension"
         known = ".txt, .jsonl, .csv or .tsv, optionally with .gz or .zst, or .parquet"
-        raise UserError(f"{path}: cannot read {shown}; give {known}")
+        raise UserError(f"{path}: cannot read {extension or 'a file without an extension'}; give {known}")
     return kind, compression
 
 
@@ -100,7 +97,7 @@ def read_batches(path: Path, options: ReadOptions, skip: int = 0) -> Iterator[Ba
     """Yield a file's records after the first `skip`, about BATCH_BYTES at a time. Raises UserError."""
     kind, compression = file_kind(path, options.stdin_format)
     if kind == "parquet":
-        for first, (records,), size in _parquet_columns(path, [options.column], skip, f"; {SET_COLUMN}"):
+        for first, (records,), size in _parquet_columns(path, [options.column], skip, SET_COLUMN):
             check_texts(str(path), options.column, records)
             yield Batch(str(path), first, records, "text", size)
         return
@@ -135,12 +132,11 @@ def _batches(
 def _csv_texts(file: BinaryIO, path: Path, column: str, delimiter: str) -> Iterator[str]:
     rows = _csv_cells(file, path, delimiter)
     _, header = next(rows, (1, []))
-    check_columns(path, [column], header, f"; {SET_COLUMN}")
+    check_columns(path, [column], header, SET_COLUMN)
     index = header.index(column)
     for line, row in rows:
         if row and len(row) != len(header):
-            found = f"{len(row)} columns instead of {len(header)}"
-            raise UserError(f"{path}, line {line}: {found}; fix or remove the row")
+            raise UserError(f"{path}, line {line}: {len(row)} columns instead of {len(header)}; fix or remove the row")
         yield row[index] if row else ""
 
 
@@ -148,14 +144,12 @@ def texts(batch: Batch, column: str) -> list[str]:
     """Return the texts of a batch's records, "" for an empty one. Raises UserError with file and line."""
     if batch.kind == "text":
         return [text or "" for text in batch.records]
-    if batch.kind == "file":
-        return [_decode(record, batch.file, 1) for record in batch.records]
     lines = [_decode(record, batch.file, number) for number, record in enumerate(batch.records, batch.first + 1)]
-    if batch.kind == "txt":
-        return [line.rstrip("\r\n") for line in lines]
+    if batch.kind != "jsonl":
+        return lines if batch.kind == "file" else [line.rstrip("\r\n") for line in lines]
     found = []
     for number, line in enumerate(lines, batch.first + 1):
-        (text,) = ("",) if line.isspace() else _json_values(line, batch.file, number, [column], f"; {SET_COLUMN}")
+        (text,) = _json_values(line, batch.file, number, [column], SET_COLUMN) if line.strip() else [""]
         check_texts(f"{batch.file}, line {number}", column, [text])
         found.append(text or "")
     return found
@@ -165,7 +159,7 @@ def check_texts(source: str, column: str, values: list[Any]) -> None:
     """Raise UserError unless all values of a column are strings or None."""
     for value in values:
         if not isinstance(value, str | None):
-            raise UserError(f"{source}: column {column!r} holds {type(value).__name__}, not text; {SET_COLUMN}")
+            raise UserError(f"{source}: column {column!r} holds {type(value).__name__}, not text{SET_COLUMN}")
 
 
 # Tables
@@ -235,9 +229,9 @@ def _select(
         elif len(skipped) < malformed_rows:
             skipped.append(number)
         else:
-            found = f"{len(row)} columns instead of {max(width, max(indices) + 1)}"
             after = f", after {malformed_rows} other malformed rows" if malformed_rows else ""
-            raise UserError(f"{path}, line {number}: {found}{after}; fix or remove the row")
+            found = f"{len(row)} columns instead of {max(width, max(indices) + 1)}{after}"
+            raise UserError(f"{path}, line {number}: {found}; fix or remove the row")
     if skipped:
         shown = ", ".join(map(str, skipped[:5])) + (", …" if len(skipped) > 5 else "")
         log.info(f"{path}: skipped {len(skipped)} rows without {width} columns (line {shown})")

@@ -30,7 +30,7 @@ STREAM_KEYS = ["local", "remote", "split", "proportion", "repeat", "choose"]
 
 
 class StreamingTextDataset(StreamingDataset):
-    """Samples of MDS shards: `text` or `tokens`, and "sample": (epoch, index), the index counting through all streams."""
+    """Samples of MDS shards: `text` or `tokens`, and "sample": (epoch, index), the index over all streams."""
 
     epoch = 0
 
@@ -142,7 +142,7 @@ def _obey_main_process(main_process: int) -> None:
 def build_dataset(
     local: str, remote: str | None, split: str, streams: Mapping[str, Any] | None = None, **options: Any
 ) -> StreamingTextDataset:
-    """Return the samples of a split, or of several streams. Raises UserError if there are no shards of text or tokens."""
+    """Return the samples of a split, or of several streams. Raises UserError without shards of text or tokens."""
     sources = {f"streams.{name}": source for name, source in (streams or {}).items()}
     sources = sources or {"data_local": {"local": local, "remote": remote}}
     tries = 20 if dist.get_world_size() == 1 else 1  # ranks wait for each other in there
@@ -187,7 +187,11 @@ def open_stream(key: str, source: Any, split: str) -> Stream:
 
 def check_tokens(stream: Stream, tokenizer: PreTrainedTokenizerBase, options: DatasetConfig) -> None:
     """Raise UserError unless a stream's tokens are this tokenizer's, in rows of at most max_seq_len."""
+    fetch_summary(stream)
     folder, made = folder_of(stream), tokens_summary(stream)
+    if made is None:
+        fix = "copy the split again, or convert the text again"
+        raise UserError(f"{folder}/split.json, which names the tokenizer, is missing or corrupt; {fix}")
     if made["digest"] != vocabulary_digest(tokenizer):
         maker = f"{made['tokenizer']} with {made['vocab_size']:,} tokens, not by {options.tokenizer_name}"
         raise UserError(f"tokenizer_name: the tokens in {folder} were made by {maker}; use the former or convert again")
@@ -196,31 +200,27 @@ def check_tokens(stream: Stream, tokenizer: PreTrainedTokenizerBase, options: Da
         raise UserError(f"{found}; raise it, or convert the text with --{made['mode']} {options.max_seq_len}")
 
 
-def tokens_summary(stream: Stream) -> dict[str, Any]:
-    """Return what a stream's split.json says of its tokens, fetched from its remote if need be. Raises UserError."""
-    path, fix = folder_of(stream) / "split.json", "copy it there, or convert the text again"
-    if not path.exists() and stream.remote is not None:
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # each process fetches it, and none sees a part
-            fetched = Path(folder) / path.name
-            try:
-                CloudDownloader.direct_download(os.path.join(stream.remote, stream.split, path.name), str(fetched))
-                fetched.replace(path)
-            except Exception as error:  # whatever the clients of s3, gs and oci raise
-                name = f"{stream.remote}: cannot fetch {stream.split}/split.json"
-                raise UserError(f"{name} ({first_line(error)}), which names the tokenizer; {fix}") from None
-    try:
-        made = json.loads(path.read_text())["tokens"]
-        return {name: made[name] for name in ("tokenizer", "vocab_size", "digest", "mode", "length")}
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{path}, which names the tokenizer, is missing or corrupt; {fix}") from None
+def fetch_summary(stream: Stream) -> None:
+    """Fetch split.json from a stream's remote into its cache. Raises UserError."""
+    path = folder_of(stream) / "split.json"
+    if path.exists() or stream.remote is None:
+        return
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # each process fetches it, and none sees a part
+        fetched = Path(folder) / path.name
+        try:
+            CloudDownloader.direct_download(os.path.join(stream.remote, stream.split, path.name), str(fetched))
+            fetched.replace(path)
+        except Exception as error:  # whatever the clients of s3, gs and oci raise
+            found = f"cannot fetch {stream.split}/split.json ({first_line(error)}), which names the tokenizer"
+            raise UserError(f"{stream.remote}: {found}; copy it there, or convert the text again") from None
 
 
-def tokens_of_text(stream: Stream) -> int | None:
-    """Return the number of text tokens in a stream's rows, None for shards of text."""
+def tokens_summary(stream: Stream) -> dict[str, Any] | None:
+    """Return what split.json says of a stream's tokens, None if it is missing or corrupt, or the shards hold text."""
     try:
         made = json.loads((folder_of(stream) / "split.json").read_text())["tokens"]
-        return round(made["of_text"] * (1 - made["share_cut_off"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        return made if {"tokenizer", "vocab_size", "digest", "mode", "length"} <= made.keys() else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -232,8 +232,10 @@ def folder_of(stream: Stream) -> Path:
 def describe(options: DatasetConfig, dataset: StreamingTextDataset) -> str:
     """Return the number of samples, of tokens if split.json has it, and where they are, in words."""
     if not options.streams:
-        tokens = [tokens_of_text(stream) for stream in dataset.streams]
-        known = "" if None in tokens else f" ({sum(tokens):,} tokens)"
+        made = [tokens_summary(stream) or {} for stream in dataset.streams]
+        known = ""
+        if all("of_text" in each for each in made):
+            known = f" ({sum(round(each['of_text'] * (1 - each['share_cut_off'])) for each in made):,} tokens)"
         return f"{dataset.size:,} samples{known} in {options.remote or options.local}"
     parts = ", ".join(f"{stream.choose:,} of {name}" for name, stream in zip(options.streams, dataset.streams))
     return f"{dataset.epoch_size:,} samples per epoch ({parts})"

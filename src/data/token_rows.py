@@ -5,12 +5,12 @@ vocabulary. There are two ways to make rows of at most N tokens:
 
 `--max_seq_len N`: one row per document, `[CLS] document [SEP]`, truncated to N.
 
-`--concat_tokens N`: documents end to end, none truncated. Every row but a split's last one has N tokens. A document ends
-with `[SEP]`; one that reaches the end of its row continues after the next row's `[CLS]`. If its `[SEP]` falls on the last
-position but one, the row ends with a second `[SEP]` of the same document. A second column `begins` holds the positions in
-the row of each document's first token. It is never empty: a row in which no document starts has its own length there. So
-the number of a token's document within its row is the number of entries of `begins` that are at most the token's position,
-and `[CLS]`, at position 0, belongs to the document of the token after it.
+`--concat_tokens N`: documents end to end, none truncated. Every row but a split's last one has N tokens. A document
+ends with `[SEP]`; one that reaches the end of its row continues after the next row's `[CLS]`. If its `[SEP]` falls on
+the last position but one, the row ends with a second `[SEP]` of the same document. A second column `begins` holds the
+positions in the row of each document's first token. It is never empty: a row in which no document starts has its own
+length there. So the number of a token's document within its row is the number of entries of `begins` that are at most
+the token's position, and `[CLS]`, at position 0, belongs to the document of the token after it.
 
 split.json, beside a split's index.json, is its summary; for rows of tokens it has
 `"tokens": {"tokenizer": …, "vocab_size": …, "digest": …, "mode": "max_seq_len" | "concat_tokens", "length": N, …}`.
@@ -19,8 +19,7 @@ split.json, beside a split's index.json, is its summary; for rows of tokens it h
 import itertools
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from tokenizers import Tokenizer
 
 from src.data.tokenizers import vocabulary_digest
 from src.errors import UserError
+from src.files import sha256
 
 if TYPE_CHECKING:  # takes seconds to import, and the processes that make rows do not need it
     from transformers import PreTrainedTokenizerBase
@@ -59,9 +59,9 @@ class RowMaker:
     cls: int
     sep: int
     vocab_size: int
-    tokenizer_json: str
-    name: str = ""
-    digest: str = ""
+    tokenizer: Tokenizer | None = None
+    tokenizer_digest: str = ""  # of tokenizer.json, compared when a conversion resumes
+    summary: dict[str, Any] = field(default_factory=dict)  # for split.json
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase", mode: str, length: int) -> "RowMaker":
@@ -73,14 +73,12 @@ class RowMaker:
         if None in (start, end) or framed != [start, *bare, end]:
             fix = "choose one of BERT's kind, or omit --tokenizer"
             raise UserError(f"--tokenizer: {name} does not frame a text as [CLS] … [SEP], which token rows need; {fix}")
-        serialized = tokenizer.backend_tokenizer.to_str()
-        return cls(mode, length, start, end, len(tokenizer), serialized, name, vocabulary_digest(tokenizer))
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """What split.json says of the rows."""
-        facts = {"tokenizer": self.name, "vocab_size": self.vocab_size, "digest": self.digest}
-        return {**facts, "mode": self.mode, "length": self.length}
+        serialized, digest = tokenizer.backend_tokenizer.to_str(), vocabulary_digest(tokenizer)
+        summary = {"tokenizer": name, "vocab_size": len(tokenizer), "digest": digest, "mode": mode, "length": length}
+        fast = Tokenizer.from_str(serialized)
+        fast.no_truncation()
+        fast.no_padding()
+        return cls(mode, length, start, end, len(tokenizer), fast, sha256([serialized.encode()]), summary)
 
     @property
     def dtype(self) -> np.dtype:
@@ -95,16 +93,6 @@ class RowMaker:
         """The columns of the shards, in MDS's encodings."""
         columns = {"tokens": f"ndarray:{self.dtype}"}
         return columns if self.mode == "max_seq_len" else {**columns, "begins": f"ndarray:{self.begins_dtype}"}
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        tokenizer = Tokenizer.from_str(self.tokenizer_json)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
-
-    def __getstate__(self) -> dict:
-        return {name: value for name, value in self.__dict__.items() if name != "tokenizer"}
 
     def __call__(self, texts: list[str]) -> Rows:
         """Return the rows of texts; a text without tokens gives an empty row."""
@@ -167,7 +155,7 @@ class Packer:
             yield self._sample(row, (self.starts + 1).astype(self.maker.begins_dtype))
 
     def _cuts(self, size: int, closing: bytes) -> list[int]:
-        """Return the bounds of rows: after N - 1 tokens if the last is a [SEP] already, else after N - 2, to add one."""
+        """Return the bounds of rows: after N - 1 tokens if the last is a [SEP], else after N - 2, to add one."""
         room = self.maker.length - 2
         cuts = [0]
         while (end := cuts[-1] + room) < size:

@@ -50,7 +50,7 @@ def load_tokenizer(name: str | Path, key: str = "--tokenizer", **options: Any) -
 
 
 def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return the SHA-256 of what token rows depend on: every token with its id, and the ids of CLS, SEP, PAD and MASK."""
+    """Return the SHA-256 of what token rows depend on: all tokens with ids, and the ids of CLS, SEP, PAD and MASK."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     special = [getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "pad", "mask")]
     return sha256([json.dumps([vocabulary, special]).encode()])

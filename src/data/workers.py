@@ -27,10 +27,8 @@ def in_order(
 ) -> Iterator[tuple[Any, Any, Any]]:
     """Yield (name, item, work(item)) for each (name, item), in order; errors are raised in turn.
 
-    With one worker or one item, this process does the work. Otherwise `work` is pickled once per process.
-
-    Raises:
-        UserError: a process was killed.
+    With one worker or one item, this process does the work. Otherwise `work` is pickled once per process. Raises
+    UserError if a process is killed.
     """
     items = iter(items)
     first = list(itertools.islice(items, 2))
@@ -61,9 +59,6 @@ def in_order(
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
     """Start processes that ignore Ctrl-C, which reaches every process of a terminal; this one ends them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

@@ -40,9 +40,7 @@ class Data:
 
 
 class Row(NamedTuple):
-    """A row of a source: its line number, texts and label."""
-
-    number: int
+    number: int  # its line in a file
     texts: tuple[str, ...]
     label: Any
 
