@@ -20,15 +20,15 @@ FIXTURES = Path(__file__).with_name("fixtures")
 # Another processor sums in another order.
 LOSS = {"rel": 1e-4}
 WEIGHTS = {"rtol": 0, "atol": 1e-3}
-ROWS = "--data_files corpus.jsonl --val_fraction 0.2 --tokenizer tokenizer --concat_tokens 32 --num_workers 1 --size_limit 2048"  # fmt: skip
-TEXT = "--data_files corpus.jsonl --val_fraction 0.2 --size_limit 8192"
+TEXT = "--data_files corpus.jsonl --val_fraction 0.2"
+ROWS = f"{TEXT} --tokenizer tokenizer --concat_tokens 32 --num_workers 1 --size_limit 2048"
 # What a user could type after each command.
 OPTIONS = {
     "main": "--print_config",
     "glue": "--print_config",
     "glue report": "--out --resamples",
-    "src.convert_dataset": "--dataset --data_files --data_subset --splits --out_root --text_column --one_document_per_file --stdin_format "
-    "--val_fraction --tokenizer --concat_tokens --max_seq_len --num_workers --compression --size_limit --overwrite",
+    "src.convert_dataset": "--dataset --data_files --data_subset --splits --out_root --text_column --stdin_format "
+    "--one_document_per_file --val_fraction --tokenizer --concat_tokens --max_seq_len --num_workers --compression --size_limit --overwrite",
     "src.train_tokenizer": "--data_files --out --vocab_size --text_column --lowercase --no-lowercase",
     "src.hub export": "--checkpoint --out --glue",
     "src.hub verify": "--checkpoint --folder --tokenizer --python",
@@ -124,7 +124,7 @@ def test_the_same_text_gives_the_same_tokenizer(here):
 
 
 def test_the_same_text_gives_the_same_shards(here):
-    command("src.convert_dataset", *TEXT.split(), "--out_root", "again")
+    command("src.convert_dataset", *TEXT.split(), *"--size_limit 8192 --out_root again".split())
     assert contents(here / "again") == contents(here / "shards")
 
 
