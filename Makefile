@@ -1,39 +1,42 @@
-# make demo, make compare, make test: each works from a fresh clone. VENV=DIR names another environment folder.
+# Each target works from a fresh clone. VENV=DIR chooses the folder of the environment.
 
 VENV  ?= .venv
 MODEL ?= lion-s-tiny
-# Every python3 that is 3.10 to 3.12, which the pinned packages support; PYTHON=... overrides the search.
+# The first Python that the pinned packages support, 3.10 to 3.12; PYTHON=... overrides the search.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.10 python3 python; do \
 	command -v $$python >/dev/null 2>&1 && \
 	$$python -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1 && \
 	echo $$python && break; done)
 
-.PHONY: help demo compare test test-compat lint clean
+.PHONY: help demo compare test test-fast test-compat lint clean
 
-help:  ## what there is to make
+help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
-demo: $(VENV)/installed  ## text, shards, pretraining, fine-tuning, a Hub folder, filled masks (MODEL=lion-d-tiny: another)
+demo: $(VENV)/installed  ## prepare text, pretrain, fine-tune, export and fill masks (MODEL=lion-d-tiny chooses another model)
 	$(VENV)/bin/python -m src.demo --model $(MODEL)
 
-compare: $(VENV)/installed  ## the same for LION-LIT, -D, -S and BERT, with longer training, in one table
+compare: $(VENV)/installed  ## compare LION-LIT, LION-D, LION-S and BERT, trained for longer
 	$(VENV)/bin/python -m src.demo --compare --out demo/compare --train_examples 12000 max_duration=81920sp
 
-test: $(VENV)/installed  ## the whole test suite
+test: $(VENV)/installed  ## run all tests
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-compat: $(VENV)-compat/installed  ## the encoder and its Hub folder under the newest torch and transformers
+test-fast: $(VENV)/installed  ## run the tests that take milliseconds, in about a minute
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+
+test-compat: $(VENV)-compat/installed  ## test the encoder and its Hub folder under the newest torch and transformers
 	$(VENV)-compat/bin/python -m pytest tests/test_linear_attention.py tests/test_cpu.py tests/test_modeling_lion.py tests/test_adapters.py tests/test_folder.py
 
-lint: $(VENV)/installed  ## ruff, as linter and as formatter
+lint: $(VENV)/installed  ## check style and formatting
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
-clean:  ## remove the environment and everything that demo made
+clean:  ## remove the environments, caches and outputs of the demo
 	rm -rf $(VENV) $(VENV)-compat demo .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A stamp tells that the requirements, as they are now, are installed.
+# The file `installed` is newer than the requirements once they are installed.
 $(VENV)/installed: requirements.txt
 $(VENV)-compat/installed: requirements-compat.txt
 $(VENV)/installed $(VENV)-compat/installed:

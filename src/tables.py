@@ -1,8 +1,8 @@
-"""Markdown tables, to be read as they are or where Markdown is drawn."""
+"""Markdown tables that are readable as plain text."""
 
 
 def markdown(lines: list[list[str]]) -> str:
-    """A Markdown table with columns of equal width; the first line is its header, numbers stand to the right."""
+    """Return a table with aligned columns, numbers to the right; the first line is its header."""
     columns = list(zip(*lines))
     widths = [max(map(len, column)) for column in columns]
     numeric = [all(cell[:1].isdigit() or cell[:1] in "-×" for cell in column[1:]) for column in columns]

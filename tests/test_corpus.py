@@ -173,14 +173,13 @@ def test_docstrings_and_shared_texts_are_read_in_order_and_tests_are_not(package
     summary, rows = build(tmp_path, name)
     assert [row["source"] for row in rows] == [f"{name}/a/__init__.py"] + 3 * [f"{name}/b.py"]
     assert [row["text"] for row in rows] == [words(n) for n in (4, 1, 2, 3)]
-    assert summary.documents == 4
+    assert summary.passages == 4
     assert summary.words == sum(len(row["text"].split()) for row in rows)
-    assert summary.packages == {name: pytest.approx(summary.megabytes)}
 
 
 def test_packages_are_read_and_not_run(package, tmp_path):
     name = package({"__init__.py": f'"""{words(1)}"""\nraise SystemExit("it was run")\n'})
-    assert build(tmp_path, name)[0].documents == 1
+    assert build(tmp_path, name)[0].passages == 1
 
 
 def test_a_file_that_cannot_be_read_is_counted(package, tmp_path):
@@ -192,7 +191,7 @@ def test_a_file_that_cannot_be_read_is_counted(package, tmp_path):
 
 def test_a_required_package_must_be_there_and_another_need_not(package, tmp_path):
     name = package({"a.py": f'"""{words(1)}"""'})
-    assert build_corpus(tmp_path / "c.jsonl", [name, "no_such_package"], [name]).documents == 1
+    assert build_corpus(tmp_path / "c.jsonl", [name, "no_such_package"], [name]).passages == 1
     with pytest.raises(UserError, match="no_such_package"):
         build_corpus(tmp_path / "d.jsonl", [name, "no_such_package"], ["no_such_package"])
     assert not (tmp_path / "d.jsonl").exists()

@@ -1,12 +1,18 @@
-"""The whole road, by its own command, at the smallest size: a corpus that is there already, a model of one layer."""
+"""The demo, by its own command, at the smallest size: an existing corpus and a model of one layer."""
 
 import json
 import random
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from conftest import ROOT, environment
+
+from src.data.convert import is_validation
+from src.demo.__main__ import MAX_SEQ_LEN, VAL_FRACTION
+from src.mlm.config import PretrainConfig
+from src.training.config import load_config
 
 NOUNS = "dog king river child house song bird ship tree garden letter window".split()
 VERBS = "sees finds hears follows keeps loves carries draws".split()
@@ -53,38 +59,57 @@ def demo(tmp_path_factory):
     return out, first, second, files
 
 
-def test_the_road_ends_with_filled_masks_scores_and_places(demo):
+def test_it_ends_with_filled_masks_scores_and_paths(demo):
     out, first, _, _ = demo
-    assert first.stdout.count("[MASK]") == 3 and "(hidden were: " in first.stdout
-    for line in ("masked accuracy", "WordOrder, matthews", "Continuation, accuracy", "in all"):
+    assert first.stdout.count("[MASK]") == 3 and "(hidden words: " in first.stdout
+    for line in ("masked accuracy", "WordOrder, matthews", "Continuation, accuracy", "*baseline*", "total"):
         assert line in first.stdout
-    for place in ("runs/lion-d-tiny/latest-rank0.pt", "runs/lion-d-tiny/curves.png", "runs/lion-d-tiny/tensorboard",
-                  "runs/lion-d-tiny-tasks/report.md", "runs/lion-d-tiny-tasks-from-scratch/report.md",
-                  "runs/lion-d-tiny-tasks/with-and-without-pretraining.png", "hub/lion-d-tiny/model.safetensors"):  # fmt: skip
-        assert (out / place).exists()
-        assert place.removesuffix("/model.safetensors") in first.stdout
-    assert (out / "runs/lion-d-tiny/curves.png").read_bytes().startswith(b"\x89PNG")
+    for path in ("pretrained/lion-d-tiny/latest-rank0.pt", "pretrained/lion-d-tiny/curves.png", "pretrained/lion-d-tiny/tensorboard",
+                 "finetuned/lion-d-tiny/report.md", "finetuned/lion-d-tiny-from-scratch/report.md",
+                 "exported/lion-d-tiny/model.safetensors"):  # fmt: skip
+        assert (out / path).exists()
+    for path in ("results.md", "curves.png", "scores.png", "pretrained", "finetuned", "exported/lion-d-tiny"):
+        assert str(out / path) in first.stdout
+    for picture in ("curves.png", "scores.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
 
 
-def test_no_document_is_in_both_splits(demo):
+def test_the_faster_precision_is_measured_once(demo):
+    out, first, second, _ = demo
+    precision = (out / "precision").read_text()
+    assert f"{precision} is faster on this CPU" in first.stderr and "is faster" not in second.stderr
+    for run in (first, second):
+        assert run.stdout.count(f" precision={precision}") == 3  # pretraining and both fine-tuning commands
+    assert f"precision: {precision}\n" in (out / "pretrained/lion-d-tiny/config.yaml").read_text()
+
+
+def test_each_split_has_the_tokens_of_its_documents(demo):
     from streaming import StreamingDataset
+    from transformers import AutoTokenizer
 
     out, *_ = demo
-    texts = {
-        split: {row["text"] for row in StreamingDataset(local=str(out / "shards"), split=split, batch_size=1)}
-        for split in ("train", "val")
-    }
-    assert not texts["train"] & texts["val"]
-    assert len(texts["train"]) + len(texts["val"]) == 1500
+    tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
+    expected = {"train": Counter(), "val": Counter()}
+    for row in map(json.loads, (out / "corpus.jsonl").read_text().splitlines()):
+        tokens = tokenizer(row["text"], truncation=True, max_length=MAX_SEQ_LEN)["input_ids"]
+        expected["val" if is_validation(row["text"], VAL_FRACTION) else "train"][tuple(tokens)] += 1
+    for split, rows in expected.items():
+        shards = StreamingDataset(local=str(out / "token-shards"), split=split, batch_size=1)
+        assert Counter(tuple(row["tokens"].tolist()) for row in shards) == rows
+
+
+def test_rows_are_as_long_as_the_tiny_models_read():
+    config = load_config(PretrainConfig, "main.py", "", [str(ROOT / "yamls/pretrain/lion-s-tiny.yaml")])
+    assert config.max_seq_len == MAX_SEQ_LEN
 
 
 def test_a_second_run_uses_what_is_finished(demo):
     _, first, second, files = demo
-    assert "is there already" in second.stdout
-    assert "is finished already" in second.stderr
-    assert second.stderr.count("done earlier") == 4
+    assert second.stdout.count("exists already") == 4
+    assert "is already finished" in second.stderr
+    assert f"{second.stderr}{second.stdout}".count("done earlier") == 4
     assert all(path.stat().st_mtime_ns == time for path, time in files.items())
-    table = first.stdout[first.stdout.index("| masked accuracy") :].split("\n\n")[0]
+    table = first.stdout[first.stdout.index("| model") :].split("\n\n")[0]
     assert table in second.stdout
 
 

@@ -1,0 +1,36 @@
+"""Which precision trains faster on this CPU: measured, since a processor's flags do not tell."""
+
+import statistics
+import time
+
+import torch
+
+from src.cli import log
+from src.lion import LionConfig, LionForMaskedLM
+from src.lion.cpu import keep_freed_memory, speed_up
+from src.mlm.config import PretrainConfig
+
+STEPS = 6  # of each precision, after one to warm up
+
+
+def faster_precision(config: PretrainConfig, vocab_size: int) -> str:
+    """Return fp32 or amp_bf16 after timing training steps of a config's model on random tokens, in turn."""
+    keep_freed_memory()
+    model = LionForMaskedLM(LionConfig(vocab_size=vocab_size, **config.model))
+    speed_up(model)
+    ids = torch.randint(vocab_size, (config.global_train_batch_size, config.max_seq_len))
+    labels = ids.where(torch.rand(ids.shape) < config.mlm_probability, -100)
+    seconds: dict[str, list[float]] = {"fp32": [], "amp_bf16": []}
+    for _ in range(1 + STEPS):
+        for precision, times in seconds.items():
+            start = time.perf_counter()
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp_bf16"):
+                loss = model(input_ids=ids, labels=labels).loss
+            loss.backward()
+            model.zero_grad()
+            times.append(time.perf_counter() - start)
+    rates = {precision: ids.numel() / statistics.median(times[1:]) for precision, times in seconds.items()}
+    faster = max(rates, key=rates.__getitem__)
+    trial = ", ".join(f"{precision} {rate:,.0f}" for precision, rate in rates.items())
+    log.info(f"{faster} is faster on this CPU (tokens per second in a trial: {trial})")
+    return faster
