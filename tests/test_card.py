@@ -82,6 +82,40 @@ def test_the_metadata_is_what_the_hub_reads(checkpoint):
     assert {metric["type"]: metric["value"] for metric in result["metrics"]} == {"accuracy": 0.375, "cross entropy": 2.5}  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("source", "name", "hub_id"),
+    [
+        ({"dataset": "allenai/c4", "data_subset": "en", "hub_split": "train"}, "allenai/c4 (en)", "allenai/c4"),
+        ({"dataset": "org/texts", "data_subset": None}, "org/texts", "org/texts"),
+        ({"data_files": ["/home/me/a.txt", "corpus/*.jsonl.zst"], "files": 9}, "a.txt, corpus/*.jsonl.zst", None),
+        (None, "copy", None),  # shards of an earlier version, or elsewhere
+    ],
+    ids=["subset", "dataset", "files", "unknown"],
+)
+def test_the_data_is_named_by_its_source(checkpoint, tmp_path, source, name, hub_id):
+    for split in ("train", "val"):
+        (tmp_path / "copy" / split).mkdir(parents=True)
+        (tmp_path / "copy" / split / "split.json").write_text(json.dumps({"samples": 9, "source": source}))
+    path = checkpoint.path.parent / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    config["train_loader"]["dataset"]["local"] = config["eval_loader"]["dataset"]["local"] = str(tmp_path / "copy")
+    path.write_text(yaml.safe_dump(config))
+    card = model_card(checkpoint, "my-model")
+    assert f"- data: {name}\n" in card
+    assert metadata(card).get("datasets") == (hub_id and [hub_id])
+    dataset = metadata(card)["model-index"][0]["results"][0]["dataset"]
+    assert (dataset["name"], dataset["type"]) == (name, hub_id or name)
+
+
+def test_a_tokenizer_of_the_hub_is_named_and_a_cased_one_described(checkpoint):
+    path = checkpoint.path.parent / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    checkpoint.tokenizer["tokenizer_config.json"]["content"]["do_lower_case"] = False
+    assert "tokens, case-sensitive\n" in model_card(checkpoint, "my-model")
+    path.write_text(yaml.safe_dump({**config, "tokenizer_name": "google-bert/bert-base-uncased"}))
+    assert "- tokenizer: google-bert/bert-base-uncased\n" in model_card(checkpoint, "my-model")
+
+
 @pytest.mark.parametrize("spoil", ["nothing there", "another run", "cut"])
 def test_what_is_not_known_is_left_out(checkpoint, spoil):
     folder = checkpoint.path.parent

@@ -203,7 +203,7 @@ def test_verify_sees_other_logits_from_the_same_weights(changed):
     code = (folder / "modeling_lion.py").read_text()
     assert code.count("logits = self.head(") == 1
     (folder / "modeling_lion.py").write_text(code.replace("logits = self.head(", "logits = 2 * self.head("))
-    with pytest.raises(UserError, match="the logits of .* differ"):
+    with pytest.raises(UserError, match=r"the logits of .* differ"):
         verify(checkpoint, folder)
 
 
@@ -253,12 +253,49 @@ def test_verify_of_a_truncated_file_names_the_folder(changed):
         verify(checkpoint, folder)
 
 
+def edit_json(path: Path, **changes: object) -> None:
+    content = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+
+@pytest.mark.parametrize(
+    ("file", "setting", "limit"),
+    [("tokenizer_config", {"model_max_length": 100}, 100), ("config", {"max_position_embeddings": 300}, 300)],
+    ids=["tokenizer", "config"],
+)
+def test_verify_sees_that_long_texts_would_be_truncated(changed, file, setting, limit):
+    checkpoint, folder = changed
+    edit_json(folder / f"{file}.json", **setting)
+    with pytest.raises(UserError, match=f"limits texts to {limit} tokens, but lion-s reads texts of any length"):
+        verify(checkpoint, folder)
+
+
+def test_verify_sees_that_texts_longer_than_the_position_table_would_not_be_truncated(made, tmp_path):
+    checkpoint, folder = made("softmax")
+    folder = Path(shutil.copytree(folder, tmp_path / "my-model"))
+    edit_json(folder / "tokenizer_config.json", model_max_length=10**30)
+    with pytest.raises(UserError, match="but softmax reads 128 tokens"):
+        verify(checkpoint, folder)
+
+
+def test_the_limits_that_earlier_versions_wrote_verify_with_a_hint(changed, caplog):
+    caplog.set_level("INFO")
+    checkpoint, folder = changed
+    edit_json(folder / "tokenizer_config.json", model_max_length=512)
+    edit_json(folder / "config.json", max_position_embeddings=128, original_max_position_embeddings=None)
+    verify(checkpoint, folder)
+    assert f"{folder} limits texts to 128 tokens, as earlier versions did" in caplog.text
+
+
 # What export refuses, with nothing left behind
 
 
 @pytest.mark.parametrize("failure", [UserError("no"), OSError(28, "No space left on device")])
 def test_a_folder_that_failed_does_not_appear(tmp_path, failure):
-    with pytest.raises(UserError, match=r"no|No space left on device"), hub_folder.new_folder(tmp_path / "out") as folder:
+    with (
+        pytest.raises(UserError, match=r"no|No space left on device"),
+        hub_folder.new_folder(tmp_path / "out") as folder,
+    ):
         (folder / "half").write_text("half")
         raise failure
     assert list(tmp_path.iterdir()) == []
@@ -423,6 +460,27 @@ def test_sentence_transformers_takes_the_mean_of_the_real_tokens(made, tmp_path)
     assert outside(SENTENCES, made()[1], tmp_path).split()[-1] == "True"
 
 
+LENGTHS = f"""{HEAD}
+from sentence_transformers import SentenceTransformer
+encoder = SentenceTransformer(str(folder), trust_remote_code=True, device="cpu")
+read = tokenizer("the " * 9000, truncation=True, return_tensors="pt")
+model = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+with torch.no_grad():
+    expected = model(**read).last_hidden_state.mean(1)[0]
+assert torch.allclose(encoder.encode("the " * 9000, convert_to_tensor=True), expected, atol=1e-5)
+print(encoder.max_seq_length, read["input_ids"].shape[1])
+"""
+
+
+@pytest.mark.skipif(
+    find_spec("sentence_transformers") is None, reason="needs sentence-transformers, which is in requirements.txt"
+)
+@pytest.mark.parametrize("mixer", ["lion-d", "softmax"])
+def test_sentence_transformers_truncates_at_the_position_table_if_there_is_one(made, mixer, tmp_path):
+    limit, read = map(int, outside(LENGTHS, made(mixer)[1], tmp_path).split()[-2:])
+    assert (limit, read) == (128, 128) if mixer == "softmax" else (limit > 10**9 and read == 9002)
+
+
 GPU = f"""{HEAD}
 import copy
 model = transformers.AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True).eval()
@@ -469,8 +527,8 @@ def test_copies_of_the_operator_in_two_folders_live_in_one_program(made, tmp_pat
 models = [transformers.AutoModel.from_pretrained(name, trust_remote_code=True) for name in (folder, {str(other)!r})]
 modules = [name for name in sys.modules if name.endswith("linear_attention_triton")]
 print(len(modules), len({{sys.modules[name]._forward._qualname for name in modules}}))
-modules = [name for name in sys.modules if name.endswith("linear_attention")]
-print(len(modules), len({{sys.modules[name]._chunk_by_chunk._qualname for name in modules}}))
+modules = [name for name in sys.modules if name.endswith("linear_attention_forms")]
+print(len(modules), len({{sys.modules[name]._chunkwise._qualname for name in modules}}))
 """
     )
     assert outside(program, made()[1], tmp_path).split() == ["2"] * 4

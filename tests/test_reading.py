@@ -60,7 +60,7 @@ def test_tensors_that_do_not_fit_are_named(write_checkpoint, tmp_path, edit, mes
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"hidden_size": 33}, "got 33"),
+        ({"hidden_size": 33}, "hidden_size=33"),
         ({"mixer": "lion-x"}, "lion-x"),
         ({"hidden_act": "gulu"}, "gulu"),
         ({"num_attention_heads": 0}, "num_attention_heads=0 must be an integer ≥ 1"),

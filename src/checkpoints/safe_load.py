@@ -18,18 +18,11 @@ from src.errors import UserError
 
 # What random states and times in a checkpoint consist of, beside tensors and plain containers. NumPy 1 and 2 use
 # different names for the module of the same functions.
-HARMLESS: list[Any] = [
-    datetime.timedelta,
-    torch.torch_version.TorchVersion,
-    numpy.ndarray,
-    numpy.dtype,
-    *(type(numpy.dtype(kind)) for kind in (numpy.uint32, numpy.int64, numpy.float32, numpy.float64)),
-    *(
-        (getattr(numpy._core.multiarray, name), f"numpy.{core}.multiarray.{name}")
-        for core in ("core", "_core")
-        for name in ("_reconstruct", "scalar")
-    ),
-]
+HARMLESS: list[Any] = [datetime.timedelta, torch.torch_version.TorchVersion, numpy.ndarray, numpy.dtype]
+HARMLESS += [type(numpy.dtype(kind)) for kind in (numpy.uint32, numpy.int64, numpy.float32, numpy.float64)]
+for function in ("_reconstruct", "scalar"):
+    for core in ("core", "_core"):
+        HARMLESS.append((getattr(numpy._core.multiarray, function), f"numpy.{core}.multiarray.{function}"))
 
 
 def load_safely(path: Path) -> dict[str, Any]:
@@ -43,8 +36,7 @@ def load_safely(path: Path) -> dict[str, Any]:
     except Exception as error:  # the unpickler can fail in any way on a file that is not a checkpoint
         if unsafe := _refused_name(error) or next(filter(_is_refused, _imported_names(path)), None):
             raise UserError(f"{path} would execute {unsafe} when loaded; it was not opened") from None
-        advice = "corrupt or truncated?); copy it again or use an earlier one"
-        raise UserError(f"{path} is not a readable checkpoint ({advice}") from None
+        raise UserError(f"{path} is not a readable checkpoint; copy it again or use an earlier one") from None
 
 
 def _load(file: Path | io.BytesIO) -> Any:
@@ -97,12 +89,9 @@ def _imported_names(path: Path) -> list[str]:
             return None
 
     with contextlib.suppress(Exception), path.open("rb") as file:
-        if zipfile.is_zipfile(file):
+        if zipfile.is_zipfile(path):
             archive = zipfile.ZipFile(file)
-            pickles = archive.open(next(name for name in archive.namelist() if name.endswith("data.pkl")))
-        else:
-            pickles = file
-            file.seek(0)
+            file = archive.open(next(name for name in archive.namelist() if name.endswith("data.pkl")))
         while True:  # a file that is not a zip is several pickles end to end
-            Reader(pickles, encoding="latin1").load()
+            Reader(file, encoding="latin1").load()
     return names

@@ -7,7 +7,7 @@ import re
 import shutil
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from composer import Callback, Logger, State
 from composer.utils import dist
@@ -17,32 +17,24 @@ from src.errors import RunFailed, UserError, first_line
 from src.files import LATEST
 
 
-class Writer(Protocol):
-    """What writes a run's checkpoints."""
-
-    folder: Path
-    saved_batch: int  # of the newest checkpoint, -1 if there is none
-
-
 class HubExports(Callback):
     """After each save, export the checkpoint to `save_folder/hub/ep{epoch}-ba{batch}`, and keep as many as checkpoints.
 
-    It comes after the writer of checkpoints in the list of callbacks. Rank 0 exports; the other ranks wait for it, for
-    `dist_timeout` seconds at most.
+    Rank 0 exports; the other ranks wait for it, for `dist_timeout` seconds at most.
+
+    Args:
+        writer: the callback before this one, which saves checkpoints: it has a `folder` and a `saved_batch`.
     """
 
-    def __init__(self, writer: Writer, dist_timeout: float):
+    def __init__(self, writer: Any, dist_timeout: float):
         self.writer = writer
         self.time_limit = min(0.8 * dist_timeout, 24 * 3600)  # seconds for one export
         self.exported_batch = -1
 
-    def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        self._export()
-
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        self._export()
+        self.batch_checkpoint(state, logger)
 
-    def _export(self) -> None:
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() != 0 or self.writer.saved_batch == self.exported_batch:
             return
         self.exported_batch = self.writer.saved_batch
@@ -67,11 +59,7 @@ def export_last(folder: Path) -> Path:
 
 
 def export_latest(folder: Path, time_limit: float | None = None) -> tuple[Path, str | None]:
-    """Export a run's latest checkpoint in a process of its own.
-
-    Returns:
-        The Hub folder, and why it could not be written (None if it was).
-    """
+    """Export a run's latest checkpoint in another process; return the Hub folder, and the error or None."""
     checkpoint = (folder / LATEST).resolve()
     out = folder / "hub" / checkpoint.name.removesuffix("-rank0.pt")
     if out.is_dir() and checkpoint.exists():

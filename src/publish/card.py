@@ -8,12 +8,11 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from src import lion
 from src.checkpoints.reading import Checkpoint
-from src.publish.run_facts import RunFacts, Source, at, is_glue, missing_seeds, read_run, read_sources
+from src.publish.run_facts import RunFacts, at, is_glue, missing_seeds, read_run, read_source
 from src.publish.spec import EXPORTS
 from src.tables import markdown
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
-PAPER = "[arXiv:2502.16249](https://arxiv.org/abs/2502.16249)"
 VARIANTS = {
     "lion-lit": "LION-LIT, linear attention without decay, with learned position embeddings",
     "lion-d": "LION-D, linear attention with one learned decay per head",
@@ -22,50 +21,48 @@ VARIANTS = {
 }
 TEXT, PAIR = '"A text."', '{"text": "One text.", "text_pair": "Another."}'  # EXAMPLE in a spec's lines of use
 
-Rows = list[tuple[str, Any]]
+Facts = dict[str, Any]
 
 
 def model_card(checkpoint: Checkpoint, name: str, scores: dict[str, Any] | None = None) -> str:
     """Return the card of a checkpoint exported to a folder called `name`. `scores` is a report.json of glue.py."""
     run = read_run(checkpoint)
-    config = lion.LionConfig(**checkpoint.config)
     title = " ".join((checkpoint.run_name or name).split())
+    sections = {"model": _sizes(checkpoint), "training": _job(run) if run.result else _training(checkpoint, run)}
+    counted = {"steps": "batch", "samples": "sample", "tokens": "token"}
+    counts = {name: checkpoint.timestamp.get(unit) for name, unit in counted.items()}
+    sections["training"] = {name: f"{count:,}" for name, count in counts.items() if count} | sections["training"]
     card = ModelCard.from_template(
         _metadata(checkpoint, run, title, scores),
         template_path=str(TEMPLATE),
         title=title,
-        description=_description(checkpoint, run, config.mixer),
-        usage=_usage(checkpoint, run, name),
-        model=_sizes(checkpoint, config),
-        training=_training(checkpoint, run),
-        evaluation=_evaluation(checkpoint, run, scores),
+        mixer=lion.LionConfig(**checkpoint.config).mixer,
+        variants=VARIANTS,
+        task=run.result["title"] if run.result else None,
+        masked_lm=checkpoint.class_name == "LionForMaskedLM",
         published=checkpoint.published,
+        usage=_usage(checkpoint, run, name),
+        evaluation=_evaluation(checkpoint, run, scores),
+        **sections,
     )
     return f"{card.content.rstrip()}\n"
 
 
 def _metadata(checkpoint: Checkpoint, run: RunFacts, title: str, scores: dict[str, Any] | None) -> ModelCardData:
-    spec = EXPORTS[checkpoint.class_name]
-    results = [
-        _task_result(row, " and ".join(row["metrics"]), row["mean"], None) for row in (scores or {"tasks": []})["tasks"]
-    ]
-    for split, values in (run.result or {}).get("scores", {}).items():
-        results += [_task_result(run.result, metric, value, split) for metric, value in values.items()]
-    sources = read_sources(run.config, "eval_loader")
-    if run.evaluation and sources:
-        name = _names(sources)
-        dataset = {"dataset_type": sources[0].hub_id or name, "dataset_config": sources[0].subset}
-        dataset |= {"dataset_name": name, "dataset_split": at(run.config, "eval_loader.dataset.split")}
-        results += [
-            EvalResult(
-                spec.pipeline_tag, metric_type=metric.hub_type, metric_name=metric.label, metric_value=value, **dataset
-            )
-            for metric in spec.metrics
-            if metric.hub_type and (value := run.evaluation["eval"].get(metric.key)) is not None
-        ]
-    datasets = [source.hub_id for source in read_sources(run.config, "train_loader") if source.hub_id]
-    if run.result and is_glue(run.result):
-        datasets.append("nyu-mll/glue")
+    spec, result = EXPORTS[checkpoint.class_name], run.result or {}
+    rows = scores["tasks"] if scores else []
+    results = [_task_result(row, " and ".join(row["metrics"]), row["mean"], None) for row in rows]
+    for split, values in result.get("scores", {}).items():
+        results += [_task_result(result, metric, value, split) for metric, value in values.items()]
+    if run.evaluation and (source := read_source(run.config, "eval_loader")):
+        facts = {"dataset_type": source.hub_id or source.name, "dataset_config": source.subset}
+        facts |= {"dataset_name": source.name, "dataset_split": at(run.config, "eval_loader.dataset.split")}
+        for metric in spec.metrics:
+            if metric.hub_type and (value := run.evaluation["eval"].get(metric.key)) is not None:
+                named = {"metric_type": metric.hub_type, "metric_value": value, "metric_name": metric.label}
+                results.append(EvalResult(spec.pipeline_tag, **facts, **named))
+    source = read_source(run.config, "train_loader")
+    dataset = "nyu-mll/glue" if result and is_glue(result) else source and source.hub_id
     return ModelCardData(
         model_name=title if results else None,
         eval_results=results or None,
@@ -73,7 +70,7 @@ def _metadata(checkpoint: Checkpoint, run: RunFacts, title: str, scores: dict[st
         library_name="transformers",
         pipeline_tag=spec.pipeline_tag if checkpoint.tokenizer else None,
         tags=["lion", "linear-attention", checkpoint.config.get("mixer", "lion-s")],
-        datasets=datasets or None,
+        datasets=[dataset] if dataset else None,
     )
 
 
@@ -82,18 +79,6 @@ def _task_result(row: dict[str, Any], metric: str, value: float, split: str | No
     glue = {"dataset_type": "nyu-mll/glue", "dataset_config": task, "dataset_name": f"GLUE {title}"}
     dataset = glue if is_glue(row) else {"dataset_type": task, "dataset_name": title}
     return EvalResult("text-classification", dataset_split=split, metric_type=metric, metric_value=value, **dataset)
-
-
-def _description(checkpoint: Checkpoint, run: RunFacts, mixer: str) -> str:
-    variant = VARIANTS.get(mixer, mixer)
-    text = f": BERT with {variant} ({PAPER})"
-    if mixer == "softmax":
-        text = f" with {variant}: the baseline of LION ({PAPER})"
-    if run.result:
-        text += f", fine-tuned on {run.result['title']}"
-    elif checkpoint.class_name == "LionForMaskedLM":
-        text += ", pretrained as a masked language model"
-    return f"{text}. Converted from the paper's authors' {checkpoint.published}" if checkpoint.published else text
 
 
 def _usage(checkpoint: Checkpoint, run: RunFacts, name: str) -> str:
@@ -105,53 +90,50 @@ def _usage(checkpoint: Checkpoint, run: RunFacts, name: str) -> str:
     return f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("{name}", trust_remote_code=True)'
 
 
-def _sizes(checkpoint: Checkpoint, config: "lion.LionConfig") -> Rows:
+def _sizes(checkpoint: Checkpoint) -> Facts:
+    config = lion.LionConfig(**checkpoint.config)
     # The decoder's weights are the word embeddings and count once.
     parameters = sum(t.numel() for name, t in checkpoint.weights.items() if name != "head.decoder.weight")
-    rows = [
-        ("mixer", config.mixer),
-        ("parameters", f"{parameters:,}"),
-        ("layers", config.num_hidden_layers),
-        ("hidden size", f"{config.hidden_size:,}"),
-        ("heads", config.num_attention_heads),
-        ("MLP size", f"{config.intermediate_size:,}"),
-        ("vocabulary size", f"{config.vocab_size:,}"),
-    ]
+    facts = {
+        "mixer": config.mixer,
+        "parameters": f"{parameters:,}",
+        "layers": config.num_hidden_layers,
+        "hidden size": f"{config.hidden_size:,}",
+        "heads": config.num_attention_heads,
+        "MLP size": f"{config.intermediate_size:,}",
+        "vocabulary size": f"{config.vocab_size:,}",
+    }
     if config.has_positions:
-        rows.append(("maximum sequence length", f"{config.max_position_embeddings:,} tokens"))
+        facts["maximum sequence length"] = f"{config.max_position_embeddings:,} tokens"
     classifies = checkpoint.class_name in ("LionForSequenceClassification", "LionForTokenClassification")
     if classifies and config.num_labels > 1:  # a regression has one, without a meaning
-        rows.append(("labels", ", ".join(map(str, config.id2label.values()))))
-    return rows
+        facts["labels"] = ", ".join(map(str, config.id2label.values()))
+    return facts
 
 
-def _training(checkpoint: Checkpoint, run: RunFacts) -> Rows:
-    config, timestamp = run.config, checkpoint.timestamp
-    counted = {"steps": "batch", "samples": "sample", "tokens": "token"}
-    rows = [(name, f"{timestamp[key]:,}") for name, key in counted.items() if timestamp.get(key)]
-    if run.result:
-        rows += [("task", run.result["title"]), ("seed", run.result["seed"])]
-        rows += [("training examples", f"{run.result['train_examples']:,}")] if "train_examples" in run.result else []
-        task = at(run.result, "settings.task") or {}
-        known = ("epochs", "batch_size", "optimizer", "lr", "weight_decay")
-        return rows + [(key.replace("_", " "), task[key]) for key in known if key in task]
+def _job(run: RunFacts) -> Facts:
+    facts = {"task": run.result["title"], "seed": run.result["seed"]}
+    if "train_examples" in run.result:
+        facts["training examples"] = f"{run.result['train_examples']:,}"
+    task, known = at(run.result, "settings.task") or {}, ("epochs", "batch_size", "optimizer", "lr", "weight_decay")
+    return facts | {key.replace("_", " "): task[key] for key in known if key in task}
+
+
+def _training(checkpoint: Checkpoint, run: RunFacts) -> Facts:
+    config, source = run.config, read_source(run.config, "train_loader")
     facts = {
-        "data": _names(read_sources(config, "train_loader")),
+        "data": source and source.name,
         "split": at(config, "train_loader.dataset.split"),
-        "tokenizer": _tokenizer(checkpoint, at(config, "tokenizer_name")),
-        "maximum sequence length in training": at(config, "max_seq_len"),
-        "masking rate": at(config, "mlm_probability"),
-        "batch size": at(config, "global_train_batch_size"),
-        "optimizer": _arguments(at(config, "optimizer")),
-        "schedule": _arguments(at(config, "scheduler")),
-        "precision": at(config, "precision"),
-        "seed": at(config, "seed"),
+        "tokenizer": _tokenizer(checkpoint, config.get("tokenizer_name")),
+        "maximum sequence length in training": config.get("max_seq_len"),
+        "masking rate": config.get("mlm_probability"),
+        "batch size": config.get("global_train_batch_size"),
+        "optimizer": _arguments(config.get("optimizer")),
+        "schedule": _arguments(config.get("scheduler")),
+        "precision": config.get("precision"),
+        "seed": config.get("seed"),
     }
-    return rows + [(name, value) for name, value in facts.items() if value is not None]
-
-
-def _names(sources: list[Source]) -> str | None:
-    return ", ".join(dict.fromkeys(source.name for source in sources)) or None
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 def _tokenizer(checkpoint: Checkpoint, name: str | None) -> str | None:
@@ -175,35 +157,24 @@ def _arguments(section: dict[str, Any] | None) -> str | None:
 def _evaluation(checkpoint: Checkpoint, run: RunFacts, scores: dict[str, Any] | None) -> list[str]:
     parts = []
     if run.evaluation:
-        rate = at(run.config, "eval_loader.dataset.mlm_probability")
+        rate, values = at(run.config, "eval_loader.dataset.mlm_probability"), run.evaluation["eval"]
         masked = "" if rate is None else f", with {rate:.0%} of the tokens masked"
-        values = run.evaluation["eval"]
         metrics = [metric for metric in EXPORTS[checkpoint.class_name].metrics if metric.key in values]
         words = ", ".join(f"{metric.label} {values[metric.key]:{metric.form}}" for metric in metrics)
         parts.append(f"At step {run.evaluation['step']:,}{masked}: {words}.")
     if run.result:
-        lines = [
-            [split, metric, f"{100 * value:.2f}"]
-            for split, values in run.result.get("scores", {}).items()
-            for metric, value in values.items()
-        ]
-        parts.append(markdown([["split", "metric", "score"], *lines]))
+        lines = [["split", "metric", "score"]]
+        for split, values in run.result.get("scores", {}).items():
+            lines += [[split, metric, f"{100 * value:.2f}"] for metric, value in values.items()]
+        parts.append(markdown(lines))
     if scores:
-        rows = scores["tasks"]
-        lines = [
-            [
-                row["title"],
-                " and ".join(row["metrics"]),
-                f"{100 * row['mean']:.2f}",
-                missing_seeds(row) or len(row["seeds"]),
-            ]
-            for row in rows
-        ]
+        lines, rows = [["task", "metric", "score", "seeds"]], scores["tasks"]
+        for row in rows:
+            seeds = missing_seeds(row) or str(len(row["seeds"]))
+            lines.append([row["title"], " and ".join(row["metrics"]), f"{100 * row['mean']:.2f}", seeds])
         if scores.get("glue") is not None:
-            lacking = ", ".join(
-                f"{row['title']}: {missing_seeds(row)}" for row in rows if is_glue(row) and missing_seeds(row)
-            )
-            lines.append(["GLUE average", "", f"{100 * scores['glue']:.2f}{f' ({lacking})' if lacking else ''}", ""])
-        table = markdown([["task", "metric", "score", "seeds"], *[list(map(str, line)) for line in lines]])
-        parts.append(f"Fine-tuned from this checkpoint, the mean over seeds:\n\n{table}")
+            missing = [f"{row['title']}: {missing_seeds(row)}" for row in rows if is_glue(row) and missing_seeds(row)]
+            words = f" ({', '.join(missing)})" if missing else ""
+            lines.append(["GLUE average", "", f"{100 * scores['glue']:.2f}{words}", ""])
+        parts.append(f"Fine-tuned from this checkpoint, the mean over seeds:\n\n{markdown(lines)}")
     return parts

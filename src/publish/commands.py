@@ -60,13 +60,7 @@ def push(
     revision: str | None = None,
     tokenizer: str | None = None,
 ) -> None:
-    """Upload a folder whose files were compared with the checkpoint, now or by export.
-
-    Files that the Hub already has are not sent again, so an interrupted upload resumes.
-
-    Raises:
-        UserError: the folder changed since export, or the Hub refuses or cannot be reached.
-    """
+    """Upload a folder whose files were compared with the checkpoint; an interrupted one resumes. Raises UserError."""
     names = publishable_files(folder)
     if checkpoint is None:
         check_proof(folder)
@@ -75,7 +69,7 @@ def push(
         from src.publish import folder as hub_folder
 
         hub_folder.prove(read, folder)
-        names = publishable_files(folder)
+        names = publishable_files(folder)  # with the new proof
     hub_client.upload(folder, names, repo_id, private, revision)
 
 
@@ -120,10 +114,6 @@ def read_tokenizer(name: str, config: dict[str, Any], work: Path) -> dict[str, d
         many = f"{len(tokenizer)} tokens, but the model's vocabulary is {size}"
         raise UserError(f"--tokenizer {name} has {many}; give the tokenizer that it was trained with")
     tokenizer.save_pretrained(work)
-    return {
-        path.name: {
-            "file_extension": path.suffix,
-            "content": json.loads(path.read_text("utf-8")) if path.suffix == ".json" else path.read_bytes(),
-        }
-        for path in work.iterdir()
-    }
+    contents = {path: json.loads(path.read_text("utf-8")) for path in work.glob("*.json")}
+    contents |= {path: path.read_bytes() for path in work.iterdir() if path not in contents}
+    return {path.name: {"file_extension": path.suffix, "content": content} for path, content in contents.items()}

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import DataCollatorWithPadding
 
 from src import lion
 from src.checkpoints.reading import SETTINGS, STORED_POSITIONS, Checkpoint, lion_config, read_folder
@@ -82,12 +84,9 @@ def write(checkpoint: Checkpoint, out: Path) -> None:
 
 
 def verify(checkpoint: Checkpoint, folder: Path, python: str = sys.executable) -> float:
-    """Compare a folder, loaded in a fresh Python process without this repository, with its checkpoint.
+    """Compare a folder, loaded by a fresh process of `python` without this repository, with its checkpoint.
 
     Tokens are compared if the checkpoint has a tokenizer.
-
-    Args:
-        python: the interpreter; it may be that of another environment.
 
     Returns:
         The largest difference of logits.
@@ -95,24 +94,26 @@ def verify(checkpoint: Checkpoint, folder: Path, python: str = sys.executable) -
     Raises:
         UserError: it names the tensors, or what else, that differs.
     """
-    from safetensors.torch import load_file, save_file
-
     config, stored = read_folder(folder)
     model = checkpoint.build()
     spec = EXPORTS[checkpoint.class_name]
     if differing := _differing(model.state_dict(), stored) or _changed(model.config, lion_config(config, str(folder))):
         raise UserError(f"{folder} differs from {checkpoint.path} in {', '.join(differing)}; export it again")
     max_length = min(model.config.max_position_embeddings, 128)
+    inputs, tokens = spec.example_inputs(model.config), None
+    if (tokenizer := checkpoint.load_tokenizer()) is not None:
+        batch = [dict(tokenizer(*text, truncation=True, max_length=max_length)) for text in spec.examples]
+        inputs = dict(DataCollatorWithPadding(tokenizer)(batch))
+        tokens = {"tokens": batch, "vocabulary": tokenizer.get_vocab()}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        inputs, tokens = _inputs(checkpoint, spec, model.config, max_length)
         save_file(inputs, work / "inputs.safetensors")
         write_json(work / "texts.json", {"texts": spec.examples, "max_length": max_length, "long": LONG_TEXT})
         _run_probe(spec, folder, work, python)
         outputs = load_file(work / "outputs.safetensors")
         report = json.loads((work / "report.json").read_text())
     if report["tokens"] is not None:
-        _check_limits(checkpoint, model.config, folder, report)
+        _check_limits(model.config, tokenizer, folder, report)
     if tokens is None and report["tokens"] is not None:
         why = f"{checkpoint.path} has no tokenizer; name it as --tokenizer to compare them"
         log.info(f"the tokens of {folder} are not compared, as {why}")
@@ -159,25 +160,11 @@ def _changed(own: "lion.LionConfig", stored: "lion.LionConfig") -> list[str]:
     return sorted(name for name in SETTINGS - SAME_NUMBERS if getattr(own, name, None) != getattr(stored, name, None))
 
 
-def _inputs(
-    checkpoint: Checkpoint, spec: ExportSpec, config: "lion.LionConfig", max_length: int
-) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """Return a batch to compare logits with, and the tokens of the examples if the checkpoint has a tokenizer."""
-    tokenizer = checkpoint.load_tokenizer()
-    if tokenizer is None:
-        return spec.example_inputs(config), None
-    from transformers import DataCollatorWithPadding
-
-    tokens = [dict(tokenizer(*text, truncation=True, max_length=max_length)) for text in spec.examples]
-    return dict(DataCollatorWithPadding(tokenizer)(tokens)), {"tokens": tokens, "vocabulary": tokenizer.get_vocab()}
-
-
-def _check_limits(checkpoint: Checkpoint, config: "lion.LionConfig", folder: Path, report: dict[str, Any]) -> None:
+def _check_limits(config: "lion.LionConfig", tokenizer: Any, folder: Path, report: dict[str, Any]) -> None:
     """Raise UserError unless a long text is truncated at the position table, or not at all if the mixer has none.
 
     The limits that earlier versions wrote, those of the training, are reported only.
     """
-    tokenizer = checkpoint.load_tokenizer()
     own = tokenizer.model_max_length if tokenizer is not None else config.max_position_embeddings
     full, read = report["long"], report["long_truncated"]
     table = config.max_position_embeddings if config.has_positions else NO_LIMIT

@@ -1,7 +1,4 @@
-"""Facts for a model card from the files of a run: config.yaml, metrics.jsonl, split.json, result.json and report.json.
-
-Imports neither torch nor transformers.
-"""
+"""Facts for a model card from the files of a run. Imports neither torch nor transformers."""
 
 import json
 from dataclasses import dataclass, field
@@ -30,7 +27,7 @@ class RunFacts:
 
 @dataclass
 class Source:
-    """The dataset that shards were converted from."""
+    """The dataset that shards were converted from; `hub_id` and `subset` if it is one of the Hub."""
 
     name: str
     hub_id: str | None = None
@@ -39,17 +36,15 @@ class Source:
 
 def read_run(checkpoint: "Checkpoint") -> RunFacts:
     """Return the facts beside a checkpoint, if they are of the same run."""
-    folder, name = checkpoint.path.parent, checkpoint.run_name
-    run = RunFacts()
+    folder, name, run = checkpoint.path.parent, checkpoint.run_name, RunFacts()
     if name is None or checkpoint.published:
         return run
-    config = _read(folder / "config.yaml")
+    config, result = _read(folder / "config.yaml"), _read(folder / "result.json")
     if config.get("run_name") == name:
         run.config = config
         step = checkpoint.timestamp.get("batch", 0)
         lines = [line for line in read_json_lines(folder / METRICS) if "eval" in line and line["step"] <= step]
         run.evaluation = lines[-1] if lines else None
-    result = _read(folder / "result.json")
     if "task" in result and name.endswith(f"-{result.get('folder')}"):
         run.result = result
     return run
@@ -74,32 +69,19 @@ def missing_seeds(row: dict[str, Any]) -> str:
     return f"{len(row['seeds'])} of {row['of']} seeds" if len(row["seeds"]) < row.get("of", 0) else ""
 
 
-def read_sources(config: dict[str, Any], loader: str) -> list[Source]:
-    """Return what the shards of a loader were converted from, or the folder's name where split.json is not found."""
-    dataset = at(config, f"{loader}.dataset") or {}
-    sources = []
-    for stream in (dataset.get("streams") or {"": {}}).values():
-        local = stream.get("local") or dataset.get("local") or config.get("data_local")
-        split = stream.get("split") or dataset.get("split")
-        if local:
-            sources.append(_source(Path(local), str(split)))
-    return sources
-
-
-def _source(folder: Path, split: str) -> Source:
-    stored = _read(folder / split / "split.json").get("source") or {}
+def read_source(config: dict[str, Any], loader: str) -> Source | None:
+    """Return what a loader's shards were converted from, according to split.json, or else the name of their folder."""
+    folder = at(config, f"{loader}.dataset.local") or config.get("data_local")
+    if not folder:
+        return None
+    split = at(config, f"{loader}.dataset.split")
+    stored = _read(Path(folder, str(split), "split.json")).get("source") or {}
     if dataset := stored.get("dataset"):
         subset = stored.get("data_subset")
         return Source(f"{dataset} ({subset})" if subset else dataset, dataset, subset)
-    if patterns := stored.get("data_files"):
-        return Source(", ".join(map(_file_name, patterns)))
-    return Source(folder.name)
-
-
-def _file_name(pattern: str) -> str:
-    """Return the name in a path or pattern, with its folder's if the name alone is a pattern."""
-    path = Path(pattern)
-    return "/".join(path.parts[-2:]) if "*" in path.name else path.name
+    # A pattern such as corpus/*.txt needs its folder to be a name.
+    paths = [Path(pattern) for pattern in stored.get("data_files") or [folder]]
+    return Source(", ".join("/".join(path.parts[-2:]) if "*" in path.name else path.name for path in paths))
 
 
 def at(config: dict[str, Any], path: str) -> Any:

@@ -49,10 +49,8 @@ class ExportSpec:
 
 
 def _pipeline(name: str, task: str, call: str) -> str:
-    return f"""from transformers import pipeline
-
-{name} = pipeline("{task}", model="MODEL", trust_remote_code=True)
-{name}({call})"""
+    made = f'{name} = pipeline("{task}", model="MODEL", trust_remote_code=True)'
+    return f"from transformers import pipeline\n\n{made}\n{name}({call})"
 
 
 EXPORTS = {
