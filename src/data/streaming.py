@@ -75,7 +75,7 @@ class Padding:
     def __str__(self) -> str:
         shares = self.shares()
         without = f", {shares['padding_without_packing']:.1%} without packing" if self.unpacked_positions else ""
-        return f"{shares['padding']:.1%} of the positions{without}"
+        return f"padding: {shares['padding']:.1%} of the positions{without}"
 
 
 class TextDataLoader(StreamingDataLoader):
