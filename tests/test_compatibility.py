@@ -28,7 +28,8 @@ OPTIONS = {
     "glue": "--print_config",
     "glue report": "--out --resamples",
     "src.convert_dataset": "--dataset --data_files --data_subset --splits --out_root --text_column --stdin_format "
-    "--one_document_per_file --val_fraction --tokenizer --concat_tokens --max_seq_len --num_workers --compression --size_limit --overwrite",
+    "--one_document_per_file --val_fraction --tokenizer --concat_tokens --max_seq_len --num_workers --compression "
+    "--size_limit --overwrite",
     "src.train_tokenizer": "--data_files --out --vocab_size --text_column --lowercase --no-lowercase",
     "src.hub export": "--checkpoint --out --glue",
     "src.hub verify": "--checkpoint --folder --tokenizer --python",
