@@ -1,4 +1,4 @@
-"""What training goes on from: weights whole and under our names, whatever holds them."""
+"""What training starts from: all weights under our names, from any kind of file or folder."""
 
 import re
 import shutil
@@ -28,7 +28,7 @@ def folder(checkpoint, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("of", ["checkpoint", "folder"])
-def test_an_encoder_is_read_whole_from_a_checkpoint_and_from_its_folder(checkpoint, folder, tokenizer, of):
+def test_all_of_an_encoder_is_read_from_a_checkpoint_and_from_its_folder(checkpoint, folder, tokenizer, of):
     read = read_pretrained(str({"checkpoint": checkpoint, "folder": folder}[of]), "key")
     weights = read.encoder()
     state = torch.load(checkpoint, weights_only=False)["state"]["model"]
@@ -37,7 +37,8 @@ def test_an_encoder_is_read_whole_from_a_checkpoint_and_from_its_folder(checkpoi
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert read.config["hidden_size"] == 32
     assert read.tokenizer(SENTENCE)["input_ids"] == tokenizer(SENTENCE)["input_ids"]
-    assert read.tokenizer.model_max_length == tokenizer.model_max_length
+    assert read.config["max_position_embeddings"] == 128  # the folder says "no limit" to other programs
+    assert read.tokenizer.model_max_length == (tokenizer.model_max_length if of == "checkpoint" else int(1e30))
 
 
 @pytest.mark.parametrize("of", ["checkpoint", "folder"])
@@ -62,23 +63,23 @@ def test_a_folders_tokenizer_runs_no_code(folder, tmp_path):
     assert not (tmp_path / "was-run").exists()
 
 
-@pytest.mark.parametrize("spoil", ["config.json", "model.safetensors", "model_type", "list", "cut"])
-def test_a_folder_that_is_not_ours_is_refused_by_name(folder, tmp_path, spoil):
-    spoilt = Path(shutil.copytree(folder, tmp_path / "spoilt"))
-    if spoil == "model_type":
-        (spoilt / "config.json").write_text('{"model_type": "gpt2"}')
-    elif spoil == "list":
-        (spoilt / "config.json").write_text("[]")
-    elif spoil == "cut":
-        (spoilt / "model.safetensors").write_bytes(b"\0" * 20)
+@pytest.mark.parametrize("fault", ["config.json", "model.safetensors", "model_type", "list", "truncated"])
+def test_a_folder_that_is_not_ours_is_refused_by_name(folder, tmp_path, fault):
+    broken = Path(shutil.copytree(folder, tmp_path / "broken"))
+    if fault == "model_type":
+        (broken / "config.json").write_text('{"model_type": "gpt2"}')
+    elif fault == "list":
+        (broken / "config.json").write_text("[]")
+    elif fault == "truncated":
+        (broken / "model.safetensors").write_bytes(b"\0" * 20)
     else:
-        (spoilt / spoil).unlink()
-    words = {"model_type": "gpt2", "list": "cannot be read", "cut": "cannot be read"}.get(spoil, spoil)
-    with pytest.raises(UserError, match=f"{re.escape(str(spoilt))}.*{words}"):
-        read_pretrained(str(spoilt), "key")
+        (broken / fault).unlink()
+    words = {"model_type": "gpt2", "list": "cannot be read", "truncated": "cannot be read"}.get(fault, fault)
+    with pytest.raises(UserError, match=f"{re.escape(str(broken))}.*{words}"):
+        read_pretrained(str(broken), "key")
 
 
-def test_pretraining_goes_on_from_a_hub_folder(folder, tmp_path, write_config):
+def test_pretraining_starts_from_a_hub_folder(folder, tmp_path, write_config):
     config = write_config(tmp_path, model={"pretrained_checkpoint": str(folder)}, max_duration="1ba", loggers={})
     frozen = ["optimizer.lr=0", "optimizer.weight_decay=0"]
     result = run("main.py", config, *frozen)
@@ -94,7 +95,7 @@ def test_pretraining_goes_on_from_a_hub_folder(folder, tmp_path, write_config):
     assert "going on from step 1" in prolonged.stderr
 
 
-def test_pretraining_goes_on_from_a_hugging_face_bert_with_a_new_head(tmp_path, write_config, tokenizer_folder):
+def test_pretraining_starts_from_a_hugging_face_bert_with_a_new_head(tmp_path, write_config, tokenizer_folder):
     from transformers import BertConfig, BertModel
 
     sizes = {key: value for key, value in TINY_MODEL.items() if key != "mixer"}
@@ -119,7 +120,7 @@ def test_pretraining_goes_on_from_a_hugging_face_bert_with_a_new_head(tmp_path, 
         (["model.hidden_size=64"], ["do not fit", "another shape"]),
     ],
 )
-def test_a_start_that_does_not_fit_is_refused_before_anything_is_written(folder, tmp_path, write_config, overrides, words):  # fmt: skip
+def test_a_start_that_does_not_fit_is_refused_before_writing(folder, tmp_path, write_config, overrides, words):  # fmt: skip
     config = write_config(tmp_path, model={"pretrained_checkpoint": str(folder)}, loggers={})
     assert_one_sentence(run("main.py", config, *overrides), *words)
     assert not (tmp_path / "run").exists()

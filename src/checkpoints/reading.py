@@ -78,19 +78,13 @@ class Checkpoint:
             raise UserError(f"{refused} is not in Composer's format; name another") from None
         return files
 
-    def write_tokenizer(self, out: Path) -> None:
-        """Write the tokenizer as files that AutoTokenizer loads. Raises UserError as `tokenizer_files` does."""
-        files = self.tokenizer_files()
-        out.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            (out / name).write_bytes(content)
-
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Return the tokenizer, or None if there is none. Raises UserError if it cannot be loaded."""
         if not self.tokenizer:
             return None
         with tempfile.TemporaryDirectory() as folder:
-            self.write_tokenizer(Path(folder))
+            for name, content in self.tokenizer_files().items():
+                Path(folder, name).write_bytes(content)
             return load_tokenizer(Path(folder), str(self.path))
 
 
