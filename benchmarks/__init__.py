@@ -2,4 +2,5 @@
 
 import os
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as src/cli.py, before the modules of this package import transformers, as commands do
+# As in cli.run, but before the modules of this package import transformers.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -1,7 +1,7 @@
-"""Text → rows of tokens, with one worker and with two, beside a plain loop:  python benchmarks/convert.py --tokenizer DIR
+"""Speed of conversion to rows of tokens by number of workers:  python benchmarks/convert.py --tokenizer DIR
 
-The plain loop calls the tokenizer on a thousand documents at a time and gives each row to MDSWriter. All read the same
-JSON lines, made of the words of the vocabulary, and take their turns; medians of whole conversions, start of the workers included.
+Compared with a plain loop, which tokenizes a thousand documents at a time and passes each row to MDSWriter. All read
+the same JSON lines, made of words of the vocabulary, and run in turn; medians of conversions with worker start-up.
 """
 
 import os
@@ -26,15 +26,15 @@ from src.data.tokenizers import load_tokenizer
 
 
 def main(argv: list[str]) -> None:
-    from benchmarks import measure  # not above: it imports torch, and so would each worker, as it imports this file
+    from benchmarks import measure  # here, since each worker imports this file, and should not import torch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", required=True, help="a folder, or a name on the Hub")
-    parser.add_argument("--text", type=Path, help="a text file to take the lines of, again and again (default: words of the vocabulary)")  # fmt: skip
+    parser.add_argument("--tokenizer", required=True, help="a folder or a name on the Hub")
+    parser.add_argument("--text", type=Path, help="repeat the lines of this file (default: words of the vocabulary)")
     parser.add_argument("--megabytes", type=float, default=30, help="of text (default: 30)")
-    parser.add_argument("--length", type=int, default=128, help="tokens a row (default: 128)")
+    parser.add_argument("--length", type=int, default=128, help="tokens per row (default: 128)")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
-    parser.add_argument("--rounds", type=int, default=3, help="conversions of each kind (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="conversions per case (default: 3)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
     a = parser.parse_args(argv)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -48,20 +48,26 @@ def main(argv: list[str]) -> None:
             name = f"{mode}, {workers} worker{'s' if workers > 1 else ''}"
             cases[name] = lambda mode=mode, workers=workers: convert(source, Path(folder) / mode, a, mode, workers)
         times = measure.interleaved(cases, "cpu", a.rounds, seconds=600)
-    rows = [{"case": name, "seconds": seconds, "megabytes_per_second": size / 1e6 / seconds} for name, seconds in times.items()]  # fmt: skip
-    lines = [["", "MB/s of text", "against the plain loop", f"against {a.workers[0]} worker"]]
+    rows = [
+        {"case": name, "seconds": seconds, "megabytes_per_second": size / 1e6 / seconds}
+        for name, seconds in times.items()
+    ]
+    lines = [["", "MB/s of text", "relative to the plain loop", f"relative to {a.workers[0]} worker"]]
     for row in rows:
         mode = row["case"].split(",")[0]
         one = next((r["seconds"] for r in rows if r["case"].startswith(f"{mode},")), row["seconds"])
         rate = f"{row['megabytes_per_second']:.2f}"
         lines.append([row["case"], rate, f"×{rows[0]['seconds'] / row['seconds']:.2f}", f"×{one / row['seconds']:.2f}"])
     origin = a.text.name if a.text else "random words"
-    title = f"Conversion of {size / 1e6:.0f} MB of {origin} to rows of {a.length} tokens, vocabulary of {len(tokenizer):,}, medians of {a.rounds} rounds:"  # fmt: skip
+    title = (
+        f"Conversion of {size / 1e6:.0f} MB of {origin} to rows of {a.length} tokens, "
+        f"vocabulary of {len(tokenizer):,}, medians of {a.rounds} rounds:"
+    )
     measure.write(a.out, "convert-cpu", title, measure.machine("cpu"), [lines], rows)
 
 
 def write_source(path: Path, tokenizer, text: Path | None, size: float) -> int:
-    """Write JSON lines of about `size` bytes of text in all; returns how many bytes of text."""
+    """Write JSON lines with about `size` bytes of text, and return the exact number."""
     if text:
         lines = [line for line in text.read_text(encoding="utf-8").splitlines() if line.strip()]
         documents = itertools.cycle(lines)
@@ -80,12 +86,13 @@ def write_source(path: Path, tokenizer, text: Path | None, size: float) -> int:
 
 def convert(source: Path, out: Path, a: argparse.Namespace, mode: str, workers: int) -> None:
     shutil.rmtree(out, ignore_errors=True)
-    convert_dataset(["--data_files", str(source), "--splits", "train", "--out_root", str(out), "--tokenizer", a.tokenizer,
-                          f"--{mode}", str(a.length), "--num_workers", str(workers)])  # fmt: skip
+    options = {"data_files": source, "splits": "train", "out_root": out, "tokenizer": a.tokenizer}
+    options |= {mode: a.length, "num_workers": workers}
+    convert_dataset([str(word) for name, value in options.items() for word in (f"--{name}", value)])
 
 
 def plain(source: Path, out: Path, tokenizer, length: int) -> None:
-    """What one would write first: rows of `--max_seq_len`."""
+    """Convert to rows of `--max_seq_len` in the obvious way."""
     from streaming import MDSWriter
 
     shutil.rmtree(out, ignore_errors=True)

@@ -1,8 +1,7 @@
-"""Samples a second of the data loader, beside those of a training step:  python benchmarks/dataloader.py [--data_local DIR ...]
+"""Samples per second of the data loader and of a training step:  python benchmarks/dataloader.py [--data_local DIR ...]
 
-Folders may hold text or tokens; src/convert_dataset.py writes both. Every loader is timed with and without packing, with
-each number of workers, and on its own: a training step that computes beside it has its share of the processor. Writes a
-table and its numbers.
+Folders contain text or tokens; src/convert_dataset.py writes both. Every loader is timed with and without packing, with
+each number of workers, and alone: during training, the step uses part of the processor. Writes a table and its numbers.
 """
 
 import os
@@ -20,29 +19,32 @@ import torch
 from benchmarks import measure, models, train_step
 from src import cli
 from src.data import streaming
+from src.data.batches import sample_count
 from src.data.config import DatasetConfig, LoaderConfig
-from src.data.mlm_collator import sample_count
-from src.training import registry
+from src.training import text_model
+from src.training import trainer as trainers
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data_local", nargs="+", default=["demo/shards"], metavar="DIR", help="(default: demo/shards, of `make demo`)")  # fmt: skip
+    parser.add_argument(
+        "--data_local", nargs="+", default=["demo/shards"], metavar="DIR", help="(default: demo/shards)"
+    )
     parser.add_argument("--split", default="train", help="(default: train)")
     parser.add_argument("--tokenizer_name", default="demo/tokenizer", help="(default: demo/tokenizer)")
     parser.add_argument("--max_seq_len", type=int, default=128, help="tokens (default: 128)")
-    parser.add_argument("--loader_batch", type=int, default=128, help="samples the loader gives at once (default: 128)")
+    parser.add_argument("--loader_batch", type=int, default=128, help="samples per batch of the loader (default: 128)")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
-    parser.add_argument("--seconds", type=float, default=3, help="of each loader (default: 3)")
+    parser.add_argument("--seconds", type=float, default=3, help="seconds per loader (default: 3)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--model", default="lion-s", choices=models.MODELS, help="(default: lion-s)")
-    parser.add_argument("--batch", type=int, help="samples of its step (default: 8 on a CPU, 128 on a GPU)")
+    parser.add_argument("--batch", type=int, help="batch size of its step (default: 8 on a CPU, 128 on a GPU)")
     parser.add_argument("--layers", type=int, default=12, help="(default: 12)")
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
     a = parser.parse_args(argv)
-    registry.quiet()
-    tokenizer = registry.build_tokenizer(a.tokenizer_name, a.max_seq_len)
+    trainers.silence_libraries()
+    tokenizer = text_model.build_tokenizer(a.tokenizer_name, a.max_seq_len)
 
     rows = []
     cases = list(itertools.product(a.data_local, (False, True), a.workers))
@@ -50,19 +52,18 @@ def main(argv: list[str]) -> None:
         loader = open_loader(folder, packing, workers, tokenizer, a)
         kind = "tokens" if "tokens" in loader.dataset.shards[0].column_names else "text"
         speed = samples_per_second(loader, a.seconds)
-        rows.append({"data": folder, "kind": kind, "packing": packing, "workers": workers, "samples_per_second": speed, **loader.padding.shares()})  # fmt: skip
+        row = {"data": folder, "kind": kind, "packing": packing, "workers": workers, "samples_per_second": speed}
+        rows.append({**row, **loader.padding.shares()})
         del loader  # and its workers
     step = step_samples_per_second(a)
 
-    lines = [["samples", "workers", "samples a second", f"against {a.model}'s step", "padding"]]
+    lines = [["samples", "workers", "samples per second", f"relative to {a.model}'s step", "padding"]]
     for row in rows:
-        lines.append([
-            f"{row['kind']}{', packed' if row['packing'] else ''}", str(row["workers"]),
-            f"{row['samples_per_second']:,.0f}", f"×{row['samples_per_second'] / step:,.0f}", f"{row['padding']:.1%}",
-        ])  # fmt: skip
+        kind, speed = f"{row['kind']}{', packed' if row['packing'] else ''}", row["samples_per_second"]
+        lines.append([kind, str(row["workers"]), f"{speed:,.0f}", f"×{speed / step:,.0f}", f"{row['padding']:.1%}"])
     title = (
-        f"Batches of {a.loader_batch} samples of at most {a.max_seq_len} tokens; a step of {a.model}, {a.layers} layers of {a.hidden}, "
-        f"takes {step:,.1f} samples a second:"
+        f"Batches of {a.loader_batch} samples of at most {a.max_seq_len} tokens; training {a.model}, {a.layers} layers "
+        f"of {a.hidden}, takes {step:,.1f} samples per second:"
     )
     rows.append({"model": a.model, "samples_per_second": step})
     measure.write(a.out, f"dataloader-{a.device}", title, measure.machine(a.device), [lines], rows)
@@ -77,7 +78,7 @@ def open_loader(folder: str, packing: bool, workers: int, tokenizer, a: argparse
 
 
 def samples_per_second(loader: streaming.TextDataLoader, seconds: float) -> float:
-    """Over as many epochs as it takes, from the second batch on."""
+    """Measure a loader from its second batch on, over as many epochs as needed."""
     batches = (batch for _ in itertools.count() for batch in loader)
     next(batches)
     begin, count = time.perf_counter(), 0

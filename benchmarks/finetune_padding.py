@@ -1,9 +1,9 @@
-"""An epoch of fine-tuning, its batches grouped by length and padded to their longest text, or all padded to a fixed length:
+"""Time of a fine-tuning epoch with batches grouped by length and padded to their longest text, or to a fixed length:
 
     python benchmarks/finetune_padding.py --glue_dir DIR --tokenizer bert-base-uncased [--task sst2] [--device cuda]
 
-Training steps on batches of the task's first epoch, in its shuffled order, evenly chosen; both paddings take each batch in
-turn. An epoch's time is the mean step's, as often as an epoch has steps. Writes a table and its numbers.
+Training steps on evenly spaced batches of the task's first shuffled epoch; both paddings take each batch in turn. An
+epoch's time is its number of steps times the mean step. Writes a table and its numbers.
 """
 
 import os
@@ -25,7 +25,7 @@ from src.glue.batches import Batches, loader
 from src.glue.examples import read_task
 from src.glue.tasks import GLUE
 from src.lion import LionConfig, LionForSequenceClassification
-from src.training import registry
+from src.training import text_model
 
 
 def main(argv: list[str]) -> None:
@@ -34,8 +34,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tokenizer", default="bert-base-uncased", help="(default: bert-base-uncased)")
     parser.add_argument("--task", default="sst2", choices=GLUE, help="(default: sst2)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--length", type=int, default=128, help="of fixed padding (default: 128)")
-    parser.add_argument("--batch", type=int, help="texts a step (default: the task's)")
+    parser.add_argument("--length", type=int, default=128, help="fixed length (default: 128)")
+    parser.add_argument("--batch", type=int, help="batch size (default: the task's)")
     parser.add_argument("--mixer", default="lion-s", help="(default: lion-s)")
     parser.add_argument("--layers", type=int, default=12, help="(default: 12)")
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     a = parser.parse_args(argv)
 
     task = GLUE[a.task]
-    tokenizer = registry.build_tokenizer(a.tokenizer, a.length)
+    tokenizer = text_model.build_tokenizer(a.tokenizer, a.length)
     examples = read_task(task, a.glue_dir).train
     batched = loader(
         examples, Batches(tokenizer, a.length, task.regression), a.batch or task.batch_size, shuffle_seed=19
@@ -67,32 +67,35 @@ def main(argv: list[str]) -> None:
             synchronize(a.device)
             seconds[name].append(time.perf_counter() - begin)
 
-    rows, lines = [], [["padded to", "tokens a text", "a step, ms", "an epoch, s", "against the longest"]]
+    rows, lines = [], [["padded to", "tokens per text", "step, ms", "epoch, s", "relative to the longest"]]
     (fastest, _) = paddings
     for name, padded in paddings.items():
         width = mean(batch["input_ids"].shape[1] for batch in padded)
         ratio = mean(seconds[name]) / mean(seconds[fastest])
-        rows.append({"padding": name, "tokens": width, "ms": 1000 * mean(seconds[name]), "epoch_s": len(batched) * mean(seconds[name]), "ratio": ratio})  # fmt: skip
+        times = {"ms": 1000 * mean(seconds[name]), "epoch_s": len(batched) * mean(seconds[name])}
+        rows.append({"padding": name, "tokens": width, **times, "ratio": ratio})
         lines.append([name, f"{width:.1f}", f"{rows[-1]['ms']:.1f}", f"{rows[-1]['epoch_s']:,.0f}", f"×{ratio:.2f}"])
     real = mean(int(batch["attention_mask"].sum()) / len(batch["attention_mask"]) for batch in batches)
     title = (
-        f"{task.title}, {len(examples):,} texts of {real:.1f} tokens on average, {a.batch or task.batch_size} a step, {a.mixer} of {a.layers} layers "
-        f"of {a.hidden}, forward, backward and AdamW, over {len(batches)} of an epoch's {len(batched):,} batches:"
+        f"{task.title}, {len(examples):,} texts of {real:.1f} tokens on average, "
+        f"batches of {a.batch or task.batch_size}, {a.mixer} of {a.layers} layers of {a.hidden}, "
+        f"forward, backward and AdamW, over {len(batches)} of an epoch's {len(batched):,} batches:"
     )
     measure.write(a.out, f"finetune-padding-{a.device}", title, measure.machine(a.device), [lines], rows)
 
 
 def widen(batch: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
-    """A batch padded on to a fixed length; 0 pads ids, masks and segments alike."""
+    """Pad a batch to a fixed length; 0 pads ids, masks and segments alike."""
     extra = length - batch["input_ids"].shape[1]
     return {name: x if name == "labels" else torch.nn.functional.pad(x, (0, extra)) for name, x in batch.items()}
 
 
 def prepare(a: argparse.Namespace, vocabulary: int, labels: int):
-    """A function that takes one step on a batch."""
+    """Return a function that takes one step on a batch."""
     torch.manual_seed(0)
-    config = LionConfig(vocab_size=-(-vocabulary // 8) * 8, mixer=a.mixer, num_hidden_layers=a.layers, hidden_size=a.hidden,
-                        num_attention_heads=a.hidden // 64, intermediate_size=4 * a.hidden, num_labels=labels)  # fmt: skip
+    sizes = {"num_hidden_layers": a.layers, "hidden_size": a.hidden, "intermediate_size": 4 * a.hidden}
+    sizes |= {"vocab_size": -(-vocabulary // 8) * 8, "num_attention_heads": a.hidden // 64}
+    config = LionConfig(mixer=a.mixer, num_labels=labels, **sizes)
     model = LionForSequenceClassification(config).to(a.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     half = torch.autocast("cuda", torch.bfloat16) if a.device == "cuda" else contextlib.nullcontext()

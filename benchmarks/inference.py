@@ -1,7 +1,7 @@
-"""Latency and memory of whole encoders against the length:  python benchmarks/inference.py [--device cuda] [--batch 1 64]
+"""Latency and memory of encoders by length:  python benchmarks/inference.py [--device cuda] [--batch 1 64]
 
-One forward pass of each mixer and form, and of Hugging Face's BERT and ModernBERT, at the base size on random tokens without
-padding, interleaved, medians. Writes a table, its numbers and a picture.
+One forward pass of each mixer and form, and of Hugging Face's BERT and ModernBERT, at base size on random tokens
+without padding, interleaved, medians. Writes a table, its numbers and a picture.
 """
 
 import os
@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure
-from benchmarks.models import BERT, COLORS, LINEAR, MODELS, MODERN_BERT, build, compile_layers
-from src import cli
+from benchmarks.models import BERT, LINEAR, MODELS, MODERN_BERT, build, compile_layers
+from src import cli, plots
 
 LONGEST = {"full": 4096, "recurrent": 2048, "chunkwise": 2**20, "auto": 2**20, "softmax": 32768}
 
@@ -26,23 +26,17 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--lengths", type=int, nargs="+", help="(default: 128 to 2,048; to 65,536 on a GPU)")
-    parser.add_argument("--batch", type=int, nargs="+", help="texts a pass (default: 1; 1 and 64 on a GPU)")
-    parser.add_argument(
-        "--tokens", type=int, default=2**20, help="the most in a pass, of all texts (default: 1,048,576)"
-    )
+    parser.add_argument("--batch", type=int, nargs="+", help="texts per pass (default: 1; 1 and 64 on a GPU)")
+    parser.add_argument("--tokens", type=int, default=2**20, help="limit per pass, of all texts (default: 1,048,576)")
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS, help="(default: all)")
-    parser.add_argument(
-        "--forms", nargs="+", choices=[form for form in LONGEST if form != "softmax"],
-        help="(default: auto; auto full chunkwise on a GPU)",
-    )  # fmt: skip
+    forms = [form for form in LONGEST if form != "softmax"]
+    parser.add_argument("--forms", nargs="+", choices=forms, help="(default: auto; auto full chunkwise on a GPU)")
     parser.add_argument("--layers", type=int, default=12, help="(default: 12)")
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
     parser.add_argument("--dtype", help="(default: bfloat16 on a GPU, float32 on a CPU)")
     parser.add_argument("--compile", action="store_true", help="torch.compile every model's layers")
-    parser.add_argument("--rounds", type=int, default=9, help="each case's runs; 3 where they take long (default: 9)")
-    parser.add_argument(
-        "--seconds", type=float, default=20, help="that a length may take before 3 rounds do (default: 20)"
-    )
+    parser.add_argument("--rounds", type=int, default=9, help="runs per case; 3 if they take long (default: 9)")
+    parser.add_argument("--seconds", type=float, default=20, help="limit per length beyond 3 rounds (default: 20)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
     a = parser.parse_args(argv)
     usual = "bfloat16" if a.device == "cuda" else "float32"
@@ -54,9 +48,11 @@ def main(argv: list[str]) -> None:
     size = (a.layers, a.hidden, a.lengths[-1], a.dtype, a.device, a.compile)
 
     cases = [(name, form) for name in a.models for form in (a.forms if name in LINEAR else ["softmax"])]
-    title = f"One pass of an encoder of {a.layers} layers of {a.hidden}{', compiled' if a.compile else ''}, {a.dtype}; peak memory {'with its weights' if a.device == 'cuda' else 'beyond its weights'}:"
+    model = f"{a.layers} layers of {a.hidden}{', compiled' if a.compile else ''}, {a.dtype}"
+    weights = "with its weights" if a.device == "cuda" else "beyond its weights"
+    title = f"One pass of an encoder of {model}; peak memory {weights}:"
     special = {"compiled": a.compile, a.dtype: a.dtype != usual}
-    name = "-".join(["inference", a.device, *(word for word, there in special.items() if there)])
+    name = "-".join(["inference", a.device, *(word for word, present in special.items() if present)])
     facts = measure.machine(a.device)
     rows: list[dict] = []
     for batch in a.batch:
@@ -68,7 +64,7 @@ def main(argv: list[str]) -> None:
             times = measure.interleaved(runs, a.device, a.rounds, a.seconds, failed)
             for case in here:
                 alone = None
-                if a.device == "cuda" and case in times and case[0] not in (BERT, MODERN_BERT):  # some wait for the GPU
+                if a.device == "cuda" and case in times and case[0] not in (BERT, MODERN_BERT):  # some synchronise
                     alone = measure.attempt({}, case, measure.device_time, runs[case], times[case])
                 rows.append({
                     "batch": batch, "length": length, "model": case[0], "form": case[1],
@@ -77,7 +73,7 @@ def main(argv: list[str]) -> None:
                 })  # fmt: skip
             del runs
             measure.write(a.out, name, title, facts, [table(rows)], rows, show=False)
-    measured = cases if a.device == "cuda" or not a.compile else []  # on a CPU the compiler would be measured too
+    measured = cases if a.device == "cuda" or not a.compile else []  # on a CPU, compiling would count
     for case in cli.progress(measured, desc="memory"):
         own = sorted((row for row in rows if (row["model"], row["form"]) == case and row["ms"]), key=tokens)
         if not own:
@@ -88,7 +84,7 @@ def main(argv: list[str]) -> None:
             row["peak_mib"] = peak / 2**20
 
     measure.write(a.out, name, title, facts, [table(rows)], rows)
-    draw(rows, a.out / f"{name}.png")
+    draw(rows, a.out / f"{name}.png", f"Encoders of {model}")
     print(f"picture  {a.out / name}.png")
 
 
@@ -97,10 +93,10 @@ def tokens(row: dict) -> int:
 
 
 def prepare(name, form, batch, length, layers, hidden, longest, dtype, device, compiled):
-    """A function of no arguments that encodes one batch."""
+    """Return a function that encodes one batch."""
     torch.manual_seed(0)
     usual = torch.get_default_dtype()
-    # Weights made in another type would be in memory too, and in its peak.
+    # Weights created in another dtype would count in the peak memory.
     torch.set_default_dtype(getattr(torch, dtype))
     try:
         with torch.device(device):
@@ -119,7 +115,7 @@ def prepare(name, form, batch, length, layers, hidden, longest, dtype, device, c
 
 
 def ratio(other: dict | None, row: dict) -> float | None:
-    """How many times as long another row took: on the device alone, where both were measured there."""
+    """Return another row's time over this row's, on the device alone if both were measured there."""
     for key in ("device_ms", "ms"):
         if other and other[key] and row[key]:
             return other[key] / row[key]
@@ -130,47 +126,38 @@ def table(rows: list[dict]) -> list[list[str]]:
     others = [name for name in ("softmax", BERT) if any(row["model"] == name for row in rows)]
     beside = {(row["batch"], row["length"], row["model"]): row for row in rows}
     on_device = any(row["device_ms"] for row in rows)
-    lines = [["batch", "length", "model", "form", "ms", *(["on the device"] if on_device else []), "µs a token", *(f"{name}'s time is" for name in others), "peak, MiB"]]  # fmt: skip
+    times = ["ms", "on the device"] if on_device else ["ms"]
+    compared = [f"{name}'s time is" for name in others]
+    lines = [["batch", "length", "model", "form", *times, "µs per token", *compared, "peak, MiB"]]
     for row in rows:
         own = row["device_ms"] or row["ms"]
         times = [row["ms"], *([row["device_ms"]] if on_device else [])]
         ratios = [ratio(beside.get((row["batch"], row["length"], name)), row) for name in others]
         lines.append([
             str(row["batch"]), f"{row['length']:,}", row["model"], row["form"],
-            *("-" if ms is None else f"{ms:,.2f}" for ms in times), "-" if own is None else f"{1000 * own / tokens(row):.2f}",
+            *("-" if ms is None else f"{ms:,.2f}" for ms in times),
+            "-" if own is None else f"{1000 * own / tokens(row):.2f}",
             *("-" if ratio is None else f"×{ratio:.2f}" for ratio in ratios),
             "-" if row["peak_mib"] is None else f"{row['peak_mib']:,.0f}",
         ])  # fmt: skip
     return lines
 
 
-def draw(rows: list[dict], picture: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+def draw(rows: list[dict], picture: Path, title: str) -> None:
     batches = list(dict.fromkeys(row["batch"] for row in rows))
-    figure, axes = plt.subplots(len(batches), 2, figsize=(11, 4.2 * len(batches)), layout="constrained", squeeze=False)
+    figure, axes = plots.subplots(rows=len(batches), columns=2, title=title)
     styles = {"auto": "-", "softmax": "-", "full": "-.", "chunkwise": "--", "recurrent": ":"}
     for line, batch in zip(axes, batches):
-        for case in dict.fromkeys((row["model"], row["form"]) for row in rows):
-            own = [row for row in rows if row["batch"] == batch and (row["model"], row["form"]) == case]
-            label = case[0] if case[1] == "softmax" else " ".join(case)
-            for axis, heights in zip(line, ([row[key] for row in own] for key in ("ms", "peak_mib"))):
-                axis.plot(
-                    [row["length"] for row in own], [math.nan if x is None else x for x in heights], styles[case[1]], color=COLORS[case[0]],
-                    marker=".", label=label,
-                )  # fmt: skip
-        for axis, title in zip(line, (f"batch {batch}: one pass, ms", f"batch {batch}: peak memory, MiB")):
-            axis.set(xlabel="length", title=title)
-            axis.set_xscale("log", base=2)
-            axis.set_yscale("log", nonpositive="mask")
-            axis.grid(alpha=0.3)
-            axis.spines[["top", "right"]].set_visible(False)
-    axes[0][1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(picture, dpi=150)
-    plt.close(figure)
+        for model, form in dict.fromkeys((row["model"], row["form"]) for row in rows):
+            own = [row for row in rows if (row["batch"], row["model"], row["form"]) == (batch, model, form)]
+            look = {"color": plots.color(model), "linestyle": styles[form], "marker": "."}
+            for axis, key in zip(line, ("ms", "peak_mib")):
+                heights = [math.nan if row[key] is None else row[key] for row in own]
+                label = model if form == "softmax" else f"{model} {form}"
+                axis.plot([row["length"] for row in own], heights, label=label, **look)
+        plots.label_axes(line[0], f"one pass, batch {batch}", "tokens", "ms", log=True)
+        plots.label_axes(line[1], f"peak memory, batch {batch}", "tokens", "MiB", log=True)
+    plots.save(figure, picture)
 
 
 if __name__ == "__main__":

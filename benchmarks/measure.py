@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved times, peak memory, the machine, and how results are written."""
+"""What the benchmarks share: interleaved times, peak memory, the machine, and writing of results."""
 
 import contextlib
 import datetime
@@ -24,25 +24,25 @@ from src.tables import markdown
 
 
 def attempt(failed: dict[Any, str] | None, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments); where it fails, None, and why under `name` in `failed`. Without `failed` it raises what it raises."""
+    """Return function(*arguments), or None if it fails, with the reason in failed[name]; without `failed`, raise."""
     try:
         return function(*arguments)
     except Exception as error:
         if failed is None:
             raise
         failed[name] = first_line(error)
-        with contextlib.suppress(Exception):  # of CUDA's, if it was its state that failed
-            torch.cuda.empty_cache()  # of a GPU whose memory was too small
+        with contextlib.suppress(Exception):  # CUDA's state may be broken
+            torch.cuda.empty_cache()  # if the GPU's memory was too small
         return None
 
 
 def interleaved(
     cases: dict[Any, Callable[[], Any]], device: str, rounds: int, seconds: float, failed: dict[Any, str] | None = None
 ) -> dict[Any, float]:
-    """The median time of each case in seconds, all of them run in turn, A B … A B …, so that a noisy machine hits all alike.
+    """Return the median time of each case in seconds. They run in turn, A B A B …, so that noise affects all alike.
 
-    Each case runs once to warm up, then in `rounds` rounds, or 3 if the rounds so far took more than `seconds`. A case that
-    fails is left out, see `attempt`.
+    Each case runs once to warm up, then in `rounds` rounds, or 3 if these take more than `seconds`. A case that fails
+    is omitted, see `attempt`.
     """
     times: dict[Any, list[float]] = {name: [] for name in cases}
     running = [name for name, run in cases.items() if attempt(failed, name, _one, run, device) is not None]
@@ -60,11 +60,10 @@ def interleaved(
 
 
 def device_time(run: Callable[[], Any], about: float, rounds: int = 5) -> float | None:
-    """Seconds that the GPU alone takes for what `run` starts, without the gaps in which it waits for the program; the median.
+    """Return the median seconds of the GPU's work in `run`, without the gaps in which it waits for the program.
 
-    By replays of a CUDA graph of so many runs, each of `about` so many seconds, that what starting a graph takes counts for
-    nothing. None where `run` cannot be captured as one, and from then on: what a capture that broke leaves behind can
-    break the next.
+    Replays a CUDA graph of so many runs, each of `about` so many seconds, that launching the graph is negligible.
+    Returns None if `run` cannot be captured as a graph, and ever after: a failed capture can break the next.
     """
     global _can_capture
     if not _can_capture:
@@ -81,7 +80,7 @@ def device_time(run: Callable[[], Any], about: float, rounds: int = 5) -> float 
             for _ in range(runs):
                 run()
     except Exception as error:
-        torch.cuda.set_stream(before)  # which a capture that broke does not
+        torch.cuda.set_stream(before)  # a failed capture does not restore it
         _can_capture = False
         print(f"no more times on the device alone: {first_line(error)}", file=sys.stderr)
         return None
@@ -109,11 +108,10 @@ def _one(run: Callable[[], Any], device: str) -> float:
 def peak_memory(
     make: Callable[..., Callable[[], Any]], warm_up: tuple, arguments: list[tuple], device: str
 ) -> list[int]:
-    """The most bytes in use while `make(*a)()` runs, inputs included, for each `a`, from the smallest to the largest.
+    """Return the peak memory of `make(*a)()` in bytes, with its inputs, for each `a`, from the smallest to the largest.
 
-    On a GPU by its allocator, where all has run before. On a CPU by the operating system, in a process of its own, since only
-    a process's highest mark can be read; there `make(*warm_up)()` runs first, so that what libraries keep for themselves
-    does not count.
+    On a GPU the allocator reports it. On a CPU the operating system reports the peak of a process, so a new one is
+    started; there `make(*warm_up)()` runs first, so that buffers of libraries do not count.
     """
     if device == "cpu":
         with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -123,16 +121,14 @@ def peak_memory(
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         run = make(*a)
-        torch.cuda.reset_peak_memory_stats()  # what making a model takes is none of its runs'
+        torch.cuda.reset_peak_memory_stats()  # building a model does not count
         run()
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del run
     return peaks
 
 
-def _peaks_on_cpu(
-    make: Callable[..., Callable[[], Any]], warm_up: tuple, arguments: list[tuple], threads: int
-) -> list[int]:
+def _peaks_on_cpu(make: Callable, warm_up: tuple, arguments: list[tuple], threads: int) -> list[int]:
     torch.set_num_threads(threads)
     make(*warm_up)()
     before = _highest_mark()
@@ -144,8 +140,8 @@ def _peaks_on_cpu(
 
 
 def _highest_mark() -> int:
-    """The most bytes that this process has had in memory."""
-    try:  # what getrusage says on Linux includes the process that started this one
+    """Return the peak memory of this process in bytes."""
+    try:  # getrusage on Linux includes the process that started this one
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.split("VmHWM:")[1].split()[0])
     except (OSError, IndexError):
@@ -153,22 +149,22 @@ def _highest_mark() -> int:
 
 
 class Rates(NamedTuple):
-    """What a device was seen to do: bytes moved a second, and operations of a matrix product a second."""
+    """Measured speed of a device: bytes copied per second, and operations of a matrix product per second."""
 
     bytes: float
     operations: float
 
     def floor(self, bytes: float, operations: float) -> float:
-        """Seconds below which this much cannot be done."""
+        """Return the least seconds that this takes."""
         return max(bytes / self.bytes, operations / self.operations)
 
 
 def rates(device: str, dtype: torch.dtype) -> Rates:
-    """Measure a large copy and a large matrix product: of matrices, or as a linear layer of the encoder, whichever is faster."""
+    """Measure a large copy and a large matrix product: of matrices or as a linear layer of the encoder, if faster."""
     size, side = (2**30, 8192) if device == "cuda" else (2**26, 1024)
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    matrix = torch.randn(side, side, device=device).to(dtype)  # equal numbers would take less power, so be faster
+    matrix = torch.randn(side, side, device=device).to(dtype)  # equal numbers would use less power and be faster
     product = torch.empty_like(matrix)
     tokens = torch.randn(4 * side, side, device=device).to(dtype)
     layer = torch.nn.Linear(side, side, bias=False, device=device, dtype=dtype).requires_grad_(False)
@@ -182,14 +178,14 @@ def rates(device: str, dtype: torch.dtype) -> Rates:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What a number needs beside it: processor or card, threads, versions and the day."""
-    on_card = {"CUDA": torch.version.cuda, "triton": _version("triton")} if device == "cuda" else {}
+    """Describe the machine: processor or GPU, threads, versions and the date."""
+    of_gpu = {"CUDA": torch.version.cuda, "triton": _version("triton")} if device == "cuda" else {}
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **on_card,
+        **of_gpu,
         "transformers": transformers.__version__,
         "date": datetime.date.today().isoformat(),
     }
@@ -211,19 +207,16 @@ def processor() -> str:
 
 
 def write(
-    out: Path, name: str, title: str, facts: dict[str, Any], tables: list[list[list[str]]], rows: list[dict[str, Any]],
-    show: bool = True,
-) -> None:  # fmt: skip
-    """Write name.md, with the tables one below the other, and name.json below `out`, and show the tables.
-
-    What failed, rows with an "error", is listed below them.
-    """
+    out: Path, name: str, title: str, facts: dict, tables: list[list[list[str]]], rows: list[dict], show: bool = True
+) -> None:
+    """Write the tables to name.md and the rows to name.json in `out`, and print the tables and the failed rows."""
     out.mkdir(parents=True, exist_ok=True)
     caption = f"{title} {', '.join(f'{key} {value}' for key, value in facts.items())}."
-    failed = [
-        f"failed: {' '.join(str(value) for key, value in row.items() if key != 'error' and isinstance(value, (str, int)))}: {row['error']}"
-        for row in rows if row.get("error")
-    ]  # fmt: skip
+    failed = []
+    for row in rows:
+        if row.get("error"):
+            case = " ".join(str(x) for key, x in row.items() if key != "error" and isinstance(x, str | int))
+            failed.append(f"failed: {case}: {row['error']}")
     text = "\n\n".join([caption, *map(markdown, tables), *failed])
     (out / f"{name}.md").write_text(f"{text}\n", encoding="utf-8")
     (out / f"{name}.json").write_text(json.dumps({"title": title, "machine": facts, "rows": rows}, indent=1) + "\n")

@@ -1,23 +1,23 @@
-"""Time and memory of the operator against the length, beside softmax attention:
+"""Time and memory of the operator by length, compared with softmax attention:
 
     python benchmarks/operator.py [--device cuda] [--lengths 128 1024 8192] [--dtype bfloat16]
 
 Every form of every variant and `scaled_dot_product_attention` on one random input, forward and forward with backward,
 interleaved, medians. Writes a table, its numbers and a picture.
 
-On a GPU the forms are the kernels; pytorch-full and pytorch-chunkwise are PyTorch's; softmax is FlashAttention (in float32,
-which that has not, PyTorch's memory-efficient one), softmax-cudnn cuDNN's; and fla is flash-linear-attention's chunk_simple_gla
-run in both directions, if that package is installed. Two times are measured there: with the program that starts the kernels,
-and on the device alone, by replay of a CUDA graph.
+On a GPU, full and chunkwise are the kernels, pytorch-full and pytorch-chunkwise the forms in PyTorch, softmax is
+FlashAttention (PyTorch's memory-efficient attention in float32), softmax-cudnn cuDNN's, and fla is chunk_simple_gla of
+flash-linear-attention in both directions, if that package is installed. Two times are measured there: with the program
+that launches the kernels, and on the device alone, by replay of a CUDA graph.
 
-Beside each time stands the floor under it: its bytes and operations at the rates of a copy and of a matrix product, measured in
-the same run. q, k, v and the gradient lie as the model has them, (B, L, H, D) in memory; log decays are given, in float32.
+The floor of each time is its bytes and operations at the rates of a copy and of a matrix product, measured in the same
+run. q, k, v and the gradient are (B, L, H, D) in memory, as in the model; log decays are given, in float32.
 """
 
 import os
 import sys
 
-# Found first in this folder, this file would take the place of Python's own module `operator`.
+# If this folder came first, this file would replace Python's own module `operator`.
 sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
@@ -31,8 +31,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import measure
-from benchmarks.models import COLORS
-from src import cli
+from src import cli, plots
 from src.errors import first_line
 from src.lion import linear_attention
 from src.lion.cpu import keep_freed_memory
@@ -43,12 +42,12 @@ FORMS = {
     "cuda": ["full", "chunkwise", "pytorch-full", "pytorch-chunkwise", "softmax-cudnn", "fla"],
 }
 LENGTHS = [128, 256, 512, 1024, 2048, 4096, 8192, 16384]
-# Where a form stops being what anyone would use: L×L matrices that fill the memory, a loop over tokens that takes minutes.
+# Beyond these lengths a form is of no use: L×L matrices that fill the memory, a loop over tokens that takes minutes.
 LONGEST = {
     "cpu": {"full": 4096, "recurrent": 2048, "chunkwise": 2**20, "softmax": 32768},
     "cuda": {
-        "full": 65536, "chunkwise": 2**20, "pytorch-full": 4096, "pytorch-chunkwise": 2**20, "fla": 2**20, "recurrent": 2048,
-        "softmax": 65536, "softmax-cudnn": 65536,
+        "full": 65536, "chunkwise": 2**20, "recurrent": 2048, "softmax": 65536, "softmax-cudnn": 65536,
+        "pytorch-full": 4096, "pytorch-chunkwise": 2**20, "fla": 2**20,
     },
 }  # fmt: skip
 SOFTMAX = ("softmax", "softmax")
@@ -60,17 +59,17 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", help="(default: 128 to 16,384; to 65,536 on a GPU)")
     parser.add_argument("--batch", type=int, default=1, help="(default: 1)")
     parser.add_argument(
-        "--tokens", type=int, help="of all texts, in place of --batch: so many texts that all lengths fill a card"
+        "--tokens", type=int, help="tokens of all texts, instead of --batch, so that all lengths fill a GPU"
     )
     parser.add_argument("--heads", type=int, default=12, help="(default: 12)")
     parser.add_argument("--head_dim", type=int, default=64, help="(default: 64)")
-    parser.add_argument("--chunk_size", type=int, default=128, help="of the chunkwise form (default: 128)")
+    parser.add_argument(
+        "--chunk_size", type=int, default=128, help="tokens per chunk of the chunkwise form (default: 128)"
+    )
     parser.add_argument("--dtype", help="(default: bfloat16 on a GPU, float32 on a CPU)")
     parser.add_argument("--forms", nargs="+", choices=[form for form in LONGEST["cuda"] if form != "softmax"])
-    parser.add_argument("--rounds", type=int, default=9, help="each case's runs; 3 where they take long (default: 9)")
-    parser.add_argument(
-        "--seconds", type=float, default=20, help="that a length may take before 3 rounds do (default: 20)"
-    )
+    parser.add_argument("--rounds", type=int, default=9, help="runs per case; 3 if they take long (default: 9)")
+    parser.add_argument("--seconds", type=float, default=20, help="limit per length beyond 3 rounds (default: 20)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
     a = parser.parse_args(argv)
     usual = "bfloat16" if a.device == "cuda" else "float32"
@@ -79,7 +78,7 @@ def main(argv: list[str]) -> None:
     a.forms = a.forms or [form for form in FORMS[a.device] if form != "fla" or imports("fla.ops.simple_gla")]
     longest = {**LONGEST["cuda"], **LONGEST[a.device]}
     if a.device == "cpu":
-        keep_freed_memory()  # as main.py does
+        keep_freed_memory()  # as in training
     rates = measure.rates(a.device, getattr(torch, a.dtype))
     facts = measure.machine(a.device)
     facts |= {"copied": f"{rates.bytes / 1e9:,.0f} GB/s", "multiplied": f"{rates.operations / 1e12:,.1f} TFLOP/s"}
@@ -103,7 +102,7 @@ def main(argv: list[str]) -> None:
     if a.device == "cpu":
         fill_peaks(rows, a)
     measure.write(a.out, name, title, facts, [at_a_glance(rows), table(rows)], rows)
-    draw(rows, a.out / f"{name}.png")
+    draw(rows, a.out / f"{name}.png", f"Operator, {a.heads} heads of {a.head_dim}, {texts}, {a.dtype}")
     print(f"picture  {a.out / name}.png")
 
 
@@ -113,7 +112,7 @@ def imports(module: str) -> bool:
     except ModuleNotFoundError:
         return False
     except Exception as error:
-        print(f"{module} is left out: {first_line(error)}", file=sys.stderr)
+        print(f"{module} is omitted: {first_line(error)}", file=sys.stderr)
         return False
     return True
 
@@ -121,7 +120,7 @@ def imports(module: str) -> bool:
 def timed(
     cases: list[tuple[str, str]], length: int, shape: tuple, rates: measure.Rates, a: argparse.Namespace
 ) -> list[dict]:
-    """A row of times for each case at one length."""
+    """Return a row of times for each case at one length."""
     failed: dict[tuple[str, str], str] = {}
     times, alone = {}, {}
     for kind, backward in (("forward", False), ("both", True)):
@@ -157,7 +156,7 @@ def timed(
 
 
 def fill_peaks(rows: list[dict], a: argparse.Namespace) -> None:
-    """The peak memory of each row that was timed."""
+    """Measure the peak memory of each row that has times."""
     fixed = (a.heads, a.head_dim, a.dtype, a.chunk_size, a.device)
     rows = [row for row in rows if row["both_ms"]]
     for case in dict.fromkeys((row["form"], row["variant"]) for row in rows):
@@ -174,13 +173,19 @@ def fill_peaks(rows: list[dict], a: argparse.Namespace) -> None:
 
 
 def at_a_glance(rows: list[dict]) -> list[list[str]]:
-    """A line a length: forward and backward together of the forms that matter there, and the memory of two of them."""
+    """Return one line per length: forward and backward time of the forms in use, and the memory of two of them."""
     numbers = {(row["length"], row["form"], row["variant"]): row for row in rows}
     times = {
-        "softmax": SOFTMAX, "cuDNN": ("softmax-cudnn", "softmax"), "full, S": ("full", "lion-s"), "chunkwise, LIT": ("chunkwise", "lion-lit"),
-        "D": ("chunkwise", "lion-d"), "S": ("chunkwise", "lion-s"), "full, S, PyTorch": ("pytorch-full", "lion-s"),
-        "chunkwise, S, PyTorch": ("pytorch-chunkwise", "lion-s"), "fla, S": ("fla", "lion-s"),
-    }  # fmt: skip
+        "softmax": SOFTMAX,
+        "cuDNN": ("softmax-cudnn", "softmax"),
+        "full, S": ("full", "lion-s"),
+        "chunkwise, LIT": ("chunkwise", "lion-lit"),
+        "D": ("chunkwise", "lion-d"),
+        "S": ("chunkwise", "lion-s"),
+        "full, S, PyTorch": ("pytorch-full", "lion-s"),
+        "chunkwise, S, PyTorch": ("pytorch-chunkwise", "lion-s"),
+        "fla, S": ("fla", "lion-s"),
+    }
     present = {(row["form"], row["variant"]) for row in rows}
     times = {
         title: case for title, case in times.items() if case in present or case[0] in ("softmax", "full", "chunkwise")
@@ -190,21 +195,20 @@ def at_a_glance(rows: list[dict]) -> list[list[str]]:
     for length in dict.fromkeys(row["length"] for row in rows):
         here = {case: numbers.get((length, *case)) for case in times.values()}
         ratio = (here[times["S"]] or {}).get("softmax_over_this")
-        lines.append([
-            f"{length:,}", *(shown(row and best(row), "ms") for row in here.values()),
-            "-" if ratio is None else f"×{ratio:.1f}",
-            *(f"{here[case]['peak_mib']:.0f} MiB" if here[case] and here[case]["peak_mib"] is not None else "-" for case in peaks.values()),
-        ])  # fmt: skip
+        milliseconds = [shown(row and best(row), "ms") for row in here.values()]
+        memory = [here[case] and here[case]["peak_mib"] for case in peaks.values()]
+        memory = ["-" if mib is None else f"{mib:.0f} MiB" for mib in memory]
+        lines.append([f"{length:,}", *milliseconds, "-" if ratio is None else f"×{ratio:.1f}", *memory])
     return lines
 
 
 def best(row: dict) -> float | None:
-    """Milliseconds forward and backward: of the device alone, where they were measured."""
+    """Return the milliseconds of forward and backward, on the device alone if measured there."""
     return row["both_device_ms"] or row["both_ms"]
 
 
 def shown(number: float | None, unit: str = "") -> str:
-    """To three digits."""
+    """Format a number to three digits."""
     if number is None:
         return "-"
     digits = max(0, 2 - math.floor(math.log10(number))) if number > 0 else 0
@@ -212,28 +216,28 @@ def shown(number: float | None, unit: str = "") -> str:
 
 
 def table(rows: list[dict]) -> list[list[str]]:
-    """A line a case. Bandwidth and products: what was reached, forward and backward, of a copy's and a large product's rate."""
+    """Return one line per case. Bandwidth and products: fraction of a copy's and of a large product's rate reached."""
     on_device = any(row["both_device_ms"] for row in rows)
-    lines = [[
-        "length", "batch", "form", "variant", "forward, ms", *(["on the device"] if on_device else []), "floor",
-        "with backward, ms", *(["on the device"] if on_device else []), "floor", "bandwidth", "products", "µs a token",
-        "softmax's time is", "peak, MiB",
-    ]]  # fmt: skip
+    measured = ("ms", "device_ms", "floor_ms") if on_device else ("ms", "floor_ms")
+    titles = [" on the device" if key == "device_ms" else " floor" if key == "floor_ms" else ", ms" for key in measured]
+    columns = [f"{kind}{title}" for kind in ("forward", "with backward") for title in titles]
+    columns = ["length", "batch", "form", "variant", *columns, "bandwidth", "products"]
+    lines = [[*columns, "µs per token", "softmax's time is", "peak, MiB"]]
     for row in rows:
         ratio, tokens = row["softmax_over_this"], row["length"] * row["batch"]
         lines.append([
             f"{row['length']:,}", str(row["batch"]), row["form"], row["variant"],
-            shown(row["forward_ms"]), *([shown(row["forward_device_ms"])] if on_device else []), shown(row["forward_floor_ms"]),
-            shown(row["both_ms"]), *([shown(row["both_device_ms"])] if on_device else []), shown(row["both_floor_ms"]),
+            *(shown(row[f"{kind}_{key}"]) for kind in ("forward", "both") for key in measured),
             *("-" if row[key] is None else f"{row[key]:.0%}" for key in ("both_bandwidth", "both_products")),
-            "-" if row["both_ms"] is None else shown(1000 * best(row) / tokens), "-" if ratio is None else f"×{ratio:.2f}",
+            "-" if row["both_ms"] is None else shown(1000 * best(row) / tokens),
+            "-" if ratio is None else f"×{ratio:.2f}",
             "-" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}",
         ])  # fmt: skip
     return lines
 
 
 def prepare(form, variant, length, backward, batch, heads, head_dim, dtype, chunk_size, device):
-    """A function of no arguments that runs one case once."""
+    """Return a function that runs one case once."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw_one(*shape: int) -> torch.Tensor:
@@ -256,9 +260,9 @@ def prepare(form, variant, length, backward, batch, heads, head_dim, dtype, chun
             y = both_directions(q, k, v, per_token)
         elif form.startswith("pytorch-"):
             module = importlib.import_module("src.lion.linear_attention")
-            fused, module._FUSED = module._FUSED, False
+            use_triton, module.USE_TRITON = module.USE_TRITON, False
             y = linear_attention(q, k, v, log_decay, form=form.removeprefix("pytorch-"), chunk_size=chunk_size)
-            module._FUSED = fused
+            module.USE_TRITON = use_triton
         else:
             y = linear_attention(q, k, v, log_decay, form=form, chunk_size=chunk_size)
         if backward:
@@ -268,7 +272,7 @@ def prepare(form, variant, length, backward, batch, heads, head_dim, dtype, chun
 
 
 def softmax_by(form: str, dtype: torch.dtype, device: str) -> contextlib.AbstractContextManager:
-    """On a GPU one implementation of softmax attention, so that no other stands in for it unseen."""
+    """Select one implementation of softmax attention on a GPU, so that no other replaces it silently."""
     if device == "cpu":
         return contextlib.nullcontext()
     if form == "softmax-cudnn":
@@ -278,14 +282,14 @@ def softmax_by(form: str, dtype: torch.dtype, device: str) -> contextlib.Abstrac
 
 
 def both_directions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
-    """LION by flash-linear-attention's causal operator, once from either end; both count the diagonal."""
+    """Compute LION by flash-linear-attention's causal operator from both ends; each includes the diagonal."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     operands = [x.transpose(1, 2) for x in (q, k, v, log_decay)]  # (B, L, H, ·)
     outputs = []
     for backwards in (False, True):
         *qkv, g = (x.flip(1) for x in operands) if backwards else operands
-        g = F.pad(g[:, :-1], (0, 0, 1, 0))  # there a decay acts before its token, here after it
+        g = F.pad(g[:, :-1], (0, 0, 1, 0))  # its decays act before their token, ours after it
         y, _ = chunk_simple_gla(*qkv, g=g)
         outputs.append(y.flip(1) if backwards else y)
     diagonal = (q * k).sum(-1, keepdim=True) * q.shape[-1] ** -0.5 * v
@@ -293,11 +297,11 @@ def both_directions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay
 
 
 def least(form, variant, length, backward, batch, heads, head_dim, dtype, chunk_size, device) -> tuple[float, float]:
-    """The bytes and the operations of matrix products that a case cannot do without, forward or with backward.
+    """Return the least bytes and matrix-product operations of a case, forward or with backward.
 
-    Operands are read and results written once: q, k, v, y, and backwards q, k, v, dy, dq, dk, dv. Of the products, 2 of the
-    L×L or C×C kind and 5 more backwards; of those with D×E states, an update and an output in each direction and 10 more
-    backwards, or half of these where nothing decays and one state serves both.
+    Operands are read and results written once: q, k, v, y, and in the backward pass q, k, v, dy, dq, dk, dv. There are
+    2 products with L×L or C×C matrices and 5 more in the backward pass; with D×E states an update and an output in each
+    direction and 10 more in the backward pass, or half of these without decay, as one state serves both directions.
     """
     tokens, size = batch * heads * length, getattr(torch, dtype).itemsize
     moved = (11 if backward else 4) * tokens * head_dim * size
@@ -312,41 +316,23 @@ def least(form, variant, length, backward, batch, heads, head_dim, dtype, chunk_
     return moved, 2 * tokens * (inside * columns * head_dim + states * head_dim**2)
 
 
-def draw(rows: list[dict], picture: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+def draw(rows: list[dict], picture: Path, title: str) -> None:
+    figure, axes = plots.subplots(columns=2, title=title)
     styles = {"full": "-", "chunkwise": "--", "recurrent": ":", "softmax": "-", "softmax-cudnn": "--", "fla": "-."}
-    for case in dict.fromkeys((row["form"], row["variant"]) for row in rows):
-        own = [row for row in rows if (row["form"], row["variant"]) == case]
+    for form, variant in dict.fromkeys((row["form"], row["variant"]) for row in rows):
+        own = [row for row in rows if (row["form"], row["variant"]) == (form, variant)]
         lengths = [row["length"] for row in own]
-        values = (
-            [best(row) or math.nan for row in own],
-            [math.nan if row["peak_mib"] is None else row["peak_mib"] for row in own],
-        )
-        label = case[0] if case[0] == case[1] else " ".join(case)
-        for axis, heights in zip(axes, values):
+        times = [best(row) or math.nan for row in own]
+        peaks = [math.nan if row["peak_mib"] is None else row["peak_mib"] for row in own]
+        pytorch = form.startswith("pytorch-")
+        for axis, heights in zip(axes[0], (times, peaks)):
             axis.plot(
-                lengths,
-                heights,
-                styles[case[0].removeprefix("pytorch-")],
-                color=COLORS[case[1]],
-                marker=".",
-                alpha=0.4 if case[0].startswith("pytorch-") else 1,
-                label=label,
-            )
-    for axis, title in zip(axes, ("forward and backward, ms", "peak memory, MiB")):
-        axis.set(xlabel="length", title=title)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log", nonpositive="mask")
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(picture, dpi=150)
-    plt.close(figure)
+                lengths, heights, styles[form.removeprefix("pytorch-")], color=plots.color(variant), marker=".",
+                alpha=0.4 if pytorch else 1, label=form if form == variant else f"{form} {variant}",
+            )  # fmt: skip
+    plots.label_axes(axes[0, 0], "forward and backward", "tokens", "ms", log=True)
+    plots.label_axes(axes[0, 1], "peak memory", "tokens", "MiB", log=True)
+    plots.save(figure, picture)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""One optimizer step of each mixer, beside Hugging Face's BERT and ModernBERT:  python benchmarks/train_step.py [--device cuda]
+"""Time of a training step of each mixer, Hugging Face's BERT and ModernBERT:
 
-Masked language modelling at the base size on random tokens without padding; the models take their steps in turn, medians and
-ratios. All have the same layers and about as many weights. Writes a table, its numbers and a picture.
+    python benchmarks/train_step.py [--device cuda]
+
+Masked language modelling at base size on random tokens without padding. The models take steps in turn; medians and
+ratios. All have the same number of layers and about as many weights. Writes a table, its numbers and a picture.
 """
 
 import os
@@ -16,8 +18,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure
-from benchmarks.models import BERT, COLORS, MODELS, MODERN_BERT, VOCABULARY, build, compile_layers
-from src import cli
+from benchmarks.models import BERT, MODELS, MODERN_BERT, VOCABULARY, build, compile_layers
+from src import cli, plots
 from src.lion.cpu import keep_freed_memory
 
 
@@ -25,16 +27,18 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS, help="(default: all)")
-    parser.add_argument("--batch", type=int, help="texts a step (default: 8 on a CPU, 128 on a GPU)")
-    parser.add_argument("--length", type=int, default=128, help="tokens a text (default: 128)")
+    parser.add_argument("--batch", type=int, help="texts per step (default: 8 on a CPU, 128 on a GPU)")
+    parser.add_argument("--length", type=int, default=128, help="tokens per text (default: 128)")
     parser.add_argument("--layers", type=int, default=12, help="(default: 12)")
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
-    parser.add_argument("--masked", type=float, default=0.3, help="share of masked tokens (default: 0.3)")
-    parser.add_argument("--dropout", type=float, default=0.1, help="also on the attention matrix (default: 0.1)")
+    parser.add_argument("--masked", type=float, default=0.3, help="masking rate (default: 0.3)")
+    parser.add_argument(
+        "--dropout", type=float, default=0.1, help="everywhere, also on the attention matrix (default: 0.1)"
+    )
     parser.add_argument("--precision", choices=("fp32", "amp_bf16"), help="(default: amp_bf16 on a GPU, fp32 on a CPU)")
-    parser.add_argument("--form", default="auto", help="of the operator (default: auto)")
+    parser.add_argument("--form", default="auto", help="form of the operator (default: auto)")
     parser.add_argument("--compile", action="store_true", help="torch.compile every model's layers")
-    parser.add_argument("--rounds", type=int, default=9, help="steps of each model (default: 9)")
+    parser.add_argument("--rounds", type=int, default=9, help="steps per model (default: 9)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
     a = parser.parse_args(argv)
     a.batch = a.batch or (8 if a.device == "cpu" else 128)
@@ -42,7 +46,7 @@ def main(argv: list[str]) -> None:
     a.precision = a.precision or usual
 
     if a.device == "cpu":
-        keep_freed_memory()  # as main.py does
+        keep_freed_memory()  # as in training
     failed: dict[str, str] = {}
     steps = {name: measure.attempt(failed, name, prepare, name, a) for name in cli.progress(a.models, desc="models")}
     steps = {name: step for name, step in steps.items() if step}
@@ -52,26 +56,32 @@ def main(argv: list[str]) -> None:
     rows = [{"model": name, "ms": 1000 * seconds, "floor_ms": 1000 * floor} for name, seconds in times.items()]
     rows += [{"model": name, "error": error} for name, error in failed.items()]
     compared = [name for name in (BERT, MODERN_BERT, "softmax") if name in times]
-    lines = [["model", "a step, ms", "tokens a second", "share of the floor", *(f"against {name.replace('softmax', 'our softmax')}" for name in compared)]]  # fmt: skip
+    ratios = [f"relative to {name.replace('softmax', 'our softmax')}" for name in compared]
+    lines = [["model", "step, ms", "tokens per second", "floor / time", *ratios]]
     for name, seconds in times.items():
-        lines.append([
-            name, f"{1000 * seconds:,.1f}", f"{a.batch * a.length / seconds:,.0f}", f"{floor / seconds:.0%}",
-            *(f"×{seconds / times[other]:.2f}" for other in compared),
-        ])  # fmt: skip
+        ratios = [f"×{seconds / times[other]:.2f}" for other in compared]
+        rate = f"{a.batch * a.length / seconds:,.0f}"
+        lines.append([name, f"{1000 * seconds:,.1f}", rate, f"{floor / seconds:.0%}", *ratios])
     title = (
-        f"A training step (forward, backward, AdamW) of {a.layers} layers of {a.hidden}{', compiled' if a.compile else ''}, "
-        f"{a.batch} texts of {a.length} tokens, {a.masked:.0%} masked, dropout {a.dropout}, {a.precision}; the floor, "
-        f"{1000 * floor:,.1f} ms, is the matrix products at the rate of a large one, and the weights and moments read and written:"
+        f"A training step (forward, backward, AdamW) of {a.layers} layers of {a.hidden}"
+        f"{', compiled' if a.compile else ''}, {a.batch} texts of {a.length} tokens, {a.masked:.0%} masked, "
+        f"dropout {a.dropout}, {a.precision}; the floor, {1000 * floor:,.1f} ms, is the matrix products at the rate of "
+        "a large one, and the weights and moments read and written:"
     )
     special = {"compiled": a.compile, str(a.length): a.length != 128, a.precision: a.precision != usual}
-    name = "-".join(["train-step", a.device, *(word for word, there in special.items() if there)])
+    name = "-".join(["train-step", a.device, *(word for word, present in special.items() if present)])
     measure.write(a.out, name, title, measure.machine(a.device), [lines], rows)
-    draw(times, floor, a.out / f"{name}.png")
+    draw(
+        times,
+        floor,
+        a.out / f"{name}.png",
+        f"{a.layers} layers of {a.hidden}, {a.batch} × {a.length} tokens, {a.precision}",
+    )
     print(f"picture  {a.out / name}.png")
 
 
 def prepare(name: str, a: argparse.Namespace):
-    """A function of no arguments that takes one step with the model `name`."""
+    """Return a function that takes one step of the model `name`."""
     torch.manual_seed(0)
     with torch.device(a.device):
         model = build(name, a.layers, a.hidden, a.length, dropout=a.dropout, form=a.form, masked_lm=True).train()
@@ -93,10 +103,11 @@ def prepare(name: str, a: argparse.Namespace):
 
 
 def least_seconds(a: argparse.Namespace) -> float:
-    """What a step of BERT's sizes cannot do without, at the rates this device is seen to reach.
+    """Return the least time of a step of BERT's sizes at the measured rates of this device.
 
-    6 operations a weight and token, the vocabulary at masked tokens only, and 12·L·hidden a layer and token for softmax(QKᵀ)V;
-    then the optimizer, which nothing overlaps: weight, gradient and two moments read, three of them written.
+    6 operations per weight and token, with the vocabulary at masked tokens only, and 12·L·hidden per layer and token
+    for softmax(QKᵀ)V; then the optimizer, which overlaps with nothing: weight, gradient and two moments read, three
+    written.
     """
     rates = measure.rates(a.device, torch.bfloat16 if a.precision == "amp_bf16" else torch.float32)
     tokens = a.batch * a.length
@@ -106,24 +117,15 @@ def least_seconds(a: argparse.Namespace) -> float:
     return operations / rates.operations + 28 * (layers + head) / rates.bytes
 
 
-def draw(times: dict[str, float], floor: float, picture: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(8, 0.5 * len(times) + 1), layout="constrained")
-    bars = axis.barh(
-        list(times), [1000 * seconds for seconds in times.values()], color=[COLORS[name] for name in times]
-    )
+def draw(times: dict[str, float], floor: float, picture: Path, title: str) -> None:
+    figure, axes = plots.subplots(title=title, width=8, height=0.5 * len(times) + 1.5)
+    axis = axes[0, 0]
+    bars = axis.barh(list(times), [1000 * seconds for seconds in times.values()], color=plots.colors(times))
     axis.bar_label(bars, fmt="{:,.0f}", padding=3)
     axis.axvline(1000 * floor, color="gray", linestyle=":", label="floor")
     axis.invert_yaxis()
-    axis.set_xlabel("a training step, ms")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(picture, dpi=150)
-    plt.close(figure)
+    plots.label_axes(axis, "", "training step, ms", "")
+    plots.save(figure, picture)
 
 
 if __name__ == "__main__":

@@ -116,8 +116,8 @@ def test_the_kernels_compile_and_keep_their_numbers_in_registers(form, card, whi
     pytest.importorskip("triton", reason="triton is not installed")
     from benchmarks import kernels
 
-    starts = kernels.starts(form, "token", torch.bfloat16, 64, 64)
-    distinct = {(start.kernel.__name__, start.options.get("SIGN")): start for start in starts}
+    launches = kernels.launches(form, "token", torch.bfloat16, 64, 64)
+    distinct = {(start.kernel.__name__, start.options.get("SIGN")): start for start in launches}
     # sums, the output and three gradients; and states of keys and of queries, and their scan
     assert len(distinct) == (8 if form == "chunkwise" else 5)
     for (name, _), start in distinct.items():
@@ -132,5 +132,7 @@ def test_kernels_are_compiled_once_for_texts_of_all_lengths():
     from benchmarks import kernels
 
     for form in kernels.FORMS:
-        starts = [kernels.starts(form, "token", torch.bfloat16, 64, 64, length) for length in (240, 245, 256)]
-        assert all(len({repr(kernels.specialized(start)) for start in same}) == 1 for same in zip(*starts, strict=True))
+        launches = [kernels.launches(form, "token", torch.bfloat16, 64, 64, length) for length in (240, 245, 256)]
+        assert all(
+            len({repr(kernels.specialized(start)) for start in same}) == 1 for same in zip(*launches, strict=True)
+        )
