@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import resource
 import runpy
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -14,12 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def start(script: str, *arguments: object, output: Path, file_size: int | None = None) -> BaseProcess:
+def start(script: str, *arguments: object, output: Path, file_size: int | None = None, **changes: str) -> BaseProcess:
     """Start a script of the repository, as `python script arguments` does, as the leader of a process group.
 
     Args:
         output: a new file for stdout and stderr.
         file_size: the most bytes that the process can write to a file, as on a full disk.
+        changes: environment variables.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["warm_imports"])
@@ -29,19 +31,48 @@ def start(script: str, *arguments: object, output: Path, file_size: int | None =
         multiprocessing.forkserver.ensure_running()
     finally:
         os.environ.pop("PYTHONPATH") if path is None else os.environ.update(PYTHONPATH=path)
-    process = context.Process(target=execute, args=(script, [str(value) for value in arguments], output, file_size))
+    process = context.Process(
+        target=execute, args=(script, [str(value) for value in arguments], output, file_size, changes)
+    )
     process.start()
     return process
 
 
-def run(script: str, *arguments: object, output: Path, **options: int) -> tuple[int, str]:
+def run(script: str, *arguments: object, output: Path, **options: object) -> tuple[int, str]:
     """Run a script to its end; return its exit status and output."""
-    process = start(script, *arguments, output=output, **options)
+    return join(start(script, *arguments, output=output, **options)), output.read_text()
+
+
+def run_ranks(count: int, script: str, *arguments: object, output: Path) -> tuple[list[int], str]:
+    """Run a script on several ranks, as Composer's launcher does; return their exit statuses and the output of rank 0."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    world = {
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "NODE_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    outputs = [output, *(output.with_name(f"{output.name}-{rank}") for rank in range(1, count))]
+    ranks = [
+        start(
+            script,
+            *arguments,
+            output=file,
+            **{key: str(value) for key, value in (world | {"RANK": rank, "LOCAL_RANK": rank}).items()},
+        )
+        for rank, file in enumerate(outputs)
+    ]
+    return [join(process) for process in ranks], output.read_text()
+
+
+def join(process: BaseProcess) -> int:
+    """Wait for a process; return its exit status."""
     process.join(300)
-    if process.is_alive():
-        process.kill()
-        raise TimeoutError(output.read_text())
-    return process.exitcode, output.read_text()
+    process.kill()
+    process.join()
+    return process.exitcode
 
 
 def wait_for(condition: Callable[[], object], process: BaseProcess, seconds: float = 300) -> None:
@@ -53,7 +84,7 @@ def wait_for(condition: Callable[[], object], process: BaseProcess, seconds: flo
         time.sleep(0.002)
 
 
-def execute(script: str, arguments: list[str], output: Path, file_size: int | None) -> None:
+def execute(script: str, arguments: list[str], output: Path, file_size: int | None, changes: dict[str, str]) -> None:
     """Be the command."""
     os.setsid()
     log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -61,6 +92,7 @@ def execute(script: str, arguments: list[str], output: Path, file_size: int | No
         os.dup2(log, descriptor)
     if file_size is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
+    os.environ.update(changes)
     sys.argv = [script, *arguments]
     try:
         runpy.run_path(str(ROOT / script), run_name="__main__")
