@@ -1,4 +1,4 @@
-"""The encoder as Composer has it: what is evaluated, what a step costs, and the same numbers when it is sharded."""
+"""The encoder as a Composer model: evaluation, operations per step, and equal numbers when sharded."""
 
 import pytest
 import torch
@@ -15,18 +15,18 @@ def build(tokenizer, **changes) -> LionMLM:
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_evaluation_gives_the_models_logits_where_there_are_labels(tokenizer, mixer):
+def test_evaluation_returns_the_models_logits_at_labelled_positions(tokenizer, mixer):
     model = build(tokenizer, mixer=mixer).eval()
     ids = torch.randint(5, len(tokenizer), (2, 12))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.full_like(ids, -100)}
     batch["labels"][0, 3:5] = 7
-    for _ in range(2):  # the second time as the first
+    for _ in range(2):  # the second call equals the first
         torch.testing.assert_close(model.eval_forward(batch), model(batch).logits[0, 3:5])
         assert model.labels.tolist() == [7, 7]
 
 
-class Waits(TorchDispatchMode):
-    """Lists the operations in which a GPU would be waited for, since their result or its shape depends on values."""
+class Synchronisations(TorchDispatchMode):
+    """Records the operations that would wait for a GPU, since their result or its shape depends on values."""
 
     def __init__(self):
         super().__init__()
@@ -48,23 +48,23 @@ def labelled_batch(tokenizer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_a_microbatch_never_waits_for_a_gpu(mixer, tokenizer):
+def test_a_microbatch_never_synchronises_a_gpu(mixer, tokenizer):
     model = build(tokenizer, mixer=mixer).train()
     (part,) = split_batch(labelled_batch(tokenizer), 4)
     (metric,) = model.get_metrics(is_train=True).values()
-    with Waits() as waits:
+    with Synchronisations() as recorder:
         outputs = model(part)
         outputs.loss.backward()
         model.update_metric(part, model.eval_forward(part, outputs), metric)
-    assert waits.seen == []
+    assert recorder.seen == []
     assert len(outputs.logits) == metric.total == 8
     assert metric.compute() == (outputs.logits.argmax(-1) == 7).float().mean()
-    with waits:  # which does see them
+    with recorder:  # which does find them
         model(labelled_batch(tokenizer))
-    assert waits.seen == ["nonzero"]
+    assert recorder.seen == ["nonzero"]
 
 
-def test_an_evaluation_batch_without_a_label_counts_for_nothing(tokenizer):
+def test_an_evaluation_batch_without_labels_does_not_count(tokenizer):
     model = build(tokenizer).eval()
     batch = labelled_batch(tokenizer) | {"labels": torch.full((4, 12), -100)}
     outputs = model.eval_forward(batch)
@@ -78,15 +78,15 @@ def test_an_evaluation_in_bfloat16_sums_its_losses_in_float32(tokenizer):
     assert model.eval_forward(labelled_batch(tokenizer)).dtype == torch.float32
 
 
-def test_attention_costs_a_step_what_its_form_needs(tokenizer):
+def test_the_operations_of_a_step_depend_on_the_attention_form(tokenizer):
     def width(length: int, mixer: str = "lion-s", form: str = "auto", dropout: float = 0.0) -> float:
-        """Products a token beside those with the weights, over the hidden size."""
+        """Products per token beside those with weights, divided by the hidden size."""
         model = build(tokenizer, mixer=mixer, attention_form=form, attention_probs_dropout_prob=dropout, chunk_size=16)
         batch = {"input_ids": torch.zeros(2, length), "labels": torch.full((2, length), -100)}
         weights = sum(parameter.numel() for parameter in model.model.lion.layers.parameters())
         return (model.flops_per_batch(batch) / (6 * 2 * length) - weights) / (2 * model.config.hidden_size)
 
-    states = 2 * 16  # two of 16×16 a head of width 16
+    states = 2 * 16  # two of 16×16 per head of width 16
     assert width(4096) == width(4096, form="chunkwise") == 16 + states
     assert width(8, form="chunkwise") == 8 + states
     assert width(4096, form="recurrent") == states
@@ -94,6 +94,7 @@ def test_attention_costs_a_step_what_its_form_needs(tokenizer):
     assert width(4096, "softmax") == width(4096, form="full") == width(4096, dropout=0.1) == 4096
 
 
-def test_a_sharded_model_computes_what_the_whole_one_does(tokenizer_folder, tmp_path):
+@pytest.mark.slow
+def test_a_sharded_model_computes_the_same_as_an_unsharded_one(tokenizer_folder, tmp_path):
     result = run("tests/fsdp_ranks.py", tokenizer_folder, tmp_path / "meeting")
     assert result.returncode == 0, result.stderr

@@ -57,6 +57,7 @@ print(json.dumps([messages, sorted(heavy)]))
 """
 
 
+@pytest.mark.slow
 def test_an_unusable_path_or_value_is_rejected_before_any_slow_import(config_file, tmp_path):
     (tmp_path / "file").touch()
     overrides = [override.format(file=tmp_path / "file") for override in UNUSABLE]
