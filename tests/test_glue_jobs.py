@@ -404,6 +404,30 @@ def test_a_mistake_is_told_before_any_task_is_trained(tmp_path, shared, override
     assert not list(tmp_path.rglob("result.json"))
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("glue_dir=nowhere", "glue_dir: nowhere is not a directory"),
+        ("starting_checkpoint_load_path=./nowhere.pt", "./nowhere.pt is not a file or folder"),
+        ("starting_checkpoint_load_path=null", "starting_checkpoint_load_path is not set"),
+        ("save_folder=f.yaml/run", "save_folder: f.yaml is not a directory"),
+        ("tasks.sst2.files={train: a.csv, validation: b.csv}", "a.csv does not exist"),
+    ],
+)
+def test_a_wrong_path_is_reported_before_slow_imports(tmp_path, shared, override, words):
+    write_yaml(tmp_path / "f.yaml", **shared, tasks_to_run=["sst2"])
+    program = """
+import sys, glue
+try:
+    glue.main(sys.argv[1:])
+except Exception as error:
+    print(error, sorted({"torch", "transformers", "composer", "datasets"} & sys.modules.keys()))
+"""
+    command = [sys.executable, "-c", program, "f.yaml", override]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True)
+    assert words in done.stdout and done.stdout.endswith(" []\n"), done.stdout + done.stderr
+
+
 @pytest.fixture
 def experiment_of(tmp_path, shared):
     """experiment_of(key=value, ...): an experiment with checked paths."""
@@ -462,4 +486,6 @@ def test_a_folder_in_use_by_another_command_is_refused(tmp_path, shared):
 
 def test_a_mistake_ends_the_command_in_one_sentence(finetuned):
     assert_one_sentence(run("glue.py", *finetuned[0], "taks_to_run=[sst2]"), "unknown key taks_to_run", "tasks_to_run")
-    assert_one_sentence(run("glue.py", "report", finetuned[1].parent), "report.json (No such file or directory); give the save_folder")
+    assert_one_sentence(
+        run("glue.py", "report", finetuned[1].parent), "report.json (No such file or directory); give the save_folder"
+    )

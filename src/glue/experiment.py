@@ -71,7 +71,7 @@ class GlueExperiment(Experiment):
         stopper = config.callbacks.get("early_stopper", False)  # the one callback that changes training
         shared["callbacks"] = {} if stopper is False else {"early_stopper": stopper}
         digests = {task.name: digest(task, config.glue_dir, config.predict_test) for task in self.tasks}
-        self.test_data = {name: as_json(data.pop("test", None)) for name, data in digests.items()}
+        self.test_data = {name: data.pop("test", None) for name, data in digests.items()}
 
         def job(task: Task, seed: int, after: Job | None = None) -> Job:
             omitted = ("title", "seeds", "files", "hub", "precision")
@@ -80,7 +80,7 @@ class GlueExperiment(Experiment):
             settings = {**shared, "precision": precision, "task": hyperparameters, "seed": seed,
                         "data": digests[task.name], "start": after.settings if after else start}  # fmt: skip
             folder = self.folder / "jobs" / "-".join(filter(None, (task.name, task.variant, str(seed))))
-            return Job(task, seed, folder, as_json(settings), after)
+            return Job(task, seed, folder, json.loads(json.dumps(settings)), after)  # as they are once stored
 
         first = [job(task, task.seeds[0]) for task in self.tasks if task.name == "mnli" and config.mnli_first]
         mnli = first[0] if first else None
@@ -126,8 +126,3 @@ class GlueExperiment(Experiment):
         from src.glue.scores import score
 
         return score(*arguments)
-
-
-def as_json(value: Any) -> Any:
-    """Return a value as it is after it has been stored."""
-    return json.loads(json.dumps(value))

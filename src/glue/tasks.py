@@ -238,11 +238,7 @@ def _check(task: Task) -> None:
         check_value(f"{place}.seeds", seed, int, Rule(**SEED))
     if len(set(task.seeds)) < len(task.seeds):
         raise UserError(f"{place}.seeds has a seed twice; give each once")
-    _check_source(task, place)
     check_labels(task)
-
-
-def _check_source(task: Task, place: str) -> None:
     check_known(f"{place}.files", task.files, SPLITS)
     if task.files and (missing := [split for split in ("train", "validation") if split not in task.files]):
         raise UserError(f"{place}.files lacks {' and '.join(missing)}; give a file for each")

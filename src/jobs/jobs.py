@@ -78,8 +78,15 @@ def finished(jobs: list[Job], experiment: Experiment) -> dict[Path, Result]:
 
     Raises UserError if a job would replace a result of another origin, such as another pretrained model.
     """
-    stored = [(job, result) for job in jobs if (result := stored_result(job))]
-    for job, result in stored:
+    stored = []
+    for job in jobs:
+        try:
+            result = job.read_result()
+        except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
+            continue
+        if not (isinstance(result, dict) and "settings" in result):
+            continue
+        stored.append((job, result))
         if experiment.origin(result["settings"]) != experiment.origin(job.settings):
             other = f"has results of other weights, model settings or tokens than those of {experiment.start_name}"
             to_do = "choose another save_folder or base_run_name, or add --rerun"
@@ -92,12 +99,3 @@ def finished(jobs: list[Job], experiment: Experiment) -> dict[Path, Result]:
         elif (files := experiment.files(job, result)) and all((job.folder / file).is_file() for file in files):
             valid[job.folder] = result
     return valid
-
-
-def stored_result(job: Job) -> Result | None:
-    """Return the result in a job's folder, whatever its settings; None if there is none that can be read."""
-    try:
-        result = job.read_result()
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
-        return None
-    return result if isinstance(result, dict) and "settings" in result else None

@@ -74,7 +74,7 @@ def start_server(preload: str) -> None:
     """Start the server that jobs are forked from, if it is not running; it imports while this process proceeds."""
     before = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
     os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), *before.values()))  # Python < 3.12 does not pass sys.path
-    forkserver.set_forkserver_preload([preload])
+    forkserver.set_forkserver_preload(["src.jobs.worker", preload])
     forkserver.ensure_running()
     del os.environ["PYTHONPATH"]
     os.environ.update(before)
