@@ -39,7 +39,8 @@ from src.lion.configuration_lion import MIXERS  # noqa: E402
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = (
     "the a one every no old young small red quiet dog cat king ship river child bird house tree song sees "
-    "finds loves hears takes keeps likes follows near under over behind without and but then while today often never here"
+    "finds loves hears takes keeps likes follows near under over behind without and but then while today often "
+    "never here"
 ).split()
 LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 VOCABULARY = (*SPECIAL, *LETTERS, *(f"##{letter}" for letter in LETTERS), *(w for w in WORDS if len(w) > 1), ".", ",")

@@ -38,7 +38,11 @@ recomputed = sum("_checkpoint_wrapped_module" in name.rsplit(".", 1)[-1] for nam
 assert (units, recomputed) == (3, 2), (units, recomputed)  # the two layers, and the model around them
 
 ids = torch.randint(5, len(tokenizer), (4, 24))
-batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.where(torch.rand(ids.shape) < 0.3, -100)}  # fmt: skip
+batch = {
+    "input_ids": ids,
+    "attention_mask": torch.ones_like(ids),
+    "labels": ids.where(torch.rand(ids.shape) < 0.3, -100),
+}
 evaluated = [model.eval().eval_forward(batch) for model in (unsharded, sharded)]
 torch.testing.assert_close(evaluated[1], evaluated[0])
 

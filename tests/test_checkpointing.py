@@ -1,4 +1,4 @@
-"""Checkpoints: valid or absent, found again after a kill or corruption; a run resumed from them equals an uninterrupted one."""
+"""Checkpoints: valid or absent, found again after a kill; a resumed run equals an uninterrupted one."""
 
 import json
 import logging
@@ -127,7 +127,7 @@ def test_a_full_disk_does_not_delete_earlier_checkpoints(tmp_path, write_config)
 
 @pytest.fixture(scope="module")
 def check(uninterrupted) -> Callable[..., None]:
-    """check(path, override, ...): check a checkpoint that a run of the same config, with overrides, would start from."""
+    """check(path, override, ...): check the load_path of a run of the same config with overrides."""
 
     def check(path: Path, *overrides: str) -> None:
         argv = [str(uninterrupted.parent / "tiny.yaml"), *DROPOUT, f"load_path={path}", *overrides]

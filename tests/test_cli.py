@@ -38,7 +38,12 @@ def test_only_the_main_process_logs(rank, level, monkeypatch):
 
 @pytest.mark.parametrize(
     ("ending", "status", "logged"),
-    [("Ctrl-C", 130, 1), (signal.SIGINT, 130, 0), (signal.SIGTERM, 143, 0), ("a command that logged it itself", 130, 0)],
+    [
+        ("Ctrl-C", 130, 1),
+        (signal.SIGINT, 130, 0),
+        (signal.SIGTERM, 143, 0),
+        ("a command that logged it itself", 130, 0),
+    ],
 )
 def test_an_interrupted_command_ends_with_the_status_of_its_signal(ending, status, logged, monkeypatch, caplog):
     from composer.core.engine import sigterm_handler
@@ -57,7 +62,9 @@ def test_an_interrupted_command_ends_with_the_status_of_its_signal(ending, statu
     assert caplog.messages.count("interrupted; the same command resumes") == logged
 
 
-@pytest.mark.parametrize(("error", "status"), [(errors.UserError("no such key"), 2), (errors.RunFailed("disk full"), 1)])
+@pytest.mark.parametrize(
+    ("error", "status"), [(errors.UserError("no such key"), 2), (errors.RunFailed("disk full"), 1)]
+)
 def test_an_error_ends_a_command_with_its_status(error, status, monkeypatch, capsys):
     def main(argv):
         raise error
@@ -92,7 +99,9 @@ with exclusive_lock(Path(sys.argv[1]), "main.py"):
 
 
 def test_a_killed_command_releases_the_lock_even_if_its_workers_survive(tmp_path: Path):
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "run"], cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, tmp_path / "run"], cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True
+    )
     try:
         assert process.stdout.readline() == b"held\n"
         with pytest.raises(errors.UserError), exclusive_lock(tmp_path / "run", "main.py"):

@@ -70,14 +70,18 @@ def test_the_model_of_every_pretraining_yaml_can_be_built(path, tokenizer):
 
 def test_each_mixer_has_a_base_and_a_tiny_yaml():
     names = {path.stem for path in PRETRAIN}
-    assert {f"{model}-{size}" for model in ("lion-lit", "lion-d", "lion-s", "bert") for size in ("base", "tiny")} <= names  # fmt: skip
+    assert {
+        f"{model}-{size}" for model in ("lion-lit", "lion-d", "lion-s", "bert") for size in ("base", "tiny")
+    } <= names
 
 
 # Inheritance, overrides, interpolation
 
 
 def test_a_file_states_only_what_differs_from_the_one_it_inherits(tmp_path, config_file):
-    child = write(tmp_path / "child.yaml", "inherit: tiny.yaml\nrun_name: child\nmodel: {mixer: lion-d}\noptimizer: {lr: 0.5}\n")  # fmt: skip
+    child = write(
+        tmp_path / "child.yaml", "inherit: tiny.yaml\nrun_name: child\nmodel: {mixer: lion-d}\noptimizer: {lr: 0.5}\n"
+    )
     base, config = pretrain(config_file), pretrain(child)
     assert (config.run_name, config.model["mixer"], config.optimizer["lr"]) == ("child", "lion-d", 0.5)
     assert config.model == {**base.model, "mixer": "lion-d"}
@@ -94,7 +98,14 @@ def test_inherit_is_relative_to_the_file_that_contains_it(tmp_path, config_file,
 
 
 def test_overrides_replace_single_keys_of_the_file(config_file):
-    config = pretrain(config_file, "optimizer.lr=0.25", "model.mixer=softmax", "seed=3", "load_path=null", "train_loader.num_workers=2")  # fmt: skip
+    config = pretrain(
+        config_file,
+        "optimizer.lr=0.25",
+        "model.mixer=softmax",
+        "seed=3",
+        "load_path=null",
+        "train_loader.num_workers=2",
+    )
     assert config.optimizer["lr"] == 0.25
     assert config.optimizer["name"] == "decoupled_adamw"
     assert config.model["mixer"] == "softmax"
@@ -103,7 +114,14 @@ def test_overrides_replace_single_keys_of_the_file(config_file):
 
 
 def test_keys_shared_by_the_loaders_are_given_once(config_file):
-    config = pretrain(config_file, "data_local=/elsewhere", "max_seq_len=40", "seed=5", "run_name=other", "save_folder=runs/${run_name}")  # fmt: skip
+    config = pretrain(
+        config_file,
+        "data_local=/elsewhere",
+        "max_seq_len=40",
+        "seed=5",
+        "run_name=other",
+        "save_folder=runs/${run_name}",
+    )
     for loader in (config.train_loader, config.eval_loader):
         assert (loader.dataset.local, loader.dataset.max_seq_len, loader.dataset.seed) == ("/elsewhere", 40, 5)
         assert loader.dataset.tokenizer_name == config.tokenizer_name
@@ -114,7 +132,9 @@ def test_keys_shared_by_the_loaders_are_given_once(config_file):
 
 
 def test_values_get_the_type_of_their_key(config_file):
-    config = pretrain(config_file, "dist_timeout=60", "save_interval=5ba", "device_train_microbatch_size=auto", "eval_first=no")  # fmt: skip
+    config = pretrain(
+        config_file, "dist_timeout=60", "save_interval=5ba", "device_train_microbatch_size=auto", "eval_first=no"
+    )
     assert isinstance(config.dist_timeout, float)
     assert config.save_interval == "5ba"
     assert config.device_train_microbatch_size == "auto"
@@ -144,7 +164,10 @@ def test_to_dict_is_plain_and_loads_back(tmp_path, config_file):
 
 
 def test_streams_are_plain_dictionaries_with_their_references_resolved(config_file):
-    overrides = ["train_loader.dataset.streams.web.local=${data_local}/web", "train_loader.dataset.streams.web.proportion=0.5"]  # fmt: skip
+    overrides = [
+        "train_loader.dataset.streams.web.local=${data_local}/web",
+        "train_loader.dataset.streams.web.proportion=0.5",
+    ]
     config = pretrain(config_file, "data_local=/elsewhere", *overrides)
     assert config.train_loader.dataset.streams == {"web": {"local": "/elsewhere/web", "proportion": 0.5}}
     assert type(config.train_loader.dataset.streams["web"]) is dict
@@ -254,8 +277,24 @@ def test_a_mistake_in_an_override_is_reported(config_file, override, words):
         ("", ["f.yaml"]),
         (f"inherit: {ROOT}/yamls/pretrain/recipe.yaml\n", ["f.yaml does not set run_name", "run_name=VALUE"]),
     ],
-    ids=["missing values", "base absent", "own base", "base no name", "base unknown", "no section", "malformed", "list", "text", "number", "misspelt", "misspelt section", "twice", "empty", "recipe without a name"],
-)  # fmt: skip
+    ids=[
+        "missing values",
+        "base absent",
+        "own base",
+        "base no name",
+        "base unknown",
+        "no section",
+        "malformed",
+        "list",
+        "text",
+        "number",
+        "misspelt",
+        "misspelt section",
+        "twice",
+        "empty",
+        "recipe without a name",
+    ],
+)
 def test_a_mistake_in_a_file_is_reported(tmp_path, text, words):
     with pytest.raises(UserError) as error:
         pretrain(write(tmp_path / "f.yaml", text))
@@ -305,12 +344,22 @@ def test_a_command_without_a_file_shows_the_usage(capsys):
         ("save_interval=-5ba", "save_interval=-5ba is not a duration > 0"),
         ("eval_interval=500", "eval_interval=500 is not a duration > 0"),
         ("max_duration=soon", "max_duration=soon is not a duration > 0"),
-        ("max_duration=0.5dur", "max_duration=0.5dur is not a duration > 0; give a number and ba (batches), sp (samples), ep (epochs), tok (tokens), such as 10ba"),
+        (
+            "max_duration=0.5dur",
+            "max_duration=0.5dur is not a duration > 0; "
+            "give a number and ba (batches), sp (samples), ep (epochs), tok (tokens), such as 10ba",
+        ),
         ("log_interval=1ep", "log_interval=1ep is not a duration > 0; give a number and ba (batches), such as 10ba"),
         ("seed=-1", "seed=-1 must be an integer ≥ 0 and ≤ 4294967295"),
-        ("train_loader.dataset.seed=4294967296", "train_loader.dataset.seed=4294967296 must be an integer ≥ 0 and ≤ 4294967295"),
+        (
+            "train_loader.dataset.seed=4294967296",
+            "train_loader.dataset.seed=4294967296 must be an integer ≥ 0 and ≤ 4294967295",
+        ),
         ("train_loader.num_workers=-1", "train_loader.num_workers=-1 must be an integer ≥ 0"),
-        ("train_loader.dataset.mlm_probability=1", "train_loader.dataset.mlm_probability=1.0 must be a number > 0 and < 1"),
+        (
+            "train_loader.dataset.mlm_probability=1",
+            "train_loader.dataset.mlm_probability=1.0 must be a number > 0 and < 1",
+        ),
         ("global_train_batch_size=0", "global_train_batch_size=0 must be an integer ≥ 1"),
         ("global_train_batch_size=-8", "global_train_batch_size=-8 must be an integer ≥ 1"),
         ("device_train_microbatch_size=0", "device_train_microbatch_size=0 must be an integer ≥ 1, or auto"),
@@ -326,12 +375,24 @@ def test_a_command_without_a_file_shows_the_usage(capsys):
         ("dist_timeout=0", "dist_timeout=0.0 must be a number > 0"),
         ("hf_export=always", "hf_export=always must be one of end, save"),
         ("save_folder=s3://bucket/run", "save_folder=s3://bucket/run is not a local folder"),
-        ("load_path=a.pt model.pretrained_checkpoint=b", "load_path and model.pretrained_checkpoint both name what to start from"),
-        ("train_loader.dataset.tokenizer_name=other", "train_loader.dataset.tokenizer_name=other differs from tokenizer_name="),
-        ("activation_checkpointing=true fsdp_config.activation_checkpointing=true", "activation_checkpointing is set twice"),
-        ("on_nonfinite_loss=skip algorithms.gradient_clipping.clipping_type=value", "on_nonfinite_loss=skip cannot see infinite gradients"),
+        (
+            "load_path=a.pt model.pretrained_checkpoint=b",
+            "load_path and model.pretrained_checkpoint both name what to start from",
+        ),
+        (
+            "train_loader.dataset.tokenizer_name=other",
+            "train_loader.dataset.tokenizer_name=other differs from tokenizer_name=",
+        ),
+        (
+            "activation_checkpointing=true fsdp_config.activation_checkpointing=true",
+            "activation_checkpointing is set twice",
+        ),
+        (
+            "on_nonfinite_loss=skip algorithms.gradient_clipping.clipping_type=value",
+            "on_nonfinite_loss=skip cannot see infinite gradients",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_value_that_breaks_a_rule_is_rejected(config_file, override, message):
     with pytest.raises(UserError) as error:
         pretrain(config_file, *override.split())
@@ -340,9 +401,18 @@ def test_a_value_that_breaks_a_rule_is_rejected(config_file, override, message):
 
 @pytest.mark.parametrize(
     "override",
-    ["max_duration=3e9tok", "eval_interval=0.1dur", "save_interval=1ep", "log_interval=10ba", "save_interval=7EP",
-     "device_train_microbatch_size=auto", "eval_subset_num_batches=-1", "precision=null", "seed=4294967295"],
-)  # fmt: skip
+    [
+        "max_duration=3e9tok",
+        "eval_interval=0.1dur",
+        "save_interval=1ep",
+        "log_interval=10ba",
+        "save_interval=7EP",
+        "device_train_microbatch_size=auto",
+        "eval_subset_num_batches=-1",
+        "precision=null",
+        "seed=4294967295",
+    ],
+)
 def test_a_value_within_its_rule_is_accepted(config_file, override):
     pretrain(config_file, override)
 
@@ -350,11 +420,24 @@ def test_a_value_within_its_rule_is_accepted(config_file, override):
 @pytest.mark.parametrize(
     ("units", "value"),
     [
-        ("ba sp ep tok", "1.5ep"), ("ba sp ep tok", "60sec"), ("ba sp ep tok", "1h30m"), ("ba sp ep tok", "1iter"),
-        ("ba sp ep tok", "1dur"), ("ba", "0ba"), ("ba", "10sp"), ("ba dur", "0.5ba"), ("ba dur", "0dur"), ("ba", 500),
-        ("ba", "-3ba"), ("ba", "ba"), ("ba", ""), ("ba", "1e999ba"), ("ba", "nanba"), ("ba", None),
+        ("ba sp ep tok", "1.5ep"),
+        ("ba sp ep tok", "60sec"),
+        ("ba sp ep tok", "1h30m"),
+        ("ba sp ep tok", "1iter"),
+        ("ba sp ep tok", "1dur"),
+        ("ba", "0ba"),
+        ("ba", "10sp"),
+        ("ba dur", "0.5ba"),
+        ("ba dur", "0dur"),
+        ("ba", 500),
+        ("ba", "-3ba"),
+        ("ba", "ba"),
+        ("ba", ""),
+        ("ba", "1e999ba"),
+        ("ba", "nanba"),
+        ("ba", None),
     ],
-)  # fmt: skip
+)
 def test_a_value_that_is_not_a_duration_is_rejected_with_its_key(units, value):
     rule = Rule(units=tuple(units.split()), above=0)
     with pytest.raises(UserError) as error:
@@ -395,13 +478,33 @@ def test_fixed_settings_of_a_pretraining_run_determine_its_numbers(config_file):
         f"{loader}.{name}"
         for loader in ("train_loader", "eval_loader")
         for name in (
-            "drop_last", "dataset.streams", "dataset.split", "dataset.tokenizer_name", "dataset.max_seq_len", "dataset.mlm_probability",
-            "dataset.whole_word_masking", "dataset.packing", "dataset.pad_to_max_length", "dataset.shuffle", "dataset.seed",
+            "drop_last",
+            "dataset.streams",
+            "dataset.split",
+            "dataset.tokenizer_name",
+            "dataset.max_seq_len",
+            "dataset.mlm_probability",
+            "dataset.whole_word_masking",
+            "dataset.packing",
+            "dataset.pad_to_max_length",
+            "dataset.shuffle",
+            "dataset.seed",
             "dataset.num_canonical_nodes",
         )
-    }  # fmt: skip
+    }
     assert fixed.keys() == loaders | {
-        "run_name", "model", "tokenizer_name", "max_seq_len", "mlm_probability", "optimizer", "scheduler", "algorithms", "precision",
-        "global_train_batch_size", "float32_matmul_precision", "seed", "load_path",
-    }  # fmt: skip
+        "run_name",
+        "model",
+        "tokenizer_name",
+        "max_seq_len",
+        "mlm_probability",
+        "optimizer",
+        "scheduler",
+        "algorithms",
+        "precision",
+        "global_train_batch_size",
+        "float32_matmul_precision",
+        "seed",
+        "load_path",
+    }
     assert fixed["train_loader.dataset.streams"] == {"web": {"proportion": 1}}

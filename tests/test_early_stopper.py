@@ -1,4 +1,4 @@
-"""Early stopping: the monitored metric must be measured, a cross entropy must fall, and a resumed run keeps the best value."""
+"""Early stopping: of a measured metric only, in the right direction, and with the best value kept on resume."""
 
 from types import SimpleNamespace
 
@@ -52,7 +52,10 @@ def test_a_resumed_run_keeps_the_best_value():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"monitor": "loss"}, r"early_stopper.monitor=loss must be one of LanguageCrossEntropy, MaskedAccuracy, measured on eval"),
+        (
+            {"monitor": "loss"},
+            r"early_stopper.monitor=loss must be one of LanguageCrossEntropy, MaskedAccuracy, measured on eval",
+        ),
         ({"dataloader_label": "val"}, r"early_stopper.dataloader_label=val must be one of eval, train"),
     ],
 )

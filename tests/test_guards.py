@@ -39,7 +39,7 @@ def has_trained(folder: Path) -> bool:
 
 
 def assert_saved_and_resumable(config: Path, folder: Path, output: str, signum: signal.Signals, caplog) -> None:
-    """Assert that a run which a signal has stopped saved its last step and printed so once, and that it resumes from there."""
+    """Assert that a signalled run saved its last step, reported it once, and resumes from it."""
     step = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     assert 5 <= step < 1000
     assert output.count(f"{signum.name}: saved step {step}; the same command resumes from it") == 1

@@ -32,7 +32,7 @@ def batches(lines: list[dict], of: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, write_config) -> tuple[Path, Path, Result]:
-    """Config file, save_folder and output of a run of 6 steps, whose first attempt was killed before its first checkpoint."""
+    """Config file, save_folder and output of a run of 6 steps, killed before its first checkpoint and started again."""
     folder = tmp_path_factory.mktemp("finished")
     config = write_config(folder)
     (folder / "run").mkdir()
@@ -50,7 +50,9 @@ def test_a_run_writes_metrics_curves_checkpoints_and_event_files(finished):
     assert all(line["loss"] > 0 for line in lines if "loss" in line)
     for line in lines:
         if "eval" in line:
-            assert set(line["eval"]) == {f"eval/{name}" for name in ("LanguageCrossEntropy", "MaskedAccuracy", "MostFrequentTokenAccuracy")}  # fmt: skip
+            assert set(line["eval"]) == {
+                f"eval/{name}" for name in ("LanguageCrossEntropy", "MaskedAccuracy", "MostFrequentTokenAccuracy")
+            }
     assert (folder / "curves.png").read_bytes().startswith(PNG)
     assert [path for path in (folder / "tensorboard").rglob("events.out.tfevents.*") if path.stat().st_size]
     checkpoint = torch.load(folder / "latest-rank0.pt", weights_only=False)
@@ -130,12 +132,15 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_packing_devices_microbatches_workers_and_resuming_change_nothing_but_rounding(tmp_path, write_config, caplog):
-    """A plain run, and one with packed rows that resumes in the middle of epochs: one device, two for 20 steps, and one again."""
+    """A plain run, and a packed one that resumes in the middle of epochs, on one device, then two, then one again."""
     same = {
         "model": {**TINY_MODEL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         "scheduler": {"t_warmup": "0ba", "alpha_f": 1.0},  # the same rate whatever the duration
-        "eval_interval": "25ba", "save_interval": "25ba", "loggers": {}, "global_train_batch_size": 8,
-    }  # fmt: skip
+        "eval_interval": "25ba",
+        "save_interval": "25ba",
+        "loggers": {},
+        "global_train_batch_size": 8,
+    }
     for name in ("plain", "packed"):
         (tmp_path / name).mkdir()
     plain = write_config(tmp_path / "plain", **same, max_duration="25ba")

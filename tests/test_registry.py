@@ -28,43 +28,75 @@ def optimizer(model, **changes):
 
 
 @pytest.mark.parametrize(
-    ("build", "words"),
+    ("changes", "words"),
     [
-        (lambda m: optimizer(m, name="adamW"), ["optimizer", "'adamW'", "did you mean adamw?"]),
-        (lambda m: optimizer(m, name="lamb9"), ["optimizer", "choose from adamw, decoupled_adamw"]),
-        (lambda m: optimizer(m, name=None), ["optimizer", "None"]),
-        (lambda m: optimizer(m, leraning_rate=1), ["unknown key optimizer.leraning_rate"]),
-        (lambda m: optimizer(m, beta=[0.9, 0.98]), ["unknown key optimizer.beta", "did you mean betas?"]),
-        (lambda m: optimizer(m, params=[]), ["unknown key optimizer.params"]),
-        (lambda m: optimizer(m, lr=-1), ["optimizer", "decoupled_adamw", "-1"]),
-        (lambda m: optimizer(m, lr="fast"), ["optimizer", "decoupled_adamw"]),
-        (lambda m: optimizer(m, betas=[0.9]), ["optimizer.betas", "two numbers", "[0.9]"]),
-        (lambda m: optimizer(m, betas=0.9), ["optimizer.betas"]),
-        (lambda m: optimizer(m, weight_decay="much"), ["optimizer", "decoupled_adamw"]),
-        (lambda _: registry.build_scheduler({"name": "linear_decay"}), ["scheduler", "did you mean linear_decay_with_warmup?"]),
-        (lambda _: registry.build_scheduler({"name": "cosine_with_warmup", "t_warmup": "1ba", "alpha": 0}), ["scheduler.alpha", "alpha_f"]),
-        (lambda _: registry.build_scheduler({"name": "cosine_with_warmup"}), ["scheduler", "t_warmup"]),
-        (lambda _: registry.build_scheduler({"name": "cosine_with_warmup", "t_warmup": "soon"}), ["scheduler", "soon"]),
-        (lambda _: registry.build_scheduler({"name": "linear_decay_with_warmup", "t_warmup": 100}), ["scheduler.t_warmup", "100", "dur"]),
-        (lambda _: registry.build_scheduler({"name": "constant_with_warmup", "t_warmup": "6%"}), ["scheduler.t_warmup", "6%"]),
-        (lambda _: registry.build_scheduler({"name": "warmup_stable_decay", "t_warmup": "1h"}), ["scheduler.t_warmup", "1h"]),
-        (lambda _: registry.build_scheduler({"name": "linear_decay_with_warmup", "t_warmup": "9ba"}, "99sp"), ["scheduler", "t_warmup", "same units"]),
-        (lambda _: registry.build_scheduler({"name": "cosine_with_warmup", "t_warmup": "1ba", "alpha_f": "low"}), ["scheduler", "cosine_with_warmup"]),
-        (lambda _: registry.build_scheduler({}), ["scheduler", "choose from"]),
-        (lambda _: registry.build_all("algorithms", {"gradient_cliping": {}}), ["algorithms", "did you mean gradient_clipping?"]),
-        (lambda _: registry.build_all("algorithms", {"gradient_clipping": {"threshold": 1}}), ["algorithms.gradient_clipping", "threshold"]),
-        (lambda _: registry.build_all("algorithms", {"gradient_clipping": {}}), ["gradient_clipping", "clipping_type"]),
-        (lambda _: registry.build_all("algorithms", {"gradient_clipping": 1.0}), ["gradient_clipping"]),
-        (lambda _: registry.build_all("algorithms", {"gradient_clipping": {"clipping_type": "foo", "clipping_threshold": 1}}), ["algorithms.gradient_clipping.clipping_type=foo must be one of", "norm"]),
-        (lambda _: registry.build_all("algorithms", {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": -1}}), ["gradient_clipping", "-1"]),
-        (lambda _: registry.build_all("callbacks", {"speed_monitr": {}}), ["callbacks", "did you mean speed_monitor?"]),
-        (lambda _: registry.build_all("callbacks", {"speed_monitor": {"window": 3}}), ["unknown key callbacks.speed_monitor.window", "window_size"]),
-        (lambda _: registry.build_all("loggers", {"tensorbord": {}}), ["loggers", "did you mean tensorboard?"]),
+        ({"name": "adamW"}, ["optimizer", "'adamW'", "did you mean adamw?"]),
+        ({"name": "lamb9"}, ["optimizer", "choose from adamw, decoupled_adamw"]),
+        ({"name": None}, ["optimizer", "None"]),
+        ({"leraning_rate": 1}, ["unknown key optimizer.leraning_rate"]),
+        ({"beta": [0.9, 0.98]}, ["unknown key optimizer.beta", "did you mean betas?"]),
+        ({"params": []}, ["unknown key optimizer.params"]),
+        ({"lr": -1}, ["optimizer", "decoupled_adamw", "-1"]),
+        ({"lr": "fast"}, ["optimizer", "decoupled_adamw"]),
+        ({"betas": [0.9]}, ["optimizer.betas", "two numbers", "[0.9]"]),
+        ({"betas": 0.9}, ["optimizer.betas"]),
+        ({"weight_decay": "much"}, ["optimizer", "decoupled_adamw"]),
     ],
-)  # fmt: skip
-def test_unknown_names_and_arguments_are_reported_with_the_nearest_known_one(model, build, words):
+)
+def test_a_mistake_in_the_optimizer_is_reported(model, changes, words):
     with pytest.raises(UserError) as error:
-        build(model)
+        optimizer(model, **changes)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("linear_decay", {}, ["scheduler", "did you mean linear_decay_with_warmup?"]),
+        ("cosine_with_warmup", {"t_warmup": "1ba", "alpha": 0}, ["scheduler.alpha", "alpha_f"]),
+        ("cosine_with_warmup", {}, ["scheduler", "t_warmup"]),
+        ("cosine_with_warmup", {"t_warmup": "soon"}, ["scheduler", "soon"]),
+        ("linear_decay_with_warmup", {"t_warmup": 100}, ["scheduler.t_warmup", "100", "dur"]),
+        ("constant_with_warmup", {"t_warmup": "6%"}, ["scheduler.t_warmup", "6%"]),
+        ("warmup_stable_decay", {"t_warmup": "1h"}, ["scheduler.t_warmup", "1h"]),
+        ("linear_decay_with_warmup", {"t_warmup": "9ba"}, ["scheduler", "t_warmup", "same units"]),
+        ("cosine_with_warmup", {"t_warmup": "1sp", "alpha_f": "low"}, ["scheduler", "cosine_with_warmup"]),
+        (None, {}, ["scheduler", "choose from"]),
+    ],
+)
+def test_a_mistake_in_the_scheduler_is_reported(name, arguments, words):
+    with pytest.raises(UserError) as error:
+        registry.build_scheduler({"name": name, **arguments}, "99sp")
+    for word in words:
+        assert word in str(error.value)
+
+
+CLIPPING = "algorithms.gradient_clipping"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "arguments", "words"),
+    [
+        ("algorithms", "gradient_cliping", {}, ["algorithms", "did you mean gradient_clipping?"]),
+        ("algorithms", "gradient_clipping", {"threshold": 1}, [CLIPPING, "threshold"]),
+        ("algorithms", "gradient_clipping", {}, [CLIPPING, "clipping_type"]),
+        ("algorithms", "gradient_clipping", 1.0, [CLIPPING]),
+        (
+            "algorithms",
+            "gradient_clipping",
+            {"clipping_type": "foo", "clipping_threshold": 1},
+            [f"{CLIPPING}.clipping_type=foo", "norm"],
+        ),
+        ("algorithms", "gradient_clipping", {"clipping_type": "norm", "clipping_threshold": -1}, [CLIPPING, "-1"]),
+        ("callbacks", "speed_monitr", {}, ["callbacks", "did you mean speed_monitor?"]),
+        ("callbacks", "speed_monitor", {"window": 3}, ["unknown key callbacks.speed_monitor.window", "window_size"]),
+        ("loggers", "tensorbord", {}, ["loggers", "did you mean tensorboard?"]),
+    ],
+)
+def test_a_mistake_in_a_section_of_names_is_reported(kind, name, arguments, words):
+    with pytest.raises(UserError) as error:
+        registry.build_all(kind, {name: arguments})
     for word in words:
         assert word in str(error.value)
 
@@ -125,7 +157,9 @@ def test_algorithms_callbacks_and_loggers_are_built_unless_they_are_false(tmp_pa
     )
     assert isinstance(clipping, GradientClipping)
     assert clipping.clipping_threshold == 0.5
-    callbacks = registry.build_all("callbacks", {"speed_monitor": {"window_size": 7}, "lr_monitor": None, "memory_monitor": False})  # fmt: skip
+    callbacks = registry.build_all(
+        "callbacks", {"speed_monitor": {"window_size": 7}, "lr_monitor": None, "memory_monitor": False}
+    )
     assert [type(callback) for callback in callbacks] == [SpeedMonitor, LRMonitor]
     assert isinstance(registry.build_all("loggers", {"file": {"filename": str(tmp_path / "log")}})[0], FileLogger)
     assert (

@@ -71,9 +71,15 @@ def changed(config_file: Path, folder: Path, override: str) -> PretrainConfig:
 
 @pytest.mark.parametrize(
     "override",
-    ["data_local=/elsewhere", "data_remote=s3://bucket", "train_loader.num_workers=3", "eval_loader.dataset.predownload=9",
-     "train_loader.dataset.cache_limit=9gb", f"{STREAM}.local=/elsewhere"],
-)  # fmt: skip
+    [
+        "data_local=/elsewhere",
+        "data_remote=s3://bucket",
+        "train_loader.num_workers=3",
+        "eval_loader.dataset.predownload=9",
+        "train_loader.dataset.cache_limit=9gb",
+        f"{STREAM}.local=/elsewhere",
+    ],
+)
 def test_data_may_move_on_resume(config_file, tmp_path, override):
     now = changed(config_file, tmp_path / "run", override)
     run_folder.check_save_folder(now, tmp_path / "run")
@@ -81,9 +87,16 @@ def test_data_may_move_on_resume(config_file, tmp_path, override):
 
 @pytest.mark.parametrize(
     "override",
-    ["train_loader.dataset.mlm_probability=0.5", "eval_loader.dataset.split=test", "train_loader.dataset.packing=true",
-     "train_loader.drop_last=false", "train_loader.dataset.seed=99", f"{STREAM}.proportion=0.5", "load_path=other.pt"],
-)  # fmt: skip
+    [
+        "train_loader.dataset.mlm_probability=0.5",
+        "eval_loader.dataset.split=test",
+        "train_loader.dataset.packing=true",
+        "train_loader.drop_last=false",
+        "train_loader.dataset.seed=99",
+        f"{STREAM}.proportion=0.5",
+        "load_path=other.pt",
+    ],
+)
 def test_settings_of_the_data_may_not_change_on_resume(config_file, tmp_path, override):
     now = changed(config_file, tmp_path / "run", override)
     name = override.split("=")[0].removesuffix(".web.proportion")
@@ -116,7 +129,19 @@ def test_a_corrupt_stored_config_is_reported(config, tmp_path):
         run_folder.check_save_folder(config, tmp_path / "run")
 
 
-@pytest.mark.parametrize("key", ["model", "tokenizer_name", "optimizer", "scheduler", "global_train_batch_size", "seed", "max_seq_len", "mlm_probability"])  # fmt: skip
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model",
+        "tokenizer_name",
+        "optimizer",
+        "scheduler",
+        "global_train_batch_size",
+        "seed",
+        "max_seq_len",
+        "mlm_probability",
+    ],
+)
 def test_settings_that_make_another_run_are_rejected_by_name(config, tmp_path, key):
     store(config, tmp_path / "run", **{key: "something else"})
     with pytest.raises(UserError, match=rf"another {key};"):

@@ -19,8 +19,13 @@ def state_at(step: int, seconds: float = 1.0) -> SimpleNamespace:
     """The state of a run of 1,000 steps of 8 samples and 100 tokens, `seconds` each."""
     now = Timestamp(batch=step, sample=8 * step, token=100 * step, total_wct=datetime.timedelta(seconds=step * seconds))
     end = Time.from_batch(1000)
-    return SimpleNamespace(timestamp=now, max_duration=end, schedulers=[], dataloader_len=None,
-                           get_elapsed_duration=lambda: Time.from_timestring(f"{step / 1000}dur"))  # fmt: skip
+    return SimpleNamespace(
+        timestamp=now,
+        max_duration=end,
+        schedulers=[],
+        dataloader_len=None,
+        get_elapsed_duration=lambda: Time.from_timestring(f"{step / 1000}dur"),
+    )
 
 
 def run(log: RunLog, steps: range, seconds: float = 1.0) -> None:
@@ -34,8 +39,15 @@ def test_a_line_has_step_samples_loss_accuracy_and_rates(tmp_path):
     run(RunLog(tmp_path, "5ba", show_progress=False, curves=CURVES), range(1, 11))
     lines = read_json_lines(tmp_path / METRICS)
     assert [line["step"] for line in lines] == [5, 10]
-    assert lines[1] == {"step": 10, "samples": 80, "seconds": 10.0, "loss": 2.0, "accuracy": 0.25,
-                        "samples_per_second": 8.0, "tokens_per_second": 100.0}  # fmt: skip
+    assert lines[1] == {
+        "step": 10,
+        "samples": 80,
+        "seconds": 10.0,
+        "loss": 2.0,
+        "accuracy": 0.25,
+        "samples_per_second": 8.0,
+        "tokens_per_second": 100.0,
+    }
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,10 @@ from src.training import trainer
 # Device, precision, batch sizes
 
 
-@pytest.mark.parametrize(("requested", "available", "device"), [(None, True, "gpu"), (None, False, "cpu"), ("cpu", True, "cpu"), ("gpu", True, "gpu")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("requested", "available", "device"),
+    [(None, True, "gpu"), (None, False, "cpu"), ("cpu", True, "cpu"), ("gpu", True, "gpu")],
+)
 def test_the_device_is_the_requested_one_or_a_gpu_if_there_is_one(monkeypatch, requested, available, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     assert trainer.resolve_device(requested) == device
@@ -32,8 +35,14 @@ def test_an_unavailable_device_is_rejected(monkeypatch, requested, words):
 
 @pytest.mark.parametrize(
     ("requested", "device", "precision"),
-    [(None, "gpu", "amp_bf16"), (None, "cpu", "fp32"), ("fp32", "gpu", "fp32"), ("amp_fp16", "gpu", "amp_fp16"), ("amp_bf16", "cpu", "amp_bf16")],
-)  # fmt: skip
+    [
+        (None, "gpu", "amp_bf16"),
+        (None, "cpu", "fp32"),
+        ("fp32", "gpu", "fp32"),
+        ("amp_fp16", "gpu", "amp_fp16"),
+        ("amp_bf16", "cpu", "amp_bf16"),
+    ],
+)
 def test_the_precision_is_the_requested_one_or_the_default_of_the_device(requested, device, precision):
     assert trainer.resolve_precision(requested, device) == precision
 
@@ -72,7 +81,10 @@ def test_float32_products_are_rounded_only_on_request(monkeypatch, precision):
         torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize(("batch", "microbatch", "world", "device_batch"), [(64, 64, 1, 64), (64, 8, 4, 16), (64, "auto", 2, 32), (6, 4, 1, 6)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("batch", "microbatch", "world", "device_batch"),
+    [(64, 64, 1, 64), (64, 8, 4, 16), (64, "auto", 2, 32), (6, 4, 1, 6)],
+)
 def test_a_batch_is_split_among_the_devices(batch, microbatch, world, device_batch):
     assert trainer.split_batch_size(batch, microbatch, world, "gpu") == device_batch
 

@@ -44,7 +44,7 @@ def run(script: str, *arguments: object, output: Path, **options: object) -> tup
 
 
 def run_ranks(count: int, script: str, *arguments: object, output: Path) -> tuple[list[int], str]:
-    """Run a script on several ranks, as Composer's launcher does; return their exit statuses and the output of rank 0."""
+    """Run a script on several ranks, as Composer's launcher does; return their exit statuses and rank 0's output."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     world = {

@@ -1,4 +1,4 @@
-"""Imported by the server from which tests/warm.py forks processes: what takes a training run seconds before its first step."""
+"""What a training run imports: the server from which tests/warm.py forks processes imports it once."""
 
 from composer.utils.collect_env import get_cpu_model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
