@@ -166,10 +166,7 @@ class Job:
     prepare: Prepare
     command: dict[str, Any]  # every option that the shards depend on
     progress: dict[str, Any] | None  # left by an earlier process
-
-    @property
-    def unfinished(self) -> Path:
-        return unfinished(self.folder)
+    unfinished: Path  # the folder's name until it is complete
 
 
 def plan(options: Namespace, files: list[Path]) -> list[Job]:
@@ -187,7 +184,8 @@ def plan(options: Namespace, files: list[Path]) -> list[Job]:
         source = open_source(options, files, hub_split)
         prepare = Prepare(options.text_column, options.val_fraction, hub_split == "validation", rows)
         command = describe(options, source, rows)
-        jobs.append(Job(folder, source, limit, prepare, command, read_progress(unfinished(folder))))
+        hidden = unfinished(folder)
+        jobs.append(Job(folder, source, limit, prepare, command, read_progress(hidden), hidden))
 
     # A command starts all its splits before it writes the first: a finished one beside one it has started is its own.
     resumed = [job.progress["splits"] for job in jobs if job.progress and job.progress["command"] == job.command]

@@ -23,27 +23,15 @@ class Files:
     def __init__(self, paths: list[Path], patterns: list[str], options: ReadOptions):
         self.paths, self.options = paths, options
         self.resumable = all(path.is_file() for path in paths)  # pipes can be read only once
-        self.stamps = [self._stamp(path) for path in paths]
+        self.stamps = [stamp(path) for path in paths]
         self.total = sum(size for _, size, _ in self.stamps) if self.resumable else None
         self.description = {"data_files": patterns, "files": len(paths)}
 
-    @staticmethod
-    def _stamp(path: Path) -> tuple[str, int, int]:
-        """Return path, size and modification time, which change if the file does. Raises UserError if there is none."""
-        if path == STANDARD_INPUT:
-            return str(path), 0, 0
-        try:
-            status = path.stat()
-        except OSError as error:  # a broken link
-            raise UserError(f"{path}: cannot be read ({reason(error)}); fix or omit it") from None
-        return str(path), status.st_size, status.st_mtime_ns
-
     def changed(self, stamps: list[tuple[str, int, int]], position: Position) -> str | None:
         """Return the first file that differs from its earlier stamp, of those read up to a position."""
-        for index, stamp in enumerate(stamps[: position[0] + 1]):
-            if index >= len(self.stamps) or tuple(stamp) != self.stamps[index]:
-                return stamp[0]
-        return None
+        read = stamps[: position[0] + 1]
+        pairs = itertools.zip_longest(map(tuple, read), self.stamps[: len(read)])
+        return next((old[0] for old, new in pairs if old != new), None)
 
     def batches(self, position: Position | None) -> Iterator[tuple[Position, Batch]]:
         """Yield batches from a position on, each with its own."""
@@ -51,6 +39,17 @@ class Files:
         for number in range(first, len(self.paths)):
             for batch in read_batches(self.paths[number], self.options, skip if number == first else 0):
                 yield [number, batch.first], batch
+
+
+def stamp(path: Path) -> tuple[str, int, int]:
+    """Return path, size and modification time, which change if the file does. Raises UserError for a broken link."""
+    if path == STANDARD_INPUT:
+        return str(path), 0, 0
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({reason(error)}); fix or omit it") from None
+    return str(path), status.st_size, status.st_mtime_ns
 
 
 class HubDataset:

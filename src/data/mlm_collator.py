@@ -1,6 +1,7 @@
 """Samples → a batch: tokens hidden, one sample per row or several packed, rows padded."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from src.data.masking import IGNORED, Masking
 
 
+@dataclass
 class MaskingCollator:
     """Samples with `text`, or with `tokens` as src/data/token_rows.py writes them, → inputs of a masked language model.
 
@@ -23,19 +25,11 @@ class MaskingCollator:
     sample_lengths, (rows, max samples per row): the tokens of each sample, -1 if there is none.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        max_seq_len: int,
-        masking: Masking,
-        packing: bool = False,
-        pad_to_max_length: bool = False,
-    ):
-        self.tokenizer = tokenizer
-        self.max_seq_len = max_seq_len
-        self.masking = masking
-        self.packing = packing
-        self.pad_to_max_length = pad_to_max_length
+    tokenizer: PreTrainedTokenizerBase
+    max_seq_len: int
+    masking: Masking
+    packing: bool = False
+    pad_to_max_length: bool = False
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         masked = [self.masking(ids, *sample["sample"]) for ids, sample in zip(self.token_ids(samples), samples)]
