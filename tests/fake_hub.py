@@ -1,4 +1,4 @@
-"""A Hub for one process: the part of the Hugging Face Hub's HTTP interface that pushing and loading a model use."""
+"""A Hub in one process: the part of the Hugging Face Hub's HTTP interface that pushing and loading a model use."""
 
 import base64
 import hashlib
@@ -14,14 +14,14 @@ class FakeHub:
     """Repositories as {"org/name": {"main": {path: bytes}}}, what was uploaded, and one token that may write."""
 
     token = "hf_may_write"
-    user = "someone"  # whose token it is
+    user = "someone"  # the owner of the token
 
     def __init__(self):
         self.repos: dict[str, dict[str, dict[str, bytes]]] = {}
         self.private: dict[str, bool] = {}
         self.objects: dict[str, bytes] = {}  # large files, by digest
-        self.uploads: list[str] = []  # digests, as often as they were sent
-        self.fail_commits = 0  # answer so many commits with a broken connection
+        self.uploads: list[str] = []  # digests, one for each upload
+        self.fail_commits = 0  # number of commits to answer with a broken connection
         self.url = ""
 
     def sha(self, files: dict[str, bytes]) -> str:
@@ -86,12 +86,10 @@ def serve():
                 branches[revision] = dict(branches["main"])
                 return self.answer({})
             if verb == "preupload":
-                files = json.loads(body)["files"]
-                mode = {True: "lfs", False: "regular"}
-                return self.answer({"files": [
-                    {"path": file["path"], "uploadMode": mode[file["path"].endswith(".safetensors")], "shouldIgnore": False}
-                    for file in files
-                ]})  # fmt: skip
+                paths = [file["path"] for file in json.loads(body)["files"]]
+                modes = {path: "lfs" if path.endswith(".safetensors") else "regular" for path in paths}
+                answers = [{"path": path, "uploadMode": modes[path], "shouldIgnore": False} for path in paths]
+                return self.answer({"files": answers})
             assert verb == "commit", path
             if hub.fail_commits:
                 hub.fail_commits -= 1

@@ -62,7 +62,7 @@ def test_a_failing_export_costs_the_run_nothing(tmp_path, write_config):
     assert result.returncode == 1
     assert re.findall(r"step (\d+): the Hub folder was not written, training continues: ", result.stderr) == ["6"]
     last = result.stderr.splitlines()[-1]
-    assert last.startswith("error: the run is complete and saved, but its Hub folder is not: ")
+    assert last.startswith("error: the run is saved, but its Hub folder is not: ")
     assert "Traceback" not in result.stderr
     assert batches(metrics(tmp_path / "run"), "loss") == [1, 2, 3, 4, 5, 6]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["after"]["step"] == 6

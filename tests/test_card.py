@@ -18,7 +18,8 @@ from src.publish.run_facts import read_scores
 
 EVALUATIONS = [
     {"step": batch, "samples": 8 * batch, "seconds": 1.0,
-     "eval": {"eval/LanguageCrossEntropy": loss, "eval/MaskedAccuracy": accuracy, "eval/MostFrequentTokenAccuracy": 0.0625}}
+     "eval": {"eval/LanguageCrossEntropy": loss, "eval/MaskedAccuracy": accuracy,
+              "eval/MostFrequentTokenAccuracy": 0.0625}}
     for batch, loss, accuracy in ((600, 3.5, 0.25), (1200, 2.5, 0.375), (1800, 1.5, 0.5))
 ]  # fmt: skip
 RESULT = {
@@ -51,11 +52,14 @@ def test_a_card_tells_sizes_steps_recipe_and_the_evaluation_of_that_step(checkpo
     for fact in (
         "# tiny\n", "LION-S", "- mixer: lion-s", f"- parameters: {parameters:,}\n", "- layers: 1", "- hidden size: 32",
         "- steps: 1,200", "- samples: 9,600", "- data: data.jsonl\n", "- split: train",
-        f"- tokenizer: BertTokenizer with {len(VOCABULARY)} tokens, lower case\n", "- maximum sequence length in training: 32",
+        f"- tokenizer: BertTokenizer with {len(VOCABULARY)} tokens, lower case\n",
+        "- maximum sequence length in training: 32",
         "- masking rate: 0.3", "- batch size: 8", "- optimizer: decoupled_adamw (", "lr 0.0008",
         "- schedule: linear_decay_with_warmup (", "t_warmup 0.06dur", "- seed: 17",
-        "At step 1,200, with 15% of the tokens masked: masked accuracy 37.50%, accuracy of always predicting the most frequent token 6.25%, loss 2.500.",
-        'pipeline("fill-mask", model="my-model", trust_remote_code=True)', "Apache 2.0", "@inproceedings{afzal2025linear",
+        "At step 1,200, with 15% of the tokens masked: masked accuracy 37.50%, "
+        "accuracy of always predicting the most frequent token 6.25%, loss 2.500.",
+        'pipeline("fill-mask", model="my-model", trust_remote_code=True)', "Apache 2.0",
+        "@inproceedings{afzal2025linear",
     ):  # fmt: skip
         assert fact in card, fact
     assert "- maximum sequence length:" not in card  # lion-s has no position table
@@ -79,7 +83,8 @@ def test_the_metadata_is_what_the_hub_reads(checkpoint):
     [result] = model["results"]
     assert result["task"]["type"] == "fill-mask"
     assert result["dataset"] == {"name": "data.jsonl", "type": "data.jsonl", "split": "val"}
-    assert {metric["type"]: metric["value"] for metric in result["metrics"]} == {"accuracy": 0.375, "cross entropy": 2.5}  # fmt: skip
+    values = {metric["type"]: metric["value"] for metric in result["metrics"]}
+    assert values == {"accuracy": 0.375, "cross entropy": 2.5}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +191,8 @@ def classifier(tmp_path, checkpoint) -> Checkpoint:
 def test_a_classifiers_card_tells_task_labels_and_scores(classifier):
     card = model_card(classifier, "my-model")
     for fact in (
-        "fine-tuned on RTE", "- labels: entailment, not_entailment", "- training examples: 2,490", "- epochs: 2", "62.50",
+        "fine-tuned on RTE", "- labels: entailment, not_entailment", "- training examples: 2,490", "- epochs: 2",
+        "62.50",
         'classify({"text": "One text.", "text_pair": "Another."})',
     ):  # fmt: skip
         assert fact in card, fact

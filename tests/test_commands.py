@@ -1,4 +1,4 @@
-"""The commands around Hub folders: export of what Composer saved, import of what the authors published, what they refuse."""
+"""The commands around Hub folders: export of our checkpoints, import of the authors', and what they refuse."""
 
 import json
 from pathlib import Path

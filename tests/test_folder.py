@@ -62,7 +62,7 @@ def write_checkpoint(path: Path, tokenizer_folder: Path, kind: type, mixer: str 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, tokenizer_folder):
-    """made(name): a checkpoint of a mixer, or "classifier", and the folder that export made and proved of it, once a name."""
+    """made(name): a checkpoint of a mixer, or "classifier", and its exported folder; made once per name."""
     work, done = tmp_path_factory.mktemp("hub"), {}
 
     def make(name: str = "lion-s") -> tuple[Path, Path]:
@@ -145,7 +145,9 @@ def test_verify_passes_for_the_folder_that_export_wrote_and_needs_no_card(change
     assert verify(*changed) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["lion.layers.0.attention.qkv.weight", "lion.embeddings.word_embeddings.weight", "head.decoder.bias"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["lion.layers.0.attention.qkv.weight", "lion.embeddings.word_embeddings.weight", "head.decoder.bias"]
+)
 def test_verify_names_the_tensor_that_differs_and_no_other(changed, name):
     checkpoint, folder = changed
     with changed_weights(folder) as weights:
@@ -313,7 +315,7 @@ def test_a_pickle_and_a_hidden_file_are_not_published(tmp_path, name):
 
 
 def outside(program: str, folder: Path, cwd: Path, **changes: str) -> str:
-    """The output of a program that runs in another folder, offline unless it is told otherwise, with code caches of its own."""
+    """Return the output of a program run in another folder, offline by default, with its own code cache."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(cwd / "modules"), "CUDA_VISIBLE_DEVICES": "", **changes}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program, str(folder)], cwd=cwd, capture_output=True, text=True,

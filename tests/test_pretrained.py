@@ -120,7 +120,7 @@ def test_pretraining_starts_from_a_hugging_face_bert_with_a_new_head(tmp_path, w
         (["model.hidden_size=64"], ["do not fit", "another shape"]),
     ],
 )
-def test_a_start_that_does_not_fit_is_refused_before_writing(folder, tmp_path, write_config, overrides, words):  # fmt: skip
+def test_a_start_that_does_not_fit_is_refused(folder, tmp_path, write_config, overrides, words):
     config = write_config(tmp_path, model={"pretrained_checkpoint": str(folder)}, loggers={})
     assert_one_sentence(run("main.py", config, *overrides), *words)
     assert not (tmp_path / "run").exists()

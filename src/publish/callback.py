@@ -52,9 +52,7 @@ def export_last(folder: Path) -> Path:
     """Return the Hub folder of a finished run's last checkpoint, exporting it if needed. Raises RunFailed."""
     out, failure = export_latest(folder)
     if failure:
-        raise RunFailed(
-            f"the run is complete and saved, but its Hub folder is not: {failure}; repeat the command to retry"
-        )
+        raise RunFailed(f"the run is saved, but its Hub folder is not: {failure}; repeat the command to retry")
     return out
 
 

@@ -33,9 +33,7 @@ AUTO_MAP = {
 }
 TOLERANCE = 1e-5  # of a logit's difference, relative to the largest logit where that is above 1
 SAME_NUMBERS = {"attention_form", "chunk_size"}  # settings that change the cost alone
-NO_LIMIT = (
-    2**31 - 1
-)  # as max_position_embeddings: sentence-transformers passes it on to the tokenizer as a 64-bit integer
+NO_LIMIT = 2**31 - 1  # as max_position_embeddings: sentence-transformers needs a number that fits a 64-bit integer
 NO_TOKENIZER_LIMIT = int(1e30)  # as model_max_length: what transformers writes for "no limit"
 LONG_TEXT = "the " * 9000  # to see at which length a tokenizer truncates
 
@@ -51,9 +49,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         yield unfinished
         unfinished.rename(out)
     except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"--out {out} cannot be written ({reason(error)}); choose another folder or free space"
-        ) from None
+        raise UserError(f"--out {out} cannot be written ({reason(error)}); choose another or free space") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -14,9 +14,7 @@ PUBLISHED = {".json", ".jinja", ".jpg", ".md", ".model", ".png", ".py", ".safete
 def check_out(out: Path) -> None:
     """Raise UserError for a folder that exists, or whose name transformers cannot load."""
     if "." in out.name:
-        raise UserError(
-            f"--out {out}: transformers cannot load code from a folder with a dot in its name; remove the dot"
-        )
+        raise UserError(f"--out {out} has a dot in its name, from which transformers cannot load code; remove it")
     if out.exists():
         raise UserError(f"--out {out} already exists; choose another folder")
 
