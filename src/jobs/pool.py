@@ -1,4 +1,4 @@
-"""Jobs in processes, one after another or several at a time, all forked from a server that has imported what they need."""
+"""Jobs in processes, one or several at a time, forked from a server that has imported what they need."""
 
 import multiprocessing
 import os
