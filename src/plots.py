@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from src.files import METRICS, read_json_lines, write_atomically
 
@@ -21,23 +21,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from src.training.metrics import Curve
+
 COLORS = {
     "lion-lit": "#e69f00", "lion-d": "#009e73", "lion-s": "#0072b2", "hydra": "#56b4e9", "softmax": "#d55e00",
     "bert": "#d55e00", "hugging face bert": "#7f7f7f", "modernbert": "#000000",
 }  # fmt: skip
 OTHERS = ("#cc79a7", "#8c564b", "#17becf", "#bcbd22", "#9467bd")  # in order of appearance
 FAMILY = re.compile(rf"({'|'.join(sorted(COLORS, key=len, reverse=True))})(?![a-z])")
-
-
-class Panel(NamedTuple):
-    """One plot of `curves`: what it shows and the keys of metrics.jsonl that hold it."""
-
-    title: str  # e.g. "masked accuracy"
-    y_label: str  # with its unit, e.g. "%"
-    train: str | None  # key of a training line, e.g. "accuracy"
-    evaluation: str  # key of an evaluation, e.g. "eval/MaskedAccuracy"
-    scale: float = 1  # 100 draws fractions as percentages
-    baseline: tuple[str, str] | None = None  # (label, key of an evaluation): a dotted line at its last value
 
 
 def color(name: str) -> str:
@@ -103,24 +94,26 @@ def save(figure: "Figure", path: Path) -> None:
     write_atomically(path, picture.getvalue())
 
 
-def curves(runs: Iterable[tuple[str, Path]], panels: Sequence[Panel], path: Path, title: str) -> None:
-    """Draw metrics of runs, (name, folder), against samples seen: evaluations as lines with dots, training faint."""
+def curves(runs: Iterable[tuple[str, Path]], curves: Sequence["Curve"], path: Path, title: str) -> None:
+    """Draw metrics of runs, (name, folder), against samples seen, a plot per curve: evaluations with dots, training faint."""
     metrics = {name: read_json_lines(folder / METRICS) for name, folder in runs}
-    figure, axes = subplots(columns=len(panels), title=title)
-    for axis, panel in zip(axes[0], panels):
-        baseline = None
+    drawn = [curve for curve in curves if not curve.baseline]
+    baselines = {curve.percent: curve for curve in curves if curve.baseline}
+    figure, axes = subplots(columns=len(drawn), title=title)
+    for axis, curve in zip(axes[0], drawn):
+        scale, floor, baseline = 100 if curve.percent else 1, None, baselines.get(curve.percent)
         for shade, (name, lines) in zip(colors(metrics), metrics.items()):
-            train = [(line["samples"], panel.scale * line[panel.train]) for line in lines if panel.train in line]
-            evaluations = [line for line in lines if panel.evaluation in line.get("eval", {})]
+            train = [(line["samples"], scale * line[curve.name]) for line in lines if curve.name in line]
+            evaluations = [line for line in lines if curve.eval_key in line.get("eval", {})]
             if train:
                 axis.plot(*zip(*train), color=shade, alpha=0.25, linewidth=1)
             if evaluations:
-                values = [panel.scale * line["eval"][panel.evaluation] for line in evaluations]
+                values = [scale * line["eval"][curve.eval_key] for line in evaluations]
                 axis.plot([line["samples"] for line in evaluations], values, color=shade, marker=".", label=name)
-                baseline = panel.baseline and evaluations[-1]["eval"].get(panel.baseline[1], baseline)
-        if baseline is not None:
-            axis.axhline(panel.scale * baseline, color="black", linewidth=1, linestyle=":", label=panel.baseline[0])
-        label_axes(axis, panel.title, "samples seen", panel.y_label)
+                floor = baseline and evaluations[-1]["eval"].get(baseline.eval_key, floor)
+        if floor is not None:
+            axis.axhline(scale * floor, color="black", linewidth=1, linestyle=":", label=baseline.title)
+        label_axes(axis, curve.title, "samples seen", "%" if curve.percent else curve.unit)
         axis.xaxis.set_major_formatter("{x:,.0f}")
     save(figure, path)
 

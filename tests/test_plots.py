@@ -5,6 +5,7 @@ import json
 import pytest
 
 from src import plots
+from src.training.metrics import Curve
 
 
 @pytest.fixture
@@ -59,8 +60,9 @@ def test_colors_of_one_picture_differ():
 def test_curves_have_units_a_title_and_a_legend_outside_the_plots(tmp_path, figures):
     runs = [write_metrics(tmp_path, name) for name in ("lion-s-tiny", "bert-tiny")]
     panels = [
-        plots.Panel("loss", "nats per token", "loss", "eval/Loss"),
-        plots.Panel("masked accuracy", "%", "accuracy", "eval/Accuracy", 100, ("most frequent token", "eval/Floor")),
+        Curve("loss", "loss", "eval/Loss", unit="nats per token"),
+        Curve("accuracy", "masked accuracy", "eval/Accuracy", percent=True),
+        Curve("most_frequent_token", "most frequent token", "eval/Floor", percent=True, baseline=True),
     ]
     plots.curves(runs, panels, tmp_path / "curves.png", "corpus: pretraining")
     (figure,) = figures
@@ -76,7 +78,7 @@ def test_curves_have_units_a_title_and_a_legend_outside_the_plots(tmp_path, figu
 
 def test_curves_of_a_run_without_an_evaluation_or_a_metric(tmp_path):
     (tmp_path / "empty").mkdir()
-    panels = [plots.Panel("other", "", "other", "eval/Other", baseline=("floor", "eval/Other"))]
+    panels = [Curve("other", "other", "eval/Other"), Curve("floor", "floor", "eval/Other", baseline=True)]
     plots.curves([("empty", tmp_path / "empty"), write_metrics(tmp_path)], panels, tmp_path / "c.png", "")
     assert (tmp_path / "c.png").exists()
 

@@ -91,7 +91,7 @@ def write_summary(
     """Draw the curves, under a title, and write the summary. Raises RunFailed if they cannot be written."""
     if not is_main_process():
         return
-    from src.training.run_log import draw_curves
+    from src import plots
 
     retry = f"make room in {folder} and repeat the command"
     if not is_evaluated(folder, step):
@@ -106,7 +106,7 @@ def write_summary(
         "after": results[-1],
     }
     try:
-        draw_curves([(config.run_name, folder)], curves, folder / "curves.png", title)
+        plots.curves([(config.run_name, folder)], curves, folder / "curves.png", title)
         write_json(folder / SUMMARY, summary)
     except OSError as error:
         raise RunFailed(f"the run is finished and saved, but not its summary ({reason(error)}); {retry}") from None

@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -195,23 +194,3 @@ class RunLog(LoggerDestination):
                 f"cannot write {self.path}: {reason(error)}; training continues without the lines it cannot write"
             )
         self.failed = True
-
-
-def draw_curves(runs: Iterable[tuple[str, Path]], curves: tuple[Curve, ...], path: Path, title: str) -> None:
-    """Draw runs, (name, folder), against the samples seen, a plot per curve."""
-    from src import plots
-
-    baselines = {curve.percent: (curve.title, curve.eval_key) for curve in curves if curve.baseline}
-    panels = [
-        plots.Panel(
-            curve.title,
-            "%" if curve.percent else curve.unit,
-            curve.name if curve.train_key else None,
-            curve.eval_key,
-            100 if curve.percent else 1,
-            baselines.get(curve.percent),
-        )
-        for curve in curves
-        if not curve.baseline
-    ]
-    plots.curves(runs, panels, path, title)
