@@ -20,8 +20,8 @@ def run(main: Callable[[list[str]], None]) -> None:
     Exit status: 0 success, 2 unusable input, 1 failure, 130 interrupted by Ctrl-C, 143 ended by SIGTERM.
     """
     start_log()
-    # Torch then requests 2 MB pages for large tensors on a CPU, which the system clears faster. It reads this at its first
-    # tensor, and importing transformers' models creates one.
+    # Torch then requests 2 MB pages for large tensors on a CPU, which the system clears faster. It reads this at its
+    # first tensor, and importing transformers' models creates one.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         main(sys.argv[1:])

@@ -95,7 +95,7 @@ def save(figure: "Figure", path: Path) -> None:
 
 
 def curves(runs: Iterable[tuple[str, Path]], curves: Sequence["Curve"], path: Path, title: str) -> None:
-    """Draw metrics of runs, (name, folder), against samples seen, a plot per curve: evaluations with dots, training faint."""
+    """Draw runs, (name, folder), against samples seen, a plot per curve: evaluations with dots, training faint."""
     metrics = {name: read_json_lines(folder / METRICS) for name, folder in runs}
     drawn = [curve for curve in curves if not curve.baseline]
     baselines = {curve.percent: curve for curve in curves if curve.baseline}

@@ -50,7 +50,7 @@ class MostFrequentTokenAccuracy(Metric):
 
 
 class LionMLM(AutocastModel):
-    """Masked language modelling: cross entropy and accuracy at the masked positions, and the most frequent token's accuracy."""
+    """Masked language modelling: cross entropy and accuracy at the masked positions, and their baseline."""
 
     def __init__(self, config: LionConfig, tokenizer: PreTrainedTokenizerBase):
         super().__init__(

@@ -57,7 +57,7 @@ class MaskedLM(Task):
         return build_tokenizer(self.config.tokenizer_name, self.config.max_seq_len, needs=("mask_token", "pad_token"))
 
     def build_model(self, checkpoint: Path | None) -> "LionMLM":
-        """Return a model with random weights, or with those of `model.pretrained_checkpoint`: its encoder, and its head if any.
+        """Return a model with random weights, or with the encoder, and any head, of `model.pretrained_checkpoint`.
 
         A resumed run takes its sizes from `checkpoint`, its own; what it started from may be gone.
         """

@@ -16,7 +16,7 @@ class TrainerConfig:
     """Keys of everything that trains, one long run or many short ones."""
 
     scheduler: dict[str, Any] = key(
-        "name (linear_decay_with_warmup, cosine_with_warmup, constant, constant_with_warmup, warmup_stable_decay) and arguments"
+        "name (linear_decay_with_warmup, cosine_with_warmup, constant, constant_with_warmup, warmup_stable_decay), arguments"
     )
     algorithms: dict[str, Any] = key(f"{BY_NAME}gradient_clipping, …", {})
     callbacks: dict[str, Any] = key(f"{BY_NAME}speed_monitor, lr_monitor, memory_monitor, …", {}, may_change=True)
@@ -46,7 +46,7 @@ class RunConfig(TrainerConfig):
 
     run_name: str = key("name of the run")
     optimizer: dict[str, Any] = key(
-        "name (decoupled_adamw, adamw) and arguments; filter_bias_norm_wd: true exempts biases and norms from weight decay"
+        "name (decoupled_adamw, adamw), arguments; filter_bias_norm_wd: true exempts biases and norms from weight decay"
     )
     max_duration: str = duration("length of training", units=("ba", "sp", "ep", "tok"), may_change=True)
     eval_interval: str = duration("how often to evaluate", may_change=True)

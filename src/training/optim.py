@@ -8,10 +8,10 @@ from src.errors import UserError
 
 
 class FusedDecoupledAdamW(DecoupledAdamW):
-    """Adam whose weight decay follows the learning rate's schedule but not its peak:  w ← (1 - lr_t/lr · weight_decay) w.
+    """Adam whose weight decay follows the learning rate's schedule, not its peak:  w ← (1 - lr_t/lr · weight_decay) w.
 
     The arithmetic of Composer's class (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2) in one kernel, where
-    Composer runs ten per parameter and synchronises the GPU at each. A subclass, so that checkpoints keep their settings.
+    Composer runs ten per parameter and synchronises the GPU at each. A subclass, so that old checkpoints still load.
     """
 
     def step(self, closure=None):

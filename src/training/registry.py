@@ -58,12 +58,16 @@ LOGGERS = {
     "wandb": loggers.WandBLogger,
 }
 SECTIONS = {
-    "optimizer": OPTIMIZERS, "scheduler": SCHEDULERS, "algorithms": ALGORITHMS, "callbacks": CALLBACKS, "loggers": LOGGERS,
-}  # fmt: skip
+    "optimizer": OPTIMIZERS,
+    "scheduler": SCHEDULERS,
+    "algorithms": ALGORITHMS,
+    "callbacks": CALLBACKS,
+    "loggers": LOGGERS,
+}
 
 
 def build_optimizer(section: Mapping[str, Any], model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of the model's parameters. `filter_bias_norm_wd: true` exempts biases and norms from weight decay."""
+    """Return an optimizer of the model's parameters. `filter_bias_norm_wd` exempts biases and norms from weight decay."""
     section = dict(section)
     betas = section.get("betas", (0.9, 0.98))
     if not (isinstance(betas, list | tuple) and len(betas) == 2):
@@ -79,7 +83,7 @@ def build_optimizer(section: Mapping[str, Any], model: nn.Module) -> torch.optim
 
 
 def build_scheduler(section: Mapping[str, Any], max_duration: str = "1ep") -> optim.ComposerScheduler:
-    """Return a learning-rate schedule, tried at both ends of a run of `max_duration`. Raises UserError if that fails."""
+    """Return a learning-rate schedule, tried at both ends of a run of `max_duration`. Raises UserError."""
     if section.get("t_warmup") is not None:
         check_value("scheduler.t_warmup", section["t_warmup"], str, Rule(units=tuple(TIME_UNITS), at_least=0))
     scheduler = build("scheduler", SCHEDULERS, section)
@@ -100,7 +104,7 @@ def build_scheduler(section: Mapping[str, Any], max_duration: str = "1ep") -> op
 def build(kind: str, registry: Mapping[str, Callable], section: Mapping[str, Any], **fixed: Any) -> Any:
     """Return the object that a section's `name` refers to, with the section's other keys as arguments.
 
-    An unknown argument that is null is dropped, so that a file can remove what it inherits for an object of another name.
+    An unknown argument that is null is dropped, so that a file can remove one inherited for another name.
     Raises UserError for an unknown name, an unknown argument, or arguments that the class rejects.
     """
     arguments = dict(section)
@@ -122,7 +126,7 @@ def build(kind: str, registry: Mapping[str, Callable], section: Mapping[str, Any
 
 
 def build_all(kind: str, sections: Mapping[str, Any]) -> list[Any]:
-    """Return the algorithms, callbacks or loggers of a config: {name: {argument: value}, null for none, or false to omit}."""
+    """Return algorithms, callbacks or loggers: {name: {argument: value}, null for none, or false to omit}."""
     chosen = {name: arguments for name, arguments in sections.items() if arguments is not False}
     for name, arguments in chosen.items():
         if arguments is not None and not isinstance(arguments, Mapping):

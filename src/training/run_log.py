@@ -30,10 +30,10 @@ class Statistics(Protocol):
 class RunLog(LoggerDestination):
     """Write a line to `folder/metrics.jsonl` every `interval` batches of training and after every evaluation.
 
-    Lines of training: {"step", "samples", "seconds", "loss", "lr", "samples_per_second", "tokens_per_second", …} and the
-    training metrics of `curves`; loss and rates are means since the previous line. Lines of evaluation: {"step", "samples",
-    "seconds", "eval": {metric: value}}. A resumed run drops the lines after its checkpoint. If a line cannot be written,
-    the run continues without it and warns once.
+    Lines of training: {"step", "samples", "seconds", "loss", "lr", "samples_per_second", "tokens_per_second", …} and
+    the training metrics of `curves`; loss and rates are means since the previous line. Lines of evaluation: {"step",
+    "samples", "seconds", "eval": {metric: value}}. A resumed run drops the lines after its checkpoint. If a line cannot
+    be written, the run continues without it and warns once.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class RunLog(LoggerDestination):
         return ", ".join(parts)
 
     def _estimate_time_left(self, state: State) -> None:
-        """After ten steps, or twenty seconds, print once how long the rest will take. The first, slowest step is excluded."""
+        """After ten steps, or twenty seconds, print once how long the rest will take. The slow first step is excluded."""
         _, tokens, seconds = self._counts(state)
         now = (state.timestamp.batch.value, tokens, seconds)
         if self.first_step is None:
