@@ -14,7 +14,7 @@ class PretrainConfig(RunConfig):
     """Keys of `main.py`."""
 
     model: dict[str, Any] = key(
-        "mixer and sizes: any argument of LionConfig (src/lion/configuration_lion.py); and pretrained_checkpoint, to start "
+        "mixer and sizes: arguments of LionConfig (src/lion/configuration_lion.py); and pretrained_checkpoint, to start "
         "from the weights of a checkpoint of main.py or of the paper's authors, a Hub folder or a Hugging Face BERT",
         {},
     )

@@ -67,7 +67,7 @@ SECTIONS = {
 
 
 def build_optimizer(section: Mapping[str, Any], model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of the model's parameters. `filter_bias_norm_wd` exempts biases and norms from weight decay."""
+    """Return an optimizer. `filter_bias_norm_wd: true` exempts biases and norms from weight decay."""
     section = dict(section)
     betas = section.get("betas", (0.9, 0.98))
     if not (isinstance(betas, list | tuple) and len(betas) == 2):

@@ -160,7 +160,7 @@ class RunLog(LoggerDestination):
         return ", ".join(parts)
 
     def _estimate_time_left(self, state: State) -> None:
-        """After ten steps, or twenty seconds, print once how long the rest will take. The slow first step is excluded."""
+        """After ten steps or twenty seconds, print once how long the rest will take, without the slow first step."""
         _, tokens, seconds = self._counts(state)
         now = (state.timestamp.batch.value, tokens, seconds)
         if self.first_step is None:

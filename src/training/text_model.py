@@ -24,7 +24,7 @@ def build_tokenizer(name: str, max_seq_len: int, needs: tuple[str, ...] = ("pad_
 
 
 def build_lion_config(arguments: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_seq_len: int) -> LionConfig:
-    """Return a LionConfig of the `model` section. vocab_size defaults to the tokenizer's, rounded up to a multiple of 8.
+    """Return a LionConfig of the `model` section; vocab_size defaults to the tokenizer's, rounded up to 8.
 
     Raises UserError for an unknown argument, or sizes that do not fit the tokenizer or the sequence length.
     """
