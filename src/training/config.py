@@ -16,7 +16,8 @@ class TrainerConfig:
     """Keys of everything that trains, one long run or many short ones."""
 
     scheduler: dict[str, Any] = key(
-        "name (linear_decay_with_warmup, cosine_with_warmup, constant, constant_with_warmup, warmup_stable_decay) …"
+        "name (linear_decay_with_warmup, cosine_with_warmup, constant, constant_with_warmup, warmup_stable_decay) and "
+        "arguments"
     )
     algorithms: dict[str, Any] = key(f"{BY_NAME}gradient_clipping, …", {})
     callbacks: dict[str, Any] = key(f"{BY_NAME}speed_monitor, lr_monitor, memory_monitor, …", {}, may_change=True)
