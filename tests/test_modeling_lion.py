@@ -1,5 +1,6 @@
 """The encoder and its heads, for every mixer: BERT where it is BERT, one set of numbers in every form, and what users rely on."""
 
+import inspect
 import math
 
 import pytest
@@ -19,6 +20,7 @@ from src.lion import (
     LionForTokenClassification,
     LionModel,
     cpu,
+    mixers,
 )
 from src.lion.configuration_lion import MIXERS
 from src.lion.linear_attention import definition
@@ -187,6 +189,11 @@ def test_the_loss_of_an_untrained_model_is_that_of_a_guess(mixer):
             ids, labels = (torch.randint(5, 2048, (4, 64), generator=generator) for _ in range(2))
             losses.append(model(ids, labels=labels).loss)
     assert sum(losses) / 4 == pytest.approx(math.log(2048), rel=0.02)
+
+
+def test_a_configuration_names_every_mixer_and_knows_its_positions():
+    assert tuple(mixers.MIXERS) == MIXERS
+    assert [mixer for mixer in MIXERS if LionConfig(mixer=mixer).has_positions] == list(WITH_POSITIONS)
 
 
 def test_what_a_configuration_cannot_mean_is_refused():
@@ -395,6 +402,11 @@ def test_a_long_text_in_segments_is_encoded_as_in_one_call(mixer, segment_length
     expected = model(**inputs).last_hidden_state
     actual = model.encode_long(**inputs, segment_length=segment_length)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_earlier_keyword_of_segment_length_is_accepted():
+    model, ids = build("lion-s", LionModel), texts()["input_ids"]
+    assert torch.equal(model.encode_long(ids, piece_length=8), model.encode_long(ids, segment_length=8))
 
 
 def test_a_long_text_is_encoded_for_inference_by_mixers_with_states_within_their_positions():
@@ -703,6 +715,32 @@ def test_a_batch_whose_tokens_are_all_unlabelled_has_loss_0():
     loss = model(**texts(), labels=torch.full((3, 21), -100)).loss
     assert loss == 0
     assert not any(gradient.any() for gradient in gradients(model, loss).values())
+
+
+INPUTS = ["self", "input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds"]
+OPTIONS = ["output_attentions", "output_hidden_states", "return_dict", "attention_form", "seq_idx"]
+
+
+@pytest.mark.parametrize(
+    "kind, targets, last",
+    [
+        (LionModel, [], []),
+        (LionForMaskedLM, ["labels"], ["masked_positions"]),
+        (LionForSequenceClassification, ["labels"], []),
+        (LionForTokenClassification, ["labels"], []),
+        (LionForQuestionAnswering, ["start_positions", "end_positions"], []),
+    ],
+)
+def test_the_arguments_of_a_call_have_names_and_an_order(kind, targets, last):
+    names = [*INPUTS, *targets, *OPTIONS, *last]
+    assert inspect.getfullargspec(kind.forward).args == names == list(inspect.signature(kind.forward).parameters)
+    model, inputs = build("lion-s", kind), texts(padded=True)
+    by_position = model(*(inputs.get(name) for name in names[1 : names.index("return_dict")]), False)
+    assert torch.equal(by_position[0], model(**inputs)[0])
+    with pytest.raises(TypeError, match="nonsense"):
+        model(**inputs, nonsense=1)
+    with pytest.raises(TypeError, match="input_ids"):
+        model(inputs["input_ids"], **inputs)
 
 
 def test_transformers_trainer_finds_the_labels_of_every_model():
