@@ -89,5 +89,6 @@ class LionConfig(PretrainedConfig):
     @property
     def has_positions(self) -> bool:
         """Whether the mixer uses position embeddings."""
-        # AutoConfig would fail with `from .mixers import` here: transformers copies that file, but not what it imports.
+        # A Hub folder's configuration is loaded without mixers.py, which `from .mixers import` would change; its model asks
+        # the mixer itself.
         return import_module(".mixers", __package__).MIXERS[self.mixer].has_positions

@@ -42,7 +42,8 @@ class LionEmbeddings(nn.Module):
         D = config.hidden_size
         self.word_embeddings = nn.Embedding(config.vocab_size, D, padding_idx=config.pad_token_id)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, D)
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, D) if config.has_positions else None
+        has_positions = MIXERS[config.mixer].has_positions
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, D) if has_positions else None
         self.LayerNorm = nn.LayerNorm(D, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.mixer = config.mixer
