@@ -11,6 +11,7 @@ from conftest import ROOT, environment
 
 from src.data.convert import is_validation
 from src.demo.__main__ import MAX_SEQ_LEN, VAL_FRACTION
+from src.demo.precision import choose_precision
 from src.mlm.config import PretrainConfig
 from src.training.config import load_config
 
@@ -103,11 +104,16 @@ def test_rows_are_as_long_as_the_tiny_models_read():
     assert config.max_seq_len == MAX_SEQ_LEN
 
 
+def test_a_given_precision_is_not_measured():
+    arguments = [str(ROOT / "yamls/pretrain/lion-s-tiny.yaml"), "precision=fp32"]
+    assert choose_precision(arguments, vocab_size=-1) == "fp32"
+
+
 def test_a_second_run_uses_what_is_finished(demo):
     _, first, second, files = demo
     assert second.stdout.count("exists already") == 4
     assert "is already finished" in second.stderr
-    assert f"{second.stderr}{second.stdout}".count("done earlier") == 4
+    assert second.stderr.count("done earlier") == 4
     assert all(path.stat().st_mtime_ns == time for path, time in files.items())
     table = first.stdout[first.stdout.index("| model") :].split("\n\n")[0]
     assert table in second.stdout

@@ -7,13 +7,10 @@ ones resume.
 
 import argparse
 import functools
-import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +29,7 @@ FROM_SCRATCH = "-from-scratch"  # suffix of fine-tuning runs without pretraining
 TASKS = ("WordOrder", "Continuation")
 MAX_SEQ_LEN = 32  # of yamls/pretrain/tiny.yaml
 VAL_FRACTION = 0.04  # enough validation text for a thousand examples of each task
+IS_VALIDATION = functools.partial(is_validation, fraction=VAL_FRACTION)
 
 
 def main(argv: list[str]) -> None:
@@ -49,14 +47,13 @@ def main(argv: list[str]) -> None:
         raise UserError(f"MODEL={options.model} must be one of {', '.join(known)}")
     demo = Demo(options)
     demo.prepare_data()
-    models = MODELS if options.compare else (options.model,)
-    for model in models:
+    for model in MODELS if options.compare else [options.model]:
         demo.pretrain(model)
-        demo.finetune(*([model] if options.compare else [model, f"{model}{FROM_SCRATCH}"]))
+        demo.finetune(model)
     if not options.compare:
         demo.export(options.model)
         demo.fill_masks(options.model)
-    demo.print_results(models)
+    demo.print_results(MODELS if options.compare else [options.model])
 
 
 class Demo:
@@ -64,10 +61,10 @@ class Demo:
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
-        names = ("corpus.jsonl", "tokenizer", "token-shards", "glue", "pretrained", "finetuned", "exported")
-        self.corpus, self.tokenizer, self.shards, self.tasks, self.pretrained, self.finetuned, self.exported = (
-            options.out / name for name in names
-        )
+        out = self.out = options.out
+        self.corpus, self.tokenizer, self.shards = out / "corpus.jsonl", out / "tokenizer", out / "token-shards"
+        self.tasks, self.pretrained, self.finetuned = out / "glue", out / "pretrained", out / "finetuned"
+        self.exported = out / "exported"
         self.seconds: dict[str, float] = {}
 
     def prepare_data(self) -> None:
@@ -91,41 +88,35 @@ class Demo:
                 from src.demo.tasks import write_tasks
 
                 sizes = (self.options.train_examples, self.options.dev_examples)
-                write_tasks(self.corpus, self.tasks, functools.partial(is_validation, fraction=VAL_FRACTION), *sizes)
+                write_tasks(self.corpus, self.tasks, IS_VALIDATION, *sizes)
 
     def pretrain(self, model: str) -> None:
-        config = str(ROOT / f"yamls/pretrain/{model}.yaml")
-        paths = [f"data_local={self.shards}", f"tokenizer_name={self.tokenizer}"]
-        paths.append(f"save_folder={self.pretrained / model}")
+        folder = self.pretrained / model
+        paths = [f"data_local={self.shards}", f"tokenizer_name={self.tokenizer}", f"save_folder={folder}"]
+        config = [str(ROOT / f"yamls/pretrain/{model}.yaml"), *paths, *self.options.overrides]
         with self.step(f"pretraining {model}"):
-            run(["main.py", config, *paths, *self.precision(config, *paths), *self.options.overrides])
+            run(["main.py", *config, *self.precision(config)])
 
-    def precision(self, *config: str) -> list[str]:
-        """Return the faster precision on a CPU as an argument. It is measured once, so that a resumed run keeps it."""
-        path = self.options.out / "precision"
+    def precision(self, config: Sequence[str] = ()) -> list[str]:
+        """Return the precision as an argument. It is chosen once, so that a resumed run keeps it."""
+        path = self.out / "precision"
         if not path.exists():
-            import torch
+            from src.demo.precision import choose_precision
 
-            from src.demo.precision import faster_precision
-            from src.mlm.config import PretrainConfig
-            from src.training.config import load_config
+            write_atomically(path, choose_precision(config, self.options.vocab_size) or "")
+        return [f"precision={precision}"] if (precision := path.read_text()) else []
 
-            if torch.cuda.is_available():  # a GPU's default is the faster one
-                return []
-            options = load_config(PretrainConfig, "main.py", "", [*config, *self.options.overrides])
-            write_atomically(path, faster_precision(options, self.options.vocab_size))
-        return [f"precision={path.read_text()}"]
-
-    def finetune(self, model: str, *baselines: str) -> None:
-        """Fine-tune on both tasks, side by side: the pretrained encoder and baselines with random weights."""
+    def finetune(self, model: str) -> None:
+        """Fine-tune on both tasks: the pretrained encoder and beside it, unless models are compared, random weights."""
         start = f"starting_checkpoint_load_path={self.pretrained / model / LATEST}"
-        shared = ["yamls/finetune-glue/demo.yaml", f"glue_dir={self.tasks}", start, *self.precision()]
+        config = ["glue.py", "yamls/finetune-glue/demo.yaml", f"glue_dir={self.tasks}", start, *self.precision()]
+        pretrained, baseline = (
+            [*config, f"base_run_name={name}", f"save_folder={self.finetuned / name}"]
+            for name in (model, f"{model}{FROM_SCRATCH}")
+        )
+        baseline += ["from_scratch=true", "progress_bar=false"]
         with self.step(f"fine-tuning {model}"):
-            commands = []
-            for name in (model, *baselines):
-                own = [f"base_run_name={name}", f"save_folder={self.finetuned / name}"]
-                commands.append(["glue.py", *shared, *own, *(["from_scratch=true"] if name in baselines else [])])
-            run(*commands)
+            run(*([pretrained] if self.options.compare else [pretrained, baseline]))
 
     def export(self, model: str) -> None:
         folder = self.exported / model
@@ -135,38 +126,40 @@ class Demo:
 
     def fill_masks(self, model: str) -> None:
         """Fill masks with the Hub folder as its users would: without this repository and the Hub."""
-        sentences = masked_sentences(self.corpus, self.tokenizer)
-        program = [sys.executable, ROOT / "src/demo/fill_masks.py", (self.exported / model).resolve()]
-        program += [sentence for sentence, _ in sentences]
+        from src.demo.tasks import masked_sentences
+
+        sentences, words = masked_sentences(self.corpus, self.tokenizer / "vocab.txt", IS_VALIDATION)
+        program = [sys.executable, ROOT / "src/demo/fill_masks.py", (self.exported / model).resolve(), *sentences]
         with self.step("filled masks"):
-            if subprocess.run(program, cwd=self.options.out, env={**os.environ, "HF_HUB_OFFLINE": "1"}).returncode:
+            if subprocess.run(program, cwd=self.out, env={**os.environ, "HF_HUB_OFFLINE": "1"}).returncode:
                 raise SystemExit(1)
-            print(f"  (hidden words: {', '.join(word for _, word in sentences)})", flush=True)
+            print(f"  (hidden words: {', '.join(words)})", flush=True)
 
     def print_results(self, models: Sequence[str]) -> None:
         """Print a table, draw curves and scores, and name their files and the seconds of each step."""
+        from src import plots
         from src.jobs import report
         from src.mlm.task import CURVES
-        from src.training.run_log import draw_curves
 
         lines, runs = [], []
         for model in models:
             summary = json.loads((self.pretrained / model / "summary.json").read_text())
-            for name, when in (model, "after"), (f"{model}{FROM_SCRATCH}", "before"):
+            for name, result in (model, summary["after"]), (f"{model}{FROM_SCRATCH}", summary["before"]):
                 if (path := self.finetuned / name / "report.json").exists():
                     runs.append((name, rows := json.loads(path.read_text())["tasks"]))
                     scores = (f"{100 * row['mean']:.2f}" for row in rows)
                     seconds = f"{summary['seconds']:.0f} s" if name == model else "-"
-                    accuracy = f"{summary[when]['accuracy']:.2%}"
-                    lines.append([name, f"{summary['parameters']:,}", accuracy, *scores, seconds])
+                    lines.append([name, f"{summary['parameters']:,}", f"{result['accuracy']:.2%}", *scores, seconds])
         majority = (f"{100 * row['majority']:.2f}" for row in rows)
         lines.append(["*baseline*", "-", f"{summary['after']['most_frequent_token']:.2%}", *majority, "-"])
         titles = (f"{row['title']}, {row['metrics'][0]}" for row in rows)
         lines.insert(0, ["model", "parameters", "masked accuracy", *titles, "pretraining"])
         note = "Baseline: always the most frequent token or the majority class."
-        table, curves, scores = (self.options.out / name for name in ("results.md", "curves.png", "scores.png"))
+        table, curves, scores = (self.out / name for name in ("results.md", "curves.png", "scores.png"))
         table.write_text(f"{markdown(lines)}\n\n{note}\n")
-        draw_curves([(model, self.pretrained / model) for model in models], CURVES, curves, "Pretraining on docstrings")
+        plots.curves(
+            [(model, self.pretrained / model) for model in models], CURVES, curves, "Pretraining on docstrings"
+        )
         report.draw(runs, scores, "Fine-tuning on tasks made from docstrings")
         print(f"\n{table.read_text()}\nresults  {table}, {curves}, {scores}")
         print(f"runs     {self.pretrained}, {self.finetuned}  (tensorboard --logdir {self.pretrained})")
@@ -188,44 +181,21 @@ class Demo:
 
 
 def run(*commands: Sequence[object]) -> None:
-    """Print and run commands of this project side by side, showing all but the first afterwards; exit if one fails."""
-    environment = {**os.environ}
-    if len(commands) > 1:
-        environment["OMP_NUM_THREADS"] = str(max(1, usable_cores() // len(commands)))
+    """Print and run commands of this project side by side; exit if one fails."""
+    threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // len(commands)))} if len(commands) > 1 else {}
     processes: list[subprocess.Popen] = []
-    with tempfile.TemporaryFile("w+") as output:
-        for command in commands:
-            words = [str(word).removeprefix(f"{ROOT}/") for word in command]
-            print(f"$ python {' '.join(words)}", flush=True)
-            program = [str(ROOT / word) if word.endswith((".py", ".yaml")) else word for word in words]
-            streams = {"stdout": output, "stderr": subprocess.STDOUT} if processes else {}
-            processes.append(subprocess.Popen([sys.executable, *program], env=environment, **streams))
-        try:
-            status = max(process.wait() for process in processes)
-        finally:
-            for process in processes:
-                process.terminate()
-        output.seek(0)
-        print(output.read(), end="", flush=True)
+    for command in commands:
+        words = [str(word).removeprefix(f"{ROOT}/") for word in command]
+        print(f"$ python {' '.join(words)}", flush=True)
+        program = [str(ROOT / word) if word.endswith((".py", ".yaml")) else word for word in words]
+        processes.append(subprocess.Popen([sys.executable, *program], env={**os.environ, **threads}))
+    try:
+        status = max(abs(process.wait()) for process in processes)
+    finally:
+        for process in processes:
+            process.terminate()
     if status:
         raise SystemExit(status)
-
-
-def masked_sentences(corpus: Path, tokenizer: Path, count: int = 3) -> list[tuple[str, str]]:
-    """Return validation sentences with a word of the vocabulary masked, and the word; a hash chooses them."""
-    from src.demo.corpus import split_sentences
-
-    vocabulary = set((tokenizer / "vocab.txt").read_text(encoding="utf-8").split("\n"))
-    texts = (json.loads(line)["text"] for line in corpus.read_text(encoding="utf-8").splitlines())
-    hashed = ((hashlib.sha256(text.encode()).hexdigest(), text) for text in texts if is_validation(text, VAL_FRACTION))
-    found: list[tuple[str, str]] = []
-    for digest, text in sorted(hashed):
-        words = split_sentences(text.split("\n")[0])[0].split()
-        plain = [i for i, word in enumerate(words) if re.fullmatch(r"[a-z]{4,}", word) and word in vocabulary]
-        if 8 <= len(words) <= 18 and plain:
-            place = plain[int(digest, 16) % len(plain)]
-            found.append((" ".join([*words[:place], "[MASK]", *words[place + 1 :]]), words[place]))
-    return found[:count]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A program as a user of a Hub folder would write it, with torch and transformers alone: fill the masks of sentences.
+"""Fill the masks of sentences as a user of a Hub folder would, with torch and transformers alone.
 
 python fill_masks.py HUB_FOLDER "The [MASK] of the list is returned." ...
 """

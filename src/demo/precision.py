@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -9,12 +10,19 @@ from src.cli import log
 from src.lion import LionConfig, LionForMaskedLM
 from src.lion.cpu import keep_freed_memory, speed_up
 from src.mlm.config import PretrainConfig
+from src.training.config import load_config
 
 STEPS = 6  # of each precision, after one to warm up
 
 
-def faster_precision(config: PretrainConfig, vocab_size: int) -> str:
-    """Return fp32 or amp_bf16 after timing training steps of a config's model on random tokens, in turn."""
+def choose_precision(arguments: Sequence[str], vocab_size: int) -> str | None:
+    """Return fp32 or amp_bf16 after timing training steps of a model on random tokens, in turn.
+
+    Arguments of main.py that name a precision decide; on a GPU, None leaves the choice to main.py.
+    """
+    config = load_config(PretrainConfig, "main.py", "", list(arguments))
+    if config.precision or torch.cuda.is_available():
+        return config.precision
     keep_freed_memory()
     model = LionForMaskedLM(LionConfig(vocab_size=vocab_size, **config.model))
     speed_up(model)

@@ -7,6 +7,7 @@
 A bag of words cannot solve either.
 """
 
+import hashlib
 import json
 import random
 import re
@@ -70,6 +71,24 @@ def read_passages(corpus: Path, is_validation: Callable[[str], bool]) -> dict[st
         split = "dev" if is_validation(row["text"]) else "train"
         passages[split].append([(row["source"], sentence) for sentence in sentences])
     return passages
+
+
+def masked_sentences(
+    corpus: Path, vocabulary: Path, is_validation: Callable[[str], bool], count: int = 3
+) -> tuple[list[str], list[str]]:
+    """Return validation sentences with a word of the vocabulary masked, and the words; a hash chooses them."""
+    known = set(vocabulary.read_text(encoding="utf-8").split("\n"))
+    rows = map(json.loads, corpus.read_text(encoding="utf-8").splitlines())
+    texts = (row["text"] for row in rows if is_validation(row["text"]))
+    sentences, hidden = [], []
+    for digest, text in sorted((hashlib.sha256(text.encode()).hexdigest(), text) for text in texts):
+        words = split_sentences(text.split("\n")[0])[0].split()
+        plain = [i for i, word in enumerate(words) if re.fullmatch(r"[a-z]{4,}", word) and word in known]
+        if 8 <= len(words) <= 18 and plain:
+            place = plain[int(digest, 16) % len(plain)]
+            hidden.append(words[place])
+            sentences.append(" ".join([*words[:place], "[MASK]", *words[place + 1 :]]))
+    return sentences[:count], hidden[:count]
 
 
 def balanced(examples: Iterable[tuple[int, str]], size: int, name: str) -> list[str]:
