@@ -89,6 +89,5 @@ class LionConfig(PretrainedConfig):
     @property
     def has_positions(self) -> bool:
         """Whether the mixer uses position embeddings."""
-        # A Hub folder's configuration is loaded without mixers.py, which `from .mixers import` would change; its model asks
-        # the mixer itself.
+        # transformers loads a Hub folder's configuration without mixers.py, so the model there asks its mixer instead.
         return import_module(".mixers", __package__).MIXERS[self.mixer].has_positions
