@@ -1,4 +1,4 @@
-"""Fine-tune on GLUE:  python glue.py yamls/finetune-glue/lion-s-base.yaml starting_checkpoint_load_path=CKPT [key=value ...]
+"""Fine-tune:  python glue.py yamls/finetune-glue/lion-s-base.yaml starting_checkpoint_load_path=CKPT [key=value ...]
 
 Compare the results:  python glue.py report DIR [DIR ...]
 """

@@ -35,8 +35,8 @@ class Batches:
 class GroupedByLength(Sampler[int]):
     """Draw a new order in each epoch, with texts of similar length in each batch, so that there is little padding.
 
-    The shuffled examples are sorted within stretches of up to 50 batches, a quarter of the epoch at most; then the batches
-    are shuffled. A last batch that is not full remains the last.
+    The shuffled examples are sorted within stretches of up to 50 batches, a quarter of the epoch at most; then the
+    batches are shuffled. A last batch that is not full remains the last.
     """
 
     def __init__(self, examples: list[Example], batch_size: int, seed: int):

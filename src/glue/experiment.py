@@ -1,4 +1,4 @@
-"""Fine-tuning as an experiment: a job per task and seed. What one job does is in finetune.py, whose imports are slow."""
+"""Fine-tuning as an experiment: a job per task and seed. What a job does is in finetune.py, whose imports are slow."""
 
 import json
 from dataclasses import asdict, replace
@@ -63,7 +63,7 @@ class GlueExperiment(Experiment):
         return self.jobs(start.digest(), device)
 
     def jobs(self, start: dict[str, Any], device: str) -> list[Job]:
-        """Return a job per task and seed, with everything that its result depends on: if that changes, it runs again."""
+        """Return a job per task and seed, with everything its result depends on: if that changes, it runs again."""
         from src.training.trainer import resolve_precision
 
         config = self.config

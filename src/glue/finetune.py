@@ -76,9 +76,9 @@ def finetune(config: FinetuneConfig, job: Job, device: str, steps: StepReporter,
             majority[split] = score(task.metrics, constant.expand(len(labels)), labels, task.num_labels)
     trainer.close()
     return {
-        "task": task.name, "title": task.title, "variant": task.variant, "seed": job.seed, "metrics": list(task.metrics),
-        "labels": list(task.labels), "scores": scores, "score": mean_score(scores), "majority": mean_score(majority),
-        "train_examples": len(data.train),
+        "task": task.name, "title": task.title, "variant": task.variant, "seed": job.seed,
+        "metrics": list(task.metrics), "labels": list(task.labels),
+        "scores": scores, "score": mean_score(scores), "majority": mean_score(majority), "train_examples": len(data.train),
         "validation_examples": {split: len(examples) for split, examples in data.validation.items()},
         "validation_texts": {split: texts_digest(examples) for split, examples in data.validation.items()},
         "glue": of_glue(task), "test_splits": list(data.test), "seconds": round(seconds, 1), "start": start.name,

@@ -8,8 +8,8 @@ from src.glue.examples import DIAGNOSTIC
 from src.glue.tasks import GLUE
 from src.jobs import predictions
 
-FILES = {"cola": ("CoLA",), "sst2": ("SST-2",), "mrpc": ("MRPC",), "stsb": ("STS-B",), "mnli": ("MNLI-m", "MNLI-mm", DIAGNOSTIC),
-         "qnli": ("QNLI",), "rte": ("RTE",), "qqp": ("QQP",)}  # fmt: skip
+FILES = {"cola": ("CoLA",), "sst2": ("SST-2",), "mrpc": ("MRPC",), "stsb": ("STS-B",),
+         "mnli": ("MNLI-m", "MNLI-mm", DIAGNOSTIC), "qnli": ("QNLI",), "rte": ("RTE",), "qqp": ("QQP",)}  # fmt: skip
 NOT_OURS = "WNLI"  # the server needs it too
 NUMBERED = ("cola", "sst2", "mrpc", "qqp")  # the class's number; the others' names
 

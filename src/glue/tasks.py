@@ -1,7 +1,7 @@
 """The tasks as data: where their texts and labels are, how they are scored, how they are trained.
 
-Hyperparameters are those of the paper's released configs (arXiv:2502.16249). A YAML file adds a task under `tasks`, with the
-fields of `Task`; `like: rte` takes every field that is not given from RTE. A hyperparameter with several values,
+Hyperparameters are those of the paper's released configs (arXiv:2502.16249). A YAML file adds a task under `tasks`, with
+the fields of `Task`; `like: rte` takes every field that is not given from RTE. A hyperparameter with several values,
 `lr: [1e-5, 3e-5]`, is a search over them.
 """
 
@@ -75,10 +75,10 @@ HUB = "nyu-mll/glue"
 GLUE = {
     task.name: replace(task, hub=HUB, subset=task.name)
     for task in (
-        Task("mnli", "MNLI", ("accuracy",), ("premise", "hypothesis"), labels=("entailment", "neutral", "contradiction"),
-             folder="MNLI", tsv_columns=PAIR, tsv_label="gold_label", unlabelled="-",
-             validation=("validation_matched", "validation_mismatched"), tsv_validation=("dev_matched", "dev_mismatched"),
-             test=("test_matched", "test_mismatched"), tsv_test=("test_matched", "test_mismatched"),
+        Task("mnli", "MNLI", ("accuracy",), ("premise", "hypothesis"), folder="MNLI", tsv_columns=PAIR,
+             labels=("entailment", "neutral", "contradiction"), tsv_label="gold_label", unlabelled="-",
+             validation=("validation_matched", "validation_mismatched"), test=("test_matched", "test_mismatched"),
+             tsv_validation=("dev_matched", "dev_mismatched"), tsv_test=("test_matched", "test_mismatched"),
              epochs=3, batch_size=48, weight_decay=5e-6, seeds=(19,), eval_interval="2300ba"),
         Task("rte", "RTE", ("accuracy",), PAIR, labels=ENTAILMENT, folder="RTE",
              epochs=2, batch_size=16, weight_decay=1e-6, optimizer="adamw", seeds=FIVE_SEEDS, eval_interval="100ba"),

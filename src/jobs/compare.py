@@ -1,7 +1,7 @@
 """Compare runs with the first one by a paired bootstrap over the validation examples.
 
-For each task: the difference of the scores in points, its 95 % interval and a p value. A resample draws the same examples
-for both runs.
+For each task: the difference of the scores in points, its 95 % interval and a p value. A resample draws the same
+examples for both runs.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from src.tables import markdown
 RESAMPLES = 1000
 NOTE = (
     "Differences from {first} in points, with 95 % interval and two-sided p, by a paired bootstrap of {resamples:,} "
-    "resamples over the validation examples: in each, the runs are scored on the same drawn examples, and a run's seeds are "
-    "averaged. The spread between seeds is shown with the means; it is not in the interval, and p is not corrected for the "
-    "number of tasks."
+    "resamples over the validation examples: in each, the runs are scored on the same drawn examples, and a run's seeds "
+    "are averaged. The spread between seeds is shown with the means; it is not in the interval, and p is not corrected "
+    "for the number of tasks."
 )
 PICKED = "\\* Of a search, picked on these examples: its score and its gain are too high rather than too low."
 

@@ -34,7 +34,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Average:
-    """The mean over the tasks of a benchmark. `key` in a result or row tells whether it counts; by default the name does."""
+    """The mean over a benchmark's tasks. `key` in a result or row tells whether it counts; by default its name does."""
 
     key: str
     title: str
@@ -50,7 +50,7 @@ class Average:
 
 
 class Experiment(ABC):
-    """Many short runs from one config, which has the keys save_folder, base_run_name, device, parallel, rerun, progress_bar.
+    """Many short runs from one config with save_folder, base_run_name, device, parallel, rerun and progress_bar.
 
     Each job's process gets a copy, by pickle. The module must not import torch: `check_paths` reports at once.
     """
@@ -82,8 +82,8 @@ class Experiment(ABC):
         """Train, score and write predictions, in the job's process; `steps` is a worker.StepReporter.
 
         Returns:
-            task, title, variant, seed, folder (names), metrics, score and majority (0 to 1; the most frequent class's), scores
-            (split → metric → value), labels (classes; empty for a regression), the average's key, and what else is of use.
+            task, title, variant, seed, folder (names), metrics, score, majority (the most frequent class's; both 0 to 1),
+            scores (split → metric → value), labels (classes; empty for a regression), the average's key, and any more.
         """
 
     @abstractmethod

@@ -14,7 +14,7 @@ def file_name(split: str) -> str:
 
 
 def predicted(logits: "Tensor") -> "Tensor":
-    """Return the class of each example, from (examples, classes); the values of a regression, (examples,), as they are."""
+    """Return the class of each example, from (examples, classes); values of a regression, (examples,), as they are."""
     return logits.argmax(-1) if logits.ndim == 2 else logits
 
 
@@ -41,7 +41,7 @@ def read(job: Path, split: str) -> list[dict[str, Any]]:
 
 
 def read_tensors(job: Path, split: str, classes: Sequence[str]) -> tuple["Tensor", "Tensor"]:
-    """Return predictions and labels, (examples,), as class numbers or values. Earlier versions wrote labels as numbers."""
+    """Return predictions and labels, (examples,), as numbers. Earlier versions did not write labels by name."""
     import torch
 
     lines = read(job, split)

@@ -11,16 +11,14 @@ from src.files import write_atomically, write_json
 from src.jobs.experiment import Average, Result, Row
 from src.tables import markdown
 
-PICKED = (
-    "\\* The best of the candidates below on the validation set itself: a score picked so is too high, not too low."
-)
+PICKED = "\\* The best of the candidates below on the validation set itself: a score picked so is too high rather than too low."
 
 
 def summarize(results: Sequence[Result], average: Average) -> list[Row]:
     """Return a row per task: mean and standard deviation over seeds, each seed, and the majority class's score.
 
-    A result may hold "of", the number of seeds there should be. Of a searched task, the row is the candidate with the highest
-    mean among those with most seeds, and "candidates" lists all.
+    A result may hold "of", the number of seeds there should be. Of a searched task, the row is the candidate with the
+    highest mean among those with most seeds, and "candidates" lists all.
     """
     tasks: dict[str, dict[str, Row]] = {}  # task → variant → row
     for result in results:
