@@ -82,7 +82,7 @@ class Experiment(ABC):
         """Train, score and write predictions, in the job's process; `steps` is a worker.StepReporter.
 
         Returns:
-            task, title, variant, seed, folder (names), metrics, score, majority (the most frequent class's; both 0 to 1),
+            task, title, variant, seed, folder (names), metrics, score and the majority class's (0 to 1) as majority,
             scores (split → metric → value), labels (classes; empty for a regression), the average's key, and any more.
         """
 

@@ -11,7 +11,10 @@ from src.files import write_atomically, write_json
 from src.jobs.experiment import Average, Result, Row
 from src.tables import markdown
 
-PICKED = "\\* The best of the candidates below on the validation set itself: a score picked so is too high rather than too low."
+PICKED = (
+    "\\* The best of the candidates below on the validation set itself: "
+    "a score picked so is too high rather than too low."
+)
 
 
 def summarize(results: Sequence[Result], average: Average) -> list[Row]:
