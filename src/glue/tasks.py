@@ -1,8 +1,8 @@
 """The tasks as data: where their texts and labels are, how they are scored, how they are trained.
 
 Hyperparameters are those of the paper's released configs (arXiv:2502.16249). A YAML file adds a task under `tasks`,
-with the fields of `Task`; `like: rte` takes every field that is not given from RTE. A hyperparameter with several values,
-`lr: [1e-5, 3e-5]`, is a search over them.
+with the fields of `Task`; `like: rte` takes every field that is not given from RTE. A hyperparameter with several
+values, `lr: [1e-5, 3e-5]`, is a search over them.
 """
 
 import itertools

@@ -21,8 +21,8 @@ RESAMPLES = 1000
 NOTE = (
     "Differences from {first} in points, with 95 % interval and two-sided p, by a paired bootstrap of {resamples:,} "
     "resamples over the validation examples: in each, the runs are scored on the same drawn examples, and a run's "
-    "seeds are averaged. The spread between seeds is shown with the means; it is not in the interval, and p is not corrected "
-    "for the number of tasks."
+    "seeds are averaged. The spread between seeds is shown with the means; it is not in the interval, and p is not "
+    "corrected for the number of tasks."
 )
 PICKED = "\\* Of a search, picked on these examples: its score and its gain are too high rather than too low."
 
