@@ -1,4 +1,4 @@
-"""Pretrain an encoder as a masked language model:  [composer -n N] main.py yamls/pretrain/lion-s-base.yaml [key=value ...]"""
+"""Pretrain an encoder as a masked language model:  [composer -n N] main.py FILE.yaml [key=value ...]"""
 
 import sys
 from pathlib import Path

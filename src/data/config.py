@@ -15,7 +15,7 @@ class DatasetConfig:
         "where the shards are (s3://, gs://, oci://, a path), if not in `local`", II("data_remote"), may_change=True
     )
     streams: dict[str, Any] = key(
-        "several sources instead of `local` and `remote`, by name: each has a local, a remote, a split (default: below) "
+        "several sources instead of `local` and `remote`, by name: each has a local, a remote, a split (or `split`) "
         "and one of proportion (of an epoch), repeat (times per epoch) and choose (samples per epoch)",
         {},
         may_change=("num_workers", "local", "remote", "predownload", "cache_limit"),

@@ -13,8 +13,8 @@ class FinetuneConfig(TrainerConfig):
 
     base_run_name: str = key("name of the run; each job's name is this, its task and its seed")
     starting_checkpoint_load_path: str | None = key(
-        "pretrained encoder: a checkpoint of main.py or of the paper's authors, a Hub folder, a Hugging Face BERT, or the "
-        "Hub name of one; null: random weights",
+        "pretrained encoder: a checkpoint of main.py or of the paper's authors, a Hub folder, a Hugging Face BERT, or "
+        "the Hub name of one; null: random weights",
         None,
     )
     from_scratch: bool = key(
