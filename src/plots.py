@@ -75,6 +75,9 @@ def label_axes(axis: "Axes", title: str, x_label: str, y_label: str, log: bool =
     if log:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", nonpositive="mask")
+        axis.xaxis.set_major_formatter("{x:,.0f}")  # the default formatters are mathematical text
+        axis.yaxis.set_major_formatter("{x:,g}")
+        axis.yaxis.set_minor_formatter("")
 
 
 def save(figure: "Figure", path: Path) -> None:
@@ -119,9 +122,13 @@ def curves(runs: Iterable[tuple[str, Path]], curves: Sequence["Curve"], path: Pa
 
 
 def bars(
-    runs: Sequence[tuple[str, Mapping[str, Sequence[float]]]], baselines: Mapping[str, float], path: Path, title: str,
-    y_label: str, baseline_label: str = "majority class",
-) -> None:  # fmt: skip
+    runs: Sequence[tuple[str, Mapping[str, Sequence[float]]]],
+    baselines: Mapping[str, float],
+    path: Path,
+    title: str,
+    y_label: str,
+    baseline_label: str = "majority class",
+) -> None:
     """Draw scores as bars, one colour per run: the mean of each group with a dot per seed, and a dashed baseline.
 
     Args:
