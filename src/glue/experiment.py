@@ -77,8 +77,8 @@ class GlueExperiment(Experiment):
             omitted = ("title", "seeds", "files", "hub", "precision")
             hyperparameters = {name: value for name, value in asdict(task).items() if name not in omitted}
             precision = resolve_precision(task.precision or config.precision, device)
-            settings = {**shared, "precision": precision, "task": hyperparameters, "seed": seed,
-                        "data": digests[task.name], "start": after.settings if after else start}  # fmt: skip
+            settings = {**shared, "precision": precision, "task": hyperparameters, "seed": seed}
+            settings |= {"data": digests[task.name], "start": after.settings if after else start}
             folder = self.folder / "jobs" / "-".join(filter(None, (task.name, task.variant, str(seed))))
             return Job(task, seed, folder, json.loads(json.dumps(settings)), after)  # as they are once stored
 

@@ -142,10 +142,8 @@ def read_splits(folder: Path, row: dict[str, Any]) -> list[list[Split]]:
         try:
             result = json.loads((job / RESULT_FILE).read_text())
             classes, texts = result["labels"], result.get("validation_texts", {})
-            seeds.append([
-                Split(*predictions.read_tensors(job, split, classes), len(classes) or 1, texts.get(split))
-                for split in result["scores"]
-            ])  # fmt: skip
+            splits = ((split, predictions.read_tensors(job, split, classes)) for split in result["scores"])
+            seeds.append([Split(*tensors, len(classes) or 1, texts.get(split)) for split, tensors in splits])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{job} lacks readable predictions ({error}); repeat its run") from None
     return seeds
