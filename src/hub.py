@@ -18,11 +18,6 @@ from src.publish import commands
 
 
 def main(argv: list[str]) -> None:
-    arguments = vars(parse(argv))
-    arguments.pop("function")(**arguments)
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="hub.py", description=__doc__, formatter_class=form)
     subcommands = parser.add_subparsers(required=True, metavar="{export,verify,push,import}")
@@ -51,13 +46,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--private", action="store_true", help="create the repository as a private one")
     add("--revision", help="branch to push to; created if it does not exist (default: main)")
 
-    add = subcommand(
-        "import", commands.import_published, "write a checkpoint of the paper's authors as a folder of ours"
-    )
+    add = subcommand("import", commands.import_published, "write a checkpoint of the paper's authors as such a folder")
     add("--checkpoint", required=True, help="their Composer checkpoint: a file, or ORG/NAME on the Hub")
     add("--out", type=Path, required=True, help="folder to write; must not exist yet")
     add("--tokenizer", help="folder or Hub name of the tokenizer to use instead of the checkpoint's")
-    return parser.parse_args(argv)
+    arguments = vars(parser.parse_args(argv))
+    arguments.pop("function")(**arguments)
 
 
 if __name__ == "__main__":
