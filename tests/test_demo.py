@@ -60,6 +60,7 @@ def demo(tmp_path_factory):
     return out, first, second, files
 
 
+@pytest.mark.slow
 def test_it_ends_with_filled_masks_scores_and_paths(demo):
     out, first, _, _ = demo
     assert first.stdout.count("[MASK]") == 3 and "(hidden words: " in first.stdout
@@ -75,6 +76,7 @@ def test_it_ends_with_filled_masks_scores_and_paths(demo):
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_faster_precision_is_measured_once(demo):
     out, first, second, _ = demo
     precision = (out / "precision").read_text()
@@ -84,6 +86,7 @@ def test_the_faster_precision_is_measured_once(demo):
     assert f"precision: {precision}\n" in (out / "pretrained/lion-d-tiny/config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_each_split_has_the_tokens_of_its_documents(demo):
     from streaming import StreamingDataset
     from transformers import AutoTokenizer
@@ -109,6 +112,7 @@ def test_a_given_precision_is_not_measured():
     assert choose_precision(arguments, vocab_size=-1) == "fp32"
 
 
+@pytest.mark.slow
 def test_a_second_run_uses_what_is_finished(demo):
     _, first, second, files = demo
     assert second.stdout.count("exists already") == 4
