@@ -92,7 +92,7 @@ def test_pretraining_starts_from_a_hub_folder(folder, tmp_path, write_config):
     shutil.rmtree(folder)
     prolonged = run("main.py", config, *frozen, "max_duration=2ba")
     assert prolonged.returncode == 0, prolonged.stderr
-    assert "going on from step 1" in prolonged.stderr
+    assert "resuming from step 1" in prolonged.stderr
 
 
 def test_pretraining_starts_from_a_hugging_face_bert_with_a_new_head(tmp_path, write_config, tokenizer_folder):
