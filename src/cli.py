@@ -20,8 +20,8 @@ def run(main: Callable[[list[str]], None]) -> None:
     Exit status: 0 success, 2 unusable input, 1 failure, 130 interrupted by Ctrl-C, 143 ended by SIGTERM.
     """
     start_log()
-    # Torch then requests 2 MB pages for large tensors on a CPU, which the system clears faster. It reads this at its
-    # first tensor, and importing transformers' models creates one.
+    # Torch then requests 2 MB pages for large tensors on a CPU, which the system clears faster. It reads the variable
+    # with its first tensor, which importing transformers' models already creates.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         main(sys.argv[1:])
@@ -49,12 +49,12 @@ def print_error(error: UserError) -> int:
 
 
 def is_main_process() -> bool:
-    """True on global rank 0, the one process of a distributed run that prints and writes."""
+    """Return whether this is global rank 0, the one process of a distributed run that prints and writes."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
 def progress(iterable=None, *, total: int | None = None, desc: str = "", unit: str = "it", **options) -> tqdm:
-    """A tqdm bar: live on a terminal, a line every 30 seconds in a log file, silent off rank 0."""
+    """Return a tqdm bar: live on a terminal, a line every 30 seconds in a log file, silent off rank 0."""
     interactive = sys.stderr.isatty()
     options.setdefault("mininterval", 0.2 if interactive else 30)
     options |= {"unit": unit, "unit_scale": True, "ascii": not interactive, "dynamic_ncols": interactive}

@@ -25,7 +25,7 @@ SEED = {"at_least": 0, "at_most": 2**32 - 1}
 
 @dataclass(frozen=True)
 class Rule:
-    """What the values of a key may be, beside their type."""
+    """What values a key may have, besides their type."""
 
     choices: tuple[Any, ...] = ()
     at_least: float | None = None
@@ -43,7 +43,7 @@ class Rule:
         return f" {words}" if words else ""
 
     def admits(self, value: float) -> bool:
-        """Whether a number is finite and within the bounds."""
+        """Return whether a number is finite and within the bounds."""
         return math.isfinite(value) and not (
             (self.at_least is not None and value < self.at_least)
             or (self.above is not None and value <= self.above)
@@ -55,7 +55,7 @@ class Rule:
 def key(meaning: str, default: Any = REQUIRED, *, may_change: bool | tuple[str, ...] = False, **rule: Any) -> Any:
     """Declare a config key with its meaning for `--help` and its `Rule`. Without a default it is required.
 
-    `may_change`: whether a resumed run may have another value; of a free section, the keys in it that may.
+    `may_change`: whether a resumed run may have a different value; in a free-form section, which keys may.
     """
     metadata = {"meaning": meaning, "rule": Rule(**rule), "may_change": may_change}
     if isinstance(default, dict | list):
@@ -68,11 +68,11 @@ def load(
 ) -> Config:
     """Return the validated config that a command line asks for: `script.py FILE.yaml [key=value ...]`.
 
-    A file may name another with `inherit: other.yaml`, a path relative to itself, and then states only what differs.
+    A file may inherit another with `inherit: other.yaml`, a path relative to itself, and state only what differs.
 
     Args:
         example: a command line for `--help`, after the script's name.
-        more_help: what `--help` prints after the keys; called last, since it may take seconds to import.
+        more_help: what `--help` prints after the keys; called only for `--help`, since its imports may take seconds.
 
     Raises:
         UserError: a missing file, an unknown or missing key, a value of the wrong type or outside its bounds.
@@ -144,7 +144,7 @@ def _check_duration(name: str, value: Any, rule: Rule) -> None:
 
 
 def duration(meaning: str, default: Any = REQUIRED, units: Iterable[str] = tuple(TIME_UNITS), **options: Any) -> Any:
-    """A key that holds a duration above 0, such as 10ba."""
+    """Declare a config key that holds a duration above 0, such as 10ba."""
     return key(meaning, default, units=tuple(units), above=0, **options)
 
 
@@ -154,7 +154,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def read_stored(path: Path, schema: type) -> dict[str, Any]:
-    """Return a config that `to_dict` gave and a run stored, with defaults for keys that are newer. Raises UserError."""
+    """Return the `to_dict` of a config as a run stored it, with defaults for newer keys. Raises UserError."""
     defaults = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(schema)))
     try:
         return OmegaConf.to_container(OmegaConf.merge(defaults, OmegaConf.load(path)), resolve=True)
@@ -177,7 +177,7 @@ def fixed_settings(config: Mapping[str, Any], schema: type, prefix: str = "") ->
 
 
 def _without(names: Iterable[str], section: Any) -> Any:
-    """A section without the keys of these names, at any depth."""
+    """Return a section without the keys of these names, at any depth."""
     if not isinstance(section, dict):
         return section
     return {name: _without(names, value) for name, value in section.items() if name not in names}
@@ -273,7 +273,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
 def _overrides(pairs: list[str]) -> DictConfig:
     for pair in pairs:
         if "=" not in pair:
-            raise UserError(f"{pair!r} is not of the form key=value")
+            raise UserError(f"{pair!r} must have the form key=value")
     try:
         return OmegaConf.from_dotlist(pairs)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
@@ -290,14 +290,14 @@ def _check_keys(given: DictConfig, schema: type) -> None:
             raise UserError(f"{name}={OmegaConf.select(given, name)!r} must be a section of `key: value` lines")
         free = any(
             name.startswith(f"{other}.") for other in known
-        )  # of a section such as optimizer, checked where it is used
+        )  # in a section such as optimizer, checked where it is used
         if name not in known and not free:
-            # What is given in free sections helps to suggest a key that was given without its section.
+            # Keys in free-form sections are also suggested for a key that was given without its section.
             raise UserError(f"unknown key {name}{nearest(name, {*known, *names} - {name})}")
 
 
 def _flatten(config: dict[str, Any], prefix: str = "") -> list[str]:
-    """The dotted names of a nested dictionary's values; an empty dictionary is a value."""
+    """Return the dotted names of a nested dictionary's values; an empty dictionary is a value."""
     names: list[str] = []
     for name, value in config.items():
         nested = isinstance(value, dict) and value

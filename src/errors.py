@@ -19,5 +19,5 @@ def first_line(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return the operating system's words for an error if it has them, else its first line."""
+    """Return the operating system's message for an error if there is one, else the error's first line."""
     return getattr(error, "strerror", None) or first_line(error)

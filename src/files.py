@@ -1,4 +1,4 @@
-"""Files: written atomically, hashed, locked and checked. What every package uses."""
+"""File helpers for all packages: atomic writes, hashes, locks and checks."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,7 @@ METRICS = "metrics.jsonl"
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file under a temporary name, then rename it: readers see the old content or the new, never a part."""
+    """Write a file under a temporary name, then rename it: readers see the old content or the new, never a mix."""
     temporary = path.with_name(f"{path.name}.unfinished")
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     temporary.replace(path)
@@ -40,7 +40,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def sha256(chunks: Iterable[bytes | memoryview]) -> str:
-    """Return the SHA-256 of byte strings end to end, in hexadecimal."""
+    """Return the SHA-256 of concatenated byte strings, in hexadecimal."""
     digest = hashlib.sha256()
     for chunk in chunks:
         digest.update(chunk)
@@ -63,7 +63,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def check_writable(key: str, folder: Path) -> None:
-    """Raise UserError if nothing can be written in a folder, which need not exist yet. `key` is what the user set."""
+    """Raise UserError if nothing can be written to a folder, which need not exist yet. `key` is what the user set."""
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not existing.is_dir():
         raise UserError(f"{key}: {existing} is not a directory; choose another folder")
@@ -73,10 +73,10 @@ def check_writable(key: str, folder: Path) -> None:
 
 @contextlib.contextmanager
 def exclusive_lock(folder: Path, command: str) -> Iterator[None]:
-    """Hold `save_folder` for this process until it ends; a folder left empty is removed.
+    """Lock `save_folder` for this process while the context is open; a folder left empty is removed.
 
     Raises:
-        UserError: another process holds the folder, or it cannot be written.
+        UserError: another process has locked the folder, or it is not writable.
     """
     from filelock import FileLock, Timeout
 

@@ -1,6 +1,6 @@
-"""Pictures in one style, with one colour per mixer. Titles name the data and the model, axes their units.
+"""Plots in one style, with one colour per mixer. Titles name the data and the model, axes their units.
 
-`curves` draws metrics of runs, `bars` scores. Any other picture:
+`curves` draws metrics of runs, `bars` draws scores. For any other figure:
 
     figure, axes = plots.subplots(columns=2, title="Forward and backward, float32, Xeon")
     axes[0, 0].plot(lengths, milliseconds, color=plots.color("lion-s"), label="lion-s")
@@ -37,7 +37,7 @@ def color(name: str) -> str:
 
 
 def colors(names: Iterable[str]) -> list[str]:
-    """Return a colour for each name in one picture: its mixer's where that is still free, else the next of OTHERS."""
+    """Return a colour for each name in one figure: its mixer's if that is still free, else the next of OTHERS."""
     chosen: list[str] = []
     others = 0
     for name in names:
@@ -81,7 +81,7 @@ def label_axes(axis: "Axes", title: str, x_label: str, y_label: str, log: bool =
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Add one legend below all plots, write the figure in the format of the suffix, and free it. Raises OSError."""
+    """Add one legend below all plots, write the figure in the format its suffix names, and free it. Raises OSError."""
     from matplotlib import pyplot
 
     entries: dict[str, Any] = {}
@@ -98,7 +98,7 @@ def save(figure: "Figure", path: Path) -> None:
 
 
 def curves(runs: Iterable[tuple[str, Path]], curves: Sequence["Curve"], path: Path, title: str) -> None:
-    """Draw runs, (name, folder), against samples seen, a plot per curve: evaluations with dots, training faint."""
+    """Plot runs, (name, folder), against samples seen, one plot per curve: training faint, evaluations with dots."""
     metrics = {name: read_json_lines(folder / METRICS) for name, folder in runs}
     drawn = [curve for curve in curves if not curve.baseline]
     baselines = {curve.percent: curve for curve in curves if curve.baseline}

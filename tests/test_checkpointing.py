@@ -61,7 +61,7 @@ def uninterrupted(tmp_path_factory, write_config) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_moment_ends_as_an_uninterrupted_one(uninterrupted, tmp_path, write_config):
+def test_a_run_killed_at_any_moment_ends_like_an_uninterrupted_one(uninterrupted, tmp_path, write_config):
     folder = tmp_path / "run"
     command = ["main.py", write_config(tmp_path, **OPTIONS), *DROPOUT]
     draw = random.Random(0)

@@ -52,7 +52,7 @@ def assert_saved_and_resumable(config: Path, folder: Path, output: str, signum: 
     assert f"resuming from step {step}\n" in caplog.text
 
 
-# The first is what a launcher makes of a Ctrl-C; the second reaches a process group with its loader workers.
+# The first is what a launcher turns a Ctrl-C into; the second reaches a process group with its loader workers.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("signals", "status", "group"), [([signal.SIGINT, signal.SIGTERM], 130, False), ([signal.SIGTERM], 143, True)]

@@ -93,8 +93,8 @@ def test_the_same_command_again_changes_nothing_and_prints_the_result(finished):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("model.hidden_size=64", ["save_folder", "another model", "choose another folder"]),
-        ("seed=18", ["save_folder", "another seed"]),
+        ("model.hidden_size=64", ["save_folder", "differs in model", "choose another folder"]),
+        ("seed=18", ["save_folder", "differs in seed"]),
         ("autoresume=false", ["save_folder", "already holds a run"]),
         ("max_duration=5ba", ["save_folder", "ba6-rank0.pt is at 6ba, so max_duration=5ba leaves nothing"]),
         ("max_duration=48sp", ["save_folder", "ba6-rank0.pt is at 48sp, so max_duration=48sp leaves nothing"]),
@@ -189,7 +189,7 @@ def test_only_the_main_process_prints_the_result(finished, monkeypatch, capsys):
 def test_a_compiled_model_trains_as_an_uncompiled_one(finished, tmp_path):
     from torch._dynamo.utils import counters
 
-    # A compiled model draws other random numbers.
+    # A compiled model draws different random numbers.
     without_dropout = "model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0", "loggers={}"
     for name, compiled in (("plain", []), ("compiled", ["compile_config.backend=eager"])):
         main.main([str(finished[0]), f"save_folder={tmp_path / name}", *without_dropout, *compiled])
@@ -234,7 +234,7 @@ def test_a_run_saved_at_an_epochs_last_step_is_finished_and_can_be_extended(tmp_
     main.main([str(config)])
     lines = metrics(folder)
     assert batches(lines, "eval") == [0, 4, 6]
-    assert (folder / "latest-rank0.pt").resolve().name == "ep0-ba6-rank0.pt"  # 6 steps an epoch
+    assert (folder / "latest-rank0.pt").resolve().name == "ep0-ba6-rank0.pt"  # 6 steps per epoch
     (folder / "summary.json").unlink()  # as if killed before it
     main.main([str(config)])
     assert metrics(folder) == lines

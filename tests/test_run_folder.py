@@ -1,4 +1,4 @@
-"""A run's folder: which configs may use it, when its run is finished, and its stored config and summary."""
+"""A run's folder: which configs may use it, when its run is finished, its stored config and summary."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ def config(config_file) -> PretrainConfig:
 
 
 def store(config: PretrainConfig, folder: Path, **changes) -> None:
-    """Give a folder to a run of this config with changes."""
+    """Store this config with changes in a folder, as a run does."""
     folder.mkdir()
     OmegaConf.save(OmegaConf.create({**to_dict(config), **changes}), folder / "config.yaml")
 
@@ -100,7 +100,7 @@ def test_data_may_move_on_resume(config_file, tmp_path, override):
 def test_settings_of_the_data_may_not_change_on_resume(config_file, tmp_path, override):
     now = changed(config_file, tmp_path / "run", override)
     name = override.split("=")[0].removesuffix(".web.proportion")
-    with pytest.raises(UserError, match=rf"another {name};"):
+    with pytest.raises(UserError, match=rf"differs in {name};"):
         run_folder.check_save_folder(now, tmp_path / "run")
 
 
@@ -111,7 +111,7 @@ def test_a_key_newer_than_the_run_has_its_default(config, tmp_path):
     OmegaConf.save(OmegaConf.create({**stored, "key_of_an_old_version": 1}), tmp_path / "run" / "config.yaml")
     run_folder.check_save_folder(config, tmp_path / "run")
     config.float32_matmul_precision = "high"
-    with pytest.raises(UserError, match="another float32_matmul_precision;"):
+    with pytest.raises(UserError, match="differs in float32_matmul_precision;"):
         run_folder.check_save_folder(config, tmp_path / "run")
 
 
@@ -144,7 +144,7 @@ def test_a_corrupt_stored_config_is_reported(config, tmp_path):
 )
 def test_settings_that_make_another_run_are_rejected_by_name(config, tmp_path, key):
     store(config, tmp_path / "run", **{key: "something else"})
-    with pytest.raises(UserError, match=rf"another {key};"):
+    with pytest.raises(UserError, match=rf"differs in {key};"):
         run_folder.check_save_folder(config, tmp_path / "run")
 
 
@@ -207,5 +207,5 @@ def test_a_summary_that_cannot_be_written_ends_the_run_in_one_sentence(config, t
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(run_folder, "write_json", full_disk)
-    with pytest.raises(RunFailed, match=r"finished and saved, but not its summary \(No space left on device\)"):
+    with pytest.raises(RunFailed, match=r"finished and saved, but its summary is not \(No space left on device\)"):
         run_folder.write_summary(config, CURVES, 13290, tmp_path, 6, "tiny")

@@ -1,4 +1,4 @@
-"""The encoder as a Composer model for masked language modelling: its loss, and what is measured."""
+"""The encoder as a Composer model for masked language modelling: its loss and its metrics."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ from src.training.model import AutocastModel
 
 
 class MaskedAccuracy(Metric):
-    """Fraction of labels that are predicted. Composer's searches for the labels, which synchronises a GPU."""
+    """Fraction of labels predicted correctly. Composer's metric searches for labels, which synchronises the GPU."""
 
     full_state_update = False
 
@@ -69,7 +69,7 @@ class LionMLM(AutocastModel):
             layer._fsdp_wrap = layer._activation_checkpointing = True
 
     def flops_per_batch(self, batch: Mapping[str, Tensor]) -> float:
-        """Operations of a training step: 6 per weight and token, with the vocabulary at labelled tokens only."""
+        """Return the operations of a training step: 6 per weight and token, the vocabulary only at labelled tokens."""
         rows, length = batch["input_ids"].shape
         mixing = self.config.num_hidden_layers * MIXERS[self.config.mixer].products_per_token(self.config, length)
         labelled = float((batch["labels"] != -100).sum())
@@ -90,5 +90,5 @@ class LionMLM(AutocastModel):
         return logits.float()
 
     def update_metric(self, batch: Any, outputs: Any, metric: Metric) -> dict[str, Any]:
-        """As Composer's, unless there are no labels, which its cross entropy cannot handle."""
+        """Update as Composer does, unless there are no labels, which its cross entropy cannot handle."""
         return super().update_metric(batch, outputs, metric) if len(self.labels) else {}

@@ -1,4 +1,4 @@
-"""Masked-language-model pretraining as a task of `src/training/run.py`."""
+"""Masked-language-model pretraining as a task for `src/training/run.py`."""
 
 from functools import cached_property
 from pathlib import Path
@@ -46,7 +46,7 @@ class MaskedLM(Task):
         for options in (config.train_loader.dataset, config.eval_loader.dataset):
             if options.remote is None and not options.streams:
                 check_split("data_local", Path(options.local), options.split)
-        start = config.load_path if not any(Path(config.save_folder).glob("ep*-rank0.pt")) else None  # not if resumed
+        start = config.load_path if not any(Path(config.save_folder).glob("ep*-rank0.pt")) else None  # unused on resume
         if start is not None and "://" not in start and not Path(start).is_file():
             raise UserError(f"load_path={config.load_path} is not a file; give a checkpoint or omit load_path")
 
@@ -59,7 +59,7 @@ class MaskedLM(Task):
     def build_model(self, checkpoint: Path | None) -> "LionMLM":
         """Return a model with random weights, or with the encoder, and any head, of `model.pretrained_checkpoint`.
 
-        A resumed run takes its sizes from `checkpoint`, its own; what it started from may be gone.
+        A resumed run takes its sizes from `checkpoint`, its own, since the one it started from may be gone.
         """
         from src.mlm.model import LionMLM
         from src.training.text_model import build_lion_config, lion_arguments

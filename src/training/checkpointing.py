@@ -1,4 +1,4 @@
-"""The checkpoints of a run: written atomically, found again, and checked before a run starts from one."""
+"""Checkpoints of a run: write them atomically, find them again, and check one before a run starts from it."""
 
 import contextlib
 import re
@@ -19,7 +19,7 @@ from src.files import LATEST, sync_to_disk
 class CheckpointWriter(Callback):
     """Save `folder/ep{epoch}-ba{batch}-rank0.pt` every `interval` and at the end; latest-rank0.pt links to the newest.
 
-    A file gets its name only once it is complete on the disk. All but the newest `keep` are deleted; -1 keeps all.
+    A file gets its final name only once it is complete on disk. All but the newest `keep` are deleted; -1 keeps all.
     After a failed write the run continues and retries at the next interval; at the end of the run it raises RunFailed.
     """
 
@@ -40,7 +40,7 @@ class CheckpointWriter(Callback):
             log.warning(f"{failure}; training continues and retries at the next save")
 
     def save(self, state: State) -> str | None:
-        """Save this step unless it is saved already; return None, or the failure. Every rank has to call it."""
+        """Save this step unless it is already saved; return None, or why it failed. Every rank must call this."""
         batch = state.timestamp.batch.value
         if batch == self.saved_batch:
             return None
@@ -54,12 +54,12 @@ class CheckpointWriter(Callback):
             return None
         if state.timestamp >= state.max_duration:
             raise RunFailed(
-                f"cannot save the last step, {batch}, to {path}: {failure}; make room, then {resume_hint(self.folder)}"
+                f"cannot save the last step, {batch}, to {path}: {failure}; free disk space; {resume_hint(self.folder)}"
             )
         return f"cannot save step {batch} to {path}: {failure}"
 
     def _write(self, state: State, path: Path) -> str | None:
-        """Return None, or on every rank why rank 0 could not write."""
+        """Return None, or, on every rank, why rank 0 could not write the file."""
         unfinished = path.with_suffix(".unfinished")
         failure = None
         try:
@@ -109,9 +109,9 @@ def link_latest(path: Path) -> None:
 
 
 def latest_valid_checkpoint(folder: Path) -> Path | None:
-    """Return a run's newest valid checkpoint, None if it has no checkpoint; warn about each one skipped.
+    """Return a run's newest valid checkpoint, or None if it has no checkpoint; warn about each one skipped.
 
-    `latest-rank0.pt` then points at it. Raises UserError if there are checkpoints and none is valid.
+    `latest-rank0.pt` then points to it. Raises UserError if there are checkpoints but none is valid.
     """
     found = checkpoints(folder)
     for path in found:
@@ -131,11 +131,11 @@ def latest_valid_checkpoint(folder: Path) -> Path | None:
 def resume_hint(folder: Path) -> str:
     """Return what to do after a failure, as the end of a sentence."""
     latest = next(filter(is_valid_checkpoint, checkpoints(folder)), None)
-    return f"the same command resumes from {latest}" if latest else "no checkpoint was saved before"
+    return f"the same command resumes from {latest}" if latest else "no earlier checkpoint exists"
 
 
 def check_load_path(path: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_duration: str) -> None:
-    """Raise UserError for a checkpoint that this run cannot start from. Composer reads those behind a URL."""
+    """Raise UserError for a checkpoint that this run cannot start from. Those behind a URL are left to Composer."""
     if "://" in path:
         return
     name = f"load_path={path}"
@@ -147,15 +147,15 @@ def check_load_path(path: str, model: torch.nn.Module, optimizer: torch.optim.Op
     hint = "use that run's config, or start from its weights alone with model.pretrained_checkpoint"
     shapes, its_shapes = ({n: w.shape for n, w in ws.items()} for ws in (model.state_dict(), checkpoint.weights))
     if shapes != its_shapes or checkpoint.published:
-        raise UserError(f"{name} is a checkpoint of another model than this config's; {hint}")
+        raise UserError(f"{name} is a checkpoint of a different model than this config's; {hint}")
     groups = checkpoint.optimizers.get(type(optimizer).__qualname__)
     if groups is None or optimizer_settings(groups) != optimizer_settings(optimizer.param_groups):
-        raise UserError(f"{name} was trained with another optimizer than this config's; {hint}")
+        raise UserError(f"{name} was trained with a different optimizer than this config's; {hint}")
     check_remaining(checkpoint, max_duration, name)
 
 
 def optimizer_settings(groups: list[dict]) -> list[list]:
-    """Return the settings that a checkpoint's optimizer keeps, whatever the config is."""
+    """Return the settings that loading a checkpoint restores, whatever the config says."""
     return [[g.get("initial_lr", g["lr"]), list(g["betas"]), g["eps"], g["weight_decay"]] for g in groups]
 
 

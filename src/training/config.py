@@ -13,7 +13,7 @@ COUNT = {"at_least": 1, "at_most": 2**32 - 1}
 
 @dataclass
 class TrainerConfig:
-    """Keys of everything that trains, one long run or many short ones."""
+    """Keys shared by all training, one long run or many short ones."""
 
     scheduler: dict[str, Any] = key(
         "name (linear_decay_with_warmup, cosine_with_warmup, constant, constant_with_warmup, warmup_stable_decay) and "
@@ -30,7 +30,7 @@ class TrainerConfig:
     progress_bar: bool = key("show progress and time left", True, may_change=True)
 
     def check(self) -> None:
-        """Check what the rules of single keys cannot. Raises UserError."""
+        """Check what the rules of individual keys cannot. Raises UserError."""
         for name in ("save_folder", "load_path"):
             value = getattr(self, name, None) or ""
             if "{" in value:
@@ -38,7 +38,7 @@ class TrainerConfig:
                     f"{name}={value} has braces, which Composer would replace; refer to keys as ${{run_name}}"
                 )
         if "://" in self.save_folder:
-            raise UserError(f"save_folder={self.save_folder} is not a local folder; choose one and copy it from there")
+            raise UserError(f"save_folder={self.save_folder} is not a local folder; choose one, and copy the results")
 
 
 @dataclass
@@ -53,20 +53,20 @@ class RunConfig(TrainerConfig):
     eval_interval: str = duration("how often to evaluate", may_change=True)
     eval_first: bool = key("evaluate the untrained model too, for comparison", True, may_change=True)
     eval_subset_num_batches: int = key("batches per evaluation; -1: all", -1, at_least=1, also=(-1,), may_change=True)
-    global_train_batch_size: int = key("batch size: samples per optimizer step, over all devices", at_least=1)
+    global_train_batch_size: int = key("batch size: samples per optimizer step, on all devices", at_least=1)
     device_train_microbatch_size: Any = key(
         "samples per device and forward pass, or auto (FSDP on GPUs)", at_least=1, also=("auto",), may_change=True
     )
     device_eval_batch_size: int = key("samples per device and evaluation batch", may_change=True, **COUNT)
     float32_matmul_precision: str = key(
-        "of float32 products: high may use TF32, medium bfloat16", "highest", choices=("highest", "high", "medium")
+        "for float32 products: high may use TF32, medium bfloat16", "highest", choices=("highest", "high", "medium")
     )
-    seed: int = key("seed of weights, dropout, order and masks", **SEED)
+    seed: int = key("seed for weights, dropout, data order and masks", **SEED)
     save_interval: str = duration("how often to save a checkpoint", may_change=True)
     save_num_checkpoints_to_keep: int = key(
-        "older checkpoints are deleted; -1: keep all", -1, at_least=1, also=(-1,), may_change=True
+        "how many of the newest checkpoints to keep; -1: all", -1, at_least=1, also=(-1,), may_change=True
     )
-    load_path: str | None = key("checkpoint to start from, with its optimizer state and place in the data", None)
+    load_path: str | None = key("checkpoint to start from, with optimizer state and position in the data", None)
     autoresume: bool = key("resume from the last checkpoint in save_folder, if there is one", True, may_change=True)
     on_nonfinite_loss: str = key(
         "stop: end the run before the step is saved; skip: drop the step's update and count it",
@@ -75,7 +75,7 @@ class RunConfig(TrainerConfig):
         may_change=True,
     )
     activation_checkpointing: bool = key(
-        "keep only the input of each layer and recompute the rest in the backward pass: less memory, a third more work",
+        "keep only each layer's input and recompute the rest in the backward pass: less memory, a third more compute",
         False,
         may_change=True,
     )
@@ -83,7 +83,7 @@ class RunConfig(TrainerConfig):
         "arguments of Composer's FSDPConfig, to shard the model over GPUs; empty: DDP", {}, may_change=True
     )
     ddp_sync_strategy: str | None = key(
-        "when DDP sums gradients; default: with the last microbatch",
+        "when DDP sums gradients; default: after the last microbatch",
         None,
         choices=("single_auto_sync", "multi_auto_sync", "forced_sync"),
         may_change=True,
@@ -116,13 +116,13 @@ class RunConfig(TrainerConfig):
 
 
 def load_config(schema: type[Config], script: str, example: str, argv: list[str]) -> Config:
-    """Load the config of a command that trains; `--help` also lists the arguments of what is chosen by name."""
+    """Load the config of a command that trains; `--help` also lists the arguments of everything chosen by name."""
 
     def arguments_by_name() -> str:
         from src.training.registry import describe_arguments
 
         return (
-            "arguments of what is chosen by name (in `callbacks` and the like as name: {argument: value}):\n\n"
+            "arguments of everything chosen by name (in `callbacks` and the like, as name: {argument: value}):\n\n"
             f"{describe_arguments()}"
         )
 

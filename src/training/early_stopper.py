@@ -23,7 +23,7 @@ class ResumableEarlyStopper(EarlyStopper):
         min_delta: float = 0.0,
         patience: str | int = "1ep",
     ):
-        if comp is None and "crossentropy" in monitor.lower():  # Composer tells losses by other names
+        if comp is None and "crossentropy" in monitor.lower():  # Composer recognizes losses by other names
             comp = "less"
         super().__init__(monitor, dataloader_label, comp, min_delta, patience)
         if self.patience.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH):

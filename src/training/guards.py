@@ -15,7 +15,7 @@ from src.training.checkpointing import CheckpointWriter, resume_hint
 
 
 class SeedEveryStep(Callback):
-    """Draw each step's dropout from (seed, step, rank), so that a resumed run draws what an uninterrupted one does."""
+    """Seed each step's dropout by (seed, step, rank), so that a resumed run repeats an uninterrupted one."""
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -43,7 +43,7 @@ class FiniteLoss(Callback):
         total = torch.stack(torch._foreach_norm(gradients)).sum()
         if on_any_rank(not math.isfinite(total), state):
             for parameter in state.model.parameters():
-                parameter.grad = None  # optimizers do not update such a parameter
+                parameter.grad = None  # optimizers skip parameters without a gradient
             self.skipped += 1
             step = state.timestamp.batch.value + 1
             log.warning(f"step {step}: non-finite gradients; update skipped ({self.skipped} so far)")
@@ -55,8 +55,8 @@ class FiniteLoss(Callback):
             lr = state.schedulers[0].get_last_lr()[0]
             raise RunFailed(
                 f"step {state.timestamp.batch.value}: loss is {loss} at learning rate {lr:.3g};"
-                f" {resume_hint(self.writer.folder)}, perhaps with a lower optimizer.lr in a new save_folder"
-                " or with on_nonfinite_loss=skip"
+                f" {resume_hint(self.writer.folder)}; try a lower optimizer.lr in a new save_folder,"
+                " or on_nonfinite_loss=skip"
             )
 
     def state_dict(self) -> dict[str, int]:
@@ -73,8 +73,8 @@ class Stopped(SystemExit):
 class StopOnSignal(Callback):
     """On SIGTERM or Ctrl-C: finish the step (and the evaluation after it), save, and raise Stopped.
 
-    The same signal `PAUSE` seconds later or more ends the run at once. Sooner, it may be unintended: `timeout` or a
-    scheduler signals the whole process group, in which Composer's launcher passes the signal on.
+    The same signal again, at least `PAUSE` seconds later, ends the run at once. A sooner one may be a duplicate:
+    `timeout` or a scheduler signals the whole process group, and Composer's launcher in it forwards the signal.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -116,7 +116,7 @@ class StopOnSignal(Callback):
 
 
 def on_any_rank(flag: object, state: State) -> bool:
-    """Whether the flag is set on any rank; the same answer on all of them."""
+    """Return whether the flag is set on any rank, with the same answer on all of them."""
     if dist.get_world_size() == 1:
         return bool(flag)
     flags = state.device.tensor_to_device(torch.tensor([int(bool(flag))]))

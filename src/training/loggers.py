@@ -1,4 +1,4 @@
-"""Composer's TensorBoard logger, which a full disk does not stop."""
+"""Composer's TensorBoard logger, made to survive a full disk."""
 
 import functools
 from collections.abc import Callable

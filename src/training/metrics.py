@@ -1,4 +1,4 @@
-"""What a run measures, by name: the lines of metrics.jsonl, the summary and the pictures are made of it."""
+"""What a run measures, by name; metrics.jsonl, the summary and the plots are built from it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,10 @@ class Curve:
     train_key: str | None = None  # e.g. metrics/train/MaskedAccuracy; None: not measured in training
     percent: bool = False
     unit: str = ""  # of a value that is not a percentage, e.g. nats per token
-    baseline: bool = False  # drawn as a line: what a trivial prediction gets
+    baseline: bool = False  # drawn as a line: the score of a trivial prediction
 
     def show(self, value: float) -> str:
-        """The value for people."""
+        """Return the value, formatted for people."""
         return f"{value:.2%}" if self.percent else f"{value:.3f}"
 
 

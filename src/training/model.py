@@ -1,4 +1,4 @@
-"""What Composer's models of ours share: bfloat16 on a CPU, layers as FSDP units, the class in a checkpoint."""
+"""What our Composer models share: bfloat16 on a CPU, and the model's class in a checkpoint."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ class AutocastModel(HuggingFaceModel):
             return super().forward(batch)
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return what a checkpoint records of the model: its own class, also once FSDP has wrapped it."""
+        """Return what a checkpoint records about the model: its own class, even after FSDP has wrapped it."""
         metadata = super().get_metadata()
         metadata["model"]["config"]["class"] = self.model_class
         return metadata

@@ -1,4 +1,4 @@
-"""Composer's optimizer through torch's fused kernel, and a schedule that Composer lacks."""
+"""Composer's optimizer with torch's fused kernel, and a schedule that Composer lacks."""
 
 import torch
 from composer import State
@@ -28,10 +28,10 @@ class FusedDecoupledAdamW(DecoupledAdamW):
 
 
 class WarmupStableDecayScheduler(ComposerScheduler):
-    """Linear warm-up, a constant rate, and over the last `decay` of the run a line down to `alpha_f` of it.
+    """Linear warm-up, a constant rate, and over the last `decay` of the run a linear decay to `alpha_f` of it.
 
     The constant part can be extended, since nothing before the decay depends on the run's length (Hu et al. 2024,
-    arXiv:2404.06395, section 4). `t_warmup` is a Composer time string; `decay` a fraction of the run.
+    arXiv:2404.06395, section 4). `t_warmup` is a Composer time string, and `decay` is a fraction of the run.
     """
 
     def __init__(self, t_warmup: str, decay: float = 0.1, alpha_f: float = 0.0):

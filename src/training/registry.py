@@ -24,7 +24,7 @@ from src.training.optim import FusedDecoupledAdamW, WarmupStableDecayScheduler
 
 
 def gradient_clipping(clipping_type: str, clipping_threshold: float) -> GradientClipping:
-    """Composer's, which checks its arguments only in the first step."""
+    """Return Composer's gradient clipping, which would check its arguments only in the first step."""
     key = "algorithms.gradient_clipping"
     check_value(f"{key}.clipping_type", clipping_type, rule=Rule(choices=("adaptive", "norm", "value")))
     check_value(f"{key}.clipping_threshold", clipping_threshold, float, Rule(above=0))
@@ -91,12 +91,12 @@ def build_scheduler(section: Mapping[str, Any], max_duration: str = "1ep") -> op
     late = Timestamp(epoch=10**12, batch=10**12, sample=10**12, token=10**12)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a warm-up of no step
+            warnings.simplefilter("ignore")  # a warm-up of zero steps
             for timestamp, elapsed in ((Timestamp(), 0.0), (late, 1.0)):
                 duration = Time(elapsed, TimeUnit.DURATION)
                 get = {"get_elapsed_duration": lambda duration=duration: duration}
                 scheduler(SimpleNamespace(**start, timestamp=timestamp, **get))
-    except Exception as error:  # Composer finds out only here, in various ways, what it cannot compute
+    except Exception as error:  # only here does Composer fail, in various ways, on bad arguments
         raise UserError(f"scheduler: {section['name']} rejects these arguments: {error}") from None
     return scheduler
 
@@ -104,7 +104,7 @@ def build_scheduler(section: Mapping[str, Any], max_duration: str = "1ep") -> op
 def build(kind: str, registry: Mapping[str, Callable], section: Mapping[str, Any], **fixed: Any) -> Any:
     """Return the object that a section's `name` refers to, with the section's other keys as arguments.
 
-    An unknown argument that is null is dropped, so that a file can remove one inherited for another name.
+    An unknown argument that is null is dropped, so that a file can remove one that it inherits for another name.
     Raises UserError for an unknown name, an unknown argument, or arguments that the class rejects.
     """
     arguments = dict(section)
@@ -126,7 +126,7 @@ def build(kind: str, registry: Mapping[str, Callable], section: Mapping[str, Any
 
 
 def build_all(kind: str, sections: Mapping[str, Any]) -> list[Any]:
-    """Return algorithms, callbacks or loggers: {name: {argument: value}, null for none, or false to omit}."""
+    """Return algorithms, callbacks or loggers: {name: {argument: value}}, null for no arguments, or false to omit."""
     chosen = {name: arguments for name, arguments in sections.items() if arguments is not False}
     for name, arguments in chosen.items():
         if arguments is not None and not isinstance(arguments, Mapping):
@@ -139,7 +139,7 @@ def build_all(kind: str, sections: Mapping[str, Any]) -> list[Any]:
 
 
 def arguments_of(cls: Callable) -> dict[str, Any]:
-    """Return what a class or function takes from a config, with defaults; inspect.Parameter.empty if there is none."""
+    """Return the arguments a class or function takes from a config: {name: default or inspect.Parameter.empty}."""
     if cls is FSDPConfig:  # its signature takes anything
         return {entry.name: entry.default for entry in fields(cls) if entry.init}
     return {

@@ -11,11 +11,11 @@ from src.training.task import Task
 
 
 def run(task: Task) -> None:
-    """Train, or resume, unless `save_folder` holds this run finished; then print the results.
+    """Train, or resume, unless this run is already finished in `save_folder`; then print the results.
 
     Raises:
         UserError: the config cannot be used, or the folder holds another run.
-        RunFailed: the run could not end, or its results could not be written.
+        RunFailed: the run could not be completed, or its results could not be written.
     """
     config, folder = task.config, Path(task.config.save_folder)
     run_folder.check_save_folder(config, folder)
@@ -34,7 +34,7 @@ def run(task: Task) -> None:
 
 
 def train(task: Task, folder: Path) -> None:
-    """Train to the end of `max_duration`, from the run's latest valid checkpoint if there is one."""
+    """Train until `max_duration`, from the run's latest valid checkpoint if there is one."""
     from composer.utils import dist, reproducibility
     from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -131,7 +131,7 @@ def train(task: Task, folder: Path) -> None:
 
 
 def is_trained(state, steps_per_epoch: int) -> bool:
-    """Whether no step is left; a checkpoint of an epoch's last step does not count the epoch yet."""
+    """Return whether no step is left; a checkpoint of an epoch's last step does not count that epoch yet."""
     from composer import TimeUnit
 
     now, end = state.timestamp, state.max_duration
@@ -142,7 +142,7 @@ def is_trained(state, steps_per_epoch: int) -> bool:
 def announce(
     task: Task, model, parameters: int, device: str, precision: str, steps_per_epoch: int, resumed_step: int
 ) -> None:
-    """Log what is about to be done."""
+    """Log what is about to run."""
     config = task.config
     about_model, about_data = task.describe(model)
     batch = config.global_train_batch_size
@@ -158,7 +158,7 @@ def announce(
 
 
 def total_steps(max_duration: str, batch_size: int, tokens_per_sample: int, steps_per_epoch: int) -> int:
-    """Return the steps of a run; of a duration in tokens, as many as samples of the maximum length would make."""
+    """Return the number of steps of a run; for a duration in tokens, with samples of the maximum length."""
     from composer import Time, TimeUnit
 
     duration = Time.from_timestring(max_duration)

@@ -1,4 +1,4 @@
-"""A run's save_folder: may this config use it, is the run finished, and its stored config and summary."""
+"""A run's save_folder: whether a config may use it, whether its run is finished, its stored config and summary."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def check_save_folder(config: RunConfig, folder: Path) -> None:
     }  # a loader's copy of a key
     if changed:
         raise UserError(
-            f"save_folder: {folder} holds a run with another {', '.join(sorted(changed))};"
+            f"save_folder: {folder} holds a run that differs in {', '.join(sorted(changed))};"
             f" choose another folder, or resume with the config in {folder / CONFIG}"
         )
     if config.max_duration != stored["max_duration"]:
@@ -46,7 +46,7 @@ def check_save_folder(config: RunConfig, folder: Path) -> None:
 
 
 def check_shorter(config: RunConfig, folder: Path) -> None:
-    """Raise UserError for a max_duration that the run in a folder has reached already."""
+    """Raise UserError for a max_duration that the run in a folder has already reached."""
     from src.checkpoints.reading import read_checkpoint
     from src.training.checkpointing import check_remaining, latest_valid_checkpoint
 
@@ -55,18 +55,18 @@ def check_shorter(config: RunConfig, folder: Path) -> None:
 
 
 def stored_config(folder: Path, schema: type[RunConfig]) -> dict[str, Any] | None:
-    """Return the config of the run in a folder, None if there is none; defaults stand for keys newer than the run."""
+    """Return the config of the run in a folder, or None; keys newer than the run get their defaults."""
     path = folder / CONFIG
     return read_stored(path, schema) if path.is_file() else None
 
 
 def is_finished(config: RunConfig, folder: Path) -> bool:
-    """Whether the folder holds this very run, finished."""
+    """Return whether the folder holds exactly this run, finished."""
     return (folder / SUMMARY).is_file() and stored_config(folder, type(config)) == to_dict(config)
 
 
 def save_config(config: RunConfig, folder: Path) -> None:
-    """Store the resolved config beside the results."""
+    """Store the resolved config next to the results."""
     if not is_main_process():
         return
     try:
@@ -76,24 +76,24 @@ def save_config(config: RunConfig, folder: Path) -> None:
             write_atomically(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
     except OSError as error:
         raise UserError(
-            f"save_folder: cannot write to {folder}: {reason(error)}; make room there or choose another folder"
+            f"save_folder: cannot write to {folder}: {reason(error)}; free disk space or choose another folder"
         ) from None
 
 
 def is_evaluated(folder: Path, step: int) -> bool:
-    """Whether the run's last evaluation is of this step."""
+    """Return whether the run's last evaluation was at this step."""
     return any(result["step"] == step for result in evaluations(folder, ())[-1:])
 
 
 def write_summary(
     config: RunConfig, curves: tuple[Curve, ...], parameters: int, folder: Path, step: int, title: str
 ) -> None:
-    """Draw the curves, under a title, and write the summary. Raises RunFailed if they cannot be written."""
+    """Draw the curves with a title and write the summary. Raises RunFailed if they cannot be written."""
     if not is_main_process():
         return
     from src import plots
 
-    retry = f"make room in {folder} and repeat the command"
+    retry = f"free disk space for {folder} and repeat the command"
     if not is_evaluated(folder, step):
         raise RunFailed(f"the run is finished and saved, but its last evaluation could not be written; {retry}")
     results = evaluations(folder, curves)
@@ -109,7 +109,7 @@ def write_summary(
         plots.curves([(config.run_name, folder)], curves, folder / "curves.png", title)
         write_json(folder / SUMMARY, summary)
     except OSError as error:
-        raise RunFailed(f"the run is finished and saved, but not its summary ({reason(error)}); {retry}") from None
+        raise RunFailed(f"the run is finished and saved, but its summary is not ({reason(error)}); {retry}") from None
 
 
 def print_summary(folder: Path, curves: tuple[Curve, ...]) -> None:

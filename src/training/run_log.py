@@ -1,4 +1,4 @@
-"""Progress of a run: a bar, the lines of `metrics.jsonl`, and a picture of its curves."""
+"""Progress of a run: a bar, an estimate of the time left, and the lines of `metrics.jsonl`."""
 
 import contextlib
 import json
@@ -24,14 +24,14 @@ class Statistics(Protocol):
     """What a data loader counts, as plain attributes; saved with the run."""
 
     def shares(self) -> dict[str, float]:
-        """Values for the lines of metrics.jsonl."""
+        """Return values for the lines of metrics.jsonl."""
 
 
 class RunLog(LoggerDestination):
     """Write a line to `folder/metrics.jsonl` every `interval` batches of training and after every evaluation.
 
-    Lines of training: {"step", "samples", "seconds", "loss", "lr", "samples_per_second", "tokens_per_second", …} and
-    the training metrics of `curves`; loss and rates are means since the previous line. Lines of evaluation: {"step",
+    Training lines: {"step", "samples", "seconds", "loss", "lr", "samples_per_second", "tokens_per_second", …} and
+    the training metrics of `curves`; loss and rates are means since the previous line. Evaluation lines: {"step",
     "samples", "seconds", "eval": {metric: value}}. A resumed run drops the lines after its checkpoint. If a line cannot
     be written, the run continues without it and warns once.
     """
@@ -56,7 +56,7 @@ class RunLog(LoggerDestination):
         self.last_counts = (0, 0, 0.0)  # samples, tokens and seconds at the previous line
         self.rates: dict[str, float] = {}  # between the last two lines
         self.bar: tqdm | None = None
-        self.failed = False  # to write a line
+        self.failed = False  # whether writing a line has failed
         self.first_step: tuple[float, ...] | None = (
             None  # step, tokens and seconds after the first step of this process
         )
@@ -121,12 +121,12 @@ class RunLog(LoggerDestination):
         self.end_progress()
 
     def end_progress(self) -> None:
-        """Close the bar, so that the next message has its own line."""
+        """Close the bar, so that the next message starts on a new line."""
         if self.bar is not None:
             self.bar.close()
 
     def _last_batch(self, state: State) -> int | None:
-        """The batch at which the run ends, as far as it is known by now."""
+        """Return the batch at which the run ends, or None if it is not known yet."""
         if state.max_duration.unit == TimeUnit.EPOCH:
             return None if state.dataloader_len is None else state.max_duration.value * state.dataloader_len.value
         elapsed = state.get_elapsed_duration().value
@@ -160,7 +160,7 @@ class RunLog(LoggerDestination):
         return ", ".join(parts)
 
     def _estimate_time_left(self, state: State) -> None:
-        """After ten steps or twenty seconds, print once how long the rest will take, without the slow first step."""
+        """After ten steps or twenty seconds, log once how long the rest will take, not counting the slow first step."""
         _, tokens, seconds = self._counts(state)
         now = (state.timestamp.batch.value, tokens, seconds)
         if self.first_step is None:

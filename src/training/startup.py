@@ -9,7 +9,7 @@ from src.cli import log
 
 
 class Startup(Callback):
-    """Measure the phases of a start and report them after the first step. Construct it once imports are done."""
+    """Measure the phases of startup and report them after the first step. Construct it once imports are done."""
 
     def __init__(self) -> None:
         self.started = self.last = psutil.Process().create_time()

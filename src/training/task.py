@@ -1,4 +1,4 @@
-"""The shape of a task: what one run trains. `src/training/run.py` does everything else."""
+"""The interface of a task: what one run trains. `src/training/run.py` does everything else."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -42,4 +42,4 @@ class Task(ABC):
     @property
     @abstractmethod
     def max_tokens_per_sample(self) -> int:
-        """The most tokens a sample has."""
+        """Return the maximum number of tokens in a sample."""

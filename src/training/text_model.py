@@ -24,7 +24,7 @@ def build_tokenizer(name: str, max_seq_len: int, needs: tuple[str, ...] = ("pad_
 
 
 def build_lion_config(arguments: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_seq_len: int) -> LionConfig:
-    """Return a LionConfig of the `model` section; vocab_size defaults to the tokenizer's, rounded up to 8.
+    """Return the LionConfig of the `model` section; vocab_size defaults to the tokenizer's, up to a multiple of 8.
 
     Raises UserError for an unknown argument, or sizes that do not fit the tokenizer or the sequence length.
     """
@@ -53,5 +53,5 @@ def build_lion_config(arguments: Mapping[str, Any], tokenizer: PreTrainedTokeniz
 
 
 def lion_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of LionConfig in a stored configuration."""
+    """Return those settings of a stored configuration that are arguments of LionConfig."""
     return {name: settings[name] for name in ARGUMENTS if name in settings}

@@ -60,7 +60,7 @@ def resolve_precision(precision: str | None, device: str) -> str:
 
 
 def split_batch_size(global_batch: int, microbatch: Any, world_size: int, device: str) -> int:
-    """Return the samples per device and step. Raises UserError for sizes that do not divide."""
+    """Return the samples per device and step. Raises UserError for sizes that do not divide evenly."""
     name = f"global_train_batch_size={global_batch}"
     if global_batch % world_size:
         raise UserError(f"{name} is not divisible by {world_size} devices; use a multiple of {world_size}")
@@ -69,7 +69,7 @@ def split_batch_size(global_batch: int, microbatch: Any, world_size: int, device
         raise UserError(f"device_train_microbatch_size=auto needs a GPU; give a number, such as {device_batch}")
     if microbatch != "auto" and not 1 <= microbatch <= device_batch:
         raise UserError(
-            f"device_train_microbatch_size={microbatch} must be auto or between 1 and {device_batch}, a device's batch"
+            f"device_train_microbatch_size={microbatch} must be auto or between 1 and {device_batch} (per device)"
         )
     return device_batch
 
@@ -96,7 +96,7 @@ def check_compile(section: Any) -> None:
         )
     try:
         torch.compile(nn.Identity(), **section)
-    except Exception as error:  # of a mode or an option
+    except Exception as error:  # an invalid mode or option
         raise UserError(f"compile_config: torch.compile rejects these arguments: {first_line(error)}") from None
 
 
