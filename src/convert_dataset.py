@@ -4,7 +4,7 @@ python src/convert_dataset.py --dataset allenai/c4 --data_subset en --splits tra
 python src/convert_dataset.py --data_files 'texts/*.jsonl.gz' --val_fraction 0.01 --out_root ./my-texts
 zcat texts/*.gz | python src/convert_dataset.py --data_files - --splits train --out_root ./my-texts
 
-Text is tokenized during training. Shards of tokens only have to be read:
+By default, shards hold text, which is tokenized during training. Shards of tokens only need to be read:
 
 python src/convert_dataset.py ... --tokenizer bert-base-uncased --concat_tokens 128   documents end to end, in full rows
 python src/convert_dataset.py ... --tokenizer bert-base-uncased --max_seq_len 128     one row per document, truncated
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     add("--out_root", required=True, help="folder to write to; each split is a folder in it")
     add("--text_column", default="text", help="column or key with the text (default: text)")
     add("--one_document_per_file", action="store_true", help="a .txt file is one document, line ends included")
-    add("--stdin_format", choices=LINE_KINDS, help="of standard input (default: jsonl if it starts with {, else txt)")
+    add("--stdin_format", choices=LINE_KINDS, help="format of standard input (default: jsonl if it starts with {)")
     add("--val_fraction", type=float, help="hold out this fraction of documents for val, chosen by a hash of the text")
     add("--tokenizer", metavar="NAME", help="write rows of tokens of this tokenizer: a folder, or a name on the Hub")
     length.add_argument("--concat_tokens", type=int, metavar="N", help="full rows of N tokens, documents end to end")
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     add("--num_workers", **cores, help="processes that tokenize (default: one per core, here %(default)s)")
     add("--compression", choices=["zstd"], help="compress the shards")
     add("--size_limit", type=int, default=1 << 26, help="maximum bytes per shard (default: 64 MiB)")
-    add("--overwrite", action="store_true", help="replace existing splits, and the unfinished ones of other commands")
+    add("--overwrite", action="store_true", help="replace existing splits, and unfinished ones of other commands")
     options = parser.parse_args(argv)
     options.splits = list(dict.fromkeys(options.splits))
     convert(options)

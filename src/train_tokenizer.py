@@ -1,8 +1,8 @@
-"""Train a lower-case WordPiece tokenizer, BERT's, on your own text.
+"""Train a WordPiece tokenizer like BERT's on your own text, lower-case by default.
 
     python src/train_tokenizer.py --data_files 'corpus/*.jsonl' --vocab_size 8192 --out my-tokenizer
 
-The folder it writes loads with `AutoTokenizer.from_pretrained("my-tokenizer")`; give it as `tokenizer_name` in a YAML.
+The folder it writes loads with `AutoTokenizer.from_pretrained("my-tokenizer")`; set it as `tokenizer_name` in a YAML.
 The same text and options give the same tokenizer, byte for byte.
 """
 
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
     args = parse(argv)
     files = find_files(args.data_files)
     if STANDARD_INPUT in files:
-        raise UserError("--data_files: the text is read twice, standard input only once; write it to a file first")
+        raise UserError("--data_files: the text is read twice, and standard input only once; write it to a file")
     check_writable("--out", args.out)
     if (args.out / "tokenizer.json").exists():
         raise UserError(f"--out: {args.out} already holds a tokenizer; choose another folder, or remove it first")

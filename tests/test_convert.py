@@ -100,10 +100,10 @@ def test_one_row_per_document_is_truncated_and_counted(source, tokenizer, tokeni
     whole = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     share = sum(max(size - 14, 0) for size in whole) / sum(whole)
     assert summary(tmp_path / "train_small")["tokens"]["share_cut_off"] == pytest.approx(share)
-    assert f"{share:.2%} of the tokens cut off" in caplog.text and f"{sum(whole):,} tokens" in caplog.text
+    assert f"{share:.2%} of the tokens truncated" in caplog.text and f"{sum(whole):,} tokens" in caplog.text
 
 
-def test_a_document_without_tokens_is_an_empty_one(tokenizer_folder, tmp_path):
+def test_a_document_without_tokens_counts_as_empty(tokenizer_folder, tmp_path):
     data = write_jsonl(tmp_path / "a.jsonl", ["\x00\x01", "the dog", "\u200b"])
     for mode in ("--concat_tokens", "--max_seq_len"):
         convert("--data_files", data, "--splits", "train", "--out_root", tmp_path / mode, "--tokenizer", tokenizer_folder, mode, 8)  # fmt: skip
@@ -132,7 +132,7 @@ def test_a_limit_is_kept_in_the_middle_of_a_batch(mode, tokenizer, tokenizer_fol
 
 @needs_reference
 def test_wikitext_is_recovered_from_both_modes(tmp_path):
-    """The real vocabulary on real text: the text of the rows is the source's, as the tokenizer alone reads and writes it."""
+    """The real vocabulary on real text: the rows hold the source as the tokenizer encodes and decodes it."""
     from transformers import BertTokenizerFast
 
     tokenizer = BertTokenizerFast(str(DATA / "bert-base-uncased" / "vocab.txt"), model_max_length=512)
@@ -157,7 +157,7 @@ def test_wikitext_is_recovered_from_both_modes(tmp_path):
     assert single == tokenizer(lines, truncation=True, max_length=128)["input_ids"]
     normal = "".join("".join(lines).split()).lower()
     packed = "".join("".join(decode(found, skip_special_tokens=True, clean_up_tokenization_spaces=False)).split())
-    assert len(packed) == pytest.approx(len(normal), rel=0.02)  # accents are folded, and unknown characters left out
+    assert len(packed) == pytest.approx(len(normal), rel=0.02)  # accents are folded, and unknown characters omitted
 
 
 MISTAKES = {
@@ -198,7 +198,7 @@ def test_the_shards_are_the_same_with_any_number_of_workers(tokenizer_folder, tm
     assert len(results[0][0]) > 4
 
 
-def test_an_error_in_a_worker_is_reported_as_in_one_process(tokenizer_folder, tmp_path, monkeypatch):
+def test_an_error_in_a_worker_is_reported_as_in_a_single_process(tokenizer_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("src.data.readers.BATCH_BYTES", 4000)
     monkeypatch.setattr("src.data.corpora.BATCH_BYTES", 4000)
     data = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
@@ -213,13 +213,13 @@ def test_an_error_in_a_worker_is_reported_as_in_one_process(tokenizer_folder, tm
 
 
 def killed(function: str, call: int, *arguments: object) -> bool:
-    """Convert in a process that SIGKILL ends at the n-th call of a function of shard_writer; whether it came to that.
+    """Convert in a process that is killed at the n-th call of a function of shard_writer; return whether it was.
 
     The process is forked, since a new one spends seconds on imports.
     """
     child = os.fork()
     if child == 0:
-        tqdm.set_lock(threading.RLock())  # its own: what a killed process holds of a shared one is held for good
+        tqdm.set_lock(threading.RLock())  # its own, since a shared lock that a killed process holds is never released
         original, calls = getattr(shard_writer, function), itertools.count(1)
 
         def deadly(*args):
@@ -353,7 +353,7 @@ def test_a_full_disk_is_one_sentence_and_complete_shards_are_kept(parts, tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(shard_writer, "sync_to_disk", full)
-        with pytest.raises(UserError, match=r"\.train\.unfinished: No space left on device; free space"):
+        with pytest.raises(UserError, match=r"\.train\.unfinished: No space left on device; free disk space"):
             convert(*command, "--out_root", tmp_path / "out")
     assert len(json.loads((tmp_path / "out" / ".train.unfinished" / "progress.json").read_text())["shards"]) == 4
     convert(*command, "--out_root", tmp_path / "out")
@@ -441,7 +441,7 @@ def test_standard_input_gives_one_split(tmp_path):
     assert_one_sentence(result, "standard input", "one split")
 
 
-# The Hub, simulated by a folder: datasets streams both alike
+# The Hub, simulated by a folder: datasets streams both the same way
 
 
 FEATURES = (
@@ -461,7 +461,7 @@ def dataset(request, tmp_path) -> Path:
 
 
 def test_a_streamed_dataset_resumes(dataset, tokenizer_folder, tmp_path, small_batches, monkeypatch):
-    """Killed after every other shard, of which several come of a batch."""
+    """Kill the conversion after every other shard; a batch fills several."""
     monkeypatch.setattr("src.data.corpora.RECORDS", 70)
     command = ["--dataset", dataset, "--val_fraction", 0.2, "--size_limit", 1000, "--num_workers", 1,
                "--tokenizer", tokenizer_folder, "--concat_tokens", 24]  # fmt: skip

@@ -60,7 +60,7 @@ def test_the_text_may_be_in_another_column(tmp_path, ending):
     assert read(tmp_path / "out" / "train") == TEXTS
 
 
-def test_windows_line_ends_and_an_unended_last_line_are_read(tmp_path):
+def test_windows_line_ends_and_an_unterminated_last_line_are_read(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\r\nthree")
     convert("--data_files", tmp_path / "a.txt", "--splits", "train", "--out_root", tmp_path / "out")
     assert read(tmp_path / "out" / "train") == ["one", "two", "three"]
@@ -197,7 +197,7 @@ def test_a_failed_overwrite_leaves_the_old_split(tmp_path):
         ("a.xml", b"<text>one</text>\n", ["a.xml", ".xml", ".jsonl"]),
         ("a", b"one\n", ["without an extension"]),
     ],
-    ids=["jsonl bytes", "txt bytes", "json", "column", "number", "no object", "surrogate", "all empty", "empty file", "parquet", "empty parquet", "extension", "no extension"],
+    ids=["jsonl bytes", "txt bytes", "json", "column", "number", "not an object", "surrogate", "all empty", "empty file", "parquet", "empty parquet", "extension", "no extension"],
 )  # fmt: skip
 def test_unreadable_input_is_reported_with_file_and_line(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)

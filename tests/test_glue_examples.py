@@ -239,7 +239,7 @@ def test_a_regression_reads_numbers(tmp_path):
         ("a.jsonl", '{"text": "x", "stars": 1}\n{"text": "x"\n', ["a.jsonl, line 2", "not valid JSON"]),
         ("a.jsonl", '{"text": "x"}\n', ["a.jsonl, line 1", "no stars", "its keys are text"]),
         ("a.jsonl", "[1]\n", ["a.jsonl, line 1", "not a JSON object"]),
-        ("a.jsonl", '{"text": 5, "stars": 1}\n', ["a.jsonl, line 1", "no text in text but 5"]),
+        ("a.jsonl", '{"text": 5, "stars": 1}\n', ["a.jsonl, line 1", "text holds 5, not text"]),
         ("a.jsonl", '{"text": "x", "stars": null}\n', ["a.jsonl, line 1", "no label"]),
         ("a.jsonl", '{"text": "x", "stars": NaN}\n', ["a.jsonl, line 1", "no label"]),
         ("a.jsonl", '{"text": "x", "stars": [1, 2]}\n', ["a.jsonl, line 1", "[1, 2] is not a single label"]),

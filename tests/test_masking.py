@@ -1,4 +1,4 @@
-"""What is masked: as transformers' own collator does it, by seed, epoch and sample, whole words if asked."""
+"""Masking: distributed as in transformers' collator, determined by seed, epoch and sample, optionally by word."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def facts(rows: np.ndarray, seen: np.ndarray, labels: np.ndarray, tokenizer) -> 
 
 
 @pytest.mark.parametrize("share", [0.15, 0.3])
-def test_masks_of_a_million_tokens_are_distributed_as_those_of_transformers(rows, tokenizer, share):
+def test_masks_of_a_million_tokens_have_the_statistics_of_transformers(rows, tokenizer, share):
     collate = DataCollatorForLanguageModeling(tokenizer, mlm_probability=share)
     torch.manual_seed(0)
     theirs = collate([{"input_ids": row} for row in torch.from_numpy(rows)])
@@ -61,7 +61,7 @@ def test_masks_of_a_million_tokens_are_distributed_as_those_of_transformers(rows
     assert np.array_equal(labels[labels != IGNORED], rows[labels != IGNORED])
     assert np.array_equal(seen[labels == IGNORED], rows[labels == IGNORED])
     assert found["special chosen"] == expected["special chosen"] == 0
-    # About four standard deviations, of 120,000 and more chosen tokens of a million.
+    # About four standard deviations, with at least 120,000 of a million tokens chosen.
     near = {
         "chosen": 0.003, "chosen in a row, variance": 0.0001, "neighbours both chosen": 0.003, "[MASK]": 0.005,
         "another token": 0.004, "rarest replacement": 0.002, "replaced by a special token": 0.01,
@@ -89,7 +89,7 @@ def test_special_tokens_are_never_chosen(rows, tokenizer, share, whole_words):
 @pytest.mark.parametrize(("change", "same"), [({}, True), ({"seed": 18}, False), ({"epoch": 1}, False), ({"index": 1}, False)])  # fmt: skip
 @pytest.mark.parametrize("every_epoch", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("whole_words", [True, False])
-def test_when_the_same_text_is_masked_alike(tokenizer, change, same, every_epoch, whole_words):
+def test_seed_epoch_and_index_determine_the_mask_of_a_text(tokenizer, change, same, every_epoch, whole_words):
     ids = np.array(tokenizer(" ".join(WORDS))["input_ids"])
 
     def labels(seed=17, epoch=0, index=0):
@@ -104,14 +104,14 @@ def test_when_the_same_text_is_masked_alike(tokenizer, change, same, every_epoch
 
 
 def spelled(tokenizer, count: int) -> list[np.ndarray]:
-    """Texts with many words that the vocabulary has only in several tokens."""
+    """Return texts with many words that the vocabulary splits into several tokens."""
     texts = [
         text.replace("dog", "dogs").replace("river", "rivers").replace("quiet", "zzz") for text in sentences(count)
     ]
     return [np.array(tokenizer(text)["input_ids"]) for text in texts]
 
 
-def test_the_tokens_of_a_word_are_chosen_together_and_words_apart(tokenizer):
+def test_the_tokens_of_a_word_are_chosen_together_and_words_independently(tokenizer):
     masking = Masking(tokenizer, 0.3, seed=17, whole_words=True)
     continuing = together = apart = 0
     for index, ids in enumerate(spelled(tokenizer, 400)):
@@ -127,7 +127,7 @@ def test_the_tokens_of_a_word_are_chosen_together_and_words_apart(tokenizer):
     assert together / apart == pytest.approx(0.09, abs=0.01)  # two neighbouring words by chance alone
 
 
-def test_whole_words_are_as_many_tokens_as_single_ones(tokenizer):
+def test_whole_word_masking_chooses_as_many_tokens_as_token_masking(tokenizer):
     shares = []
     for whole_words in (False, True):
         masking = Masking(tokenizer, 0.3, seed=17, whole_words=whole_words)

@@ -179,8 +179,8 @@ def concatenated(tokenizer, *begins: int) -> dict:
 @pytest.mark.parametrize(
     ("begins", "numbers"),
     [
-        ([1, 11, 18], [0] * 11 + [1] * 7 + [2] * 12),  # [CLS] goes with the first document
-        ([11, 18], [0] * 11 + [1] * 7 + [2] * 12),  # it goes with the rest of a document from the row before
+        ([1, 11, 18], [0] * 11 + [1] * 7 + [2] * 12),  # [CLS] belongs to the first document
+        ([11, 18], [0] * 11 + [1] * 7 + [2] * 12),  # it belongs to the rest of a document from the previous row
         ([1], [0] * 30),
         ([30], [0] * 30),  # no document starts here
         ([], [0] * 30),
@@ -195,7 +195,7 @@ def test_documents_of_a_row_are_separated_only_with_packing(tokenizer, begins, n
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_a_document_in_a_row_is_encoded_as_alone(tokenizer, mixer):
+def test_a_document_in_a_row_is_encoded_as_on_its_own(tokenizer, mixer):
     network = model(tokenizer, mixer).eval()
     sample = concatenated(tokenizer, 1, 11, 18)
     batch = collator(tokenizer, packing=True, share=1e-9)([sample])

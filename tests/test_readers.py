@@ -22,7 +22,7 @@ TEXTS = [
 
 
 def content(kind: str, column: str = "text") -> bytes:
-    """TEXTS as a file of some kind, made by libraries and not by what is tested."""
+    """TEXTS as a file of some kind, made by libraries, not by the code under test."""
     if kind == "txt":
         return "".join(f"{text}\n" for text in TEXTS).encode()
     if kind in ("jsonl", "json"):

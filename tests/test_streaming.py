@@ -71,7 +71,7 @@ def test_drop_last_drops_the_last_batch(shards, tokenizer, workers, packing):
 
 @pytest.mark.parametrize(("train", "key"), [(True, "global_train_batch_size"), (False, "device_eval_batch_size")])
 def test_a_batch_larger_than_the_split_is_refused_by_the_key_to_lower(shards, tokenizer, train, key):
-    with pytest.raises(UserError, match=f"the split val has .* less than a batch of 500; lower {key}"):
+    with pytest.raises(UserError, match=f"the split val has .* fewer than a batch of 500; lower {key}"):
         build(config(shards, "val", drop_last=True), tokenizer, 500, train=train)
 
 
@@ -140,7 +140,7 @@ def test_a_run_that_starts_at_the_same_moment_costs_only_a_retry(shards, monkeyp
             build_dataset(str(shards), None, "train", batch_size=5)
 
 
-def test_shuffling_is_another_order_in_every_epoch_and_the_same_by_seed(shards, tokenizer):
+def test_shuffling_gives_a_new_order_in_every_epoch_which_the_seed_determines(shards, tokenizer):
     one, again, other = (
         rows_in_order(build(config(shards, shuffle=True, seed=seed), tokenizer, 5, train=True), 2)
         for seed in (17, 17, 18)
@@ -150,7 +150,7 @@ def test_shuffling_is_another_order_in_every_epoch_and_the_same_by_seed(shards, 
     assert one[0] != other[0]
 
 
-def test_evaluation_gives_the_same_batches_in_every_epoch_and_training_other_masks(shards, tokenizer):
+def test_evaluation_gives_the_same_batches_in_every_epoch_and_training_new_masks(shards, tokenizer):
     first, second = epochs(build(config(shards, "val"), tokenizer, 8, train=False), 2)
     assert all(torch.equal(a[name], b[name]) for a, b in zip(first, second) for name in a)
     first, second = epochs(build(config(shards, "val"), tokenizer, 8, train=True), 2)
@@ -158,7 +158,7 @@ def test_evaluation_gives_the_same_batches_in_every_epoch_and_training_other_mas
     assert any(not torch.equal(a["labels"], b["labels"]) for a, b in zip(first, second))
 
 
-def test_a_batch_is_what_the_model_takes(shards, tokenizer):
+def test_a_batch_holds_the_inputs_of_the_model(shards, tokenizer):
     from src.lion import LionConfig, LionForMaskedLM
 
     batch = next(iter(build(config(shards), tokenizer, 4, train=True)))
@@ -181,7 +181,7 @@ def test_padding_is_counted_with_and_without_packing(shards, tokenizer):
 
 
 def write_tokens(folder: Path, tokenizer, texts: list[str], length: int = 64) -> Path:
-    """A split of rows of tokens, a text each; returns the folder of splits."""
+    """Write a split of token rows, one per text, and return the folder of splits."""
     with MDSWriter(out=str(folder / "train"), columns={"tokens": "ndarray:uint16"}) as out:
         for text in texts:
             out.write({"tokens": np.array(tokenizer(text, truncation=True, max_length=length)["input_ids"], np.uint16)})
@@ -230,7 +230,7 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path, tokenizer, tokenizer_
 
 def test_tokens_longer_than_max_seq_len_are_refused(tmp_path, tokenizer):
     folder = write_tokens(tmp_path, tokenizer, sentences(3), length=64)
-    with pytest.raises(UserError, match=r"max_seq_len=32 is less than the 64 tokens of rows .* --max_seq_len 32"):
+    with pytest.raises(UserError, match=r"max_seq_len=32 is less than the 64 tokens per row .* --max_seq_len 32"):
         build(config(folder, max_seq_len=32), tokenizer, 2, train=True)
 
 
@@ -271,13 +271,13 @@ def two(tmp_path_factory) -> dict[str, dict]:
         ([{"choose": 7}, {}], 7, 20),
     ],
 )
-def test_streams_are_mixed_as_they_are_weighted(two, tokenizer, weights, dogs, cats):
+def test_streams_are_mixed_by_their_weights(two, tokenizer, weights, dogs, cats):
     streams = {name: {**stream, **weight} for (name, stream), weight in zip(two.items(), weights)}
     options = config(Path("unused"), shuffle=True, streams=streams)
     loader = build(options, tokenizer, 6, train=True)
     found = [name for batch in loader for name in source_of(batch, tokenizer)]
     assert (found.count("dog"), found.count("cat")) == (dogs, cats)
-    assert found[:dogs] != ["dog"] * dogs  # they are shuffled among each other
+    assert found[:dogs] != ["dog"] * dogs  # they are shuffled together
     assert (
         describe(options.dataset, loader.dataset) == f"{dogs + cats} samples per epoch ({dogs} of dog, {cats} of cat)"
     )
@@ -325,7 +325,7 @@ def test_invalid_streams_are_refused_by_name(two, tokenizer, change, words):
 
 def test_text_and_tokens_do_not_mix(two, tokenizer, tmp_path):
     streams = {"dog": two["dog"], "rows": {"local": str(write_tokens(tmp_path, tokenizer, sentences(3)))}}
-    with pytest.raises(UserError, match=r"dog/train holds text and \S+ tokens; convert both alike"):
+    with pytest.raises(UserError, match=r"dog/train holds text and \S+ tokens; convert both the same way"):
         build(config(Path("unused"), streams=streams), tokenizer, 4, train=True)
 
 
@@ -362,7 +362,7 @@ def test_the_cache_holds_no_more_than_its_limit(tmp_path, tokenizer):
     rows = []
     for batch in loader:
         rows += [row[real.bool()].tolist() for row, real in zip(unmasked(batch), batch["attention_mask"])]
-        # Streaming makes room for each shard as if none else were on its way; a thread ahead and a reader may each have one.
+        # Streaming frees space for each shard alone, but a prefetching thread and a reader may each fetch one.
         assert size_of_settled(cache / "train") <= limit + 2 * 1024
     assert rows == tokenizer(texts, truncation=True, max_length=64)["input_ids"]
 
@@ -424,7 +424,7 @@ def test_an_empty_folder_holds_no_split(tmp_path):
 def test_shards_without_text_are_named_with_their_columns(tmp_path):
     with MDSWriter(out=str(tmp_path / "train"), columns={"body": "str", "id": "int"}) as out:
         out.write({"body": "hello", "id": 1})
-    with pytest.raises(UserError, match=r"train: no column `text` or `tokens` but body, id"):
+    with pytest.raises(UserError, match=r"train: no column `text` or `tokens`, only body, id"):
         build_dataset(str(tmp_path), None, "train")
 
 

@@ -38,7 +38,7 @@ def pack(length: int, batches: list[list[list[int]]]) -> list[tuple[list[int], l
 
 
 def unpack(rows: list[tuple[list[int], list[int]]]) -> list[list[int]]:
-    """The documents: each row's tokens by the document they belong to, the specials that were added taken away."""
+    """Return the documents: the tokens of the rows grouped by document, without the added special tokens."""
     documents: list[list[int]] = []
     for tokens, begins in rows:
         segments = [[] for _ in range(len(begins) + 1)]
@@ -125,7 +125,7 @@ def test_padding_and_truncation_of_the_tokenizer_are_ignored(tokenizer):
     assert made.content.tolist() == [8] and made.lengths.tolist() == [9]
 
 
-def test_the_digest_is_of_tokens_ids_and_the_special_ones(tokenizer, tokenizer_folder):
+def test_the_digest_covers_tokens_ids_and_special_tokens(tokenizer, tokenizer_folder):
     listed = sorted(([token, id] for token, id in tokenizer.get_vocab().items()), key=lambda pair: pair[1])
     assert vocabulary_digest(tokenizer) == hashlib.sha256(json.dumps([listed, [2, 3, 0, 4]]).encode()).hexdigest()
     assert vocabulary_digest(load_tokenizer(str(tokenizer_folder))) == vocabulary_digest(tokenizer)

@@ -11,12 +11,12 @@ from src.lion.modeling_lion import labelled_positions
 
 
 def sample_count(batch: dict[str, Tensor]) -> int:
-    """Return the number of samples in a batch: its rows, if they are not packed."""
+    """Return the number of samples in a batch: its rows, unless they are packed."""
     return int((batch["sample_lengths"] >= 0).sum()) if "sample_lengths" in batch else len(batch["input_ids"])
 
 
 def token_counts(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of real tokens and of predicted ones, over which the loss is a mean, by Composer's names."""
+    """Return the number of real tokens and of predicted ones, which the loss averages over, under Composer's names."""
     if "token_counts" in batch:
         return batch["token_counts"]
     labelled = (batch["labels"] != IGNORED).sum().item()
@@ -25,11 +25,11 @@ def token_counts(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def split_batch(batch: dict[str, Tensor], microbatch_size: int) -> list[dict[str, Any]]:
-    """Split a batch into microbatches with about equally many rows: as many as without packing, if there are the rows.
+    """Split a batch into microbatches of about equally many rows: as many as without packing, if there are enough rows.
 
     All devices get the same number, since they may communicate in each microbatch: a device with fewer packed rows adds
-    some without labels. A microbatch carries `token_counts` and `masked_positions`, (labels,), in the flattened rows,
-    so that training need not synchronize with the GPU to compute them.
+    microbatches without labels. A microbatch carries `token_counts` and `masked_positions`, (labels,), in the flattened
+    rows, so that training need not synchronize with the GPU to compute them.
     """
     count = min(-(-sample_count(batch) // microbatch_size), len(batch["input_ids"]))
     splits = zip(*(tensor.tensor_split(count) for tensor in batch.values()))
@@ -52,7 +52,7 @@ def max_over_devices(count: int) -> int:
 
 
 def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the smallest batch that counts for nothing: a few tokens of the first row, no label, no sample."""
+    """Return a minimal batch that contributes nothing: a few tokens of the first row, no label, no sample."""
     part = {name: tensor[:1, :8] for name, tensor in batch.items()}
     nothing = {"labels": IGNORED, "sample_lengths": -1}
     return part | {name: torch.full_like(part[name], value) for name, value in nothing.items()}

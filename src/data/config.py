@@ -31,12 +31,12 @@ class DatasetConfig:
     mlm_probability: float = key("masking rate: fraction of tokens to predict", II("mlm_probability"), above=0, below=1)
     whole_word_masking: bool = key("mask all WordPiece tokens of a word or none", False)
     packing: bool = key(
-        "put several samples in a row of max_seq_len, kept apart, and keep apart the documents of --concat_tokens rows",
+        "put several samples in a row of max_seq_len; separate them, and the documents of --concat_tokens rows",
         False,
     )
-    pad_to_max_length: bool = key("pad rows to max_seq_len instead of the longest of the batch", False)
+    pad_to_max_length: bool = key("pad rows to max_seq_len instead of the longest row of the batch", False)
     shuffle: bool = key("draw a new order in every epoch from the seed", False)
-    seed: int = key("seed of order and masks", II("seed"), **SEED)
+    seed: int = key("seed for order and masks", II("seed"), **SEED)
     predownload: int | None = key("samples to fetch ahead, with `remote`", None, may_change=True)
     cache_limit: str | None = key("maximum disk space of the cache, e.g. 100gb", None, may_change=True)
     num_canonical_nodes: int | None = key("fix the sample order for this many nodes, whatever the real number", None)

@@ -69,7 +69,7 @@ def check(options: Namespace) -> list[Path]:
     no_validation = files and fraction is None and "validation" in splits
     for wrong, message in (
         (fraction is not None and not 0 < fraction < 1, f"--val_fraction {fraction} must be between 0 and 1"),
-        ((options.tokenizer is None) != (length is None), "--tokenizer goes with --concat_tokens or --max_seq_len"),
+        ((options.tokenizer is None) != (length is None), "--tokenizer requires --concat_tokens or --max_seq_len"),
         (length is not None and not 3 <= length < 2**31, f"rows must have 3 to {2**31 - 1} tokens (got {length})"),
         (not 0 < size < 2**32, f"--size_limit {size} must be between 1 and {2**32 - 1} bytes"),
         (options.num_workers < 1, f"--num_workers {options.num_workers} must be at least 1"),
@@ -77,7 +77,7 @@ def check(options: Namespace) -> list[Path]:
         (options.one_document_per_file and "txt" not in kinds, "--one_document_per_file requires .txt files; omit it"),
         (options.data_subset is not None and files, "--data_subset requires --dataset; omit it"),
         (no_validation, "files have no validation split; give --val_fraction 0.01, or --splits train"),
-        (stdin and len(splits) > 1, "standard input can be read only once; give --splits only one split"),
+        (stdin and len(splits) > 1, "standard input can be read only once; give one split only"),
     ):
         if wrong:
             raise UserError(message)
@@ -106,17 +106,17 @@ def unfinished(folder: Path) -> Path:
 
 
 def is_validation(text: str, fraction: float) -> bool:
-    """Whether a document belongs to the validation split: decided by its text alone, whatever order or machine."""
+    """Return whether a document belongs to the validation split, which its text alone decides."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < fraction * 2**64
 
 
 @dataclass
 class Documents:
-    """The documents that a batch of records gives."""
+    """The documents in a batch of records."""
 
     sizes: np.ndarray  # (records,), bytes of text; 0 if empty, -1 if it belongs to the other split
-    texts: list[str] | None  # of the records with a size, in order; or
-    rows: Rows | None
+    texts: list[str] | None  # of the records with size > 0, in order; None if tokenized
+    rows: Rows | None  # the same, tokenized
 
     def first(self, count: int) -> "Documents":
         """Return the records up to the count-th document."""
@@ -170,7 +170,7 @@ class Job:
 
 
 def plan(options: Namespace, files: list[Path]) -> list[Job]:
-    """Return the splits to write, each with its folder. Raises UserError before it makes any if one is not possible."""
+    """Return the splits to write, with their folders created; none is created if this raises UserError."""
     from src.data.shards import read_progress, start
 
     rows = None
@@ -187,7 +187,7 @@ def plan(options: Namespace, files: list[Path]) -> list[Job]:
         hidden = unfinished(folder)
         jobs.append(Job(folder, source, limit, prepare, command, read_progress(hidden), hidden))
 
-    # A command starts all its splits before it writes the first: a finished one beside one it has started is its own.
+    # A command starts all its splits before it writes the first, so a finished split next to a started one is its own.
     resumed = [job.progress["splits"] for job in jobs if job.progress and job.progress["command"] == job.command]
     for job in list(jobs):
         if job.progress is None and job.folder.exists() and any(job.folder.name in splits for splits in resumed):
@@ -216,21 +216,21 @@ def open_source(options: Namespace, files: list[Path], hub_split: str) -> Files 
 
 
 def describe(options: Namespace, source: Files | HubDataset, rows: RowMaker | None) -> dict[str, Any]:
-    """Return the options that the shards depend on, as JSON holds them."""
+    """Return the options that the shards depend on, JSON-serializable."""
     names = ("text_column", "one_document_per_file", "val_fraction", "concat_tokens", "max_seq_len", "compression")
     chosen = {name: getattr(options, name) for name in (*names, "size_limit")}
     return {**source.description, **chosen, "tokenizer": rows and rows.tokenizer_digest}
 
 
 def check_resumable(job: Job, overwrite: bool) -> None:
-    """Drop an earlier process's progress if it is of no use. Raises UserError if that, or a split, would be lost."""
+    """Discard an earlier process's progress if it is useless. Raises UserError if shards or a split would be lost."""
     if not overwrite:
         check_absent(job.folder)
     if job.progress is None:
         return
     why = job.progress["shards"] and why_not_resumable(job)
     if why and not overwrite:
-        fix = "give the same command, or --overwrite to start over"
+        fix = "repeat the same command, or give --overwrite to start over"
         raise UserError(f"{job.unfinished} holds an earlier conversion, but {why}; {fix}")
     if why or not job.progress["shards"]:
         job.progress = None
@@ -241,7 +241,7 @@ def why_not_resumable(job: Job) -> str | None:
     shown = {"files": "the number of files", "hub_split": "the Hub's split", "revision": "the dataset's revision"}
     differing = [name for name in {**before, **job.command} if before.get(name) != job.command.get(name)]
     if differing:
-        return f"with other options ({', '.join(shown.get(name, f'--{name}') for name in differing)})"
+        return f"with different options ({', '.join(shown.get(name, f'--{name}') for name in differing)})"
     changed = job.source.changed(job.progress["stamps"], job.progress["state"]["last"])
     return changed and f"{changed} has changed since"
 
@@ -256,7 +256,7 @@ def discard_if_empty(jobs: list[Job]) -> None:
         return
     for job in jobs:
         shutil.rmtree(job.unfinished)
-    with contextlib.suppress(OSError):  # it holds other things
+    with contextlib.suppress(OSError):  # it holds other files
         jobs[0].folder.parent.rmdir()
 
 
@@ -265,7 +265,7 @@ def write_errors(job: Job) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fix = "free space and give the same command, or choose another --out_root"
+        fix = "free disk space and repeat the command, or choose another --out_root"
         raise UserError(f"cannot write {job.unfinished}: {reason(error)}; {fix}") from None
 
 
@@ -273,7 +273,7 @@ def write_errors(job: Job) -> Iterator[None]:
 
 
 def write_split(job: Job, options: Namespace) -> None:
-    """Write a split. It appears under its name when it is complete."""
+    """Write a split. It appears under its final name once it is complete."""
     from src.data.shards import ShardWriter, publish
 
     columns = job.prepare.rows.columns if job.prepare.rows else {"text": "str"}
@@ -368,6 +368,6 @@ def in_words(summary: dict[str, Any]) -> str:
         words.append(f"{tokens['of_text']:,} tokens ({tokens['of_text'] / documents:,.1f} per document)")
         words.append(f"{summary['samples']:,} rows of at most {tokens['length']}")
         if tokens["mode"] == "max_seq_len":
-            words.append(f"{tokens['share_cut_off']:.2%} of the tokens cut off")
-    words.append(f"{summary['shards']:,} shards of {summary['bytes'] / 1e6:,.1f} MB in all")
+            words.append(f"{tokens['share_cut_off']:.2%} of the tokens truncated")
+    words.append(f"{summary['shards']:,} shards, {summary['bytes'] / 1e6:,.1f} MB in total")
     return ", ".join(words)

@@ -1,4 +1,4 @@
-"""Sources of documents: files, or a dataset of the Hugging Face Hub. Both can resume."""
+"""Sources of documents: files, or a dataset on the Hugging Face Hub. Both can resume."""
 
 import functools
 import itertools
@@ -10,13 +10,13 @@ from src.data.readers import BATCH_BYTES, SET_COLUMN, STANDARD_INPUT, Batch, Rea
 from src.errors import UserError, first_line, reason
 
 RECORDS = 256  # records of a dataset read at a time
-C4_DOCUMENTS = {"train": 364_868_892, "validation": 364_608}  # allenai/c4 en, for the time left
+C4_DOCUMENTS = {"train": 364_868_892, "validation": 364_608}  # allenai/c4 en, to estimate the time left
 
-Position = Any  # as JSON holds it
+Position = Any  # JSON-serializable
 
 
 class Files:
-    """Files in order. A position is [file, records of it]."""
+    """Files, read in order. A position is [index of the file, records before it in the file]."""
 
     unit = "B"
 
@@ -28,7 +28,7 @@ class Files:
         self.description = {"data_files": patterns, "files": len(paths)}
 
     def changed(self, stamps: list[tuple[str, int, int]], position: Position) -> str | None:
-        """Return the first file that differs from its earlier stamp, of those read up to a position."""
+        """Return the first of the files read up to a position that has changed since its stamp, or None."""
         read = stamps[: position[0] + 1]
         pairs = itertools.zip_longest(map(tuple, read), self.stamps[: len(read)])
         return next((old[0] for old, new in pairs if old != new), None)
@@ -53,7 +53,7 @@ def stamp(path: Path) -> tuple[str, int, int]:
 
 
 class HubDataset:
-    """A split of a dataset of the Hub, streamed. A position is [state of the dataset, batches to skip after it].
+    """A split of a dataset on the Hub, streamed. A position is [state of the dataset, batches to skip after it].
 
     A state of None is the start.
     """
@@ -85,8 +85,8 @@ class HubDataset:
         rows = self.documents.iter(batch_size=RECORDS)
         for number in itertools.count():
             try:
-                # Before the first batch after a load, `datasets` returns the state of the start, and after it one that
-                # may be too far (a table that was cut counts twice); count both from the state that was loaded.
+                # Before the first batch after a load, `datasets` returns the initial state, and after it one that may
+                # be too far ahead (a table that was split counts twice); count both from the loaded state.
                 here = [state, number] if number < 2 else [self.documents.state_dict(), 0]
                 columns = next(rows, None)
             except Exception as error:

@@ -11,11 +11,11 @@ IGNORED = -100  # the label of a token that is not predicted
 class Masking:
     """Hides tokens for masked language modelling (Devlin et al. 2018, section 3.1).
 
-    Of the tokens that are not special, a fraction `mlm_probability` is predicted: 80 % of those become [MASK], 10 % a
-    random token of the vocabulary, 10 % stay. With `whole_words`, the tokens of a word are chosen together, each word
-    with that probability, so that as many tokens are chosen in expectation.
+    Of the tokens that are not special, a fraction `mlm_probability` is predicted: 80% of those become [MASK], 10% a
+    random token of the vocabulary, 10% stay unchanged. With `whole_words`, the tokens of a word are chosen together,
+    each word with that probability, so that the expected number of tokens is the same.
 
-    A sample's masks depend on (seed, epoch, index) and on no batch, worker or device. Without `every_epoch`
+    A sample's masks depend on (seed, epoch, index), not on the batch, worker or device. Without `every_epoch`
     (evaluation) they are the same in all epochs.
     """
 
@@ -38,7 +38,7 @@ class Masking:
         self.draw = np.random.Generator(np.random.Philox())
 
     def __call__(self, ids: np.ndarray, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of a sample with some hidden, and their labels; all (length,)."""
+        """Return a sample's tokens, some of them masked, and their labels, both (length,)."""
         self._seek(epoch if self.every_epoch else 0, index)
         chance, fate, other = self.draw.random((3, len(ids)))
         if self.continues is not None:
@@ -49,11 +49,11 @@ class Masking:
         return masked, np.where(chosen, ids, IGNORED)
 
     def _seek(self, epoch: int, index: int) -> None:
-        """Set the generator to a sample's random numbers, which Philox computes from a key and a counter."""
+        """Move the generator to a sample's random numbers, which Philox computes from a key and a counter."""
         state = self.draw.bit_generator.state
         state["state"]["key"][:] = self.seed, epoch
         state["state"]["counter"][:] = 0, 0, index, 0
-        state["buffer_pos"] = len(state["buffer"])  # nothing is left over from the sample before
+        state["buffer_pos"] = len(state["buffer"])  # nothing is left over from the previous sample
         self.draw.bit_generator.state = state
 
     def _word_starts(self, ids: np.ndarray) -> np.ndarray:
@@ -64,7 +64,7 @@ class Masking:
 
 
 def continuation_tokens(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Return which tokens continue a word, (vocabulary,). Raises UserError unless the tokenizer is WordPiece."""
+    """Return which tokens continue a word, (vocabulary,) bool. Raises UserError unless the tokenizer is WordPiece."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     prefix = getattr(model, "continuing_subword_prefix", None)
     if type(model).__name__ != "WordPiece" or not prefix:

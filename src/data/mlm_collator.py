@@ -1,4 +1,4 @@
-"""Samples → a batch: tokens hidden, one sample per row or several packed, rows padded."""
+"""Samples → a batch: tokens masked, one sample per row or several packed, rows padded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class MaskingCollator:
     the same.
 
     A batch has input_ids, attention_mask and labels, (rows, length); with packing also seq_idx, (rows, length), and
-    sample_lengths, (rows, max samples per row): the tokens of each sample, -1 if there is none.
+    sample_lengths, (rows, max samples per row): the number of tokens of each sample, -1 where there is none.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -48,7 +48,7 @@ class MaskingCollator:
             batch["attention_mask"][r, :end] = 1
         if self.packing:
             batch["seq_idx"] = np.zeros(shape, np.int64)
-            # never one column, for which torch.compile would make a graph of its own
+            # never a single column, for which torch.compile would compile a separate graph
             batch["sample_lengths"] = np.full((len(rows), max(2, *map(len, rows))), -1)
             for r, row in enumerate(rows):
                 starts = np.concatenate([document_starts(samples[i], lengths[i]) for i in row])
@@ -59,7 +59,7 @@ class MaskingCollator:
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
     def token_ids(self, samples: Sequence[dict[str, Any]]) -> list[np.ndarray]:
-        """Return each sample's tokens with the special ones, at most max_seq_len, (length,)."""
+        """Return each sample's tokens, including special ones, at most max_seq_len, (length,)."""
         if "tokens" in samples[0]:
             return [sample["tokens"].astype(np.int64) for sample in samples]
         texts = [sample["text"] for sample in samples]

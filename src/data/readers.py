@@ -45,7 +45,7 @@ class Batch:
     """Consecutive records of a file: bytes to parse, or texts."""
 
     file: str
-    first: int  # records of the file before this batch
+    first: int  # number of records in the file before this batch
     records: list[bytes] | list[str | None]
     kind: str  # of records: txt and jsonl are lines, file is a file's content, text is parsed (None: empty)
     size: int  # bytes read from the file; for a dataset, the number of records
@@ -174,11 +174,11 @@ def read_rows(
 
     Args:
         columns: names, or numbers of the columns of a .csv or .tsv without a header.
-        malformed_rows: this many rows may differ in length from the others; they are skipped.
+        malformed_rows: how many rows may differ in length from the others; they are skipped.
         tab_separated: read as .tsv, whatever the extension.
 
     Raises:
-        UserError: with file and line, a row or a file that cannot be read.
+        UserError: a row or a file cannot be read; the message names file and line.
     """
     kind, compression = ("tsv", None) if tab_separated else file_kind(path)
     if kind == "txt":
@@ -206,7 +206,7 @@ def _select(
     """Yield the wanted cells of each row, by the names in a header or by number.
 
     All rows must be as long as the first. Empty lines are skipped, except in a file of one column: there an empty line
-    that others follow is an empty text.
+    before other lines is an empty text.
     """
     names = [column for column in columns if isinstance(column, str)]
     indices, width, skipped, empty = [column for column in columns if isinstance(column, int)], 0, [], []
@@ -245,12 +245,12 @@ def check_columns(path: Path, wanted: Sequence[str | int], found: list[str], hin
         raise UserError(f"{path}: two columns are called {repeated[0]}; rename one")
 
 
-# Both
+# Corpora and tables
 
 
 @contextlib.contextmanager
 def _open(path: Path, compression: str | None) -> Iterator[tuple[BinaryIO, Callable[[], int] | None]]:
-    """Open a file, decompressed, without its byte-order mark; also return its `tell` if it can be told."""
+    """Open a file, decompressed, without its byte-order mark; also return its `tell` if it is seekable."""
     with contextlib.ExitStack() as stack:
         try:
             stored = sys.stdin.buffer if path == STANDARD_INPUT else stack.enter_context(path.open("rb"))
@@ -307,7 +307,7 @@ def _json_values(
     where = f"{file}, line {number}"
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and deep nesting
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and deep nesting
         why = getattr(error, "msg", error)
         raise UserError(f"{where}: not valid JSON ({why}); fix or remove the line") from None
     if not isinstance(row, dict):
@@ -317,7 +317,7 @@ def _json_values(
     values = tuple(row[column] for column in columns)
     try:
         "".join(value for value in values if isinstance(value, str)).encode()
-    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, and no encoding can write it
+    except UnicodeEncodeError:  # JSON can escape half of a surrogate pair, which no encoding can write
         raise UserError(f"{where}: half of a surrogate pair; fix or remove the line") from None
     return values
 

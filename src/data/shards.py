@@ -1,7 +1,7 @@
-"""MDS shards that a later process can resume after a kill at any moment, with the same bytes.
+"""MDS shards whose writing can resume after a kill at any moment, with the same bytes.
 
-The shards of an unfinished split are in a hidden folder with progress.json, replaced after each complete shard.
-It holds the command, the state to resume from, the number of samples to skip after it, and the complete shards.
+The shards of an unfinished split are in a hidden folder with progress.json, replaced after each complete shard. It
+holds the command, the state to resume from, the number of samples to skip after it, and the complete shards.
 """
 
 import copy
@@ -25,8 +25,8 @@ PROGRESS = "progress.json"
 class ShardWriter(MDSWriter):
     """Writes samples to the shards of a folder, and progress.json after each complete shard.
 
-    Call `mark(state)` before the samples that a state gives. Whoever resumes from a state must write the same samples
-    after it; those in complete shards are skipped.
+    Call `mark(state)` before writing the samples that follow a state. A process that resumes from a state must write
+    the same samples again; those in complete shards are skipped.
     """
 
     def __init__(self, folder: Path, progress: dict[str, Any], resumable: bool, **options: Any):
@@ -54,7 +54,7 @@ class ShardWriter(MDSWriter):
         self.samples += 1
 
     def flush_shard(self) -> None:
-        """Store the samples since the last shard in a thread. Raises what went wrong with the last one."""
+        """Store the samples since the last shard in a thread. Raises any error of the previous one."""
         if not self.new_samples:  # the first sample alone is larger than a shard
             return
         self._wait()
@@ -95,7 +95,7 @@ def stored_file(shard: dict[str, Any]) -> dict[str, Any]:
 
 
 def lock(folder: Path) -> int:
-    """Lock a folder until the returned handle is closed. Raises UserError if another process has it."""
+    """Lock a folder until the returned handle is closed. Raises UserError if another process holds it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,7 +108,7 @@ def lock(folder: Path) -> int:
 
 
 def start(folder: Path, **facts: Any) -> dict[str, Any]:
-    """Create an empty folder with its progress.json, and return that: the facts, and no shard yet."""
+    """Create a folder with only progress.json, and return its content: the facts, and no shards yet."""
     if folder.exists():
         os.close(lock(folder))
         shutil.rmtree(folder)
@@ -119,7 +119,7 @@ def start(folder: Path, **facts: Any) -> dict[str, Any]:
 
 
 def read_progress(folder: Path) -> dict[str, Any] | None:
-    """Return the progress of an unfinished split, None if there is none."""
+    """Return the progress of an unfinished split, or None."""
     try:
         return json.loads((folder / PROGRESS).read_text())
     except (FileNotFoundError, NotADirectoryError):
@@ -135,7 +135,7 @@ def save_progress(folder: Path, progress: dict[str, Any]) -> None:
 
 
 def publish(unfinished: Path, folder: Path) -> None:
-    """Rename a finished folder, replacing an older one. No reader sees a part of it."""
+    """Rename a finished folder, replacing an older one. No reader sees a partial folder."""
     for path in (unfinished / "index.json", unfinished / "split.json", unfinished):
         sync_to_disk(path)
     old = folder.with_name(f".{folder.name}.old")

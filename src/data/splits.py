@@ -1,4 +1,4 @@
-"""Checks of a folder of splits, as src/convert_dataset.py writes it. Imports neither torch nor streaming."""
+"""Check a folder of splits, as src/convert_dataset.py writes it. Imports neither torch nor streaming."""
 
 import json
 from pathlib import Path
@@ -14,10 +14,10 @@ def check_split(key: str, local: Path, split: str) -> None:
     if not (folder / "index.json").is_file():
         command = f"src/convert_dataset.py --dataset allenai/c4 --data_subset en --splits {split} --out_root {local}"
         if not local.is_dir():
-            raise UserError(f"{key}: {local} does not exist; write shards to it, such as `python {command}`")
+            raise UserError(f"{key}: {local} does not exist; write shards to it, e.g. with `python {command}`")
         splits = sorted(path.parent.name for path in local.glob("*/index.json"))
         found = f"its splits are {', '.join(splits)}" if splits else f"{local} has no finished split"
-        raise UserError(f"{key}: {folder} holds no shards ({found}); write them, such as `python {command}`")
+        raise UserError(f"{key}: {folder} holds no shards ({found}); write them, e.g. with `python {command}`")
     try:
         shards = json.loads((folder / "index.json").read_text())["shards"]
         names = [

@@ -1,4 +1,4 @@
-"""MDS shards of text or tokens, from one place or several → batches for masked language modelling."""
+"""MDS shards of text or tokens, from one source or several → batches for masked language modelling."""
 
 import json
 import os
@@ -39,7 +39,7 @@ class StreamingTextDataset(StreamingDataset):
         self.prepared: set[int] = set()
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Prepare a shard once unless shards are evicted: streaming would take a lock (a file) for every sample."""
+        """Prepare a shard once unless shards are evicted: streaming would take a file lock for every sample."""
         if blocking or self.cache_limit or shard_id not in self.prepared:
             super().prepare_shard(shard_id, blocking)
             self.prepared.add(shard_id)
@@ -109,7 +109,7 @@ def build(config: LoaderConfig, tokenizer: PreTrainedTokenizerBase, batch_size: 
             check_tokens(stream, tokenizer, options)
     if config.drop_last and len(dataset) < batch_size:  # of one device
         key = "global_train_batch_size" if train else "device_eval_batch_size"
-        found = f"the split {options.split} has {len(dataset)} samples per device, less than a batch of {batch_size}"
+        found = f"the split {options.split} has {len(dataset)} samples per device, fewer than a batch of {batch_size}"
         raise UserError(f"{found}; lower {key}, or convert more text")
     return TextDataLoader(
         dataset,
@@ -145,16 +145,16 @@ def build_dataset(
     """Return the samples of a split, or of several streams. Raises UserError without shards of text or tokens."""
     sources = {f"streams.{name}": source for name, source in (streams or {}).items()}
     sources = sources or {"data_local": {"local": local, "remote": remote}}
-    tries = 20 if dist.get_world_size() == 1 else 1  # ranks wait for each other in there
+    tries = 20 if dist.get_world_size() == 1 else 1  # the ranks wait for each other inside
     for tries_left in reversed(range(tries)):
         opened = [open_stream(name, source, split) for name, source in sources.items()]
         try:
             Stream.validate_weights(opened)
             dataset = StreamingTextDataset(streams=opened, **options)
             break
-        except Exception as error:  # whatever the clients of s3, gs and oci raise, and streaming, of weights and limits
+        except Exception as error:  # from clients of s3, gs and oci, or from streaming about weights and limits
             if isinstance(error, FileExistsError) and tries_left:
-                continue  # at the same moment, another run took the name chosen for shared memory
+                continue  # another run has just taken the name chosen for shared memory
             places = ", ".join(str(stream.remote or stream.local) for stream in opened)
             raise UserError(f"cannot read the shards of {split} in {places}: {first_line(error)}") from None
     kinds = {}
@@ -162,10 +162,10 @@ def build_dataset(
         columns, folder = dataset.shards[shard].column_names, folder_of(stream)
         kind = next((name for name in ("text", "tokens") if name in columns), None)
         if kind is None:
-            raise UserError(f"{folder}: no column `text` or `tokens` but {', '.join(columns)}; convert the data again")
+            raise UserError(f"{folder}: no column `text` or `tokens`, only {', '.join(columns)}; convert it again")
         kinds[kind] = folder
     if len(kinds) > 1:
-        raise UserError(f"{kinds['text']} holds text and {kinds['tokens']} tokens; convert both alike")
+        raise UserError(f"{kinds['text']} holds text and {kinds['tokens']} tokens; convert both the same way")
     return dataset
 
 
@@ -196,7 +196,7 @@ def check_tokens(stream: Stream, tokenizer: PreTrainedTokenizerBase, options: Da
         maker = f"{made['tokenizer']} with {made['vocab_size']:,} tokens, not by {options.tokenizer_name}"
         raise UserError(f"tokenizer_name: the tokens in {folder} were made by {maker}; use the former or convert again")
     if made["length"] > options.max_seq_len:
-        found = f"max_seq_len={options.max_seq_len} is less than the {made['length']} tokens of rows in {folder}"
+        found = f"max_seq_len={options.max_seq_len} is less than the {made['length']} tokens per row in {folder}"
         raise UserError(f"{found}; raise it, or convert the text with --{made['mode']} {options.max_seq_len}")
 
 
@@ -205,7 +205,7 @@ def fetch_summary(stream: Stream) -> None:
     path = folder_of(stream) / "split.json"
     if path.exists() or stream.remote is None:
         return
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # each process fetches it, and none sees a part
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # each process fetches it; none sees a partial file
         fetched = Path(folder) / path.name
         try:
             CloudDownloader.direct_download(os.path.join(stream.remote, stream.split, path.name), str(fetched))
@@ -216,7 +216,7 @@ def fetch_summary(stream: Stream) -> None:
 
 
 def tokens_summary(stream: Stream) -> dict[str, Any] | None:
-    """Return what split.json says of a stream's tokens, None if it is missing or corrupt, or the shards hold text."""
+    """Return split.json's entry for token rows; None if it is missing or corrupt, or the shards hold text."""
     try:
         made = json.loads((folder_of(stream) / "split.json").read_text())["tokens"]
         return made if {"tokenizer", "vocab_size", "digest", "mode", "length"} <= made.keys() else None
@@ -230,7 +230,7 @@ def folder_of(stream: Stream) -> Path:
 
 
 def describe(options: DatasetConfig, dataset: StreamingTextDataset) -> str:
-    """Return the number of samples, of tokens if split.json has it, and where they are, in words."""
+    """Return the number of samples, of tokens if split.json has it, and their location, in words."""
     if not options.streams:
         made = [tokens_summary(stream) or {} for stream in dataset.streams]
         known = ""

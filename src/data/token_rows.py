@@ -7,12 +7,12 @@ vocabulary. There are two ways to make rows of at most N tokens:
 
 `--concat_tokens N`: documents end to end, none truncated. Every row but a split's last one has N tokens. A document
 ends with `[SEP]`; one that reaches the end of its row continues after the next row's `[CLS]`. If its `[SEP]` falls on
-the last position but one, the row ends with a second `[SEP]` of the same document. A second column `begins` holds the
-positions in the row of each document's first token. It is never empty: a row in which no document starts has its own
-length there. So the number of a token's document within its row is the number of entries of `begins` that are at most
+the second-to-last position, the row ends with a second `[SEP]` of the same document. A second column `begins` holds the
+positions in the row of each document's first token. It is never empty: a row in which no document starts stores its own
+length. So the number of a token's document within its row is the number of entries of `begins` that are at most
 the token's position, and `[CLS]`, at position 0, belongs to the document of the token after it.
 
-split.json, beside a split's index.json, is its summary; for rows of tokens it has
+split.json, next to a split's index.json, is its summary; for rows of tokens it has
 `"tokens": {"tokenizer": …, "vocab_size": …, "digest": …, "mode": "max_seq_len" | "concat_tokens", "length": N, …}`.
 """
 
@@ -38,8 +38,8 @@ class Rows:
     """Tokenized documents: rows of `--max_seq_len`, or documents each with its [SEP], to be packed."""
 
     tokens: np.ndarray  # (all tokens,), end to end
-    lengths: np.ndarray  # (documents,), of each in `tokens`
-    content: np.ndarray  # (documents,), tokens of its text, truncated ones included
+    lengths: np.ndarray  # (documents,), of each document in `tokens`
+    content: np.ndarray  # (documents,), tokens in each text, including truncated ones
 
     def first(self, documents: int) -> "Rows":
         lengths = self.lengths[:documents]
@@ -52,7 +52,7 @@ class Rows:
 
 @dataclass
 class RowMaker:
-    """Texts → rows of a fixed tokenizer and length. Pickled to other processes."""
+    """Texts → rows, for a fixed tokenizer and length. Pickled for other processes."""
 
     mode: str  # max_seq_len or concat_tokens
     length: int
@@ -65,13 +65,13 @@ class RowMaker:
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase", mode: str, length: int) -> "RowMaker":
-        """Return the maker of a tokenizer's rows. Raises UserError unless it frames a text as [CLS] … [SEP]."""
+        """Return the row maker for a tokenizer. Raises UserError unless it frames a text as [CLS] … [SEP]."""
         name, start, end = tokenizer.name_or_path, tokenizer.cls_token_id, tokenizer.sep_token_id
         if not tokenizer.is_fast:
             raise UserError(f"--tokenizer: {name} has no tokenizer.json, and is too slow without it; choose another")
         framed, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
         if None in (start, end) or framed != [start, *bare, end]:
-            fix = "choose one of BERT's kind, or omit --tokenizer"
+            fix = "choose one like BERT's, or omit --tokenizer"
             raise UserError(f"--tokenizer: {name} does not frame a text as [CLS] … [SEP], which token rows need; {fix}")
         serialized, digest = tokenizer.backend_tokenizer.to_str(), vocabulary_digest(tokenizer)
         summary = {"tokenizer": name, "vocab_size": len(tokenizer), "digest": digest, "mode": mode, "length": length}
@@ -126,16 +126,16 @@ class Packer:
         self.starts = np.array(state["starts"] if state else [], np.int64)  # of documents, in `waiting`
 
     def state(self) -> dict[str, list[int]]:
-        """Return the state that another Packer resumes from, as JSON holds it."""
+        """Return the state that another Packer resumes from, JSON-serializable."""
         return {"tokens": self.waiting.tolist(), "starts": self.starts.tolist()}
 
     def samples(self, rows: Rows) -> Iterator[dict[str, bytes]]:
-        """Yield the samples that these documents fill. Exhaust it before the next call."""
+        """Yield the samples that these documents complete. Exhaust it before the next call."""
         maker = self.maker
         starts = np.concatenate([self.starts, len(self.waiting) + np.cumsum(rows.lengths) - rows.lengths])
         tokens = np.concatenate([self.waiting, rows.tokens])
         closing = np.zeros(len(tokens) + 1, bool)  # where a document has its [SEP]
-        closing[starts - 1] = True  # before each document; before the first is the spare position at the end
+        closing[starts - 1] = True  # before each document; at the end for the first
         closing[len(tokens) - 1] = True
         cuts = self._cuts(len(tokens), closing.tobytes())
         bounds = np.searchsorted(starts, cuts)  # of the documents that start in each row
@@ -155,7 +155,7 @@ class Packer:
             yield self._sample(row, (self.starts + 1).astype(self.maker.begins_dtype))
 
     def _cuts(self, size: int, closing: bytes) -> list[int]:
-        """Return the bounds of rows: after N - 1 tokens if the last is a [SEP], else after N - 2, to add one."""
+        """Return the bounds of rows: after N - 1 tokens if the last is a [SEP], else after N - 2 to append one."""
         room = self.maker.length - 2
         cuts = [0]
         while (end := cuts[-1] + room) < size:

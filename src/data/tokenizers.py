@@ -108,7 +108,7 @@ def save_tokenizer(tokenizer: "Tokenizer", out: Path, lowercase: bool) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         fast.save_pretrained(unfinished)
-        # Last tokenizer.json, which makes the folder a tokenizer.
+        # tokenizer.json last, since it makes the folder a tokenizer.
         for file in sorted(unfinished.iterdir(), key=lambda file: file.name == "tokenizer.json"):
             file.replace(out / file.name)
     except Exception as error:  # OSError, or what the tokenizers library turns it into

@@ -14,7 +14,7 @@ from typing import Any
 
 from src.errors import UserError
 
-QUEUED = 3  # items per process: one in work, and others so that it never waits
+QUEUED = 3  # items per process: one being processed, and others so that it never waits
 
 
 def usable_cores() -> int:
@@ -25,7 +25,7 @@ def usable_cores() -> int:
 def in_order(
     work: Callable[[Any], Any], items: Iterable[tuple[Any, Any]], workers: int
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield (name, item, work(item)) for each (name, item), in order; errors are raised in turn.
+    """Yield (name, item, work(item)) for each (name, item), in order; errors are raised in the same order.
 
     With one worker or one item, this process does the work. Otherwise `work` is pickled once per process. Raises
     UserError if a process is killed.
@@ -37,7 +37,7 @@ def in_order(
         for name, item in items:
             yield name, item, work(item)
         return
-    # spawn, since the libraries that read the Hub keep threads, which a fork does not survive
+    # spawn, since the libraries that read the Hub start threads, which do not survive a fork
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (work,))
     queue = deque()
     try:
@@ -50,7 +50,7 @@ def in_order(
         for name, item, future in queue:
             yield name, item, future.result()
     except BrokenProcessPool:
-        fix = "the same command resumes, if need be with a smaller --num_workers"
+        fix = "the same command resumes, if necessary with a smaller --num_workers"
         raise UserError(f"a worker process was killed, perhaps for lack of memory; {fix}") from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -58,7 +58,7 @@ def in_order(
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Start processes that ignore Ctrl-C, which reaches every process of a terminal; this one ends them."""
+    """Let processes started here ignore Ctrl-C, which reaches every process of a terminal; this one ends them."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

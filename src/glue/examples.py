@@ -14,7 +14,7 @@ from src.errors import UserError, first_line, reason
 from src.files import file_digest, sha256
 from src.glue.tasks import HUB, Task, check_labels, class_name
 
-DIAGNOSTIC = "AX"  # GLUE's set of test examples, predicted by MNLI's model
+DIAGNOSTIC = "AX"  # GLUE's diagnostic test set, predicted by the MNLI model
 DIAGNOSTIC_FILES = ("diagnostic/diagnostic.tsv", "AX/AX.tsv")
 KINDS = ("train", "validation", "test")
 
@@ -35,7 +35,7 @@ class Data:
 
     @property
     def cost(self) -> int:
-        """The characters that training reads: an estimate of a job's duration relative to others."""
+        """The number of characters that training reads: an estimate of a job's duration relative to others."""
         return self.task.epochs * sum(16 + sum(map(len, example.texts)) for example in self.train)
 
 
@@ -54,7 +54,7 @@ class Part(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A split: its files, or the data set, subset and split on the Hub."""
+    """A split: its files, or the dataset, subset and split on the Hub."""
 
     kind: str  # one of KINDS
     name: str
@@ -128,7 +128,7 @@ def texts_digest(examples: Iterable[Example]) -> str:
 
 
 def read_task(task: Task, glue_dir: str | None, with_test: bool = False) -> Data:
-    """Return the examples of a task. Raises UserError with the file and line, or the data set, that cannot be read."""
+    """Return the examples of a task. Raises UserError with the file and line, or the dataset, that cannot be read."""
     check_sources([task], glue_dir, with_test)
     splits = splits_of(task, glue_dir, with_test)
     parts = {
@@ -154,7 +154,7 @@ def _without_validation(path: Path, train: list[Example], validation: dict[str, 
     kept = [example for example in train if example.texts not in held_out]
     log.info(f"{path}: {len(train) - len(kept):,} rows are in the development set and are not trained on")
     if not kept:
-        raise UserError(f"{path}: all of its rows are in the development set; put the training set there")
+        raise UserError(f"{path}: all of its rows are in the development set; replace it with the training set")
     return kept
 
 
@@ -177,7 +177,7 @@ def _find_labels(task: Task, parts: list[Part]) -> tuple[str, ...]:
             raise UserError(f"{source}, line {row.number}: {row.label!r} is not a single label; fix the row")
     count = Counter(class_name(row.label) for _, row in rows)
     if len(count) > 1000:
-        raise UserError(f"tasks.{task.name}: {len(count):,} labels in {task.label}; set kind: regression, or label")
+        raise UserError(f"tasks.{task.name}: {len(count):,} labels in {task.label}; set kind: regression, or fix label")
     if all(isinstance(column, int) for column in (*task.columns, task.label)):
         _check_no_header(parts, count)
     if len(count) < 2:
@@ -215,7 +215,7 @@ def parse_label(task: Task, label: Any, where: str) -> float:
 
 
 def _number(label: Any) -> float:
-    """Return a label as a number, NaN if it is none."""
+    """Return a label as a number, or NaN if it is not one."""
     try:
         return math.nan if isinstance(label, bool) else float(label)
     except (TypeError, ValueError, OverflowError):
@@ -228,13 +228,13 @@ def _read_file(task: Task, split: Split, path: Path) -> Part:
         columns = (task.tsv_test_columns if is_test else ()) or task.tsv_columns or columns
         label = label if task.tsv_label is None else task.tsv_label
     wanted = columns if is_test else (*columns, label)
-    malformed = 0 if is_test else task.malformed_rows  # each row of a test set needs its prediction
+    malformed = 0 if is_test else task.malformed_rows  # every row of a test set needs a prediction
     rows = []
     for number, cells in read_rows(path, wanted, malformed, tab_separated=not task.files):
         texts, value = cells[: len(columns)], None if is_test else cells[-1]
         for column, text in zip(columns, texts):
             if not isinstance(text, str):
-                raise UserError(f"{path}, line {number}: no text in {column} but {text!r}; fix or remove the row")
+                raise UserError(f"{path}, line {number}: {column} holds {text!r}, not text; fix or remove the row")
         if not is_test and _is_missing(value) and task.unlabelled != "":
             fix = f'fix or remove the row, or set tasks.{task.name}.unlabelled to "" to skip such rows'
             raise UserError(f"{path}, line {number}: no label in {label}; {fix}")
@@ -247,7 +247,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _labelled(task: Task, split: Split, source: str, rows: list[Row]) -> list[Row]:
-    """Return the rows that have a label, and log how many have not."""
+    """Return the rows that have a label, and log how many do not."""
     if split.kind == "test":
         return rows
     kept = [row for row in rows if not _is_missing(row.label) and class_name(row.label) != task.unlabelled]
