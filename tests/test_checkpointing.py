@@ -145,10 +145,10 @@ def check(uninterrupted) -> Callable[..., None]:
     [
         ("", "is at 40ba, so max_duration=40ba leaves nothing to train"),
         ("max_duration=320sp", "is at 320sp, so max_duration=320sp leaves nothing to train"),
-        ("max_duration=60ba model.hidden_size=64", "is a checkpoint of another model"),
-        ("max_duration=60ba optimizer.name=adamw", "was trained with another optimizer"),
-        ("max_duration=60ba optimizer.lr=0.01", "was trained with another optimizer"),
-        ("max_duration=60ba optimizer.filter_bias_norm_wd=true", "was trained with another optimizer"),
+        ("max_duration=60ba model.hidden_size=64", "is a checkpoint of a different model"),
+        ("max_duration=60ba optimizer.name=adamw", "was trained with a different optimizer"),
+        ("max_duration=60ba optimizer.lr=0.01", "was trained with a different optimizer"),
+        ("max_duration=60ba optimizer.filter_bias_norm_wd=true", "was trained with a different optimizer"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_resumed_is_rejected(uninterrupted, check, overrides, message):
