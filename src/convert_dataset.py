@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     add("--out_root", required=True, help="folder to write to; each split is a folder in it")
     add("--text_column", default="text", help="column or key with the text (default: text)")
     add("--one_document_per_file", action="store_true", help="a .txt file is one document, line ends included")
-    add("--stdin_format", choices=LINE_KINDS, help="format of standard input (default: jsonl if it starts with {)")
+    add("--stdin_format", choices=LINE_KINDS, help="format of - (default: jsonl if it starts with {, else txt)")
     add("--val_fraction", type=float, help="hold out this fraction of documents for val, chosen by a hash of the text")
     add("--tokenizer", metavar="NAME", help="write rows of tokens of this tokenizer: a folder, or a name on the Hub")
     length.add_argument("--concat_tokens", type=int, metavar="N", help="full rows of N tokens, documents end to end")
