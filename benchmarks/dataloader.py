@@ -28,7 +28,7 @@ from src.training import trainer as trainers
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--data_local", nargs="+", default=["demo/shards"], metavar="DIR", help="(default: demo/shards)"
+        "--data_local", nargs="+", default=["demo/token-shards"], metavar="DIR", help="(default: demo/token-shards)"
     )
     parser.add_argument("--split", default="train", help="(default: train)")
     parser.add_argument("--tokenizer_name", default="demo/tokenizer", help="(default: demo/tokenizer)")
