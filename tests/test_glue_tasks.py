@@ -82,7 +82,12 @@ def test_malformed_rows_may_be_left_out_of_the_official_files_alone():
 
 def test_a_number_is_taken_as_its_text():
     (task,) = select(["mine"], {"mine": {**OWN, "title": 2020, "columns": [0], "labels": [0, 1.0, 1.5, "b"], "eval_interval": "500ba"}}, 7)  # fmt: skip
-    assert (task.title, task.columns, task.labels, task.eval_interval) == ("2020", (0,), ("0", "1", "1.5", "b"), "500ba")
+    assert (task.title, task.columns, task.labels, task.eval_interval) == (
+        "2020",
+        (0,),
+        ("0", "1", "1.5", "b"),
+        "500ba",
+    )
 
 
 def test_a_new_task_needs_its_columns_and_a_place_and_no_more():
