@@ -1,7 +1,7 @@
 """Speed of conversion to rows of tokens by number of workers:  python benchmarks/convert.py --tokenizer DIR
 
 Compared with a plain loop, which tokenizes a thousand documents at a time and passes each row to MDSWriter. All read
-the same JSON lines, made of words of the vocabulary, and run in turn; medians of conversions with worker start-up.
+the same JSON lines, made of words of the vocabulary, and run in turn; medians of conversions, worker start-up included.
 """
 
 import os
@@ -26,7 +26,7 @@ from src.data.tokenizers import load_tokenizer
 
 
 def main(argv: list[str]) -> None:
-    from benchmarks import measure  # here, since each worker imports this file, and should not import torch
+    from benchmarks import measure  # here, since each worker imports this file and should not import torch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", required=True, help="a folder or a name on the Hub")
@@ -92,7 +92,7 @@ def convert(source: Path, out: Path, a: argparse.Namespace, mode: str, workers: 
 
 
 def plain(source: Path, out: Path, tokenizer, length: int) -> None:
-    """Convert to rows of `--max_seq_len` in the obvious way."""
+    """Convert to rows of `--max_seq_len` tokens with a plain loop."""
     from streaming import MDSWriter
 
     shutil.rmtree(out, ignore_errors=True)

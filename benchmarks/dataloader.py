@@ -1,7 +1,7 @@
 """Samples per second of the data loader and of a training step:  python benchmarks/dataloader.py [--data_local DIR ...]
 
 Folders contain text or tokens; src/convert_dataset.py writes both. Every loader is timed with and without packing, with
-each number of workers, and alone: during training, the step uses part of the processor. Writes a table and its numbers.
+each number of workers, and alone: in training, the step also uses the processor. Writes a table and its numbers.
 """
 
 import os

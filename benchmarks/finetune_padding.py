@@ -2,7 +2,7 @@
 
     python benchmarks/finetune_padding.py --glue_dir DIR --tokenizer bert-base-uncased [--task sst2] [--device cuda]
 
-Training steps on evenly spaced batches of the task's first shuffled epoch; both paddings take each batch in turn. An
+Training steps on evenly spaced batches of the task's first shuffled epoch; both paddings run on each batch in turn. An
 epoch's time is its number of steps times the mean step. Writes a table and its numbers.
 """
 

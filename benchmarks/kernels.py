@@ -29,7 +29,7 @@ SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes
 
 
 class Launch(NamedTuple):
-    """A kernel and what it would have been launched with."""
+    """A kernel and the arguments it would have been launched with."""
 
     kernel: Any
     arguments: tuple

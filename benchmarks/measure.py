@@ -62,8 +62,8 @@ def interleaved(
 def device_time(run: Callable[[], Any], about: float, rounds: int = 5) -> float | None:
     """Return the median seconds of the GPU's work in `run`, without the gaps in which it waits for the program.
 
-    Replays a CUDA graph of so many runs, each of `about` so many seconds, that launching the graph is negligible.
-    Returns None if `run` cannot be captured as a graph, and ever after: a failed capture can break the next.
+    Replays a CUDA graph of enough runs, each of roughly `about` seconds, to make the graph's launch negligible.
+    Returns None if `run` cannot be captured as a graph, and from then on: a failed capture can break the next.
     """
     global _can_capture
     if not _can_capture:
@@ -155,7 +155,7 @@ class Rates(NamedTuple):
     operations: float
 
     def floor(self, bytes: float, operations: float) -> float:
-        """Return the least seconds that this takes."""
+        """Return the minimum time in seconds for this many bytes and operations."""
         return max(bytes / self.bytes, operations / self.operations)
 
 
@@ -164,7 +164,7 @@ def rates(device: str, dtype: torch.dtype) -> Rates:
     size, side = (2**30, 8192) if device == "cuda" else (2**26, 1024)
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    matrix = torch.randn(side, side, device=device).to(dtype)  # equal numbers would use less power and be faster
+    matrix = torch.randn(side, side, device=device).to(dtype)  # constant entries would use less power and be faster
     product = torch.empty_like(matrix)
     tokens = torch.randn(4 * side, side, device=device).to(dtype)
     layer = torch.nn.Linear(side, side, bias=False, device=device, dtype=dtype).requires_grad_(False)

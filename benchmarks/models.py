@@ -1,4 +1,4 @@
-"""The encoders to compare: ours, and Hugging Face's BERT and ModernBERT with equal layers and about as many weights."""
+"""The encoders to compare: ours, and Hugging Face's BERT and ModernBERT, equally deep and about as large."""
 
 import torch
 

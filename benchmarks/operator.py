@@ -2,13 +2,13 @@
 
     python benchmarks/operator.py [--device cuda] [--lengths 128 1024 8192] [--dtype bfloat16]
 
-Every form of every variant and `scaled_dot_product_attention` on one random input, forward and forward with backward,
-interleaved, medians. Writes a table, its numbers and a picture.
+Every form of every variant and `scaled_dot_product_attention` on one random input, forward and forward with backward;
+interleaved runs, medians. Writes a table, its numbers and a picture.
 
 On a GPU, full and chunkwise are the kernels, pytorch-full and pytorch-chunkwise the forms in PyTorch, softmax is
 FlashAttention (PyTorch's memory-efficient attention in float32), softmax-cudnn cuDNN's, and fla is chunk_simple_gla of
 flash-linear-attention in both directions, if that package is installed. Two times are measured there: with the program
-that launches the kernels, and on the device alone, by replay of a CUDA graph.
+that launches the kernels, and on the device alone, by replaying a CUDA graph.
 
 The floor of each time is its bytes and operations at the rates of a copy and of a matrix product, measured in the same
 run. q, k, v and the gradient are (B, L, H, D) in memory, as in the model; log decays are given, in float32.
@@ -42,7 +42,7 @@ FORMS = {
     "cuda": ["full", "chunkwise", "pytorch-full", "pytorch-chunkwise", "softmax-cudnn", "fla"],
 }
 LENGTHS = [128, 256, 512, 1024, 2048, 4096, 8192, 16384]
-# Beyond these lengths a form is of no use: L×L matrices that fill the memory, a loop over tokens that takes minutes.
+# Beyond these lengths a form is impractical: L×L matrices that fill the memory, a loop over tokens that takes minutes.
 LONGEST = {
     "cpu": {"full": 4096, "recurrent": 2048, "chunkwise": 2**20, "softmax": 32768},
     "cuda": {
@@ -282,7 +282,7 @@ def softmax_by(form: str, dtype: torch.dtype, device: str) -> contextlib.Abstrac
 
 
 def both_directions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
-    """Compute LION by flash-linear-attention's causal operator from both ends; each includes the diagonal."""
+    """Compute LION with flash-linear-attention's causal operator from both ends; each includes the diagonal."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     operands = [x.transpose(1, 2) for x in (q, k, v, log_decay)]  # (B, L, H, ·)
@@ -297,7 +297,7 @@ def both_directions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay
 
 
 def least(form, variant, length, backward, batch, heads, head_dim, dtype, chunk_size, device) -> tuple[float, float]:
-    """Return the least bytes and matrix-product operations of a case, forward or with backward.
+    """Return the minimum bytes and matrix-product operations of a case, forward or with backward.
 
     Operands are read and results written once: q, k, v, y, and in the backward pass q, k, v, dy, dq, dk, dv. There are
     2 products with L×L or C×C matrices and 5 more in the backward pass; with D×E states an update and an output in each

@@ -103,7 +103,7 @@ def prepare(name: str, a: argparse.Namespace):
 
 
 def least_seconds(a: argparse.Namespace) -> float:
-    """Return the least time of a step of BERT's sizes at the measured rates of this device.
+    """Return the minimum time of a step at BERT's sizes at the measured rates of this device.
 
     6 operations per weight and token, with the vocabulary at masked tokens only, and 12·L·hidden per layer and token
     for softmax(QKᵀ)V; then the optimizer, which overlaps with nothing: weight, gradient and two moments read, three

@@ -1,4 +1,4 @@
-"""Map names and settings of the checkpoints that the paper's authors published to ours.
+"""Map the parameter names and settings of the checkpoints published by the paper's authors to ours.
 
 They are `LIONS-EPFL/{BERT,LION-Lit,LION-D,LION-S}-{base,large}-mlm` on the Hub.
 """
@@ -21,7 +21,7 @@ MIXERS = {
     "lion-s": "lion-s",
 }
 
-# Their name → ours. Query, key and value are three tensors in theirs, one in ours.
+# Their name → ours. They store query, key and value as three tensors; we store them as one.
 RENAMED = (
     (r"^bert\.embeddings\.", "lion.embeddings."),
     (r"^bert\.encoder\.layer\.(\d+)\.attention\.self\.(query|key|value)\.", r"lion.layers.\1.attention.\2."),
@@ -42,7 +42,7 @@ RENAMED = (
 
 
 def config_from_published(config: dict, source: str = "the checkpoint") -> LionConfig:
-    """Return their config as ours. Raises UserError for an unknown `arch_type` and values that LionConfig refuses."""
+    """Convert their config to ours. Raises UserError for an unknown `arch_type` or values that LionConfig rejects."""
     arch = str(config.get("arch_type", "attention"))
     if arch not in MIXERS:
         raise UserError(f"arch_type {arch!r} of {source} must be one of {', '.join(MIXERS)}")
@@ -54,18 +54,18 @@ def config_from_published(config: dict, source: str = "the checkpoint") -> LionC
     )  # fmt: skip
     try:
         return LionConfig(mixer=MIXERS[arch], **{name: config[name] for name in same if config.get(name) is not None})
-    except Exception as error:  # whatever arithmetic raises for a value of another type
+    except Exception as error:  # whatever arithmetic raises for a value of the wrong type
         raise UserError(f"the config of {source} is not valid ({first_line(error)})") from None
 
 
 def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> dict[str, Tensor]:
-    """Return their tensors under our names, without those that repeat another or that the variant does not read.
+    """Return their tensors under our names, without duplicates and without those that the variant does not use.
 
     Omitted: `position_ids` (a constant), `cls.predictions.bias` (a copy of the decoder's bias), the position table of
     LION-D and LION-S (not used), BERT's next-sentence head, a classifier's masked-LM head and a masked LM's pooler.
 
     Raises:
-        UserError: it names every unknown tensor, and tensors that belong together and do not fit.
+        UserError: a tensor is unknown, or tensors that belong together do not match; the message names them.
     """
     ours, unknown = {}, []
     classifier, masked_lm = (

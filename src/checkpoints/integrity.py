@@ -1,4 +1,4 @@
-"""Checks of checkpoint files and Hub folders that import neither torch nor transformers."""
+"""Check checkpoint files and Hub folders without importing torch or transformers."""
 
 import zipfile
 from pathlib import Path
@@ -13,7 +13,7 @@ def check_checkpoint_exists(path: Path) -> None:
 
 
 def is_valid_checkpoint(path: Path) -> bool:
-    """Whether a file that torch.save wrote is complete and its checksums are right."""
+    """Return whether a file that torch.save wrote is complete and its checksums match."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
@@ -22,7 +22,7 @@ def is_valid_checkpoint(path: Path) -> bool:
 
 
 def check_hub_folder(folder: Path) -> None:
-    """Raise UserError unless a folder has the two files that make a model."""
+    """Raise UserError unless a folder has the two files that make up a model."""
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise UserError(f"{folder} holds no {name}; give a folder that `hub.py export` wrote")

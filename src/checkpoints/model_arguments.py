@@ -19,6 +19,6 @@ RULES = {
 
 
 def check_argument(name: str, value: Any) -> None:
-    """Raise UserError for a value of the wrong type or out of bounds. `name` may be dotted, such as model.mixer."""
+    """Raise UserError for a value of the wrong type or out of bounds. `name` may be dotted: model.mixer."""
     argument = name.rsplit(".", 1)[-1]
     check_value(name, value, ARGUMENTS[argument], RULES.get(argument, Rule()))

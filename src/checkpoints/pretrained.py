@@ -27,7 +27,7 @@ class Pretrained:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer, loaded at the first access; None if there is none. Raises UserError if it cannot be loaded."""
+        """The tokenizer, loaded on first access; None if there is none. Raises UserError if it cannot be loaded."""
         return self.load_tokenizer()
 
     def encoder(self) -> dict[str, Tensor]:
@@ -36,13 +36,13 @@ class Pretrained:
 
 
 def read_pretrained(name: str, key: str) -> Pretrained:
-    """Read a file, a folder or a repository of the Hub.
+    """Read a file, a folder or a Hub repository.
 
     Args:
-        key: what the user set, for messages.
+        key: the config key that holds the name, for messages.
 
     Raises:
-        UserError: there is nothing of that name, or it cannot be read.
+        UserError: nothing by that name exists, or it cannot be read.
     """
     path = local_path(name, key)
     if path.is_dir() and not (path / "config.json").is_file() and len(files := list(path.glob("*.pt"))) == 1:
@@ -59,7 +59,7 @@ def read_pretrained(name: str, key: str) -> Pretrained:
 
 
 def local_path(name: str, key: str) -> Path:
-    """Return the path of a file or folder, or of a copy of a Hub repository. Raises UserError if there is none."""
+    """Return the path of a file or folder, or of the downloaded Hub repository. Raises UserError if neither exists."""
     path = Path(name)
     if path.exists():
         return path
@@ -69,7 +69,7 @@ def local_path(name: str, key: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except Exception as error:  # whatever the Hub's client raises
+    except Exception as error:  # whatever the Hub client raises
         reason = f"not a file or folder, and the Hugging Face Hub did not send it ({first_line(error)})"
         raise UserError(f"{key}: {name} is {reason}; fix its path or name") from None
 
@@ -89,7 +89,7 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def read_bert(folder: Path) -> Pretrained:
-    """Read a BERT for the softmax mixer. Raises UserError if a tensor is missing or it has another architecture."""
+    """Read a BERT for the softmax mixer. Raises UserError if a tensor is missing or the architecture differs."""
     from transformers import BertModel
 
     try:

@@ -1,6 +1,6 @@
 """Read Composer checkpoints of ours and of the paper's authors, and Hub folders, without running code from them.
 
-Every tensor in a file is used by the model, or reading fails and names it.
+Every tensor in a file must be used by the model; otherwise reading fails and names it.
 """
 
 import json
@@ -24,7 +24,7 @@ from src.errors import UserError, first_line
 MODELS = tuple(name for name in lion.__all__ if name == "LionModel" or name.startswith("LionFor"))
 # Nothing else is taken from a stored config: other keys can name code that transformers would load (custom_pipelines).
 SETTINGS = {*ARGUMENTS, "num_labels", "id2label", "label2id", "problem_type"}
-# Other files of a tokenizer are refused: they can be code, or name some (adapter_config.json, modules.json).
+# Other tokenizer files are rejected: they can be code, or refer to code (adapter_config.json, modules.json).
 TOKENIZER_FILES = {
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "vocab.txt", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model",
@@ -36,7 +36,7 @@ STORED_POSITIONS = "original_max_position_embeddings"
 
 @dataclass
 class Checkpoint:
-    """The model in a checkpoint, its tokenizer and the state of its training."""
+    """The model in a checkpoint, its tokenizer and its training state."""
 
     path: Path
     class_name: str  # of the model, one of MODELS
@@ -45,8 +45,8 @@ class Checkpoint:
     weights: dict[str, Tensor]
     timestamp: dict[str, Any] = field(default_factory=dict)  # batch, sample, …; empty in weights-only checkpoints
     run_name: str | None = None
-    optimizers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # class → settings of each group
-    published: str | None = None  # the source of a checkpoint of the paper's authors; None for ours
+    optimizers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # class → settings per parameter group
+    published: str | None = None  # the source, if the paper's authors published it; None for ours
 
     def build(self) -> "lion.LionPreTrainedModel":
         """Return the model with its weights. Raises UserError naming tensors that are missing, unused or wrong."""
@@ -58,7 +58,7 @@ class Checkpoint:
         return model.eval()
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """Return the tokenizer's files by name. Raises UserError for one not in TOKENIZER_FILES, or that names code."""
+        """Return the tokenizer's files by name. Raises UserError for any that is not expected or refers to code."""
         files = {}
         refused = f"the tokenizer of {self.path}"
         try:
@@ -89,7 +89,7 @@ class Checkpoint:
 
 
 def load_tokenizer(folder: Path, source: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in a folder, never running code from there. Raises UserError naming its `source`."""
+    """Load the tokenizer in a folder without running code from it. Raises UserError naming its `source`."""
     try:
         return tokenizers.load_tokenizer(folder)
     except UserError as error:
@@ -110,7 +110,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         timestamp = dict(state.get("timestamp", {}).get("Timestamp", {}))
         tokenizer = dict(integration.get("tokenizer") or {})
         name, optimizers = state.get("run_name"), state.get("optimizers")
-    except Exception:  # whatever the objects in a file of another kind raise
+    except Exception:  # whatever the objects in some other kind of file raise
         raise UserError(f"{path} is not a Composer checkpoint of a transformers model") from None
     facts = {
         "timestamp": {unit: count for unit, count in timestamp.items() if isinstance(count, int)},
@@ -148,13 +148,13 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def lion_config(config: dict[str, Any], source: str) -> "lion.LionConfig":
-    """Return a stored config as LionConfig. Raises UserError for values that it does not accept."""
+    """Return a stored config as a LionConfig. Raises UserError for values that LionConfig rejects."""
     try:
         for name in ARGUMENTS:
             if name in config:
                 check_argument(name, config[name])
         return lion.LionConfig(**settings(config))
-    except Exception as error:  # whatever arithmetic raises for a value of the right type, too
+    except Exception as error:  # arithmetic can also raise anything for a value of the right type
         raise _invalid_config(source, error) from None
 
 
@@ -163,7 +163,7 @@ def _invalid_config(source: Path | str, error: Exception) -> UserError:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return config and weights of a Hub folder of ours. Raises UserError if it is not one."""
+    """Return the config and weights of one of our Hub folders. Raises UserError if it is not one."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -186,7 +186,7 @@ def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str) ->
     """Load weights into a model: none missing, none unused, all of the right shape and finite.
 
     Raises:
-        UserError: it lists the names of the tensors that do not fit.
+        UserError: some tensors do not fit; the message lists their names.
     """
     own = model.state_dict()
     problems = {
@@ -202,7 +202,7 @@ def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str) ->
     if nonfinite := sorted(name for name, tensor in weights.items() if not tensor.isfinite().all()):
         raise UserError(f"{source} holds NaN or infinite numbers in {', '.join(nonfinite)}; use an earlier checkpoint")
     model.load_state_dict(weights)
-    # Of tied tensors, such as the word embeddings and the decoder, the last one loaded remains.
+    # Tied tensors, such as the word embeddings and the decoder, share storage: the last one loaded wins.
     if lost := sorted(name for name, tensor in own.items() if not torch.equal(tensor, weights[name].to(tensor.dtype))):
         shared = f"shares {', '.join(lost)} with another tensor, but the values differ"
         raise UserError(f"the weights of {source} do not fit: {type(model).__name__} {shared}")

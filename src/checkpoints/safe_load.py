@@ -16,7 +16,7 @@ import torch
 from src.checkpoints.integrity import check_checkpoint_exists, is_valid_checkpoint
 from src.errors import UserError
 
-# What random states and times in a checkpoint consist of, beside tensors and plain containers. NumPy 1 and 2 use
+# What RNG states and times in a checkpoint consist of, besides tensors and plain containers. NumPy 1 and 2 use
 # different names for the module of the same functions.
 HARMLESS: list[Any] = [datetime.timedelta, torch.torch_version.TorchVersion, numpy.ndarray, numpy.dtype]
 HARMLESS += [type(numpy.dtype(kind)) for kind in (numpy.uint32, numpy.int64, numpy.float32, numpy.float64)]
@@ -41,12 +41,13 @@ def load_safely(path: Path) -> dict[str, Any]:
 
 def _load(file: Path | io.BytesIO) -> Any:
     with torch.serialization.safe_globals(HARMLESS), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about pickle protocols; those that torch cannot read fail
+        warnings.simplefilter("ignore")  # about pickle protocols; loading fails for those that torch cannot read
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
-# torch.load refuses every import that is not known to be harmless. It names the import for pickle protocols 2 and 3
-# only, as does torch.serialization.get_unsafe_globals_in_checkpoint, which needs a zip file. The rest finds the name.
+# torch.load refuses every import that is not known to be harmless, but its error names the import only for pickle
+# protocols 2 and 3. So does torch.serialization.get_unsafe_globals_in_checkpoint, which also needs a zip file. The
+# functions below find the name for every protocol.
 
 
 def _refused_name(error: Exception) -> str | None:
@@ -56,15 +57,15 @@ def _refused_name(error: Exception) -> str | None:
 
 
 def _is_refused(name: str) -> bool:
-    """Whether torch refuses a pickle that imports "module.name"."""
+    """Return whether torch refuses a pickle that imports "module.name"."""
     try:
         _load(io.BytesIO("c{}\n{}\n.".format(*name.rsplit(".", 1)).encode()))
-    except Exception as error:  # always raised, since it holds no tensors
+    except Exception as error:  # always raised, since the pickle holds no tensors
         return _refused_name(error) is not None
 
 
 class _Inert(dict):
-    """Replaces everything that a pickle imports, and does nothing."""
+    """A stand-in that does nothing, for everything that a pickle imports."""
 
     def __init__(self, *_: Any):
         super().__init__()
@@ -76,10 +77,10 @@ class _Inert(dict):
 
 
 def _imported_names(path: Path) -> list[str]:
-    """Return the "module.name" of each import of a file's pickles, in any protocol, importing none of them."""
+    """Return the "module.name" of each import in a file's pickles, of any protocol, without importing them."""
     names = []
 
-    class Reader(pickle._Unpickler):  # the Python one: the one in C may allocate gigabytes for a text file
+    class Reader(pickle._Unpickler):  # pure Python: the C version may allocate gigabytes for a text file
         def find_class(self, module: str, name: str) -> type:
             names.append(f"{module}.{name}")
             return _Inert

@@ -1,4 +1,4 @@
-"""From text to a published model, small and without the Hub:  python -m src.demo [--model lion-s-tiny] [--compare]
+"""From text to a small published model, without the Hub:  python -m src.demo [--model lion-s-tiny] [--compare]
 
 Docstrings of the installed packages → tokenizer → shards of tokens → pretraining → fine-tuning on two tasks, with and
 without pretraining → Hub folder → filled masks, by the commands of a full run. Finished steps are reused, interrupted
@@ -107,7 +107,7 @@ class Demo:
         return [f"precision={precision}"] if (precision := path.read_text()) else []
 
     def finetune(self, model: str) -> None:
-        """Fine-tune on both tasks: the pretrained encoder and beside it, unless models are compared, random weights."""
+        """Fine-tune the pretrained encoder on both tasks and, unless models are compared, random weights beside it."""
         start = f"starting_checkpoint_load_path={self.pretrained / model / LATEST}"
         config = ["glue.py", "yamls/finetune-glue/demo.yaml", f"glue_dir={self.tasks}", start, *self.precision()]
         pretrained, baseline = (
@@ -181,7 +181,7 @@ class Demo:
 
 
 def run(*commands: Sequence[object]) -> None:
-    """Print and run commands of this project side by side; exit if one fails."""
+    """Print and run commands of this project in parallel; exit if one fails."""
     threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // len(commands)))} if len(commands) > 1 else {}
     processes: list[subprocess.Popen] = []
     for command in commands:

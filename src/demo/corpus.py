@@ -266,19 +266,19 @@ def is_english(sentence: str) -> bool:
 
 
 def fold(sentence: str) -> str:
-    """Return a key of a sentence without its case, punctuation, numbers and names of code."""
+    """Return a key for a sentence that ignores case, punctuation, numbers and code identifiers."""
     words = PUNCTUATION.sub("", sentence).split()
     return " ".join(word.lower() if word.isalpha() and word[1:] == word[1:].lower() else "@" for word in words)
 
 
 def capitalize(sentence: str) -> str:
-    """Put the first letter of a sentence in upper case, unless it starts with a name or a symbol."""
+    """Capitalize the first letter of a sentence, unless it starts with a name or a symbol."""
     first = sentence.split(maxsplit=1)[0]
     return sentence[0].upper() + sentence[1:] if first == "a" or (len(first) > 1 and first.isalpha()) else sentence
 
 
 def merge_passages(paragraphs: Iterable[str]) -> Iterator[str]:
-    """Yield passages of PASSAGE_WORDS: consecutive paragraphs, a line each, split between sentences where necessary."""
+    """Yield passages of PASSAGE_WORDS: consecutive paragraphs, one per line, split between sentences if necessary."""
     passage, size = "", 0
     for paragraph in paragraphs:
         separator = "\n"

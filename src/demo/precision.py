@@ -1,4 +1,4 @@
-"""Which precision trains faster on this CPU: measured, since a processor's flags do not tell."""
+"""Measure which precision trains faster on this CPU, since the processor's flags do not tell."""
 
 import statistics
 import time
@@ -12,13 +12,13 @@ from src.lion.cpu import keep_freed_memory, speed_up
 from src.mlm.config import PretrainConfig
 from src.training.config import load_config
 
-STEPS = 6  # of each precision, after one to warm up
+STEPS = 6  # per precision, after one to warm up
 
 
 def choose_precision(arguments: Sequence[str], vocab_size: int) -> str | None:
-    """Return fp32 or amp_bf16 after timing training steps of a model on random tokens, in turn.
+    """Return fp32 or amp_bf16 after alternately timing training steps of a model on random tokens.
 
-    Arguments of main.py that name a precision decide; on a GPU, None leaves the choice to main.py.
+    A precision among the arguments of main.py takes precedence; on a GPU, None leaves the choice to main.py.
     """
     config = load_config(PretrainConfig, "main.py", "", list(arguments))
     if config.precision or torch.cuda.is_available():

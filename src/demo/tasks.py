@@ -107,7 +107,7 @@ def word_order_examples(sentences: list[Sentence], seen: set[str], rng: random.R
     """Yield (label, row) in CoLA's columns: source, label, the author's mark, sentence. Every other one is permuted."""
     label = 1
     for source, sentence in sentences:
-        # Original or not, a sentence must be one that can be permuted: otherwise its kind would reveal the label.
+        # Every sentence, even an unpermuted one, must be one that can be permuted: others would reveal the label.
         permuted = permute(sentence, rng)
         if permuted and claim(sentence, SENTENCE_WORDS, seen):
             yield label, f"{source}\t1\t\t{sentence}" if label else f"{source}\t0\t*\t{permuted}"
@@ -115,7 +115,7 @@ def word_order_examples(sentences: list[Sentence], seen: set[str], rng: random.R
 
 
 def permute(sentence: str, rng: random.Random) -> str | None:
-    """Move every plain lower-case word of a sentence to the place of another; None if too few can move.
+    """Move every plain lower-case word of a sentence to the position of another; None if too few can move.
 
     The first word with its capital, the last, and words with a comma or a digit stay: they would reveal the label.
     """

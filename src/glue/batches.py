@@ -11,7 +11,7 @@ from src.glue.examples import Example
 
 
 class Batches:
-    """Tokenizes examples and pads them to the longest of the batch, rounded up to a multiple of 8."""
+    """Tokenizes examples and pads them to the longest in the batch, rounded up to a multiple of 8."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_seq_len: int, regression: bool):
         self.tokenizer = tokenizer
@@ -27,16 +27,16 @@ class Batches:
             pad_to_multiple_of=8 if self.max_seq_len % 8 == 0 else None,
             return_tensors="pt",
         )
-        if examples[0].label is None:  # of a test set
+        if examples[0].label is None:  # an unlabelled test set
             return dict(batch)
         return {**batch, "labels": torch.tensor([example.label for example in examples], dtype=self.label_dtype)}
 
 
 class GroupedByLength(Sampler[int]):
-    """Draw a new order in each epoch, with texts of similar length in each batch, so that there is little padding.
+    """Draw a new order in each epoch, with texts of similar length in each batch to reduce padding.
 
-    The shuffled examples are sorted within stretches of up to 50 batches, a quarter of the epoch at most; then the
-    batches are shuffled. A last batch that is not full remains the last.
+    The shuffled examples are sorted by length within chunks of up to 50 batches, at most a quarter of the epoch; then
+    the batches are shuffled. An incomplete batch stays last.
     """
 
     def __init__(self, examples: list[Example], batch_size: int, seed: int):
@@ -61,7 +61,7 @@ class GroupedByLength(Sampler[int]):
 
 
 def loader(examples: list[Example], batches: Batches, batch_size: int, shuffle_seed: int | None = None) -> DataLoader:
-    """Return a loader of all examples, in a new order in each epoch if there is a seed."""
+    """Return a loader of all examples; with a seed, their order is new in each epoch."""
     return DataLoader(
         examples,  # type: ignore[arg-type]  # a list is a map-style dataset
         batch_size=batch_size,

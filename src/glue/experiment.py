@@ -1,4 +1,4 @@
-"""Fine-tuning as an experiment: a job per task and seed. What a job does is in finetune.py, whose imports are slow."""
+"""Fine-tuning as an experiment: one job per task and seed. The job itself is in finetune.py, whose imports are slow."""
 
 import json
 from dataclasses import asdict, replace
@@ -26,7 +26,7 @@ class GlueExperiment(Experiment):
 
     def check_paths(self) -> None:
         config = self.config
-        self.costs: dict[str, int] = {}  # of one epoch, by task
+        self.costs: dict[str, int] = {}  # cost of one epoch, by task
         self.tasks = select(config.tasks_to_run, config.tasks, config.default_seed)
         longest = max(2 * len(task.columns) + 1 for task in self.tasks)
         if config.max_seq_len < longest:
@@ -54,7 +54,7 @@ class GlueExperiment(Experiment):
         if file is None or isinstance(file, dict):
             if "{run_name}" not in str((file or {}).get("filename", "{run_name}")):
                 raise UserError("loggers.file.filename must contain {run_name}, so that each job has its own file")
-            # This process's output is not captured.
+            # Do not capture the output of this process.
             file = {**(file or {}), "capture_stdout": False, "capture_stderr": False}
         registry.build_all("loggers", {**config.loggers, "file": file})
         start = read_start(config)
@@ -63,7 +63,7 @@ class GlueExperiment(Experiment):
         return self.jobs(start.digest(), device)
 
     def jobs(self, start: dict[str, Any], device: str) -> list[Job]:
-        """Return a job per task and seed, with everything its result depends on: if that changes, it runs again."""
+        """Return one job per task and seed with all that its result depends on; if that changes, it runs again."""
         from src.training.trainer import resolve_precision
 
         config = self.config
@@ -80,7 +80,7 @@ class GlueExperiment(Experiment):
             settings = {**shared, "precision": precision, "task": hyperparameters, "seed": seed}
             settings |= {"data": digests[task.name], "start": after.settings if after else start}
             folder = self.folder / "jobs" / "-".join(filter(None, (task.name, task.variant, str(seed))))
-            return Job(task, seed, folder, json.loads(json.dumps(settings)), after)  # as they are once stored
+            return Job(task, seed, folder, json.loads(json.dumps(settings)), after)  # in types as read back
 
         first = [job(task, task.seeds[0]) for task in self.tasks if task.name == "mnli" and config.mnli_first]
         mnli = first[0] if first else None

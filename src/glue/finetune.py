@@ -1,4 +1,4 @@
-"""One fine-tuning run: a task with a seed, from examples to scores and predictions."""
+"""One fine-tuning run, of one task with one seed: from examples to scores and predictions."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ from src.training.trainer import build_trainer, resolve_precision
 
 
 def finetune(config: FinetuneConfig, job: Job, device: str, steps: StepReporter, keep_checkpoint: bool) -> Result:
-    """Train and evaluate; returns the scores, those of the majority class, and what the run was."""
+    """Train and evaluate; return the scores, those of the majority class, and a description of the run."""
     start = read_start(config, None if job.after is None else str(job.after.folder / LATEST))
     data = read_task(job.task, config.glue_dir, config.predict_test)
     task, folder = data.task, job.folder
@@ -89,7 +89,7 @@ def finetune(config: FinetuneConfig, job: Job, device: str, steps: StepReporter,
 
 @torch.no_grad()
 def predict(model: LionClassifier, batches: Any, device: Any, precision: Precision) -> Tensor:
-    """Return logits, or values of a regression, of a split on the CPU, in the precision of evaluations in training.
+    """Return the logits (or regression values) of a split on the CPU, in the precision of evaluation during training.
 
     Raises RunFailed if they are non-finite.
     """

@@ -1,4 +1,4 @@
-"""The encoder as a Composer model for classification and regression of texts."""
+"""The encoder as a Composer model for text classification and regression."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from src.training.model import AutocastModel
 
 
 class LionClassifier(AutocastModel):
-    """Classification or regression of a text or a pair of texts. `metrics` are torchmetrics by name."""
+    """Classifier or regressor of a text or a pair of texts. `metrics` are torchmetrics by name."""
 
     def __init__(
         self, model: LionForSequenceClassification, tokenizer: PreTrainedTokenizerBase, metrics: dict[str, Metric]
@@ -21,6 +21,6 @@ class LionClassifier(AutocastModel):
         self.val_metrics = metrics
 
     def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
-        """Return logits, (batch, classes), or predictions, (batch,), of a regression."""
+        """Return logits, (batch, classes), or regression values, (batch,)."""
         with self.autocast():
             return super().eval_forward({"labels": None, **batch}, outputs).float()  # a test set has no labels

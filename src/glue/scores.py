@@ -15,7 +15,7 @@ from torchmetrics.utilities import dim_zero_cat
 from src.glue.tasks import Task
 from src.jobs.predictions import predicted
 
-# Functions of (predictions, labels, classes): class numbers or values, both (examples,).
+# Functions of (predictions, labels, classes); predictions and labels are class indices or values, both (examples,).
 METRICS = {
     "accuracy": lambda guesses, labels, n: multiclass_accuracy(guesses, labels, n, "micro", validate_args=False),
     "f1": lambda guesses, labels, n: binary_f1_score(guesses, labels, validate_args=False),
@@ -28,12 +28,12 @@ CORRELATIONS = ("matthews", "spearman", "pearson")
 
 
 def score(metrics: tuple[str, ...], predictions: Tensor, labels: Tensor, classes: int) -> dict[str, float]:
-    """Compute metrics of predictions, (examples,): class numbers, or the values of a regression."""
+    """Compute metrics of predictions, (examples,): class indices, or regression values."""
     values = {}
     for name in metrics:
         if not predictions.isfinite().all():
             values[name] = float("nan")
-        # Nothing correlates with a constant; the libraries return NaN, or not quite 0.
+        # The correlation with a constant counts as 0; the libraries return NaN, or not quite 0.
         elif name in CORRELATIONS and (is_constant(predictions) or is_constant(labels)):
             values[name] = 0.0
         else:
@@ -46,7 +46,7 @@ def is_constant(values: Tensor) -> bool:
 
 
 class TaskScore(Metric):
-    """A metric of a task for evaluation during training: collects a split's predictions, then computes over all."""
+    """A task's metric for evaluation during training, computed over all collected predictions of a split."""
 
     full_state_update = False
 

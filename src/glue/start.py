@@ -28,7 +28,7 @@ class Start:
     name: str
 
     def digest(self) -> dict[str, Any]:
-        """Return what results depend on, wherever it was read: model settings, weights and vocabulary."""
+        """Return what results depend on, whatever its source: model settings, weights and vocabulary."""
         parts = (
             part
             for name, tensor in sorted((self.weights or {}).items())
@@ -57,7 +57,7 @@ def read_start(config: FinetuneConfig, path: str | None = None) -> Start:
     tokenizer = given or own
     if tokenizer is None:
         raise UserError(f"{name} has no tokenizer; set tokenizer_name")
-    # Vocabulary size and padding token are the checkpoint's.
+    # The vocabulary size and padding token come from the checkpoint.
     arguments = {**lion_arguments(pretrained.config), **config.model}
     settings = build_lion_config(arguments, tokenizer, config.max_seq_len).to_dict()
     if from_scratch:
@@ -66,7 +66,7 @@ def read_start(config: FinetuneConfig, path: str | None = None) -> Start:
 
 
 def build_model(start: Start, task: Task) -> LionForSequenceClassification:
-    """Return a classifier with all of the starting encoder; the pooler, which pretraining lacks, may be random."""
+    """Return a classifier with the starting encoder's weights; the pooler, absent in pretraining, may be random."""
     names = {"id2label": dict(enumerate(task.labels)), "label2id": {label: i for i, label in enumerate(task.labels)}}
     labels = {"num_labels": 1, "problem_type": "regression"} if task.regression else names
     model = LionForSequenceClassification(LionConfig(**lion_arguments(start.config), **labels))

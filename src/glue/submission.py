@@ -1,4 +1,4 @@
-"""Predictions of the test sets, as files for GLUE's server: NAME.tsv with `index` and `prediction`."""
+"""Test set predictions as files for the GLUE server: NAME.tsv with `index` and `prediction`."""
 
 import json
 from pathlib import Path
@@ -10,14 +10,14 @@ from src.jobs import predictions
 
 FILES = {"cola": ("CoLA",), "sst2": ("SST-2",), "mrpc": ("MRPC",), "stsb": ("STS-B",),
          "mnli": ("MNLI-m", "MNLI-mm", DIAGNOSTIC), "qnli": ("QNLI",), "rte": ("RTE",), "qqp": ("QQP",)}  # fmt: skip
-NOT_OURS = "WNLI"  # the server needs it too
-NUMBERED = ("cola", "sst2", "mrpc", "qqp")  # the class's number; the others' names
+NOT_OURS = "WNLI"  # the server requires it too
+NUMBERED = ("cola", "sst2", "mrpc", "qqp")  # tasks submitted as class indices; the others as class names
 
 
 def write(rows: list[dict[str, Any]], run: Path) -> tuple[Path, list[str], list[str]]:
-    """Write run/submission/*.tsv. Returns the folder, the files that the server also needs, and those of earlier runs.
+    """Write run/submission/*.tsv. Returns the folder, files still missing for the server, and files of earlier runs.
 
-    A task's predictions are those of the seed with the highest score on its validation set.
+    Each task uses the predictions of the seed with the highest validation score.
     """
     folder = run / "submission"
     folder.mkdir(exist_ok=True)
@@ -41,8 +41,8 @@ def write(rows: list[dict[str, Any]], run: Path) -> tuple[Path, list[str], list[
 
 def show(task: str, prediction: str | float, labels: list[str]) -> str:
     if task == "stsb":
-        return f"{min(5.0, max(0.0, prediction)):.3f}"  # the scale of its labels
+        return f"{min(5.0, max(0.0, prediction)):.3f}"  # the range of STS-B's labels
     if task in NUMBERED:
         return str(labels.index(prediction))
-    # A tab or line break in the name of a class would start another cell or row.
+    # A tab or line break in a class name would start another cell or row.
     return str(prediction).translate({ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"})

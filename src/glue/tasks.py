@@ -1,8 +1,8 @@
-"""The tasks as data: where their texts and labels are, how they are scored, how they are trained.
+"""The tasks as data: where their texts and labels are, and how they are scored and trained.
 
 Hyperparameters are those of the paper's released configs (arXiv:2502.16249). A YAML file adds a task under `tasks`,
-with the fields of `Task`; `like: rte` takes every field that is not given from RTE. A hyperparameter with several
-values, `lr: [1e-5, 3e-5]`, is a search over them.
+with the fields of `Task`; `like: rte` takes every omitted field from RTE. A hyperparameter with several values,
+`lr: [1e-5, 3e-5]`, starts a search over them.
 """
 
 import itertools
@@ -69,7 +69,7 @@ class Task:
 ENTAILMENT = ("entailment", "not_entailment")
 FIVE_SEEDS = (19, 8364, 717, 10536, 90166)
 PAIR = ("sentence1", "sentence2")
-MICROSOFT = {"train": "msr_paraphrase_train.txt", "test": "msr_paraphrase_test.txt"}  # MRPC as its publisher names it
+MICROSOFT = {"train": "msr_paraphrase_train.txt", "test": "msr_paraphrase_test.txt"}  # MRPC's original file names
 
 HUB = "nyu-mll/glue"
 GLUE = {
@@ -99,7 +99,7 @@ GLUE = {
              epochs=10, batch_size=32, weight_decay=1e-6, seeds=(19, 8364, 717, 10536), eval_interval="250ba"),
     )
 }  # fmt: skip
-FROM_MNLI = ("rte", "mrpc", "stsb")  # start from the encoder tuned on MNLI, with `mnli_first`
+FROM_MNLI = ("rte", "mrpc", "stsb")  # with `mnli_first`, these start from the encoder fine-tuned on MNLI
 
 
 def of_glue(task: Task) -> bool:
@@ -113,7 +113,7 @@ def of_glue(task: Task) -> bool:
 
 
 def select(to_run: list[str], changes: Mapping[str, Any], default_seed: int) -> list[Task]:
-    """Return the tasks to run, with the config's changes; a searched task once per candidate.
+    """Return the tasks to run, with the config's changes; a searched task appears once per candidate.
 
     Raises UserError for unknown tasks and fields, and for invalid values.
     """
@@ -173,7 +173,7 @@ def _candidates(name: str, given: dict[str, Any]) -> list[Task]:
 
 
 def _converted(name: str, value: Any, kind: Any) -> Any:
-    """Return a value as its field holds it: a list as a tuple, a number as text. Raises UserError for another type."""
+    """Convert a value to its field's type: a list to a tuple, a number to text. Raises UserError for any other type."""
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
             raise UserError(f"{name}={value!r} must be a list, such as [{value}]")
@@ -194,12 +194,12 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
 
 
 def class_name(label: Any) -> str:
-    """Return a label as the name of a class: 1.0, as tables with gaps hold integers, is 1."""
+    """Return a label as a class name. 1.0 becomes "1": tables with missing values store integers as floats."""
     return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
 
 
 def _elsewhere(task: Task, name: str, given: Mapping[str, Any]) -> Task:
-    """Return a task of GLUE without what does not hold for examples from another place than its own."""
+    """Return a GLUE task without the fields that do not apply if its examples come from another source."""
     place = {field for field in ("files", "folder", "hub", "subset") if given.get(field)}
     if not place:
         return task
@@ -207,11 +207,11 @@ def _elsewhere(task: Task, name: str, given: Mapping[str, Any]) -> Task:
         task = replace(task, subset=None, malformed_rows=0)
     if not place & {"hub", "subset"}:
         task = replace(task, hub=None, subset=None)
-    return replace(task, folder=None)  # files and datasets that the config names precede glue_dir
+    return replace(task, folder=None)  # files and datasets named in the config take precedence over glue_dir
 
 
 def _check(task: Task) -> None:
-    """Raise UserError for fields that do not fit together."""
+    """Raise UserError for inconsistent fields."""
     place, known = f"tasks.{task.name}", METRICS[task.kind]
     if task.regression and task.labels:
         raise UserError(f"{place}.labels: a regression has none; set labels to [] or omit kind")

@@ -28,10 +28,10 @@ PICKED = "\\* Of a search, picked on these examples: its score and its gain are 
 
 
 class Difference(NamedTuple):
-    """Of two scores, in the unit of the scores, 0 to 1."""
+    """The difference between two scores, on their own scale of 0 to 1."""
 
     mean: float
-    low: float  # of the 95 % interval
+    low: float  # of the 95 % confidence interval
     high: float
     p: float
 
@@ -49,7 +49,7 @@ class Split(NamedTuple):
 
 
 Run = dict[str, Any]  # report.json
-Differences = dict[str, dict[str, Difference | None]]  # run → task; None if the runs predicted other examples
+Differences = dict[str, dict[str, Difference | None]]  # run → task; None if the runs predicted different examples
 Score = Callable[..., dict[str, float]]  # Experiment.score
 
 
@@ -93,7 +93,7 @@ def main(experiment: type[Experiment], argv: list[str]) -> None:
 
 
 def names(folders: list[Path]) -> list[str]:
-    """Return a name for each run: its folder's name, or its path if two have the same."""
+    """Return a name for each run: its folder's name, or its path if two folders share a name."""
     resolved = [folder.resolve() for folder in folders]
     if len(set(resolved)) < len(resolved):
         raise UserError("report: a folder is named twice; name each once")
@@ -117,7 +117,7 @@ def read_report(folder: Path, script: str) -> Run:
 
 
 def compare(runs: dict[str, Run], folders: list[Path], resamples: int, score: Score) -> Differences:
-    """Return the difference of each later run from the first, by run and task."""
+    """Return the difference between each later run and the first, by run and task."""
     first, *others = runs
     folder = dict(zip(runs, folders))
     differences: Differences = {other: {} for other in others}
@@ -150,7 +150,7 @@ def read_splits(folder: Path, row: dict[str, Any]) -> list[list[Split]]:
 
 
 def same_examples(ours: list[Split], theirs: list[Split]) -> bool:
-    """Compare splits in their order, since their names differ between sources."""
+    """Compare splits by position, since their names differ between sources."""
     return len(ours) == len(theirs) and all(
         one.labels.tolist() == other.labels.tolist() and (one.texts == other.texts or None in (one.texts, other.texts))
         for one, other in zip(ours, theirs)
@@ -160,7 +160,7 @@ def same_examples(ours: list[Split], theirs: list[Split]) -> bool:
 def bootstrap(
     ours: list[list[Split]], theirs: list[list[Split]], metrics: tuple[str, ...], resamples: int, score: Score
 ) -> tuple[float, float, float]:
-    """Return the 95 % interval and p of the second run's score minus the first's, over all seeds of each."""
+    """Return the 95 % interval and p-value of the second run's score minus the first's, over all seeds of each."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -180,13 +180,13 @@ def bootstrap(
         gains.append(mean_of(theirs, drawn) - mean_of(ours, drawn))
     values = torch.tensor(gains, dtype=torch.float64)
     low, high = torch.quantile(values, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    # How often a resample shows the opposite; with 1 added to each count, p is never 0 (Davison & Hinkley 1997, 4.2).
+    # How often a resample shows the opposite sign; 1 added to each count keeps p above 0 (Davison & Hinkley 1997, 4.2).
     opposite = min(int((values <= 0).sum()), int((values >= 0).sum()))
     return low, high, min(1.0, 2 * (opposite + 1) / (resamples + 1))
 
 
 def table(runs: dict[str, Run], differences: Differences, average: Average) -> str:
-    """Return a row per task: each run's score, and each later run's difference from the first."""
+    """Return one row per task: each run's score, and each later run's difference from the first."""
     rows = {name: {row["task"]: row for row in run["tasks"]} for name, run in runs.items()}
     tasks = {row["task"]: row for run in runs.values() for row in run["tasks"]}
     first = next(iter(runs))

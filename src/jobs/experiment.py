@@ -15,12 +15,12 @@ Row = dict[str, Any]  # of a report: the scores of a task
 
 @dataclass(frozen=True)
 class Job:
-    """A training run of a task with a seed, in a folder of its own."""
+    """A training run of one task with one seed, in its own folder."""
 
     task: Any  # with name, title, seeds, and variant: the values that a search gives it, or ""
     seed: int
     folder: Path
-    settings: dict[str, Any]  # everything that its result depends on, as JSON holds it
+    settings: dict[str, Any]  # everything that its result depends on, in JSON types
     after: "Job | None" = None  # the job whose model it starts from
     cost: int = 0  # of training, in any unit
 
@@ -44,7 +44,7 @@ class Average:
         return row.get(self.key, row["task"] in self.tasks)
 
     def of(self, rows: list[Row]) -> float | None:
-        """Return the average, or None if a task has no score."""
+        """Return the average, or None if any task has no score."""
         scores = {row["task"]: row["mean"] for row in rows if self.counts(row)}
         return mean(scores[name] for name in self.tasks) if self.tasks.keys() <= scores.keys() else None
 
@@ -52,7 +52,7 @@ class Average:
 class Experiment(ABC):
     """Many short runs from one config with save_folder, base_run_name, device, parallel, rerun and progress_bar.
 
-    Each job's process gets a copy, by pickle. The module must not import torch: `check_paths` reports at once.
+    Each job's process gets a pickled copy. The module must not import torch: `check_paths` must report errors quickly.
     """
 
     command: ClassVar[str]  # the script, for messages
@@ -67,11 +67,11 @@ class Experiment(ABC):
 
     @abstractmethod
     def check_paths(self) -> None:
-        """Raise UserError for a wrong config or path, before any import that takes seconds."""
+        """Raise UserError for an invalid config or path, before any import that takes seconds."""
 
     @abstractmethod
     def plan(self, device: str) -> list[Job]:
-        """Return all jobs for a device, gpu or cpu. Raises UserError for what would make one fail."""
+        """Return all jobs for a device, gpu or cpu. Raises UserError for anything that would make a job fail."""
 
     @abstractmethod
     def cost(self, job: Job) -> int:
@@ -83,25 +83,25 @@ class Experiment(ABC):
 
         Returns:
             task, title, variant, seed, folder (names), metrics, score and the majority class's (0 to 1) as majority,
-            scores (split → metric → value), labels (classes; empty for a regression), the average's key, and any more.
+            scores (split → metric → value), labels (classes; empty for a regression), the average's key, and more.
         """
 
     @abstractmethod
     def files(self, job: Job, result: Result) -> list[str] | None:
-        """Return the files that a finished job has; None if its result lacks what the config asks for."""
+        """Return the files that a finished job must have; None if its result lacks what the config asks for."""
 
     def origin(self, settings: dict[str, Any]) -> Any:
-        """Return the part of a job's settings that all results of a folder must share."""
+        """Return the part of a job's settings that all results in a folder must share."""
         return None
 
     def finish(self, rows: list[Row]) -> list[str]:
-        """Write what follows from all results; returns lines to print."""
+        """Write outputs that need the results of all jobs; return lines to print."""
         return []
 
     @staticmethod
     @abstractmethod
     def score(metrics: tuple[str, ...], predictions: Any, labels: Any, classes: int) -> dict[str, float]:
-        """Compute metrics of predictions, (examples,): class numbers, or the values of a regression."""
+        """Compute metrics of predictions, (examples,): class indices, or regression values."""
 
 
 def mean_score(scores: Mapping[str, Mapping[str, float]]) -> float:

@@ -21,7 +21,7 @@ def main(experiment: type[Experiment], argv: list[str]) -> None:
         compare.main(experiment, argv[1:])
         return
     rerun = ["rerun=true"] if "--rerun" in argv else []
-    arguments = [argument for argument in argv if argument != "--rerun"] + rerun  # last, since the file comes first
+    arguments = [argument for argument in argv if argument != "--rerun"] + rerun  # last: the YAML comes first
     run(experiment(load_config(experiment.schema, experiment.command, experiment.example, arguments)))
 
 
@@ -74,9 +74,9 @@ def run(experiment: Experiment) -> None:
 
 
 def finished(jobs: list[Job], experiment: Experiment) -> dict[Path, Result]:
-    """Return by folder the results that the same settings gave and whose files are complete.
+    """Return, by folder, the results that have the same settings and all of their files.
 
-    Raises UserError if a job would replace a result of another origin, such as another pretrained model.
+    Raises UserError if a job would replace a result with a different origin, such as another pretrained model.
     """
     stored = []
     for job in jobs:

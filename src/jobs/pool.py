@@ -1,4 +1,4 @@
-"""Jobs in processes, one or several at a time, forked from a server that has imported what they need."""
+"""Run jobs in processes, one or several at a time, forked from a server that has already imported what they need."""
 
 import multiprocessing
 import os
@@ -45,12 +45,12 @@ class Running:
                     self.step, self.steps = values
                 else:
                     (self.reason,) = values
-        except (EOFError, OSError):  # it has ended
+        except (EOFError, OSError):  # the process has ended
             pass
 
 
 def devices(parallel: Any, device: str) -> list[str | None]:
-    """Return one entry per job that runs at a time: its GPU's number, or None if it is not bound to one."""
+    """Return one entry per concurrent job: its GPU's ID, or None if it is not bound to a GPU."""
     import torch
 
     if isinstance(parallel, bool) or parallel is None:
@@ -71,7 +71,7 @@ def devices(parallel: Any, device: str) -> list[str | None]:
 
 
 def start_server(preload: str) -> None:
-    """Start the server that jobs are forked from, if it is not running; it imports while this process proceeds."""
+    """Start the server that jobs are forked from, if it is not running; its imports run in the background."""
     before = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
     os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), *before.values()))  # Python < 3.12 does not pass sys.path
     forkserver.set_forkserver_preload(["src.jobs.worker", preload])
@@ -81,7 +81,7 @@ def start_server(preload: str) -> None:
 
 
 def run_all(experiment: Experiment, jobs: list[Job], device: str, gpus: list[str | None]) -> list[Failure]:
-    """Run jobs, as many at a time as `gpus` has entries, then the largest first. Returns those that failed."""
+    """Run jobs, as many at a time as `gpus` has entries (if several, costliest first). Returns the failures."""
     import torch
 
     if not jobs:
@@ -118,7 +118,7 @@ def run_all(experiment: Experiment, jobs: list[Job], device: str, gpus: list[str
 
 
 def next_job(waiting: list[Job], running: list[Running], failures: list[Failure]) -> Job | None:
-    """Take the first job that need not wait for another; one that waits for a failed job fails too."""
+    """Take the first job that need not wait for another; a job that waits for a failed one fails too."""
     failed = {job.folder for job, _ in failures}
     unfinished = {job.folder for job in waiting} | {each.job.folder for each in running}
     for job in list(waiting):
@@ -143,7 +143,7 @@ def start(experiment: Experiment, job: Job, device: str, gpu: str | None, thread
 
 
 def end(ended: Running, failures: list[Failure], number: str) -> None:
-    """Log how a job ended, and record a failure."""
+    """Log how a job ended; if it failed, record it in `failures`."""
     ended.process.join()
     ended.connection.close()
     job, status = ended.job, ended.process.exitcode
@@ -159,7 +159,7 @@ def end(ended: Running, failures: list[Failure], number: str) -> None:
 
 
 def show(bar: tqdm, waiting: list[Job], running: list[Running], total: int) -> None:
-    """Show how many jobs are done, the time left by the cost left, and the step of each running job."""
+    """Show how many jobs are done, the time left (estimated from the remaining cost), and each running job's step."""
     done = f"{total - len(waiting) - len(running)} of {total} jobs done"
     steps = [f"{each.job.name} step {each.step:,} of {each.steps:,}" for each in running]
     bar.set_postfix_str("; ".join([done, *steps]), refresh=False)

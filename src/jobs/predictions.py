@@ -14,17 +14,17 @@ def file_name(split: str) -> str:
 
 
 def predicted(logits: "Tensor") -> "Tensor":
-    """Return the class of each example, from (examples, classes); values of a regression, (examples,), as they are."""
+    """Return each example's class from logits, (examples, classes), or regression values, (examples,), unchanged."""
     return logits.argmax(-1) if logits.ndim == 2 else logits
 
 
 def write(path: Path, logits: "Tensor", classes: Sequence[str], examples: Iterable[tuple[Any, float | None]]) -> None:
-    """Write a line per example: its id, logits (or value), prediction and, if it has one, its label.
+    """Write one line per example: its id, logits (or value), prediction and, if it has one, label.
 
     Args:
-        logits: (examples, classes), or the values of a regression, (examples,).
+        logits: (examples, classes), or regression values, (examples,).
         classes: their names; empty for a regression. Predictions and labels are written by name.
-        examples: (id, label) of each, the label as a class number or a value.
+        examples: (id, label) of each, where the label is a class index or a value.
     """
     with path.open("w", encoding="utf-8") as file:
         for row, prediction, (number, label) in zip(logits.tolist(), predicted(logits).tolist(), examples):
@@ -35,7 +35,7 @@ def write(path: Path, logits: "Tensor", classes: Sequence[str], examples: Iterab
 
 
 def read(job: Path, split: str) -> list[dict[str, Any]]:
-    """Return the lines of a split, each ended by a line feed alone: the name of a class may contain U+2028."""
+    """Return the lines of a split. Only a line feed ends a line: the name of a class may contain U+2028."""
     with (job / file_name(split)).open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 

@@ -1,4 +1,4 @@
-"""Results of jobs → a table, JSON and a picture."""
+"""Job results → a table, JSON and a plot."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +18,10 @@ PICKED = (
 
 
 def summarize(results: Sequence[Result], average: Average) -> list[Row]:
-    """Return a row per task: mean and standard deviation over seeds, each seed, and the majority class's score.
+    """Return one row per task: mean and standard deviation over seeds, each seed, and the majority class's score.
 
-    A result may hold "of", the number of seeds there should be. Of a searched task, the row is the candidate with the
-    highest mean among those with most seeds, and "candidates" lists all.
+    A result may hold "of", the expected number of seeds. The row of a searched task is the candidate with the highest
+    mean among those with the most seeds, and "candidates" lists all of them.
     """
     tasks: dict[str, dict[str, Row]] = {}  # task → variant → row
     for result in results:
@@ -117,7 +117,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def draw(runs: Sequence[tuple[str, list[Row]]], picture: Path, title: str = "Scores by task and metric") -> None:
-    """Draw a bar per task and run, each seed as a dot, the majority class as a dashed line."""
+    """Draw one bar per task and run, each seed as a dot and the majority class as a dashed line."""
     groups = {row["task"]: "\n".join((row["title"], *row["metrics"])) for _, rows in runs for row in rows}
     bars = [
         (name, {groups[row["task"]]: [100 * score for score in row["seeds"].values()] for row in rows})

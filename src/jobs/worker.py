@@ -38,8 +38,8 @@ def run_job(
     """Run a job in this process and store its result; on failure, send the reason and exit with status 1.
 
     Args:
-        gpu: the only GPU that the job may use; None: all.
-        threads: of torch on a CPU; None: as many as it chooses.
+        gpu: ID of the only GPU that the job may use; None: all.
+        threads: number of torch threads on a CPU; None: torch's default.
     """
     threading.Thread(target=_exit_with_parent, args=(connection,), daemon=True).start()
     if gpu is not None:
@@ -62,7 +62,7 @@ def run_job(
 
 
 def _log_to(path: Path) -> None:
-    """Send all output of this process to a file in an empty folder. Raises RunFailed if it cannot be written."""
+    """Redirect all output of this process to a file in an empty folder. Raises RunFailed if it cannot be written."""
     shutil.rmtree(path.parent, ignore_errors=True)
     try:
         path.parent.mkdir(parents=True)
@@ -75,7 +75,7 @@ def _log_to(path: Path) -> None:
 
 
 def _exit_with_parent(connection: Connection) -> None:
-    """Wait until the main process ends, for whatever reason, and end this one."""
+    """Wait until the main process ends, for whatever reason, then end this one."""
     try:
         connection.recv()
     except (EOFError, OSError):

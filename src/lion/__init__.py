@@ -1,4 +1,4 @@
-"""LION: bidirectional encoders with linear attention (arXiv:2502.16249). Needs torch and transformers alone."""
+"""LION: bidirectional encoders with linear attention (arXiv:2502.16249). Needs only torch and transformers."""
 
 from .configuration_lion import LionConfig
 from .linear_attention import linear_attention

@@ -12,7 +12,7 @@ class LionConfig(PretrainedConfig):
     """Sizes and options of a LION encoder (arXiv:2502.16249; BERT, Devlin et al. 2018). Defaults are the base size.
 
     Args:
-        vocab_size: rows of the word embedding; best a multiple of 8.
+        vocab_size: rows of the word embedding matrix, preferably a multiple of 8.
         hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: BERT's sizes.
         mixer: "lion-s" (a decay computed from each token), "lion-d" (one learned decay per head), "lion-lit" (no decay)
             or "softmax" (BERT's attention).
@@ -23,7 +23,7 @@ class LionConfig(PretrainedConfig):
         attention_probs_dropout_prob: dropout on the attention matrix; above 0, training needs the full form.
         classifier_dropout: dropout before a classification head; `hidden_dropout_prob` if None.
         classifier_pooling: input of the pooler: "cls", the first token, as in BERT; or "mean", the mean of all tokens,
-            which needs less training where decays keep the first token's view short.
+            which needs less training where decay limits how far the first token sees.
         max_position_embeddings: rows of the position embedding of lion-lit and softmax. lion-d and lion-s have no
             position embeddings and accept texts of any length.
         type_vocab_size: number of segment types, 2 for sentence pairs.
@@ -33,7 +33,7 @@ class LionConfig(PretrainedConfig):
 
     model_type = "lion"
     # transformers' own method resolves aliases, of which there are none here. It hides reads from torch.compile, which
-    # would run a second model with another mixer on the first one's graph.
+    # would then run a second model with a different mixer on the first model's graph.
     __getattribute__ = object.__getattribute__
 
     def __init__(

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-SLICE = 1024  # tokens that a layer processes at a time in inference: so few stay in the cache, and reuse their memory
-MIN_TOKENS, MIN_WEIGHTS = 1024, 2**19  # below, oneDNN gains nothing: it reorders the weights in every call
+SLICE = 1024  # tokens that a layer processes at a time in inference: few enough to stay in cache and to reuse memory
+MIN_TOKENS, MIN_WEIGHTS = 1024, 2**19  # below these, oneDNN is no faster, as it reorders the weights on every call
 
 
 def speed_up(model: nn.Module) -> None:
-    """Replace the classes of a model's dropouts, mixers and layers by subclasses that are faster on a CPU.
+    """Replace the classes of a model's dropouts, mixers and layers with subclasses that are faster on a CPU.
 
     Linear layers remain plain `nn.Linear` modules, which quantization, adapters and wrappers look for.
     """
@@ -28,10 +28,10 @@ def speed_up(model: nn.Module) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep memory that this process frees, rather than return large blocks to the system at once.
+    """Make glibc keep the memory that this process frees instead of returning large blocks to the system at once.
 
-    A training step requests the blocks that the last one freed, and the system would clear each page of them first. The
-    process stays as large as its peak; with varying lengths, that grew by up to a quarter in our trials. Does nothing
+    A training step requests the blocks that the previous one freed, and the system would zero every page first. The
+    process stays at its peak size; with varying lengths, this peak grew by up to a quarter in our trials. Does nothing
     without glibc, or if the environment has its own settings (MALLOC_…, GLIBC_TUNABLES).
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
@@ -55,8 +55,8 @@ class Dropout(nn.Dropout):
 def dropout(x: Tensor, p: float) -> Tensor:
     """Zero each entry of x, (...), independently with probability p, and divide the others by 1 − p.
 
-    On a CPU torch draws one number per entry, on one core: a tenth of a training step at base size. Here 64 random bits
-    serve four entries, and p is rounded to a multiple of 2^-16.
+    On a CPU torch draws one number per entry, on one core, which takes a tenth of a training step at base size. Here 64
+    random bits serve four entries, and p is rounded to a multiple of 2^-16.
     """
     dropped = round(p * 2**16)
     if x.device.type != "cpu" or torch.compiler.is_compiling() or not 0 < dropped < 2**16:
@@ -70,9 +70,9 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """Compute layer(x), (..., D) to (..., E), by oneDNN where that is faster.
+    """Compute layer(x), (..., D) to (..., E), with oneDNN where that is faster.
 
-    On an x86 CPU torch multiplies float32 matrices by MKL, but convolves by oneDNN, which takes up to a quarter less
+    On an x86 CPU torch multiplies float32 matrices with MKL but convolves with oneDNN, which takes up to a quarter less
     time for the layers of a base model on two cores of an AMD EPYC. A linear layer is a 1×1 convolution with tokens as
     pixels; neither x nor the result is copied.
     """
@@ -85,7 +85,7 @@ def linear(layer: nn.Module, x: Tensor) -> Tensor:
 
 def _is_convolved(layer: nn.Module, x: Tensor) -> bool:
     """Whether oneDNN is faster for x, (..., D), and `layer` is plain nn.Linear, not replaced, wrapped or hooked."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # before sizes, which they would record as conditions
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # before any size is read, which would add a guard
         return False
     tokens = x.shape[:-1].numel()
     return (
@@ -93,7 +93,7 @@ def _is_convolved(layer: nn.Module, x: Tensor) -> bool:
         and x.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
         and tokens >= MIN_TOKENS
-        and torch.backends.mkl.is_available()  # otherwise another library multiplies matrices
+        and torch.backends.mkl.is_available()  # otherwise torch multiplies matrices with another library
         and torch.backends.mkldnn.is_available()
         and torch.backends.mkldnn.enabled
         and torch.get_num_threads() > 1  # with one, torch does not pass such a convolution to oneDNN
@@ -104,14 +104,14 @@ def _is_convolved(layer: nn.Module, x: Tensor) -> bool:
         and layer.weight.dtype == x.dtype
         and layer.weight.shape[1] == x.shape[-1]
         and layer.weight.numel() >= MIN_WEIGHTS
-        and tokens * max(layer.weight.shape) < 2**31  # not tested beyond
+        and tokens * max(layer.weight.shape) < 2**31  # larger products are untested
         and "forward" not in vars(layer)
         and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
     )
 
 
 def _reduced_precision_allowed() -> bool:
-    """Whether matrix products may use less than float32; torch then calls oneDNN itself."""
+    """Whether float32 matrix products may use lower precision; torch then calls oneDNN itself."""
     if hasattr(torch.backends.mkldnn, "matmul"):  # newer than torch 2.7
         return torch.backends.mkldnn.matmul.fp32_precision not in ("none", "ieee")
     return torch.get_float32_matmul_precision() == "medium"
@@ -122,7 +122,7 @@ def _reduced_precision_allowed() -> bool:
 
 @functools.cache
 def _faster(kind: type, methods: type) -> type:
-    """The class `kind` with faster methods."""
+    """Return a subclass of `kind` with faster methods."""
     return kind if issubclass(kind, methods) else type(kind.__name__, (methods, kind), {"_parts": (kind, methods)})
 
 
@@ -157,7 +157,7 @@ class _Layer(_Faster):
 
     def _is_sliced(self, x: Tensor) -> bool:
         """Whether to process x, (B, L, D), in slices: not in training, where a checkpoint that recomputes the layer
-        would draw dropout in another order, and not with hooks, which expect complete activations."""
+        would draw dropout masks in a different order, and not with hooks, which expect complete activations."""
         return (
             not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
             and x.device.type == "cpu"

@@ -13,7 +13,7 @@ Afzal et al., "Linear Attention for Efficient Bidirectional Sequence Modeling", 
     chunkwise   the matrix inside chunks, D×E states between them        O(L) time and memory
     recurrent   a D×E state in each direction, token by token            O(L) time, O(1) state
 
-linear_attention_forms.py has them in PyTorch, linear_attention_triton.py the first two as GPU kernels.
+linear_attention_forms.py implements them in PyTorch, linear_attention_triton.py the first two as GPU kernels.
 
 Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v.
 """
@@ -70,15 +70,15 @@ def linear_attention(
         log_decay: log λ ≤ 0. None for λ = 1 (LION-LIT), (H,) for one λ per head (LION-D), (B, H, L) for one per head
             and token (LION-S).
         mask: (B, L) bool, True at real tokens. Padding keys contribute nothing.
-        seq_idx: (B, L) integers, the sequence of each token in a row packed with several; each sequence gives what it
-            gives alone. A new sequence starts where the number changes. From FlashAttention's offsets:
+        seq_idx: (B, L) integers, the sequence that each token of a packed row belongs to; each sequence gets the same
+            output as on its own. A new sequence starts where the number changes. From FlashAttention's offsets:
             `torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), cu_seqlens.diff())[None]`.
         left_state, right_state: (B, H, D, E), states of the text before and after this segment, see `segment_states`.
         scale: s in the formula; D^-1/2 if None.
         normalize: divide each y_i by its row sum Σ_j s·(q_i·k_j)·M_ij + 1e-6.
         form: "full", "recurrent", "chunkwise", or "auto", which chooses by length.
         chunk_size: tokens per chunk of the chunkwise form.
-        dropout_p: dropout on the matrix s·QKᵀ⊙M, which only the full form has.
+        dropout_p: dropout on the matrix s·QKᵀ⊙M, which only the full form computes.
 
     Returns:
         (B, H, L, E) in v's dtype. States and log decays are summed in float32 or better for any input dtype.
@@ -91,7 +91,7 @@ def linear_attention(
     dtype = v.dtype
     form, fused = _choose_form(q, k, v, log_decay is not None or seq_idx is not None, normalize, form, dropout_p)
     if (normalize or (form != "full" and not fused)) and dtype in (torch.bfloat16, torch.float16):
-        q, k, v = q.float(), k.float(), v.float()  # states and row sums are sums over the text
+        q, k, v = q.float(), k.float(), v.float()  # states and row sums accumulate over the text
     if normalize:  # a column of ones in V receives the row sum
         v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -164,7 +164,7 @@ class SegmentStates(NamedTuple):
     """What one segment of a text passes to the others, in float32 or better.
 
     rightward, leftward: (B, H, D, E), the state of its keys and values after its last and before its first token.
-    across: (B or 1, H, 1, 1), the decay of a state that crosses it in either direction.
+    across: (B or 1, H, 1, 1), the decay of a state that crosses the segment in either direction.
     """
 
     rightward: Tensor
@@ -178,8 +178,8 @@ def segment_states(
     """Summarize one segment of a text that does not fit in memory.
 
     Read the segments from left to right and update `left = left * across + rightward` after each, then from right to
-    left and update `right = right * across + leftward`. With the states before these updates,
-    `linear_attention(..., left_state=left, right_state=right)` of a segment is its part of the text's output.
+    left and update `right = right * across + leftward`. Given the states before these updates,
+    `linear_attention(..., left_state=left, right_state=right)` on a segment returns its part of the text's output.
     """
     k = zero_masked(k, mask)
     with torch.autocast(k.device.type, enabled=False):
@@ -195,7 +195,7 @@ def segment_states(
 
 
 def _check(q, k, v, log_decay, mask, seq_idx, left_state, right_state, normalize, form, chunk_size, dropout_p) -> None:
-    """Raise ValueError for arguments that do not fit."""
+    """Raise ValueError if the arguments are inconsistent."""
     if q.ndim != 4:
         raise ValueError(f"q must be (batch, heads, length, head_dim) (got {tuple(q.shape)})")
     B, H, L, D = q.shape
@@ -223,7 +223,7 @@ def _check(q, k, v, log_decay, mask, seq_idx, left_state, right_state, normalize
 
 
 def _choose_form(q, k, v, decays: bool, normalize: bool, form: str, dropout_p: float) -> tuple[str, bool]:
-    """Resolve "auto", and decide whether the kernels compute it: PyTorch computes what they do not cover."""
+    """Resolve "auto" and decide whether to use the kernels; PyTorch computes what they do not cover."""
     extra_columns = int(normalize)
     fused = USE_TRITON and form != "recurrent" and 0 <= dropout_p < 1 and covers(q, k, v, extra_columns)
     if form == "auto":

@@ -20,14 +20,14 @@ from torch.nn import functional as F
 # Lower bound of log weights: e^-60 is below every dtype's precision, and its products with ordinary numbers are not yet
 # denormal, which a CPU multiplies many times slower.
 LOG_ZERO = -60.0
-BLOCK_ENTRIES = {"cpu": 2**18, "cuda": 2**26}  # matrix entries to work on at a time: a CPU's cache, or enough for a GPU
+BLOCK_ENTRIES = {"cpu": 2**18, "cuda": 2**26}  # matrix entries to process at a time: to fit a CPU's cache or fill a GPU
 
 
 def cumulative_log_decay(log_decay: Tensor | None, seq_idx: Tensor | None, length: int) -> tuple[Tensor, Tensor] | None:
     """Return (exclusive, inclusive), each (B or 1, H or 1, L), or None if nothing decays.
 
-    They are float64, so that differences are exact far into a text. A boundary between packed sequences lowers both by
-    LOG_ZERO, which leaves nothing across it.
+    They are float64, to keep differences accurate far into a text. A boundary between packed sequences lowers both by
+    LOG_ZERO, so that nothing passes across it.
     """
     if log_decay is None and seq_idx is None:
         return None
@@ -113,7 +113,7 @@ def _block_entries(x: Tensor) -> int:
 def _blocks(x: Tensor) -> list[slice]:
     """Slices over texts, (B, H, L, ·), whose matrices fit the cache."""
     count, heads, length, _ = x.shape
-    if torch.compiler.is_compiling():  # it blocks by itself, and would unroll the loop over these
+    if torch.compiler.is_compiling():  # it tiles on its own and would unroll the loop over slices
         return [slice(0, count)]
     size = max(1, _block_entries(x) // (heads * length * length))
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
@@ -145,7 +145,7 @@ def _decay_mask(exclusive: Tensor, inclusive: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _cumulative_gradients(grad_log_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """From ∂/∂ log M, (..., L, L), which is overwritten, to ∂/∂ exclusive and ∂/∂ inclusive, (..., L) in float64."""
+    """Turn ∂/∂ log M, (..., L, L), overwritten, into ∂/∂ exclusive and ∂/∂ inclusive, (..., L) in float64."""
     matrices = grad_log_mask.flatten(0, -3)
     size = len(matrices) if torch.compiler.is_compiling() else max(1, _block_entries(matrices) // matrices[0].numel())
     sums = [_row_and_column_sums(few.double()) for few in matrices.split(size)]
@@ -171,7 +171,7 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, cumulative: tuple[Tensor, Tensor]
 
 
 def _recurrent_forward(q, k, v, exclusive, inclusive) -> Tensor:
-    """Two scans over the tokens, each with one state; the backward pass is the same scans of other operands."""
+    """Scan the tokens in both directions, with one state each; the backward pass scans other operands the same way."""
     past, future = _scans(q, k, v, exclusive, inclusive)
     diagonal = (q * k).sum(-1, keepdim=True) * v  # both scans include it
     return past.add_(future).sub_(diagonal)
@@ -218,7 +218,7 @@ def chunkwise(
     q, k, v, cumulative: tuple[Tensor, Tensor] | None, scale: float, chunk_size: int, uniform: bool
 ) -> Tensor:
     """`uniform`: all chunks have the same decays."""
-    if cumulative is None:  # nothing decays, so one state serves the text
+    if cumulative is None:  # nothing decays, so one state serves the whole text
         return q @ (scale * (k.mT @ v))
     return _chunkwise(q, k, v, *cumulative, scale, min(chunk_size, q.shape[-2]), uniform)
 
@@ -226,8 +226,8 @@ def chunkwise(
 def _chunkwise_forward(q, k, v, exclusive, inclusive, scale, chunk_size, uniform) -> Tensor:
     """The full form inside chunks of C tokens; a D×E state from each side brings in the rest, both stacked to 2D×E.
 
-    The backward pass recomputes states and C×C matrices, which would be most of the memory. Both passes access long
-    tensors in place, one block at a time: a copy of one would be memory that the system has to clear first.
+    The backward pass recomputes states and C×C matrices, which would take most of the memory. Both passes access long
+    tensors in place, one block at a time: the system would have to zero the memory of a copy first.
     """
     exclusive, inclusive, query_weights, key_weights, across = _chunk_weights(exclusive, inclusive, chunk_size, q.dtype)
     blocks = _chunk_blocks(q, chunk_size)
@@ -396,7 +396,7 @@ def _operator(forward: Callable, backward: Callable, like: Callable, numbers: st
     """Register forward(q, k, v, exclusive, inclusive, *numbers) with `backward` as its gradient.
 
     `backward` takes the output's gradient before these arguments, and after them whether the decays need a gradient.
-    `like` returns the tensors whose layouts the gradients of q, k and v have. `numbers` declares the numbers.
+    `like` returns the tensors whose layouts the gradients of q, k and v take. `numbers` is their part of the schema.
     """
     name = re.sub(r"\W", "_", __name__)  # a copy of this file in a Hub folder registers its own operators
     inputs = f"Tensor q, Tensor k, Tensor v, Tensor exclusive, Tensor inclusive{numbers}"

@@ -16,12 +16,12 @@ from .triton_kernels import tl, triton
 # Head sizes, of q and k and of v, that fit the registers of one program; larger ones would spill to memory.
 LARGEST_HEAD = {torch.bfloat16: 128, torch.float16: 64, torch.float32: 64}
 ROWS = 64  # T, the rows of a program: what a warp group of a Hopper GPU multiplies at once
-COLUMNS = 32  # S, the tokens that they meet at a time; with more, a thread runs out of registers
+COLUMNS = 32  # S, the columns processed at a time; with more, a thread runs out of registers
 
 
 def covers(q: Tensor, k: Tensor, v: Tensor, extra_columns: int = 0) -> bool:
     """Whether the kernels compute these operands, v with additional columns: in bfloat16, float16 or float32, heads up
-    to LARGEST_HEAD, on an NVIDIA GPU since Ampere, or on any device in Triton's interpreter."""
+    to LARGEST_HEAD, on an NVIDIA GPU, Ampere or newer, or on any device in Triton's interpreter."""
     return (
         kernels.AVAILABLE
         and q.dtype == k.dtype == v.dtype
@@ -43,7 +43,7 @@ _capability = functools.cache(torch.cuda.get_device_capability)
 
 
 def fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, chunk_size: int | None, dropout_p=0.0) -> Tensor:
-    """`linear_attention` of operands that `covers` accepts, in the full form if `chunk_size` is None. (B, H, L, E)
+    """`linear_attention` for operands that `covers` accepts, in the full form if `chunk_size` is None. (B, H, L, E)
 
     Only the full form has dropout, with 0 ≤ dropout_p < 1.
     """
@@ -86,9 +86,9 @@ class _Plan:
         self.device, self.dtype = device, dtype
         self.sizes = {"D": self.D, "E": self.E, "T": self.T, "S": self.S, "PD": self.PD, "PE": self.PE}
         self.dots = {"DOT": dot, "PRECISION": precision}
-        exact = dot == tl.float32 and precision == "ieee"  # without tensor cores, and larger than the registers
+        exact = dot == tl.float32 and precision == "ieee"  # no tensor cores, and more than the registers hold
         self.launch = {
-            "num_warps": max(1, self.T // (8 if exact else 16)),  # each multiplies so many rows
+            "num_warps": max(1, self.T // (8 if exact else 16)),  # 8 or 16 rows per warp
             "num_stages": 2 if dot == tl.float32 else 3,
         }
 
@@ -112,7 +112,7 @@ def _prepare(q, k, v, log_decay, mask, seq_idx, chunk_size: int):
 def _dot_precision(dtype: torch.dtype) -> tuple["tl.dtype", str]:
     """The dtype of the operands of matrix products, and their precision. Sums are in float32.
 
-    float16 is multiplied as TF32, which holds all its digits, since scores and states can exceed float16's range.
+    float16 is multiplied as TF32, which keeps its full mantissa, since scores and states can exceed float16's range.
     Triton's interpreter cannot multiply bfloat16.
     """
     if dtype == torch.bfloat16 and isinstance(kernels.forward_kernel, triton.JITFunction):
@@ -123,7 +123,7 @@ def _dot_precision(dtype: torch.dtype) -> tuple["tl.dtype", str]:
 
 
 def _tf32_is_allowed() -> bool:
-    """As for PyTorch's own float32 matrix products; newer versions renamed the setting."""
+    """Whether PyTorch allows TF32 in its own float32 matrix products; newer versions renamed the setting."""
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     return torch.backends.cuda.matmul.allow_tf32 if precision is None else precision == "tf32"
 
@@ -174,7 +174,7 @@ def _incoming_states(plan: _Plan, k, v, mask: Tensor | None, sums: Tensor | None
         *k.stride()[:3], *v.stride()[:3], *plan.sums_strides, **{**plan.sizes, "PE": PE},
         SIGN=sign, **plan.dots, **plan.launch,
     )  # fmt: skip
-    dtype = plan.dtype if plan.dtype == torch.bfloat16 else torch.float32  # in which they are multiplied
+    dtype = plan.dtype if plan.dtype == torch.bfloat16 else torch.float32  # in which the states are multiplied
     if sums is None:
         return states.sum(2, keepdim=True).to(dtype)
     incoming = torch.empty_like(states, dtype=dtype)
@@ -248,13 +248,13 @@ def _launch_backward(
 
 def _gradients(ctx, backward, dy: Tensor) -> tuple[Tensor | None, ...]:
     with_decays = ctx.needs_input_grad[3]
-    *operands, sums = ctx.saved_tensors  # read once: a checkpoint returns them a single time
+    *operands, sums = ctx.saved_tensors  # read only once: checkpointing does not return them again
     *grads, d_decay = backward(dy, *operands, *ctx.numbers, with_decays, sums)
     return *grads, d_decay if with_decays else None, *[None] * 6
 
 
 class _Eager(torch.autograd.Function):
-    """The operator outside of torch.compile: PyTorch's dispatch of a custom operator takes longer than the launches."""
+    """The operator outside torch.compile: PyTorch's dispatch of a custom operator takes longer than the launches."""
 
     @staticmethod
     def forward(ctx, *arguments):

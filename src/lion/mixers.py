@@ -32,7 +32,7 @@ class Mixer(nn.Module):
         """Create the parameters that only this mixer has."""
 
     def init_parameters(self) -> None:
-        """Draw the initial values of those that are not in a linear layer or a LayerNorm."""
+        """Initialize the parameters that are not in a linear layer or a LayerNorm."""
 
     def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, **states) -> tuple[Tensor, Tensor | None]:
         """Return the heads' outputs, (B, H, L, D/H), and the attention matrix, (B, H, L, L), if requested."""
@@ -44,15 +44,15 @@ class Mixer(nn.Module):
         return 2 * config.hidden_size * length
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """(B, L, 3·D) to three times (B, H, L, D/H)."""
+        """Split (B, L, 3·D) into three tensors (B, H, L, D/H)."""
         return tuple(x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in qkv.chunk(3, -1))
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v, each (B, H, L, D/H)."""
+        """Return q, k and v, each (B, H, L, D/H)."""
         return self.split_heads(self.qkv(x))
 
     def project_out(self, y: Tensor) -> Tensor:
-        """From the concatenated heads, (..., D), to the mixer's output."""
+        """Map the concatenated heads, (..., D), to the mixer's output."""
         return self.out(self.norm(y))
 
     def forward(self, x, mask, seq_idx, form, output_attentions=False, left_state=None, right_state=None):
@@ -116,7 +116,7 @@ class LinearMixer(Mixer):
 
     @classmethod
     def products_per_token(cls, config: PretrainedConfig, length: int) -> int:
-        """(L, L) or (C, C) matrices, and the two D×E states of the chunkwise form; "auto" is the cheaper form."""
+        """Count L×L or C×C matrices, and the chunkwise form's two D×E states; "auto" counts as the cheaper form."""
         states = 2 * config.hidden_size // config.num_attention_heads
         widths = {"full": length, "chunkwise": min(config.chunk_size, length) + states, "recurrent": states}
         widths["auto"] = min(widths["full"], widths["chunkwise"])

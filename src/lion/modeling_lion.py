@@ -31,7 +31,7 @@ from .linear_attention_triton import fused_linear_attention  # noqa: F401
 from .mixers import MIXERS, Mixer
 from .triton_kernels import AVAILABLE  # noqa: F401
 
-# Unused names are here because transformers copies from a local Hub folder only what this file imports itself.
+# Unused imports are here because transformers copies from a local Hub folder only what this file imports itself.
 
 
 class LionEmbeddings(nn.Module):
@@ -98,7 +98,7 @@ class LionLayer(GradientCheckpointingLayer):
         return self.after_mixing(x, y), matrix
 
     def after_mixing(self, x: Tensor, y: Tensor) -> Tensor:
-        """From the layer's input x and the mixed heads y, (..., D), to its output; each token on its own."""
+        """Compute the layer's output from its input x and the mixed heads y, (..., D), for each token on its own."""
         x = self.attention_norm(x + self.dropout(self.attention.project_out(y)))
         return self.mlp_norm(x + self.dropout(self.mlp(x)))
 
@@ -149,7 +149,7 @@ class LionPreTrainedModel(PreTrainedModel):
 
 
 class LionModel(LionPreTrainedModel):
-    """The encoder: token ids to hidden states. The pooler, for classification, is first token or mean, dense, tanh."""
+    """The encoder: token ids to hidden states. The pooler, for classification: first token or mean, dense, tanh."""
 
     def __init__(self, config: LionConfig, add_pooling_layer: bool = True):
         super().__init__(config)
@@ -185,8 +185,8 @@ class LionModel(LionPreTrainedModel):
             token_type_ids, position_ids: (B, L); 0, and 0 … L−1, if None. Only some mixers use positions.
             output_attentions: also return each layer's matrix, (B, H, L, L): s·QKᵀ⊙M, or softmax's probabilities.
             attention_form: the operator's form for this call, overriding the configuration.
-            seq_idx: (B, L) integers, the sequence of each token in a row packed with several, see `linear_attention`;
-                each is encoded as if alone.
+            seq_idx: (B, L) integers, the sequence that each token of a packed row belongs to, see `linear_attention`;
+                each sequence is encoded as if alone.
 
         Raises:
             ValueError: for both or neither of input_ids and inputs_embeds, a text longer than the position embeddings,
@@ -239,7 +239,7 @@ class LionModel(LionPreTrainedModel):
 
         Each layer reads the segments from left to right for the state of all earlier ones, then from right to left with
         the state of all later ones, and so computes each segment's output. The result equals that of one call. Hidden
-        states are kept where `input_ids` are (best in the CPU's memory), all else of one segment on the model's device.
+        states stay on the device of `input_ids` (preferably the CPU); all else, for one segment, is on the model's.
 
         Args:
             input_ids, attention_mask, token_type_ids: (B, L), and attention_form, as in a call.
@@ -290,7 +290,7 @@ class LionModel(LionPreTrainedModel):
             return x[:, 0]
         if mask is None:
             return x.mean(1)
-        wide = torch.promote_types(x.dtype, torch.float32)  # the sum over a long text overflows float16
+        wide = torch.promote_types(x.dtype, torch.float32)  # the sum over a long text would overflow float16
         return ((x * mask[..., None]).sum(1, dtype=wide) / mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
 
 
@@ -347,8 +347,8 @@ class LionForMaskedLM(LionPreTrainedModel):
         Args:
             labels: (B, L), the token to predict, or -100. In training mode, logits are computed and returned only at
                 labels that are not -100, (labels, V) in reading order: the head costs a third of a base model.
-            masked_positions: (labels,), their positions in the flattened labels, if known: counting them has to wait
-                for a GPU. (transformers' Trainer would take a name with "label" in it for labels.)
+            masked_positions: (labels,), their positions in the flattened labels, if known: finding them has to wait
+                for the GPU. (transformers' Trainer would treat an argument with "label" in its name as labels.)
         """
         labelled = None
         if labels is not None and self.training:
@@ -381,7 +381,7 @@ class LionForSequenceClassification(LionPreTrainedModel):
         """Classify texts. Other arguments: `LionModel.forward`.
 
         Args:
-            labels: (B,) class numbers (cross entropy); (B,) floats for one label (squared error); (B, num_labels) of 0
+            labels: (B,) class indices (cross entropy); (B,) floats for one label (squared error); (B, num_labels) of 0
                 and 1 if `config.problem_type` is "multi_label_classification" (binary cross entropy).
         """
         output = encode()
@@ -410,7 +410,7 @@ class LionForTokenClassification(LionPreTrainedModel):
 
     @_head_forward("labels")
     def forward(self, encode: Callable[[], ModelOutput], labels: Tensor | None):
-        """Classify tokens. Other arguments: `LionModel.forward`; labels: (B, L) class numbers, or -100."""
+        """Classify tokens. Other arguments: `LionModel.forward`; labels: (B, L) class indices, or -100."""
         output = encode()
         logits = self.classifier(self.dropout(output.last_hidden_state))  # (B, L, num_labels)
         loss = None if labels is None else _cross_entropy(logits.flatten(0, 1), labels.flatten())

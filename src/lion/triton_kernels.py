@@ -1,7 +1,7 @@
 """The device code of linear_attention_triton.py: linear attention with a decay mask as GPU kernels, in Triton.
 
 It is flash attention without the softmax: blocks of scores are computed, masked and multiplied by V on chip, and no
-matrix is ever in memory. Since log M_ij is a difference of two numbers, only blocks on the diagonal need an exponential
+matrix is ever stored. Since log M_ij is a difference of two numbers, only blocks on the diagonal need an exponential
 per entry. Past keys of another block are decayed through a point between them and the queries' block,
 
     M_ij = exp(exclusive_i − exclusive_first) · exp(exclusive_first − exclusive_j),    first: the queries' first token,
@@ -13,7 +13,7 @@ states, one from the left and one from the right, which two more kernels compute
 The full form is one chunk as long as the text, without states. Without decays all chunks share one state, their sum.
 
 The backward pass recomputes everything. y = (s·QKᵀ⊙M) V, so the gradients of q, k and v are such products too, of other
-operands; for those of k and v, which need Mᵀ, exclusive and inclusive are exchanged. No two programs write one number.
+operands; for those of k and v, which need Mᵀ, exclusive and inclusive swap roles. No two programs write the same entry.
 
 Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk size, T and S
 block sizes of rows and columns.
@@ -33,7 +33,7 @@ except ImportError:  # the kernels are then never launched, see `linear_attentio
 
 AVAILABLE = not isinstance(triton, SimpleNamespace)
 
-# Of each token the kernels load three numbers: high, low and half. In units of log 2, the cumulative log decays are
+# For each token the kernels load three numbers: high, low and half. In units of log 2, the cumulative log decays are
 # exclusive = high + low − half and inclusive = high + low + half: their mean as two float32 numbers, precise enough for
 # differences of neighbours, and half their difference. SIGN = −1 exchanges the two. A fourth number is padding, so that
 # a token is one load. "Sums" are these numbers.
@@ -55,7 +55,7 @@ def _tile(pointer, start, stride, length, mask, SIZE, T: tl.constexpr, PADDED: t
 
 @triton.jit
 def _store_tile(pointer, start, stride, length, x, SIZE, T: tl.constexpr, PADDED: tl.constexpr):
-    """Store what `_tile` loads."""
+    """Store a tile as `_tile` loads it."""
     token, feature = tl.arange(0, T), tl.arange(0, PADDED)
     inside = (start + token < length)[:, None] & (feature < SIZE)[None, :]
     offset = token[:, None] * stride + feature[None, :]
@@ -234,7 +234,7 @@ def scan_kernel(states, incoming, sums, H, C, N, parts, side, sums_batch, sums_h
 
 # Outputs and gradients. A program computes T rows: queries, or keys for the gradients of k and v. Contributions from
 # before the rows' block are summed as decayed to its first token, and then decayed to each row at once; later ones are
-# decayed through its last token to each row block by block, since there are no registers for a second sum.
+# decayed through its last token to each row block by block, since no registers are left for a second sum.
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The key `hf_export`: Hub folders of a run's checkpoints, exported during training, which no failed export stops."""
+"""The key `hf_export`: export Hub folders of a run's checkpoints during training; a failed export never stops it."""
 
 import contextlib
 import multiprocessing
@@ -18,9 +18,9 @@ from src.files import LATEST
 
 
 class HubExports(Callback):
-    """After each save, export the checkpoint to `save_folder/hub/ep{epoch}-ba{batch}`, and keep as many as checkpoints.
+    """After each save, export to `save_folder/hub/ep{epoch}-ba{batch}`; delete exports whose checkpoint is deleted.
 
-    Rank 0 exports; the other ranks wait for it, for `dist_timeout` seconds at most.
+    Rank 0 exports; the other ranks wait for it, at most `dist_timeout` seconds.
 
     Args:
         writer: the callback before this one, which saves checkpoints: it has a `folder` and a `saved_batch`.
@@ -63,7 +63,7 @@ def export_latest(folder: Path, time_limit: float | None = None) -> tuple[Path, 
     if out.is_dir() and checkpoint.exists():
         if out.stat().st_mtime >= checkpoint.stat().st_mtime:
             return out, None
-        shutil.rmtree(out, ignore_errors=True)  # of a checkpoint of that name which was lost and written again
+        shutil.rmtree(out, ignore_errors=True)  # exported from an older checkpoint of the same name
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_export_and_report, args=(checkpoint, out, sender), daemon=True)
@@ -82,7 +82,7 @@ def export_latest(folder: Path, time_limit: float | None = None) -> tuple[Path, 
 
 
 def _export_and_report(checkpoint: Path, out: Path, sender: Connection) -> None:
-    """Export in silence; send None, or what failed."""
+    """Export without any output; send None, or the error."""
     from src.publish.commands import export
 
     failure = None
@@ -91,6 +91,6 @@ def _export_and_report(checkpoint: Path, out: Path, sender: Connection) -> None:
             export(checkpoint, out)
         except UserError as error:
             failure = " ".join(str(error).split())
-        except Exception as error:  # such as a full memory
+        except Exception as error:  # such as out of memory
             failure = f"{type(error).__name__}: {first_line(error)}"
     sender.send(failure)

@@ -1,4 +1,4 @@
-"""The README.md of a Hub folder, from facts in the checkpoint and beside it. Unknown facts are omitted."""
+"""The README.md of a Hub folder, from the checkpoint and the files next to it. Unknown facts are omitted."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ VARIANTS = {
     "lion-s": "LION-S, linear attention with a decay computed from each token",
     "softmax": "BERT's softmax attention, with learned position embeddings",
 }
-TEXT, PAIR = '"A text."', '{"text": "One text.", "text_pair": "Another."}'  # EXAMPLE in a spec's lines of use
+TEXT, PAIR = '"A text."', '{"text": "One text.", "text_pair": "Another."}'  # EXAMPLE in a spec's usage lines
 
 Facts = dict[str, Any]
 
@@ -106,7 +106,7 @@ def _sizes(checkpoint: Checkpoint) -> Facts:
     if config.has_positions:
         facts["maximum sequence length"] = f"{config.max_position_embeddings:,} tokens"
     classifies = checkpoint.class_name in ("LionForSequenceClassification", "LionForTokenClassification")
-    if classifies and config.num_labels > 1:  # a regression has one, without a meaning
+    if classifies and config.num_labels > 1:  # a regression has one label, without meaning
         facts["labels"] = ", ".join(map(str, config.id2label.values()))
     return facts
 
@@ -137,7 +137,7 @@ def _training(checkpoint: Checkpoint, run: RunFacts) -> Facts:
 
 
 def _tokenizer(checkpoint: Checkpoint, name: str | None) -> str | None:
-    """Return a tokenizer's name on the Hub, or what a local one is: its path is nobody's business."""
+    """Return a tokenizer's name on the Hub, or a description of a local one, since its path is private."""
     if name is None or not (name.startswith((".", "/", "~")) or Path(name).exists()):
         return name
     if (tokenizer := checkpoint.load_tokenizer()) is None:

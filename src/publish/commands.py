@@ -42,7 +42,7 @@ def verify(checkpoint: str, folder: Path, tokenizer: str | None = None, python: 
 
 
 def import_published(checkpoint: str, out: Path, tokenizer: str | None = None) -> None:
-    """Write a checkpoint of the paper's authors as an ordinary Hub folder. Raises UserError for unknown tensors."""
+    """Convert a checkpoint of the paper's authors to a Hub folder of ours. Raises UserError for unknown tensors."""
     check_out(out)
     read = open_checkpoint(checkpoint, tokenizer)
     if not read.published:
@@ -60,7 +60,7 @@ def push(
     revision: str | None = None,
     tokenizer: str | None = None,
 ) -> None:
-    """Upload a folder whose files were compared with the checkpoint; an interrupted one resumes. Raises UserError."""
+    """Upload a folder whose files were compared with the checkpoint; resumes if interrupted. Raises UserError."""
     names = publishable_files(folder)
     if checkpoint is None:
         check_proof(folder)
@@ -69,7 +69,7 @@ def push(
         from src.publish import folder as hub_folder
 
         hub_folder.prove(read, folder)
-        names = publishable_files(folder)  # with the new proof
+        names = publishable_files(folder)  # now with the new proof
     hub_client.upload(folder, names, repo_id, private, revision)
 
 
@@ -93,7 +93,7 @@ def open_checkpoint(name: str, tokenizer: str | None = None) -> "Checkpoint":
 
 
 def write_proved(checkpoint: "Checkpoint", out: Path, scores: dict[str, Any] | None = None) -> None:
-    """Write a complete folder with its card and its proof, or none."""
+    """Write a complete folder with its card and its proof, or nothing at all."""
     from src.publish import folder as hub_folder
     from src.publish.card import model_card
 

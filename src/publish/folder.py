@@ -31,16 +31,16 @@ AUTO_MAP = {
     "AutoConfig": "configuration_lion.LionConfig",
     **{spec.auto_class: f"modeling_lion.{name}" for name, spec in EXPORTS.items()},
 }
-TOLERANCE = 1e-5  # of a logit's difference, relative to the largest logit where that is above 1
-SAME_NUMBERS = {"attention_form", "chunk_size"}  # settings that change the cost alone
+TOLERANCE = 1e-5  # largest difference of a logit; relative to the largest logit if that is above 1
+SAME_NUMBERS = {"attention_form", "chunk_size"}  # settings that change only the cost
 NO_LIMIT = 2**31 - 1  # as max_position_embeddings: sentence-transformers needs a number that fits a 64-bit integer
 NO_TOKENIZER_LIMIT = int(1e30)  # as model_max_length: what transformers writes for "no limit"
-LONG_TEXT = "the " * 9000  # to see at which length a tokenizer truncates
+LONG_TEXT = "the " * 9000  # shows at which length a tokenizer truncates
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder to write into, which is renamed to `out` if nothing failed. Raises UserError."""
+    """Yield a folder to write into, which is renamed to `out` unless something failed. Raises UserError."""
     check_out(out)
     unfinished = out.with_name(f"{out.name}-unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -85,10 +85,10 @@ def verify(checkpoint: Checkpoint, folder: Path, python: str = sys.executable) -
     Tokens are compared if the checkpoint has a tokenizer.
 
     Returns:
-        The largest difference of logits.
+        The largest difference between logits.
 
     Raises:
-        UserError: it names the tensors, or what else, that differs.
+        UserError: the folder and the checkpoint differ; the message says in what.
     """
     config, stored = read_folder(folder)
     model = checkpoint.build()
@@ -124,7 +124,7 @@ def verify(checkpoint: Checkpoint, folder: Path, python: str = sys.executable) -
 
 
 def prove(checkpoint: Checkpoint, folder: Path) -> float:
-    """Verify a folder and write the proof of it there. Returns the largest difference of logits."""
+    """Verify a folder and write the proof into it. Returns the largest difference between logits."""
     difference = verify(checkpoint, folder)
     write_proof(folder, difference)
     return difference
@@ -134,7 +134,7 @@ def largest_difference(expected: dict[str, Tensor], outputs: dict[str, Tensor]) 
     """Return the largest difference between two outputs: NaN if either has NaN, infinity if names or shapes differ."""
     if {name: tensor.shape for name, tensor in expected.items()} != {name: t.shape for name, t in outputs.items()}:
         return float("inf")
-    # Python's own max may skip a NaN.
+    # Python's built-in max may skip a NaN.
     return torch.stack([(expected[name] - outputs[name]).abs().max() for name in expected]).max().item()
 
 
@@ -157,9 +157,9 @@ def _changed(own: "lion.LionConfig", stored: "lion.LionConfig") -> list[str]:
 
 
 def _check_limits(config: "lion.LionConfig", tokenizer: Any, folder: Path, report: dict[str, Any]) -> None:
-    """Raise UserError unless a long text is truncated at the position table, or not at all if the mixer has none.
+    """Raise UserError unless a long text is truncated to the position table, or not at all if there is none.
 
-    The limits that earlier versions wrote, those of the training, are reported only.
+    The limits that earlier versions wrote, which are those of training, are only logged.
     """
     own = tokenizer.model_max_length if tokenizer is not None else config.max_position_embeddings
     full, read = report["long"], report["long_truncated"]

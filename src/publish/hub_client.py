@@ -1,4 +1,4 @@
-"""Uploads to and downloads from the Hugging Face Hub, whose errors become one sentence."""
+"""Upload to and download from the Hugging Face Hub, reporting each error in one sentence."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,16 +8,16 @@ from src.cli import log
 from src.errors import UserError, first_line
 from src.publish.proof import CARD
 
-PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")  # suffixes of a checkpoint
+PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")  # checkpoint suffixes
 
 
 def upload(folder: Path, names: list[str], repo_id: str, private: bool, revision: str | None) -> None:
-    """Upload files of a folder in one commit, and print where they are. Raises UserError."""
+    """Upload files of a folder in one commit and print their URL. Raises UserError."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi()
     with hub_errors(repo_id, "", "push again to resume"):
-        repo = api.create_repo(repo_id, private=private, exist_ok=True)  # a name without ORG/ gets the user's
+        repo = api.create_repo(repo_id, private=private, exist_ok=True)  # a name without ORG/ gets the user's namespace
         if revision is not None:
             api.create_branch(repo.repo_id, branch=revision, exist_ok=True)
         if CARD in names:
@@ -32,7 +32,7 @@ def upload(folder: Path, names: list[str], repo_id: str, private: bool, revision
 
 
 def set_name_in_card(folder: Path, repo_id: str) -> None:
-    """Change the model card's lines of use from the folder's name to the name on the Hub."""
+    """Replace the folder's name in the model card's usage lines with the name on the Hub."""
     card = (folder / CARD).read_text(encoding="utf-8")
     for before in ("model=", "from_pretrained("):
         card = card.replace(f'{before}"{folder.resolve().name}"', f'{before}"{repo_id}"')
@@ -57,7 +57,7 @@ def download(name: str, out: Path) -> Path:
 
 @contextmanager
 def hub_errors(repo_id: str, prefix: str, advice: str) -> Iterator[None]:
-    """Raise what the Hub and its client raise as a UserError. Its message never contains the token."""
+    """Turn errors of the Hub and its client into UserError. The message never contains the token."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -76,7 +76,7 @@ def hub_errors(repo_id: str, prefix: str, advice: str) -> Iterator[None]:
         raise UserError("no token for the Hub; run `huggingface-cli login` or set HF_TOKEN to a write token") from None
     except OfflineModeIsEnabled:
         raise UserError(f"{prefix}{repo_id} cannot be reached while HF_HUB_OFFLINE is set; unset it") from None
-    except LocalEntryNotFoundError:  # a connection that fails in a download
+    except LocalEntryNotFoundError:  # the connection failed during a download
         raise UserError(f"{prefix}the connection to {constants.ENDPOINT} was lost; {advice}") from None
     except HfHubHTTPError as error:
         reasons = {

@@ -1,6 +1,6 @@
-"""Load a folder as any user would and save what it computes; `folder.verify` runs this where only transformers is.
+"""Load a folder as any user would and save what it computes; `folder.verify` runs this outside the repository.
 
-Arguments: the folder, an auto class for the model, one for its processor, a working folder. Reads inputs.safetensors
+Arguments: the folder, the auto class of the model, that of its processor, a working folder. Reads inputs.safetensors
 and texts.json there; writes outputs.safetensors and report.json, where "tokens" is null if there is no tokenizer.
 """
 

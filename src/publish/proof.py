@@ -20,7 +20,7 @@ def check_out(out: Path) -> None:
 
 
 def publishable_files(folder: Path) -> list[str]:
-    """Return the files of a folder. Raises UserError for one that must not be published: link, hidden, unknown kind."""
+    """Return the files of a folder. Raises UserError for any not to be published: links, hidden or unknown types."""
     if not folder.is_dir():
         raise UserError(f"--folder {folder} is not a directory; give a folder that `hub.py export` wrote")
     names = []
@@ -44,7 +44,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def write_proof(folder: Path, difference: float) -> None:
-    """Record the largest difference of logits, the library versions and the digests of the files."""
+    """Record the largest difference between logits, the library versions and the digests of the files."""
     import torch
     import transformers
 

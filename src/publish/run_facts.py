@@ -18,16 +18,16 @@ GLUE = {"cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb"}
 
 @dataclass
 class RunFacts:
-    """What the files beside a checkpoint say of its run; empty if there are none, or they are of another run."""
+    """Facts about a run from the files next to its checkpoint; empty without files or if they are of another run."""
 
     config: dict[str, Any] = field(default_factory=dict)  # config.yaml of main.py
-    evaluation: dict[str, Any] | None = None  # the last line of metrics.jsonl with "eval" up to the checkpoint
+    evaluation: dict[str, Any] | None = None  # the last "eval" line of metrics.jsonl up to the checkpoint
     result: dict[str, Any] | None = None  # result.json of a job of glue.py
 
 
 @dataclass
 class Source:
-    """The dataset that shards were converted from; `hub_id` and `subset` if it is one of the Hub."""
+    """The dataset that shards were converted from; `hub_id` and `subset` are set if it is on the Hub."""
 
     name: str
     hub_id: str | None = None
@@ -35,7 +35,7 @@ class Source:
 
 
 def read_run(checkpoint: "Checkpoint") -> RunFacts:
-    """Return the facts beside a checkpoint, if they are of the same run."""
+    """Return the facts from the files next to a checkpoint, if they belong to the same run."""
     folder, name, run = checkpoint.path.parent, checkpoint.run_name, RunFacts()
     if name is None or checkpoint.published:
         return run
@@ -65,7 +65,7 @@ def is_glue(row: dict[str, Any]) -> bool:
 
 
 def missing_seeds(row: dict[str, Any]) -> str:
-    """Return "3 of 5 seeds" for a row that lacks some, else an empty string."""
+    """Return "3 of 5 seeds" for a row with missing seeds, else an empty string."""
     return f"{len(row['seeds'])} of {row['of']} seeds" if len(row["seeds"]) < row.get("of", 0) else ""
 
 
@@ -79,7 +79,7 @@ def read_source(config: dict[str, Any], loader: str) -> Source | None:
     if dataset := stored.get("dataset"):
         subset = stored.get("data_subset")
         return Source(f"{dataset} ({subset})" if subset else dataset, dataset, subset)
-    # A pattern such as corpus/*.txt needs its folder to be a name.
+    # A pattern such as corpus/*.txt is only a meaningful name with its folder.
     paths = [Path(pattern) for pattern in stored.get("data_files") or [folder]]
     return Source(", ".join("/".join(path.parts[-2:]) if "*" in path.name else path.name for path in paths))
 
@@ -92,7 +92,7 @@ def at(config: dict[str, Any], path: str) -> Any:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a YAML or JSON file; empty if it cannot be read."""
+    """Return the contents of a YAML or JSON file; empty if it cannot be read."""
     try:
         content = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
     except (ValueError, yaml.YAMLError, OSError):

@@ -11,7 +11,7 @@ from src.lion import LionConfig
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of an evaluation in metrics.jsonl that the model card reports."""
+    """An evaluation metric in metrics.jsonl that the model card reports."""
 
     key: str
     label: str
@@ -37,15 +37,15 @@ TEXTS = (  # a text, or a pair
 
 @dataclass(frozen=True)
 class ExportSpec:
-    """How a model class is loaded, tried and described."""
+    """How a model class is loaded, tested and described."""
 
-    auto_class: str  # the class of transformers that loads it
+    auto_class: str  # the transformers class that loads it
     pipeline_tag: str | None = None
-    usage: str | None = None  # lines for the card, with MODEL and EXAMPLE to be replaced; None: the auto class alone
+    usage: str | None = None  # code for the card, with placeholders MODEL and EXAMPLE; None: only the auto class
     metrics: tuple[Metric, ...] = ()
-    processor: str = "AutoTokenizer"  # the class of transformers that prepares its inputs
-    examples: tuple = TEXTS  # inputs of the processor, to compare a folder with its checkpoint
-    example_inputs: Callable[[LionConfig], dict[str, Tensor]] = example_tokens  # without a processor
+    processor: str = "AutoTokenizer"  # the transformers class that prepares its inputs
+    examples: tuple = TEXTS  # processor inputs, to compare a folder with its checkpoint
+    example_inputs: Callable[[LionConfig], dict[str, Tensor]] = example_tokens  # model inputs, if there is no processor
 
 
 def _pipeline(name: str, task: str, call: str) -> str:
