@@ -22,7 +22,7 @@ compare: $(VENV)/installed  ## compare LION-LIT, LION-D, LION-S and BERT, traine
 test: $(VENV)/installed  ## run all tests
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-fast: $(VENV)/installed  ## run the tests that take milliseconds, in about a minute
+test-fast: $(VENV)/installed  ## run the quick tests, for those who edit
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-compat: $(VENV)-compat/installed  ## test the encoder and its Hub folder under the newest torch and transformers

@@ -197,3 +197,17 @@ def write_checkpoint(tokenizer) -> Callable[..., Path]:
         return path
 
     return write
+
+
+# Files whose tests load models, start processes or compute large grids: `make test-fast` omits them.
+SLOW_FILES = set(
+    """test_benchmarks test_callback test_card test_commands test_compatibility test_convert test_convert_dataset test_cpu
+    test_folder test_glue_jobs test_glue_start test_jobs test_linear_attention test_linear_attention_triton
+    test_modeling_lion test_pretrained test_push test_reading test_streaming test_train_tokenizer""".split()
+)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.stem in SLOW_FILES:
+            item.add_marker(pytest.mark.slow)
