@@ -9,6 +9,7 @@ from src import plots
 from src.errors import RunFailed, reason
 from src.files import write_atomically, write_json
 from src.jobs.experiment import Average, Result, Row
+from src.publish.run_facts import missing_seeds
 from src.tables import markdown
 
 PICKED = (
@@ -42,11 +43,6 @@ def summarize(results: Sequence[Result], average: Average) -> list[Row]:
             best["candidates"] = [{key: row[key] for key in keys} for row in variants.values()]
         rows.append(best)
     return rows
-
-
-def missing_seeds(row: Row) -> str:
-    """Return how many of its seeds a row has, if some failed."""
-    return f"{len(row['seeds'])} of {row['of']} seeds" if len(row["seeds"]) < row.get("of", 0) else ""
 
 
 def spread(row: Row) -> str:
