@@ -12,13 +12,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from src import cli
 from src.data.convert import is_validation
 from src.data.workers import usable_cores
+from src.demo import tasks
+from src.demo.corpus import build_corpus
 from src.errors import UserError
 from src.files import LATEST, write_atomically
 from src.tables import markdown
@@ -26,7 +27,6 @@ from src.tables import markdown
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("lion-lit-tiny", "lion-d-tiny", "lion-s-tiny", "bert-tiny")
 FROM_SCRATCH = "-from-scratch"  # suffix of fine-tuning runs without pretraining
-TASKS = ("WordOrder", "Continuation")
 MAX_SEQ_LEN = 32  # of yamls/pretrain/tiny.yaml
 VAL_FRACTION = 0.04  # enough validation text for a thousand examples of each task
 IS_VALIDATION = functools.partial(is_validation, fraction=VAL_FRACTION)
@@ -45,15 +45,15 @@ def main(argv: list[str]) -> None:
     known = sorted(path.stem for path in (ROOT / "yamls/pretrain").glob("*-tiny.yaml"))
     if options.model not in known:
         raise UserError(f"MODEL={options.model} must be one of {', '.join(known)}")
+    models = MODELS if options.compare else (options.model,)
     demo = Demo(options)
     demo.prepare_data()
-    for model in MODELS if options.compare else [options.model]:
+    for model in models:
         demo.pretrain(model)
         demo.finetune(model)
     if not options.compare:
-        demo.export(options.model)
         demo.fill_masks(options.model)
-    demo.print_results(MODELS if options.compare else [options.model])
+    demo.print_results(models)
 
 
 class Demo:
@@ -67,35 +67,28 @@ class Demo:
         self.exported = out / "exported"
         self.seconds: dict[str, float] = {}
 
+    def step(self, title: str, outputs: Sequence[Path], action: Callable, *arguments: object) -> None:
+        """Announce a step, do it unless its outputs exist, and time it."""
+        print(f"\n=== {title}", flush=True)
+        start = time.monotonic()
+        if outputs and all(path.exists() for path in outputs):
+            print(f"{os.path.commonpath(outputs)} exists already", flush=True)
+        else:
+            action(*arguments)
+        self.seconds[title] = time.monotonic() - start
+
     def prepare_data(self) -> None:
-        text = ["--data_files", self.corpus]
-        with self.step("text", self.corpus) as missing:
-            if missing:
-                from src.demo.corpus import build_corpus
-
-                build_corpus(self.corpus)
-        with self.step("tokenizer", self.tokenizer / "tokenizer.json") as missing:
-            if missing:
-                run(["src/train_tokenizer.py", *text, "--vocab_size", self.options.vocab_size, "--out", self.tokenizer])
-        with self.step("shards", self.shards / "train", self.shards / "val") as missing:
-            if missing:
-                splits = ["--splits", *(folder.name for folder in missing), "--val_fraction", VAL_FRACTION]
-                tokens = ["--tokenizer", self.tokenizer, "--max_seq_len", MAX_SEQ_LEN]
-                run(["src/convert_dataset.py", *text, *splits, *tokens, "--out_root", self.shards])
-        files = [self.tasks / task / f"{split}.tsv" for task in TASKS for split in ("train", "dev")]
-        with self.step("labelled tasks", *files) as missing:
-            if missing:
-                from src.demo.tasks import write_tasks
-
-                sizes = (self.options.train_examples, self.options.dev_examples)
-                write_tasks(self.corpus, self.tasks, IS_VALIDATION, *sizes)
-
-    def pretrain(self, model: str) -> None:
-        folder = self.pretrained / model
-        paths = [f"data_local={self.shards}", f"tokenizer_name={self.tokenizer}", f"save_folder={folder}"]
-        config = [str(ROOT / f"yamls/pretrain/{model}.yaml"), *paths, *self.options.overrides]
-        with self.step(f"pretraining {model}"):
-            run(["main.py", *config, *self.precision(config)])
+        text, size = ["--data_files", self.corpus], self.options.vocab_size
+        self.step("text", [self.corpus], build_corpus, self.corpus)
+        command = ["src/train_tokenizer.py", *text, "--vocab_size", size, "--out", self.tokenizer]
+        self.step("tokenizer", [self.tokenizer / "tokenizer.json"], run, command)
+        missing = [split for split in ("train", "val") if not (self.shards / split).exists()]
+        command = ["src/convert_dataset.py", *text, "--splits", *missing, "--val_fraction", VAL_FRACTION]
+        command += ["--tokenizer", self.tokenizer, "--max_seq_len", MAX_SEQ_LEN, "--out_root", self.shards]
+        self.step("shards", [self.shards / "train", self.shards / "val"], run, command)
+        files = [self.tasks / task / f"{split}.tsv" for task in tasks.TASKS for split in ("train", "dev")]
+        sizes = (self.options.train_examples, self.options.dev_examples)
+        self.step("labelled tasks", files, tasks.write_tasks, self.corpus, self.tasks, IS_VALIDATION, *sizes)
 
     def precision(self, config: Sequence[str] = ()) -> list[str]:
         """Return the precision as an argument. It is chosen once, so that a resumed run keeps it."""
@@ -106,34 +99,45 @@ class Demo:
             write_atomically(path, choose_precision(config, self.options.vocab_size) or "")
         return [f"precision={precision}"] if (precision := path.read_text()) else []
 
+    def pretrain(self, model: str) -> None:
+        def pretrain() -> None:
+            folder = self.pretrained / model
+            paths = [f"data_local={self.shards}", f"tokenizer_name={self.tokenizer}", f"save_folder={folder}"]
+            config = [str(ROOT / f"yamls/pretrain/{model}.yaml"), *paths, *self.options.overrides]
+            run(["main.py", *config, *self.precision(config)])
+
+        self.step(f"pretraining {model}", [], pretrain)
+
     def finetune(self, model: str) -> None:
-        """Fine-tune the pretrained encoder on both tasks and, unless models are compared, random weights beside it."""
-        start = f"starting_checkpoint_load_path={self.pretrained / model / LATEST}"
-        config = ["glue.py", "yamls/finetune-glue/demo.yaml", f"glue_dir={self.tasks}", start, *self.precision()]
+        """Fine-tune the pretrained encoder on both tasks. Unless models are compared, random weights and export beside.
+
+        Each command computes on one thread and waits for its imports: side by side, they keep two cores busy.
+        """
+        checkpoint, exported = self.pretrained / model / LATEST, self.exported / model
+        config = ["glue.py", "yamls/finetune-glue/demo.yaml", f"glue_dir={self.tasks}"]
+        config += [f"starting_checkpoint_load_path={checkpoint}", *self.precision()]
         pretrained, baseline = (
             [*config, f"base_run_name={name}", f"save_folder={self.finetuned / name}"]
             for name in (model, f"{model}{FROM_SCRATCH}")
         )
+        if self.options.compare:
+            return self.step(f"fine-tuning {model}", [], run, pretrained)
         baseline += ["from_scratch=true", "progress_bar=false"]
-        with self.step(f"fine-tuning {model}"):
-            run(*([pretrained] if self.options.compare else [pretrained, baseline]))
-
-    def export(self, model: str) -> None:
-        folder = self.exported / model
-        action, option = ("verify", "--folder") if folder.exists() else ("export", "--out")
-        with self.step("Hub folder"):
-            run(["src/hub.py", action, "--checkpoint", self.pretrained / model / LATEST, option, folder])
+        action, option = ("verify", "--folder") if exported.exists() else ("export", "--out")
+        export = ["src/hub.py", action, "--checkpoint", checkpoint, option, exported]
+        self.step(f"fine-tuning {model}, Hub folder", [], run, pretrained, baseline, export)
 
     def fill_masks(self, model: str) -> None:
         """Fill masks with the Hub folder as its users would: without this repository and the Hub."""
-        from src.demo.tasks import masked_sentences
 
-        sentences, words = masked_sentences(self.corpus, self.tokenizer / "vocab.txt", IS_VALIDATION)
-        program = [sys.executable, ROOT / "src/demo/fill_masks.py", (self.exported / model).resolve(), *sentences]
-        with self.step("filled masks"):
+        def fill() -> None:
+            sentences, words = tasks.masked_sentences(self.corpus, self.tokenizer / "vocab.txt", IS_VALIDATION)
+            program = [sys.executable, ROOT / "src/demo/fill_masks.py", (self.exported / model).resolve(), *sentences]
             if subprocess.run(program, cwd=self.out, env={**os.environ, "HF_HUB_OFFLINE": "1"}).returncode:
                 raise SystemExit(1)
             print(f"  (hidden words: {', '.join(words)})", flush=True)
+
+        self.step("filled masks", [], fill)
 
     def print_results(self, models: Sequence[str]) -> None:
         """Print a table, draw curves and scores, and name their files and the seconds of each step."""
@@ -157,27 +161,15 @@ class Demo:
         note = "Baseline: always the most frequent token or the majority class."
         table, curves, scores = (self.out / name for name in ("results.md", "curves.png", "scores.png"))
         table.write_text(f"{markdown(lines)}\n\n{note}\n")
-        plots.curves(
-            [(model, self.pretrained / model) for model in models], CURVES, curves, "Pretraining on docstrings"
-        )
+        folders = [(model, self.pretrained / model) for model in models]
+        plots.curves(folders, CURVES, curves, "Pretraining on docstrings")
         report.draw(runs, scores, "Fine-tuning on tasks made from docstrings")
         print(f"\n{table.read_text()}\nresults  {table}, {curves}, {scores}")
         print(f"runs     {self.pretrained}, {self.finetuned}  (tensorboard --logdir {self.pretrained})")
         if not self.options.compare:
             print(f"export   {self.exported / models[0]}")
-        steps = (*self.seconds.items(), ("total", sum(self.seconds.values())))
-        print("\n" + "\n".join(f"{title:40}{seconds:6.0f} s" for title, seconds in steps), flush=True)
-
-    @contextmanager
-    def step(self, title: str, *outputs: Path) -> Iterator[list[Path]]:
-        """Announce and time a step; yield the outputs that do not exist yet."""
-        print(f"\n=== {title}", flush=True)
-        missing = [path for path in outputs if not path.exists()]
-        if outputs and not missing:
-            print(f"{os.path.commonpath(outputs)} exists already", flush=True)
-        start = time.monotonic()
-        yield missing
-        self.seconds[title] = time.monotonic() - start
+        self.seconds["total"] = sum(self.seconds.values())
+        print("\n" + "\n".join(f"{title:40}{seconds:6.0f} s" for title, seconds in self.seconds.items()), flush=True)
 
 
 def run(*commands: Sequence[object]) -> None:

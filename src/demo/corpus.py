@@ -21,14 +21,12 @@ import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from src.cli import log, progress
 from src.errors import UserError
 from src.files import write_atomically
 
-STDLIB = "stdlib"  # in `source`
-REQUIRED = (STDLIB, "numpy", "torch", "transformers")
+REQUIRED = ("stdlib", "numpy", "torch", "transformers")
 # In reading order: a sentence that two packages share belongs to the first.
 PACKAGES = (
     *REQUIRED,
@@ -99,23 +97,17 @@ FUNCTION_WORDS = frozenset(
 )
 
 
-class CorpusSummary(NamedTuple):
-    passages: int
-    words: int
-    skipped_files: int  # not UTF-8, or not the syntax of this Python
-
-
-def build_corpus(out: Path, packages: Iterable[str] = PACKAGES, required: Iterable[str] = REQUIRED) -> CorpusSummary:
+def build_corpus(out: Path, packages: Iterable[str] = PACKAGES, required: Iterable[str] = REQUIRED) -> None:
     """Write the prose of the installed `packages` to `out`, a JSONL file of passages ordered by package and file.
 
-    Raises UserError if one of the `required` packages is not installed; others are skipped.
+    Other packages than the `required` are skipped if they are not installed. Raises UserError.
     """
     files = {package: source_files(package) for package in packages}
     if absent := ", ".join(package for package in required if not files.get(package)):
         raise UserError(f"no Python sources of {absent} found; install them: the corpus is their docstrings")
     sources, paths = zip(*(file for package_files in files.values() for file in package_files))
     seen: set[str] = set()
-    rows, words, skipped = [], 0, 0
+    rows, words, skipped = [], 0, 0  # files that are not UTF-8, or not the syntax of this Python
     # All cores parse, a quarter faster without garbage collection; removing repeats depends on the order.
     with multiprocessing.get_context("spawn").Pool(initializer=gc.disable) as pool:
         contents = pool.imap(file_paragraphs, paths, chunksize=16)
@@ -128,23 +120,19 @@ def build_corpus(out: Path, packages: Iterable[str] = PACKAGES, required: Iterab
                 words += len(text.split())
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, "".join(rows))
-    log.info(f"{out}: {len(rows):,} passages, {words:,} words")
-    return CorpusSummary(len(rows), words, skipped)
+    log.info(f"{out}: {len(rows):,} passages, {words:,} words" + (f"; {skipped:,} unreadable files" if skipped else ""))
 
 
 def source_files(package: str) -> list[tuple[str, Path]]:
     """Return (name, path) of the source files of a package, sorted, without tests; [] if it is not installed."""
-    if package == STDLIB:
-        roots = [sysconfig.get_path("stdlib")]
-    else:
-        spec = importlib.util.find_spec(package)  # does not run it
-        roots = (spec and spec.submodule_search_locations) or []
+    spec = None if package == "stdlib" else importlib.util.find_spec(package)  # does not run it
+    roots = [sysconfig.get_path("stdlib")] if package == "stdlib" else (spec and spec.submodule_search_locations) or []
     found = []
     for root in roots:
         for folder, subfolders, names in os.walk(root):
             subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
-            for path in (Path(folder, name) for name in names if name.endswith(".py")):
-                found.append((f"{package}/{path.relative_to(root).as_posix()}", path))
+            paths = (Path(folder, name) for name in names if name.endswith(".py"))
+            found += [(f"{package}/{path.relative_to(root).as_posix()}", path) for path in paths]
     return sorted(found)
 
 

@@ -25,6 +25,9 @@ HALVED_WORDS = range(8, 23)  # of Continuation, before halving
 Sentence = tuple[str, str]  # source file, text
 
 
+TASKS = {"WordOrder": "", "Continuation": "index\tsentence1\tsentence2\tlabel\n"}  # and the first line of a file
+
+
 def write_tasks(
     corpus: Path,
     out: Path,
@@ -33,7 +36,7 @@ def write_tasks(
     dev_examples: int,
     seed: int = 17,
 ) -> None:
-    """Write train.tsv and dev.tsv of WordOrder/ and Continuation/ below `out`, with balanced labels.
+    """Write train.tsv and dev.tsv of each task below `out`, with balanced labels.
 
     Passages whose text `is_validation` go to `dev.tsv`, the others to `train.tsv`. No sentence occurs twice in a task,
     in any word order. Raises UserError if the corpus is too small.
@@ -42,10 +45,7 @@ def write_tasks(
     if odd := [f"{split}_examples={size}" for split, size in sizes.items() if size < 2 or size % 2]:
         raise UserError(f"{odd[0]} must be even and at least 2, for two balanced labels")
     passages = read_passages(corpus, is_validation)
-    for task, examples, header in (
-        ("WordOrder", word_order_examples, ""),
-        ("Continuation", continuation_examples, "index\tsentence1\tsentence2\tlabel\n"),
-    ):
+    for (task, header), examples in zip(TASKS.items(), (word_order_examples, continuation_examples)):
         rng, seen = random.Random(f"{task} {seed}"), set()
         for split, size in sizes.items():
             rng.shuffle(passages[split])
