@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
             row["peak_mib"] = peak / 2**20
 
     measure.write(a.out, name, title, facts, [table(rows)], rows)
-    draw(rows, a.out / f"{name}.png", f"Encoders of {model}")
+    draw(rows, a.out / f"{name}.png", f"Encoders of {model}, {measure.device_name(a.device)}")
     print(f"picture  {a.out / name}.png")
 
 

@@ -191,6 +191,11 @@ def machine(device: str) -> dict[str, Any]:
     }
 
 
+def device_name(device: str) -> str:
+    """Return the name of the GPU, or of the processor with the number of threads."""
+    return torch.cuda.get_device_name() if device == "cuda" else f"{processor()}, {torch.get_num_threads()} threads"
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

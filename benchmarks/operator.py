@@ -102,7 +102,8 @@ def main(argv: list[str]) -> None:
     if a.device == "cpu":
         fill_peaks(rows, a)
     measure.write(a.out, name, title, facts, [at_a_glance(rows), table(rows)], rows)
-    draw(rows, a.out / f"{name}.png", f"Operator, {a.heads} heads of {a.head_dim}, {texts}, {a.dtype}")
+    described = f"{a.heads} heads of {a.head_dim}, {texts}, {a.dtype}, {measure.device_name(a.device)}"
+    draw(rows, a.out / f"{name}.png", f"Operator, {described}")
     print(f"picture  {a.out / name}.png")
 
 

@@ -71,12 +71,8 @@ def main(argv: list[str]) -> None:
     special = {"compiled": a.compile, str(a.length): a.length != 128, a.precision: a.precision != usual}
     name = "-".join(["train-step", a.device, *(word for word, present in special.items() if present)])
     measure.write(a.out, name, title, measure.machine(a.device), [lines], rows)
-    draw(
-        times,
-        floor,
-        a.out / f"{name}.png",
-        f"{a.layers} layers of {a.hidden}, {a.batch} × {a.length} tokens, {a.precision}",
-    )
+    described = f"{a.layers} layers of {a.hidden}, {a.batch} texts of {a.length} tokens, {a.precision}"
+    draw(times, floor, a.out / f"{name}.png", f"{described}, {measure.device_name(a.device)}")
     print(f"picture  {a.out / name}.png")
 
 
@@ -125,6 +121,8 @@ def draw(times: dict[str, float], floor: float, picture: Path, title: str) -> No
     axis.axvline(1000 * floor, color="gray", linestyle=":", label="floor")
     axis.invert_yaxis()
     plots.label_axes(axis, "", "training step, ms", "")
+    axis.grid(visible=False, axis="y")
+    axis.xaxis.set_major_formatter("{x:,.0f}")
     plots.save(figure, picture)
 
 
