@@ -4,8 +4,7 @@ import sys
 from pathlib import Path
 
 from src import cli
-from src.mlm.config import PretrainConfig
-from src.mlm.task import MaskedLM
+from src.mlm.task import MaskedLM, PretrainConfig
 from src.training.config import load_config
 from src.training.run import run
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from src.training.metrics import Curve
+    from src.training.task import Curve
 
 COLORS = {
     "lion-lit": "#e69f00", "lion-d": "#009e73", "lion-s": "#0072b2", "hydra": "#56b4e9", "softmax": "#d55e00",

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from src.config import TIME_UNITS, Rule, check_value, describe, fixed_settings, key, to_dict
 from src.errors import UserError
 from src.glue.config import FinetuneConfig
-from src.mlm.config import PretrainConfig
+from src.mlm.task import PretrainConfig
 from src.training.config import load_config
 
 YAMLS = sorted((ROOT / "yamls").rglob("*.yaml"))
@@ -266,7 +266,7 @@ def test_a_mistake_in_an_override_is_reported(config_file, override, words):
         ("inherit: f.yaml\n", ["f.yaml", "inherits itself"]),
         ("inherit: [a.yaml]\n", ["f.yaml", "inherit"]),
         ("inherit: ${base}\n", ["f.yaml", "base"]),
-        ("train_loader: ???\n", ["train_loader=None must be a section"]),
+        ("train_loader: ???\n", ["train_loader='???' must be a section"]),
         ("seed: [1\nrun_name: x\n", ["f.yaml", "not valid YAML"]),
         ("- a\n- b\n", ["f.yaml", "key: value"]),
         ("hello\n", ["hello"]),
@@ -374,6 +374,8 @@ def test_a_command_without_a_file_shows_the_usage(capsys):
         ("ddp_sync_strategy=often", "ddp_sync_strategy=often must be one of single_auto_sync, "),
         ("dist_timeout=0", "dist_timeout=0.0 must be a number > 0"),
         ("hf_export=always", "hf_export=always must be one of end, save"),
+        ("device=tpu", "device=tpu must be one of gpu, cpu"),
+        ("precision=fp8", "precision=fp8 must be one of fp32, amp_bf16, amp_fp16"),
         ("save_folder=s3://bucket/run", "save_folder=s3://bucket/run is not a local folder"),
         (
             "load_path=a.pt model.pretrained_checkpoint=b",

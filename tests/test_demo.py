@@ -12,7 +12,7 @@ from conftest import ROOT, environment
 from src.data.convert import is_validation
 from src.demo.__main__ import MAX_SEQ_LEN, VAL_FRACTION
 from src.demo.precision import choose_precision
-from src.mlm.config import PretrainConfig
+from src.mlm.task import PretrainConfig
 from src.training.config import load_config
 
 NOUNS = "dog king river child house song bird ship tree garden letter window".split()

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 
 from src.glue.config import FinetuneConfig
-from src.mlm.config import PretrainConfig
+from src.mlm.task import PretrainConfig
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PARSERS = {  # script → the files that declare its options, if they are others

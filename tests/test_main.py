@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 import main
 from src.errors import UserError
 from src.files import exclusive_lock
-from src.mlm.config import PretrainConfig
+from src.mlm.task import PretrainConfig
 from src.training import run_folder
 from src.training.config import load_config
 

@@ -12,8 +12,7 @@ from conftest import PARITY, ROOT, environment, needs_reference
 from safetensors.torch import load_file
 
 from src.errors import UserError
-from src.mlm.config import PretrainConfig
-from src.mlm.task import CURVES, MaskedLM
+from src.mlm.task import CURVES, MaskedLM, PretrainConfig
 from src.training.config import load_config
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from src import plots
-from src.training.metrics import Curve
+from src.training.task import Curve
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from omegaconf import OmegaConf
 
 from src.config import to_dict
 from src.errors import RunFailed, UserError
-from src.mlm.config import PretrainConfig
-from src.mlm.task import CURVES
+from src.mlm.task import CURVES, PretrainConfig
 from src.training import run_folder
 from src.training.config import load_config
 
@@ -38,6 +37,7 @@ def test_a_new_an_empty_and_the_runs_own_folder_are_accepted(config, tmp_path):
 
 def test_the_config_is_written_atomically_and_only_if_it_has_changed(config, tmp_path, monkeypatch):
     folder = tmp_path / "run"
+    folder.mkdir()
     run_folder.save_config(config, folder)
     files = snapshot(folder)
     run_folder.save_config(config, folder)

@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl and the progress bar, on a full disk too, and the estimate of the time left."""
+"""What a run reports: metrics.jsonl, bar, TensorBoard files, on a full disk too; the time of startup and the time left."""
 
 import datetime
 import errno
@@ -7,12 +7,15 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
-from composer import Time, Timestamp
+from composer import Event, Time, Timestamp
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from src.files import METRICS, read_json_lines
 from src.mlm.task import CURVES
-from src.training.run_log import RunLog
+from src.training.registry import build_all
+from src.training.run_log import RunLog, Startup
 
 
 def state_at(step: int, seconds: float = 1.0) -> SimpleNamespace:
@@ -36,7 +39,7 @@ def run(log: RunLog, steps: range, seconds: float = 1.0) -> None:
 
 
 def test_a_line_has_step_samples_loss_accuracy_and_rates(tmp_path):
-    run(RunLog(tmp_path, "5ba", show_progress=False, curves=CURVES), range(1, 11))
+    run(RunLog(tmp_path, "5ba", curves=CURVES), range(1, 11))
     lines = read_json_lines(tmp_path / METRICS)
     assert [line["step"] for line in lines] == [5, 10]
     assert lines[1] == {
@@ -59,7 +62,7 @@ def test_a_line_has_step_samples_loss_accuracy_and_rates(tmp_path):
     ],
 )
 def test_the_bar_shows_loss_accuracy_and_rates(tmp_path, reported, shown):
-    log = RunLog(tmp_path, "5ba", show_progress=False, curves=CURVES)
+    log = RunLog(tmp_path, "5ba", curves=CURVES)
     log.log_metrics(reported)
     run(log, range(1, 11), seconds=0.002)
     assert log._postfix() == f"loss 2.000, accuracy 25.0%, 4.00k samples/s, 50.0k tokens/s{shown}"
@@ -69,7 +72,7 @@ def test_the_bar_shows_loss_accuracy_and_rates(tmp_path, reported, shown):
     ("first", "seconds", "logged"), [(1, 1.0, [11]), (1, 30.0, [2]), (501, 12.0, [503]), (1, 0.0, [])]
 )
 def test_the_time_left_is_estimated_once_after_the_first_steps(tmp_path, caplog, first, seconds, logged):
-    log = RunLog(tmp_path, "100ba", show_progress=False, curves=CURVES)
+    log = RunLog(tmp_path, "100ba", curves=CURVES)
     with caplog.at_level("INFO", logger="lion"):
         for step in range(first, first + 30):
             before = len(caplog.records)
@@ -85,7 +88,7 @@ def test_the_time_left_is_estimated_once_after_the_first_steps(tmp_path, caplog,
 
 
 def test_a_full_disk_loses_lines_but_not_the_run_and_warns_once(tmp_path, monkeypatch, caplog):
-    log = RunLog(tmp_path, "1ba", show_progress=False, curves=CURVES)
+    log = RunLog(tmp_path, "1ba", curves=CURVES)
     run(log, range(1, 4))
     before, original, full = (tmp_path / "metrics.jsonl").read_bytes(), Path.open, [True]
 
@@ -107,7 +110,7 @@ def test_a_full_disk_loses_lines_but_not_the_run_and_warns_once(tmp_path, monkey
 
 
 def test_lines_after_the_checkpoint_are_dropped_and_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
-    log = RunLog(tmp_path, "1ba", show_progress=False, curves=CURVES)
+    log = RunLog(tmp_path, "1ba", curves=CURVES)
     run(log, range(1, 6))
     log.after_load(state_at(3), None)
     assert [line["step"] for line in read_json_lines(tmp_path / METRICS)] == [1, 2, 3]
@@ -119,3 +122,40 @@ def test_lines_after_the_checkpoint_are_dropped_and_a_full_disk_does_not_end_the
     log.after_load(state_at(2), None)
     assert "No space left on device" in caplog.text
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_startup_time_counts_from_the_start_of_the_process_and_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(create_time=lambda: 103.0))
+    clock = iter([105.0, 109.5, 110.0])
+    monkeypatch.setattr("src.training.run_log.time", SimpleNamespace(time=lambda: next(clock)))
+    with caplog.at_level("INFO", logger="lion"):
+        startup = Startup()
+        assert startup.started == 103.0
+        startup.done("data")
+        for _ in range(3):
+            startup.batch_end(None, None)
+    logged = [record.message for record in caplog.records if record.name == "lion"]
+    assert logged == ["first step after 7.0 s: 2.0 imports, 4.5 data, 0.5 first step"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's writer thread
+@pytest.mark.parametrize("full_at", [Event.INIT, Event.BATCH_END, Event.EVAL_END, None])
+def test_a_full_disk_loses_event_files_but_not_the_run_and_warns_once(tmp_path, monkeypatch, caplog, full_at):
+    def full_disk(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    state = SimpleNamespace(run_name="tiny", timestamp=SimpleNamespace(batch=100))
+    uploads = SimpleNamespace(upload_file=lambda **_: None)
+    (board,) = build_all("loggers", {"tensorboard": {"log_dir": str(tmp_path)}})
+    for event in (Event.INIT, Event.BATCH_END, Event.EVAL_END, Event.EPOCH_END, Event.FIT_END):
+        if event == full_at:
+            monkeypatch.setattr(RecordWriter, "write", full_disk)
+            monkeypatch.setattr(RecordWriter, "flush", full_disk)
+        board.run_event(event, state, uploads)
+        for step in range(30):  # more than the queue holds
+            board.log_metrics({"loss/train/total": 2.0}, step=step)
+    if full_at is None:
+        monkeypatch.setattr(RecordWriter, "flush", full_disk)
+    board.close(state, uploads)
+    board.post_close()
+    assert caplog.text.count(f"cannot write to {tmp_path}: No space left on device; the run continues without it") == 1

@@ -24,13 +24,10 @@ def test_the_device_is_the_requested_one_or_a_gpu_if_there_is_one(monkeypatch, r
     assert trainer.resolve_device(requested) == device
 
 
-@pytest.mark.parametrize(
-    ("requested", "words"), [("gpu", "but no GPU is available"), ("tpu", "must be one of gpu, cpu")]
-)
-def test_an_unavailable_device_is_rejected(monkeypatch, requested, words):
+def test_an_unavailable_device_is_rejected(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match=f"device={requested}.*{words}"):
-        trainer.resolve_device(requested)
+    with pytest.raises(UserError, match="device=gpu, but no GPU is available"):
+        trainer.resolve_device("gpu")
 
 
 @pytest.mark.parametrize(
@@ -47,10 +44,9 @@ def test_the_precision_is_the_requested_one_or_the_default_of_the_device(request
     assert trainer.resolve_precision(requested, device) == precision
 
 
-@pytest.mark.parametrize(("requested", "device"), [("amp_fp16", "cpu"), ("bf16", "gpu"), ("fp8", "gpu")])
-def test_a_precision_that_the_device_lacks_is_rejected(requested, device):
-    with pytest.raises(UserError, match=f"precision={requested} must be one of fp32.* on a {device}"):
-        trainer.resolve_precision(requested, device)
+def test_a_precision_that_the_device_lacks_is_rejected():
+    with pytest.raises(UserError, match="precision=amp_fp16 must be one of fp32, amp_bf16 on a cpu"):
+        trainer.resolve_precision("amp_fp16", "cpu")
 
 
 def test_bfloat16_on_a_cpu_computes_in_bfloat16(tokenizer):

@@ -7,7 +7,7 @@ import torch
 from conftest import ROOT
 
 from src.lion import LionConfig, LionForMaskedLM
-from src.mlm.config import PretrainConfig
+from src.mlm.task import PretrainConfig
 from src.training.config import load_config
 
 MODELS = sorted(path.stem for path in (ROOT / "yamls/pretrain").glob("*.yaml") if "-" in path.stem)

@@ -4,7 +4,6 @@ from composer.utils.collect_env import get_cpu_model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
-import src.data.mlm_collator
 import src.data.streaming
 import src.mlm.model
 import src.plots
@@ -12,7 +11,6 @@ import src.publish.callback
 import src.training.guards
 import src.training.registry
 import src.training.run_log
-import src.training.startup
 import src.training.trainer  # noqa: F401
 
 list(TOKENIZER_MAPPING.keys())  # imports hundreds of modules, as AutoTokenizer does

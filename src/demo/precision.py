@@ -9,7 +9,7 @@ import torch
 from src.cli import log
 from src.lion import LionConfig, LionForMaskedLM
 from src.lion.cpu import keep_freed_memory, speed_up
-from src.mlm.config import PretrainConfig
+from src.mlm.task import PretrainConfig
 from src.training.config import load_config
 
 STEPS = 6  # per precision, after one to warm up

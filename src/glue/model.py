@@ -8,7 +8,7 @@ from torchmetrics import Metric
 from transformers import PreTrainedTokenizerBase
 
 from src.lion import LionForSequenceClassification
-from src.training.model import AutocastModel
+from src.training.trainer import AutocastModel
 
 
 class LionClassifier(AutocastModel):

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from src.lion import LionConfig, LionForMaskedLM
 from src.lion.mixers import MIXERS
 from src.lion.modeling_lion import labelled_positions
-from src.training.model import AutocastModel
+from src.training.trainer import AutocastModel
 
 
 class MaskedAccuracy(Metric):

@@ -1,16 +1,17 @@
-"""Masked-language-model pretraining as a task for `src/training/run.py`."""
+"""Masked-language-model pretraining: the config of `main.py`, and the task that `src/training/run.py` runs."""
 
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from src.cli import log
-from src.data.splits import check_split
+from src.config import key
+from src.data.config import LoaderConfig, check_split
 from src.data.tokenizers import check_path, vocabulary_digest
 from src.errors import UserError
-from src.mlm.config import PretrainConfig
-from src.training.metrics import Curve
-from src.training.task import Task
+from src.training.config import RunConfig
+from src.training.task import Curve, Task
 
 if TYPE_CHECKING:
     from composer import DataSpec
@@ -25,6 +26,34 @@ CURVES = (
 )
 
 
+@dataclass
+class PretrainConfig(RunConfig):
+    """Keys of `main.py`."""
+
+    model: dict[str, Any] = key(
+        "mixer and sizes: arguments of LionConfig (src/lion/configuration_lion.py); and pretrained_checkpoint, to "
+        "start from the weights of a checkpoint of main.py or the paper's authors, a Hub folder or a Hugging Face BERT",
+        {},
+    )
+    tokenizer_name: str = key("Hub name or folder of the tokenizer")
+    data_local: str = key("folder with the shards that src/convert_dataset.py wrote", may_change=True)
+    data_remote: str | None = key("where the shards are, if data_local is only a cache", None, may_change=True)
+    max_seq_len: int = key("maximum sequence length in tokens", at_least=3, at_most=2**32 - 1)
+    mlm_probability: float = key("masking rate in training", above=0, below=1)
+    train_loader: LoaderConfig = field(default_factory=LoaderConfig)
+    eval_loader: LoaderConfig = field(default_factory=LoaderConfig)
+
+    def check(self) -> None:
+        """Check keys against each other. Raises UserError."""
+        super().check()
+        if self.load_path is not None and self.model.get("pretrained_checkpoint") is not None:
+            raise UserError("load_path and model.pretrained_checkpoint both name what to start from; omit one")
+        for loader in ("train_loader", "eval_loader"):
+            if (name := getattr(self, loader).dataset.tokenizer_name) != self.tokenizer_name:
+                differs = f"differs from tokenizer_name={self.tokenizer_name}"
+                raise UserError(f"{loader}.dataset.tokenizer_name={name} {differs}; a run has one, so omit it")
+
+
 class MaskedLM(Task):
     """Pretrain an encoder on shards of text or tokens."""
 
@@ -33,22 +62,19 @@ class MaskedLM(Task):
 
     def __init__(self, config: PretrainConfig):
         super().__init__(config)
-        loaders = (config.train_loader.dataset, config.eval_loader.dataset)
-        self.max_seq_len = max(options.max_seq_len for options in loaders)
-
-    @property
-    def max_tokens_per_sample(self) -> int:
-        return self.config.max_seq_len
+        self.max_tokens_per_sample = config.max_seq_len
+        self.datasets = (config.train_loader.dataset, config.eval_loader.dataset)
+        self.max_seq_len = max(dataset.max_seq_len for dataset in self.datasets)
 
     def check_paths(self) -> None:
         config = self.config
         check_path(config.tokenizer_name, "tokenizer_name")
-        for options in (config.train_loader.dataset, config.eval_loader.dataset):
-            if options.remote is None and not options.streams:
-                check_split("data_local", Path(options.local), options.split)
-        start = config.load_path if not any(Path(config.save_folder).glob("ep*-rank0.pt")) else None  # unused on resume
-        if start is not None and "://" not in start and not Path(start).is_file():
-            raise UserError(f"load_path={config.load_path} is not a file; give a checkpoint or omit load_path")
+        for dataset in self.datasets:
+            if dataset.remote is None and not dataset.streams:
+                check_split("data_local", Path(dataset.local), dataset.split)
+        start, resumes = config.load_path, any(Path(config.save_folder).glob("ep*-rank0.pt"))
+        if not (start is None or resumes or "://" in start or Path(start).is_file()):
+            raise UserError(f"load_path={start} is not a file; give a checkpoint or omit load_path")
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -61,26 +87,27 @@ class MaskedLM(Task):
 
         A resumed run takes its sizes from `checkpoint`, its own, since the one it started from may be gone.
         """
+        from src.checkpoints.pretrained import read_pretrained
+        from src.checkpoints.reading import load_all
         from src.mlm.model import LionMLM
         from src.training.text_model import build_lion_config, lion_arguments
 
         section = dict(self.config.model)
         name = section.pop("pretrained_checkpoint", None)
-        if name is None:
-            return LionMLM(build_lion_config(section, self.tokenizer, self.max_seq_len), self.tokenizer)
-
-        from src.checkpoints.pretrained import read_pretrained
-        from src.checkpoints.reading import load_all
-
-        name = str(checkpoint or name)
-        start = read_pretrained(name, "model.pretrained_checkpoint")
-        if start.tokenizer is not None and vocabulary_digest(start.tokenizer) != vocabulary_digest(self.tokenizer):
-            raise UserError(f"tokenizer_name={self.config.tokenizer_name} is not the tokenizer of {name}; use that one")
-        section = {**lion_arguments(start.config), **section}
+        start = None
+        if name is not None:
+            name = str(checkpoint or name)
+            start = read_pretrained(name, "model.pretrained_checkpoint")
+            if start.tokenizer is not None and vocabulary_digest(start.tokenizer) != vocabulary_digest(self.tokenizer):
+                wrong = f"tokenizer_name={self.config.tokenizer_name}"
+                raise UserError(f"{wrong} is not the tokenizer of {name}; use that one")
+            section = {**lion_arguments(start.config), **section}
         model = LionMLM(build_lion_config(section, self.tokenizer, self.max_seq_len), self.tokenizer)
-        has_head = any(part.startswith("head.") for part in start.weights)
+        if start is None:
+            return model
         unused = ("lion.pooler.", "classifier.")  # of classifiers
         weights = {part: tensor for part, tensor in start.weights.items() if not part.startswith(unused)}
+        has_head = any(part.startswith("head.") for part in weights)
         if (embeddings := weights.get("lion.embeddings.word_embeddings.weight")) is not None:
             weights.setdefault("head.decoder.weight", embeddings)  # tied: a Hub folder stores one of the two
         if not has_head:

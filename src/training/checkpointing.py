@@ -9,8 +9,8 @@ from composer import Callback, Event, Logger, State, Time
 from composer.utils import create_interval_scheduler, dist
 from composer.utils.checkpoint import save_checkpoint
 
-from src.checkpoints.integrity import is_valid_checkpoint
 from src.checkpoints.reading import Checkpoint, read_checkpoint
+from src.checkpoints.safe_load import is_valid_checkpoint
 from src.cli import is_main_process, log
 from src.errors import RunFailed, UserError, reason
 from src.files import LATEST, sync_to_disk
@@ -29,14 +29,9 @@ class CheckpointWriter(Callback):
         self.is_due = create_interval_scheduler(interval)
         self.saved_batch = -1
 
-    def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        self._save_if_due(state, Event.BATCH_CHECKPOINT)
-
-    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        self._save_if_due(state, Event.EPOCH_CHECKPOINT)
-
-    def _save_if_due(self, state: State, event: Event) -> None:
-        if self.is_due(state, event) and (failure := self.save(state)):
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        now = event in (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT) and self.is_due(state, event)
+        if now and (failure := self.save(state)):
             log.warning(f"{failure}; training continues and retries at the next save")
 
     def save(self, state: State) -> str | None:
@@ -45,18 +40,16 @@ class CheckpointWriter(Callback):
         if batch == self.saved_batch:
             return None
         finite = all(bool(torch.isfinite(parameter).all()) for parameter in state.model.parameters())
-        if dist.all_gather_object(finite).count(False):
+        if not all(dist.all_gather_object(finite)):
             raise RunFailed(f"step {batch}: some weights are non-finite and were not saved; {resume_hint(self.folder)}")
         path = self.folder / f"ep{state.timestamp.epoch.value}-ba{batch}-rank0.pt"
-        failure = self._write(state, path)
-        if failure is None:
-            self.saved_batch = batch
-            return None
-        if state.timestamp >= state.max_duration:
-            raise RunFailed(
-                f"cannot save the last step, {batch}, to {path}: {failure}; free disk space; {resume_hint(self.folder)}"
-            )
-        return f"cannot save step {batch} to {path}: {failure}"
+        if (failure := self._write(state, path)) is not None:
+            if state.timestamp >= state.max_duration:
+                to_do = f"free disk space; {resume_hint(self.folder)}"
+                raise RunFailed(f"cannot save the last step, {batch}, to {path}: {failure}; {to_do}")
+            return f"cannot save step {batch} to {path}: {failure}"
+        self.saved_batch = batch
+        return None
 
     def _write(self, state: State, path: Path) -> str | None:
         """Return None, or, on every rank, why rank 0 could not write the file."""
@@ -92,12 +85,8 @@ class CheckpointWriter(Callback):
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return a run's checkpoints, newest first."""
-
-    def batch(path: Path) -> int:
-        found = re.fullmatch(r"ep\d+-ba(\d+)-rank0\.pt", path.name)
-        return int(found[1]) if found else -1
-
-    return sorted((path for path in folder.glob("ep*-rank0.pt") if batch(path) >= 0), key=batch, reverse=True)
+    found = [re.fullmatch(r"ep\d+-ba(\d+)-rank0\.pt", path.name) for path in folder.glob("ep*-rank0.pt")]
+    return [folder / name[0] for name in sorted(filter(None, found), key=lambda name: -int(name[1]))]
 
 
 def link_latest(path: Path) -> None:
@@ -122,9 +111,8 @@ def latest_valid_checkpoint(folder: Path) -> Path | None:
             return path
         log.warning(f"{path} is corrupt or truncated; skipped")
     if found:
-        raise UserError(
-            f"save_folder: no checkpoint in {folder} is valid; remove them to start over, or choose another folder"
-        )
+        to_do = "remove them to start over, or choose another folder"
+        raise UserError(f"save_folder: no checkpoint in {folder} is valid; {to_do}")
     return None
 
 
@@ -135,12 +123,10 @@ def resume_hint(folder: Path) -> str:
 
 
 def check_load_path(path: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_duration: str) -> None:
-    """Raise UserError for a checkpoint that this run cannot start from. Those behind a URL are left to Composer."""
+    """Raise UserError for a file that this run cannot start from. Those behind a URL are left to Composer."""
     if "://" in path:
         return
     name = f"load_path={path}"
-    if not Path(path).is_file():
-        raise UserError(f"{name} is not a file; give a checkpoint or omit load_path")
     if not is_valid_checkpoint(Path(path)):
         raise UserError(f"{name} is corrupt or truncated, or not a checkpoint; copy it again or give another")
     checkpoint = read_checkpoint(Path(path))
@@ -149,13 +135,13 @@ def check_load_path(path: str, model: torch.nn.Module, optimizer: torch.optim.Op
     if shapes != its_shapes or checkpoint.published:
         raise UserError(f"{name} is a checkpoint of a different model than this config's; {hint}")
     groups = checkpoint.optimizers.get(type(optimizer).__qualname__)
-    if groups is None or optimizer_settings(groups) != optimizer_settings(optimizer.param_groups):
+    if groups is None or _settings(groups) != _settings(optimizer.param_groups):
         raise UserError(f"{name} was trained with a different optimizer than this config's; {hint}")
     check_remaining(checkpoint, max_duration, name)
 
 
-def optimizer_settings(groups: list[dict]) -> list[list]:
-    """Return the settings that loading a checkpoint restores, whatever the config says."""
+def _settings(groups: list[dict]) -> list[list]:
+    """Return the optimizer settings that loading a checkpoint restores, whatever the config says."""
     return [[g.get("initial_lr", g["lr"]), list(g["betas"]), g["eps"], g["weight_decay"]] for g in groups]
 
 
@@ -164,5 +150,5 @@ def check_remaining(checkpoint: Checkpoint, max_duration: str, name: str) -> Non
     end = Time.from_timestring(max_duration)
     done = checkpoint.timestamp.get(end.unit.name.lower(), 0)
     if done >= end.value:
-        at = f"{done}{end.unit.value}"
-        raise UserError(f"{name} is at {at}, so max_duration={max_duration} leaves nothing to train; use a longer one")
+        leaves = f"max_duration={max_duration} leaves nothing to train"
+        raise UserError(f"{name} is at {done}{end.unit.value}, so {leaves}; use a longer one")

@@ -7,7 +7,6 @@ from src.config import SEED, duration, key, load
 from src.errors import UserError
 
 Config = TypeVar("Config")
-BY_NAME = "by name, with arguments: "
 COUNT = {"at_least": 1, "at_most": 2**32 - 1}
 
 
@@ -19,9 +18,11 @@ class TrainerConfig:
         "name (linear_decay_with_warmup, cosine_with_warmup, constant, constant_with_warmup, warmup_stable_decay) and "
         "arguments"
     )
-    algorithms: dict[str, Any] = key(f"{BY_NAME}gradient_clipping, …", {})
-    callbacks: dict[str, Any] = key(f"{BY_NAME}speed_monitor, lr_monitor, memory_monitor, …", {}, may_change=True)
-    loggers: dict[str, Any] = key(f"{BY_NAME}tensorboard, wandb, mlflow, file", {}, may_change=True)
+    algorithms: dict[str, Any] = key("by name, with arguments: gradient_clipping, …", {})
+    callbacks: dict[str, Any] = key(
+        "by name, with arguments: speed_monitor, lr_monitor, memory_monitor, …", {}, may_change=True
+    )
+    loggers: dict[str, Any] = key("by name, with arguments: tensorboard, wandb, mlflow, file", {}, may_change=True)
     precision: str | None = key(
         "default: amp_bf16 on a GPU, fp32 on a CPU", None, choices=("fp32", "amp_bf16", "amp_fp16")
     )
@@ -32,11 +33,8 @@ class TrainerConfig:
     def check(self) -> None:
         """Check what the rules of individual keys cannot. Raises UserError."""
         for name in ("save_folder", "load_path"):
-            value = getattr(self, name, None) or ""
-            if "{" in value:
-                raise UserError(
-                    f"{name}={value} has braces, which Composer would replace; refer to keys as ${{run_name}}"
-                )
+            if "{" in (value := getattr(self, name, None) or ""):
+                raise UserError(f"{name}={value}: Composer would replace the braces; refer to keys as ${{run_name}}")
         if "://" in self.save_folder:
             raise UserError(f"save_folder={self.save_folder} is not a local folder; choose one, and copy the results")
 
@@ -69,15 +67,10 @@ class RunConfig(TrainerConfig):
     load_path: str | None = key("checkpoint to start from, with optimizer state and position in the data", None)
     autoresume: bool = key("resume from the last checkpoint in save_folder, if there is one", True, may_change=True)
     on_nonfinite_loss: str = key(
-        "stop: end the run before the step is saved; skip: drop the step's update and count it",
-        "stop",
-        choices=("stop", "skip"),
-        may_change=True,
+        "stop: end the run; skip: drop and count the step's update", "stop", choices=("stop", "skip"), may_change=True
     )
     activation_checkpointing: bool = key(
-        "keep only each layer's input and recompute the rest in the backward pass: less memory, a third more compute",
-        False,
-        may_change=True,
+        "recompute each layer in the backward pass: less memory, a third more compute", False, may_change=True
     )
     fsdp_config: dict[str, Any] = key(
         "arguments of Composer's FSDPConfig, to shard the model over GPUs; empty: DDP", {}, may_change=True
@@ -88,17 +81,10 @@ class RunConfig(TrainerConfig):
         choices=("single_auto_sync", "multi_auto_sync", "forced_sync"),
         may_change=True,
     )
-    dist_timeout: float = key(
-        "seconds a device waits for the others before the run ends", 300.0, above=0, may_change=True
-    )
-    compile_config: Any = key(
-        "arguments of torch.compile for the model, {} for its defaults; null: not compiled", None, may_change=True
-    )
+    dist_timeout: float = key("seconds a device waits for the others", 300.0, above=0, may_change=True)
+    compile_config: Any = key("arguments of torch.compile, {}: its defaults; null: not compiled", None, may_change=True)
     hf_export: str | None = key(
-        "also write a Hub folder of each checkpoint (save) or of the last (end) to save_folder/hub",
-        None,
-        choices=("end", "save"),
-        may_change=True,
+        "write Hub folders to save_folder/hub, at the end or each save", None, choices=("end", "save"), may_change=True
     )
     log_interval: str = duration("how often to write a line to metrics.jsonl", "10ba", units=("ba",), may_change=True)
 
@@ -108,24 +94,18 @@ class RunConfig(TrainerConfig):
         clipping = self.algorithms.get("gradient_clipping")
         by_value = isinstance(clipping, dict) and clipping.get("clipping_type") == "value"
         if self.on_nonfinite_loss == "skip" and by_value:  # clipping comes first, and hides infinite gradients
-            raise UserError(
-                "on_nonfinite_loss=skip cannot see infinite gradients clipped by value; use clipping_type norm"
-            )
+            raise UserError("on_nonfinite_loss=skip cannot see infinite gradients clipped by value; clip by norm")
         if self.activation_checkpointing and self.fsdp_config.get("activation_checkpointing"):
             raise UserError("activation_checkpointing is set twice, here and in fsdp_config; omit one")
 
 
 def load_config(schema: type[Config], script: str, example: str, argv: list[str]) -> Config:
     """Load the config of a command that trains; `--help` also lists the arguments of everything chosen by name."""
+    more_help = ""
+    if not {"-h", "--help"}.isdisjoint(argv):
+        from src.training.registry import describe_arguments  # whose imports take seconds
 
-    def arguments_by_name() -> str:
-        from src.training.registry import describe_arguments
-
-        return (
-            "arguments of everything chosen by name (in `callbacks` and the like, as name: {argument: value}):\n\n"
-            f"{describe_arguments()}"
-        )
-
-    config = load(schema, script, argv, example, arguments_by_name)
+        more_help = describe_arguments()
+    config = load(schema, script, argv, example, more_help)
     config.check()
     return config

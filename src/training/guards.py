@@ -1,16 +1,18 @@
-"""Callbacks that keep a run reproducible, finite and resumable."""
+"""Callbacks that keep a run reproducible, finite and resumable, or end it early."""
 
 import math
 import signal
 import time
+from typing import Any
 
 import numpy as np
 import torch
-from composer import Callback, Logger, State
+from composer import Callback, Logger, State, Timestamp, TimeUnit
+from composer.callbacks import EarlyStopper
 from composer.utils import dist
 
 from src.cli import log
-from src.errors import RunFailed
+from src.errors import RunFailed, UserError
 from src.training.checkpointing import CheckpointWriter, resume_hint
 
 
@@ -52,12 +54,10 @@ class FiniteLoss(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         loss = state.total_loss_dict["loss/train/total"]
         if self.action == "stop" and not math.isfinite(loss):
-            lr = state.schedulers[0].get_last_lr()[0]
-            raise RunFailed(
-                f"step {state.timestamp.batch.value}: loss is {loss} at learning rate {lr:.3g};"
-                f" {resume_hint(self.writer.folder)}; try a lower optimizer.lr in a new save_folder,"
-                " or on_nonfinite_loss=skip"
-            )
+            step, lr = state.timestamp.batch.value, state.schedulers[0].get_last_lr()[0]
+            to_do = "try a lower optimizer.lr in a new save_folder, or on_nonfinite_loss=skip"
+            hint = resume_hint(self.writer.folder)
+            raise RunFailed(f"step {step}: loss is {loss} at learning rate {lr:.3g}; {hint}; {to_do}")
 
     def state_dict(self) -> dict[str, int]:
         return {"skipped": self.skipped}
@@ -100,15 +100,15 @@ class StopOnSignal(Callback):
             signal.raise_signal(signum)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        if on_any_rank(self.requested, state):
-            failure = self.writer.save(state)
-            signum = self.requested or signal.SIGTERM  # signalled on another rank
-            name = signal.Signals(signum).name
-            if failure:
-                log.warning(f"{name}: {failure}; {resume_hint(self.writer.folder)}")
-            else:
-                log.info(f"{name}: saved step {state.timestamp.batch.value}; the same command resumes from it")
-            raise Stopped(128 + signum)
+        if not on_any_rank(self.requested, state):
+            return
+        failure = self.writer.save(state)
+        signum = signal.Signals(self.requested or signal.SIGTERM)  # 0: signalled on another rank
+        if failure:
+            log.warning(f"{signum.name}: {failure}; {resume_hint(self.writer.folder)}")
+        else:
+            log.info(f"{signum.name}: saved step {state.timestamp.batch.value}; the same command resumes from it")
+        raise Stopped(128 + signum)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         for signum, handler in self.old_handlers.items():
@@ -122,3 +122,39 @@ def on_any_rank(flag: object, state: State) -> bool:
     flags = state.device.tensor_to_device(torch.tensor([int(bool(flag))]))
     dist.all_reduce(flags, reduce_operation="MAX")
     return bool(flags.item())
+
+
+class ResumableEarlyStopper(EarlyStopper):
+    """End the run when `monitor` of `dataloader_label` has not improved for `patience`, in epochs or batches.
+
+    The best value is saved with the run. Raises UserError for a metric that is not measured.
+    """
+
+    def __init__(
+        self, monitor="LanguageCrossEntropy", dataloader_label="eval", comp=None, min_delta=0.0, patience="1ep"
+    ):
+        if comp is None and "crossentropy" in monitor.lower():  # Composer recognizes losses by other names
+            comp = "less"
+        super().__init__(monitor, dataloader_label, comp, min_delta, patience)
+        if self.patience.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH):
+            raise ValueError(f"patience {patience} must be in epochs (ep) or batches (ba)")
+
+    def before_load(self, state: State, logger: Logger) -> None:
+        measured = {**state.eval_metrics, "train": state.train_metrics or {}}
+        label = self.dataloader_label
+        if label not in measured:
+            raise UserError(f"callbacks.early_stopper.dataloader_label={label} must be one of {', '.join(measured)}")
+        if self.monitor not in measured[label]:
+            names = f"{', '.join(measured[label])}, measured on {label}"
+            raise UserError(f"callbacks.early_stopper.monitor={self.monitor} must be one of {names}")
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.best is None:
+            return {}
+        occurred = self.best_occurred
+        return {"best": float(self.best), "epoch": occurred.epoch.value, "batch": occurred.batch.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            self.best = torch.tensor(state["best"])
+            self.best_occurred = Timestamp(epoch=state["epoch"], batch=state["batch"])

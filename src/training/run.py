@@ -35,14 +35,14 @@ def run(task: Task) -> None:
 
 def train(task: Task, folder: Path) -> None:
     """Train until `max_duration`, from the run's latest valid checkpoint if there is one."""
+    from composer import TimeUnit
     from composer.utils import dist, reproducibility
     from tqdm.contrib.logging import logging_redirect_tqdm
 
     from src.publish.callback import HubExports
     from src.training import guards, registry, trainer
     from src.training.checkpointing import CheckpointWriter, check_load_path, latest_valid_checkpoint
-    from src.training.run_log import RunLog
-    from src.training.startup import Startup
+    from src.training.run_log import RunLog, Startup
 
     config = task.config
     startup = Startup()
@@ -69,7 +69,8 @@ def train(task: Task, folder: Path) -> None:
         dist.initialize_dist(device, config.dist_timeout)
     train_data, eval_data = task.build_loaders(device_batch)
     startup.done("data")
-    run_log = RunLog(folder, config.log_interval, config.run_name, config.progress_bar, task.curves, task.statistics)
+    title = config.run_name if config.progress_bar else None
+    run_log = RunLog(folder, config.log_interval, title, task.curves, task.statistics)
     writer = CheckpointWriter(folder, config.save_interval, config.save_num_checkpoints_to_keep)
     composer_trainer = trainer.build_trainer(
         model,
@@ -106,19 +107,25 @@ def train(task: Task, folder: Path) -> None:
     )
     state = composer_trainer.state
     startup.done("trainer")
+    model_title, data_title = task.describe(model)
+    log.info(f"{config.run_name}: {model_title}, {parameters:,} parameters, on {device} in {precision}")
+    log.info(f"data: {data_title}, up to {task.max_tokens_per_sample} tokens each")
     steps_per_epoch = len(train_data.dataloader)
-    announce(task, model, parameters, device, precision, steps_per_epoch, state.timestamp.batch.value)
+    announce(task, state, steps_per_epoch)
     run_folder.save_config(config, folder)
     if config.eval_first and state.timestamp.batch == 0:
         composer_trainer.eval()
         startup.done("first evaluation")
+    now, end = state.timestamp, state.max_duration
+    epochs = now.epoch.value + (now.batch_in_epoch.value >= steps_per_epoch)  # saved before the last epoch was counted
+    trained = now >= end or (end.unit == TimeUnit.EPOCH and epochs >= end.value)
     try:
-        if not is_trained(state, steps_per_epoch):
+        if not trained:
             with logging_redirect_tqdm():  # print messages above the progress bar
                 composer_trainer.fit()
             if task.statistics:
                 log.info(str(task.statistics))
-        elif guards.on_any_rank(not run_folder.is_evaluated(folder, state.timestamp.batch.value), state):
+        elif guards.on_any_rank(not run_folder.is_evaluated(folder, now.batch.value), state):
             composer_trainer.eval()  # killed between the last checkpoint and the evaluation that follows it
     except guards.Stopped:
         composer_trainer.close()
@@ -126,46 +133,18 @@ def train(task: Task, folder: Path) -> None:
     finally:
         run_log.end_progress()  # before the error that may have ended it is printed
     composer_trainer.close()
-    title = f"{config.run_name}: {'; '.join(task.describe(model))}"
+    title = f"{config.run_name}: {model_title}; {data_title}"
     run_folder.write_summary(config, task.curves, parameters, folder, state.timestamp.batch.value, title)
 
 
-def is_trained(state, steps_per_epoch: int) -> bool:
-    """Return whether no step is left; a checkpoint of an epoch's last step does not count that epoch yet."""
-    from composer import TimeUnit
-
-    now, end = state.timestamp, state.max_duration
-    epochs = now.epoch.value + (now.batch_in_epoch.value >= steps_per_epoch)
-    return now >= end or (end.unit == TimeUnit.EPOCH and epochs >= end.value)
-
-
-def announce(
-    task: Task, model, parameters: int, device: str, precision: str, steps_per_epoch: int, resumed_step: int
-) -> None:
-    """Log what is about to run."""
-    config = task.config
-    about_model, about_data = task.describe(model)
+def announce(task: Task, state, steps_per_epoch: int) -> None:
+    """Log how long the run of a Composer state is and where its results go."""
+    config, end, tokens = task.config, state.max_duration, task.max_tokens_per_sample
     batch = config.global_train_batch_size
-    log.info(f"{config.run_name}: {about_model}, {parameters:,} parameters, on {device} in {precision}")
-    log.info(f"data: {about_data}, up to {task.max_tokens_per_sample} tokens each")
-    at_least = "at least " if config.max_duration.endswith("tok") else ""  # samples may be shorter than the maximum
-    steps = total_steps(config.max_duration, batch, task.max_tokens_per_sample, steps_per_epoch)
-    tokens = batch * task.max_tokens_per_sample
-    log.info(f"{config.max_duration}: {at_least}{steps:,} steps of {batch:,} samples, up to {tokens:,} tokens")
+    per_step = {"ba": 1, "sp": batch, "tok": batch * tokens, "ep": 1 / steps_per_epoch}
+    steps = math.ceil(end.value / per_step[end.unit.value])
+    at_least = "at least " if end.unit.value == "tok" else ""  # samples may be shorter than the maximum
+    log.info(f"{config.max_duration}: {at_least}{steps:,} steps of {batch:,} samples, up to {batch * tokens:,} tokens")
     log.info(f"checkpoints, curves and metrics: {config.save_folder}, a checkpoint every {config.save_interval}")
-    if resumed_step:
-        log.info(f"resuming from step {resumed_step}")
-
-
-def total_steps(max_duration: str, batch_size: int, tokens_per_sample: int, steps_per_epoch: int) -> int:
-    """Return the number of steps of a run; for a duration in tokens, with samples of the maximum length."""
-    from composer import Time, TimeUnit
-
-    duration = Time.from_timestring(max_duration)
-    per_step = {
-        TimeUnit.BATCH: 1,
-        TimeUnit.SAMPLE: batch_size,
-        TimeUnit.TOKEN: batch_size * tokens_per_sample,
-        TimeUnit.EPOCH: 1 / steps_per_epoch,
-    }
-    return math.ceil(duration.value / per_step[duration.unit])
+    if step := state.timestamp.batch.value:
+        log.info(f"resuming from step {step}")

@@ -11,7 +11,7 @@ from src.config import fixed_settings, read_stored, to_dict
 from src.errors import RunFailed, UserError, reason
 from src.files import LATEST, METRICS, check_writable, read_json_lines, write_atomically, write_json
 from src.training.config import RunConfig
-from src.training.metrics import Curve, evaluations
+from src.training.task import Curve
 
 CONFIG, SUMMARY = "config.yaml", "summary.json"
 
@@ -22,36 +22,24 @@ def check_save_folder(config: RunConfig, folder: Path) -> None:
     stored = stored_config(folder, type(config))
     if stored is None:
         if any(folder.glob("ep*-rank0.pt")):
-            raise UserError(
-                f"save_folder: {folder} has checkpoints but no {CONFIG} that identifies their run;"
-                " restore it or choose another folder"
-            )
+            to_do = "restore it or choose another folder"
+            raise UserError(f"save_folder: {folder} has checkpoints but no {CONFIG} that identifies their run; {to_do}")
         return
     if not config.autoresume:
-        raise UserError(
-            f"save_folder: {folder} already holds a run; choose another or set autoresume=true to resume it"
-        )
+        to_do = "choose another or set autoresume=true to resume it"
+        raise UserError(f"save_folder: {folder} already holds a run; {to_do}")
     old, new = (fixed_settings(settings, type(config)) for settings in (stored, to_dict(config)))
     changed = {name for name, value in new.items() if old.get(name) != value}
-    changed -= {
-        name for name in changed if "." in name and name.rsplit(".", 1)[-1] in changed
-    }  # a loader's copy of a key
-    if changed:
-        raise UserError(
-            f"save_folder: {folder} holds a run that differs in {', '.join(sorted(changed))};"
-            f" choose another folder, or resume with the config in {folder / CONFIG}"
-        )
+    # A loader's copy of a key is not named besides it.
+    if names := sorted(name for name in changed if "." not in name or name.rsplit(".", 1)[-1] not in changed):
+        to_do = f"choose another folder, or resume with the config in {folder / CONFIG}"
+        raise UserError(f"save_folder: {folder} holds a run that differs in {', '.join(names)}; {to_do}")
     if config.max_duration != stored["max_duration"]:
-        check_shorter(config, folder)
+        from src.checkpoints.reading import read_checkpoint
+        from src.training.checkpointing import check_remaining, latest_valid_checkpoint
 
-
-def check_shorter(config: RunConfig, folder: Path) -> None:
-    """Raise UserError for a max_duration that the run in a folder has already reached."""
-    from src.checkpoints.reading import read_checkpoint
-    from src.training.checkpointing import check_remaining, latest_valid_checkpoint
-
-    if (latest := latest_valid_checkpoint(folder)) is not None:
-        check_remaining(read_checkpoint(latest), config.max_duration, f"save_folder: {latest}")
+        if (latest := latest_valid_checkpoint(folder)) is not None:
+            check_remaining(read_checkpoint(latest), config.max_duration, f"save_folder: {latest}")
 
 
 def stored_config(folder: Path, schema: type[RunConfig]) -> dict[str, Any] | None:
@@ -70,19 +58,26 @@ def save_config(config: RunConfig, folder: Path) -> None:
     if not is_main_process():
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / SUMMARY).unlink(missing_ok=True)  # of a shorter run that is now extended
         if stored_config(folder, type(config)) != to_dict(config):
             write_atomically(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
     except OSError as error:
-        raise UserError(
-            f"save_folder: cannot write to {folder}: {reason(error)}; free disk space or choose another folder"
-        ) from None
+        to_do = "free disk space or choose another folder"
+        raise UserError(f"save_folder: cannot write to {folder}: {reason(error)}; {to_do}") from None
+
+
+def evaluations(folder: Path, curves: tuple[Curve, ...] = ()) -> list[dict[str, Any]]:
+    """Return the evaluations of a run in order: {"step": …, curve.name: value, …}."""
+    return [
+        {"step": line["step"], **{curve.name: line["eval"][curve.eval_key] for curve in curves}}
+        for line in read_json_lines(folder / METRICS)
+        if "eval" in line
+    ]
 
 
 def is_evaluated(folder: Path, step: int) -> bool:
     """Return whether the run's last evaluation was at this step."""
-    return any(result["step"] == step for result in evaluations(folder, ())[-1:])
+    return any(result["step"] == step for result in evaluations(folder)[-1:])
 
 
 def write_summary(
@@ -121,8 +116,8 @@ def print_summary(folder: Path, curves: tuple[Curve, ...]) -> None:
     for name in names:
         if result := summary[name]:
             shown = f"{name}, step {result['step']:,}" if name == "best" else name
-            values = (curve.show(result[curve.name]).rjust(width) for curve, width in zip(curves, widths))
-            print(f"{shown:14}{''.join(values)}")
+            formats = [f"{width}.2%" if curve.percent else f"{width}.3f" for curve, width in zip(curves, widths)]
+            print(f"{shown:14}{''.join(format(result[c.name], f) for c, f in zip(curves, formats))}")
     checkpoint = folder / LATEST
     print(f"\ncheckpoint    {checkpoint}\ncurves        {folder / 'curves.png'}\nmetrics       {folder / METRICS}")
     print(f"\nnext: python src/hub.py export --checkpoint {checkpoint} --out my-model")

@@ -1,30 +1,26 @@
-"""Progress of a run: a bar, an estimate of the time left, and the lines of `metrics.jsonl`."""
+"""What a run reports: the time of startup, a progress bar, the time left, `metrics.jsonl` and TensorBoard files."""
 
 import contextlib
 import json
 import math
 import os
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from composer import Logger, State, Time, TimeUnit
-from composer.loggers import LoggerDestination
+import psutil
+from composer import Callback, Logger, State, Time, TimeUnit
+from composer.loggers import LoggerDestination, TensorboardLogger
 from tqdm import tqdm
 
 from src.cli import is_main_process, log, progress
 from src.errors import reason
 from src.files import METRICS, read_json_lines, write_atomically
-from src.training.metrics import Curve
+from src.training.task import Curve
 
 TRAIN_LOSS = "loss/train/total"  # Composer's names
 FLOPS, MFU = "throughput/flops_per_sec", "throughput/device/mfu"
-
-
-class Statistics(Protocol):
-    """What a data loader counts, as plain attributes; saved with the run."""
-
-    def shares(self) -> dict[str, float]:
-        """Return values for the lines of metrics.jsonl."""
 
 
 class RunLog(LoggerDestination):
@@ -34,22 +30,24 @@ class RunLog(LoggerDestination):
     the training metrics of `curves`; loss and rates are means since the previous line. Evaluation lines: {"step",
     "samples", "seconds", "eval": {metric: value}}. A resumed run drops the lines after its checkpoint. If a line cannot
     be written, the run continues without it and warns once.
+
+    Args:
+        title: of the progress bar; None: no bar.
+        statistics: those of a `Task`.
     """
 
     def __init__(
         self,
         folder: Path,
-        interval: str = "10ba",
-        description: str = "train",
-        show_progress: bool = True,
-        curves: tuple[Curve, ...] = (),
-        statistics: Statistics | None = None,
+        interval: str,
+        title: str | None = None,
+        curves: Sequence[Curve] = (),
+        statistics: Any = None,
     ):
         self.path = folder / METRICS
         self.interval = Time.from_timestring(interval).value
-        self.description = description
-        self.show_progress = show_progress
-        self.train_keys = {c.train_key: c for c in curves if c.train_key is not None and c.train_key != TRAIN_LOSS}
+        self.title = title
+        self.train_curves = [curve for curve in curves if curve.train_key not in (None, TRAIN_LOSS)]
         self.statistics = statistics
         self.latest: dict[str, float] = {}
         self.losses: list[float] = []
@@ -57,17 +55,11 @@ class RunLog(LoggerDestination):
         self.rates: dict[str, float] = {}  # between the last two lines
         self.bar: tqdm | None = None
         self.failed = False  # whether writing a line has failed
-        self.first_step: tuple[float, ...] | None = (
-            None  # step, tokens and seconds after the first step of this process
-        )
-        self.estimated = False
+        self.first_step: tuple[float, ...] = ()  # step, tokens and seconds after the first step of this process
+        self.estimated = False  # whether the time left has been logged
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self.latest.update({name: float(value) for name, value in metrics.items()})
-
-    def init(self, state: State, logger: Logger) -> None:
-        if is_main_process():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Drop the lines after the checkpoint that the run resumes from."""
@@ -89,22 +81,19 @@ class RunLog(LoggerDestination):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.last_counts = self._counts(state)
-        if self.show_progress:
-            self.bar = progress(desc=self.description, unit="step", initial=state.timestamp.batch.value)
+        if self.title is not None:
+            self.bar = progress(desc=self.title, unit="step", initial=state.timestamp.batch.value)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         self.losses.append(self.latest[TRAIN_LOSS])
-        batch = state.timestamp.batch.value
-        if batch % self.interval == 0 or batch == self._last_batch(state):
-            finite = [loss for loss in self.losses if math.isfinite(loss)]
-            loss = {"loss": sum(finite) / len(finite)} if finite else {}
-            shares = self.statistics.shares() if self.statistics else {}
-            self._write(state, {**loss, **self._training_metrics(state), **shares})
+        batch, last = state.timestamp.batch.value, self._last_batch(state)
+        if batch % self.interval == 0 or batch == last:
+            self._write(state, self._training_metrics(state))
             self.losses.clear()
         if not self.estimated:
-            self._estimate_time_left(state)
+            self._estimate_time_left(state, last)
         if self.bar is not None:
-            self.bar.total = self._last_batch(state)
+            self.bar.total = last
             self.bar.set_postfix_str(self._postfix(), refresh=False)
             self.bar.update(batch - self.bar.n)
 
@@ -137,42 +126,38 @@ class RunLog(LoggerDestination):
         return now.sample.value, now.token.value, now.total_wct.total_seconds()
 
     def _training_metrics(self, state: State) -> dict[str, float]:
-        metrics = {"lr": state.schedulers[0].get_last_lr()[0]} if state.schedulers else {}
-        names = {key: curve.name for key, curve in self.train_keys.items()}
+        finite = [loss for loss in self.losses if math.isfinite(loss)]
+        metrics = {"loss": sum(finite) / len(finite)} if finite else {}
+        if state.schedulers:
+            metrics["lr"] = state.schedulers[0].get_last_lr()[0]
+        names = {curve.train_key: curve.name for curve in self.train_curves}
         names |= {"skipped_steps": "skipped_steps", FLOPS: "flops_per_second", MFU: "share_of_peak_flops"}
         metrics |= {name: self.latest[key] for key, name in names.items() if key in self.latest}
         samples, tokens, seconds = (now - last for now, last in zip(self._counts(state), self.last_counts))
         self.last_counts = self._counts(state)
         self.rates = {"samples_per_second": samples / seconds, "tokens_per_second": tokens / seconds} if seconds else {}
-        return metrics | self.rates
+        return metrics | self.rates | (self.statistics.shares() if self.statistics else {})
 
     def _postfix(self) -> str:
         parts = [f"loss {self.latest[TRAIN_LOSS]:.3f}"]
-        for key, curve in self.train_keys.items():
-            if key in self.latest:
-                parts.append(
-                    f"{curve.name} {self.latest[key]:.1%}" if curve.percent else f"{curve.name} {self.latest[key]:.3f}"
-                )
+        for curve in self.train_curves:
+            if curve.train_key in self.latest:
+                parts.append(f"{curve.name} {self.latest[curve.train_key]:{'.1%' if curve.percent else '.3f'}}")
         parts += [f"{tqdm.format_sizeof(rate)} {name.split('_')[0]}/s" for name, rate in self.rates.items()]
         if FLOPS in self.latest:
             of_peak = f" ({self.latest[MFU]:.0%} of peak)" if MFU in self.latest else ""
             parts.append(f"{tqdm.format_sizeof(self.latest[FLOPS])}FLOP/s{of_peak}")
         return ", ".join(parts)
 
-    def _estimate_time_left(self, state: State) -> None:
+    def _estimate_time_left(self, state: State, last_batch: int | None) -> None:
         """After ten steps or twenty seconds, log once how long the rest will take, not counting the slow first step."""
-        _, tokens, seconds = self._counts(state)
-        now = (state.timestamp.batch.value, tokens, seconds)
-        if self.first_step is None:
-            self.first_step = now
-            return
+        now = (state.timestamp.batch.value, *self._counts(state)[1:])
+        self.first_step = self.first_step or now
         steps, tokens, seconds = (end - start for start, end in zip(self.first_step, now))
-        last = self._last_batch(state)
-        if last is None or not seconds or (steps < 10 and seconds < 20):
-            return
-        self.estimated = True
-        minutes = math.ceil((last - now[0]) * seconds / steps / 60)
-        log.info(f"about {minutes // 60}:{minutes % 60:02} hours left at {tokens / seconds:,.0f} tokens/s")
+        if last_batch is not None and seconds and (steps >= 10 or seconds >= 20):
+            self.estimated = True
+            minutes = math.ceil((last_batch - now[0]) * seconds / steps / 60)
+            log.info(f"about {minutes // 60}:{minutes % 60:02} hours left at {tokens / seconds:,.0f} tokens/s")
 
     def _write(self, state: State, values: dict[str, Any]) -> None:
         if not is_main_process():
@@ -190,7 +175,52 @@ class RunLog(LoggerDestination):
 
     def _warn(self, error: OSError) -> None:
         if not self.failed:
-            log.warning(
-                f"cannot write {self.path}: {reason(error)}; training continues without the lines it cannot write"
-            )
+            log.warning(f"cannot write {self.path}: {reason(error)}; training continues without these lines")
         self.failed = True
+
+
+class Startup(Callback):
+    """Measure the phases of startup and report them after the first step. Construct it once imports are done."""
+
+    def __init__(self) -> None:
+        self.started = self.last = psutil.Process().create_time()
+        self.phases: dict[str, float] = {}
+        self.done("imports")
+
+    def done(self, phase: str) -> None:
+        """Attribute the time since the previous phase to this one."""
+        now = time.time()
+        self.phases[phase], self.last = now - self.last, now
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if self.phases:
+            self.done("first step")
+            phases = ", ".join(f"{seconds:.1f} {phase}" for phase, seconds in self.phases.items())
+            log.info(f"first step after {self.last - self.started:.1f} s: {phases}")
+            self.phases = {}
+
+
+def _until_it_fails(write: Callable[..., None]) -> Callable[..., None]:
+    """Let a method of TensorBoard warn at the first OSError, and do nothing from then on."""
+
+    def guarded(self: "TensorBoard", *arguments: Any, **options: Any) -> None:
+        if self.failed:
+            return
+        try:
+            write(self, *arguments, **options)
+        except OSError as error:
+            self.failed = True
+            where = f"loggers.tensorboard: cannot write to {self.log_dir}"
+            log.warning(f"{where}: {reason(error)}; the run continues without it")
+
+    return guarded
+
+
+class TensorBoard(TensorboardLogger):
+    """Composer's logger; after a failed write it warns once, and the run continues without it."""
+
+    failed = False
+    run_event = _until_it_fails(TensorboardLogger.run_event)
+    log_metrics = _until_it_fails(TensorboardLogger.log_metrics)
+    log_images = _until_it_fails(TensorboardLogger.log_images)
+    close = _until_it_fails(TensorboardLogger.close)

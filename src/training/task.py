@@ -1,16 +1,26 @@
-"""The interface of a task: what one run trains. `src/training/run.py` does everything else."""
+"""The interface of a task: what one run trains, and what it measures. `src/training/run.py` does everything else."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from src.training.metrics import Curve
 
 if TYPE_CHECKING:  # a finished run is reported without these imports, which take seconds
     from composer import DataSpec
     from composer.models import HuggingFaceModel
 
-    from src.training.run_log import Statistics
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric, in the names of metrics.jsonl (`name` and `eval_key`) and of Composer (`train_key`)."""
+
+    name: str  # in lines of training and in summary.json, e.g. accuracy
+    title: str  # for people, e.g. masked accuracy
+    eval_key: str  # e.g. eval/MaskedAccuracy
+    train_key: str | None = None  # e.g. metrics/train/MaskedAccuracy; None: not measured in training
+    percent: bool = False
+    unit: str = ""  # of a value that is not a percentage, e.g. nats per token
+    baseline: bool = False  # drawn as a line: the score of a trivial prediction
 
 
 class Task(ABC):
@@ -18,7 +28,10 @@ class Task(ABC):
 
     command: str  # the script, for messages
     curves: tuple[Curve, ...]  # drawn and summarised; the evaluation with the lowest first curve is the best
-    statistics: "Statistics | None" = None  # of the training data, once `build_loaders` has run
+    max_tokens_per_sample: int
+    statistics: Any = (
+        None  # counts of the training data, as attributes, which are saved; `shares()` goes to the metrics
+    )
 
     def __init__(self, config: Any):
         self.config = config
@@ -33,13 +46,8 @@ class Task(ABC):
 
     @abstractmethod
     def build_loaders(self, device_batch_size: int) -> "tuple[DataSpec, DataSpec]":
-        """Return training and evaluation data for this device. Raises UserError."""
+        """Return training and evaluation data for this device, and set `statistics`. Raises UserError."""
 
     @abstractmethod
     def describe(self, model: "HuggingFaceModel") -> tuple[str, str]:
         """Return the model and the data in words."""
-
-    @property
-    @abstractmethod
-    def max_tokens_per_sample(self) -> int:
-        """Return the maximum number of tokens in a sample."""

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
 
-from src.checkpoints.model_arguments import ARGUMENTS, check_argument
+from src.checkpoints.adapters import ARGUMENTS, check_argument
 from src.config import Rule, check_known, check_value
 from src.data.tokenizers import load_tokenizer
 from src.errors import UserError

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from composer import Trainer
 from composer.distributed.mosaic_parallelism import BACKWARD_PREFETCH_MAP, SHARDING_MAP
+from composer.models import HuggingFaceModel
+from composer.utils import FSDPConfig
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from src.config import Rule, check_known, check_value, nearest
 from src.errors import UserError, first_line
-from src.training.registry import FSDP_ARGUMENTS, arguments_of
+from src.training.registry import arguments_of
 
 FSDP_RULES = {  # a checkpoint is one file, and Composer has no offloading of parameters yet
     "sharding_strategy": Rule(choices=tuple(SHARDING_MAP)),
@@ -22,6 +24,26 @@ FSDP_RULES = {  # a checkpoint is one file, and Composer has no offloading of pa
     "state_dict_type": Rule(choices=("full",)),
     "cpu_offload": Rule(choices=(False,)),
 }
+
+
+class AutocastModel(HuggingFaceModel):
+    """A HuggingFaceModel that can compute in bfloat16 on a CPU, where Composer has no mixed precision of its own."""
+
+    cpu_bfloat16 = False
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.cpu_bfloat16)
+
+    def forward(self, batch: Mapping[str, Any]) -> Any:
+        with self.autocast():
+            return super().forward(batch)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return what a checkpoint records about the model: its own class, even after FSDP has wrapped it."""
+        metadata = super().get_metadata()
+        model = getattr(self.model, "module", self.model)
+        metadata["model"]["config"]["class"] = f"{type(model).__module__}.{type(model).__name__}"
+        return metadata
 
 
 def configure_process(device: str) -> None:
@@ -37,15 +59,14 @@ def configure_process(device: str) -> None:
 def silence_libraries() -> None:
     """Hide messages of libraries that no user of this project can act on."""
     transformers_logging.set_verbosity_error()
-    logging.getLogger("composer").setLevel(logging.ERROR)
-    logging.getLogger("streaming").setLevel(logging.ERROR)
+    for library in ("composer", "streaming"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(composer|torch|torchmetrics|streaming)\b.*")
 
 
 def resolve_device(device: str | None) -> str:
     """Return "gpu" or "cpu": the requested device, or a GPU if there is one. Raises UserError if there is no GPU."""
     available = torch.cuda.is_available()
-    check_value("device", device, str | None, Rule(choices=("gpu", "cpu")))
     if device == "gpu" and not available:
         raise UserError("device=gpu, but no GPU is available; set device=cpu or omit it")
     return device or ("gpu" if available else "cpu")
@@ -53,30 +74,28 @@ def resolve_device(device: str | None) -> str:
 
 def resolve_precision(precision: str | None, device: str) -> str:
     """Return the training precision: the requested one, or amp_bf16 on a GPU and fp32 on a CPU. Raises UserError."""
-    choices = ("fp32", "amp_bf16", "amp_fp16") if device == "gpu" else ("fp32", "amp_bf16")
-    if precision is not None and precision not in choices:
-        raise UserError(f"precision={precision} must be one of {', '.join(choices)} on a {device}")
+    if precision == "amp_fp16" and device == "cpu":
+        raise UserError("precision=amp_fp16 must be one of fp32, amp_bf16 on a cpu")
     return precision or ("amp_bf16" if device == "gpu" else "fp32")
 
 
 def split_batch_size(global_batch: int, microbatch: Any, world_size: int, device: str) -> int:
     """Return the samples per device and step. Raises UserError for sizes that do not divide evenly."""
-    name = f"global_train_batch_size={global_batch}"
     if global_batch % world_size:
-        raise UserError(f"{name} is not divisible by {world_size} devices; use a multiple of {world_size}")
+        to_do = f"use a multiple of {world_size}"
+        raise UserError(f"global_train_batch_size={global_batch} is not divisible by {world_size} devices; {to_do}")
     device_batch = global_batch // world_size
+    name = f"device_train_microbatch_size={microbatch}"
     if microbatch == "auto" and device != "gpu":
-        raise UserError(f"device_train_microbatch_size=auto needs a GPU; give a number, such as {device_batch}")
+        raise UserError(f"{name} needs a GPU; give a number, such as {device_batch}")
     if microbatch != "auto" and not 1 <= microbatch <= device_batch:
-        raise UserError(
-            f"device_train_microbatch_size={microbatch} must be auto or between 1 and {device_batch} (per device)"
-        )
+        raise UserError(f"{name} must be auto or between 1 and {device_batch} (per device)")
     return device_batch
 
 
 def check_fsdp(section: Mapping[str, Any], device: str) -> None:
     """Raise UserError for an fsdp_config that Composer would ignore or fail on, or without a GPU."""
-    check_known("fsdp_config", section, FSDP_ARGUMENTS)
+    check_known("fsdp_config", section, arguments_of(FSDPConfig))
     for name in FSDP_RULES.keys() & section.keys():
         check_value(f"fsdp_config.{name}", section[name], rule=FSDP_RULES[name])
     if section and device != "gpu":
@@ -90,10 +109,9 @@ def check_compile(section: Any) -> None:
     if not isinstance(section, Mapping):
         raise UserError(f"compile_config={section!r} must be a section of `key: value` lines, {{}} or null")
     check_known("compile_config", section, arguments_of(torch.compile))
-    if "backend" in section and section["backend"] not in (known := torch._dynamo.list_backends(None)):
-        raise UserError(
-            f"compile_config.backend={section['backend']} is unknown{nearest(str(section['backend']), known)}"
-        )
+    backend = section.get("backend", "inductor")
+    if backend not in (known := torch._dynamo.list_backends(None)):
+        raise UserError(f"compile_config.backend={backend} is unknown{nearest(str(backend), known)}")
     try:
         torch.compile(nn.Identity(), **section)
     except Exception as error:  # an invalid mode or option
@@ -103,7 +121,7 @@ def check_compile(section: Any) -> None:
 def build_trainer(
     model: nn.Module, *, device: str, precision: str, float32_matmul_precision: str = "highest", **arguments: Any
 ) -> Trainer:
-    """Return Composer's Trainer; the model itself casts to bfloat16 on a CPU (src/training/model.py)."""
+    """Return Composer's Trainer; an `AutocastModel` itself casts to bfloat16 on a CPU."""
     silence_libraries()
     if device == "cpu" and precision == "amp_bf16":
         model.cpu_bfloat16 = True
