@@ -1,19 +1,15 @@
 """Plots in one style, with one colour per mixer. Titles name the data and the model, axes their units.
 
-`curves` draws metrics of runs, `bars` draws scores. For any other figure:
-
-    figure, axes = plots.subplots(columns=2, title="Forward and backward, float32, Xeon")
-    axes[0, 0].plot(lengths, milliseconds, color=plots.color("lion-s"), label="lion-s")
-    plots.label_axes(axes[0, 0], "time", "tokens", "ms", log=True)
-    plots.save(figure, path)
+`curves` draws metrics of runs, `bars` draws scores. Any other figure: `subplots`, plot in `color`s, `label_axes`, `save`.
 """
 
 import io
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from src.files import METRICS, read_json_lines, write_atomically
 
@@ -38,15 +34,11 @@ def color(name: str) -> str:
 
 def colors(names: Iterable[str]) -> list[str]:
     """Return a colour for each name in one figure: its mixer's if that is still free, else the next of OTHERS."""
-    chosen: list[str] = []
-    others = 0
+    chosen, others = [], itertools.cycle(OTHERS)
     for name in names:
         family = FAMILY.search(name.lower())
-        if family and COLORS[family[1]] not in chosen:
-            chosen.append(COLORS[family[1]])
-        else:
-            chosen.append(OTHERS[others % len(OTHERS)])
-            others += 1
+        own = COLORS[family[1]] if family else None
+        chosen.append(own if own and own not in chosen else next(others))
     return chosen
 
 
@@ -84,10 +76,7 @@ def save(figure: "Figure", path: Path) -> None:
     """Add one legend below all plots, write the figure in the format its suffix names, and free it. Raises OSError."""
     from matplotlib import pyplot
 
-    entries: dict[str, Any] = {}
-    for axis in figure.axes:
-        for handle, label in zip(*axis.get_legend_handles_labels()):
-            entries.setdefault(label, handle)
+    entries = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels())}
     if entries:
         fitting = int(figure.get_figwidth() / (0.8 + 0.08 * max(map(len, entries))))  # inches
         figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=max(1, fitting))
@@ -104,7 +93,7 @@ def curves(runs: Iterable[tuple[str, Path]], curves: Sequence["Curve"], path: Pa
     baselines = {curve.percent: curve for curve in curves if curve.baseline}
     figure, axes = subplots(columns=len(drawn), title=title)
     for axis, curve in zip(axes[0], drawn):
-        scale, floor, baseline = 100 if curve.percent else 1, None, baselines.get(curve.percent)
+        scale, baseline, floor = 100 if curve.percent else 1, baselines.get(curve.percent), None
         for shade, (name, lines) in zip(colors(metrics), metrics.items()):
             train = [(line["samples"], scale * line[curve.name]) for line in lines if curve.name in line]
             evaluations = [line for line in lines if curve.eval_key in line.get("eval", {})]
@@ -122,18 +111,13 @@ def curves(runs: Iterable[tuple[str, Path]], curves: Sequence["Curve"], path: Pa
 
 
 def bars(
-    runs: Sequence[tuple[str, Mapping[str, Sequence[float]]]],
-    baselines: Mapping[str, float],
-    path: Path,
-    title: str,
-    y_label: str,
-    baseline_label: str = "majority class",
+    runs: Sequence[tuple[str, Mapping]], baselines: Mapping[str, float], path: Path, title: str, y_label: str
 ) -> None:
     """Draw scores as bars, one colour per run: the mean of each group with a dot per seed, and a dashed baseline.
 
     Args:
         runs: (name, {group: scores of its seeds}); a group, such as a task with its metric, may have several lines.
-        baselines: {group: score}.
+        baselines: {group: score of the majority class}.
     """
     groups = list(dict.fromkeys(group for _, scores in runs for group in scores))
     figure, axes = subplots(title=title, width=max(4.5, 1.2 * len(groups) * max(1, len(runs) / 2) + 2), height=4.5)
@@ -146,7 +130,7 @@ def bars(
             axis.plot([middle] * len(seeds), seeds, "k.", markersize=4)
     for place, group in enumerate(groups):
         if group in baselines:
-            axis.plot([place - 0.45, place + 0.45], [baselines[group]] * 2, "k--", linewidth=1, label=baseline_label)
+            axis.plot([place - 0.45, place + 0.45], [baselines[group]] * 2, "k--", linewidth=1, label="majority class")
     label_axes(axis, "", "", y_label)
     axis.set_xticks(range(len(groups)), groups)
     axis.grid(visible=False, axis="x")

@@ -88,5 +88,5 @@ def test_warmup_stable_decay_rises_stays_and_falls_at_the_end():
 
 @pytest.mark.parametrize("decay", [0, 1.5])
 def test_a_decay_must_be_a_fraction_of_the_run(decay):
-    with pytest.raises(UserError, match=f"scheduler.decay={decay} must be a fraction of the run"):
+    with pytest.raises(UserError, match=f"scheduler.decay={decay} must be a number > 0 and ≤ 1"):
         build_scheduler({"name": "warmup_stable_decay", "t_warmup": "2ba", "decay": decay})

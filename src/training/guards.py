@@ -12,7 +12,8 @@ from composer.callbacks import EarlyStopper
 from composer.utils import dist
 
 from src.cli import log
-from src.errors import RunFailed, UserError
+from src.config import Rule, check_value
+from src.errors import RunFailed
 from src.training.checkpointing import CheckpointWriter, resume_hint
 
 
@@ -66,12 +67,8 @@ class FiniteLoss(Callback):
         self.skipped = state["skipped"]
 
 
-class Stopped(SystemExit):
-    """A signal ended the run, which has saved its last step if it could. `code` is the exit status."""
-
-
 class StopOnSignal(Callback):
-    """On SIGTERM or Ctrl-C: finish the step (and the evaluation after it), save, and raise Stopped.
+    """On SIGTERM or Ctrl-C: finish the step (and the evaluation after it), save, and raise SystemExit.
 
     The same signal again, at least `PAUSE` seconds later, ends the run at once. A sooner one may be a duplicate:
     `timeout` or a scheduler signals the whole process group, and Composer's launcher in it forwards the signal.
@@ -108,7 +105,7 @@ class StopOnSignal(Callback):
             log.warning(f"{signum.name}: {failure}; {resume_hint(self.writer.folder)}")
         else:
             log.info(f"{signum.name}: saved step {state.timestamp.batch.value}; the same command resumes from it")
-        raise Stopped(128 + signum)
+        raise SystemExit(128 + signum)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         for signum, handler in self.old_handlers.items():
@@ -141,12 +138,9 @@ class ResumableEarlyStopper(EarlyStopper):
 
     def before_load(self, state: State, logger: Logger) -> None:
         measured = {**state.eval_metrics, "train": state.train_metrics or {}}
-        label = self.dataloader_label
-        if label not in measured:
-            raise UserError(f"callbacks.early_stopper.dataloader_label={label} must be one of {', '.join(measured)}")
-        if self.monitor not in measured[label]:
-            names = f"{', '.join(measured[label])}, measured on {label}"
-            raise UserError(f"callbacks.early_stopper.monitor={self.monitor} must be one of {names}")
+        labels, key = Rule(choices=tuple(measured)), "callbacks.early_stopper"
+        check_value(f"{key}.dataloader_label", self.dataloader_label, rule=labels)
+        check_value(f"{key}.monitor", self.monitor, rule=Rule(choices=tuple(measured[self.dataloader_label])))
 
     def state_dict(self) -> dict[str, Any]:
         if self.best is None:

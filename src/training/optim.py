@@ -4,8 +4,6 @@ import torch
 from composer import State
 from composer.optim import ComposerScheduler, ConstantWithWarmupScheduler, DecoupledAdamW
 
-from src.errors import UserError
-
 
 class FusedDecoupledAdamW(DecoupledAdamW):
     """Adam whose weight decay follows the learning rate's schedule, not its peak:  w ← (1 - lr_t/lr · weight_decay) w.
@@ -31,12 +29,10 @@ class WarmupStableDecayScheduler(ComposerScheduler):
     """Linear warm-up, a constant rate, and over the last `decay` of the run a linear decay to `alpha_f` of it.
 
     The constant part can be extended, since nothing before the decay depends on the run's length (Hu et al. 2024,
-    arXiv:2404.06395, section 4). `t_warmup` is a Composer time string, and `decay` is a fraction of the run.
+    arXiv:2404.06395, section 4). `decay` is a fraction of the run.
     """
 
     def __init__(self, t_warmup: str, decay: float = 0.1, alpha_f: float = 0.0):
-        if not 0 < decay <= 1:
-            raise UserError(f"scheduler.decay={decay} must be a fraction of the run, > 0 and ≤ 1")
         self.warmup = ConstantWithWarmupScheduler(t_warmup)
         self.decay = decay
         self.alpha_f = alpha_f

@@ -123,15 +123,15 @@ def train(task: Task, folder: Path) -> None:
         if not trained:
             with logging_redirect_tqdm():  # print messages above the progress bar
                 composer_trainer.fit()
-            if task.statistics:
-                log.info(str(task.statistics))
         elif guards.on_any_rank(not run_folder.is_evaluated(folder, now.batch.value), state):
             composer_trainer.eval()  # killed between the last checkpoint and the evaluation that follows it
-    except guards.Stopped:
+    except SystemExit:  # after a signal
         composer_trainer.close()
         raise
     finally:
-        run_log.end_progress()  # before the error that may have ended it is printed
+        run_log.end_progress()  # before the next message, or the error that ended it, is printed
+    if task.statistics and not trained:
+        log.info(str(task.statistics))
     composer_trainer.close()
     title = f"{config.run_name}: {model_title}; {data_title}"
     run_folder.write_summary(config, task.curves, parameters, folder, state.timestamp.batch.value, title)

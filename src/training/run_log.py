@@ -51,11 +51,10 @@ class RunLog(LoggerDestination):
         self.statistics = statistics
         self.latest: dict[str, float] = {}
         self.losses: list[float] = []
-        self.last_counts = (0, 0, 0.0)  # samples, tokens and seconds at the previous line
+        self.last_line = self.first_step = ()  # `_counts` at the previous line, and after this process's first step
         self.rates: dict[str, float] = {}  # between the last two lines
         self.bar: tqdm | None = None
         self.failed = False  # whether writing a line has failed
-        self.first_step: tuple[float, ...] = ()  # step, tokens and seconds after the first step of this process
         self.estimated = False  # whether the time left has been logged
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -80,7 +79,7 @@ class RunLog(LoggerDestination):
             vars(self.statistics).update(state["padding"])
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self.last_counts = self._counts(state)
+        self.last_line = _counts(state)
         if self.title is not None:
             self.bar = progress(desc=self.title, unit="step", initial=state.timestamp.batch.value)
 
@@ -106,9 +105,6 @@ class RunLog(LoggerDestination):
         }
         self._write(state, {"eval": values})
 
-    def fit_end(self, state: State, logger: Logger) -> None:
-        self.end_progress()
-
     def end_progress(self) -> None:
         """Close the bar, so that the next message starts on a new line."""
         if self.bar is not None:
@@ -121,10 +117,6 @@ class RunLog(LoggerDestination):
         elapsed = state.get_elapsed_duration().value
         return round(state.timestamp.batch.value / elapsed) if elapsed else None
 
-    def _counts(self, state: State) -> tuple[int, int, float]:
-        now = state.timestamp
-        return now.sample.value, now.token.value, now.total_wct.total_seconds()
-
     def _training_metrics(self, state: State) -> dict[str, float]:
         finite = [loss for loss in self.losses if math.isfinite(loss)]
         metrics = {"loss": sum(finite) / len(finite)} if finite else {}
@@ -133,8 +125,8 @@ class RunLog(LoggerDestination):
         names = {curve.train_key: curve.name for curve in self.train_curves}
         names |= {"skipped_steps": "skipped_steps", FLOPS: "flops_per_second", MFU: "share_of_peak_flops"}
         metrics |= {name: self.latest[key] for key, name in names.items() if key in self.latest}
-        samples, tokens, seconds = (now - last for now, last in zip(self._counts(state), self.last_counts))
-        self.last_counts = self._counts(state)
+        _, samples, tokens, seconds = (now - last for now, last in zip(_counts(state), self.last_line))
+        self.last_line = _counts(state)
         self.rates = {"samples_per_second": samples / seconds, "tokens_per_second": tokens / seconds} if seconds else {}
         return metrics | self.rates | (self.statistics.shares() if self.statistics else {})
 
@@ -151,23 +143,22 @@ class RunLog(LoggerDestination):
 
     def _estimate_time_left(self, state: State, last_batch: int | None) -> None:
         """After ten steps or twenty seconds, log once how long the rest will take, not counting the slow first step."""
-        now = (state.timestamp.batch.value, *self._counts(state)[1:])
-        self.first_step = self.first_step or now
-        steps, tokens, seconds = (end - start for start, end in zip(self.first_step, now))
+        self.first_step = self.first_step or _counts(state)
+        steps, _, tokens, seconds = (now - first for now, first in zip(_counts(state), self.first_step))
         if last_batch is not None and seconds and (steps >= 10 or seconds >= 20):
             self.estimated = True
-            minutes = math.ceil((last_batch - now[0]) * seconds / steps / 60)
+            minutes = math.ceil((last_batch - state.timestamp.batch.value) * seconds / steps / 60)
             log.info(f"about {minutes // 60}:{minutes % 60:02} hours left at {tokens / seconds:,.0f} tokens/s")
 
     def _write(self, state: State, values: dict[str, Any]) -> None:
         if not is_main_process():
             return
-        now = state.timestamp
-        at = {"step": now.batch.value, "samples": now.sample.value, "seconds": round(now.total_wct.total_seconds(), 1)}
+        step, samples, _, seconds = _counts(state)
+        line = {"step": step, "samples": samples, "seconds": round(seconds, 1), **values}
         size = self.path.stat().st_size if self.path.is_file() else 0
         try:
             with self.path.open("a") as file:
-                file.write(json.dumps({**at, **values}) + "\n")
+                file.write(json.dumps(line) + "\n")
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.truncate(self.path, size)  # a partial line would hide those after it
@@ -177,6 +168,12 @@ class RunLog(LoggerDestination):
         if not self.failed:
             log.warning(f"cannot write {self.path}: {reason(error)}; training continues without these lines")
         self.failed = True
+
+
+def _counts(state: State) -> tuple[int, int, int, float]:
+    """Return the steps, samples, tokens and seconds of a run so far."""
+    now = state.timestamp
+    return now.batch.value, now.sample.value, now.token.value, now.total_wct.total_seconds()
 
 
 class Startup(Callback):

@@ -8,22 +8,14 @@ from typing import Any
 
 import torch
 from composer import Trainer
-from composer.distributed.mosaic_parallelism import BACKWARD_PREFETCH_MAP, SHARDING_MAP
 from composer.models import HuggingFaceModel
 from composer.utils import FSDPConfig
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from src.config import Rule, check_known, check_value, nearest
+from src.config import nearest
 from src.errors import UserError, first_line
-from src.training.registry import arguments_of
-
-FSDP_RULES = {  # a checkpoint is one file, and Composer has no offloading of parameters yet
-    "sharding_strategy": Rule(choices=tuple(SHARDING_MAP)),
-    "backward_prefetch": Rule(choices=tuple(BACKWARD_PREFETCH_MAP)),
-    "state_dict_type": Rule(choices=("full",)),
-    "cpu_offload": Rule(choices=(False,)),
-}
+from src.training.registry import check_arguments
 
 
 class AutocastModel(HuggingFaceModel):
@@ -95,9 +87,7 @@ def split_batch_size(global_batch: int, microbatch: Any, world_size: int, device
 
 def check_fsdp(section: Mapping[str, Any], device: str) -> None:
     """Raise UserError for an fsdp_config that Composer would ignore or fail on, or without a GPU."""
-    check_known("fsdp_config", section, arguments_of(FSDPConfig))
-    for name in FSDP_RULES.keys() & section.keys():
-        check_value(f"fsdp_config.{name}", section[name], rule=FSDP_RULES[name])
+    check_arguments("fsdp_config", FSDPConfig, section)
     if section and device != "gpu":
         raise UserError("fsdp_config shards a model over GPUs, and this run is on a cpu; omit it")
 
@@ -108,7 +98,7 @@ def check_compile(section: Any) -> None:
         return
     if not isinstance(section, Mapping):
         raise UserError(f"compile_config={section!r} must be a section of `key: value` lines, {{}} or null")
-    check_known("compile_config", section, arguments_of(torch.compile))
+    check_arguments("compile_config", torch.compile, section)
     backend = section.get("backend", "inductor")
     if backend not in (known := torch._dynamo.list_backends(None)):
         raise UserError(f"compile_config.backend={backend} is unknown{nearest(str(backend), known)}")
