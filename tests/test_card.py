@@ -37,7 +37,7 @@ def metadata(card: str) -> dict:
 def checkpoint(tmp_path, write_checkpoint, write_config) -> Checkpoint:
     """The checkpoint of step 1,200 in the folder of its run, which went on to step 1,800."""
     from src.config import load, to_dict
-    from src.mlm.config import PretrainConfig
+    from src.mlm.task import PretrainConfig
 
     config = load(PretrainConfig, "main.py", [str(write_config(tmp_path))])
     path = write_checkpoint(tmp_path / "run" / "checkpoint.pt")
@@ -69,7 +69,7 @@ def test_a_card_tells_sizes_steps_recipe_and_the_evaluation_of_that_step(checkpo
 def test_a_new_mixer_has_a_card_too(checkpoint, monkeypatch):
     monkeypatch.setattr(configuration_lion, "MIXERS", ("lion-x",))
     monkeypatch.setitem(mixers.MIXERS, "lion-x", mixers.MIXERS["lion-s"])
-    checkpoint.config["mixer"] = "lion-x"
+    checkpoint.config.mixer = "lion-x"
     assert "BERT with lion-x (" in model_card(checkpoint, "my-model")
 
 
@@ -182,9 +182,9 @@ def classifier(tmp_path, checkpoint) -> Checkpoint:
     """A fine-tuned checkpoint in the folder of its job."""
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "result.json").write_text(json.dumps(RESULT))
-    config = {**checkpoint.config, "id2label": {0: "entailment", 1: "not_entailment"}}
+    checkpoint.config.id2label = {0: "entailment", 1: "not_entailment"}
     checkpoint.path, checkpoint.run_name = Path(tmp_path, "job", "latest-rank0.pt"), "tiny-glue-rte-19"
-    checkpoint.class_name, checkpoint.config = "LionForSequenceClassification", config
+    checkpoint.class_name = "LionForSequenceClassification"
     return checkpoint
 
 
@@ -216,7 +216,7 @@ def test_the_job_of_a_search_is_known_by_its_folder(classifier):
 
 
 def test_a_regression_has_no_names_of_labels(classifier):
-    classifier.config = {**classifier.config, "id2label": {0: "LABEL_0"}}
+    classifier.config.id2label = {0: "LABEL_0"}
     assert "LABEL_0" not in model_card(classifier, "my-model")
 
 

@@ -13,7 +13,7 @@ from src.errors import UserError
 from src.lion import LionForMaskedLM, LionForSequenceClassification
 from src.publish import commands as hub
 from src.publish import folder as hub_folder
-from src.publish.proof import check_proof
+from src.publish.commands import check_proof
 
 PUBLISHED = sorted(PARITY.glob("*.safetensors"))
 

@@ -89,7 +89,7 @@ def test_only_model_settings_are_taken_from_a_config(write_checkpoint, tmp_path)
         }
 
     read = read_checkpoint(write_checkpoint(tmp_path / "c.pt", edit=edit))
-    assert read.config["id2label"] == {0: "bad", 1: "good", 2: "ugly"}
+    assert read.config.id2label == {0: "bad", 1: "good", 2: "ugly"}
     hub_folder.write(read, tmp_path / "my-model")
     assert "someone" not in (tmp_path / "my-model" / "config.json").read_text()
 

@@ -1,16 +1,34 @@
-"""Map the parameter names and settings of the checkpoints published by the paper's authors to ours.
+"""The settings and tensors of stored models → ours, also for the checkpoints published by the paper's authors.
 
-They are `LIONS-EPFL/{BERT,LION-Lit,LION-D,LION-S}-{base,large}-mlm` on the Hub.
+Those are `LIONS-EPFL/{BERT,LION-Lit,LION-D,LION-S}-{base,large}-mlm` on the Hub.
 """
 
+import inspect
 import re
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from src.config import Rule, check_value
 from src.errors import UserError, first_line
 from src.lion import LionConfig
 
+# The arguments of LionConfig: name → type.
+ARGUMENTS = {name: entry.annotation for name, entry in inspect.signature(LionConfig).parameters.items()}
+del ARGUMENTS["kwargs"]
+COUNT, FRACTION, NOT_NEGATIVE = Rule(at_least=1), Rule(at_least=0, below=1), Rule(at_least=0)
+RULES = {
+    "vocab_size": COUNT, "hidden_size": COUNT, "num_hidden_layers": COUNT, "num_attention_heads": COUNT,
+    "intermediate_size": COUNT, "chunk_size": COUNT, "max_position_embeddings": COUNT, "type_vocab_size": COUNT,
+    "hidden_dropout_prob": FRACTION, "attention_probs_dropout_prob": FRACTION, "classifier_dropout": FRACTION,
+    "initializer_range": NOT_NEGATIVE, "layer_norm_eps": NOT_NEGATIVE, "pad_token_id": NOT_NEGATIVE,
+}  # fmt: skip
+# Nothing else is taken from a stored config: other keys can name code that transformers would load (custom_pipelines).
+SETTINGS = {*ARGUMENTS, "num_labels", "id2label", "label2id", "problem_type"}
+OURS = {"mixer", "attention_form", "chunk_size", "classifier_pooling", "tie_word_embeddings"}  # not in their configs
+
+# Their `arch_type` → our mixer.
 MIXERS = {
     "attention": "softmax",
     "linear_attention": "lion-lit",
@@ -41,21 +59,29 @@ RENAMED = (
 )
 
 
-def config_from_published(config: dict, source: str = "the checkpoint") -> LionConfig:
+def check_argument(name: str, value: Any) -> None:
+    """Raise UserError for a value of the wrong type or out of bounds. `name` may be dotted: model.mixer."""
+    argument = name.rsplit(".", 1)[-1]
+    check_value(name, value, ARGUMENTS[argument], RULES.get(argument, Rule()))
+
+
+def lion_config(config: dict[str, Any], source: str) -> LionConfig:
+    """Return a stored config as a LionConfig. Raises UserError for values that LionConfig rejects."""
+    try:
+        for name in sorted(ARGUMENTS.keys() & config.keys()):
+            check_argument(name, config[name])
+        return LionConfig(**{name: config[name] for name in SETTINGS & config.keys()})
+    except Exception as error:  # arithmetic can also raise anything for a value of the right type
+        raise UserError(f"the config of {source} is not valid ({first_line(error)})") from None
+
+
+def config_from_published(config: dict[str, Any], source: str = "the checkpoint") -> LionConfig:
     """Convert their config to ours. Raises UserError for an unknown `arch_type` or values that LionConfig rejects."""
     arch = str(config.get("arch_type", "attention"))
     if arch not in MIXERS:
         raise UserError(f"arch_type {arch!r} of {source} must be one of {', '.join(MIXERS)}")
-    same = (
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
-        "hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings", "type_vocab_size",
-        "initializer_range", "layer_norm_eps", "pad_token_id", "classifier_dropout", "num_labels", "id2label",
-        "label2id", "problem_type",
-    )  # fmt: skip
-    try:
-        return LionConfig(mixer=MIXERS[arch], **{name: config[name] for name in same if config.get(name) is not None})
-    except Exception as error:  # whatever arithmetic raises for a value of the wrong type
-        raise UserError(f"the config of {source} is not valid ({first_line(error)})") from None
+    same = {name: config[name] for name in SETTINGS - OURS if config.get(name) is not None}
+    return lion_config({**same, "mixer": MIXERS[arch]}, source)
 
 
 def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> dict[str, Tensor]:
@@ -67,27 +93,24 @@ def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> d
     Raises:
         UserError: a tensor is unknown, or tensors that belong together do not match; the message names them.
     """
-    ours, unknown = {}, []
-    classifier, masked_lm = (
-        any(name.startswith(part) for name in state) for part in ("classifier.", "cls.predictions.")
-    )
-    unread = ["cls.seq_relationship."]
-    unread += ["cls.predictions."] if classifier else ["bert.pooler."] if masked_lm else []
+    ours, unknown, unused = {}, [], ["cls.seq_relationship."]
+    classifies = any(name.startswith("classifier.") for name in state)
+    if classifies:
+        unused.append("cls.predictions.")
+    elif any(name.startswith("cls.predictions.") for name in state):
+        unused.append("bert.pooler.")
     if not config.has_positions:
-        unread.append("bert.embeddings.position_embeddings.")
+        unused.append("bert.embeddings.position_embeddings.")
     for name, tensor in state.items():
-        if name.endswith("position_ids") or name == "cls.predictions.bias" or name.startswith(tuple(unread)):
+        if name.endswith("position_ids") or name == "cls.predictions.bias" or name.startswith(tuple(unused)):
             continue
-        for pattern, replacement in RENAMED:
-            renamed, found = re.subn(pattern, replacement, name)
-            if found:
-                ours[renamed] = tensor
-                break
+        if found := next(((pattern, new) for pattern, new in RENAMED if re.match(pattern, name)), None):
+            ours[re.sub(*found, name)] = tensor
         else:
             unknown.append(name)
     if unknown:
         raise UserError(f"the checkpoint holds tensors that no LION model has: {', '.join(sorted(unknown))}")
-    if "cls.predictions.bias" in state and not classifier:
+    if "cls.predictions.bias" in state and not classifies:
         bias = ours.setdefault("head.decoder.bias", state["cls.predictions.bias"])
         if not torch.equal(bias.double(), state["cls.predictions.bias"].double()):
             both = "cls.predictions.bias and cls.predictions.decoder.bias"

@@ -3,6 +3,7 @@
 Every tensor in a file must be used by the model; otherwise reading fails and names it.
 """
 
+import copy
 import json
 import tempfile
 from dataclasses import dataclass, field
@@ -14,16 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from src import lion
-from src.checkpoints.adapters import config_from_published, state_dict_from_published
-from src.checkpoints.integrity import check_hub_folder
-from src.checkpoints.model_arguments import ARGUMENTS, check_argument
-from src.checkpoints.safe_load import load_safely
+from src.checkpoints.adapters import config_from_published, lion_config, state_dict_from_published
+from src.checkpoints.safe_load import check_hub_folder, load_safely
 from src.data import tokenizers
 from src.errors import UserError, first_line
 
 MODELS = tuple(name for name in lion.__all__ if name == "LionModel" or name.startswith("LionFor"))
-# Nothing else is taken from a stored config: other keys can name code that transformers would load (custom_pipelines).
-SETTINGS = {*ARGUMENTS, "num_labels", "id2label", "label2id", "problem_type"}
 # Other tokenizer files are rejected: they can be code, or refer to code (adapter_config.json, modules.json).
 TOKENIZER_FILES = {
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -40,10 +37,10 @@ class Checkpoint:
 
     path: Path
     class_name: str  # of the model, one of MODELS
-    config: dict[str, Any]  # arguments of LionConfig
-    tokenizer: dict[str, dict[str, Any]]  # in Composer's format, see `tokenizer_files`; empty if there is none
+    config: lion.LionConfig
     weights: dict[str, Tensor]
-    timestamp: dict[str, Any] = field(default_factory=dict)  # batch, sample, …; empty in weights-only checkpoints
+    tokenizer: dict[str, dict[str, Any]]  # in Composer's format, see `tokenizer_files`; empty if there is none
+    timestamp: dict[str, int] = field(default_factory=dict)  # batch, sample, …; empty in weights-only checkpoints
     run_name: str | None = None
     optimizers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # class → settings per parameter group
     published: str | None = None  # the source, if the paper's authors published it; None for ours
@@ -51,16 +48,15 @@ class Checkpoint:
     def build(self) -> "lion.LionPreTrainedModel":
         """Return the model with its weights. Raises UserError naming tensors that are missing, unused or wrong."""
         try:
-            model = getattr(lion, self.class_name)(lion.LionConfig(**self.config))
+            model = getattr(lion, self.class_name)(copy.deepcopy(self.config))
         except Exception as error:  # whatever a layer raises for impossible sizes
-            raise _invalid_config(self.path, error) from None
+            raise UserError(f"the config of {self.path} is not valid ({first_line(error)})") from None
         load_all(model, self.weights, str(self.path))
         return model.eval()
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Return the tokenizer's files by name. Raises UserError for any that is not expected or refers to code."""
-        files = {}
-        refused = f"the tokenizer of {self.path}"
+        files, refused = {}, f"the tokenizer of {self.path}"
         try:
             for name, file in self.tokenizer.items():
                 suffix, content = file["file_extension"], file["content"]
@@ -80,16 +76,16 @@ class Checkpoint:
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Return the tokenizer, or None if there is none. Raises UserError if it cannot be loaded."""
-        if not self.tokenizer:
-            return None
         with tempfile.TemporaryDirectory() as folder:
             for name, content in self.tokenizer_files().items():
                 Path(folder, name).write_bytes(content)
             return load_tokenizer(Path(folder), str(self.path))
 
 
-def load_tokenizer(folder: Path, source: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in a folder without running code from it. Raises UserError naming its `source`."""
+def load_tokenizer(folder: Path, source: str) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer in a folder, if there is one, without running its code. Raises UserError naming `source`."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
     try:
         return tokenizers.load_tokenizer(folder)
     except UserError as error:
@@ -103,66 +99,38 @@ def read_checkpoint(path: Path) -> Checkpoint:
     loaded = load_safely(path)
     try:
         state = loaded["state"]
-        integration = state["integrations"]["huggingface"]
-        class_name = integration["model"]["config"]["class"].rsplit(".", 1)[-1]
-        config = dict(integration["model"]["config"]["content"])
+        stored = state["integrations"]["huggingface"]
+        class_name = stored["model"]["config"]["class"].rsplit(".", 1)[-1]
+        config = dict(stored["model"]["config"]["content"])
         weights = {name.removeprefix("model."): tensor for name, tensor in state["model"].items()}
-        timestamp = dict(state.get("timestamp", {}).get("Timestamp", {}))
-        tokenizer = dict(integration.get("tokenizer") or {})
-        name, optimizers = state.get("run_name"), state.get("optimizers")
+        counts = state.get("timestamp", {}).get("Timestamp", {})
+        facts = {
+            "tokenizer": dict(stored.get("tokenizer") or {}),
+            "timestamp": {unit: count for unit, count in counts.items() if isinstance(count, int)},
+            "run_name": str(state["run_name"]) if state.get("run_name") else None,
+            "optimizers": {name: kept["param_groups"] for name, kept in (state.get("optimizers") or {}).items()},
+        }
     except Exception:  # whatever the objects in some other kind of file raise
         raise UserError(f"{path} is not a Composer checkpoint of a transformers model") from None
-    facts = {
-        "timestamp": {unit: count for unit, count in timestamp.items() if isinstance(count, int)},
-        "run_name": name if isinstance(name, str) else None,
-        "optimizers": {
-            name: kept["param_groups"]
-            for name, kept in (optimizers.items() if isinstance(optimizers, dict) else ())
-            if isinstance(kept, dict) and "param_groups" in kept
-        },
-    }
-    if unusable := sorted(name for name, tensor in weights.items() if not _is_plain(tensor)):
+    if unusable := sorted(name for name, tensor in weights.items() if not _is_dense(tensor)):
         raise UserError(f"{path} holds {', '.join(unusable)}, which are not dense tensors of numbers")
-    published = None
     if "arch_type" in config:
         ours = config_from_published(config, str(path))
-        published = path.name
-        classifier = any(name.startswith("classifier.") for name in weights)
-        class_name = "LionForSequenceClassification" if classifier else "LionForMaskedLM"
+        classifies = any(name.startswith("classifier.") for name in weights)
+        class_name = "LionForSequenceClassification" if classifies else "LionForMaskedLM"
         weights = state_dict_from_published(weights, ours)
-        config = ours.to_dict()
-    elif class_name not in MODELS:
+        return Checkpoint(path, class_name, ours, weights, published=path.name, **facts)
+    if class_name not in MODELS:
         raise UserError(f"{path} holds a {class_name}; only models of this project can be read")
-    config = settings(lion_config(config, str(path)).to_dict())
-    return Checkpoint(path, class_name, config, tokenizer, weights, published=published, **facts)
+    return Checkpoint(path, class_name, lion_config(config, str(path)), weights, **facts)
 
 
-def _is_plain(tensor: Any) -> bool:
-    plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
-    return plain and tensor.device.type == "cpu" and not tensor.is_quantized
+def _is_dense(tensor: Any) -> bool:
+    dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+    return dense and tensor.device.type == "cpu" and not tensor.is_quantized
 
 
-def settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a stored config that defines the model."""
-    return {name: config[name] for name in SETTINGS if name in config}
-
-
-def lion_config(config: dict[str, Any], source: str) -> "lion.LionConfig":
-    """Return a stored config as a LionConfig. Raises UserError for values that LionConfig rejects."""
-    try:
-        for name in ARGUMENTS:
-            if name in config:
-                check_argument(name, config[name])
-        return lion.LionConfig(**settings(config))
-    except Exception as error:  # arithmetic can also raise anything for a value of the right type
-        raise _invalid_config(source, error) from None
-
-
-def _invalid_config(source: Path | str, error: Exception) -> UserError:
-    return UserError(f"the config of {source} is not valid ({first_line(error)})")
-
-
-def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_folder(folder: Path) -> tuple["lion.LionConfig", dict[str, Tensor]]:
     """Return the config and weights of one of our Hub folders. Raises UserError if it is not one."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -170,16 +138,15 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     check_hub_folder(folder)
     try:
         config = json.loads((folder / "config.json").read_text())
+        kind = config.get("model_type")
         weights = load_file(folder / "model.safetensors")
-        if not isinstance(config, dict):
-            raise ValueError("config.json is not a JSON object")
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, AttributeError, ValueError) as error:
         raise UserError(f"{folder} cannot be read ({error}); export it again") from None
-    if config.get("model_type") != "lion":
-        raise UserError(f"{folder} holds a {config.get('model_type')} model, not one of ours")
+    if kind != "lion":
+        raise UserError(f"{folder} holds a {kind} model, not one of ours")
     if STORED_POSITIONS in config:
-        config["max_position_embeddings"] = config.pop(STORED_POSITIONS)
-    return config, weights
+        config["max_position_embeddings"] = config[STORED_POSITIONS]
+    return lion_config(config, str(folder)), weights
 
 
 def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str) -> None:
@@ -192,17 +159,14 @@ def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str) ->
     problems = {
         "misses": own.keys() - weights.keys(),
         "does not have": weights.keys() - own.keys(),
-        "has another shape of": {
-            name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape
-        },
+        "has another shape of": {n for n in own.keys() & weights.keys() if own[n].shape != weights[n].shape},
     }
-    found = [f"{what} {', '.join(sorted(names))}" for what, names in problems.items() if names]
-    if found:
-        raise UserError(f"the weights of {source} do not fit: {type(model).__name__} {'; '.join(found)}")
+    unfit = f"the weights of {source} do not fit: {type(model).__name__}"
+    if found := [f"{what} {', '.join(sorted(names))}" for what, names in problems.items() if names]:
+        raise UserError(f"{unfit} {'; '.join(found)}")
     if nonfinite := sorted(name for name, tensor in weights.items() if not tensor.isfinite().all()):
         raise UserError(f"{source} holds NaN or infinite numbers in {', '.join(nonfinite)}; use an earlier checkpoint")
     model.load_state_dict(weights)
     # Tied tensors, such as the word embeddings and the decoder, share storage: the last one loaded wins.
     if lost := sorted(name for name, tensor in own.items() if not torch.equal(tensor, weights[name].to(tensor.dtype))):
-        shared = f"shares {', '.join(lost)} with another tensor, but the values differ"
-        raise UserError(f"the weights of {source} do not fit: {type(model).__name__} {shared}")
+        raise UserError(f"{unfit} shares {', '.join(lost)} with another tensor, but the values differ")

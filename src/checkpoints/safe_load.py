@@ -1,4 +1,7 @@
-"""Load checkpoints without running code from them."""
+"""Check the files of checkpoints and Hub folders, and load checkpoints without running code from them.
+
+Importing this module is cheap: torch is imported only to load.
+"""
 
 import contextlib
 import datetime
@@ -10,19 +13,29 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
-
-from src.checkpoints.integrity import check_checkpoint_exists, is_valid_checkpoint
 from src.errors import UserError
 
-# What RNG states and times in a checkpoint consist of, besides tensors and plain containers. NumPy 1 and 2 use
-# different names for the module of the same functions.
-HARMLESS: list[Any] = [datetime.timedelta, torch.torch_version.TorchVersion, numpy.ndarray, numpy.dtype]
-HARMLESS += [type(numpy.dtype(kind)) for kind in (numpy.uint32, numpy.int64, numpy.float32, numpy.float64)]
-for function in ("_reconstruct", "scalar"):
-    for core in ("core", "_core"):
-        HARMLESS.append((getattr(numpy._core.multiarray, function), f"numpy.{core}.multiarray.{function}"))
+
+def check_checkpoint_exists(path: Path) -> None:
+    """Raise UserError unless `path` is a file."""
+    if not path.is_file():
+        raise UserError(f"{path} is not a file; give a checkpoint, such as runs/NAME/latest-rank0.pt")
+
+
+def check_hub_folder(folder: Path) -> None:
+    """Raise UserError unless a folder has the two files that make up a model."""
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder} holds no {name}; give a folder that `hub.py export` wrote")
+
+
+def is_valid_checkpoint(path: Path) -> bool:
+    """Return whether a file that torch.save wrote is complete and its checksums match."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, OSError, EOFError):
+        return False
 
 
 def load_safely(path: Path) -> dict[str, Any]:
@@ -33,14 +46,24 @@ def load_safely(path: Path) -> dict[str, Any]:
         if zipfile.is_zipfile(path) and not is_valid_checkpoint(path):  # torch does not compare checksums
             raise ValueError("wrong checksum")
         return loaded
-    except Exception as error:  # the unpickler can fail in any way on a file that is not a checkpoint
-        if unsafe := _refused_name(error) or next(filter(_is_refused, _imported_names(path)), None):
+    except Exception:  # the unpickler can fail in any way on a file that is not a checkpoint
+        if unsafe := next(filter(_is_refused, _imported_names(path)), None):
             raise UserError(f"{path} would execute {unsafe} when loaded; it was not opened") from None
         raise UserError(f"{path} is not a readable checkpoint; copy it again or use an earlier one") from None
 
 
 def _load(file: Path | io.BytesIO) -> Any:
-    with torch.serialization.safe_globals(HARMLESS), warnings.catch_warnings():
+    import numpy
+    import torch
+
+    # RNG states and times in a checkpoint consist of these, besides tensors and plain containers. NumPy 1 and 2 use
+    # different names for the module of the same functions.
+    harmless: list[Any] = [datetime.timedelta, torch.torch_version.TorchVersion, numpy.ndarray, numpy.dtype]
+    harmless += [type(numpy.dtype(name)) for name in ("uint32", "int64", "float32", "float64")]
+    for name in ("_reconstruct", "scalar"):
+        function = getattr(numpy._core.multiarray, name)
+        harmless += [(function, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")]
+    with torch.serialization.safe_globals(harmless), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about pickle protocols; loading fails for those that torch cannot read
         return torch.load(file, map_location="cpu", weights_only=True)
 
@@ -50,18 +73,12 @@ def _load(file: Path | io.BytesIO) -> Any:
 # functions below find the name for every protocol.
 
 
-def _refused_name(error: Exception) -> str | None:
-    """Return the "module.name" that torch refused to import, according to its message."""
-    found = re.search(r"GLOBAL (\S+) (?:was not|whose module)", str(error))
-    return found[1] if found else None
-
-
 def _is_refused(name: str) -> bool:
     """Return whether torch refuses a pickle that imports "module.name"."""
     try:
         _load(io.BytesIO("c{}\n{}\n.".format(*name.rsplit(".", 1)).encode()))
     except Exception as error:  # always raised, since the pickle holds no tensors
-        return _refused_name(error) is not None
+        return re.search(r"GLOBAL \S+ (was not|whose module)", str(error)) is not None
 
 
 class _Inert(dict):
@@ -74,6 +91,7 @@ class _Inert(dict):
         pass
 
     add = append = extend = __setstate__
+    __hash__ = object.__hash__
 
 
 def _imported_names(path: Path) -> list[str]:

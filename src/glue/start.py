@@ -51,7 +51,7 @@ def read_start(config: FinetuneConfig, path: str | None = None) -> Start:
         )
     pretrained = read_pretrained(name, "starting_checkpoint_load_path")
     from_scratch = config.from_scratch and path is None
-    own = pretrained.tokenizer
+    own = pretrained.load_tokenizer()
     if given and own and not from_scratch and vocabulary_digest(own) != vocabulary_digest(given):
         raise UserError(f"tokenizer_name={config.tokenizer_name} is not the tokenizer of {name}; omit it")
     tokenizer = given or own

@@ -98,7 +98,8 @@ class MaskedLM(Task):
         if name is not None:
             name = str(checkpoint or name)
             start = read_pretrained(name, "model.pretrained_checkpoint")
-            if start.tokenizer is not None and vocabulary_digest(start.tokenizer) != vocabulary_digest(self.tokenizer):
+            own = start.load_tokenizer()
+            if own is not None and vocabulary_digest(own) != vocabulary_digest(self.tokenizer):
                 wrong = f"tokenizer_name={self.config.tokenizer_name}"
                 raise UserError(f"{wrong} is not the tokenizer of {name}; use that one")
             section = {**lion_arguments(start.config), **section}

@@ -31,9 +31,6 @@ class HubExports(Callback):
         self.time_limit = min(0.8 * dist_timeout, 24 * 3600)  # seconds for one export
         self.exported_batch = -1
 
-    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        self.batch_checkpoint(state, logger)
-
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() != 0 or self.writer.saved_batch == self.exported_batch:
             return
@@ -46,6 +43,8 @@ class HubExports(Callback):
             ours = re.fullmatch(r"ep\d+-ba\d+(-unfinished)?", folder.name)
             if ours and not (self.writer.folder / f"{folder.name}-rank0.pt").exists():
                 shutil.rmtree(folder, ignore_errors=True)
+
+    epoch_checkpoint = batch_checkpoint
 
 
 def export_last(folder: Path) -> Path:
@@ -66,13 +65,11 @@ def export_latest(folder: Path, time_limit: float | None = None) -> tuple[Path, 
         shutil.rmtree(out, ignore_errors=True)  # exported from an older checkpoint of the same name
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_export_and_report, args=(checkpoint, out, sender), daemon=True)
+    process = context.Process(target=_export, args=(checkpoint, out, sender), daemon=True)
     process.start()
     sender.close()
     try:
-        if not receiver.poll(time_limit):
-            return out, f"it took more than {time_limit:.0f} s"
-        return out, receiver.recv()
+        return out, receiver.recv() if receiver.poll(time_limit) else f"it took more than {time_limit:.0f} s"
     except EOFError:
         process.join()
         return out, f"exit status {process.exitcode}"
@@ -81,16 +78,14 @@ def export_latest(folder: Path, time_limit: float | None = None) -> tuple[Path, 
         process.join()
 
 
-def _export_and_report(checkpoint: Path, out: Path, sender: Connection) -> None:
+def _export(checkpoint: Path, out: Path, sender: Connection) -> None:
     """Export without any output; send None, or the error."""
     from src.publish.commands import export
 
-    failure = None
     with open(os.devnull, "w") as silence, contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
         try:
-            export(checkpoint, out)
+            sender.send(export(checkpoint, out))
         except UserError as error:
-            failure = " ".join(str(error).split())
+            sender.send(" ".join(str(error).split()))
         except Exception as error:  # such as out of memory
-            failure = f"{type(error).__name__}: {first_line(error)}"
-    sender.send(failure)
+            sender.send(f"{type(error).__name__}: {first_line(error)}")

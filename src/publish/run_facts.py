@@ -14,24 +14,16 @@ if TYPE_CHECKING:
     from src.checkpoints.reading import Checkpoint
 
 GLUE = {"cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb"}
+Facts = dict[str, Any]
 
 
 @dataclass
 class RunFacts:
     """Facts about a run from the files next to its checkpoint; empty without files or if they are of another run."""
 
-    config: dict[str, Any] = field(default_factory=dict)  # config.yaml of main.py
-    evaluation: dict[str, Any] | None = None  # the last "eval" line of metrics.jsonl up to the checkpoint
-    result: dict[str, Any] | None = None  # result.json of a job of glue.py
-
-
-@dataclass
-class Source:
-    """The dataset that shards were converted from; `hub_id` and `subset` are set if it is on the Hub."""
-
-    name: str
-    hub_id: str | None = None
-    subset: str | None = None
+    config: Facts = field(default_factory=dict)  # config.yaml of main.py
+    evaluation: Facts = field(default_factory=dict)  # the last "eval" line of metrics.jsonl up to the checkpoint
+    result: Facts = field(default_factory=dict)  # result.json of a job of glue.py
 
 
 def read_run(checkpoint: "Checkpoint") -> RunFacts:
@@ -41,16 +33,15 @@ def read_run(checkpoint: "Checkpoint") -> RunFacts:
         return run
     config, result = _read(folder / "config.yaml"), _read(folder / "result.json")
     if config.get("run_name") == name:
-        run.config = config
         step = checkpoint.timestamp.get("batch", 0)
-        lines = [line for line in read_json_lines(folder / METRICS) if "eval" in line and line["step"] <= step]
-        run.evaluation = lines[-1] if lines else None
+        evaluations = [line for line in read_json_lines(folder / METRICS) if "eval" in line and line["step"] <= step]
+        run.config, run.evaluation = config, evaluations[-1] if evaluations else {}
     if "task" in result and name.endswith(f"-{result.get('folder')}"):
         run.result = result
     return run
 
 
-def read_scores(path: Path) -> dict[str, Any]:
+def read_scores(path: Path) -> Facts:
     """Return a report of glue.py, given report.json or its folder. Raises UserError if it is not one."""
     file = path / "report.json" if path.is_dir() else path
     scores = _read(file)
@@ -59,39 +50,42 @@ def read_scores(path: Path) -> dict[str, Any]:
     return scores
 
 
-def is_glue(row: dict[str, Any]) -> bool:
+def is_glue(row: Facts) -> bool:
     """Whether a task's examples are GLUE's."""
     return row.get("glue", row["task"] in GLUE)
 
 
-def missing_seeds(row: dict[str, Any]) -> str:
+def missing_seeds(row: Facts) -> str:
     """Return "3 of 5 seeds" for a row with missing seeds, else an empty string."""
     return f"{len(row['seeds'])} of {row['of']} seeds" if len(row["seeds"]) < row.get("of", 0) else ""
 
 
-def read_source(config: dict[str, Any], loader: str) -> Source | None:
-    """Return what a loader's shards were converted from, according to split.json, or else the name of their folder."""
-    folder = at(config, f"{loader}.dataset.local") or config.get("data_local")
+def read_source(config: Facts, loader: str) -> Facts:
+    """Return what a loader's shards were converted from, by split.json or else by their folder's name.
+
+    "name" is there if it is known, and "hub_id" and "subset" if it is a dataset on the Hub.
+    """
+    dataset = at(config, f"{loader}.dataset") or {}
+    folder = dataset.get("local") or config.get("data_local")
     if not folder:
-        return None
-    split = at(config, f"{loader}.dataset.split")
-    stored = _read(Path(folder, str(split), "split.json")).get("source") or {}
-    if dataset := stored.get("dataset"):
+        return {}
+    stored = _read(Path(folder, str(dataset.get("split")), "split.json")).get("source") or {}
+    if hub_id := stored.get("dataset"):
         subset = stored.get("data_subset")
-        return Source(f"{dataset} ({subset})" if subset else dataset, dataset, subset)
+        return {"name": f"{hub_id} ({subset})" if subset else hub_id, "hub_id": hub_id, "subset": subset}
     # A pattern such as corpus/*.txt is only a meaningful name with its folder.
     paths = [Path(pattern) for pattern in stored.get("data_files") or [folder]]
-    return Source(", ".join("/".join(path.parts[-2:]) if "*" in path.name else path.name for path in paths))
+    return {"name": ", ".join("/".join(path.parts[-2:]) if "*" in path.name else path.name for path in paths)}
 
 
-def at(config: dict[str, Any], path: str) -> Any:
+def at(config: Facts, path: str) -> Any:
     """Return the value at a dotted path of a config, or None."""
     for key in path.split("."):
         config = config.get(key) if isinstance(config, dict) else None
     return config
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Facts:
     """Return the contents of a YAML or JSON file; empty if it cannot be read."""
     try:
         content = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())

@@ -41,16 +41,11 @@ class ExportSpec:
 
     auto_class: str  # the transformers class that loads it
     pipeline_tag: str | None = None
-    usage: str | None = None  # code for the card, with placeholders MODEL and EXAMPLE; None: only the auto class
+    usage: str | None = None  # a call of its pipeline, for the card; EXAMPLE becomes a text or a pair
     metrics: tuple[Metric, ...] = ()
     processor: str = "AutoTokenizer"  # the transformers class that prepares its inputs
     examples: tuple = TEXTS  # processor inputs, to compare a folder with its checkpoint
     example_inputs: Callable[[LionConfig], dict[str, Tensor]] = example_tokens  # model inputs, if there is no processor
-
-
-def _pipeline(name: str, task: str, call: str) -> str:
-    made = f'{name} = pipeline("{task}", model="MODEL", trust_remote_code=True)'
-    return f"from transformers import pipeline\n\n{made}\n{name}({call})"
 
 
 EXPORTS = {
@@ -58,7 +53,7 @@ EXPORTS = {
     "LionForMaskedLM": ExportSpec(
         "AutoModelForMaskedLM",
         "fill-mask",
-        _pipeline("fill", "fill-mask", 'f"She read the {fill.tokenizer.mask_token} from the first page to the last."'),
+        'fill(f"She read the {fill.tokenizer.mask_token} from the first page to the last.")',
         metrics=(
             Metric("eval/MaskedAccuracy", "masked accuracy", ".2%", "accuracy"),
             Metric("eval/MostFrequentTokenAccuracy", "accuracy of always predicting the most frequent token", ".2%"),
@@ -66,9 +61,7 @@ EXPORTS = {
         ),
     ),
     "LionForSequenceClassification": ExportSpec(
-        "AutoModelForSequenceClassification",
-        "text-classification",
-        _pipeline("classify", "text-classification", "EXAMPLE"),
+        "AutoModelForSequenceClassification", "text-classification", "classify(EXAMPLE)"
     ),
     "LionForTokenClassification": ExportSpec("AutoModelForTokenClassification", "token-classification"),
     "LionForQuestionAnswering": ExportSpec("AutoModelForQuestionAnswering", "question-answering"),
