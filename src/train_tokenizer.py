@@ -14,14 +14,22 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from src.cli import log, run
-from src.data.readers import STANDARD_INPUT, find_files, read_texts
+from src.data.readers import STANDARD_INPUT, find_files, read_batches
 from src.data.tokenizers import save_tokenizer, train_wordpiece
 from src.errors import UserError
 from src.files import check_writable
 
 
 def main(argv: list[str]) -> None:
-    args = parse(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    kinds = ".txt (one document per line), .jsonl, .csv or .tsv, optionally .gz or .zst, or .parquet"
+    add("--data_files", required=True, nargs="+", metavar="GLOB", help=f"the text: {kinds}")
+    add("--out", required=True, type=Path, metavar="DIR", help="the folder to write; it must not hold a tokenizer yet")
+    add("--vocab_size", type=int, default=30522, help="tokens, special ones included (default: %(default)s, BERT's)")
+    add("--text_column", default="text", metavar="NAME", help="column or key with the text (default: %(default)s)")
+    add("--lowercase", action=argparse.BooleanOptionalAction, default=True, help="fold case and strip accents")
+    args = parser.parse_args(argv)
     files = find_files(args.data_files)
     if STANDARD_INPUT in files:
         raise UserError("--data_files: the text is read twice, and standard input only once; write it to a file")
@@ -31,25 +39,13 @@ def main(argv: list[str]) -> None:
     log.info(f"training a WordPiece tokenizer of {args.vocab_size:,} tokens on {len(files):,} file(s), for {args.out}")
 
     def texts():
-        return (text for path in files for text in read_texts(path, args.text_column))
+        return (text for path in files for batch in read_batches(path, args.text_column) for text in batch.texts)
 
     tokenizer = train_wordpiece(texts, args.vocab_size, args.lowercase)
     save_tokenizer(tokenizer, args.out, args.lowercase)
     if (size := tokenizer.get_vocab_size()) < args.vocab_size:
         log.warning(f"the text gave only {size:,} of {args.vocab_size:,} tokens")
     log.info(f"{args.out}: a tokenizer of {size:,} tokens")
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    kinds = ".txt (one document per line), .jsonl, .csv or .tsv, optionally .gz or .zst, or .parquet"
-    add("--data_files", required=True, nargs="+", metavar="GLOB", help=f"the text: {kinds}")
-    add("--out", required=True, type=Path, metavar="DIR", help="the folder to write; it must not hold a tokenizer yet")
-    add("--vocab_size", type=int, default=30522, help="tokens, special ones included (default: %(default)s, BERT's)")
-    add("--text_column", default="text", metavar="NAME", help="column or key with the text (default: %(default)s)")
-    add("--lowercase", action=argparse.BooleanOptionalAction, default=True, help="fold case and strip accents")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

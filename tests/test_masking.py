@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
-from src.data.masking import IGNORED, Masking
+from src.data.batches import IGNORED, Masking
 from src.errors import UserError
 
 LENGTH = 128

@@ -3,13 +3,14 @@
 import gzip
 import io
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from src.data.readers import BATCH_BYTES, ReadOptions, find_files, read_batches, read_texts, texts
+from src.data.readers import BATCH_BYTES, find_files, read_batches
 from src.errors import UserError
 
 TEXTS = [
@@ -36,6 +37,10 @@ def content(kind: str, column: str = "text") -> bytes:
     return buffer.getvalue()
 
 
+def read_texts(path: Path, column: str = "text", *options) -> list[str]:
+    return [text for batch in read_batches(path, column, *options) for text in batch.texts]
+
+
 def compress(data: bytes, ending: str) -> bytes:
     return {"": lambda: data, ".gz": lambda: gzip.compress(data), ".zst": lambda: pa.compress(data, "zstd", asbytes=True)}[ending]()  # fmt: skip
 
@@ -47,19 +52,18 @@ KINDS = [(kind, ending) for kind in ("txt", "jsonl", "json", "csv", "tsv") for e
 def test_every_kind_gives_its_texts_from_any_record_on(kind, ending, tmp_path):
     path = tmp_path / f"a.{kind}{ending}"
     path.write_bytes(compress(content(kind), ending))
-    assert list(read_texts(path, "text")) == TEXTS
+    assert read_texts(path) == TEXTS
     for skip in (1, 7, 20, len(TEXTS)):
-        rest = [text for batch in read_batches(path, ReadOptions(), skip) for text in texts(batch, "text")]
-        assert rest == TEXTS[skip:]
+        assert read_texts(path, "text", skip) == TEXTS[skip:]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_the_text_may_be_in_another_column(kind, tmp_path):
     path = tmp_path / f"a.{kind}"
     path.write_bytes(content(kind, "body"))
-    assert list(read_texts(path, "body")) == TEXTS
+    assert read_texts(path, "body") == TEXTS
     with pytest.raises(UserError, match=rf"a\.{kind}.* no (column )?text .*id, body.*--text_column"):
-        list(read_texts(path, "text"))
+        read_texts(path)
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
@@ -67,41 +71,40 @@ def test_batches_have_their_first_record_and_the_bytes_read(ending, tmp_path):
     path = tmp_path / f"a.txt{ending}"
     lines = [f"{i} {'word ' * (i % 1000)}\n".encode() for i in range(2000)]
     path.write_bytes(compress(b"".join(lines), ending))
-    batches = list(read_batches(path, ReadOptions()))
-    assert len(batches) > 3 and all(BATCH_BYTES <= batch.length() < BATCH_BYTES + 6000 for batch in batches[:-1])
-    assert [batch.first for batch in batches] == [sum(len(b.records) for b in batches[:i]) for i in range(len(batches))]
+    batches = list(read_batches(path, "text"))
+    sizes = [sum(map(len, batch.texts)) + len(batch.texts) for batch in batches]  # line ends included
+    assert len(batches) > 3 and all(BATCH_BYTES <= size < BATCH_BYTES + 6000 for size in sizes[:-1])
+    assert [batch.position for batch in batches] == [sum(len(b.texts) for b in batches[:i]) for i in range(len(batches))]
     assert sum(batch.size for batch in batches) == path.stat().st_size
-    assert [record for batch in batches for record in batch.records] == lines
+    assert [text for batch in batches for text in batch.texts] == [line.decode().rstrip("\n") for line in lines]
 
 
 def test_a_byte_order_mark_is_not_text(tmp_path):
     for name in ("a.txt", "a.jsonl", "a.csv"):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + {"txt": b"one\n", "jsonl": b'{"text": "one"}\n', "csv": b"text\none\n"}[name[2:]])  # fmt: skip
-        assert list(read_texts(tmp_path / name, "text")) == ["one"]
+        assert read_texts(tmp_path / name) == ["one"]
 
 
 def test_a_csv_field_may_span_lines_and_be_long(tmp_path):
     long = "words and more\n" * 20_000
     (tmp_path / "a.csv").write_text(f'id,text\r\n1,"one\r\ntwo ""three"""\r\n\r\n2,"{long}"\r\n', newline="")
-    assert list(read_texts(tmp_path / "a.csv", "text")) == ['one\r\ntwo "three"', "", long]
+    assert read_texts(tmp_path / "a.csv") == ['one\r\ntwo "three"', "", long]
 
 
 def test_a_text_file_may_be_one_document(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\r\n\ntwo\n")
-    reading = ReadOptions(one_document_per_file=True)
-    (batch,) = read_batches(tmp_path / "a.txt", reading)
-    assert texts(batch, "text") == ["one\r\n\ntwo\n"]
-    assert not list(read_batches(tmp_path / "a.txt", reading, skip=1))
+    assert read_texts(tmp_path / "a.txt", "text", 0, True) == ["one\r\n\ntwo\n"]
+    assert not read_texts(tmp_path / "a.txt", "text", 1, True)
     (tmp_path / "a.txt").write_bytes(b"one\ntwo\nth\xffree\n")
     with pytest.raises(UserError, match=r"a\.txt, line 3: not valid UTF-8"):
-        texts(*read_batches(tmp_path / "a.txt", reading), "text")
+        read_texts(tmp_path / "a.txt", "text", 0, True)
 
 
 def test_empty_and_null_are_empty_texts(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": null}\n\n{"text": ""}\n')
-    assert list(read_texts(tmp_path / "a.jsonl", "text")) == ["", "", ""]
+    assert read_texts(tmp_path / "a.jsonl") == ["", "", ""]
     pq.write_table(pa.table({"text": ["one", None]}), tmp_path / "a.parquet")
-    assert list(read_texts(tmp_path / "a.parquet", "text")) == ["one", ""]
+    assert read_texts(tmp_path / "a.parquet") == ["one", ""]
 
 
 def truncated(data: bytes) -> bytes:
@@ -130,14 +133,14 @@ def test_errors_name_file_and_line(name, tmp_path):
     data, message = INVALID[name]
     (tmp_path / name).write_bytes(data)
     with pytest.raises(UserError, match=message):
-        list(read_texts(tmp_path / name, "text"))
+        read_texts(tmp_path / name)
 
 
 def test_invalid_utf8_in_parquet_is_reported_with_its_row(tmp_path):
     bad = pa.Array.from_buffers(pa.string(), 2, pa.array([b"one", b"t\xffwo"]).buffers())
     pq.write_table(pa.table({"text": bad}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"a\.parquet, row 2: not valid UTF-8"):
-        list(read_texts(tmp_path / "a.parquet", "text"))
+        read_texts(tmp_path / "a.parquet")
 
 
 def test_patterns_find_each_file_once_and_no_directory(tmp_path):

@@ -18,9 +18,8 @@ from streaming.base.storage.download import S3Downloader
 from transformers import BertTokenizerFast
 
 from src.convert_dataset import main as convert
-from src.data.batches import sample_count
+from src.data.batches import IGNORED, sample_count
 from src.data.config import DatasetConfig, LoaderConfig
-from src.data.masking import IGNORED
 from src.data.streaming import StreamingTextDataset, build, build_dataset, describe, ignore_signals
 from src.data.tokenizers import vocabulary_digest
 from src.errors import UserError

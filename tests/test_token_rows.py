@@ -9,7 +9,7 @@ import pytest
 from streaming.base.format.mds.encodings import mds_decode, mds_encode
 from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
-from src.data.token_rows import Packer, RowMaker, Rows, encode
+from src.data.token_rows import Packer, RowMaker, encode
 from src.data.tokenizers import load_tokenizer, vocabulary_digest
 from src.errors import UserError
 
@@ -20,10 +20,8 @@ def maker(length: int, mode: str = "concat_tokens", vocab_size: int = 300) -> Ro
     return RowMaker(mode, length, CLS, SEP, vocab_size)
 
 
-def to_pack(documents: list[list[int]]) -> Rows:
-    ended = [[*ids, SEP] for ids in documents]
-    lengths = np.array([len(ids) for ids in ended], np.int64)
-    return Rows(np.array([token for ids in ended for token in ids], np.uint16), lengths, lengths - 1)
+def to_pack(documents: list[list[int]]) -> list[bytes]:
+    return [np.array([*ids, SEP], np.uint16).tobytes() for ids in documents]
 
 
 def pack(length: int, batches: list[list[list[int]]]) -> list[tuple[list[int], list[int]]]:
@@ -106,23 +104,18 @@ def test_rows_of_max_seq_len_are_the_tokenizers_own(tokenizer):
     from conftest import sentences
 
     texts = ["", "the dog", "[SEP] and [MASK]", " \x00 ", *sentences(60)]
-    rows = RowMaker.of(tokenizer, "max_seq_len", 12)
-    made = rows(texts)
+    rows, counts = RowMaker.of(tokenizer, "max_seq_len", 12)(texts)
     expected = tokenizer(texts, truncation=True, max_length=12)["input_ids"]
-    kept = [ids for ids in expected if len(ids) > 2]
-    assert [len(ids) for ids in kept] == [length for length in made.lengths if length]
-    assert [mds_decode("ndarray:uint8", sample["tokens"]).tolist() for sample in rows.samples(made) if len(sample["tokens"]) > 2] == kept  # fmt: skip
-    whole = [len(ids) - 2 for ids in tokenizer(texts)["input_ids"]]
-    assert made.content.tolist() == whole
-    assert made.cut_off(10) == sum(max(size - 10, 0) for size in whole) > 0
+    assert [mds_decode("ndarray:uint8", row).tolist() if row else [CLS, SEP] for row in rows] == expected
+    assert counts.tolist() == [len(ids) - 2 for ids in tokenizer(texts)["input_ids"]]
 
 
 def test_padding_and_truncation_of_the_tokenizer_are_ignored(tokenizer):
     other = BertTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     other.backend_tokenizer.enable_truncation(4)
     other.backend_tokenizer.enable_padding(length=9)
-    made = RowMaker.of(other, "concat_tokens", 8)(["the dog sees a cat and a bird"])
-    assert made.content.tolist() == [8] and made.lengths.tolist() == [9]
+    (tokens,), counts = RowMaker.of(other, "concat_tokens", 8)(["the dog sees a cat and a bird"])
+    assert counts.tolist() == [8] and len(tokens) == 9
 
 
 def test_the_digest_covers_tokens_ids_and_special_tokens(tokenizer, tokenizer_folder):

@@ -135,5 +135,5 @@ def test_a_path_that_does_not_exist_is_reported_without_importing_transformers(t
     check_path(str(tmp_path), "tokenizer_name")
     with pytest.raises(UserError, match=r"^tokenizer_name: \./none does not exist"):
         check_path("./none", "tokenizer_name")
-    code = "import sys, src.data.tokenizers, src.data.splits; print({'torch', 'transformers', 'streaming'} & {*sys.modules})"
+    code = "import sys, src.data.tokenizers, src.data.config; print({'torch', 'transformers', 'streaming'} & {*sys.modules})"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=COMMAND.parent.parent, text=True) == "set()\n"

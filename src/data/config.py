@@ -1,11 +1,14 @@
-"""Config of the loaders that read shards of text or tokens."""
+"""Config of the loaders that read shards of text or tokens, and the check of the shards. Imports nothing slow."""
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omegaconf import II
 
 from src.config import SEED, key
+from src.errors import UserError
 
 
 @dataclass
@@ -31,8 +34,7 @@ class DatasetConfig:
     mlm_probability: float = key("masking rate: fraction of tokens to predict", II("mlm_probability"), above=0, below=1)
     whole_word_masking: bool = key("mask all WordPiece tokens of a word or none", False)
     packing: bool = key(
-        "put several samples in a row of max_seq_len; separate them, and the documents of --concat_tokens rows",
-        False,
+        "put several samples in a row of max_seq_len; separate them, and the documents of --concat_tokens rows", False
     )
     pad_to_max_length: bool = key("pad rows to max_seq_len instead of the longest row of the batch", False)
     shuffle: bool = key("draw a new order in every epoch from the seed", False)
@@ -53,3 +55,26 @@ class LoaderConfig:
         at_most=2**32 - 1,
         may_change=True,
     )
+
+
+def check_split(key: str, local: Path, split: str) -> None:
+    """Raise UserError unless a folder has a split with all its shards. `key` is what the user set."""
+    folder, index = local / split, local / split / "index.json"
+    if not index.is_file():
+        command = f"src/convert_dataset.py --dataset allenai/c4 --data_subset en --splits {split} --out_root {local}"
+        if not local.is_dir():
+            raise UserError(f"{key}: {local} does not exist; write shards to it, e.g. with `python {command}`")
+        splits = ", ".join(sorted(path.parent.name for path in local.glob("*/index.json")))
+        found = f"its splits are {splits}" if splits else f"{local} has no finished split"
+        raise UserError(f"{key}: {folder} holds no shards ({found}); write them, e.g. with `python {command}`")
+    fix = "copy the split again, or convert it again with --overwrite"
+    try:
+        shards = json.loads(index.read_text())["shards"]
+        names = [
+            [(shard[form] or shard["raw_data"])["basename"] for form in ("raw_data", "zip_data")] for shard in shards
+        ]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{index} is corrupt; {fix}") from None
+    missing = [stored for raw, stored in names if not ((folder / raw).is_file() or (folder / stored).is_file())]
+    if missing:
+        raise UserError(f"{folder}: {len(missing)} of {len(names)} shards are missing ({missing[0]}, …); {fix}")

@@ -12,21 +12,21 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from src.cli import log, progress
-from src.data.corpora import Files, HubDataset, grouped
-from src.data.readers import STANDARD_INPUT, Batch, ReadOptions, file_kind, find_files, texts
-from src.data.token_rows import Packer, RowMaker, Rows
+from src.data.corpora import Files, HubDataset
+from src.data.readers import STANDARD_INPUT, Batch, file_kind, find_files, grouped
+from src.data.token_rows import Packer, RowMaker
 from src.data.tokenizers import check_path, load_tokenizer
 from src.data.workers import in_order
 from src.errors import UserError, reason
-from src.files import write_json
+from src.files import check_writable, write_json
 
 if TYPE_CHECKING:  # takes seconds to import, and worker processes do not need it
     from src.data.shards import ShardWriter
@@ -38,24 +38,32 @@ SPLITS = {
     "val": ("validation", None),
     "val_small": ("validation", 10_000),
 }
+# The options that the shards depend on, besides the source and the tokenizer
+SHARD_OPTIONS = (
+    "text_column", "one_document_per_file", "val_fraction", "concat_tokens", "max_seq_len", "compression", "size_limit",
+)  # fmt: skip
 
 
 def convert(options: Namespace) -> None:
     """Write the splits that a command line of src/convert_dataset.py asks for. Raises UserError."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes of --num_workers are the parallelism
     files = check(options)
-    jobs = plan(options, files)
     try:
-        for job in jobs:
-            write_split(job, options)
+        jobs = plan(options, files)
+        try:
+            for job in jobs:
+                write_split(job, options)
+        except (UserError, OSError):
+            discard_if_empty(jobs, options)
+            raise
     except KeyboardInterrupt:
-        if jobs[0].source.resumable:
+        if all(path.is_file() for path in files):
             raise
         log.info("interrupted; standard input and pipes cannot be read again, so the same command starts over")
         sys.exit(130)
-    except UserError:
-        discard_if_empty(jobs)
-        raise
+    except OSError as error:
+        fix = "free disk space and repeat the command, or choose another --out_root"
+        raise UserError(f"cannot write {options.out_root}: {reason(error)}; {fix}") from None
 
 
 def check(options: Namespace) -> list[Path]:
@@ -83,10 +91,8 @@ def check(options: Namespace) -> list[Path]:
             raise UserError(message)
     if options.tokenizer is not None:
         check_path(options.tokenizer, "--tokenizer")
-    out_root = Path(options.out_root)
-    if out_root.exists() and not out_root.is_dir():
-        raise UserError(f"--out_root: {out_root} is not a directory; choose another folder")
-    folders = [out_root / split for split in options.splits]
+    check_writable("--out_root", Path(options.out_root))
+    folders = [Path(options.out_root, split) for split in options.splits]
     if not options.overwrite and not any(unfinished(folder).exists() for folder in folders):
         for folder in folders:
             check_absent(folder)
@@ -110,47 +116,36 @@ def is_validation(text: str, fraction: float) -> bool:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < fraction * 2**64
 
 
-@dataclass
-class Documents:
-    """The documents in a batch of records."""
+class Documents(NamedTuple):
+    """The documents in a group of records."""
 
     sizes: np.ndarray  # (records,), bytes of text; 0 if empty, -1 if it belongs to the other split
-    texts: list[str] | None  # of the records with size > 0, in order; None if tokenized
-    rows: Rows | None  # the same, tokenized
+    contents: list[str] | list[bytes]  # of the records with size > 0, in order: texts, or what RowMaker makes of them
+    tokens: np.ndarray  # (documents,), tokens in each text, including truncated ones; empty for texts
 
     def first(self, count: int) -> "Documents":
         """Return the records up to the count-th document."""
-        kept = np.flatnonzero(self.sizes > 0)
-        if len(kept) < count:
-            return self
-        sizes = self.sizes[: kept[count - 1] + 1]
-        return Documents(sizes, self.texts and self.texts[:count], self.rows and self.rows.first(count))
+        kept = np.flatnonzero(self.sizes > 0)[:count]
+        sizes = self.sizes[: kept[-1] + 1] if len(kept) == count else self.sizes
+        return Documents(sizes, self.contents[:count], self.tokens[:count])
 
 
-@dataclass
-class Prepare:
-    """Turns batches of records into the documents of a split."""
+def prepare(rows: RowMaker | None, fraction: float | None, validation: bool, group: list[Batch]) -> Documents:
+    """Return the documents of a split that a group of batches holds; `fraction` is --val_fraction."""
 
-    column: str
-    val_fraction: float | None
-    validation: bool
-    rows: RowMaker | None
-
-    def __call__(self, batches: list[Batch]) -> Documents:
-        records = [text for batch in batches for text in texts(batch, self.column)]
-        sizes = np.fromiter(map(self.size, records), np.int64, len(records))
-        documents = [text for text, size in zip(records, sizes.tolist()) if size > 0]
-        if self.rows is None:
-            return Documents(sizes, documents, None)
-        rows = self.rows(documents)
-        kept = rows.lengths > 0
-        sizes[np.flatnonzero(sizes > 0)[~kept]] = 0  # text without any token, such as control characters
-        return Documents(sizes, None, Rows(rows.tokens, rows.lengths[kept], rows.content[kept]))
-
-    def size(self, text: str) -> int:
-        if self.val_fraction is not None and is_validation(text, self.val_fraction) != self.validation:
+    def size(text: str) -> int:
+        if fraction is not None and is_validation(text, fraction) != validation:
             return -1
         return len(text.encode()) if not text.isspace() else 0
+
+    records = [text for batch in group for text in batch.texts]
+    sizes = np.fromiter(map(size, records), np.int64, len(records))
+    texts = [text for text, size in zip(records, sizes.tolist()) if size > 0]
+    if rows is None:
+        return Documents(sizes, texts, np.zeros(0, np.int64))
+    contents, tokens = rows(texts)
+    sizes[np.flatnonzero(sizes > 0)[tokens == 0]] = 0  # text without any token, such as control characters
+    return Documents(sizes, list(filter(None, contents)), tokens[tokens > 0])
 
 
 # Plan
@@ -162,11 +157,11 @@ class Job:
 
     folder: Path
     source: Files | HubDataset
+    validation: bool  # whether it is the validation split
     limit: int | None  # maximum number of documents
-    prepare: Prepare
+    rows: RowMaker | None  # None: it holds text
     command: dict[str, Any]  # every option that the shards depend on
     progress: dict[str, Any] | None  # left by an earlier process
-    unfinished: Path  # the folder's name until it is complete
 
 
 def plan(options: Namespace, files: list[Path]) -> list[Job]:
@@ -177,15 +172,16 @@ def plan(options: Namespace, files: list[Path]) -> list[Job]:
     if options.tokenizer is not None:
         mode = "concat_tokens" if options.concat_tokens else "max_seq_len"
         rows = RowMaker.of(load_tokenizer(options.tokenizer), mode, getattr(options, mode))
+    source = Files(files, options) if files else None
     jobs = []
     for split in options.splits:
-        folder = Path(options.out_root) / split
-        hub_split, limit = SPLITS[split]
-        source = open_source(options, files, hub_split)
-        prepare = Prepare(options.text_column, options.val_fraction, hub_split == "validation", rows)
-        command = describe(options, source, rows)
-        hidden = unfinished(folder)
-        jobs.append(Job(folder, source, limit, prepare, command, read_progress(hidden), hidden))
+        folder, (hub_split, limit) = Path(options.out_root, split), SPLITS[split]
+        if not files:
+            source = HubDataset(options, hub_split if options.val_fraction is None else "train")
+        command = {**source.description, **{name: getattr(options, name) for name in SHARD_OPTIONS}}
+        command["tokenizer"] = rows and rows.tokenizer_digest
+        before = read_progress(unfinished(folder))
+        jobs.append(Job(folder, source, hub_split == "validation", limit, rows, command, before))
 
     # A command starts all its splits before it writes the first, so a finished split next to a started one is its own.
     resumed = [job.progress["splits"] for job in jobs if job.progress and job.progress["command"] == job.command]
@@ -194,79 +190,49 @@ def plan(options: Namespace, files: list[Path]) -> list[Job]:
             log.info(f"{job.folder}: already written by the same command")
             jobs.remove(job)
     for job in jobs:
-        check_resumable(job, options.overwrite)
+        check_resumable(job, options)
     for job in jobs:
         if job.progress is None:
             facts = {"command": job.command, "splits": options.splits, "stamps": job.source.stamps}
-            with write_errors(job):
-                job.progress = start(job.unfinished, **facts)
+            job.progress = start(unfinished(job.folder), **facts)
     return jobs
 
 
-def open_source(options: Namespace, files: list[Path], hub_split: str) -> Files | HubDataset:
-    if not files:
-        split = hub_split if options.val_fraction is None else "train"
-        return HubDataset(options.dataset, options.data_subset, split, options.text_column)
-    stdin_format = "txt"
-    if STANDARD_INPUT in files:
-        stdin_format = options.stdin_format or ("jsonl" if sys.stdin.buffer.peek(1)[:1] == b"{" else "txt")
-        log.info(f"standard input: read as .{stdin_format}; it cannot be read again, so an interruption starts over")
-    reading = ReadOptions(options.text_column, options.one_document_per_file, stdin_format)
-    return Files(files, options.data_files, reading)
-
-
-def describe(options: Namespace, source: Files | HubDataset, rows: RowMaker | None) -> dict[str, Any]:
-    """Return the options that the shards depend on, JSON-serializable."""
-    names = ("text_column", "one_document_per_file", "val_fraction", "concat_tokens", "max_seq_len", "compression")
-    chosen = {name: getattr(options, name) for name in (*names, "size_limit")}
-    return {**source.description, **chosen, "tokenizer": rows and rows.tokenizer_digest}
-
-
-def check_resumable(job: Job, overwrite: bool) -> None:
+def check_resumable(job: Job, options: Namespace) -> None:
     """Discard an earlier process's progress if it is useless. Raises UserError if shards or a split would be lost."""
-    if not overwrite:
+    if not options.overwrite:
         check_absent(job.folder)
-    if job.progress is None:
+    before, job.progress = job.progress, None
+    if before is None or not before["shards"]:
         return
-    why = job.progress["shards"] and why_not_resumable(job)
-    if why and not overwrite:
-        fix = "repeat the same command, or give --overwrite to start over"
-        raise UserError(f"{job.unfinished} holds an earlier conversion, but {why}; {fix}")
-    if why or not job.progress["shards"]:
-        job.progress = None
-
-
-def why_not_resumable(job: Job) -> str | None:
-    before = job.progress["command"]
-    shown = {"files": "the number of files", "hub_split": "the Hub's split", "revision": "the dataset's revision"}
-    differing = [name for name in {**before, **job.command} if before.get(name) != job.command.get(name)]
+    differing = [
+        name for name in {**before["command"], **job.command} if before["command"].get(name) != job.command.get(name)
+    ]
     if differing:
-        return f"with different options ({', '.join(shown.get(name, f'--{name}') for name in differing)})"
-    changed = job.source.changed(job.progress["stamps"], job.progress["state"]["last"])
-    return changed and f"{changed} has changed since"
+        names = [f"--{name}" if hasattr(options, name) else f"the {name.replace('_', ' ')}" for name in differing]
+        why = f"with different options ({', '.join(names)})"
+    elif changed := job.source.changed(before["stamps"], before["state"]["last"]):
+        why = f"{changed} has changed since"
+    else:
+        job.progress = before
+        return
+    if not options.overwrite:
+        fix = "repeat the same command, or give --overwrite to start over"
+        raise UserError(f"{unfinished(job.folder)} holds an earlier conversion, but {why}; {fix}")
 
 
-def discard_if_empty(jobs: list[Job]) -> None:
+def discard_if_empty(jobs: list[Job], options: Namespace) -> None:
     """After an error, remove the folders of a command that has written neither a split nor a shard."""
     from src.data.shards import read_progress
 
-    left = [read_progress(job.unfinished) for job in jobs]
-    if len(jobs) < len(jobs[0].progress["splits"]) or any(progress is None or progress["shards"] for progress in left):
-        log.info(f"{jobs[0].folder.parent} keeps what is complete, and the same command resumes")
+    left = [read_progress(unfinished(job.folder)) for job in jobs]
+    if len(jobs) < len(options.splits) or any(progress is None or progress["shards"] for progress in left):
+        log.info(f"{options.out_root} keeps what is complete, and the same command resumes")
         return
     for job in jobs:
-        shutil.rmtree(job.unfinished)
+        shutil.rmtree(unfinished(job.folder))
     with contextlib.suppress(OSError):  # it holds other files
-        jobs[0].folder.parent.rmdir()
-
-
-@contextlib.contextmanager
-def write_errors(job: Job) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        fix = "free disk space and repeat the command, or choose another --out_root"
-        raise UserError(f"cannot write {job.unfinished}: {reason(error)}; {fix}") from None
+        Path(options.out_root).rmdir()
 
 
 # Write
@@ -276,60 +242,61 @@ def write_split(job: Job, options: Namespace) -> None:
     """Write a split. It appears under its final name once it is complete."""
     from src.data.shards import ShardWriter, publish
 
-    columns = job.prepare.rows.columns if job.prepare.rows else {"text": "str"}
-    format_ = {"columns": columns, "compression": options.compression, "size_limit": options.size_limit}
-    with (
-        write_errors(job),
-        contextlib.closing(ShardWriter(job.unfinished, job.progress, job.source.resumable, **format_)) as writer,
-    ):
-        counts = write_shards(job, writer, options.num_workers)
-        check_not_empty(job, counts)
+    folder = unfinished(job.folder)
+    format_ = {"columns": job.rows.columns if job.rows else {"text": "str"}, "compression": options.compression}
+    format_["size_limit"] = options.size_limit
+    with contextlib.closing(ShardWriter(folder, job.progress, job.source.resumable, **format_)) as writer:
+        counts = write_shards(job, writer, options)
+        if not counts["documents"]:
+            found, fix = "no document has text", "check the source and --text_column"
+            if others := counts["of_other_split"]:
+                found = f"none of the {others:,} documents belongs to it"
+                change = "raise" if job.validation else "lower"
+                fix = f"{change} --val_fraction {options.val_fraction:g}, and give --overwrite"
+            raise UserError(f"{job.folder.name}: {found}; {fix}")
         summary = summarize(job, counts, writer)
-        write_json(job.unfinished / "split.json", summary)
-        publish(job.unfinished, job.folder)
+        write_json(folder / "split.json", summary)
+        publish(folder, job.folder)
     log.info(f"{job.folder}: {in_words(summary)}")
 
 
-def check_not_empty(job: Job, counts: Counter) -> None:
-    if counts["documents"]:
-        return
-    found, fix = "no document has text", "check the source and --text_column"
-    if others := counts["of_other_split"]:
-        found = f"none of the {others:,} documents belongs to it"
-        change = "raise" if job.prepare.validation else "lower"
-        fix = f"{change} --val_fraction {job.prepare.val_fraction:g}, and give --overwrite"
-    raise UserError(f"{job.folder.name}: {found}; {fix}")
-
-
-def write_shards(job: Job, writer: "ShardWriter", workers: int) -> Counter:
+def write_shards(job: Job, writer: "ShardWriter", options: Namespace) -> Counter:
     """Write the remaining documents of a split; return the counts since its start."""
     state = job.progress["state"] or {"place": None, "counts": {}, "waiting": None}
-    counts, rows = Counter(state["counts"]), job.prepare.rows
+    counts, rows, source = Counter(state["counts"]), job.rows, job.source
     packer = Packer(rows, state["waiting"]) if rows and rows.mode == "concat_tokens" else None
     if writer.stored:
         log.info(f"{job.folder}: resuming after {len(writer.shards):,} shards")
-    if rows is None:
-        workers = 1  # parsing text takes less time than sending it to another process and back
-    total = job.source.total
-    if job.source.unit == "docs" and job.limit is not None and job.prepare.val_fraction is None:
+    total = source.total
+    if source.unit == "docs" and job.limit is not None and options.val_fraction is None:
         total = min(total or job.limit, job.limit)
-    bar = progress(desc=job.folder.name, total=total, unit=job.source.unit, initial=counts["read"])
-    groups = grouped(job.source.batches(state["place"]))
-    with bar, contextlib.closing(in_order(job.prepare, groups, workers)) as results:
-        bytes_before, start = counts["text_bytes"], time.perf_counter()
-        for positions, batches, documents in results:
-            waiting = packer and packer.state()
-            writer.mark({"place": positions[0], "last": positions[-1], "counts": counts, "waiting": waiting})
+    bar = progress(desc=job.folder.name, total=total, unit=source.unit, initial=counts["read"])
+    groups, work = (
+        grouped(source.batches(state["place"]), Batch.length),
+        partial(prepare, rows, options.val_fraction, job.validation),
+    )
+    workers = options.num_workers if rows else 1  # sending text to another process and back takes longer than its work
+    bytes_before, start = counts["text_bytes"], time.perf_counter()
+    with bar, contextlib.closing(in_order(work, groups, workers)) as results:
+        for group, documents in results:
+            places = {"place": group[0].position, "last": group[-1].position}
+            writer.mark({**places, "counts": dict(counts), "waiting": packer and packer.state()})
             if job.limit is not None:
                 documents = documents.first(job.limit - counts["documents"])
-            samples = (packer or rows).samples(documents.rows) if rows else ({"text": t} for t in documents.texts)
-            for sample in samples:
+            sizes, contents, tokens = documents
+            column = "tokens" if rows else "text"
+            for sample in packer.samples(contents) if packer else ({column: content} for content in contents):
                 writer.write(sample)
-            counts = counts + count(documents, rows, batches)
+            read = sum(batch.size for batch in group)
+            counts.update(read=read, documents=len(contents), tokens=int(tokens.sum()))
+            counts.update(empty=np.count_nonzero(sizes == 0), of_other_split=np.count_nonzero(sizes < 0))
+            counts["text_bytes"] += int(sizes[sizes > 0].sum())
+            if rows and not packer:
+                counts["cut_off"] += int(np.maximum(tokens - (rows.length - 2), 0).sum())
             rate = (counts["text_bytes"] - bytes_before) / 1e6 / (time.perf_counter() - start)
-            tokens = f"{counts['tokens']:,} tokens, " if rows else ""
-            bar.set_postfix_str(f"{counts['documents']:,} documents, {tokens}{rate:.1f} MB/s of text", refresh=False)
-            bar.update(sum(batch.size for batch in batches))
+            shown = f"{counts['documents']:,} documents, " + (f"{counts['tokens']:,} tokens, " if rows else "")
+            bar.set_postfix_str(f"{shown}{rate:.1f} MB/s of text", refresh=False)
+            bar.update(read)
             if counts["documents"] == job.limit:
                 break
     for sample in packer.last_sample() if packer else ():
@@ -338,25 +305,14 @@ def write_shards(job: Job, writer: "ShardWriter", workers: int) -> Counter:
     return counts
 
 
-def count(documents: Documents, rows: RowMaker | None, batches: list[Batch]) -> Counter:
-    sizes = documents.sizes
-    counts = {"read": sum(batch.size for batch in batches), "text_bytes": int(sizes[sizes > 0].sum())}
-    for name, group in {"documents": sizes > 0, "empty": sizes == 0, "of_other_split": sizes < 0}.items():
-        counts[name] = np.count_nonzero(group)
-    if rows:
-        counts["tokens"] = int(documents.rows.content.sum())
-        counts["cut_off"] = documents.rows.cut_off(rows.length - 2) if rows.mode == "max_seq_len" else 0
-    return Counter(counts)
-
-
 def summarize(job: Job, counts: Counter, writer: "ShardWriter") -> dict[str, Any]:
     """Return the content of split.json: what a finished split holds, and its source."""
     summary = {name: counts[name] for name in ("documents", "empty", "text_bytes")}
-    summary |= {"samples": writer.stored, "shards": len(writer.shards), "bytes": writer.bytes_stored()}
-    summary |= {"source": job.source.description}
-    if job.prepare.rows:
+    size = sum(path.stat().st_size for path in writer.folder.glob("shard.*"))
+    summary |= {"samples": writer.stored, "shards": len(writer.shards), "bytes": size, "source": job.source.description}
+    if job.rows:
         share = counts["cut_off"] / counts["tokens"]
-        summary["tokens"] = {**job.prepare.rows.summary, "of_text": counts["tokens"], "share_cut_off": share}
+        summary["tokens"] = {**job.rows.summary, "of_text": counts["tokens"], "share_cut_off": share}
     return summary
 
 

@@ -1,18 +1,18 @@
-"""Sources of documents: files, or a dataset on the Hugging Face Hub. Both can resume."""
+"""Sources of documents: files, or a dataset on the Hugging Face Hub. Both can resume from a batch's position."""
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from src.data.readers import BATCH_BYTES, SET_COLUMN, STANDARD_INPUT, Batch, ReadOptions, check_texts, read_batches
+from src.cli import log
+from src.data.readers import SET_COLUMN, STANDARD_INPUT, Batch, check_columns, check_texts, read_batches
 from src.errors import UserError, first_line, reason
 
 RECORDS = 256  # records of a dataset read at a time
 C4_DOCUMENTS = {"train": 364_868_892, "validation": 364_608}  # allenai/c4 en, to estimate the time left
-
-Position = Any  # JSON-serializable
 
 
 class Files:
@@ -20,36 +20,37 @@ class Files:
 
     unit = "B"
 
-    def __init__(self, paths: list[Path], patterns: list[str], options: ReadOptions):
+    def __init__(self, paths: list[Path], options: Namespace):
         self.paths, self.options = paths, options
+        try:
+            found = [path.stat() for path in paths if path != STANDARD_INPUT]
+        except OSError as error:
+            raise UserError(f"{error.filename}: cannot be read ({reason(error)}); fix or omit it") from None
         self.resumable = all(path.is_file() for path in paths)  # pipes can be read only once
-        self.stamps = [stamp(path) for path in paths]
-        self.total = sum(size for _, size, _ in self.stamps) if self.resumable else None
-        self.description = {"data_files": patterns, "files": len(paths)}
+        # path, size and modification time, which change if the file does
+        self.stamps = [[str(path), file.st_size, file.st_mtime_ns] for path, file in zip(paths, found)]
+        self.total = sum(file.st_size for file in found) if self.resumable else None
+        self.description = {"data_files": options.data_files, "files": len(paths)}
+        self.stdin_format = options.stdin_format or "txt"
+        if STANDARD_INPUT in paths:
+            if options.stdin_format is None and sys.stdin.buffer.peek(1)[:1] == b"{":
+                self.stdin_format = "jsonl"
+            kind = self.stdin_format
+            log.info(f"standard input: read as .{kind}; it cannot be read again, so an interruption starts over")
 
-    def changed(self, stamps: list[tuple[str, int, int]], position: Position) -> str | None:
+    def changed(self, stamps: list[list], position: list) -> str | None:
         """Return the first of the files read up to a position that has changed since its stamp, or None."""
         read = stamps[: position[0] + 1]
-        pairs = itertools.zip_longest(map(tuple, read), self.stamps[: len(read)])
-        return next((old[0] for old, new in pairs if old != new), None)
+        return next((old[0] for old, new in zip(read, self.stamps) if old != new), None)
 
-    def batches(self, position: Position | None) -> Iterator[tuple[Position, Batch]]:
-        """Yield batches from a position on, each with its own."""
+    def batches(self, position: list | None) -> Iterator[Batch]:
+        """Yield the batches from a position on."""
         first, skip = position or (0, 0)
-        for number in range(first, len(self.paths)):
-            for batch in read_batches(self.paths[number], self.options, skip if number == first else 0):
-                yield [number, batch.first], batch
-
-
-def stamp(path: Path) -> tuple[str, int, int]:
-    """Return path, size and modification time, which change if the file does. Raises UserError for a broken link."""
-    if path == STANDARD_INPUT:
-        return str(path), 0, 0
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({reason(error)}); fix or omit it") from None
-    return str(path), status.st_size, status.st_mtime_ns
+        column, whole = self.options.text_column, self.options.one_document_per_file
+        for number, path in enumerate(self.paths[first:], first):
+            for batch in read_batches(path, column, skip, whole, self.stdin_format):
+                yield batch._replace(position=[number, batch.position])
+            skip = 0
 
 
 class HubDataset:
@@ -62,23 +63,24 @@ class HubDataset:
     resumable = True
     stamps = None  # the revision, in the description, identifies the data
 
-    def __init__(self, dataset: str, subset: str | None, split: str, column: str):
-        self.dataset, self.split, self.column = dataset, split, column
+    def __init__(self, options: Namespace, split: str):
+        self.dataset, self.split, self.column = options.dataset, split, options.text_column
         try:
-            builder = _builder(dataset, subset)
+            builder = _builder(options.dataset, options.data_subset)
             self.documents = builder.as_streaming_dataset(split=split)
         except Exception as error:  # whatever the Hub's clients raise: connection, missing dataset, missing split, …
             raise self._unreadable(error) from None
+        known = C4_DOCUMENTS if (options.dataset, options.data_subset) == ("allenai/c4", "en") else {}
         splits = builder.info.splits or {}
-        known = C4_DOCUMENTS.get(split) if (dataset, subset) == ("allenai/c4", "en") else None
-        self.total = splits[split].num_examples if split in splits else known
-        self.description = {"dataset": dataset, "data_subset": subset, "hub_split": split, "revision": builder.hash}
+        self.total = splits[split].num_examples if split in splits else known.get(split)
+        names = {"dataset": options.dataset, "data_subset": options.data_subset, "hub_split": split}
+        self.description = {**names, "revision": builder.hash}
 
-    def changed(self, stamps: None, position: Position) -> None:
+    def changed(self, stamps: None, position: list) -> None:
         return None
 
-    def batches(self, position: Position | None) -> Iterator[tuple[Position, Batch]]:
-        """Yield batches from a position on, each with its own."""
+    def batches(self, position: list | None) -> Iterator[Batch]:
+        """Yield the batches from a position on."""
         state, skip = position or (None, 0)
         if state is not None:
             self.documents.load_state_dict(state)
@@ -93,13 +95,10 @@ class HubDataset:
                 raise self._unreadable(error) from None
             if columns is None:
                 return
-            texts = columns.get(self.column)
-            if texts is None:
-                found = f"its columns are {', '.join(columns)}"
-                raise UserError(f"{self.dataset}: no column {self.column} ({found}); {SET_COLUMN}")
-            check_texts(self.dataset, self.column, texts)
+            check_columns(self.dataset, [self.column], list(columns), SET_COLUMN)
+            texts = check_texts(columns[self.column], self.dataset, self.column)
             if number >= skip:
-                yield here, Batch(self.dataset, 0, texts, "text", len(texts))
+                yield Batch(here, texts, len(texts))
 
     def _unreadable(self, error: Exception) -> UserError:
         source = f"{self.dataset} ({self.split}) from the Hugging Face Hub"
@@ -112,17 +111,3 @@ def _builder(dataset: str, subset: str | None):
     from datasets import load_dataset_builder
 
     return load_dataset_builder(dataset, subset)
-
-
-def grouped(batches: Iterable[tuple[Position, Batch]]) -> Iterator[tuple[list[Position], list[Batch]]]:
-    """Combine small batches, with their positions, into groups worth sending to another process."""
-    positions, group, length = [], [], 0
-    for position, batch in batches:
-        positions.append(position)
-        group.append(batch)
-        length += batch.length()
-        if length >= BATCH_BYTES:
-            yield positions, group
-            positions, group, length = [], [], 0
-    if group:
-        yield positions, group

@@ -1,7 +1,6 @@
 """Readers of .txt, .jsonl (or .json, one object per line), .csv, .tsv, each optionally .gz or .zst, and .parquet.
 
-A corpus is read in two steps: `read_batches` returns records as stored, and `texts` parses them, which takes longer and
-may run in another process. A table is read with `read_rows`: the wanted columns of each row, and its line number.
+`read_batches` reads a corpus: one text per record. `read_rows` reads a table: the wanted columns of each row.
 """
 
 import contextlib
@@ -12,10 +11,9 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow
 
@@ -24,35 +22,24 @@ from src.errors import UserError, reason
 
 KINDS = {".txt": "txt", ".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
 LINE_KINDS = ("txt", "jsonl", "csv", "tsv")
-DELIMITERS = {"csv": ",", "tsv": "\t"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 STANDARD_INPUT = Path("-")
 BATCH_BYTES = 1 << 20  # a few tenths of a second of tokenizing
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+FIX_LINE = "; fix or remove the line"
 SET_COLUMN = "; set --text_column"
 
-
-class ReadOptions(NamedTuple):
-    """How a corpus is read."""
-
-    column: str = "text"  # column or key with the text
-    one_document_per_file: bool = False  # for .txt
-    stdin_format: str = "txt"  # one of LINE_KINDS
+Lines = Iterator[tuple[int, str]]  # with their numbers
 
 
-@dataclass
-class Batch:
-    """Consecutive records of a file: bytes to parse, or texts."""
+class Batch(NamedTuple):
+    """Consecutive texts of a file or a dataset."""
 
-    file: str
-    first: int  # number of records in the file before this batch
-    records: list[bytes] | list[str | None]
-    kind: str  # of records: txt and jsonl are lines, file is a file's content, text is parsed (None: empty)
+    position: Any  # JSON-serializable, to resume from: in a file, the number of texts before these
+    texts: list[str]  # "" for an empty record
     size: int  # bytes read from the file; for a dataset, the number of records
 
     def length(self) -> int:
-        """Return the total length of the records, in bytes or characters."""
-        return sum(map(len, filter(None, self.records)))
+        return sum(map(len, self.texts))
 
 
 def find_files(patterns: list[str]) -> list[Path]:
@@ -76,90 +63,73 @@ def file_kind(path: Path, stdin_format: str = "txt") -> tuple[str, str | None]:
     if path == STANDARD_INPUT:
         return stdin_format, None
     compression = COMPRESSIONS.get(path.suffix)
-    extension = "".join(path.suffixes[-2:]) if compression else path.suffix
-    kind = KINDS.get(extension.lower().removesuffix(path.suffix if compression else ""))
+    kind = KINDS.get((path.with_suffix("") if compression else path).suffix.lower())
     if kind is None or (kind == "parquet" and compression):
+        extension = "".join(path.suffixes[-2:]) or "a file without an extension"
         known = ".txt, .jsonl, .csv or .tsv, optionally with .gz or .zst, or .parquet"
-        raise UserError(f"{path}: cannot read {extension or 'a file without an extension'}; give {known}")
+        raise UserError(f"{path}: cannot read {extension}; give {known}")
     return kind, compression
 
 
 # Corpora
 
 
-def read_texts(path: Path, column: str) -> Iterator[str]:
-    """Yield a file's documents. Raises UserError with file and line."""
-    for batch in read_batches(path, ReadOptions(column)):
-        yield from texts(batch, column)
-
-
-def read_batches(path: Path, options: ReadOptions, skip: int = 0) -> Iterator[Batch]:
-    """Yield a file's records after the first `skip`, about BATCH_BYTES at a time. Raises UserError."""
-    kind, compression = file_kind(path, options.stdin_format)
-    if kind == "parquet":
-        for first, (records,), size in _parquet_columns(path, [options.column], skip, SET_COLUMN):
-            check_texts(str(path), options.column, records)
-            yield Batch(str(path), first, records, "text", size)
-        return
-    with _open(path, compression) as (file, position):
-        if kind in DELIMITERS:
-            records, kind = _csv_texts(file, path, options.column, DELIMITERS[kind]), "text"
-        elif kind == "txt" and options.one_document_per_file:
-            records, kind = iter([file.read()]), "file"
-        else:
-            records = _lines(file, path)
-        yield from _batches(records, str(path), kind, skip, position)
-
-
-def _batches(
-    records: Iterator[bytes] | Iterator[str], file: str, kind: str, skip: int, position: Callable[[], int] | None
+def read_batches(
+    path: Path, column: str, skip: int = 0, one_document_per_file: bool = False, stdin_format: str = "txt"
 ) -> Iterator[Batch]:
-    for _ in itertools.islice(records, skip):
-        pass
-    first, held, length = skip, [], 0
-    before = position() if position and skip else 0
-    for record in records:
-        held.append(record)
-        length += len(record)
-        if length >= BATCH_BYTES:
-            now = position() if position else before + length
-            yield Batch(file, first, held, kind, now - before)
-            first, held, length, before = first + len(held), [], 0, now
-    if held:
-        yield Batch(file, first, held, kind, position() - before if position else length)
+    """Yield a file's texts after the first `skip`, about BATCH_BYTES at a time.
+
+    `one_document_per_file` is for .txt; `stdin_format` is one of LINE_KINDS. Raises UserError with file and line.
+    """
+    kind, compression = file_kind(path, stdin_format)
+    if kind == "parquet":
+        for first, (values,), size in _parquet_columns(path, [column], skip, SET_COLUMN):
+            yield Batch(first, check_texts(values, str(path), column), size)
+        return
+    with _open(path, compression) as (lines, position):
+        texts = _texts(lines, path, kind, column)
+        if kind == "txt" and one_document_per_file:
+            texts = iter(["".join(line for _, line in lines)])
+        for _ in itertools.islice(texts, skip):
+            pass
+        before = position() if skip else 0
+        for group in grouped(texts, len):
+            after = position() if position else before + sum(map(len, group))
+            yield Batch(skip, group, after - before)
+            skip, before = skip + len(group), after
 
 
-def _csv_texts(file: BinaryIO, path: Path, column: str, delimiter: str) -> Iterator[str]:
-    rows = _csv_cells(file, path, delimiter)
-    _, header = next(rows, (1, []))
-    check_columns(path, [column], header, SET_COLUMN)
-    index = header.index(column)
-    for line, row in rows:
-        if row and len(row) != len(header):
-            raise UserError(f"{path}, line {line}: {len(row)} columns instead of {len(header)}; fix or remove the row")
-        yield row[index] if row else ""
+def _texts(lines: Lines, path: Path, kind: str, column: str) -> Iterator[str]:
+    if kind == "txt":
+        yield from (line.rstrip("\r\n") for _, line in lines)
+    elif kind == "jsonl":
+        for number, line in lines:
+            where = f"{path}, line {number}"
+            yield from check_texts(_json_values(line, where, [column], SET_COLUMN) or [""], where, column)
+    else:
+        rows = _csv_cells(lines, path, "," if kind == "csv" else "\t")
+        yield from (cells[0] if cells else "" for _, cells in _select(path, rows, [column], fix=SET_COLUMN))
 
 
-def texts(batch: Batch, column: str) -> list[str]:
-    """Return the texts of a batch's records, "" for an empty one. Raises UserError with file and line."""
-    if batch.kind == "text":
-        return [text or "" for text in batch.records]
-    lines = [_decode(record, batch.file, number) for number, record in enumerate(batch.records, batch.first + 1)]
-    if batch.kind != "jsonl":
-        return lines if batch.kind == "file" else [line.rstrip("\r\n") for line in lines]
-    found = []
-    for number, line in enumerate(lines, batch.first + 1):
-        (text,) = _json_values(line, batch.file, number, [column], SET_COLUMN) if line.strip() else [""]
-        check_texts(f"{batch.file}, line {number}", column, [text])
-        found.append(text or "")
-    return found
-
-
-def check_texts(source: str, column: str, values: list[Any]) -> None:
-    """Raise UserError unless all values of a column are strings or None."""
+def check_texts(values: Iterable[Any], source: str, column: str) -> list[str]:
+    """Return the values of a column, "" for None. Raises UserError for any that is not a string."""
     for value in values:
         if not isinstance(value, str | None):
             raise UserError(f"{source}: column {column!r} holds {type(value).__name__}, not text{SET_COLUMN}")
+    return [value or "" for value in values]
+
+
+def grouped(items: Iterable[Any], length: Callable[[Any], int]) -> Iterator[list[Any]]:
+    """Combine consecutive items into groups of BATCH_BYTES or a little more, given the length of each item."""
+    group, total = [], 0
+    for item in items:
+        group.append(item)
+        total += 1 + length(item)
+        if total >= BATCH_BYTES:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
 
 
 # Tables
@@ -170,7 +140,8 @@ def read_rows(
 ) -> Iterator[tuple[int, tuple]]:
     """Yield the line number and the wanted columns of each row of a table.
 
-    Quotes enclose a cell in .csv and are literal in .tsv.
+    Quotes enclose a cell in .csv and are literal in .tsv. Empty lines are skipped, except in a .csv or .tsv of one
+    column: there an empty line before other lines is an empty text.
 
     Args:
         columns: names, or numbers of the columns of a .csv or .tsv without a header.
@@ -187,111 +158,90 @@ def read_rows(
         for first, values, _ in _parquet_columns(path, columns):
             yield from enumerate(zip(*values), first + 1)
         return
-    with _open(path, compression) as (file, _):
-        if kind == "csv":
-            yield from _select(path, _csv_cells(file, path, ","), columns, malformed_rows)
-        elif kind == "tsv":
-            rows = ((number, line.rstrip("\r\n")) for number, line in enumerate(_decoded(file, path), 1))
-            cells = ((number, row.split("\t") if row else []) for number, row in rows)
-            yield from _select(path, cells, columns, malformed_rows)
+    with _open(path, compression) as (lines, _):
+        if kind == "jsonl":
+            rows = ((number, _json_values(line, f"{path}, line {number}", columns)) for number, line in lines)
         else:
-            for number, line in enumerate(_decoded(file, path), 1):
-                if line.strip():
-                    yield number, _json_values(line, path, number, columns)
+            lines = list(lines)
+            while lines and not lines[-1][1].strip("\r\n"):
+                lines.pop()
+            stripped = ((number, line.rstrip("\r\n")) for number, line in lines)
+            cells = ((number, line.split("\t") if line else []) for number, line in stripped)
+            rows = _csv_cells(lines, path, ",") if kind == "csv" else cells
+            rows = _select(path, rows, columns, malformed_rows)
+        yield from (row for row in rows if row[1])
 
 
 def _select(
-    path: Path, rows: Iterator[tuple[int, list[str]]], columns: Sequence[str | int], malformed_rows: int
+    path: Path,
+    rows: Iterator[tuple[int, list[str]]],
+    columns: Sequence[str | int],
+    malformed_rows: int = 0,
+    fix: str = "",
 ) -> Iterator[tuple[int, tuple]]:
-    """Yield the wanted cells of each row, by the names in a header or by number.
+    """Yield the line number and the wanted cells of each row; none for an empty line, unless there is one column.
 
-    All rows must be as long as the first. Empty lines are skipped, except in a file of one column: there an empty line
-    before other lines is an empty text.
+    Columns are wanted by their names in a header or by number. All rows must be as long as the first.
     """
-    names = [column for column in columns if isinstance(column, str)]
-    indices, width, skipped, empty = [column for column in columns if isinstance(column, int)], 0, [], []
+    number, header = next((row for row in rows if row[1]), (1, []))
+    width, skipped = len(header), []
+    if names := [column for column in columns if isinstance(column, str)]:
+        check_columns(path, names, header, fix)
+        columns = [header.index(column) if isinstance(column, str) else column for column in columns]
+    else:
+        rows = itertools.chain([(number, header)], rows)
     for number, row in rows:
-        if not row:
-            empty.append(number)
-            continue
-        if not width:
-            width = len(row)
-            if names:
-                check_columns(path, names, row)
-                indices = [row.index(column) if isinstance(column, str) else column for column in columns]
-                empty.clear()
-                continue
-        if width == 1:
-            yield from ((line, ("",) * len(indices)) for line in empty)
-        empty.clear()
-        if len(row) == width and max(indices) < width:
-            yield number, tuple(row[index] for index in indices)
+        cells = row or [""] * (width == 1)
+        if not cells:
+            yield number, ()
+        elif len(cells) == width > max(columns):
+            yield number, tuple(cells[index] for index in columns)
         elif len(skipped) < malformed_rows:
             skipped.append(number)
         else:
             after = f", after {malformed_rows} other malformed rows" if malformed_rows else ""
-            found = f"{len(row)} columns instead of {max(width, max(indices) + 1)}{after}"
+            found = f"{len(cells)} columns instead of {max(width, max(columns) + 1)}{after}"
             raise UserError(f"{path}, line {number}: {found}; fix or remove the row")
     if skipped:
         shown = ", ".join(map(str, skipped[:5])) + (", …" if len(skipped) > 5 else "")
         log.info(f"{path}: skipped {len(skipped)} rows without {width} columns (line {shown})")
 
 
-def check_columns(path: Path, wanted: Sequence[str | int], found: list[str], hint: str = "") -> None:
-    """Raise UserError unless each wanted column is found exactly once."""
-    if missing := [str(name) for name in wanted if name not in found]:
-        raise UserError(f"{path}: no column {', '.join(missing)} (its columns are {', '.join(found)}){hint}")
-    if repeated := [str(name) for name in wanted if found.count(name) > 1]:
-        raise UserError(f"{path}: two columns are called {repeated[0]}; rename one")
-
-
 # Corpora and tables
 
 
 @contextlib.contextmanager
-def _open(path: Path, compression: str | None) -> Iterator[tuple[BinaryIO, Callable[[], int] | None]]:
-    """Open a file, decompressed, without its byte-order mark; also return its `tell` if it is seekable."""
-    with contextlib.ExitStack() as stack:
-        try:
-            stored = sys.stdin.buffer if path == STANDARD_INPUT else stack.enter_context(path.open("rb"))
+def _open(path: Path, compression: str | None) -> Iterator[tuple[Lines, Callable[[], int] | None]]:
+    """Open a file, decompressed, as its lines; also return its `tell` if it is seekable."""
+    number = 0
+
+    def lines() -> Lines:
+        nonlocal number
+        for line in text:
+            number += 1
+            yield number, line
+
+    try:
+        with contextlib.nullcontext(sys.stdin.buffer) if path == STANDARD_INPUT else path.open("rb") as stored:
             file = stored
             if compression:
                 stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(stored, "r"), compression)
                 file = io.BufferedReader(stream, 1 << 18)
-            if file.peek(3)[:3] == BYTE_ORDER_MARK:
-                file.read(3)
-            yield file, stored.tell if stored.seekable() else None
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({reason(error)}); fix or omit it") from None
-
-
-def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    number = 0
-    try:
-        for line in file:
-            number += 1
-            yield line
+            text = io.TextIOWrapper(file, "utf-8-sig", newline="\n")
+            yield lines(), stored.tell if stored.seekable() else None
+    except UnicodeDecodeError as error:  # in a block of the file, which starts in the line after the last one read
+        line = number + 1 + error.object.count(b"\n", 0, error.start)
+        raise UserError(f"{path}, line {line}: not valid UTF-8; convert the file to UTF-8") from None
     except OSError as error:
-        raise UserError(
-            f"{path}, line {number + 1}: corrupt or truncated ({reason(error)}); copy the file again"
-        ) from None
+        if number == 0:
+            raise UserError(f"{path}: cannot be read ({reason(error)}); fix or omit it") from None
+        found = f"corrupt or truncated ({reason(error)})"
+        raise UserError(f"{path}, line {number + 1}: {found}; copy the file again") from None
 
 
-def _decoded(file: BinaryIO, path: Path) -> Iterator[str]:
-    return (_decode(line, path, number) for number, line in enumerate(_lines(file, path), 1))
-
-
-def _decode(record: bytes, file: str | Path, line: int) -> str:
-    try:
-        return record.decode()
-    except UnicodeDecodeError as error:
-        line += record.count(b"\n", 0, error.start)
-        raise UserError(f"{file}, line {line}: not valid UTF-8; convert the file to UTF-8") from None
-
-
-def _csv_cells(file: BinaryIO, path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+def _csv_cells(lines: Lines, path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit(2**31 - 1)  # a document is a field; the library's limit is 128 KiB
-    rows, start = csv.reader(_decoded(file, path), delimiter=delimiter, strict=True), 1
+    rows, start = csv.reader((line for _, line in lines), delimiter=delimiter, strict=True), 1
     try:
         for row in rows:
             yield start, row
@@ -300,39 +250,35 @@ def _csv_cells(file: BinaryIO, path: Path, delimiter: str) -> Iterator[tuple[int
         raise UserError(f"{path}, line {start}: not valid CSV ({error}); fix or remove the row") from None
 
 
-def _json_values(
-    line: str, file: str | Path, number: int, columns: Sequence[str | int], hint: str = "; fix or remove the line"
-) -> tuple[Any, ...]:
-    """Return the values of a line's JSON object under the wanted keys."""
-    where = f"{file}, line {number}"
+def _json_values(line: str, where: str, columns: Sequence[str | int], fix: str = FIX_LINE) -> tuple[Any, ...]:
+    """Return the values of a line's JSON object under the wanted keys; none for an empty line."""
+    if not line.strip():
+        return ()
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and deep nesting
-        why = getattr(error, "msg", error)
-        raise UserError(f"{where}: not valid JSON ({why}); fix or remove the line") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: not a JSON object; fix or remove the line")
-    if missing := [str(column) for column in columns if column not in row]:
-        raise UserError(f"{where}: no {', '.join(missing)} (its keys are {', '.join(row)}){hint}")
-    values = tuple(row[column] for column in columns)
-    try:
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: not a JSON object{FIX_LINE}")
+        if missing := [str(column) for column in columns if column not in row]:
+            raise UserError(f"{where}: no {', '.join(missing)} (its keys are {', '.join(row)}){fix}")
+        values = tuple(row[column] for column in columns)
         "".join(value for value in values if isinstance(value, str)).encode()
     except UnicodeEncodeError:  # JSON can escape half of a surrogate pair, which no encoding can write
-        raise UserError(f"{where}: half of a surrogate pair; fix or remove the line") from None
+        raise UserError(f"{where}: half of a surrogate pair{FIX_LINE}") from None
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and deep nesting
+        raise UserError(f"{where}: not valid JSON ({getattr(error, 'msg', error)}){FIX_LINE}") from None
     return values
 
 
 def _parquet_columns(
-    path: Path, columns: Sequence[str | int], skip: int = 0, hint: str = ""
+    path: Path, columns: Sequence[str | int], skip: int = 0, fix: str = ""
 ) -> Iterator[tuple[int, list[list], int]]:
     """Yield (rows before these, the values of each wanted column, their share of the file in bytes)."""
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        check_columns(path, columns, file.schema_arrow.names, hint)
-        row_size = path.stat().st_size / max(file.metadata.num_rows, 1)
-        end = 0
+        check_columns(path, columns, file.schema_arrow.names, fix)
+        row_size, end = path.stat().st_size / max(file.metadata.num_rows, 1), 0
         for rows in file.iter_batches(batch_size=1024, columns=list(columns)):
             first, end = max(skip, end), end + len(rows)
             if first < end:
@@ -344,13 +290,16 @@ def _parquet_columns(
 
 
 def _python_values(values: pyarrow.Array, path: Path, first: int) -> list:
-    """Return the values of a column, `first` rows into the file. Raises UserError with the row of invalid UTF-8."""
     try:
         return values.to_pylist()
-    except UnicodeDecodeError:
-        for number, value in enumerate(values, first + 1):
-            try:
-                value.as_py()
-            except UnicodeDecodeError:
-                raise UserError(f"{path}, row {number}: not valid UTF-8; fix the file") from None
-        raise
+    except UnicodeDecodeError as error:
+        number = first + 1 + values.cast(pyarrow.large_binary()).to_pylist().index(error.object)
+        raise UserError(f"{path}, row {number}: not valid UTF-8; fix the file") from None
+
+
+def check_columns(source: Path | str, wanted: Sequence[str | int], found: list[str], fix: str = "") -> None:
+    """Raise UserError unless each wanted column is found exactly once."""
+    if missing := [str(name) for name in wanted if name not in found]:
+        raise UserError(f"{source}: no column {', '.join(missing)} (its columns are {', '.join(found)}){fix}")
+    if repeated := [str(name) for name in wanted if found.count(name) > 1]:
+        raise UserError(f"{source}: two columns are called {repeated[0]}; rename one")

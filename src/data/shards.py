@@ -4,6 +4,7 @@ The shards of an unfinished split are in a hidden folder with progress.json, rep
 holds the command, the state to resume from, the number of samples to skip after it, and the complete shards.
 """
 
+import contextlib
 import copy
 import fcntl
 import json
@@ -37,7 +38,7 @@ class ShardWriter(MDSWriter):
         self.shards = progress["shards"]
         self.stored = sum(shard["samples"] for shard in self.shards)
         self.samples = self.stored - progress["skip"]  # written or skipped
-        self.marked = (self.samples, progress["state"])
+        self.mark(progress["state"])
         self.storing: Future | None = None
         self.lock = lock(folder)
         kept = {PROGRESS, *(stored_file(shard)["basename"] for shard in self.shards)}
@@ -55,21 +56,12 @@ class ShardWriter(MDSWriter):
 
     def flush_shard(self) -> None:
         """Store the samples since the last shard in a thread. Raises any error of the previous one."""
-        if not self.new_samples:  # the first sample alone is larger than a shard
-            return
-        self._wait()
-        self.stored += len(self.new_samples)
-        shard = copy.copy(self)
-        self.storing = self.executor.submit(shard._store)
+        if self.new_samples:  # else the first sample alone is larger than a shard
+            self.wait()
+            self.stored += len(self.new_samples)
+            self.storing = self.executor.submit(copy.copy(self)._store)
 
-    def finish(self) -> None:
-        if self.new_samples:
-            self.flush_shard()
-            self._reset_cache()
-        self._wait()
-        super().finish()
-
-    def _wait(self) -> None:
+    def wait(self) -> None:
         if self.storing is not None:
             self.storing.result()
 
@@ -81,8 +73,9 @@ class ShardWriter(MDSWriter):
             progress = {"state": state, "skip": self.stored - samples, "shards": self.shards}
             save_progress(self.folder, {**self.progress, **progress})
 
-    def bytes_stored(self) -> int:
-        return sum(stored_file(shard)["bytes"] for shard in self.shards)
+    def _write_index(self) -> None:
+        self.wait()
+        super()._write_index()
 
     def close(self) -> None:
         """Release the folder, finished or not."""
@@ -120,10 +113,8 @@ def start(folder: Path, **facts: Any) -> dict[str, Any]:
 
 def read_progress(folder: Path) -> dict[str, Any] | None:
     """Return the progress of an unfinished split, or None."""
-    try:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return json.loads((folder / PROGRESS).read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
 
 
 def save_progress(folder: Path, progress: dict[str, Any]) -> None:

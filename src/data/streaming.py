@@ -18,11 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from src.config import check_known
-from src.data.batches import sample_count
-from src.data.config import DatasetConfig, LoaderConfig
-from src.data.masking import Masking
-from src.data.mlm_collator import MaskingCollator
-from src.data.splits import check_split
+from src.data.batches import Masking, MaskingCollator, sample_count
+from src.data.config import DatasetConfig, LoaderConfig, check_split
 from src.data.tokenizers import vocabulary_digest
 from src.errors import UserError, first_line
 
@@ -81,8 +78,6 @@ class Padding:
 class TextDataLoader(StreamingDataLoader):
     """Counts its position in samples, several of which may share a row, and padding."""
 
-    collate_fn: MaskingCollator
-
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self.padding = Padding()
@@ -101,8 +96,7 @@ def build(config: LoaderConfig, tokenizer: PreTrainedTokenizerBase, batch_size: 
     options = config.dataset
     masking = Masking(tokenizer, options.mlm_probability, options.seed, train, options.whole_word_masking)
     names = ("shuffle", "predownload", "cache_limit", "num_canonical_nodes")
-    chosen = {name: getattr(options, name) for name in names}
-    chosen |= {"batch_size": batch_size, "shuffle_seed": options.seed}
+    chosen = {name: getattr(options, name) for name in names} | {"batch_size": batch_size, "shuffle_seed": options.seed}
     dataset = build_dataset(options.local, options.remote, options.split, options.streams, **chosen)
     if "tokens" in dataset.shards[0].column_names:
         for stream in dataset.streams:
@@ -128,15 +122,16 @@ def ignore_signals(worker: int) -> None:
 
     From the main process, SIGTERM still ends a worker: multiprocessing sends it at exit, and then waits.
     """
+    main_process = os.getppid()
+
+    def obey_main_process() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != main_process:
+            pass
+        os._exit(0)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_obey_main_process, args=(os.getppid(),), daemon=True).start()
-
-
-def _obey_main_process(main_process: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != main_process:
-        pass
-    os._exit(0)
+    threading.Thread(target=obey_main_process, daemon=True).start()
 
 
 def build_dataset(
@@ -160,10 +155,9 @@ def build_dataset(
     kinds = {}
     for stream, shard in zip(dataset.streams, dataset.shard_offset_per_stream):
         columns, folder = dataset.shards[shard].column_names, folder_of(stream)
-        kind = next((name for name in ("text", "tokens") if name in columns), None)
-        if kind is None:
+        if not {"text", "tokens"} & {*columns}:
             raise UserError(f"{folder}: no column `text` or `tokens`, only {', '.join(columns)}; convert it again")
-        kinds[kind] = folder
+        kinds["text" if "text" in columns else "tokens"] = folder
     if len(kinds) > 1:
         raise UserError(f"{kinds['text']} holds text and {kinds['tokens']} tokens; convert both the same way")
     return dataset
@@ -172,9 +166,7 @@ def build_dataset(
 def open_stream(key: str, source: Any, split: str) -> Stream:
     """Return one source of shards, checked if it is local. `key` is what the user set."""
     if not isinstance(source, Mapping) or source.get("local") is None:
-        raise UserError(
-            f"{key} must hold `key: value` lines with local, the folder of shards or the cache of its remote"
-        )
+        raise UserError(f"{key} must hold `key: value` lines with local, the shards' folder or the cache of its remote")
     check_known(key, source, STREAM_KEYS)
     split = source.get("split") or split
     if source.get("remote") is None:
@@ -189,7 +181,7 @@ def check_tokens(stream: Stream, tokenizer: PreTrainedTokenizerBase, options: Da
     """Raise UserError unless a stream's tokens are this tokenizer's, in rows of at most max_seq_len."""
     fetch_summary(stream)
     folder, made = folder_of(stream), tokens_summary(stream)
-    if made is None:
+    if not {"tokenizer", "vocab_size", "digest", "mode", "length"} <= made.keys():
         fix = "copy the split again, or convert the text again"
         raise UserError(f"{folder}/split.json, which names the tokenizer, is missing or corrupt; {fix}")
     if made["digest"] != vocabulary_digest(tokenizer):
@@ -206,7 +198,7 @@ def fetch_summary(stream: Stream) -> None:
     if path.exists() or stream.remote is None:
         return
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # each process fetches it; none sees a partial file
-        fetched = Path(folder) / path.name
+        fetched = Path(folder, path.name)
         try:
             CloudDownloader.direct_download(os.path.join(stream.remote, stream.split, path.name), str(fetched))
             fetched.replace(path)
@@ -215,27 +207,24 @@ def fetch_summary(stream: Stream) -> None:
             raise UserError(f"{stream.remote}: {found}; copy it there, or convert the text again") from None
 
 
-def tokens_summary(stream: Stream) -> dict[str, Any] | None:
-    """Return split.json's entry for token rows; None if it is missing or corrupt, or the shards hold text."""
+def tokens_summary(stream: Stream) -> dict[str, Any]:
+    """Return split.json's entry for token rows; an empty one if it is missing or corrupt, or the shards hold text."""
     try:
-        made = json.loads((folder_of(stream) / "split.json").read_text())["tokens"]
-        return made if {"tokenizer", "vocab_size", "digest", "mode", "length"} <= made.keys() else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+        return dict(json.loads((folder_of(stream) / "split.json").read_text())["tokens"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def folder_of(stream: Stream) -> Path:
-    """Return the local folder of a stream's shards."""
-    return Path(stream.local) / stream.split
+    return Path(stream.local, stream.split)
 
 
 def describe(options: DatasetConfig, dataset: StreamingTextDataset) -> str:
     """Return the number of samples, of tokens if split.json has it, and their location, in words."""
-    if not options.streams:
-        made = [tokens_summary(stream) or {} for stream in dataset.streams]
-        known = ""
-        if all("of_text" in each for each in made):
-            known = f" ({sum(round(each['of_text'] * (1 - each['share_cut_off'])) for each in made):,} tokens)"
-        return f"{dataset.size:,} samples{known} in {options.remote or options.local}"
-    parts = ", ".join(f"{stream.choose:,} of {name}" for name, stream in zip(options.streams, dataset.streams))
-    return f"{dataset.epoch_size:,} samples per epoch ({parts})"
+    if options.streams:
+        parts = ", ".join(f"{stream.choose:,} of {name}" for name, stream in zip(options.streams, dataset.streams))
+        return f"{dataset.epoch_size:,} samples per epoch ({parts})"
+    made, tokens = tokens_summary(dataset.streams[0]), ""
+    if "of_text" in made:
+        tokens = f" ({round(made['of_text'] * (1 - made['share_cut_off'])):,} tokens)"
+    return f"{dataset.size:,} samples{tokens} in {options.remote or options.local}"

@@ -16,7 +16,6 @@ split.json, next to a split's index.json, is its summary; for rows of tokens it 
 `"tokens": {"tokenizer": …, "vocab_size": …, "digest": …, "mode": "max_seq_len" | "concat_tokens", "length": N, …}`.
 """
 
-import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,23 +30,6 @@ from src.files import sha256
 
 if TYPE_CHECKING:  # takes seconds to import, and the processes that make rows do not need it
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass
-class Rows:
-    """Tokenized documents: rows of `--max_seq_len`, or documents each with its [SEP], to be packed."""
-
-    tokens: np.ndarray  # (all tokens,), end to end
-    lengths: np.ndarray  # (documents,), of each document in `tokens`
-    content: np.ndarray  # (documents,), tokens in each text, including truncated ones
-
-    def first(self, documents: int) -> "Rows":
-        lengths = self.lengths[:documents]
-        return Rows(self.tokens[: lengths.sum()], lengths, self.content[:documents])
-
-    def cut_off(self, room: int) -> int:
-        """Return the number of tokens beyond the first `room` of each document."""
-        return int(np.maximum(self.content - room, 0).sum())
 
 
 @dataclass
@@ -80,35 +62,27 @@ class RowMaker:
         fast.no_padding()
         return cls(mode, length, start, end, len(tokenizer), fast, sha256([serialized.encode()]), summary)
 
-    @property
-    def dtype(self) -> np.dtype:
-        return next(t for t in map(np.dtype, ("uint8", "uint16", "uint32")) if self.vocab_size - 1 <= np.iinfo(t).max)
+    def __post_init__(self):
+        self.dtype = np.min_scalar_type(self.vocab_size - 1)
+        self.begins_dtype = np.dtype("uint16" if self.length < 1 << 16 else "uint32")
+        self.columns = {"tokens": f"ndarray:{self.dtype}"}  # of the shards, in MDS's encodings
+        if self.mode == "concat_tokens":
+            self.columns["begins"] = f"ndarray:{self.begins_dtype}"
 
-    @property
-    def begins_dtype(self) -> np.dtype:
-        return np.dtype("uint16" if self.length <= np.iinfo("uint16").max else "uint32")
+    def __call__(self, texts: list[str]) -> tuple[list[bytes], np.ndarray]:
+        """Return what each text becomes, b"" if it has no tokens, and the number of its tokens before truncation.
 
-    @property
-    def columns(self) -> dict[str, str]:
-        """The columns of the shards, in MDS's encodings."""
-        columns = {"tokens": f"ndarray:{self.dtype}"}
-        return columns if self.mode == "max_seq_len" else {**columns, "begins": f"ndarray:{self.begins_dtype}"}
-
-    def __call__(self, texts: list[str]) -> Rows:
-        """Return the rows of texts; a text without tokens gives an empty row."""
+        With `--max_seq_len`, a text becomes its row as MDS stores it; with `--concat_tokens`, its tokens and [SEP].
+        """
+        rows = []
         documents = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-        if self.mode == "max_seq_len":
-            rows = [[self.cls, *ids[: self.length - 2], self.sep] if ids else [] for ids in documents]
-        else:
-            rows = [[*ids, self.sep] if ids else [] for ids in documents]
-        lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-        tokens = np.fromiter(itertools.chain.from_iterable(rows), self.dtype, lengths.sum())
-        return Rows(tokens, lengths, np.fromiter(map(len, documents), np.int64, len(rows)))
-
-    def samples(self, rows: Rows) -> Iterator[dict[str, bytes]]:
-        """Yield the samples of `--max_seq_len`, one per document."""
-        for end, length in zip(np.cumsum(rows.lengths).tolist(), rows.lengths.tolist()):
-            yield {"tokens": encode(rows.tokens[end - length : end])}
+        for ids in documents:
+            if self.mode == "concat_tokens":
+                row = np.array([*ids, self.sep], self.dtype).tobytes()
+            else:
+                row = encode(np.array([self.cls, *ids[: self.length - 2], self.sep], self.dtype))
+            rows.append(row if ids else b"")
+        return rows, np.fromiter(map(len, documents), np.int64, len(documents))
 
 
 def encode(array: np.ndarray) -> bytes:
@@ -129,40 +103,31 @@ class Packer:
         """Return the state that another Packer resumes from, JSON-serializable."""
         return {"tokens": self.waiting.tolist(), "starts": self.starts.tolist()}
 
-    def samples(self, rows: Rows) -> Iterator[dict[str, bytes]]:
+    def samples(self, documents: list[bytes]) -> Iterator[dict[str, bytes]]:
         """Yield the samples that these documents complete. Exhaust it before the next call."""
         maker = self.maker
-        starts = np.concatenate([self.starts, len(self.waiting) + np.cumsum(rows.lengths) - rows.lengths])
-        tokens = np.concatenate([self.waiting, rows.tokens])
-        closing = np.zeros(len(tokens) + 1, bool)  # where a document has its [SEP]
-        closing[starts - 1] = True  # before each document; at the end for the first
-        closing[len(tokens) - 1] = True
-        cuts = self._cuts(len(tokens), closing.tobytes())
+        parts = [self.waiting, *(np.frombuffer(document, maker.dtype) for document in documents)]
+        starts, tokens = np.cumsum([len(part) for part in parts])[:-1], np.concatenate(parts)
+        starts = np.concatenate([self.starts, starts])
+        ends_here = np.zeros(len(tokens) + 1, bool)  # whether a token is a document's [SEP]
+        ends_here[starts - 1] = True  # before each document; at the end for the first
+        ends_here[len(tokens) - 1] = True
+        ends_here, cuts = ends_here.tobytes(), [0]
+        while (end := cuts[-1] + maker.length - 2) < len(tokens):
+            cuts.append(end + ends_here[end])  # after N - 1 tokens if the last is a [SEP], else N - 2 to append one
         bounds = np.searchsorted(starts, cuts)  # of the documents that start in each row
         self.waiting, self.starts = tokens[cuts[-1] :], starts[bounds[-1] :] - cuts[-1]
-        begins = starts[: bounds[-1]] - np.repeat(cuts[:-1], np.diff(bounds)) + 1
-        begins = begins.astype(maker.begins_dtype)
         filled = np.full((len(cuts) - 1, maker.length), maker.sep, maker.dtype)
         filled[:, 0] = maker.cls
         for row, start, end, first, last in zip(filled, cuts, cuts[1:], bounds, bounds[1:]):
             row[1 : end - start + 1] = tokens[start:end]
-            yield self._sample(row, begins[first:last])
+            yield self._sample(row, starts[first:last] - start)
 
     def last_sample(self) -> Iterator[dict[str, bytes]]:
         """Yield the waiting tokens, if any, as the split's last sample."""
         if len(self.waiting):
-            row = np.insert(self.waiting, 0, self.maker.cls)
-            yield self._sample(row, (self.starts + 1).astype(self.maker.begins_dtype))
+            yield self._sample(np.insert(self.waiting, 0, self.maker.cls), self.starts)
 
-    def _cuts(self, size: int, closing: bytes) -> list[int]:
-        """Return the bounds of rows: after N - 1 tokens if the last is a [SEP], else after N - 2 to append one."""
-        room = self.maker.length - 2
-        cuts = [0]
-        while (end := cuts[-1] + room) < size:
-            cuts.append(end + closing[end])
-        return cuts
-
-    def _sample(self, row: np.ndarray, begins: np.ndarray) -> dict[str, bytes]:
-        if not len(begins):  # MDS stores no empty array
-            begins = np.array([len(row)], begins.dtype)
-        return {"tokens": encode(row), "begins": encode(begins)}
+    def _sample(self, row: np.ndarray, starts: np.ndarray) -> dict[str, bytes]:
+        begins = starts + 1 if len(starts) else np.array([len(row)])  # MDS stores no empty array
+        return {"tokens": encode(row), "begins": encode(begins.astype(self.maker.begins_dtype))}

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # their ids are 0 to 4
-MAX_LENGTH = 512
 
 
 def check_path(name: str, key: str) -> None:
@@ -29,14 +28,9 @@ def check_path(name: str, key: str) -> None:
 
 
 def load_tokenizer(name: str | Path, key: str = "--tokenizer", **options: Any) -> "PreTrainedTokenizerBase":
-    """Load a tokenizer from a folder or the Hub, never running code from there.
+    """Load a tokenizer from a folder or the Hub with AutoTokenizer's options, never running code from there.
 
-    Args:
-        key: what the user set, for messages.
-        options: keyword arguments of `AutoTokenizer.from_pretrained`.
-
-    Raises:
-        UserError: it cannot be loaded.
+    `key` is what the user set. Raises UserError.
     """
     check_path(str(name), key)
     from transformers import AutoTokenizer
@@ -59,13 +53,8 @@ def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
 def train_wordpiece(read_texts: Callable[[], Iterator[str]], vocab_size: int, lowercase: bool = True) -> "Tokenizer":
     """Train a WordPiece tokenizer with BERT's normalizer, pre-tokenizer and [CLS] A [SEP] B [SEP].
 
-    The same texts and options give the same tokenizer, byte for byte.
-
-    Args:
-        read_texts: returns an iterator over the corpus; called twice.
-
-    Raises:
-        UserError: there is no text, or the vocabulary is too small for its characters.
+    The same texts and options give the same tokenizer, byte for byte. `read_texts` returns an iterator over the corpus
+    and is called twice. Raises UserError without text, or if the vocabulary is too small for its characters.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -86,9 +75,8 @@ def train_wordpiece(read_texts: Callable[[], Iterator[str]], vocab_size: int, lo
     smallest = len(SPECIAL_TOKENS) + len(inside) + len(alphabet)
     if vocab_size < smallest:
         raise UserError(f"--vocab_size: {vocab_size} is too small; the characters of this text alone need {smallest}")
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=[*SPECIAL_TOKENS, *inside], show_progress=sys.stderr.isatty()
-    )
+    numbered, live = [*SPECIAL_TOKENS, *inside], sys.stderr.isatty()
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=numbered, show_progress=live)
     learner.train_from_iterator(read_texts(), trainer)
 
     tokenizer = Tokenizer(models.WordPiece(learner.get_vocab(), unk_token="[UNK]"))  # where `inside` is not special
@@ -104,7 +92,7 @@ def save_tokenizer(tokenizer: "Tokenizer", out: Path, lowercase: bool) -> None:
     from transformers import BertTokenizerFast
 
     unfinished = out / ".unfinished"
-    fast = BertTokenizerFast(tokenizer_object=tokenizer, do_lower_case=lowercase, model_max_length=MAX_LENGTH)
+    fast = BertTokenizerFast(tokenizer_object=tokenizer, do_lower_case=lowercase, model_max_length=512)
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         fast.save_pretrained(unfinished)

@@ -1,6 +1,5 @@
 """Map a function over items in several processes, with results in order."""
 
-import contextlib
 import itertools
 import multiprocessing
 import os
@@ -22,10 +21,8 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def in_order(
-    work: Callable[[Any], Any], items: Iterable[tuple[Any, Any]], workers: int
-) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield (name, item, work(item)) for each (name, item), in order; errors are raised in the same order.
+def in_order(work: Callable[[Any], Any], items: Iterable[Any], workers: int) -> Iterator[tuple[Any, Any]]:
+    """Yield (item, work(item)) in order; errors are raised in the same order.
 
     With one worker or one item, this process does the work. Otherwise `work` is pickled once per process. Raises
     UserError if a process is killed.
@@ -34,39 +31,27 @@ def in_order(
     first = list(itertools.islice(items, 2))
     items = itertools.chain(first, items)
     if workers == 1 or len(first) < 2:
-        for name, item in items:
-            yield name, item, work(item)
+        yield from ((item, work(item)) for item in items)
         return
     # spawn, since the libraries that read the Hub start threads, which do not survive a fork
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (work,))
     queue = deque()
     try:
-        for name, item in items:
-            with _interrupts_ignored() if len(queue) < workers else contextlib.nullcontext():  # a process may start
-                queue.append((name, item, pool.submit(_work, item)))
+        for item in items:
+            # Ctrl-C reaches every process of a terminal. One that is started here ignores it: this one ends it.
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            queue.append((item, pool.submit(_work, item)))
+            signal.signal(signal.SIGINT, before)
             if len(queue) == QUEUED * workers:
-                name, item, future = queue.popleft()
-                yield name, item, future.result()
-        for name, item, future in queue:
-            yield name, item, future.result()
+                item, future = queue.popleft()
+                yield item, future.result()
+        for item, future in queue:
+            yield item, future.result()
     except BrokenProcessPool:
         fix = "the same command resumes, if necessary with a smaller --num_workers"
         raise UserError(f"a worker process was killed, perhaps for lack of memory; {fix}") from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Let processes started here ignore Ctrl-C, which reaches every process of a terminal; this one ends them."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-_function: Callable[[Any], Any]
 
 
 def _start(work: Callable[[Any], Any]) -> None:

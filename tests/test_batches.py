@@ -7,9 +7,15 @@ import pytest
 import torch
 from conftest import MIXERS, TINY_MODEL, WORDS, sentences
 
-from src.data.batches import sample_count, split_batch, token_counts
-from src.data.masking import IGNORED, Masking
-from src.data.mlm_collator import MaskingCollator, first_fit_decreasing
+from src.data.batches import (
+    IGNORED,
+    Masking,
+    MaskingCollator,
+    first_fit_decreasing,
+    sample_count,
+    split_batch,
+    token_counts,
+)
 from src.lion import LionConfig, LionForMaskedLM
 
 
@@ -226,7 +232,7 @@ def test_microbatches_hold_every_row_once_and_are_as_many_as_without_packing(tok
 def test_a_device_with_fewer_rows_adds_empty_microbatches(tokenizer, monkeypatch):
     batch = collator(tokenizer, packing=True)(samples(sentences(24)))
     rows = len(batch["input_ids"])
-    monkeypatch.setattr("src.data.batches.max_over_devices", lambda count: rows + 2)
+    monkeypatch.setattr("src.data.batches.dist.all_gather_object", lambda count: [count, rows + 2])
     parts = split_batch(batch, 1)
     assert [sample_count(part) for part in parts[rows:]] == [0, 0]
     assert [part["token_counts"]["loss_generating"] for part in parts[rows:]] == [1e-6, 1e-6]
