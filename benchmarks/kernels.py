@@ -57,6 +57,9 @@ def main(argv: list[str]) -> None:
             if needs.get("shared", 0) > SHARED.get(card, math.inf):
                 needs = {"error": f"{needs['shared'] / 1024:.0f} KiB of shared memory exceed the GPU's"}
             name = launch.kernel.__name__.removesuffix("_kernel")
+            if name == "product":
+                _, _, _, x, _, out_x, *_ = launch.arguments
+                name = "output" if x is None else "query_gradients" if out_x is None else "key_gradients"
             case = {"card": card, "dtype": dtype, "head_dim": size, "form": form, "decay": decay}
             rows.append({**case, "kernel": name, **needs})
     facts = {"triton": host.triton.__version__, "torch": torch.__version__}
@@ -88,8 +91,8 @@ def launches(form: str, decay: str, dtype: torch.dtype, d: int, e: int, length: 
 
     launch, host._launch = host._launch, record
     try:
-        y, sums = host._launch_forward(*arguments)
-        host._launch_backward(y, *arguments, log_decay is not None, sums)
+        y = host._launch_forward(*arguments)
+        host._launch_backward(y, *arguments, log_decay is not None)
     finally:
         host._launch = launch
     return recorded

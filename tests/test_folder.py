@@ -22,7 +22,7 @@ from src.errors import UserError
 from src.lion import LionConfig, LionForMaskedLM, LionForSequenceClassification
 from src.publish import commands as hub
 from src.publish import folder as hub_folder
-from src.publish.commands import publishable_files
+from src.publish.commands import digests
 from tests.conftest import MIXERS, ROOT, TINY_MODEL, VOCABULARY, environment
 from tests.fake_hub import serve
 
@@ -286,7 +286,10 @@ def test_the_limits_that_earlier_versions_wrote_verify_with_a_hint(changed, capl
     edit_json(folder / "tokenizer_config.json", model_max_length=512)
     edit_json(folder / "config.json", max_position_embeddings=128, original_max_position_embeddings=None)
     verify(checkpoint, folder)
-    assert f"{folder} limits texts to 128 tokens, but lion-s reads texts of any length; it is from an earlier" in caplog.text
+    assert (
+        f"{folder} limits texts to 128 tokens, but lion-s reads texts of any length; it is from an earlier"
+        in caplog.text
+    )
 
 
 # What export refuses, with nothing left behind
@@ -310,7 +313,7 @@ def test_a_pickle_and_a_hidden_file_are_not_published(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("")
     with pytest.raises(UserError, match=re.escape(name)):
-        publishable_files(tmp_path)
+        digests(tmp_path)
 
 
 # Programs outside the repository
@@ -532,7 +535,7 @@ models = [transformers.AutoModel.from_pretrained(name, trust_remote_code=True) f
 modules = [name for name in sys.modules if name.endswith("linear_attention_triton")]
 print(len(modules), len({{sys.modules[name]._forward._qualname for name in modules}}))
 modules = [name for name in sys.modules if name.endswith("linear_attention_forms")]
-print(len(modules), len({{sys.modules[name]._chunkwise._qualname for name in modules}}))
+print(len(modules), len({{sys.modules[name].chunkwise._qualname for name in modules}}))
 """
     )
     assert outside(program, made()[1], tmp_path).split() == ["2"] * 4

@@ -100,9 +100,7 @@ def _is_convolved(layer: nn.Module, x: Tensor) -> bool:
         and not _reduced_precision_allowed()
         and type(layer) is nn.Linear
         and type(layer.weight) in (Tensor, nn.Parameter)
-        and layer.weight.device == x.device
-        and layer.weight.dtype == x.dtype
-        and layer.weight.shape[1] == x.shape[-1]
+        and (layer.weight.device, layer.weight.dtype, layer.weight.shape[1]) == (x.device, x.dtype, x.shape[-1])
         and layer.weight.numel() >= MIN_WEIGHTS
         and tokens * max(layer.weight.shape) < 2**31  # larger products are untested
         and "forward" not in vars(layer)
@@ -127,13 +125,11 @@ def _faster(kind: type, methods: type) -> type:
 
 
 def _rebuild(kind: type, methods: type) -> nn.Module:
-    return (faster := _faster(kind, methods)).__new__(faster)
+    return object.__new__(_faster(kind, methods))
 
 
 class _Faster:
-    def __reduce_ex__(
-        self, protocol: int
-    ) -> tuple:  # for copies and pickles, which could not find the class by its name
+    def __reduce_ex__(self, protocol: int) -> tuple:  # copies and pickles could not find the class by its name
         return _rebuild, self._parts, self.__dict__
 
 
@@ -147,23 +143,22 @@ class _Mixer(_Faster):
 
 class _Layer(_Faster):
     def after_mixing(self, x: Tensor, y: Tensor) -> Tensor:
-        if not self._is_sliced(x):
+        """Process x and y, (B, L, D), in slices: not in training, where a checkpoint that recomputes the layer would
+        draw dropout masks in a different order, and not with hooks, which expect complete activations."""
+        if (
+            self.training
+            or torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or x.device.type != "cpu"
+            or x.shape[0] * x.shape[1] <= SLICE
+            or any(module._forward_hooks or module._forward_pre_hooks for module in self.modules())
+        ):
             return super().after_mixing(x, y)
         output = x.new_empty(x.shape)
         slices = (z.flatten(0, 1).split(SLICE) for z in (output, x, y))
         for output_slice, x_slice, y_slice in zip(*slices):
             output_slice.copy_(super().after_mixing(x_slice, y_slice))
         return output
-
-    def _is_sliced(self, x: Tensor) -> bool:
-        """Whether to process x, (B, L, D), in slices: not in training, where a checkpoint that recomputes the layer
-        would draw dropout masks in a different order, and not with hooks, which expect complete activations."""
-        return (
-            not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
-            and x.device.type == "cpu"
-            and x.shape[0] * x.shape[1] > SLICE
-            and not any(module._forward_hooks or module._forward_pre_hooks for module in self.modules())
-        )
 
     def mlp(self, x: Tensor) -> Tensor:
         return linear(self.mlp_out, self.act(linear(self.mlp_in, x)))

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .configuration_lion import FORMS
 from .cpu import dropout
 from .linear_attention_forms import (
     chunkwise,
@@ -36,12 +37,10 @@ from .linear_attention_forms import (
 )
 from .linear_attention_triton import covers, fused_linear_attention
 
-FORMS = ("auto", "full", "recurrent", "chunkwise")
-
-# "auto" takes the full form up to these lengths: where benchmarks/operator.py finds it no slower than the chunkwise
-# one, forward and backward in float32, on two cores of an AMD EPYC. For the kernels they are estimated, not measured.
-FULL_UP_TO, FULL_UP_TO_WITHOUT_DECAY = 256, 64
-TRITON_FULL_UP_TO, TRITON_FULL_UP_TO_WITHOUT_DECAY = 512, 128
+# "auto" takes the full form up to these lengths, without and with decay: where benchmarks/operator.py finds it no slower
+# than the chunkwise one, forward and backward in float32, on two cores of an AMD EPYC. For the kernels they are
+# estimated, not measured.
+FULL_UP_TO = {"pytorch": (64, 256), "triton": (128, 512)}
 
 USE_TRITON = os.environ.get("LION_TRITON", "1") != "0"  # LION_TRITON=0 computes everything in PyTorch, for comparison
 
@@ -98,9 +97,8 @@ def linear_attention(
     if not fused:  # the kernels mask keys and sum decays themselves
         k = zero_masked(k, mask)
     with torch.autocast(q.device.type, enabled=False):
-        cumulative = None
-        if not fused or left_state is not None or right_state is not None:
-            cumulative = cumulative_log_decay(log_decay, seq_idx, q.shape[-2])
+        summed = not fused or left_state is not None or right_state is not None
+        cumulative = cumulative_log_decay(log_decay, seq_idx, q.shape[-2]) if summed else None
         if fused:
             size = None if form == "full" else chunk_size
             y = fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, size, dropout_p)
@@ -108,9 +106,11 @@ def linear_attention(
             y = dropout(decayed_scores(scale * q, k, cumulative), dropout_p) @ v
         elif form == "recurrent":
             y = recurrent(scale * q, k, v, cumulative)
+        elif cumulative is None:  # nothing decays, so one state serves the whole text
+            y = q @ (scale * (k.mT @ v))
         else:
-            uniform = seq_idx is None and log_decay is not None and log_decay.ndim == 1
-            y = chunkwise(q, k, v, cumulative, scale, chunk_size, uniform)
+            uniform = seq_idx is None and log_decay.ndim == 1  # all chunks have the same decays
+            y = chunkwise(q, k, v, *cumulative, scale, min(chunk_size, q.shape[-2]), uniform)
         if left_state is not None:
             y = y + read_state(scale * q, None if cumulative is None else cumulative[0], left_state)
         if right_state is not None:
@@ -121,17 +121,11 @@ def linear_attention(
     return y.to(dtype)
 
 
-def definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None = None,
-    *,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    normalize: bool = False,
-) -> Tensor:
-    """Compute the formula at the top of this file literally, in O(L³), for tests and readers."""
+def definition(q, k, v, log_decay=None, *, mask=None, scale=None, normalize=False) -> Tensor:
+    """Compute the formula at the top of this file literally, in O(L³), for tests and readers.
+
+    Arguments and result are those of `linear_attention`.
+    """
     L = q.shape[-2]
     i, j, t = torch.meshgrid(*[torch.arange(L, device=q.device)] * 3, indexing="ij")
     between = ((j <= t) & (t < i)) | ((i < t) & (t <= j))  # the decay of token t acts between j and i
@@ -146,16 +140,8 @@ def definition(
     return scores @ v
 
 
-def attention_matrix(
-    q: Tensor,
-    k: Tensor,
-    log_decay: Tensor | None = None,
-    *,
-    mask: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Compute the matrix s·QKᵀ⊙M, (B, H, L, L), zero in the columns of padding."""
+def attention_matrix(q, k, log_decay=None, *, mask=None, seq_idx=None, scale=None) -> Tensor:
+    """Compute the matrix s·QKᵀ⊙M, (B, H, L, L), zero in the columns of padding, for arguments of `linear_attention`."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return decayed_scores(scale * q, zero_masked(k, mask), cumulative_log_decay(log_decay, seq_idx, q.shape[-2]))
 
@@ -198,22 +184,24 @@ def _check(q, k, v, log_decay, mask, seq_idx, left_state, right_state, normalize
     """Raise ValueError if the arguments are inconsistent."""
     if q.ndim != 4:
         raise ValueError(f"q must be (batch, heads, length, head_dim) (got {tuple(q.shape)})")
-    B, H, L, D = q.shape
-    if k.shape != q.shape or v.shape[:-1] != q.shape[:-1]:
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
-        raise ValueError(f"q and k must have one shape, and v their (batch, heads, length) (got {shapes})")
-    if log_decay is not None and log_decay.shape not in ((H,), (B, H, L)):
-        raise ValueError(f"log_decay must be None, ({H},) or ({B}, {H}, {L}) (got {tuple(log_decay.shape)})")
-    if mask is not None and (mask.shape != (B, L) or mask.dtype != torch.bool):
-        raise ValueError(f"mask must be bool of shape ({B}, {L}) (got {mask.dtype} of {tuple(mask.shape)})")
-    if seq_idx is not None and (seq_idx.shape != (B, L) or seq_idx.is_floating_point()):
-        got = f"{seq_idx.dtype} of {tuple(seq_idx.shape)}"
-        raise ValueError(f"seq_idx must be integers of shape ({B}, {L}) (got {got})")
-    for name, state in (("left_state", left_state), ("right_state", right_state)):
-        if state is not None and state.shape != (B, H, D, v.shape[-1]):
-            raise ValueError(f"{name} must be ({B}, {H}, {D}, {v.shape[-1]}) (got {tuple(state.shape)})")
-        if state is not None and (seq_idx is not None or normalize):
-            raise ValueError(f"{name} needs a single text without normalization; omit seq_idx and normalize")
+    (B, H, L, D), E = q.shape, v.shape[-1]
+    for name, x, *shapes in (
+        ("k", k, (B, H, L, D)),
+        ("v", v, (B, H, L, E)),
+        ("log_decay", log_decay, (H,), (B, H, L)),
+        ("mask", mask, (B, L)),
+        ("seq_idx", seq_idx, (B, L)),
+        ("left_state", left_state, (B, H, D, E)),
+        ("right_state", right_state, (B, H, D, E)),
+    ):
+        if x is not None and tuple(x.shape) not in shapes:
+            raise ValueError(f"{name} must have the shape {' or '.join(map(str, shapes))} (got {tuple(x.shape)})")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool (got {mask.dtype})")
+    if seq_idx is not None and seq_idx.is_floating_point():
+        raise ValueError(f"seq_idx must be integers (got {seq_idx.dtype})")
+    if (left_state is not None or right_state is not None) and (seq_idx is not None or normalize):
+        raise ValueError("left_state and right_state need a single text; omit seq_idx and normalize")
     if form not in FORMS:
         raise ValueError(f"form must be one of {', '.join(FORMS)} (got {form})")
     if chunk_size < 1:
@@ -224,10 +212,8 @@ def _check(q, k, v, log_decay, mask, seq_idx, left_state, right_state, normalize
 
 def _choose_form(q, k, v, decays: bool, normalize: bool, form: str, dropout_p: float) -> tuple[str, bool]:
     """Resolve "auto" and decide whether to use the kernels; PyTorch computes what they do not cover."""
-    extra_columns = int(normalize)
-    fused = USE_TRITON and form != "recurrent" and 0 <= dropout_p < 1 and covers(q, k, v, extra_columns)
+    fused = USE_TRITON and form != "recurrent" and 0 <= dropout_p < 1 and covers(q, k, v, extra_columns=int(normalize))
     if form == "auto":
-        with_decay = TRITON_FULL_UP_TO if fused else FULL_UP_TO
-        without = TRITON_FULL_UP_TO_WITHOUT_DECAY if fused else FULL_UP_TO_WITHOUT_DECAY
-        form = "full" if dropout_p > 0 or q.shape[-2] <= (with_decay if decays else without) else "chunkwise"
+        full_up_to = FULL_UP_TO["triton" if fused else "pytorch"][decays]
+        form = "full" if dropout_p > 0 or q.shape[-2] <= full_up_to else "chunkwise"
     return form, fused

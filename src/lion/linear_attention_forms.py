@@ -9,7 +9,7 @@ Shape letters: B batch, H heads, L length, D head size of q and k, E head size o
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -65,66 +65,66 @@ def read_state(q: Tensor, log_weight: Tensor | None, state: Tensor) -> Tensor:
     return q @ state.to(q.dtype)
 
 
-# The full form
+# Blocks of matrices, for the full form, whose matrices are one chunk, and for the chunkwise form
 
 
-def decayed_scores(q: Tensor, k: Tensor, cumulative: tuple[Tensor, Tensor] | None) -> Tensor:
-    """QKᵀ⊙M, (B, H, L, L)."""
-    return q @ k.mT if cumulative is None else _DecayedScores.apply(q, k, *cumulative)
+class _Block(NamedTuple):
+    """n chunks of b texts whose C×C matrices fit the cache. The last chunk of a text may be shorter than C."""
 
+    texts: slice
+    chunks: slice
+    tokens: slice
 
-class _DecayedScores(torch.autograd.Function):
-    """QKᵀ⊙M from q, k and the cumulative log decays. The backward pass recomputes M instead of storing it."""
+    def of(self, x: Tensor) -> Tensor:
+        """A view of this block of x, (B or 1, H or 1, L, ...): (b or 1, H or 1, n, C, ...)."""
+        return self._texts(x)[:, :, self.tokens].unflatten(2, (self.chunks.stop - self.chunks.start, -1))
 
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, exclusive: Tensor, inclusive: Tensor) -> Tensor:
-        scores = q @ k.mT
-        decay = _masks(exclusive, inclusive, scores.dtype)
-        for block in _blocks(q):
-            scores[block] *= decay(block)
-        ctx.save_for_backward(q, k, exclusive, inclusive, scores)
-        return scores
+    def state(self, x: Tensor) -> Tensor:
+        """A view of this block of x, (B or 1, H or 1, N, ...): (b or 1, H or 1, n, ...)."""
+        return self._texts(x)[:, :, self.chunks]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, exclusive, inclusive, scores = ctx.saved_tensors
-        grad_q, grad_k = torch.empty_like(q), torch.empty_like(k)
-        grad_cumulative = [q.new_empty(q.shape[:-1], dtype=torch.float64) for _ in range(2)]
-        with_decays = any(ctx.needs_input_grad[2:])
-        with torch.autocast(q.device.type, enabled=False):
-            decay = _masks(exclusive, inclusive, scores.dtype)
-            for block in _blocks(q):
-                if with_decays:
-                    of_block = _cumulative_gradients(grad[block] * scores[block])
-                    grad_cumulative[0][block], grad_cumulative[1][block] = of_block
-                grad_scores = grad[block] * decay(block)
-                grad_q[block] = grad_scores @ k[block]
-                grad_k[block] = grad_scores.mT @ q[block]
-        if not with_decays:
-            return grad_q, grad_k, None, None
-        return grad_q, grad_k, *(x.sum_to_size(exclusive.shape) for x in grad_cumulative)
+    def write(self, targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+        for target, value in zip(targets, values):
+            self.of(target).copy_(value)
+
+    def _texts(self, x: Tensor) -> Tensor:
+        return x if len(x) == 1 else x[self.texts]
 
 
 def _block_entries(x: Tensor) -> int:
     return BLOCK_ENTRIES.get(x.device.type, BLOCK_ENTRIES["cuda"])
 
 
-def _blocks(x: Tensor) -> list[slice]:
-    """Slices over texts, (B, H, L, ·), whose matrices fit the cache."""
+def _blocks(x: Tensor, chunk_size: int) -> list[_Block]:
+    """Cut x, (B, H, L, ·), into blocks."""
     count, heads, length, _ = x.shape
-    if torch.compiler.is_compiling():  # it tiles on its own and would unroll the loop over slices
-        return [slice(0, count)]
-    size = max(1, _block_entries(x) // (heads * length * length))
-    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+    if torch.compiler.is_compiling():  # the full form; it tiles on its own and would unroll a loop over blocks
+        return [_Block(slice(0, count), slice(0, 1), slice(0, length))]
+    matrices = _block_entries(x) // (heads * chunk_size * chunk_size)
+    texts = min(max(matrices, 1), count)
+    chunks = max(matrices // texts, 1)
+    complete = length // chunk_size
+    spans = [(first, min(first + chunks, complete)) for first in range(0, complete, chunks)]
+    if length % chunk_size:
+        spans.append((complete, complete + 1))
+    return [
+        _Block(slice(text, text + texts), slice(*span), slice(span[0] * chunk_size, min(span[1] * chunk_size, length)))
+        for text in range(0, count, texts)
+        for span in spans
+    ]
 
 
-def _masks(exclusive: Tensor, inclusive: Tensor, dtype: torch.dtype) -> Callable[[slice], Tensor]:
-    """Return a function from a slice of texts to their decay masks, computed once if all texts share one."""
-    if len(exclusive) > 1:
-        return lambda block: _decay_mask(exclusive[block], inclusive[block], dtype)
-    mask = _decay_mask(exclusive, inclusive, dtype)
-    return lambda block: mask
+def _masks(blocks, exclusive, inclusive, dtype: torch.dtype, uniform: bool) -> Callable[[_Block], Tensor]:
+    """Return a function from a block to its decay masks, (b or 1, H or 1, n or 1, C, C), computed once if uniform."""
+    if not uniform:
+        return lambda block: _decay_mask(block.of(exclusive), block.of(inclusive), dtype)
+    mask = _decay_mask(*(blocks[0].of(x)[:, :, :1] for x in (exclusive, inclusive)), dtype)
+
+    def cut(block: _Block) -> Tensor:  # to the last chunk's length
+        length = block.of(exclusive).shape[-1]
+        return mask[..., :length, :length]
+
+    return cut
 
 
 def _decay_mask(exclusive: Tensor, inclusive: Tensor, dtype: torch.dtype) -> Tensor:
@@ -144,30 +144,70 @@ def _decay_mask(exclusive: Tensor, inclusive: Tensor, dtype: torch.dtype) -> Ten
     return log_mask.clamp_(min=LOG_ZERO).exp_().to(dtype)
 
 
-def _cumulative_gradients(grad_log_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn ∂/∂ log M, (..., L, L), overwritten, into ∂/∂ exclusive and ∂/∂ inclusive, (..., L) in float64."""
+def _cumulative_gradients(grad_log_mask: Tensor) -> Iterable[Tensor]:
+    """Turn ∂/∂ log M, (..., L, L), overwritten, into ∂/∂ exclusive and ∂/∂ inclusive, (..., L) in float64.
+
+    A pair adds to its row what it subtracts from its column: sums rounded differently would leave a remainder.
+    """
     matrices = grad_log_mask.flatten(0, -3)
     size = len(matrices) if torch.compiler.is_compiling() else max(1, _block_entries(matrices) // matrices[0].numel())
-    sums = [_row_and_column_sums(few.double()) for few in matrices.split(size)]
-    return tuple(torch.cat(x).view(grad_log_mask.shape[:-1]) for x in zip(*sums))
+    sums = []
+    for few in matrices.split(size):
+        few = few.double()
+        rows, columns = few.sum(-1), few.sum(-2)
+        past_rows, past_columns = few.tril_().sum(-1), few.sum(-2)
+        sums.append((past_rows - past_columns, (columns - past_columns) - (rows - past_rows)))  # the diagonal cancels
+    return [torch.cat(x).view(grad_log_mask.shape[:-1]) for x in zip(*sums)]
 
 
-def _row_and_column_sums(grad_log_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for a few float64 matrices. A pair adds to its row what it subtracts from its column: sums rounded
-    differently would leave a remainder at every token."""
-    rows, columns = grad_log_mask.sum(-1), grad_log_mask.sum(-2)
-    past = grad_log_mask.tril_()
-    past_rows, past_columns = past.sum(-1), past.sum(-2)
-    return past_rows - past_columns, (columns - past_columns) - (rows - past_rows)  # the diagonal cancels in both
+# The full form
+
+
+def decayed_scores(q: Tensor, k: Tensor, cumulative: tuple[Tensor, Tensor] | None) -> Tensor:
+    """QKᵀ⊙M, (B, H, L, L)."""
+    return q @ k.mT if cumulative is None else _DecayedScores.apply(q, k, *cumulative)
+
+
+class _DecayedScores(torch.autograd.Function):
+    """QKᵀ⊙M from q, k and the cumulative log decays. The backward pass recomputes M instead of storing it."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, exclusive: Tensor, inclusive: Tensor) -> Tensor:
+        scores = q @ k.mT
+        blocks = _blocks(q, q.shape[-2])
+        decay = _masks(blocks, exclusive, inclusive, scores.dtype, uniform=len(exclusive) == 1)
+        for block in blocks:
+            block.of(scores).mul_(decay(block))
+        ctx.save_for_backward(q, k, exclusive, inclusive, scores)
+        return scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, exclusive, inclusive, scores = ctx.saved_tensors
+        grad_q, grad_k = torch.empty_like(q), torch.empty_like(k)
+        grad_cumulative = [q.new_empty(q.shape[:-1], dtype=torch.float64) for _ in range(2)]
+        with_decays = any(ctx.needs_input_grad[2:])
+        with torch.autocast(q.device.type, enabled=False):
+            blocks = _blocks(q, q.shape[-2])
+            decay = _masks(blocks, exclusive, inclusive, scores.dtype, uniform=len(exclusive) == 1)
+            for block in blocks:
+                if with_decays:
+                    block.write(grad_cumulative, _cumulative_gradients(block.of(grad) * block.of(scores)))
+                grad_scores = block.of(grad) * decay(block)
+                block.write((grad_q, grad_k), (grad_scores @ block.of(k), grad_scores.mT @ block.of(q)))
+        if not with_decays:
+            return grad_q, grad_k, None, None
+        return grad_q, grad_k, *(x.sum_to_size(exclusive.shape) for x in grad_cumulative)
 
 
 # The recurrent form
 
 
 def recurrent(q: Tensor, k: Tensor, v: Tensor, cumulative: tuple[Tensor, Tensor] | None) -> Tensor:
-    if cumulative is None:
-        cumulative = (torch.zeros(1, 1, q.shape[-2], dtype=torch.float64, device=q.device),) * 2
-    return _recurrent(q, k, v, *cumulative)
+    """(QKᵀ⊙M) V, (B, H, L, E)."""
+    none = torch.zeros(1, 1, q.shape[-2], dtype=torch.float64, device=q.device)
+    return _recurrent(q, k, v, *(cumulative or (none, none)))
 
 
 def _recurrent_forward(q, k, v, exclusive, inclusive) -> Tensor:
@@ -194,33 +234,23 @@ def _recurrent_backward(grad, q, k, v, exclusive, inclusive, with_decays) -> lis
     return [grad_q, grad_k, grad_v, *grad_cumulative]
 
 
-def _scans(q: Tensor, k: Tensor, v: Tensor, exclusive: Tensor, inclusive: Tensor) -> tuple[Tensor, Tensor]:
+def _scans(q: Tensor, k: Tensor, v: Tensor, exclusive: Tensor, inclusive: Tensor) -> list[Tensor]:
     """S_i = λ S_{i∓1} + k_i v_iᵀ and q_iᵀ S_i from the left and from the right, (B, H, L, E) each."""
     rightward, leftward = (clamped_exp(x.diff()).to(q.dtype) for x in (exclusive, -inclusive.flip(-1)))
-    leftward = leftward.flip(-1)
     L = q.shape[-2]
     outputs = []
-    for order, weights, offset in ((range(L), rightward, -1), (reversed(range(L)), leftward, 0)):
-        state, y = q.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), torch.empty_like(v)
+    for order, weights, offset in ((range(L), rightward, -1), (reversed(range(L)), leftward.flip(-1), 0)):
+        state, y = q.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), v.new_empty(v.shape)
         for t in order:
             if 0 <= t + offset < L - 1:
                 state.mul_(weights[..., t + offset, None, None])
             state.addcmul_(k[:, :, t, :, None], v[:, :, t, None, :])
             y[:, :, t] = (q[:, :, t, None, :] @ state).squeeze(-2)
         outputs.append(y)
-    return outputs[0], outputs[1]
+    return outputs
 
 
 # The chunkwise form
-
-
-def chunkwise(
-    q, k, v, cumulative: tuple[Tensor, Tensor] | None, scale: float, chunk_size: int, uniform: bool
-) -> Tensor:
-    """`uniform`: all chunks have the same decays."""
-    if cumulative is None:  # nothing decays, so one state serves the whole text
-        return q @ (scale * (k.mT @ v))
-    return _chunkwise(q, k, v, *cumulative, scale, min(chunk_size, q.shape[-2]), uniform)
 
 
 def _chunkwise_forward(q, k, v, exclusive, inclusive, scale, chunk_size, uniform) -> Tensor:
@@ -230,13 +260,13 @@ def _chunkwise_forward(q, k, v, exclusive, inclusive, scale, chunk_size, uniform
     tensors in place, one block at a time: the system would have to zero the memory of a copy first.
     """
     exclusive, inclusive, query_weights, key_weights, across = _chunk_weights(exclusive, inclusive, chunk_size, q.dtype)
-    blocks = _chunk_blocks(q, chunk_size)
+    blocks = _blocks(q, chunk_size)
     states = _incoming_states(blocks, k, v, key_weights, across, (1, -1))
+    decay = _masks(blocks, exclusive, inclusive, q.dtype, uniform)
     y = torch.empty_like(v)
-    decay = _chunk_masks(blocks, exclusive, inclusive, q.dtype, uniform)
     for block in blocks:
-        Q, K, V = scale * block.of(q), block.of(k), block.of(v)
-        Y = (Q @ K.mT).mul_(decay(block)) @ V
+        Q = scale * block.of(q)
+        Y = (Q @ block.of(k).mT).mul_(decay(block)) @ block.of(v)
         Y += _weigh_both_ways(Q, block.of(query_weights)) @ block.state(states)
         block.of(y).copy_(Y)
     return y
@@ -245,23 +275,22 @@ def _chunkwise_forward(q, k, v, exclusive, inclusive, scale, chunk_size, uniform
 def _chunkwise_backward(grad, q, k, v, exclusive, inclusive, scale, chunk_size, uniform, with_decays) -> list[Tensor]:
     shape = exclusive.shape
     exclusive, inclusive, query_weights, key_weights, across = _chunk_weights(exclusive, inclusive, chunk_size, q.dtype)
-    blocks = _chunk_blocks(q, chunk_size)
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    blocks = _blocks(q, chunk_size)
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if with_decays:
         grad_cumulative = [q.new_empty(q.shape[:-1], dtype=torch.float64) for _ in range(2)]
         grad_weights = [q.new_empty(*q.shape[:-1], 2) for _ in range(2)]
     states = _incoming_states(blocks, k, v, key_weights, across, (1, -1))
     # What a chunk's queries read from a state flows back to all keys in it: the same scans in the other direction.
     grad_states = _incoming_states(blocks, q, grad, scale * query_weights, across, (-1, 1))
-    decay = _chunk_masks(blocks, exclusive, inclusive, q.dtype, uniform)
+    decay = _masks(blocks, exclusive, inclusive, q.dtype, uniform)
     for block in blocks:
         Q, K, V, dY, M = scale * block.of(q), block.of(k), block.of(v), block.of(grad), decay(block)
         S, dS = block.state(states), block.state(grad_states)
         scores, grad_scores = (Q @ K.mT).mul_(M), dY @ V.mT
         dV = scores.mT @ dY
         if with_decays:
-            for target, of_block in zip(grad_cumulative, _cumulative_gradients(scores.mul_(grad_scores))):
-                block.of(target).copy_(of_block)
+            block.write(grad_cumulative, _cumulative_gradients(scores.mul_(grad_scores)))
         grad_scores.mul_(M)
         dQ, dK = grad_scores @ K, grad_scores.mT @ Q
         dV += _weigh_both_ways(K, block.of(key_weights)) @ dS
@@ -272,10 +301,9 @@ def _chunkwise_backward(grad, q, k, v, exclusive, inclusive, scale, chunk_size, 
                 block.of(grad_weights[number]).copy_(products)
             for one_way, w in zip(both_ways.chunk(2, -1), block.of(weight).split(1, -1)):
                 dX.addcmul_(one_way, w)
-        for target, of_block in ((grad_q, dQ.mul_(scale)), (grad_k, dK), (grad_v, dV)):
-            block.of(target).copy_(of_block)
+        block.write(gradients, (dQ.mul_(scale), dK, dV))
     if not with_decays:
-        return [grad_q, grad_k, grad_v]
+        return [*gradients]
     # From the weights to their logarithms, and on to the cumulative sums: the backward pass of `_chunk_weights`.
     weighted = ((g * w).double().unbind(-1) for g, w in zip(grad_weights, (query_weights, key_weights)))
     (of_exclusive, of_until_end), (of_to_end, of_inclusive) = weighted
@@ -287,7 +315,7 @@ def _chunkwise_backward(grad, q, k, v, exclusive, inclusive, scale, chunk_size, 
     grad_start = _sum_by_chunk(of_exclusive + of_inclusive, chunk_size) + of_across
     grad_end[..., :-1] -= grad_start[..., 1:]
     grad_inclusive[..., _last_tokens(inclusive, chunk_size)] += grad_end
-    return [grad_q, grad_k, grad_v, grad_exclusive.sum_to_size(shape), grad_inclusive.sum_to_size(shape)]
+    return [*gradients, grad_exclusive.sum_to_size(shape), grad_inclusive.sum_to_size(shape)]
 
 
 def _last_tokens(x: Tensor, chunk_size: int) -> Tensor:
@@ -320,55 +348,6 @@ def _chunk_weights(exclusive: Tensor, inclusive: Tensor, chunk_size: int, dtype:
     return exclusive, inclusive, query_weights, key_weights, across
 
 
-class _Block(NamedTuple):
-    """n chunks of b texts whose C×C matrices fit the cache. The last chunk of a text may be shorter than C."""
-
-    texts: slice
-    chunks: slice
-    tokens: slice
-
-    def of(self, x: Tensor) -> Tensor:
-        """A view of this block of x, (B or 1, H or 1, L, ...): (b or 1, H or 1, n, C, ...)."""
-        return self._texts(x)[:, :, self.tokens].unflatten(2, (self.chunks.stop - self.chunks.start, -1))
-
-    def state(self, x: Tensor) -> Tensor:
-        """A view of this block of x, (B or 1, H or 1, N, ...): (b or 1, H or 1, n, ...)."""
-        return self._texts(x)[:, :, self.chunks]
-
-    def _texts(self, x: Tensor) -> Tensor:
-        return x if len(x) == 1 else x[self.texts]
-
-
-def _chunk_blocks(x: Tensor, chunk_size: int) -> list[_Block]:
-    """Cut x, (B, H, L, ·), into blocks."""
-    count, heads, length, _ = x.shape
-    matrices = _block_entries(x) // (heads * chunk_size * chunk_size)
-    texts = min(max(matrices, 1), count)
-    chunks = max(matrices // texts, 1)
-    complete = length // chunk_size
-    spans = [(first, min(first + chunks, complete)) for first in range(0, complete, chunks)]
-    if length % chunk_size:
-        spans.append((complete, complete + 1))
-    return [
-        _Block(slice(text, text + texts), slice(*span), slice(span[0] * chunk_size, min(span[1] * chunk_size, length)))
-        for text in range(0, count, texts)
-        for span in spans
-    ]
-
-
-def _chunk_masks(blocks, exclusive, inclusive, dtype: torch.dtype, uniform: bool) -> Callable[[_Block], Tensor]:
-    """Return a function from a block to its decay masks, (b or 1, H or 1, n or 1, C, C), computed once if uniform."""
-    if not uniform:
-        return lambda block: _decay_mask(block.of(exclusive), block.of(inclusive), dtype)
-    mask = _decay_mask(*(blocks[0].of(x)[:, :, :1] for x in (exclusive, inclusive)), dtype)
-
-    def cut(block: _Block) -> Tensor:  # to the last chunk's length
-        length = block.of(exclusive).shape[-1]
-        return mask[..., :length, :length]
-
-    return cut
-
-
 def _weigh_both_ways(x: Tensor, weights: Tensor) -> Tensor:
     """(..., C, D) times weights from the left and from the right, (..., C, 2), concatenated: (..., C, 2D)."""
     return (x.unsqueeze(-2) * weights.unsqueeze(-1)).flatten(-2)
@@ -389,46 +368,48 @@ def _incoming_states(blocks: list[_Block], k, v, weights, across, directions: tu
     return states
 
 
-# Custom operators hide the loops over tokens and blocks from torch.compile, which would unroll them.
+# Custom operators hide the loops over tokens and blocks, and kernels, from torch.compile, which would unroll them.
 
 
-def _operator(forward: Callable, backward: Callable, like: Callable, numbers: str = "") -> Callable[..., Tensor]:
-    """Register forward(q, k, v, exclusive, inclusive, *numbers) with `backward` as its gradient.
+def operator(forward: Callable, backward: Callable, inputs: str, empty: Callable[[Tensor], Tensor]) -> list[Callable]:
+    """Register forward(q, k, v, ...) and its gradient as operators, and return both.
 
-    `backward` takes the output's gradient before these arguments, and after them whether the decays need a gradient.
-    `like` returns the tensors whose layouts the gradients of q, k and v take. `numbers` is their part of the schema.
+    `inputs` is their schema, tensors first. `backward` takes the output's gradient before them, and after them whether
+    the log decays need a gradient. It returns the gradients of q, k and v, and then those of the log decays, which are
+    the other floating-point tensors. `empty` returns a tensor laid out as the output is for v, and the gradients for
+    q, k and v.
     """
-    name = re.sub(r"\W", "_", __name__)  # a copy of this file in a Hub folder registers its own operators
-    inputs = f"Tensor q, Tensor k, Tensor v, Tensor exclusive, Tensor inclusive{numbers}"
+    name = re.sub(r"\W", "_", forward.__module__)  # a copy of this file in a Hub folder registers its own operators
     schemas = f"({inputs}) -> Tensor", f"(Tensor grad, {inputs}, bool with_decays) -> Tensor[]"
-    run, run_backward = (
+    run, run_backward = operators = [
         torch.library.custom_op(f"{name}::{function.__name__[1:]}", function, mutates_args=(), schema=schema)
         for function, schema in zip((forward, backward), schemas)
-    )
-
-    @run.register_fake
-    def _(q, k, v, *others):
-        return torch.empty_like(v)
+    ]
 
     @run_backward.register_fake
-    def _(grad, q, k, v, exclusive, inclusive, *numbers):
-        *_, with_decays = numbers
-        grad_cumulative = [x.new_empty(x.shape) for x in (exclusive, inclusive)] if with_decays else []
-        return [*map(torch.empty_like, like(grad, q, k, v)), *grad_cumulative]
+    def _(grad, q, k, v, *others):
+        decays = [x for x in others if isinstance(x, Tensor) and x.is_floating_point()] if others[-1] else []
+        return [*map(empty, (q, k, v)), *(x.new_empty(x.shape) for x in decays)]
 
-    def save(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs[:5])
-        ctx.numbers = inputs[5:]
-
-    def gradients(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(grad.device.type, enabled=False):
-            grads = run_backward(grad, *ctx.saved_tensors, *ctx.numbers, any(ctx.needs_input_grad[3:5]))
-        return *grads, *[None] * (len(ctx.needs_input_grad) - len(grads))
-
-    run.register_autograd(gradients, setup_context=save)
-    return run
+    run.register_fake(lambda q, k, v, *others: empty(v))
+    run.register_autograd(lambda ctx, grad: gradients(ctx, run_backward, grad), setup_context=save_inputs)
+    return operators
 
 
-_recurrent = _operator(_recurrent_forward, _recurrent_backward, lambda grad, q, k, v: (k, q, grad))
-_NUMBERS = ", float scale, SymInt chunk_size, bool uniform"
-_chunkwise = _operator(_chunkwise_forward, _chunkwise_backward, lambda grad, q, k, v: (q, k, v), _NUMBERS)
+def save_inputs(ctx, inputs: tuple, output: Tensor | None) -> None:
+    tensors = [x for x in inputs if x is None or isinstance(x, Tensor)]
+    ctx.save_for_backward(*tensors)
+    ctx.numbers = inputs[len(tensors) :]
+
+
+def gradients(ctx, backward: Callable, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of an operator's inputs, from `backward` and what `save_inputs` saved."""
+    with torch.autocast(grad.device.type, enabled=False):
+        grads = backward(grad, *ctx.saved_tensors, *ctx.numbers, any(ctx.needs_input_grad[3:]))
+    return *grads, *[None] * (len(ctx.needs_input_grad) - len(grads))
+
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor exclusive, Tensor inclusive"
+_recurrent, _ = operator(_recurrent_forward, _recurrent_backward, _INPUTS, lambda x: x.new_empty(x.shape))
+_INPUTS += ", float scale, SymInt chunk_size, bool uniform"
+chunkwise, _ = operator(_chunkwise_forward, _chunkwise_backward, _INPUTS, torch.empty_like)

@@ -55,9 +55,11 @@ class Mixer(nn.Module):
         """Map the concatenated heads, (..., D), to the mixer's output."""
         return self.out(self.norm(y))
 
-    def forward(self, x, mask, seq_idx, form, output_attentions=False, left_state=None, right_state=None):
-        """Return the heads before the output projection, (B, L, D), and the matrix, (B, H, L, L), if requested."""
-        states = {"left_state": left_state, "right_state": right_state}
+    def forward(self, x, mask, seq_idx, form, output_attentions=False, **states):
+        """Return the heads before the output projection, (B, L, D), and the matrix, (B, H, L, L), if requested.
+
+        states: left_state and right_state of `linear_attention`, for segments of a long text.
+        """
         y, matrix = self.mix(x, *self.project(x), mask, seq_idx, form, output_attentions, **states)
         return y.transpose(1, 2).reshape(x.shape), matrix
 
@@ -72,23 +74,18 @@ class Softmax(Mixer):
     has_positions = True
 
     def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, **states):
-        allowed = _allowed_keys(mask, seq_idx)  # (B, 1, L or 1, L)
+        allowed = (
+            None if mask is None else mask[:, None, None, :]
+        )  # real keys of a query's own sequence, (B, 1, 1 or L, L)
+        if seq_idx is not None:
+            number = sequence_starts(seq_idx).cumsum(1)
+            same = number[:, None, :, None] == number[:, None, None, :]
+            allowed = same if allowed is None else same & allowed
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=self.dropout_p)
-        matrix = None
-        if output_attentions:
-            scores = q @ k.mT * q.shape[-1] ** -0.5
-            matrix = (scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)).softmax(-1)
-        return y, matrix
-
-
-def _allowed_keys(mask: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
-    """The keys that a query of softmax attention may see: real tokens of its own sequence, (B, 1, L or 1, L)."""
-    allowed = None if mask is None else mask[:, None, None, :]
-    if seq_idx is not None:
-        number = sequence_starts(seq_idx).cumsum(1)
-        same = number[:, None, :, None] == number[:, None, None, :]
-        allowed = same if allowed is None else same & allowed
-    return allowed
+        if not output_attentions:
+            return y, None
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        return y, (scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)).softmax(-1)
 
 
 class LinearMixer(Mixer):
@@ -104,10 +101,10 @@ class LinearMixer(Mixer):
         if output_attentions and form in ("recurrent", "chunkwise"):
             raise ValueError(f"the {form} form has no attention matrix; use attention_form='full'")
         log_decay = self.log_decay(x)
-        options = {"form": form, "chunk_size": self.config.chunk_size, "dropout_p": self.dropout_p, **states}
-        y = linear_attention(q, k, v, log_decay, mask=mask, seq_idx=seq_idx, **options)
-        matrix = attention_matrix(q, k, log_decay, mask=mask, seq_idx=seq_idx) if output_attentions else None
-        return y, matrix
+        where = {"mask": mask, "seq_idx": seq_idx}
+        how = {"form": form, "chunk_size": self.config.chunk_size, "dropout_p": self.dropout_p}
+        y = linear_attention(q, k, v, log_decay, **where, **how, **states)
+        return y, attention_matrix(q, k, log_decay, **where) if output_attentions else None
 
     def segment_states(self, x: Tensor, mask: Tensor | None) -> SegmentStates:
         """What a segment of a text, (B, L, D), passes to the others."""

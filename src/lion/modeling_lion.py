@@ -11,16 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_outputs
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPooling,
-    MaskedLMOutput,
-    QuestionAnsweringModelOutput,
-    SequenceClassifierOutput,
-    TokenClassifierOutput,
-)
 from transformers.utils import ModelOutput
 
 from .configuration_lion import LionConfig
@@ -51,13 +44,14 @@ class LionEmbeddings(nn.Module):
     def forward(self, input_ids, inputs_embeds, token_type_ids, position_ids, seq_idx=None) -> Tensor:
         x = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds  # (B, L, D)
         L = x.shape[1]
-        if token_type_ids is None:
-            x = x + self.token_type_embeddings.weight[0]
-        else:
-            x = x + self.token_type_embeddings(token_type_ids)
+        types = self.token_type_embeddings
+        x = x + (types.weight[0] if token_type_ids is None else types(token_type_ids))
         if self.position_embeddings is not None:
             if position_ids is None:
-                position_ids = torch.arange(L, device=x.device)[None] if seq_idx is None else _positions(seq_idx)
+                position_ids = torch.arange(L, device=x.device)[None]
+                if seq_idx is not None:  # from the start of each packed sequence
+                    starts = torch.where(sequence_starts(seq_idx), position_ids, 0).cummax(1).values
+                    position_ids = position_ids - starts
                 if L > self.position_embeddings.num_embeddings:  # packed sequences may each be short enough
                     self.check_length(int(position_ids.max()) + 1)
             x = x + self.position_embeddings(position_ids)
@@ -67,16 +61,8 @@ class LionEmbeddings(nn.Module):
         """Raise ValueError for a text longer than the position embeddings, if there are any."""
         longest = length if self.position_embeddings is None else self.position_embeddings.num_embeddings
         if longest < length:
-            raise ValueError(
-                f"{length} tokens are too many for {self.mixer} with {longest} positions (max_position_embeddings); "
-                "shorten the text, or use a mixer without position embeddings such as lion-s"
-            )
-
-
-def _positions(seq_idx: Tensor) -> Tensor:
-    """0, 1, 2, … from the start of each packed sequence, (B, L)."""
-    positions = torch.arange(seq_idx.shape[1], device=seq_idx.device)
-    return positions - torch.where(sequence_starts(seq_idx), positions, 0).cummax(1).values
+            limit = f"{self.mixer} with {longest} positions (max_position_embeddings)"
+            raise ValueError(f"{length} tokens are too many for {limit}; shorten the text or use lion-s")
 
 
 class LionLayer(GradientCheckpointingLayer):
@@ -92,9 +78,9 @@ class LionLayer(GradientCheckpointingLayer):
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, x, mask, seq_idx, form, output_attentions=False, left_state=None, right_state=None):
+    def forward(self, x, mask, seq_idx, form, output_attentions=False, **states):
         """Return the layer's output, (B, L, D), and the attention matrix, (B, H, L, L), if requested."""
-        y, matrix = self.attention(x, mask, seq_idx, form, output_attentions, left_state, right_state)
+        y, matrix = self.attention(x, mask, seq_idx, form, output_attentions, **states)
         return self.after_mixing(x, y), matrix
 
     def after_mixing(self, x: Tensor, y: Tensor) -> Tensor:
@@ -176,7 +162,7 @@ class LionModel(LionPreTrainedModel):
         return_dict: bool | None = None,
         attention_form: str | None = None,
         seq_idx: Tensor | None = None,
-    ) -> BaseModelOutputWithPooling | tuple:
+    ) -> modeling_outputs.BaseModelOutputWithPooling | tuple:
         """Encode a batch of texts.
 
         Args:
@@ -194,8 +180,7 @@ class LionModel(LionPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
-        config = self.config
-        form = attention_form or config.attention_form
+        config, form = self.config, attention_form or self.config.attention_form
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return_dict = config.return_dict if return_dict is None else return_dict
@@ -206,12 +191,9 @@ class LionModel(LionPreTrainedModel):
             lambda layer, x: layer(x, mask, seq_idx, form, output_attentions),
             output_hidden_states,
         )
-        output = BaseModelOutputWithPooling(
-            last_hidden_state=x,
-            pooler_output=None if self.pooler is None else torch.tanh(self.pooler(self._pooled(x, mask))),
-            hidden_states=hidden_states,
-            attentions=attentions if output_attentions else None,
-        )
+        pooled = None if self.pooler is None else torch.tanh(self.pooler(self._pooled(x, mask)))
+        attentions = attentions if output_attentions else None
+        output = modeling_outputs.BaseModelOutputWithPooling(x, pooled, hidden_states, attentions)
         return output if return_dict else output.to_tuple()
 
     def _run_layers(self, x: Tensor, run: Callable, output_hidden_states: bool = False):
@@ -266,13 +248,14 @@ class LionModel(LionPreTrainedModel):
             return None if x is None else x[:, segment].to(device)
 
         def run(layer: LionLayer, x: Tensor) -> tuple[Tensor, None]:
-            states = [layer.attention.segment_states(take(x, segment), take(mask, segment)) for segment in segments]
-            lefts = [torch.zeros_like(states[0].rightward)]
-            for state in states[:-1]:
+            passed = [layer.attention.segment_states(take(x, segment), take(mask, segment)) for segment in segments]
+            lefts = [torch.zeros_like(passed[0].rightward)]
+            for state in passed[:-1]:
                 lefts.append(lefts[-1] * state.across + state.rightward)
             right = torch.zeros_like(lefts[0])
-            for segment, left, state in reversed(list(zip(segments, lefts, states))):
-                y, _ = layer(take(x, segment), take(mask, segment), None, form, False, left, right)
+            for segment, left, state in reversed(list(zip(segments, lefts, passed))):
+                states = {"left_state": left, "right_state": right}
+                y, _ = layer(take(x, segment), take(mask, segment), None, form, **states)
                 x[:, segment] = y.to(x.device)
                 right = right * state.across + state.leftward
             return x, None
@@ -300,12 +283,10 @@ def _head_forward(*targets: str, last: tuple[str, ...] = ()) -> Callable[[Callab
     `encode()` runs the encoder. The forward takes the arguments of `LionModel.forward`, `targets` after inputs_embeds,
     and `last` at the end.
     """
-    of_encoder = list(inspect.signature(LionModel.forward).parameters.values())
-    added, appended = (
-        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in group]
-        for group in (targets, last)
-    )
-    signature = inspect.Signature([*of_encoder[:6], *added, *of_encoder[6:], *appended])
+    encoder = list(inspect.signature(LionModel.forward).parameters.values())
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    added, appended = ([inspect.Parameter(name, kind, default=None) for name in names] for names in (targets, last))
+    signature = inspect.Signature([*encoder[:6], *added, *encoder[6:], *appended])
     names = list(signature.parameters)[1:]
 
     def decorate(method: Callable[..., ModelOutput]) -> Callable[..., ModelOutput | tuple]:
@@ -352,9 +333,8 @@ class LionForMaskedLM(LionPreTrainedModel):
         """
         labelled = None
         if labels is not None and self.training:
-            labelled = masked_positions
-            if labelled is None:  # before the encoder, while a GPU has little queued
-                labelled = labelled_positions(labels)
+            # Before the encoder, while a GPU has little queued.
+            labelled = labelled_positions(labels) if masked_positions is None else masked_positions
             labels = labels.flatten().index_select(0, labelled)
         output = encode()
         x = output.last_hidden_state
@@ -362,19 +342,27 @@ class LionForMaskedLM(LionPreTrainedModel):
             x = x.flatten(0, 1).index_select(0, labelled)
         logits = self.head(x)
         loss = None if labels is None else _cross_entropy(logits.flatten(0, -2), labels.flatten())
-        return MaskedLMOutput(loss, logits, output.hidden_states, output.attentions)
+        return modeling_outputs.MaskedLMOutput(loss, logits, output.hidden_states, output.attentions)
 
 
-class LionForSequenceClassification(LionPreTrainedModel):
+class _Classifier(LionPreTrainedModel):
+    """Dropout and a linear layer on the encoder."""
+
+    def __init__(self, config: LionConfig, add_pooling_layer: bool = False):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.lion = LionModel(config, add_pooling_layer)
+        p = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+        self.dropout = nn.Dropout(p)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
+class LionForSequenceClassification(_Classifier):
     """The encoder with a classification or regression head on the pooler."""
 
     def __init__(self, config: LionConfig):
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.lion = LionModel(config)
-        self.dropout = nn.Dropout(_classifier_dropout(config))
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
+        super().__init__(config, add_pooling_layer=True)
 
     @_head_forward("labels")
     def forward(self, encode: Callable[[], ModelOutput], labels: Tensor | None):
@@ -394,19 +382,11 @@ class LionForSequenceClassification(LionPreTrainedModel):
                 loss = F.mse_loss(logits.squeeze(-1).float(), labels.flatten().float())
             else:
                 loss = F.cross_entropy(logits.float(), labels.flatten())
-        return SequenceClassifierOutput(loss, logits, output.hidden_states, output.attentions)
+        return modeling_outputs.SequenceClassifierOutput(loss, logits, output.hidden_states, output.attentions)
 
 
-class LionForTokenClassification(LionPreTrainedModel):
+class LionForTokenClassification(_Classifier):
     """The encoder with a classification head on every token."""
-
-    def __init__(self, config: LionConfig):
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.lion = LionModel(config, add_pooling_layer=False)
-        self.dropout = nn.Dropout(_classifier_dropout(config))
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
 
     @_head_forward("labels")
     def forward(self, encode: Callable[[], ModelOutput], labels: Tensor | None):
@@ -414,7 +394,7 @@ class LionForTokenClassification(LionPreTrainedModel):
         output = encode()
         logits = self.classifier(self.dropout(output.last_hidden_state))  # (B, L, num_labels)
         loss = None if labels is None else _cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return TokenClassifierOutput(loss, logits, output.hidden_states, output.attentions)
+        return modeling_outputs.TokenClassifierOutput(loss, logits, output.hidden_states, output.attentions)
 
 
 class LionForQuestionAnswering(LionPreTrainedModel):
@@ -434,7 +414,9 @@ class LionForQuestionAnswering(LionPreTrainedModel):
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = (_span_loss(start_logits, start_positions) + _span_loss(end_logits, end_positions)) / 2
-        return QuestionAnsweringModelOutput(loss, start_logits, end_logits, output.hidden_states, output.attentions)
+        return modeling_outputs.QuestionAnsweringModelOutput(
+            loss, start_logits, end_logits, output.hidden_states, output.attentions
+        )
 
 
 def _span_loss(logits: Tensor, positions: Tensor) -> Tensor:
@@ -450,7 +432,3 @@ def labelled_positions(labels: Tensor) -> Tensor:
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean over the labels that are not -100, in float32; 0 without any, where F.cross_entropy returns NaN."""
     return F.cross_entropy(logits.float(), labels, reduction="sum") / (labels != -100).sum().clamp(min=1)
-
-
-def _classifier_dropout(config: LionConfig) -> float:
-    return config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout

@@ -13,7 +13,8 @@ states, one from the left and one from the right, which two more kernels compute
 The full form is one chunk as long as the text, without states. Without decays all chunks share one state, their sum.
 
 The backward pass recomputes everything. y = (s·QKᵀ⊙M) V, so the gradients of q, k and v are such products too, of other
-operands; for those of k and v, which need Mᵀ, exclusive and inclusive swap roles. No two programs write the same entry.
+operands, and come from the same kernel; for k and v, which need Mᵀ, exclusive and inclusive swap roles. No two programs
+write the same entry.
 
 Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk size, T and S
 block sizes of rows and columns.
@@ -43,7 +44,7 @@ kernel = triton.jit(do_not_specialize=["H", "L", "N", "blocks", "columns", "part
 
 
 @triton.jit
-def _tile(pointer, start, stride, length, mask, SIZE, T: tl.constexpr, PADDED: tl.constexpr, DOT: tl.constexpr):
+def _tile(pointer, start, stride, length, mask, SIZE, T, PADDED, DOT):
     """Load T tokens of a text, (length, SIZE), from `start`: (T, PADDED), 0 outside the text and at masked tokens."""
     token, feature = tl.arange(0, T), tl.arange(0, PADDED)
     inside = (start + token < length)[:, None] & (feature < SIZE)[None, :]
@@ -54,7 +55,7 @@ def _tile(pointer, start, stride, length, mask, SIZE, T: tl.constexpr, PADDED: t
 
 
 @triton.jit
-def _store_tile(pointer, start, stride, length, x, SIZE, T: tl.constexpr, PADDED: tl.constexpr):
+def _store_tile(pointer, start, stride, length, x, SIZE, T, PADDED):
     """Store a tile as `_tile` loads it."""
     token, feature = tl.arange(0, T), tl.arange(0, PADDED)
     inside = (start + token < length)[:, None] & (feature < SIZE)[None, :]
@@ -63,22 +64,14 @@ def _store_tile(pointer, start, stride, length, x, SIZE, T: tl.constexpr, PADDED
 
 
 @triton.jit
-def _real_tokens(mask, start, length, T: tl.constexpr):
+def _real_tokens(mask, start, length, T):
     """Whether each of T tokens is real, from a row of the mask."""
     token = start + tl.arange(0, T)
     return tl.load(mask + token, mask=token < length, other=0) != 0
 
 
 @triton.jit
-def _state(pointer, D: tl.constexpr, E: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, DOT: tl.constexpr):
-    """Load a state, (D, E): (PD, PE), padded by 0."""
-    d, e = tl.arange(0, PD), tl.arange(0, PE)
-    inside = (d < D)[:, None] & (e < E)[None, :]
-    return tl.load(pointer + d[:, None] * E + e[None, :], mask=inside, other=0.0).to(DOT)
-
-
-@triton.jit
-def _load_sums(pointer, first, T: tl.constexpr, SIGN: tl.constexpr):
+def _load_sums(pointer, first, T, SIGN):
     """high, low and half of T tokens, loaded as one tile: vectors would be loaded in the layout of the scores' columns,
     repeatedly and with a register for each."""
     token, pair = first + tl.arange(0, T), tl.arange(0, 2)
@@ -90,7 +83,7 @@ def _load_sums(pointer, first, T: tl.constexpr, SIGN: tl.constexpr):
 
 
 @triton.jit
-def _load_sum(pointer, token, SIGN: tl.constexpr):
+def _load_sum(pointer, token, SIGN):
     """high, low and half of one token."""
     pointer += token * 4
     return tl.load(pointer), tl.load(pointer + 1), SIGN * tl.load(pointer + 2)
@@ -110,33 +103,18 @@ def _decay_mask(high, low, half, other_high, other_low, other_half):
 
 
 @triton.jit
-def _hash(x):
-    """A 32-bit hash with Wellons' constants."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _keeps(seed, i, j, DROPPED: tl.constexpr):
+def _keeps(seed, i, j, DROPPED):
     """Whether dropout keeps each entry of a matrix, for queries i and keys j; it drops DROPPED of 2^32."""
-    row = _hash(i.to(tl.uint32) + seed.to(tl.uint32))
+    row = i.to(tl.uint32) + seed.to(tl.uint32)
+    row = (row ^ (row >> 16)) * 0x7FEB352D  # Wellons' hash of 32 bits
+    row = (row ^ (row >> 15)) * 0x846CA68B
     column = j.to(tl.uint32) * 0x9E3779B1 + (seed >> 32).to(tl.uint32)
-    x = (row ^ column) * 0x7FEB352D
+    x = (row ^ (row >> 16) ^ column) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B  # enough: the high bits decide
     return x >= DROPPED
 
 
-@triton.jit
-def _position(H, blocks, C, length, T: tl.constexpr, S: tl.constexpr):
-    """Text, head, both in one number, chunk, block of T rows in the chunk, and number of S blocks in the chunk."""
-    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    chunk, own = block // (C // T), block % (C // T)
-    count = tl.cdiv(tl.minimum(C, length - chunk * C), S)
-    return (row // H).to(tl.int64), (row % H).to(tl.int64), row.to(tl.int64), chunk.to(tl.int64), own, count
-
-
-# Sums and states
+# Sums and states# Sums and states
 
 
 @kernel
@@ -173,8 +151,8 @@ def sums_kernel(sums, log_decay, seq_idx, H, L, C, N, decay_batch, decay_head, d
 
 @kernel
 def states_kernel(k, v, mask, sums, states, H, L, C, N, columns, side, k_batch, k_head, k_token, v_batch, v_head,
-        v_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
-        PD: tl.constexpr, PE: tl.constexpr, SIGN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+        v_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr,
+        PE: tl.constexpr, SIGN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """Σ_j k_j v_jᵀ of one chunk, decayed to its end and to its start: (2, B·H, N, D, E), or (1, B·H, N, D, E) without
     decays. A program computes PE columns."""
     row, rest = (tl.program_id(0) // (N * columns)).to(tl.int64), tl.program_id(0) % (N * columns)
@@ -201,12 +179,10 @@ def states_kernel(k, v, mask, sums, states, H, L, C, N, columns, side, k_batch, 
             from_start = tl.exp2(high + low + half)
             rightward = tl.dot(tl.trans((K * to_end[:, None]).to(DOT)), V, rightward, input_precision=PRECISION)
             leftward = tl.dot(tl.trans((K * from_start[:, None]).to(DOT)), V, leftward, input_precision=PRECISION)
-    d, e = tl.arange(0, PD), tl.arange(0, PE)
-    inside = (d < D)[:, None] & (column + e < E)[None, :]
-    out = states + (row * N + chunk) * D * E + column + d[:, None] * E + e[None, :]
-    tl.store(out, rightward, mask=inside)
+    states += (row * N + chunk) * D * E + column
+    _store_tile(states, 0, E, D, rightward, E - column, PD, PE)
     if sums is not None:
-        tl.store(out + side, leftward, mask=inside)
+        _store_tile(states + side, 0, E, D, leftward, E - column, PD, PE)
 
 
 @kernel
@@ -232,303 +208,171 @@ def scan_kernel(states, incoming, sums, H, C, N, parts, side, sums_batch, sums_h
         high, low, half = high2, low2, half2
 
 
-# Outputs and gradients. A program computes T rows: queries, or keys for the gradients of k and v. Contributions from
-# before the rows' block are summed as decayed to its first token, and then decayed to each row at once; later ones are
-# decayed through its last token to each row block by block, since no registers are left for a second sum.
+# Outputs and gradients. Contributions from before the rows' block are summed as decayed to its first token, and then
+# decayed to each row at once; later ones are decayed through its last token to each row block by block, since no
+# registers are left for a second sum.
 
 
 @triton.jit
-def _attend(total, Q, k, v, mask, seed, start, first, length, weight, k_token, v_token, D: tl.constexpr,
-        E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, DOT: tl.constexpr,
-        PRECISION: tl.constexpr, DROPPED: tl.constexpr):
-    """total + (QKᵀ ⊙ weight) V over one block of keys; queries from `start`, keys from `first`, weight (1 or T, S)."""
-    K = _tile(k, first, k_token, length, mask, D, S, PD, DOT)
-    V = _tile(v, first, v_token, length, None, E, S, PE, DOT)
-    scores = tl.dot(Q, tl.trans(K), input_precision=PRECISION) * weight
+def _add_block(total, total_x, Q, X, k, v, mask, seed, start, first, length, weight, k_token, v_token, D, E, T, S,
+        PD, PE, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS):
+    """Add one block of columns, from `first`: (QKᵀ⊙weight) V to `total`, and (XVᵀ⊙weight) K to total_x if rows are
+    keys; weight: (1 or T, S). The third result is ∂/∂ log weight, (T, S), if DECAYS."""
+    K = _tile(k, first, k_token, length, mask if X is None else None, D, S, PD, DOT)
+    V = _tile(v, first, v_token, length, None if X is None or ROWS_ARE_KEYS else mask, E, S, PE, DOT)
     if seed is not None:
-        i, j = start + tl.arange(0, Q.shape[0])[:, None], first + tl.arange(0, S)[None, :]
-        scores = tl.where(_keeps(seed, i, j, DROPPED), scores, 0.0)
-    return tl.dot(scores.to(DOT), V, total, input_precision=PRECISION)
-
-
-@kernel
-def forward_kernel(q, k, v, y, mask, seed, sums, incoming, scale, H, L, C, N, blocks, side, q_batch, q_head, q_token,
-        k_batch, k_head, k_token, v_batch, v_head, v_token, y_batch, y_head, y_token, sums_batch, sums_head, sums_chunk,
-        D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
-        INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr):
-    """The output of one block of queries."""
-    b, h, row, chunk, own, count = _position(H, blocks, C, L, T, S)
-    begin = chunk * C
-    start = begin + own * T
-    k += b * k_batch + h * k_head
-    v += b * v_batch + h * v_head
-    if mask is not None:
-        mask += b * L
-    if seed is not None:
-        seed = tl.load(seed + row)
-    Q = _tile(q + b * q_batch + h * q_head, start, q_token, L, None, D, T, PD, DOT)
-    left = tl.zeros((T, PE), tl.float32)
-    if incoming is not None:
-        incoming += (row if sums is None else row * N + chunk) * D * E
-        left = tl.dot(Q, _state(incoming, D, E, PD, PE, DOT), input_precision=PRECISION)
-    if sums is None:
-        if INSIDE:
-            for other in range(0, count):
-                left = _attend(left, Q, k, v, mask, seed, start, begin + other * S, L, 1.0, k_token, v_token, D, E, S,
-                    PD, PE, DOT, PRECISION, DROPPED)
-        out = left
+        row, column = start + tl.arange(0, T)[:, None], first + tl.arange(0, S)[None, :]
+        kept = _keeps(seed, column, row, DROPPED) if ROWS_ARE_KEYS else _keeps(seed, row, column, DROPPED)
+        weight = tl.where(kept, weight, 0.0)
+    if ROWS_ARE_KEYS:
+        scores_x = tl.dot(X, tl.trans(V), input_precision=PRECISION) * weight
+        total_x = tl.dot(scores_x.to(DOT), K, total_x, input_precision=PRECISION)
+        scores = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
+        pairs = scores_x * scores
+        scores *= weight
     else:
-        sums += b * sums_batch + h * sums_head + chunk * sums_chunk
-        high, low, half = _load_sums(sums, own * T, T, 1)
-        high0, low0, half0 = _load_sum(sums, own * T, 1)  # of the first token
-        high1, low1, half1 = _load_sum(sums, own * T + T - 1, 1)  # of the last
-
-        if incoming is not None:
-            left *= tl.exp2(high0 + low0 - half0)
-        for other in range(0, own * (T // S)):
-            high2, low2, half2 = _load_sums(sums, other * S, S, 1)
-            weight = _weight(high0, low0, -half0, high2, low2, -half2)[None, :]
-            left = _attend(left, Q, k, v, mask, seed, start, begin + other * S, L, weight, k_token, v_token, D, E, S,
-                PD, PE, DOT, PRECISION, DROPPED)
-        out = left * _weight(high, low, -half, high0, low0, -half0)[:, None]
-
-        to_last = _weight(high1, low1, half1, high, low, half)
-        if incoming is not None:
-            end_high, end_low, end_half = _load_sum(sums, C - 1, 1)
-            right = tl.dot(Q, _state(incoming + side, D, E, PD, PE, DOT), input_precision=PRECISION)
-            out += right * (_weight(end_high, end_low, end_half, high1, low1, half1) * to_last)[:, None]
-        for other in range((own + 1) * (T // S), count):
-            high2, low2, half2 = _load_sums(sums, other * S, S, 1)
-            weight = to_last[:, None] * _weight(high2, low2, half2, high1, low1, half1)[None, :]
-            out = _attend(out, Q, k, v, mask, seed, start, begin + other * S, L, weight, k_token, v_token, D, E, S, PD,
-                PE, DOT, PRECISION, DROPPED)
-
-        for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
-            high2, low2, half2 = _load_sums(sums, other * S, S, 1)
-            weight = _decay_mask(high, low, half, high2, low2, half2)
-            out = _attend(out, Q, k, v, mask, seed, start, begin + other * S, L, weight, k_token, v_token, D, E, S, PD,
-                PE, DOT, PRECISION, DROPPED)
-    _store_tile(y + b * y_batch + h * y_head, start, y_token, L, out * scale, E, T, PE)
-
-
-@triton.jit
-def _query_gradients(total, Q, dY, k, v, mask, seed, start, first, length, weight, k_token, v_token, D: tl.constexpr,
-        E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, DOT: tl.constexpr,
-        PRECISION: tl.constexpr, DROPPED: tl.constexpr, DECAYS: tl.constexpr):
-    """total + (dY Vᵀ ⊙ weight) K over one block of keys, and ∂/∂ log M there, (T, S), if DECAYS."""
-    K = _tile(k, first, k_token, length, mask, D, S, PD, DOT)
-    V = _tile(v, first, v_token, length, None, E, S, PE, DOT)
-    grad = tl.dot(dY, tl.trans(V), input_precision=PRECISION) * weight
-    if seed is not None:
-        i, j = start + tl.arange(0, Q.shape[0])[:, None], first + tl.arange(0, S)[None, :]
-        grad = tl.where(_keeps(seed, i, j, DROPPED), grad, 0.0)
-    pairs = grad
-    if DECAYS:
-        pairs = tl.dot(Q, tl.trans(K), input_precision=PRECISION) * grad
-    return tl.dot(grad.to(DOT), K, total, input_precision=PRECISION), pairs
-
-
-@kernel
-def query_gradients_kernel(q, k, v, dy, dq, mask, seed, sums, incoming, grad_sums, scale, H, L, C, N, blocks, side,
-        grad_plane, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, dy_batch, dy_head,
-        dy_token, dq_batch, dq_head, dq_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr,
-        T: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, INSIDE: tl.constexpr, DOT: tl.constexpr,
-        PRECISION: tl.constexpr, DROPPED: tl.constexpr):
-    """∂q of one block of queries, and its part of the gradients of the sums, if requested."""
-    DECAYS: tl.constexpr = grad_sums is not None
-    grad_plane = tl.cast(grad_plane, tl.int64)
-    b, h, row, chunk, own, count = _position(H, blocks, C, L, T, S)
-    begin = chunk * C
-    start = begin + own * T
-    k += b * k_batch + h * k_head
-    v += b * v_batch + h * v_head
-    if mask is not None:
-        mask += b * L
-    if seed is not None:
-        seed = tl.load(seed + row)
-    Q = _tile(q + b * q_batch + h * q_head, start, q_token, L, None, D, T, PD, DOT)
-    dY = _tile(dy + b * dy_batch + h * dy_head, start, dy_token, L, None, E, T, PE, DOT)
-    left = tl.zeros((T, PD), tl.float32)
-    if incoming is not None:
-        incoming += (row if sums is None else row * N + chunk) * D * E
-        left = tl.dot(dY, tl.trans(_state(incoming, D, E, PD, PE, DOT)), input_precision=PRECISION)
-    if sums is None:
-        if INSIDE:
-            for other in range(0, count):
-                left, _ = _query_gradients(left, Q, dY, k, v, mask, seed, start, begin + other * S, L, 1.0, k_token,
-                    v_token, D, E, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS)
-        out = left
-    else:
-        sums += b * sums_batch + h * sums_head + chunk * sums_chunk
-        high, low, half = _load_sums(sums, own * T, T, 1)
-        high0, low0, half0 = _load_sum(sums, own * T, 1)
-        high1, low1, half1 = _load_sum(sums, own * T + T - 1, 1)
-        past, future, until_end = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
-
-        if incoming is not None:
-            left *= tl.exp2(high0 + low0 - half0)
-            if DECAYS:
-                past = tl.sum(Q * left, 1)
-        for other in range(0, own * (T // S)):
-            high2, low2, half2 = _load_sums(sums, other * S, S, 1)
-            weight = _weight(high0, low0, -half0, high2, low2, -half2)[None, :]
-            left, pairs = _query_gradients(left, Q, dY, k, v, mask, seed, start, begin + other * S, L, weight, k_token,
-                v_token, D, E, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS)
-            if DECAYS:
-                past += tl.sum(pairs, 1)
-        from_first = _weight(high, low, -half, high0, low0, -half0)
-        out = left * from_first[:, None]
-        past *= from_first
-
-        to_last = _weight(high1, low1, half1, high, low, half)
-        if incoming is not None:
-            end_high, end_low, end_half = _load_sum(sums, C - 1, 1)
-            right = tl.dot(dY, tl.trans(_state(incoming + side, D, E, PD, PE, DOT)), input_precision=PRECISION)
-            right *= (_weight(end_high, end_low, end_half, high1, low1, half1) * to_last)[:, None]
-            out += right
-            if DECAYS:
-                until_end = tl.sum(Q * right, 1)
-        for other in range((own + 1) * (T // S), count):
-            high2, low2, half2 = _load_sums(sums, other * S, S, 1)
-            weight = to_last[:, None] * _weight(high2, low2, half2, high1, low1, half1)[None, :]
-            out, pairs = _query_gradients(out, Q, dY, k, v, mask, seed, start, begin + other * S, L, weight, k_token,
-                v_token, D, E, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS)
-            if DECAYS:
-                future += tl.sum(pairs, 1)
-
-        i, j = own * T + tl.arange(0, T), tl.arange(0, S)
-        for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
-            high2, low2, half2 = _load_sums(sums, other * S, S, 1)
-            weight = _decay_mask(high, low, half, high2, low2, half2)
-            out, pairs = _query_gradients(out, Q, dY, k, v, mask, seed, start, begin + other * S, L, weight, k_token,
-                v_token, D, E, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS)
-            if DECAYS:
-                past += tl.sum(tl.where(i[:, None] > other * S + j[None, :], pairs, 0.0), 1)
-                future += tl.sum(tl.where(i[:, None] < other * S + j[None, :], pairs, 0.0), 1)
+        scores = tl.dot(Q, tl.trans(K), input_precision=PRECISION) * weight
+        pairs = scores
         if DECAYS:
-            grad_sums += row * N * C + start + tl.arange(0, T)
-            tl.store(grad_sums, past * scale)
-            tl.store(grad_sums + grad_plane, -future * scale)
-            tl.store(grad_sums + 2 * grad_plane, until_end * scale)
-    _store_tile(dq + b * dq_batch + h * dq_head, start, dq_token, L, out * scale, D, T, PD)
+            pairs = tl.dot(X, tl.trans(V), input_precision=PRECISION) * scores
+    return tl.dot(scores.to(DOT), V, total, input_precision=PRECISION), total_x, pairs
 
 
 @triton.jit
-def _key_gradients(total_k, total_v, K, V, q, dy, seed, start, first, length, weight, q_token, dy_token,
-        D: tl.constexpr, E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, DOT: tl.constexpr,
-        PRECISION: tl.constexpr, DROPPED: tl.constexpr):
-    """total_k + (V dYᵀ ⊙ weight) Q, total_v + (K Qᵀ ⊙ weight) dY over a block of queries; ∂/∂ log Mᵀ there, (T, S)."""
-    Q = _tile(q, first, q_token, length, None, D, S, PD, DOT)
-    dY = _tile(dy, first, dy_token, length, None, E, S, PE, DOT)
-    if seed is not None:
-        i, j = first + tl.arange(0, S)[None, :], start + tl.arange(0, K.shape[0])[:, None]
-        weight = tl.where(_keeps(seed, i, j, DROPPED), weight, 0.0)
-    scores = tl.dot(K, tl.trans(Q), input_precision=PRECISION) * weight
-    total_v = tl.dot(scores.to(DOT), dY, total_v, input_precision=PRECISION)
-    grad = tl.dot(V, tl.trans(dY), input_precision=PRECISION)
-    total_k = tl.dot((grad * weight).to(DOT), Q, total_k, input_precision=PRECISION)
-    return total_k, total_v, scores * grad
+def _read_state(Q, X, pointer, D, E, PD, PE, DOT, PRECISION):
+    """QS, and, for gradients, whose operands find Sᵀ in memory, XSᵀ."""
+    if X is None:
+        out = tl.dot(Q, _tile(pointer, 0, E, D, None, E, PD, PE, DOT), input_precision=PRECISION)
+        out_x = tl.zeros((Q.shape[0], PD), tl.float32)
+    else:
+        transposed = _tile(pointer, 0, D, E, None, D, PE, PD, DOT)
+        out = tl.dot(Q, tl.trans(transposed), input_precision=PRECISION)
+        out_x = tl.dot(X, transposed, input_precision=PRECISION)
+    return out, out_x
 
 
 @kernel
-def key_gradients_kernel(q, k, v, dy, dk, dv, mask, seed, sums, incoming, grad_sums, scale, H, L, C, N, blocks, side,
-        grad_plane, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, dy_batch, dy_head,
-        dy_token, dk_batch, dk_head, dk_token, dv_batch, dv_head, dv_token, sums_batch, sums_head, sums_chunk,
-        D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr,
-        INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr):
-    """∂k and ∂v of one block of keys, and its part of the gradients of the sums. `incoming`: states of q and dy."""
+def product_kernel(q, k, v, x, out, out_x, mask, seed, sums, incoming, grad_sums, scale, H, L, C, N, blocks, side,
+        plane, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, x_batch, x_head, x_token,
+        sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
+        PD: tl.constexpr, PE: tl.constexpr, INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+        DROPPED: tl.constexpr):
+    """out = scale · (QKᵀ⊙M) V for T rows of a head: the output of linear attention, or, of other operands, a gradient.
+
+        out   q    k    v    x   out_x
+        y     q    k    v
+        ∂q    ∂y   v    k    q
+        ∂k    v    ∂y   q    k   ∂v      its rows are keys, and M is transposed
+
+    With x, out_x = scale · (XVᵀ⊙M) K, and grad_sums, if requested, receives the row sums of the product of both
+    matrices in the past, in the future and outside the chunk: planes 0 to 2 from ∂q, 3 to 5 from ∂k. `mask` is of the
+    keys, `incoming` are the states of k and v.
+    """
+    ROWS_ARE_KEYS: tl.constexpr = out_x is not None
+    SIGN: tl.constexpr = -1 if ROWS_ARE_KEYS else 1
     DECAYS: tl.constexpr = grad_sums is not None
-    grad_plane = tl.cast(grad_plane, tl.int64)
-    b, h, row, chunk, own, count = _position(H, blocks, C, L, T, S)
+    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    b, h = (row // H).to(tl.int64), (row % H).to(tl.int64)
+    chunk, own = block // (C // T), block % (C // T)  # `own`: the block of rows in its chunk
+    count = tl.cdiv(tl.minimum(C, L - chunk * C), S)  # of blocks of columns in the chunk
+    row, chunk = row.to(tl.int64), chunk.to(tl.int64)
     begin = chunk * C
     start = begin + own * T
-    q += b * q_batch + h * q_head
-    dy += b * dy_batch + h * dy_head
+    k += b * k_batch + h * k_head
+    v += b * v_batch + h * v_head
     if mask is not None:
         mask += b * L
     if seed is not None:
         seed = tl.load(seed + row)
-    K = _tile(k + b * k_batch + h * k_head, start, k_token, L, None, D, T, PD, DOT)
-    if mask is not None:  # after the load: this costs fewer registers here
-        K = tl.where(_real_tokens(mask, start, L, T)[:, None], K, 0.0).to(DOT)
-    V = _tile(v + b * v_batch + h * v_head, start, v_token, L, None, E, T, PE, DOT)
-    left_k, left_v = tl.zeros((T, PD), tl.float32), tl.zeros((T, PE), tl.float32)
+    Q = _tile(q + b * q_batch + h * q_head, start, q_token, L, None, D, T, PD, DOT)
+    X = None
+    if x is not None:
+        X = _tile(x + b * x_batch + h * x_head, start, x_token, L, None, E, T, PE, DOT)
+        if ROWS_ARE_KEYS and mask is not None:  # after the load: this costs fewer registers here
+            X = tl.where(_real_tokens(mask, start, L, T)[:, None], X, 0.0).to(DOT)
+    total, total_x = tl.zeros((T, PE), tl.float32), tl.zeros((T, PD), tl.float32)
     if incoming is not None:
         incoming += (row if sums is None else row * N + chunk) * D * E
-        state = _state(incoming, D, E, PD, PE, DOT)
-        left_k = tl.dot(V, tl.trans(state), input_precision=PRECISION)
-        left_v = tl.dot(K, state, input_precision=PRECISION)
+        total, total_x = _read_state(Q, X, incoming, D, E, PD, PE, DOT, PRECISION)
     if sums is None:
         if INSIDE:
             for other in range(0, count):
-                left_k, left_v, _ = _key_gradients(left_k, left_v, K, V, q, dy, seed, start, begin + other * S, L, 1.0,
-                    q_token, dy_token, D, E, S, PD, PE, DOT, PRECISION, DROPPED)
-        out_k, out_v = left_k, left_v
+                total, total_x, _ = _add_block(total, total_x, Q, X, k, v, mask, seed, start, begin + other * S, L,
+                    1.0, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, False, ROWS_ARE_KEYS)
     else:
         sums += b * sums_batch + h * sums_head + chunk * sums_chunk
-        high, low, half = _load_sums(sums, own * T, T, -1)
-        high0, low0, half0 = _load_sum(sums, own * T, -1)
-        high1, low1, half1 = _load_sum(sums, own * T + T - 1, -1)
-        past, future, to_end = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
+        high, low, half = _load_sums(sums, own * T, T, SIGN)
+        high0, low0, half0 = _load_sum(sums, own * T, SIGN)  # of the first token
+        high1, low1, half1 = _load_sum(sums, own * T + T - 1, SIGN)  # of the last
+        past, future, outside = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
 
         if incoming is not None:
             from_start = tl.exp2(high0 + low0 - half0)
-            left_k *= from_start
-            left_v *= from_start
+            total *= from_start
+            total_x *= from_start
             if DECAYS:
-                past = tl.sum(K * left_k, 1)
+                past = tl.sum(X * total, 1)
         for other in range(0, own * (T // S)):
-            high2, low2, half2 = _load_sums(sums, other * S, S, -1)
+            high2, low2, half2 = _load_sums(sums, other * S, S, SIGN)
             weight = _weight(high0, low0, -half0, high2, low2, -half2)[None, :]
-            left_k, left_v, pairs = _key_gradients(left_k, left_v, K, V, q, dy, seed, start, begin + other * S, L,
-                weight, q_token, dy_token, D, E, S, PD, PE, DOT, PRECISION, DROPPED)
+            total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, seed, start, begin + other * S, L,
+                weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS)
             if DECAYS:
                 past += tl.sum(pairs, 1)
         from_first = _weight(high, low, -half, high0, low0, -half0)
-        out_k, out_v = left_k * from_first[:, None], left_v * from_first[:, None]
+        total *= from_first[:, None]
+        total_x *= from_first[:, None]
         past *= from_first
 
         to_last = _weight(high1, low1, half1, high, low, half)
         if incoming is not None:
             end_high, end_low, end_half = _load_sum(sums, C - 1, 1)
             until_end = (_weight(end_high, end_low, end_half, high1, low1, half1) * to_last)[:, None]
-            state = _state(incoming + side, D, E, PD, PE, DOT)
-            out_v += tl.dot(K, state, input_precision=PRECISION) * until_end
-            right = tl.dot(V, tl.trans(state), input_precision=PRECISION) * until_end
-            out_k += right
+            right, right_x = _read_state(Q, X, incoming + side, D, E, PD, PE, DOT, PRECISION)
+            right *= until_end
+            total += right
+            total_x += right_x * until_end
             if DECAYS:
-                to_end = tl.sum(K * right, 1)
+                outside = tl.sum(X * right, 1)
         for other in range((own + 1) * (T // S), count):
-            high2, low2, half2 = _load_sums(sums, other * S, S, -1)
+            high2, low2, half2 = _load_sums(sums, other * S, S, SIGN)
             weight = to_last[:, None] * _weight(high2, low2, half2, high1, low1, half1)[None, :]
-            out_k, out_v, pairs = _key_gradients(out_k, out_v, K, V, q, dy, seed, start, begin + other * S, L, weight,
-                q_token, dy_token, D, E, S, PD, PE, DOT, PRECISION, DROPPED)
+            total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, seed, start, begin + other * S, L,
+                weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS)
             if DECAYS:
                 future += tl.sum(pairs, 1)
 
         i, j = own * T + tl.arange(0, T), tl.arange(0, S)
         for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
-            high2, low2, half2 = _load_sums(sums, other * S, S, -1)
+            high2, low2, half2 = _load_sums(sums, other * S, S, SIGN)
             weight = _decay_mask(high, low, half, high2, low2, half2)
-            out_k, out_v, pairs = _key_gradients(out_k, out_v, K, V, q, dy, seed, start, begin + other * S, L, weight,
-                q_token, dy_token, D, E, S, PD, PE, DOT, PRECISION, DROPPED)
+            total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, seed, start, begin + other * S, L,
+                weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS)
             if DECAYS:
                 past += tl.sum(tl.where(i[:, None] > other * S + j[None, :], pairs, 0.0), 1)
                 future += tl.sum(tl.where(i[:, None] < other * S + j[None, :], pairs, 0.0), 1)
-        if DECAYS:
-            grad_sums += 3 * grad_plane + row * N * C + start + tl.arange(0, T)
-            tl.store(grad_sums, -future * scale)
-            tl.store(grad_sums + grad_plane, past * scale)
-            tl.store(grad_sums + 2 * grad_plane, to_end * scale)
-    if mask is not None:
-        out_k = tl.where(_real_tokens(mask, start, L, T)[:, None], out_k, 0.0)
-    _store_tile(dk + b * dk_batch + h * dk_head, start, dk_token, L, out_k * scale, D, T, PD)
-    _store_tile(dv + b * dv_batch + h * dv_head, start, dv_token, L, out_v * scale, E, T, PE)
+        if DECAYS:  # of exclusive, of inclusive and of the sum over the chunk
+            plane = tl.cast(plane, tl.int64)
+            grad_sums += row * N * C + start + tl.arange(0, T) + (3 * plane if ROWS_ARE_KEYS else 0)
+            tl.store(grad_sums + (plane if ROWS_ARE_KEYS else 0), past * scale)
+            tl.store(grad_sums + (0 if ROWS_ARE_KEYS else plane), -future * scale)
+            tl.store(grad_sums + 2 * plane, outside * scale)
+    if ROWS_ARE_KEYS and mask is not None:
+        total = tl.where(_real_tokens(mask, start, L, T)[:, None], total, 0.0)
+    _store_tile(out + (b * L * H + h) * E, start, H * E, L, total * scale, E, T, PE)
+    if ROWS_ARE_KEYS:
+        _store_tile(out_x + (b * L * H + h) * D, start, H * D, L, total_x * scale, D, T, PD)
+
+
+@triton.jit
+def _plane(grad_sums, number, plane, token, length):
+    """One of the six planes of `product_kernel`, at some tokens of a chunk."""
+    return tl.load(grad_sums + number * plane + token, mask=token < length, other=0.0).to(tl.float64)
 
 
 @kernel
-def decay_gradients_kernel(log_decay, sums, grad_sums, incoming, grad_incoming, grad, scale, H, L, C, N, side,
-        grad_plane, decay_batch, decay_head, decay_token, sums_batch, sums_head, sums_chunk, LOG_ZERO: tl.constexpr,
+def decay_gradients_kernel(log_decay, sums, grad_sums, incoming, grad_incoming, grad, scale, H, L, C, N, side, plane,
+        decay_batch, decay_head, decay_token, sums_batch, sums_head, sums_chunk, LOG_ZERO: tl.constexpr,
         STATE: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr):
     """∂ log_decay of one chunk, (B, H, L).
 
@@ -537,7 +381,7 @@ def decay_gradients_kernel(log_decay, sums, grad_sums, incoming, grad_incoming, 
     """
     row, chunk = (tl.program_id(0) // N).to(tl.int64), (tl.program_id(0) % N).to(tl.int64)
     b, h = row // H, row % H
-    grad_plane = tl.cast(grad_plane, tl.int64)
+    plane = tl.cast(plane, tl.int64)
     total = tl.zeros((1,), tl.float64)
     if incoming is not None:
         crossing = tl.zeros((PART,), tl.float32)
@@ -554,24 +398,18 @@ def decay_gradients_kernel(log_decay, sums, grad_sums, incoming, grad_incoming, 
     grad_sums += row * N * C + chunk * C
     length = tl.minimum(C, L - chunk * C)
     for first in range(0, length, SIZE):
-        local = first + tl.arange(0, SIZE)
-        for number in tl.static_range(2):
-            p = grad_sums + number * 3 * grad_plane + local
-            exclusive = tl.load(p, mask=local < length, other=0.0).to(tl.float64)
-            inclusive = tl.load(p + grad_plane, mask=local < length, other=0.0).to(tl.float64)
-            total += tl.sum(exclusive + inclusive, 0)
+        token = first + tl.arange(0, SIZE)
+        for number in tl.static_range(0, 6, 3):
+            each = _plane(grad_sums, number, plane, token, length) + _plane(grad_sums, number + 1, plane, token, length)
+            total += tl.sum(each, 0)
     for first in range(0, length, SIZE):
-        local = first + tl.arange(0, SIZE)
-        inside = local < length
-        p = grad_sums + local
-        exclusive = tl.load(p, mask=inside, other=0.0).to(tl.float64)
-        inclusive = tl.load(p + grad_plane, mask=inside, other=0.0).to(tl.float64)
-        inclusive -= tl.load(p + 2 * grad_plane, mask=inside, other=0.0).to(tl.float64)
-        exclusive += tl.load(p + 3 * grad_plane, mask=inside, other=0.0).to(tl.float64)
-        inclusive += tl.load(p + 4 * grad_plane, mask=inside, other=0.0).to(tl.float64)
-        exclusive -= tl.load(p + 5 * grad_plane, mask=inside, other=0.0).to(tl.float64)
-        token = chunk * C + local
-        decay = tl.load(log_decay + b * decay_batch + h * decay_head + token * decay_token, mask=inside, other=0.0)
-        own = tl.where(decay < LOG_ZERO, 0.0, total - tl.cumsum(exclusive + inclusive, 0) + inclusive)
-        tl.store(grad + row * L + token, own.to(grad.dtype.element_ty), mask=inside)
+        token = first + tl.arange(0, SIZE)
+        exclusive = _plane(grad_sums, 0, plane, token, length) + _plane(grad_sums, 3, plane, token, length)
+        inclusive = _plane(grad_sums, 1, plane, token, length) - _plane(grad_sums, 2, plane, token, length)
+        exclusive -= _plane(grad_sums, 5, plane, token, length)
+        inclusive += _plane(grad_sums, 4, plane, token, length)
+        decay = log_decay + b * decay_batch + h * decay_head + (chunk * C + token) * decay_token
+        clamped = tl.load(decay, mask=token < length, other=0.0) < LOG_ZERO
+        own = tl.where(clamped, 0.0, total - tl.cumsum(exclusive + inclusive, 0) + inclusive)
+        tl.store(grad + row * L + chunk * C + token, own.to(grad.dtype.element_ty), mask=token < length)
         total -= tl.sum(exclusive + inclusive, 0)
