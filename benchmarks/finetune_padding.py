@@ -21,8 +21,8 @@ import torch
 
 from benchmarks import measure
 from src import cli
-from src.glue.batches import Batches, loader
 from src.glue.examples import read_task
+from src.glue.finetune import Batches, loader
 from src.glue.tasks import GLUE
 from src.lion import LionConfig, LionForSequenceClassification
 from src.training import text_model

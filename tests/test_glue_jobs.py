@@ -26,19 +26,14 @@ import glue
 from src.cli import progress
 from src.config import load
 from src.errors import RunFailed, UserError
-from src.glue.batches import Batches, GroupedByLength, loader
-from src.glue.config import FinetuneConfig
 from src.glue.examples import Example, read_task
-from src.glue.experiment import GlueExperiment
-from src.glue.finetune import predict
-from src.glue.model import LionClassifier
-from src.glue.start import build_model, read_start
+from src.glue.experiment import FinetuneConfig, GlueExperiment
+from src.glue.finetune import Batches, GroupedByLength, LionClassifier, build_model, loader, predict, read_start
 from src.glue.tasks import GLUE
 from src.jobs import pool, predictions
 from src.jobs.experiment import Job
 from src.jobs.jobs import finished
-from src.jobs.pool import BAR, Running, devices, show
-from src.jobs.worker import run_job
+from src.jobs.pool import BAR, Running, devices, run_job, show
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ONE = {"epochs": 1, "batch_size": 8, "seeds": [19], "eval_interval": "1ep"}
@@ -67,7 +62,7 @@ def test_padding_to_the_longest_does_not_change_predictions(shared, write_checkp
     start = read_start(load(FinetuneConfig, "glue.py", [str(path)]))
     task = GLUE[name]
     torch.manual_seed(0)
-    model = LionClassifier(build_model(start, task), start.tokenizer, {})
+    model = LionClassifier(build_model(start, task), start.tokenizer, use_logits=True)
     torch.nn.init.normal_(model.model.classifier.weight)
     texts = ["dog", *sentences(8), "a song"]
     examples = [Example((text, texts[i - 1])[: len(task.columns)], float(i % 2)) for i, text in enumerate(texts)]
@@ -94,8 +89,8 @@ def test_a_job_that_cannot_write_says_so(tmp_path):
     job, connection = Job(GLUE["rte"], 19, tmp_path / "jobs" / "rte-19", {}), Mock()
     with pytest.raises(SystemExit):
         run_job(None, job, "cpu", None, None, connection)
-    ((kind, reason),) = connection.send.call_args.args
-    assert kind == "failed" and reason.startswith(f"cannot write {job.folder}/log.txt: Not a directory")
+    (message,) = connection.send.call_args.args
+    assert message["reason"].startswith(f"cannot write {job.folder}/log.txt: Not a directory")
 
 
 def test_predictions_are_in_the_precision_of_the_evaluations_in_training(monkeypatch):
@@ -216,7 +211,7 @@ def test_predictions_of_the_test_sets_are_in_files_for_the_server(finetuned):
 
 def test_the_same_command_again_trains_nothing_and_shows_the_same_table(finetuned, capsys, caplog, monkeypatch):
     arguments, folder, done = finetuned
-    monkeypatch.setattr("src.jobs.pool.start_server", pytest.fail)
+    monkeypatch.setattr("src.jobs.jobs.start_server", pytest.fail)
     jobs = snapshot(folder / "jobs")
     with caplog.at_level("INFO", logger="lion"):
         glue.main(arguments)
@@ -344,7 +339,7 @@ def test_devices_are_gpus_by_number_or_unbound_processes(monkeypatch):
 def test_the_progress_line_tells_jobs_done_time_left_and_the_steps_of_running_jobs():
     jobs = [Job(GLUE["rte"], seed, Path(f"rte-{seed}"), {}, cost=100) for seed in (1, 2, 3)]
     ours, its = multiprocessing.Pipe()
-    its.send(("step", 1200, 2400))
+    its.send({"step": 1200, "steps": 2400})
     running = Running(jobs[1], None, ours, None, started=0)
     running.receive()
     bar = progress(total=300, smoothing=0, bar_format=BAR)
@@ -366,10 +361,9 @@ def test_of_several_jobs_at_a_time_the_largest_start_first(monkeypatch):
 
     jobs = [Job(GLUE["rte"], seed, Path(f"rte-{seed}"), {}, cost=cost) for seed, cost in enumerate((20, 5, 30))]
     monkeypatch.setattr(pool, "start", start)
-    monkeypatch.setattr(pool, "start_server", lambda module: None)
     started: list[int] = []
     with pytest.raises(Enough):
-        pool.run_all(SimpleNamespace(config=SimpleNamespace(progress_bar=False), preload=""), jobs, "cpu", [None] * 3)
+        pool.run_all(SimpleNamespace(config=SimpleNamespace(progress_bar=False)), jobs, "cpu", [None] * 3)
     assert started == [2, 0, 1]
 
 

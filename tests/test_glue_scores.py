@@ -69,7 +69,7 @@ def test_what_is_not_finite_has_no_score():
 
 
 def test_a_tasks_score_is_the_mean_of_its_metrics_and_splits():
-    assert mean_score({"a": {"accuracy": 0.5, "f1": 0.7}, "b": {"accuracy": 0.9, "f1": 0.1}}) == pytest.approx(0.55)
+    assert mean_score([{"accuracy": 0.5, "f1": 0.7}, {"accuracy": 0.9, "f1": 0.1}]) == pytest.approx(0.55)
 
 
 @pytest.mark.parametrize("name", ["qqp", "cola", "stsb"])

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from src.checkpoints.reading import read_checkpoint
 from src.config import load
 from src.errors import UserError
-from src.glue.config import FinetuneConfig
-from src.glue.start import build_model, read_start
+from src.glue.experiment import FinetuneConfig
+from src.glue.finetune import build_model, read_start
 from src.glue.tasks import GLUE
 from src.publish import folder as hub_folder
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from toy_experiment import ToyExperiment
 
-from src.jobs import compare, jobs
+from src.jobs import jobs, report
 
 
 def experiment(folder, **changes) -> ToyExperiment:
@@ -26,7 +26,7 @@ def test_an_experiment_runs_resumes_reports_and_is_compared(tmp_path, capsys, ca
         jobs.run(experiment(tmp_path / "a", size=20))
     assert "Odd seed 1: its result has another size, so it runs again" in caplog.text
     jobs.run(experiment(tmp_path / "b", size=20))
-    compare.main(ToyExperiment, [str(tmp_path / "a"), str(tmp_path / "b"), "--resamples", "100"])
+    report.main(ToyExperiment, [str(tmp_path / "a"), str(tmp_path / "b"), "--resamples", "100"])
     assert "+0.00 [+0.00, +0.00], p = 1.000" in capsys.readouterr().out
 
 

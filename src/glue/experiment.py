@@ -1,18 +1,49 @@
-"""Fine-tuning as an experiment: one job per task and seed. The job itself is in finetune.py, whose imports are slow."""
+"""Fine-tuning as an experiment, and its config. The jobs themselves are in finetune.py, whose imports are slow."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from src.config import to_dict
+from src.config import SEED, key, to_dict
 from src.errors import UserError
 from src.files import LATEST
-from src.glue.config import FinetuneConfig
+from src.glue import submission
 from src.glue.examples import check_sources, digest, read_task
 from src.glue.tasks import FROM_MNLI, GLUE, Task, select
 from src.jobs.experiment import Average, Experiment, Job, Result, Row
 from src.jobs.predictions import file_name
+from src.training.config import TrainerConfig
+
+
+@dataclass
+class FinetuneConfig(TrainerConfig):
+    """Keys of `glue.py`."""
+
+    base_run_name: str = key("name of the run; each job's name is this, its task and its seed")
+    starting_checkpoint_load_path: str | None = key(
+        "pretrained encoder: a checkpoint of main.py or of the paper's authors, a Hub folder, a Hugging Face BERT, or "
+        "the Hub name of one; null: random weights",
+        None,
+    )
+    from_scratch: bool = key("take sizes and tokenizer of the starting checkpoint, not its weights: a baseline", False)
+    model: dict[str, Any] = key("arguments of LionConfig that override those of the starting checkpoint", {})
+    tokenizer_name: str | None = key("Hub name or folder; default: the starting checkpoint's tokenizer", None)
+    glue_dir: str | None = key("folder with the official GLUE TSV files; default: nyu-mll/glue on the Hub", None)
+    tasks: dict[str, Any] = key(
+        "hyperparameters of each task that override src/glue/tasks.yaml, lists of values for a search; or your own "
+        "tasks, with the fields of Task in src/glue/tasks.py",
+        {},
+    )
+    tasks_to_run: list[str] = key("names of tasks, in order; empty: the eight GLUE tasks", [])
+    mnli_first: bool = key("start RTE, MRPC and STS-B from the encoder tuned on MNLI with its first seed", False)
+    predict_test: bool = key("predict the GLUE test sets too, in files that its server takes", False)
+    parallel: Any = key("false: one job at a time; true: one per GPU or CPU core; or the number of jobs", False)
+    max_seq_len: int = key("maximum sequence length in tokens", 128)
+    device_eval_batch_size: int = key("samples per evaluation batch", 128, at_least=1)
+    default_seed: int = key("seed of tasks without seeds", 19, **SEED)
+    save_finetuned_checkpoints: bool = key("keep the fine-tuned model of each job", False)
+    rerun: bool = key("run finished jobs again; also as --rerun", False)
 
 
 class GlueExperiment(Experiment):
@@ -26,7 +57,7 @@ class GlueExperiment(Experiment):
 
     def check_paths(self) -> None:
         config = self.config
-        self.costs: dict[str, int] = {}  # cost of one epoch, by task
+        self.costs: dict[str, int] = {}  # characters that an epoch reads, by task
         self.tasks = select(config.tasks_to_run, config.tasks, config.default_seed)
         longest = max(2 * len(task.columns) + 1 for task in self.tasks)
         if config.max_seq_len < longest:
@@ -43,7 +74,7 @@ class GlueExperiment(Experiment):
         check_sources(self.tasks, config.glue_dir, config.predict_test)
 
     def plan(self, device: str) -> list[Job]:
-        from src.glue.start import build_model, read_start
+        from src.glue.finetune import build_model, read_start
         from src.training import registry
 
         config = self.config
@@ -87,11 +118,11 @@ class GlueExperiment(Experiment):
         return [job(task, seed, mnli if task.name in FROM_MNLI else None) for task in self.tasks for seed in task.seeds]
 
     def cost(self, job: Job) -> int:
-        task = job.task
-        if task.name not in self.costs:
-            data = read_task(task, self.config.glue_dir, self.config.predict_test)
-            self.costs[task.name] = data.cost // task.epochs
-        return self.costs[task.name] * task.epochs
+        name = job.task.name
+        if name not in self.costs:
+            train = read_task(job.task, self.config.glue_dir, self.config.predict_test).train
+            self.costs[name] = sum(16 + sum(map(len, example.texts)) for example in train)
+        return job.task.epochs * self.costs[name]
 
     def run(self, job: Job, device: str, steps: Any) -> Result:
         from src.glue.finetune import finetune
@@ -112,14 +143,9 @@ class GlueExperiment(Experiment):
     def origin(self, settings: dict[str, Any]) -> Any:
         return self.origin(settings["start"]) if "start" in settings else settings  # with mnli_first, MNLI's
 
-    def finish(self, rows: list[Row]) -> list[str]:
-        from src.glue import submission
-
-        if not (self.config.predict_test and rows):
-            return []
-        folder, missing, earlier = submission.write(rows, self.folder)
-        needed = f"; the server also needs {', '.join(missing)}" if missing else ""
-        return [f"test sets    {folder}{needed}" + (f"; from earlier runs: {', '.join(earlier)}" if earlier else "")]
+    def finish(self, rows: list[Row]) -> None:
+        if self.config.predict_test and rows:
+            print(submission.write(rows, self.folder))
 
     @staticmethod
     def score(*arguments: Any) -> dict[str, float]:

@@ -1,43 +1,176 @@
-"""One fine-tuning run, of one task with one seed: from examples to scores and predictions."""
+"""One fine-tuning run, of one task with one seed: its pretrained start, its batches, training, scores, predictions."""
 
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from composer import Evaluator
 from composer.core import Precision, get_precision_context
 from composer.utils import reproducibility
 from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+from transformers import PreTrainedTokenizerBase
 
-from src.errors import RunFailed
-from src.files import LATEST
-from src.glue.batches import Batches, loader
-from src.glue.config import FinetuneConfig
-from src.glue.examples import read_task, texts_digest
-from src.glue.model import LionClassifier
+from src.checkpoints.reading import load_all, read_pretrained
+from src.data.tokenizers import vocabulary_digest
+from src.errors import RunFailed, UserError
+from src.files import LATEST, sha256
+from src.glue.examples import Example, read_task, texts_digest
 from src.glue.scores import TaskScore, score
-from src.glue.start import build_model, read_start
-from src.glue.tasks import of_glue
+from src.glue.tasks import Task, of_glue
 from src.jobs import predictions
 from src.jobs.experiment import Job, Result, mean_score
-from src.jobs.worker import StepReporter
+from src.jobs.pool import StepReporter
+from src.lion import LionConfig, LionForSequenceClassification
 from src.training import registry
 from src.training.run_log import RunLog
-from src.training.trainer import build_trainer, resolve_precision
+from src.training.text_model import build_lion_config, build_tokenizer, lion_arguments
+from src.training.trainer import AutocastModel, build_trainer, resolve_precision
+
+if TYPE_CHECKING:
+    from src.glue.experiment import FinetuneConfig
 
 
-def finetune(config: FinetuneConfig, job: Job, device: str, steps: StepReporter, keep_checkpoint: bool) -> Result:
+@dataclass
+class Start:
+    """Model settings, weights of the encoder (None: random), tokenizer, and their source."""
+
+    config: dict[str, Any]
+    weights: dict[str, Tensor] | None
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+
+    def digest(self) -> dict[str, Any]:
+        """Return what results depend on, whatever its source: model settings, weights and vocabulary."""
+        parts = []
+        for name, tensor in sorted((self.weights or {}).items()):
+            parts += [name.encode(), tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()]
+        return {
+            "model": lion_arguments(self.config),
+            "weights": sha256(parts) if self.weights is not None else "random",
+            "vocabulary": vocabulary_digest(self.tokenizer),
+        }
+
+
+def read_start(config: "FinetuneConfig", path: str | None = None) -> Start:
+    """Read `path`, or else the starting checkpoint, or draw random weights. Raises UserError if that fails."""
+    name = path or config.starting_checkpoint_load_path
+    given = build_tokenizer(config.tokenizer_name, config.max_seq_len) if config.tokenizer_name else None
+    arguments, weights, own, source = {}, None, None, "random weights"
+    if name is not None:
+        pretrained = read_pretrained(name, "starting_checkpoint_load_path")
+        # The vocabulary size and padding token come from the checkpoint.
+        arguments, weights = lion_arguments(pretrained.config.to_dict()), pretrained.encoder()
+        own, source = pretrained.load_tokenizer(), name
+        if config.from_scratch and path is None:
+            weights, source = None, f"random weights, with the sizes of {name}"
+        elif given and own and vocabulary_digest(own) != vocabulary_digest(given):
+            raise UserError(f"tokenizer_name={config.tokenizer_name} is not the tokenizer of {name}; omit it")
+        if not (given or own):
+            raise UserError(f"{name} has no tokenizer; set tokenizer_name")
+    tokenizer = given or own
+    settings = build_lion_config({**arguments, **config.model}, tokenizer, config.max_seq_len)
+    return Start(settings.to_dict(), weights, tokenizer, source)
+
+
+def build_model(start: Start, task: Task) -> LionForSequenceClassification:
+    """Return a classifier with the starting encoder's weights; the pooler, absent in pretraining, may be random."""
+    names = {"id2label": dict(enumerate(task.labels)), "label2id": {label: i for i, label in enumerate(task.labels)}}
+    labels = {"num_labels": 1, "problem_type": "regression"} if task.regression else names
+    model = LionForSequenceClassification(LionConfig(**lion_arguments(start.config), **labels))
+    if start.weights is not None:
+        own = model.lion.state_dict()
+        pooler = {name: tensor for name, tensor in own.items() if name.startswith("pooler.")}
+        load_all(model.lion, {**pooler, **start.weights}, start.name)
+    return model
+
+
+@dataclass
+class Batches:
+    """Tokenizes examples and pads them to the longest in the batch, rounded up to a multiple of 8."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_seq_len: int
+    regression: bool
+
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        batch = self.tokenizer(
+            *map(list, zip(*(example.texts for example in examples))),
+            truncation=True,
+            max_length=self.max_seq_len,
+            padding="longest",
+            pad_to_multiple_of=8 if self.max_seq_len % 8 == 0 else None,
+            return_tensors="pt",
+        )
+        if examples[0].label is None:  # an unlabelled test set
+            return dict(batch)
+        dtype = torch.float32 if self.regression else torch.long
+        return {**batch, "labels": torch.tensor([example.label for example in examples], dtype=dtype)}
+
+
+class GroupedByLength(Sampler[int]):
+    """Draw a new order in each epoch, with texts of similar length in each batch to reduce padding.
+
+    The shuffled examples are sorted by length within chunks of up to 50 batches, at most a quarter of the epoch; then
+    the batches are shuffled. An incomplete batch stays last.
+    """
+
+    def __init__(self, examples: list[Example], batch_size: int, seed: int):
+        self.lengths = [sum(map(len, example.texts)) for example in examples]
+        self.batch_size = batch_size
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        size, order = self.batch_size, torch.randperm(len(self), generator=self.generator).tolist()
+        full = len(order) // size * size
+        chunk = size * max(1, min(50, len(order) // (4 * size)))
+        batches = []
+        for start in range(0, full, chunk):
+            near = sorted(order[start : min(start + chunk, full)], key=self.lengths.__getitem__)
+            batches += [near[at : at + size] for at in range(0, len(near), size)]
+        for number in torch.randperm(len(batches), generator=self.generator).tolist():
+            yield from batches[number]
+        yield from order[full:]
+
+
+def loader(examples: list[Example], batches: Batches, batch_size: int, shuffle_seed: int | None = None) -> DataLoader:
+    """Return a loader of all examples; with a seed, their order is new in each epoch."""
+    return DataLoader(
+        examples,  # type: ignore[arg-type]  # a list is a map-style dataset
+        batch_size=batch_size,
+        sampler=None if shuffle_seed is None else GroupedByLength(examples, batch_size, shuffle_seed),
+        collate_fn=batches,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+class LionClassifier(AutocastModel):
+    """Classifier or regressor of a text or a pair of texts."""
+
+    def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
+        """Return logits, (batch, classes), or regression values, (batch,)."""
+        with self.autocast():
+            return super().eval_forward({"labels": None, **batch}, outputs).float()  # a test set has no labels
+
+
+def finetune(config: "FinetuneConfig", job: Job, device: str, steps: StepReporter, keep_checkpoint: bool) -> Result:
     """Train and evaluate; return the scores, those of the majority class, and a description of the run."""
     start = read_start(config, None if job.after is None else str(job.after.folder / LATEST))
     data = read_task(job.task, config.glue_dir, config.predict_test)
     task, folder = data.task, job.folder
     reproducibility.seed_all(job.seed)
-    metrics = {metric: TaskScore(task, metric) for metric in task.metrics}
-    model = LionClassifier(build_model(start, task), start.tokenizer, metrics)
+    model = LionClassifier(build_model(start, task), start.tokenizer, use_logits=True)
+    model.val_metrics = {metric: TaskScore(task, metric) for metric in task.metrics}
     batches = Batches(start.tokenizer, config.max_seq_len, task.regression)
     train_loader = loader(data.train, batches, task.batch_size, shuffle_seed=job.seed)
-    size = config.device_eval_batch_size
-    eval_loaders = {split: loader(examples, batches, size) for split, examples in data.validation.items()}
     steps.total = task.epochs * len(train_loader)
+    size = config.device_eval_batch_size
+    splits = data.validation | data.test
+    loaders = {split: loader(examples, batches, size) for split, examples in splits.items()}
     optimizer = {"name": task.optimizer, "lr": task.lr, "weight_decay": task.weight_decay, "betas": (0.9, 0.98)}
     trainer = build_trainer(
         model,
@@ -47,8 +180,8 @@ def finetune(config: FinetuneConfig, job: Job, device: str, steps: StepReporter,
         seed=job.seed,
         train_dataloader=train_loader,
         eval_dataloader=[
-            Evaluator(label=split, dataloader=eval_loader, device_eval_microbatch_size=size)
-            for split, eval_loader in eval_loaders.items()
+            Evaluator(label=split, dataloader=loaders[split], device_eval_microbatch_size=size)
+            for split in data.validation
         ],
         optimizers=registry.build_optimizer({**optimizer, "eps": 1e-6}, model),
         schedulers=registry.build_scheduler(config.scheduler),
@@ -62,12 +195,11 @@ def finetune(config: FinetuneConfig, job: Job, device: str, steps: StepReporter,
         save_overwrite=True,
     )
     trainer.fit()
-    seconds = trainer.state.timestamp.total_wct.total_seconds()
+    state, seconds = trainer.state, trainer.state.timestamp.total_wct.total_seconds()
     scores, majority, train_labels = {}, {}, torch.tensor([example.label for example in data.train])
     constant = train_labels.mean() if task.regression else train_labels.mode().values  # the majority class
-    for split, examples in (data.validation | data.test).items():
-        state, split_loader = trainer.state, eval_loaders.get(split) or loader(examples, batches, size)
-        logits = predict(state.model, split_loader, state.device, state.precision)
+    for split, examples in splits.items():
+        logits = predict(state.model, loaders[split], state.device, state.precision)
         lines = [(example.id, example.label) for example in examples]
         predictions.write(folder / predictions.file_name(split), logits, task.labels, lines)
         if split in data.validation:
@@ -78,7 +210,7 @@ def finetune(config: FinetuneConfig, job: Job, device: str, steps: StepReporter,
     return {
         "task": task.name, "title": task.title, "variant": task.variant, "seed": job.seed,
         "metrics": list(task.metrics), "labels": list(task.labels),
-        "scores": scores, "score": mean_score(scores), "majority": mean_score(majority),
+        "scores": scores, "score": mean_score(scores.values()), "majority": mean_score(majority.values()),
         "train_examples": len(data.train),
         "validation_examples": {split: len(examples) for split, examples in data.validation.items()},
         "validation_texts": {split: texts_digest(examples) for split, examples in data.validation.items()},
@@ -88,7 +220,7 @@ def finetune(config: FinetuneConfig, job: Job, device: str, steps: StepReporter,
 
 
 @torch.no_grad()
-def predict(model: LionClassifier, batches: Any, device: Any, precision: Precision) -> Tensor:
+def predict(model: LionClassifier, batches: Iterable, device: Any, precision: Precision) -> Tensor:
     """Return the logits (or regression values) of a split on the CPU, in the precision of evaluation during training.
 
     Raises RunFailed if they are non-finite.

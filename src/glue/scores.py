@@ -29,20 +29,14 @@ CORRELATIONS = ("matthews", "spearman", "pearson")
 
 def score(metrics: tuple[str, ...], predictions: Tensor, labels: Tensor, classes: int) -> dict[str, float]:
     """Compute metrics of predictions, (examples,): class indices, or regression values."""
-    values = {}
-    for name in metrics:
-        if not predictions.isfinite().all():
-            values[name] = float("nan")
-        # The correlation with a constant counts as 0; the libraries return NaN, or not quite 0.
-        elif name in CORRELATIONS and (is_constant(predictions) or is_constant(labels)):
-            values[name] = 0.0
-        else:
-            values[name] = float(METRICS[name](predictions, labels, classes))
-    return values
-
-
-def is_constant(values: Tensor) -> bool:
-    return bool((values == values[0]).all())
+    if not predictions.isfinite().all():
+        return dict.fromkeys(metrics, float("nan"))
+    # The correlation with a constant counts as 0; the libraries return NaN, or not quite 0.
+    constant = any((values == values[0]).all() for values in (predictions, labels))
+    return {
+        name: 0.0 if constant and name in CORRELATIONS else float(METRICS[name](predictions, labels, classes))
+        for name in metrics
+    }
 
 
 class TaskScore(Metric):

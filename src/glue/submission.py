@@ -14,8 +14,8 @@ NOT_OURS = "WNLI"  # the server requires it too
 NUMBERED = ("cola", "sst2", "mrpc", "qqp")  # tasks submitted as class indices; the others as class names
 
 
-def write(rows: list[dict[str, Any]], run: Path) -> tuple[Path, list[str], list[str]]:
-    """Write run/submission/*.tsv. Returns the folder, files still missing for the server, and files of earlier runs.
+def write(rows: list[dict[str, Any]], run: Path) -> str:
+    """Write run/submission/*.tsv, and return a line that names the folder and the files that the server also needs.
 
     Each task uses the predictions of the seed with the highest validation score.
     """
@@ -36,7 +36,8 @@ def write(rows: list[dict[str, Any]], run: Path) -> tuple[Path, list[str], list[
     wanted = [*(file for task in GLUE for file in FILES[task]), NOT_OURS]
     missing = [f"{name}.tsv" for name in wanted if name not in written] if written & set(wanted) else []
     earlier = sorted(path.name for path in folder.glob("*.tsv") if path.stem not in {*written, NOT_OURS})
-    return folder, missing, earlier
+    needed = f"; the server also needs {', '.join(missing)}" if missing else ""
+    return f"test sets    {folder}{needed}" + (f"; from earlier runs: {', '.join(earlier)}" if earlier else "")
 
 
 def show(task: str, prediction: str | float, labels: list[str]) -> str:

@@ -1,15 +1,17 @@
-"""The tasks as data: where their texts and labels are, and how they are scored and trained.
+"""The tasks: where their texts and labels are, and how they are scored and trained.
 
-Hyperparameters are those of the paper's released configs (arXiv:2502.16249). A YAML file adds a task under `tasks`,
-with the fields of `Task`; `like: rte` takes every omitted field from RTE. A hyperparameter with several values,
-`lr: [1e-5, 3e-5]`, starts a search over them.
+GLUE's eight are in tasks.yaml. A config adds others under `tasks`, with the fields of `Task`; `like: rte` takes every
+omitted field from RTE. A hyperparameter with several values, `lr: [1e-5, 3e-5]`, starts a search over them.
 """
 
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
+
+import yaml
 
 from src.config import SEED, Rule, check_known, check_value, duration, key, nearest, validate
 from src.errors import UserError
@@ -66,39 +68,13 @@ class Task:
         return 1 if self.regression else len(self.labels)
 
 
-ENTAILMENT = ("entailment", "not_entailment")
-FIVE_SEEDS = (19, 8364, 717, 10536, 90166)
-PAIR = ("sentence1", "sentence2")
-MICROSOFT = {"train": "msr_paraphrase_train.txt", "test": "msr_paraphrase_test.txt"}  # MRPC's original file names
-
 HUB = "nyu-mll/glue"
 GLUE = {
-    task.name: replace(task, hub=HUB, subset=task.name)
-    for task in (
-        Task("mnli", "MNLI", ("accuracy",), ("premise", "hypothesis"), folder="MNLI", tsv_columns=PAIR,
-             labels=("entailment", "neutral", "contradiction"), tsv_label="gold_label", unlabelled="-",
-             validation=("validation_matched", "validation_mismatched"), test=("test_matched", "test_mismatched"),
-             tsv_validation=("dev_matched", "dev_mismatched"), tsv_test=("test_matched", "test_mismatched"),
-             epochs=3, batch_size=48, weight_decay=5e-6, seeds=(19,), eval_interval="2300ba"),
-        Task("rte", "RTE", ("accuracy",), PAIR, labels=ENTAILMENT, folder="RTE",
-             epochs=2, batch_size=16, weight_decay=1e-6, optimizer="adamw", seeds=FIVE_SEEDS, eval_interval="100ba"),
-        Task("qqp", "QQP", ("accuracy", "f1"), ("question1", "question2"), labels=("not_duplicate", "duplicate"),
-             folder="QQP", tsv_label="is_duplicate", malformed_rows=100,
-             epochs=5, batch_size=16, weight_decay=3e-6, seeds=(19,), eval_interval="2000ba"),
-        Task("qnli", "QNLI", ("accuracy",), ("question", "sentence"), labels=ENTAILMENT, folder="QNLI",
-             epochs=10, batch_size=16, weight_decay=1e-6, seeds=(19,), eval_interval="1000ba"),
-        Task("sst2", "SST-2", ("accuracy",), ("sentence",), labels=("negative", "positive"), folder="SST-2",
-             epochs=3, batch_size=16, weight_decay=3e-6, seeds=(19, 8364, 717), eval_interval="500ba"),
-        Task("stsb", "STS-B", ("spearman",), PAIR, kind="regression", folder="STS-B", tsv_label="score",
-             epochs=8, batch_size=32, weight_decay=3e-6, seeds=FIVE_SEEDS, eval_interval="200ba", precision="fp32"),
-        Task("mrpc", "MRPC", ("f1",), PAIR, labels=("not_equivalent", "equivalent"), folder="MRPC",
-             tsv_columns=("#1 String", "#2 String"), tsv_label="Quality", tsv_other_names=MICROSOFT,
-             epochs=10, batch_size=32, weight_decay=8e-6, seeds=FIVE_SEEDS, eval_interval="100ba"),
-        Task("cola", "CoLA", ("matthews",), ("sentence",), labels=("unacceptable", "acceptable"), folder="CoLA",
-             tsv_columns=(3,), tsv_label=1, tsv_test_columns=("sentence",),
-             epochs=10, batch_size=32, weight_decay=1e-6, seeds=(19, 8364, 717, 10536), eval_interval="250ba"),
+    name: Task(
+        name, hub=HUB, subset=name, **{field: tuple(v) if isinstance(v, list) else v for field, v in task.items()}
     )
-}  # fmt: skip
+    for name, task in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
+}
 FROM_MNLI = ("rte", "mrpc", "stsb")  # with `mnli_first`, these start from the encoder fine-tuned on MNLI
 
 
@@ -128,10 +104,8 @@ def select(to_run: list[str], changes: Mapping[str, Any], default_seed: int) -> 
     if repeated := sorted({name for name in to_run if to_run.count(name) > 1}):
         raise UserError(f"tasks_to_run names {', '.join(repeated)} more than once; name each task once")
     if not to_run and (own := [name for name in changes if name not in GLUE]):
-        raise UserError(
-            f"tasks_to_run is empty, which means GLUE's eight tasks and not {', '.join(own)}; "
-            f"name the tasks to run, such as tasks_to_run=[{','.join(own)}]"
-        )
+        to_do = f"name the tasks to run, such as tasks_to_run=[{','.join(own)}]"
+        raise UserError(f"tasks_to_run is empty, which means GLUE's eight and not {', '.join(own)}; {to_do}")
     chosen = [task for name in to_run or GLUE for task in known[name]]
     return [task if task.seeds else replace(task, seeds=(default_seed,)) for task in chosen]
 
@@ -146,15 +120,12 @@ def _candidates(name: str, given: dict[str, Any]) -> list[Task]:
         raise UserError(f"{place}: the name of a task has letters, digits, - and _ only; its `title` may be anything")
     kinds = {entry.name: entry.type for entry in fields(Task) if entry.name not in ("name", "variant")}
     check_known(place, given, kinds)
-    searched = {field: value for field, value in given.items() if field in HYPERPARAMETERS and isinstance(value, list)}
-    given = {
-        field: _converted(f"{place}.{field}", value, kinds[field])
-        for field, value in given.items()
-        if field not in searched
-    }
+    lists = [field for field, value in given.items() if field in HYPERPARAMETERS and isinstance(value, list)]
+    searched = {field: given.pop(field) for field in lists}
+    given = {field: _converted(f"{place}.{field}", value, kinds[field]) for field, value in given.items()}
     if like in GLUE:
-        title = {} if like == name else {"title": name}
-        base = replace(_elsewhere(GLUE[like], name, given), name=name, **{**title, **given})
+        title = GLUE[like].title if like == name else name
+        base = replace(_elsewhere(GLUE[like], name, given), **{"name": name, "title": title, **given})
     elif "columns" in given:
         metric = METRICS.get(given.get("kind", "classification"), ("",))[0]
         base = Task(**{"name": name, "title": name, "metrics": (metric,), **given})
@@ -167,9 +138,8 @@ def _candidates(name: str, given: dict[str, Any]) -> list[Task]:
     if not candidates or len(set(map(repr, candidates))) < len(candidates):
         raise UserError(f"{place}: a search needs values, each once; correct {', '.join(searched)}")
     several = [field for field, values in searched.items() if len(values) > 1]
-    return [
-        replace(task, variant=",".join(f"{field}={getattr(task, field):g}" for field in several)) for task in candidates
-    ]
+    variants = [",".join(f"{field}={getattr(task, field):g}" for field in several) for task in candidates]
+    return [replace(task, variant=variant) for task, variant in zip(candidates, variants)]
 
 
 def _converted(name: str, value: Any, kind: Any) -> Any:
@@ -178,19 +148,15 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
         if not isinstance(value, list):
             raise UserError(f"{name}={value!r} must be a list, such as [{value}]")
         return tuple(_converted(name, entry, get_args(kind)[0]) for entry in value)
-    if get_origin(kind) is Mapping:
-        if not isinstance(value, Mapping):
-            raise UserError(f"{name}={value!r} must be a section of `key: value` lines")
-        return value
+    if get_origin(kind) is Mapping and not isinstance(value, Mapping):
+        raise UserError(f"{name}={value!r} must be a section of `key: value` lines")
     kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     if str not in kinds or type(value) in kinds:
         return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if type(value) in (int, float):
         return class_name(value)
-    several = (
-        f"only {', '.join(HYPERPARAMETERS)} take several values" if isinstance(value, list) else "put it in quotes"
-    )
-    raise UserError(f"{name}={value!r} must be a string; {several}")
+    hint = f"only {', '.join(HYPERPARAMETERS)} take several values" if isinstance(value, list) else "put it in quotes"
+    raise UserError(f"{name}={value!r} must be a string; {hint}")
 
 
 def class_name(label: Any) -> str:
@@ -215,8 +181,9 @@ def _check(task: Task) -> None:
     place, known = f"tasks.{task.name}", METRICS[task.kind]
     if task.regression and task.labels:
         raise UserError(f"{place}.labels: a regression has none; set labels to [] or omit kind")
-    if not task.metrics:
-        raise UserError(f"{place}.metrics must have at least one of {', '.join(known)}")
+    for field in ("metrics", "validation", "tsv_validation"):
+        if not getattr(task, field):
+            raise UserError(f"{place}.{field} must have at least one")
     for metric in task.metrics:
         if metric not in known:
             raise UserError(f"{place}.metrics: unknown metric {metric} for a {task.kind}{nearest(metric, known)}")
@@ -224,23 +191,20 @@ def _check(task: Task) -> None:
         given = getattr(task, field)
         if len(given) not in (1, 2) and (given or field == "columns"):
             raise UserError(f"{place}.{field} must have one or two text columns, not {len(given)}")
+        for column in (*given, task.label, task.tsv_label):
+            if isinstance(column, int):
+                check_value(f"{place}: column", column, int, Rule(at_least=0))
     for columns, label in ((task.columns, task.label), (task.tsv_columns, task.tsv_label)):
         if len({*columns, label}) <= len(columns):
             shown = ", ".join(map(str, columns))
             raise UserError(f"{place}: columns {shown} and label {label} name a column twice; name each once")
-    for column in (*task.columns, *task.tsv_columns, *task.tsv_test_columns, task.label, task.tsv_label):
-        if isinstance(column, int):
-            check_value(f"{place}: column", column, int, Rule(at_least=0))
-    for field in ("validation", "tsv_validation"):
-        if not getattr(task, field):
-            raise UserError(f"{place}.{field} must have at least one split")
     for seed in task.seeds:
         check_value(f"{place}.seeds", seed, int, Rule(**SEED))
     if len(set(task.seeds)) < len(task.seeds):
         raise UserError(f"{place}.seeds has a seed twice; give each once")
     check_labels(task)
     check_known(f"{place}.files", task.files, SPLITS)
-    if task.files and (missing := [split for split in ("train", "validation") if split not in task.files]):
+    if task.files and (missing := [split for split in SPLITS[:2] if split not in task.files]):
         raise UserError(f"{place}.files lacks {' and '.join(missing)}; give a file for each")
     for split, paths in task.files.items():
         if not (paths and all(isinstance(path, str) for path in (paths if isinstance(paths, list) else [paths]))):
@@ -248,9 +212,7 @@ def _check(task: Task) -> None:
     if task.files and (task.hub or task.folder):
         raise UserError(f"{place} has both files and {'hub' if task.hub else 'folder'}; omit one")
     if not (task.files or task.hub or task.folder):
-        raise UserError(
-            f"{place} needs files (train: PATH, validation: PATH), hub (a dataset) or folder (below glue_dir)"
-        )
+        raise UserError(f"{place} needs files: {{train: PATH, validation: PATH}}, hub: DATASET, or folder: NAME")
 
 
 def check_labels(task: Task) -> None:

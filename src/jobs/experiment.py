@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -79,7 +79,7 @@ class Experiment(ABC):
 
     @abstractmethod
     def run(self, job: Job, device: str, steps: Any) -> Result:
-        """Train, score and write predictions, in the job's process; `steps` is a worker.StepReporter.
+        """Train, score and write predictions, in the job's process; `steps` is a pool.StepReporter.
 
         Returns:
             task, title, variant, seed, folder (names), metrics, score and the majority class's (0 to 1) as majority,
@@ -94,9 +94,8 @@ class Experiment(ABC):
         """Return the part of a job's settings that all results in a folder must share."""
         return None
 
-    def finish(self, rows: list[Row]) -> list[str]:
-        """Write outputs that need the results of all jobs; return lines to print."""
-        return []
+    def finish(self, rows: list[Row]) -> None:  # noqa: B027
+        """Write and print what needs the results of all jobs."""
 
     @staticmethod
     @abstractmethod
@@ -104,7 +103,7 @@ class Experiment(ABC):
         """Compute metrics of predictions, (examples,): class indices, or regression values."""
 
 
-def mean_score(scores: Mapping[str, Mapping[str, float]]) -> float:
-    """Return the score of a job: the mean over its splits and metrics."""
-    values = [value for metrics in scores.values() for value in metrics.values()]
+def mean_score(scores: Iterable[Mapping[str, float]]) -> float:
+    """Return the mean over splits and metrics, which is the score of a job."""
+    values = [value for metrics in scores for value in metrics.values()]
     return sum(values) / len(values)

@@ -1,24 +1,24 @@
 """The command of an experiment: run its jobs, each once, and report; or compare reports."""
 
-import json
 import os
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
 
 from src.cli import log
 from src.errors import UserError
 from src.files import check_writable, exclusive_lock
-from src.jobs import pool
+from src.jobs import report
 from src.jobs.experiment import RESULT_FILE, Experiment, Job, Result
 from src.training.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(experiment: type[Experiment], argv: list[str]) -> None:
     """Run `FILE.yaml [key=value ...] [--rerun]` or `report DIR ...`."""
     if argv[:1] == ["report"]:
-        from src.jobs import compare
-
-        compare.main(experiment, argv[1:])
+        report.main(experiment, argv[1:])
         return
     rerun = ["rerun=true"] if "--rerun" in argv else []
     arguments = [argument for argument in argv if argument != "--rerun"] + rerun  # last: the YAML comes first
@@ -38,8 +38,8 @@ def run(experiment: Experiment) -> None:
     check_writable("save_folder", folder)
     experiment.check_paths()
     if config.rerun or not any(folder.glob(f"jobs/*/{RESULT_FILE}")):  # else there may be no job to run
-        pool.start_server(experiment.preload)  # its imports take seconds, as do those below
-    from src.jobs import report
+        start_server(experiment.preload)  # its imports take seconds, as do those below
+    from src.jobs import pool
     from src.training.trainer import resolve_device, silence_libraries
 
     silence_libraries()
@@ -55,8 +55,10 @@ def run(experiment: Experiment) -> None:
             if job.folder in done:
                 log.info(f"{job.name}: {100 * done[job.folder]['score']:.2f}, done earlier")
         todo = [replace(job, cost=experiment.cost(job)) for job in jobs if job.folder not in done]
-        failures = pool.run_all(experiment, todo, device, gpus[: len(todo)])
-        failed = {job.folder: f"{job.name}: {reason}" for job, reason in failures}
+        failed = {}
+        if todo:
+            start_server(experiment.preload)
+            failed = pool.run_all(experiment, todo, device, gpus[: len(todo)])
         results = [
             {**(done.get(job.folder) or job.read_result()), "of": len(job.task.seeds)}
             for job in jobs
@@ -66,11 +68,20 @@ def run(experiment: Experiment) -> None:
     print(f"\n{report.text(rows, average, list(failed.values()))}\n")
     print(f"report       {folder / 'report.md'}, report.json, report.png\npredictions  {folder / 'jobs'}")
     with report.writing(folder):
-        for line in experiment.finish(rows):
-            print(line)
+        experiment.finish(rows)
     if failed:
         log.info(f"error: {len(failed)} of {len(jobs)} jobs failed; the same command runs them again")
         raise SystemExit(1)
+
+
+def start_server(preload: str) -> None:
+    """Start the server that jobs are forked from, if it is not running; its imports run in the background."""
+    before = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), *before.values()))  # Python < 3.12 does not pass sys.path
+    forkserver.set_forkserver_preload(["src.jobs.pool", preload])
+    forkserver.ensure_running()
+    del os.environ["PYTHONPATH"]
+    os.environ.update(before)
 
 
 def finished(jobs: list[Job], experiment: Experiment) -> dict[Path, Result]:
@@ -78,23 +89,19 @@ def finished(jobs: list[Job], experiment: Experiment) -> dict[Path, Result]:
 
     Raises UserError if a job would replace a result with a different origin, such as another pretrained model.
     """
-    stored = []
+    valid = {}
     for job in jobs:
         try:
             result = job.read_result()
-        except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
+            settings = result["settings"]
+        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):  # none, or not readable
             continue
-        if not (isinstance(result, dict) and "settings" in result):
-            continue
-        stored.append((job, result))
-        if experiment.origin(result["settings"]) != experiment.origin(job.settings):
+        if experiment.origin(settings) != experiment.origin(job.settings):
             other = f"has results of other weights, model settings or tokens than those of {experiment.start_name}"
             to_do = "choose another save_folder or base_run_name, or add --rerun"
             raise UserError(f"save_folder: {experiment.folder} {other} ({job.name}); {to_do}")
-    valid = {}
-    for job, result in stored:
-        changed = [name for name, value in job.settings.items() if result["settings"].get(name) != value]
-        if result["settings"] != job.settings:
+        if settings != job.settings:
+            changed = [name for name, value in job.settings.items() if settings.get(name) != value]
             log.info(f"{job.name}: its result has another {', '.join(changed)}, so it runs again")
         elif (files := experiment.files(job, result)) and all((job.folder / file).is_file() for file in files):
             valid[job.folder] = result

@@ -1,27 +1,33 @@
-"""Run jobs in processes, one or several at a time, forked from a server that has already imported what they need."""
+"""Run jobs in processes of their own: first the part of the main process, then, from StepReporter on, that of a job."""
 
-import multiprocessing
 import os
+import shutil
+import sys
+import threading
 import time
+import traceback
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+from composer import Callback, Logger, State
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from src import cli
 from src.cli import log
 from src.data.workers import usable_cores
-from src.errors import UserError
+from src.errors import RunFailed, UserError, first_line, reason
+from src.files import write_json
 from src.jobs.experiment import LOG_FILE, RESULT_FILE, Experiment, Job
+from src.training.trainer import configure_process
 
-ROOT = Path(__file__).resolve().parents[2]
-Failure = tuple[Job, str]  # and the reason
 BAR = "{percentage:3.0f}% |{bar:20}| {elapsed} elapsed, {remaining} left{postfix}"
+Failures = dict[Path, str]  # a job's folder → its name and the reason
 
 
 @dataclass
@@ -40,20 +46,14 @@ class Running:
     def receive(self) -> None:
         try:
             while self.connection.poll():
-                kind, *values = self.connection.recv()
-                if kind == "step":
-                    self.step, self.steps = values
-                else:
-                    (self.reason,) = values
+                vars(self).update(self.connection.recv())
         except (EOFError, OSError):  # the process has ended
             pass
 
 
 def devices(parallel: Any, device: str) -> list[str | None]:
     """Return one entry per concurrent job: its GPU's ID, or None if it is not bound to a GPU."""
-    import torch
-
-    if isinstance(parallel, bool) or parallel is None:
+    if parallel is None or isinstance(parallel, bool):
         number = None if parallel else 1
     elif isinstance(parallel, int) and parallel > 0:
         number = parallel
@@ -70,27 +70,12 @@ def devices(parallel: Any, device: str) -> list[str | None]:
     return list(gpus[:number])
 
 
-def start_server(preload: str) -> None:
-    """Start the server that jobs are forked from, if it is not running; its imports run in the background."""
-    before = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
-    os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), *before.values()))  # Python < 3.12 does not pass sys.path
-    forkserver.set_forkserver_preload(["src.jobs.worker", preload])
-    forkserver.ensure_running()
-    del os.environ["PYTHONPATH"]
-    os.environ.update(before)
-
-
-def run_all(experiment: Experiment, jobs: list[Job], device: str, gpus: list[str | None]) -> list[Failure]:
-    """Run jobs, as many at a time as `gpus` has entries (if several, costliest first). Returns the failures."""
-    import torch
-
-    if not jobs:
-        return []
-    start_server(experiment.preload)
+def run_all(experiment: Experiment, jobs: list[Job], device: str, gpus: list[str | None]) -> Failures:
+    """Run jobs, as many at a time as `gpus` has entries (if several, costliest first)."""
     several = len(gpus) > 1
     threads = max(1, torch.get_num_threads() // len(gpus)) if several and device == "cpu" else None
     waiting = sorted(jobs, key=lambda job: -job.cost) if several else list(jobs)
-    free, running, failures = list(gpus), [], []
+    free, running, failures = list(gpus), [], {}
     total = sum(job.cost for job in jobs)
     bar = cli.progress(total=total, smoothing=0, bar_format=BAR) if experiment.config.progress_bar else None
     try:
@@ -117,14 +102,13 @@ def run_all(experiment: Experiment, jobs: list[Job], device: str, gpus: list[str
     return failures
 
 
-def next_job(waiting: list[Job], running: list[Running], failures: list[Failure]) -> Job | None:
+def next_job(waiting: list[Job], running: list[Running], failures: Failures) -> Job | None:
     """Take the first job that need not wait for another; a job that waits for a failed one fails too."""
-    failed = {job.folder for job, _ in failures}
-    unfinished = {job.folder for job in waiting} | {each.job.folder for each in running}
+    unfinished = {job.folder for job in [*waiting, *(each.job for each in running)]}
     for job in list(waiting):
-        if job.after is not None and job.after.folder in failed:
+        if job.after is not None and job.after.folder in failures:
             waiting.remove(job)
-            failures.append((job, f"not run, since {job.after.name}, which it starts from, failed"))
+            failures[job.folder] = f"{job.name}: not run, since {job.after.name}, which it starts from, failed"
         elif job.after is None or job.after.folder not in unfinished:
             waiting.remove(job)
             return job
@@ -132,9 +116,7 @@ def next_job(waiting: list[Job], running: list[Running], failures: list[Failure]
 
 
 def start(experiment: Experiment, job: Job, device: str, gpu: str | None, threads: int | None) -> Running:
-    from src.jobs.worker import run_job
-
-    context = multiprocessing.get_context("forkserver")
+    context = get_context("forkserver")
     connection, its_end = context.Pipe()
     process = context.Process(target=run_job, args=(experiment, job, device, gpu, threads, its_end), name=job.name)
     process.start()
@@ -142,20 +124,17 @@ def start(experiment: Experiment, job: Job, device: str, gpu: str | None, thread
     return Running(job, process, connection, gpu, time.monotonic())
 
 
-def end(ended: Running, failures: list[Failure], number: str) -> None:
+def end(ended: Running, failures: Failures, number: str) -> None:
     """Log how a job ended; if it failed, record it in `failures`."""
-    ended.process.join()
-    ended.connection.close()
     job, status = ended.job, ended.process.exitcode
-    if status == 0 and (job.folder / RESULT_FILE).is_file():
-        score, seconds = job.read_result()["score"], time.monotonic() - ended.started
-        log.info(f"{number} {job.name}: {100 * score:.2f} in {seconds:.0f} s")
+    if status == 0:
+        seconds = time.monotonic() - ended.started
+        log.info(f"{number} {job.name}: {100 * job.read_result()['score']:.2f} in {seconds:.0f} s")
         return
     killed = f"killed by signal {-status} (out of memory?)" if status < 0 else f"ended with status {status}"
-    reason = ended.reason or killed
     logged = f" (log: {job.folder / LOG_FILE})" if (job.folder / LOG_FILE).is_file() else ""
-    failures.append((job, reason + logged))
-    log.info(f"{number} {job.name}: failed, {reason}")
+    failures[job.folder] = f"{job.name}: {ended.reason or killed}{logged}"
+    log.info(f"{number} {job.name}: failed, {ended.reason or killed}")
 
 
 def show(bar: tqdm, waiting: list[Job], running: list[Running], total: int) -> None:
@@ -165,3 +144,65 @@ def show(bar: tqdm, waiting: list[Job], running: list[Running], total: int) -> N
     bar.set_postfix_str("; ".join([done, *steps]), refresh=False)
     left = sum(job.cost for job in waiting) + sum(each.job.cost * (1 - each.step / each.steps) for each in running)
     bar.update(bar.total - left - bar.n)
+
+
+class StepReporter(Callback):
+    """Sends the training step to the main process, twice a second."""
+
+    def __init__(self, connection: Connection):
+        self.connection, self.total, self.sent = connection, 0, 0.0
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if time.monotonic() - self.sent > 0.5:
+            self.sent = time.monotonic()
+            self.connection.send({"step": state.timestamp.batch.value, "steps": self.total})
+
+
+def run_job(
+    experiment: Experiment, job: Job, device: str, gpu: str | None, threads: int | None, connection: Connection
+) -> None:
+    """Run a job in this process and store its result; on failure, send the reason and exit with status 1.
+
+    Args:
+        gpu: ID of the only GPU that the job may use; None: all.
+        threads: number of torch threads on a CPU; None: torch's default.
+    """
+    threading.Thread(target=_exit_with_parent, args=(connection,), daemon=True).start()
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    if threads is not None:
+        torch.set_num_threads(threads)
+    configure_process(device)
+    try:
+        _log_to(job.folder / LOG_FILE)
+        result = experiment.run(job, device, StepReporter(connection))
+        write_json(job.folder / RESULT_FILE, {**result, "settings": job.settings})
+    except UserError as error:
+        connection.send({"reason": str(error)})
+        log.info(f"error: {error}")
+        sys.exit(1)
+    except Exception as error:
+        connection.send({"reason": f"{type(error).__name__}: {first_line(error)}"})  # first: the disk may be full
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def _log_to(path: Path) -> None:
+    """Redirect all output of this process to a file in an empty folder."""
+    shutil.rmtree(path.parent, ignore_errors=True)
+    try:
+        path.parent.mkdir(parents=True)
+        with path.open("w") as file:
+            os.dup2(file.fileno(), sys.stdout.fileno())
+            os.dup2(file.fileno(), sys.stderr.fileno())
+    except OSError as error:
+        raise RunFailed(f"cannot write {path}: {reason(error)}") from None
+    cli.start_log()
+
+
+def _exit_with_parent(connection: Connection) -> None:
+    """Wait until the main process ends, for whatever reason, then end this one."""
+    try:
+        connection.recv()
+    except (EOFError, OSError):
+        os._exit(1)

@@ -1,21 +1,55 @@
-"""Job results → a table, JSON and a plot."""
+"""Job results → a table, JSON and a plot; and the `report` command, which compares runs."""
 
-from collections.abc import Iterator, Sequence
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any, NamedTuple
 
 from src import plots
-from src.errors import RunFailed, reason
-from src.files import write_atomically, write_json
-from src.jobs.experiment import Average, Result, Row
-from src.publish.run_facts import missing_seeds
+from src.cli import progress
+from src.config import Rule, check_value
+from src.errors import RunFailed, UserError, reason
+from src.files import check_writable, write_atomically, write_json
+from src.jobs import predictions
+from src.jobs.experiment import RESULT_FILE, Average, Experiment, Result, Row, mean_score
+from src.publish.card import missing_seeds
 from src.tables import markdown
 
+HELP = """Print the report of a run, or compare runs with the first one by a paired bootstrap.
+
+For each task: the difference between the scores in points, its 95% confidence interval and its two-sided p-value. A
+resample draws the same validation examples for both runs.
+"""
 PICKED = (
     "\\* The best of the candidates below on the validation set itself: "
     "a score picked so is too high rather than too low."
 )
+PICKED_ON_THESE = "\\* Of a search, picked on these examples: its score and its gain are too high rather than too low."
+COMPARED = (
+    "Differences from {first} in points, with 95% confidence interval and two-sided p-value, by a paired bootstrap of "
+    "{resamples:,} resamples over the validation examples: in each, the runs are scored on the same drawn examples, "
+    "and a run's seeds are averaged. The spread between seeds is shown with the means; it is not in the interval, and "
+    "the p-value is not corrected for the number of tasks."
+)
+
+Score = Callable[..., dict[str, float]]  # Experiment.score
+
+
+def write(
+    results: Sequence[Result], average: Average, folder: Path, name: str, failures: Sequence[str] = ()
+) -> list[Row]:
+    """Write report.md, report.json and report.png into a run's folder, and return the rows."""
+    rows = summarize(results, average)
+    with writing(folder):
+        content = {"run": name, "tasks": rows, average.key: average.of(rows), "failed": list(failures)}
+        write_json(folder / "report.json", content)
+        write_atomically(folder / "report.md", f"# {name}\n\n{text(rows, average, failures)}\n")
+        if rows:
+            draw([(name, rows)], folder / "report.png")
+    return rows
 
 
 def summarize(results: Sequence[Result], average: Average) -> list[Row]:
@@ -45,39 +79,20 @@ def summarize(results: Sequence[Result], average: Average) -> list[Row]:
     return rows
 
 
-def spread(row: Row) -> str:
-    """Return mean ± standard deviation in points, and the number of seeds if some failed."""
-    deviation = "" if row["std"] is None else f" ± {100 * row['std']:.2f}"
-    return f"{100 * row['mean']:.2f}{deviation}{f' ({missing})' if (missing := missing_seeds(row)) else ''}"
-
-
-def average_text(value: float, rows: list[Row], average: Average) -> str:
-    """Return the average in points, and the tasks that lack seeds."""
-    failed = [f"{row['title']}: {missing_seeds(row)}" for row in rows if average.counts(row) and missing_seeds(row)]
-    return f"{100 * value:.2f}" + (f" ({', '.join(failed)})" if failed else "")
-
-
 def text(rows: list[Row], average: Average, failures: Sequence[str] = ()) -> str:
     """Return the table, the average, what failed, and the candidates of each search."""
-
-    def seeds(row: Row) -> str:
-        return ", ".join(f"{100 * score:.2f}" for score in row["seeds"].values())
-
-    lines, searches = (
-        [["task", "metric", "majority class", "score", "seeds"]],
-        [["search", "candidate", "score", "seeds"]],
-    )
+    lines = [["task", "metric", "majority class", "score", "seeds"]]
+    searches = [["search", "candidate", "score", "seeds"]]
     for row in rows:
-        title, metrics = f"{row['title']}{'*' if row['variant'] else ''}", " and ".join(row["metrics"])
-        lines.append([title, metrics, f"{100 * row['majority']:.2f}", spread(row), seeds(row)])
+        title = f"{row['title']}{'*' if row['variant'] else ''}"
+        lines.append([title, " and ".join(row["metrics"]), f"{100 * row['majority']:.2f}", spread(row), seeds(row)])
         for other in row.get("candidates", ()):
             picked = ", picked" if other["variant"] == row["variant"] else ""
             searches.append([row["title"], f"{other['variant']}{picked}", spread(other), seeds(other)])
     parts = [markdown(lines)] if rows else []
     counted = {row["task"] for row in rows if average.counts(row)}
-    value = average.of(rows)
-    if value is not None:
-        parts.append(f"{average.title}: {average_text(value, rows, average)}")
+    if average.tasks.keys() <= counted:
+        parts.append(f"{average.title}: {average_text(rows, average)}")
     elif counted & average.tasks.keys():
         missing = ", ".join(title for name, title in average.tasks.items() if name not in counted)
         parts.append(f"{average.title}: not without {missing}")
@@ -88,18 +103,32 @@ def text(rows: list[Row], average: Average, failures: Sequence[str] = ()) -> str
     return "\n\n".join(parts)
 
 
-def write(
-    results: Sequence[Result], average: Average, folder: Path, name: str, failures: Sequence[str] = ()
-) -> list[Row]:
-    """Write report.md, report.json and report.png into a run's folder, and return the rows."""
-    rows = summarize(results, average)
-    with writing(folder):
-        content = {"run": name, "tasks": rows, average.key: average.of(rows), "failed": list(failures)}
-        write_json(folder / "report.json", content)
-        write_atomically(folder / "report.md", f"# {name}\n\n{text(rows, average, failures)}\n")
-        if rows:
-            draw([(name, rows)], folder / "report.png")
-    return rows
+def spread(row: Row) -> str:
+    """Return mean ± standard deviation in points, and the number of seeds if some failed."""
+    deviation = "" if row["std"] is None else f" ± {100 * row['std']:.2f}"
+    return f"{100 * row['mean']:.2f}{deviation}{f' ({missing})' if (missing := missing_seeds(row)) else ''}"
+
+
+def seeds(row: Row) -> str:
+    return ", ".join(f"{100 * score:.2f}" for score in row["seeds"].values())
+
+
+def average_text(rows: list[Row], average: Average) -> str:
+    """Return the average in points, if there is one, and the tasks that lack seeds."""
+    failed = [f"{row['title']}: {missing_seeds(row)}" for row in rows if average.counts(row) and missing_seeds(row)]
+    value = average.of(rows)
+    return "-" if value is None else f"{100 * value:.2f}" + (f" ({', '.join(failed)})" if failed else "")
+
+
+def draw(runs: Sequence[tuple[str, list[Row]]], picture: Path, title: str = "Scores by task and metric") -> None:
+    """Draw one bar per task and run, each seed as a dot and the majority class as a dashed line."""
+    groups = {row["task"]: "\n".join((row["title"], *row["metrics"])) for _, rows in runs for row in rows}
+    bars = [
+        (name, {groups[row["task"]]: [100 * score for score in row["seeds"].values()] for row in rows})
+        for name, rows in runs
+    ]
+    baselines = {groups[row["task"]]: 100 * row["majority"] for _, rows in runs for row in rows}
+    plots.bars(bars, baselines, picture, title, "score × 100")
 
 
 @contextmanager
@@ -112,12 +141,178 @@ def writing(folder: Path) -> Iterator[None]:
         raise RunFailed(f"cannot write to {folder} ({reason(error)}); {to_do}") from None
 
 
-def draw(runs: Sequence[tuple[str, list[Row]]], picture: Path, title: str = "Scores by task and metric") -> None:
-    """Draw one bar per task and run, each seed as a dot and the majority class as a dashed line."""
-    groups = {row["task"]: "\n".join((row["title"], *row["metrics"])) for _, rows in runs for row in rows}
-    bars = [
-        (name, {groups[row["task"]]: [100 * score for score in row["seeds"].values()] for row in rows})
-        for name, rows in runs
-    ]
-    baselines = {groups[row["task"]]: 100 * row["majority"] for _, rows in runs for row in rows}
-    plots.bars(bars, baselines, picture, title, "score × 100")
+# The comparison of runs
+
+
+class Run(NamedTuple):
+    folder: Path
+    report: dict[str, Any]  # report.json
+
+    @property
+    def rows(self) -> dict[str, Row]:
+        return {row["task"]: row for row in self.report["tasks"]}
+
+
+class Split(NamedTuple):
+    """What a job predicted for one split: class indices or values, (examples,)."""
+
+    predictions: Any
+    labels: Any
+    classes: int
+    texts: str | None  # digest; earlier versions wrote none
+
+
+class Difference(NamedTuple):
+    """The difference between two scores, on their own scale of 0 to 1."""
+
+    mean: float
+    low: float  # of the 95% confidence interval
+    high: float
+    p: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.mean:+.2f} [{100 * self.low:+.2f}, {100 * self.high:+.2f}], p = {self.p:.3f}"
+
+
+Differences = dict[str, dict[str, Difference | None]]  # run → task; None if the runs predicted different examples
+
+
+def main(experiment: type[Experiment], argv: list[str]) -> None:
+    """Run the command `report DIR ...`."""
+    script, average = experiment.command, experiment.average
+    parser = argparse.ArgumentParser(
+        prog=f"{script} report", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", metavar="DIR", type=Path, nargs="+", help=f"save_folder of a {script} run")
+    parser.add_argument("--out", type=Path, help="folder for compare.md, compare.json and compare.png")
+    parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap (default: 1000)")
+    arguments = parser.parse_args(argv)
+    out, resamples = arguments.out, arguments.resamples
+    check_value("--resamples", resamples, int, Rule(at_least=100))
+    if out is not None:
+        check_writable("--out", out)
+    runs = read_runs(arguments.folders, script)
+    first, *others = runs
+    failed = {name: run.report.get("failed", ()) for name, run in runs.items()}
+    differences: Differences = {name: {} for name in others}
+    if others:
+        pairs = [(task, name) for task in runs[first].rows for name in others if task in runs[name].rows]
+        for task, name in progress(pairs, desc="bootstrap"):
+            differences[name][task] = difference(runs[first], runs[name], task, resamples, experiment.score)
+        parts = [table(runs, differences, average), COMPARED.format(first=first, resamples=resamples)]
+        if any(row["variant"] for run in runs.values() for row in run.report["tasks"]):
+            parts.append(PICKED_ON_THESE)
+        parts += [f"{name} lacks jobs that failed: {'; '.join(jobs)}" for name, jobs in failed.items() if jobs]
+    else:
+        parts = [f"# {first}", text(runs[first].report["tasks"], average, failed[first])]
+    shown = "\n\n".join(parts)
+    print(f"\n{shown}\n")
+    if out is not None:
+        reports = {name: run.report for name, run in runs.items()}
+        found = {name: {task: d._asdict() for task, d in of.items() if d} for name, of in differences.items()}
+        with writing(out):
+            out.mkdir(parents=True, exist_ok=True)
+            write_atomically(out / "compare.md", f"{shown}\n")
+            write_json(out / "compare.json", {"runs": reports, "differences": found})
+            draw([(name, report["tasks"]) for name, report in reports.items()], out / "compare.png")
+        print(f"table    {out / 'compare.md'}, compare.json\npicture  {out / 'compare.png'}")
+
+
+def read_runs(folders: list[Path], script: str) -> dict[str, Run]:
+    """Return runs by name: their folder's name, or its path if two folders share a name."""
+    resolved = [folder.resolve() for folder in folders]
+    if len(set(resolved)) < len(resolved):
+        raise UserError("report: a folder is named twice; name each once")
+    distinct = len({path.name for path in resolved}) == len(resolved)
+    runs = {}
+    for folder, path in zip(folders, resolved):
+        file = folder / "report.json"
+        try:
+            report = json.loads(file.read_text())
+            has_scores = bool(report["tasks"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            to_do = f"give the save_folder of a finished {script} run, or repeat the run"
+            raise UserError(f"cannot read {file} ({reason(error)}); {to_do}") from None
+        if not has_scores:
+            raise UserError(f"{folder} has no scores, since all of its jobs failed; repeat its {script} run")
+        runs[path.name if distinct else str(folder)] = Run(folder, report)
+    return runs
+
+
+def difference(first: Run, second: Run, task: str, resamples: int, score: Score) -> Difference | None:
+    """Return how much better the second run is at a task; None if the runs predicted different examples."""
+    row, other_row = first.rows[task], second.rows[task]
+    ours, theirs = read_splits(first.folder, row), read_splits(second.folder, other_row)
+    # By position, since the names of splits differ between sources.
+    same = len(ours[0]) == len(theirs[0]) and all(
+        one.labels.tolist() == other.labels.tolist() and (one.texts == other.texts or None in (one.texts, other.texts))
+        for one, other in zip(ours[0], theirs[0])
+    )
+    if not same or row["metrics"] != other_row["metrics"]:
+        return None
+    interval = bootstrap(ours, theirs, tuple(row["metrics"]), resamples, score)
+    return Difference(other_row["mean"] - row["mean"], *interval)
+
+
+def read_splits(folder: Path, row: Row) -> list[list[Split]]:
+    """Return the splits of a task that each seed predicted. Raises UserError if they cannot be read."""
+    seeds = []
+    for name in row["folders"].values():
+        job = folder / "jobs" / name
+        try:
+            result = json.loads((job / RESULT_FILE).read_text())
+            classes, texts = result["labels"], result.get("validation_texts", {})
+            splits = ((split, predictions.read_tensors(job, split, classes)) for split in result["scores"])
+            seeds.append([Split(*tensors, len(classes) or 1, texts.get(split)) for split, tensors in splits])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{job} lacks readable predictions ({error}); repeat its run") from None
+    return seeds
+
+
+def bootstrap(
+    ours: list[list[Split]], theirs: list[list[Split]], metrics: tuple[str, ...], resamples: int, score: Score
+) -> tuple[float, float, float]:
+    """Return the 95% confidence interval and p-value of the second run's score minus the first's, over all seeds."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+
+    def mean_of(seeds: list[list[Split]], drawn: list[torch.Tensor]) -> float:
+        scores = [
+            mean_score(
+                score(metrics, split.predictions[rows], split.labels[rows], split.classes)
+                for rows, split in zip(drawn, splits)
+            )
+            for splits in seeds
+        ]
+        return sum(scores) / len(scores)
+
+    gains = []
+    for _ in range(resamples):
+        drawn = [torch.randint(len(split.labels), (len(split.labels),), generator=generator) for split in ours[0]]
+        gains.append(mean_of(theirs, drawn) - mean_of(ours, drawn))
+    values = torch.tensor(gains, dtype=torch.float64)
+    low, high = torch.quantile(values, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    # How often a resample shows the opposite sign; 1 added to each count keeps p above 0 (Davison & Hinkley 1997, 4.2).
+    opposite = min(int((values <= 0).sum()), int((values >= 0).sum()))
+    return low, high, min(1.0, 2 * (opposite + 1) / (resamples + 1))
+
+
+def table(runs: dict[str, Run], differences: Differences, average: Average) -> str:
+    """Return one row per task: each run's score, and each later run's difference from the first."""
+    first = next(iter(runs))
+    lines = [["task", "metric", *runs, *(f"{name} − {first}" for name in differences)]]
+    for task, row in {task: row for run in runs.values() for task, row in run.rows.items()}.items():
+        found = [run.rows.get(task) for run in runs.values()]
+        scores = [f"{spread(row)}{'*' if row['variant'] else ''}" if row else "-" for row in found]
+        gaps = [str(of.get(task) or ("other examples" if task in of else "-")) for of in differences.values()]
+        lines.append([row["title"], " and ".join(row["metrics"]), *scores, *gaps])
+    values = {name: average.of(run.report["tasks"]) for name, run in runs.items()}
+    if any(value is not None for value in values.values()):
+        scores = [average_text(run.report["tasks"], average) for run in runs.values()]
+        gaps = [
+            "-" if None in (values[name], values[first]) else f"{100 * (values[name] - values[first]):+.2f}"
+            for name in differences
+        ]
+        lines.append([average.title, "", *scores, *gaps])
+    return markdown(lines)
