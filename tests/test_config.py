@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from src.config import TIME_UNITS, Rule, check_value, describe, fixed_settings, key, to_dict
 from src.errors import UserError
-from src.glue.config import FinetuneConfig
+from src.glue.experiment import FinetuneConfig
 from src.mlm.task import PretrainConfig
 from src.training.config import load_config
 
@@ -241,6 +241,7 @@ def test_print_config_prints_yaml_that_loads_back_to_the_same_config(tmp_path, c
         ("eval_first=perhaps", ["eval_first", "perhaps"]),
         ("mlm_probability=[1]", ["mlm_probability"]),
         ("model=7", ["model"]),
+        ("compile_config=max-autotune", ["compile_config: Cannot assign str"]),
         ("train_loader=7", ["train_loader"]),
         ("max_duration=null", ["max_duration"]),
         ("save_folder=${no_such_key}", ["no_such_key"]),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from src.glue.config import FinetuneConfig
+from src.glue.experiment import FinetuneConfig
 from src.mlm.task import PretrainConfig
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
