@@ -38,7 +38,7 @@ def test_each_save_becomes_a_hub_folder_and_as_many_are_kept_as_checkpoints(save
     out = folder / "hub" / "ep0-ba6"
     check_proof(out)
     read = read_checkpoint(folder / "latest-rank0.pt")
-    assert hub_folder.different_tensors(read.build().state_dict(), hub_folder.read_folder(out)[1]) == []
+    assert hub_folder.different_tensors(read.build().state_dict(), hub_folder.read_folder(out).weights) == []
     card = (out / "README.md").read_text()
     last = [line["eval"] for line in metrics(folder) if "eval" in line][-1]
     assert f"At step 6, with 15% of the tokens masked: masked accuracy {last['eval/MaskedAccuracy']:.2%}" in card

@@ -13,8 +13,7 @@ from src.errors import UserError
 from src.glue.experiment import GlueExperiment
 from src.jobs.report import write as write_report
 from src.lion import configuration_lion, mixers
-from src.publish.card import model_card
-from src.publish.run_facts import read_scores
+from src.publish.card import model_card, read_scores
 
 EVALUATIONS = [
     {"step": batch, "samples": 8 * batch, "seconds": 1.0,

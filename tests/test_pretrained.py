@@ -8,8 +8,7 @@ import pytest
 import torch
 from conftest import TINY_MODEL, VOCABULARY, assert_one_sentence, run
 
-from src.checkpoints.pretrained import read_pretrained
-from src.checkpoints.reading import read_checkpoint
+from src.checkpoints.reading import read_checkpoint, read_pretrained
 from src.errors import UserError
 from src.publish import folder as hub_folder
 
@@ -35,10 +34,10 @@ def test_all_of_an_encoder_is_read_from_a_checkpoint_and_from_its_folder(checkpo
     expected = {name.removeprefix("model.lion."): t for name, t in state.items() if name.startswith("model.lion.")}
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    assert read.config["hidden_size"] == 32
+    assert read.config.hidden_size == 32
     own = read.load_tokenizer()
     assert own(SENTENCE)["input_ids"] == tokenizer(SENTENCE)["input_ids"]
-    assert read.config["max_position_embeddings"] == 128  # the folder says "no limit" to other programs
+    assert read.config.max_position_embeddings == 128  # the folder says "no limit" to other programs
     assert own.model_max_length == (tokenizer.model_max_length if of == "checkpoint" else int(1e30))
 
 

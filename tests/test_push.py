@@ -109,7 +109,7 @@ def test_a_hub_that_may_not_be_asked(fake, folder):
 
 
 def test_a_name_that_cannot_be(fake, folder):
-    with pytest.raises(UserError, match=r"a/b/c is not a name on the Hub"):
+    with pytest.raises(UserError, match=r"a/b/c cannot be used: Repo id must be in the form"):
         hub.push(folder, "a/b/c")
 
 

@@ -30,14 +30,9 @@ OURS = {"mixer", "attention_form", "chunk_size", "classifier_pooling", "tie_word
 
 # Their `arch_type` → our mixer.
 MIXERS = {
-    "attention": "softmax",
-    "linear_attention": "lion-lit",
-    "lion-lit": "lion-lit",
-    "nova": "lion-d",
-    "lion-d": "lion-d",
-    "nova-inputdep": "lion-s",
-    "lion-s": "lion-s",
-}
+    "attention": "softmax", "linear_attention": "lion-lit", "lion-lit": "lion-lit", "nova": "lion-d",
+    "lion-d": "lion-d", "nova-inputdep": "lion-s", "lion-s": "lion-s",
+}  # fmt: skip
 
 # Their name → ours. They store query, key and value as three tensors; we store them as one.
 RENAMED = (
@@ -89,9 +84,7 @@ def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> d
 
     Omitted: `position_ids` (a constant), `cls.predictions.bias` (a copy of the decoder's bias), the position table of
     LION-D and LION-S (not used), BERT's next-sentence head, a classifier's masked-LM head and a masked LM's pooler.
-
-    Raises:
-        UserError: a tensor is unknown, or tensors that belong together do not match; the message names them.
+    Raises UserError with the names of tensors that are unknown, or that belong together and do not match.
     """
     ours, unknown, unused = {}, [], ["cls.seq_relationship."]
     classifies = any(name.startswith("classifier.") for name in state)
@@ -104,8 +97,8 @@ def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> d
     for name, tensor in state.items():
         if name.endswith("position_ids") or name == "cls.predictions.bias" or name.startswith(tuple(unused)):
             continue
-        if found := next(((pattern, new) for pattern, new in RENAMED if re.match(pattern, name)), None):
-            ours[re.sub(*found, name)] = tensor
+        if rule := next((rule for rule in RENAMED if re.match(rule[0], name)), None):
+            ours[re.sub(*rule, name)] = tensor
         else:
             unknown.append(name)
     if unknown:

@@ -1,6 +1,5 @@
-"""Read Composer checkpoints of ours and of the paper's authors, and Hub folders, without running code from them.
-
-Every tensor in a file must be used by the model; otherwise reading fails and names it.
+"""Read models without running code from their files: Composer checkpoints of ours and of the paper's authors, Hub
+folders, and BERTs. Every tensor in a file must be used by the model; otherwise reading fails and names it.
 """
 
 import copy
@@ -11,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, BertModel, PreTrainedTokenizerBase
 
 from src import lion
 from src.checkpoints.adapters import config_from_published, lion_config, state_dict_from_published
-from src.checkpoints.safe_load import check_hub_folder, load_safely
-from src.data import tokenizers
+from src.checkpoints.safe_load import load_safely
 from src.errors import UserError, first_line
 
 MODELS = tuple(name for name in lion.__all__ if name == "LionModel" or name.startswith("LionFor"))
@@ -33,13 +33,13 @@ STORED_POSITIONS = "original_max_position_embeddings"
 
 @dataclass
 class Checkpoint:
-    """The model in a checkpoint, its tokenizer and its training state."""
+    """A stored model: settings, weights under our names, tokenizer and, from Composer, the training state."""
 
-    path: Path
+    path: Path  # a file or a folder
     class_name: str  # of the model, one of MODELS
     config: lion.LionConfig
     weights: dict[str, Tensor]
-    tokenizer: dict[str, dict[str, Any]]  # in Composer's format, see `tokenizer_files`; empty if there is none
+    tokenizer: dict[str, dict[str, Any]] = field(default_factory=dict)  # of a file, see `tokenizer_files`
     timestamp: dict[str, int] = field(default_factory=dict)  # batch, sample, …; empty in weights-only checkpoints
     run_name: str | None = None
     optimizers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # class → settings per parameter group
@@ -53,6 +53,10 @@ class Checkpoint:
             raise UserError(f"the config of {self.path} is not valid ({first_line(error)})") from None
         load_all(model, self.weights, str(self.path))
         return model.eval()
+
+    def encoder(self) -> dict[str, Tensor]:
+        """Return the weights of LionModel, under its names."""
+        return {name.removeprefix("lion."): tensor for name, tensor in self.weights.items() if name.startswith("lion.")}
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Return the tokenizer's files by name. Raises UserError for any that is not expected or refers to code."""
@@ -75,23 +79,44 @@ class Checkpoint:
         return files
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Return the tokenizer, or None if there is none. Raises UserError if it cannot be loaded."""
-        with tempfile.TemporaryDirectory() as folder:
+        """Return the tokenizer, or None if there is none. Raises UserError if it cannot be loaded without code."""
+        with tempfile.TemporaryDirectory() as work:
+            folder = self.path if self.path.is_dir() else Path(work)
             for name, content in self.tokenizer_files().items():
-                Path(folder, name).write_bytes(content)
-            return load_tokenizer(Path(folder), str(self.path))
+                (folder / name).write_bytes(content)
+            if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+                return None
+            try:
+                return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            except Exception as error:  # whatever transformers, tokenizers and sentencepiece raise
+                problem = f"the tokenizer of {self.path} cannot be loaded ({first_line(error)})"
+                advice = "name another, as tokenizer_name in a config or as --tokenizer of hub.py"
+                raise UserError(f"{problem}; {advice}") from None
 
 
-def load_tokenizer(folder: Path, source: str) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer in a folder, if there is one, without running its code. Raises UserError naming `source`."""
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    try:
-        return tokenizers.load_tokenizer(folder)
-    except UserError as error:
-        why = first_line(error.__context__ or error)
-        advice = "name another, as tokenizer_name in a config or as --tokenizer of hub.py"
-        raise UserError(f"the tokenizer of {source} cannot be loaded ({why}); {advice}") from None
+def read_pretrained(name: str, key: str) -> Checkpoint:
+    """Read what training starts from: a file, a folder or a Hub repository. Raises UserError naming it, or its `key`.
+
+    The names of the encoder's weights start with "lion.".
+    """
+    path = Path(name)
+    if not path.exists():
+        if path.suffix in (".pt", ".bin") or name.count("/") > 1 or name.startswith((".", "/", "~")):
+            raise UserError(f"{key}: {name} is not a file or folder; fix its path")
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.json", "*.txt", "*.model", "*.safetensors", "*.pt", "pytorch_model*.bin"]
+        try:
+            path = Path(snapshot_download(name, allow_patterns=patterns))
+        except Exception as error:  # whatever the Hub client raises
+            reason = f"not a file or folder, and the Hugging Face Hub did not send it ({first_line(error)})"
+            raise UserError(f"{key}: {name} is {reason}; fix its path or name") from None
+    if path.is_dir() and not (path / "config.json").is_file() and len(files := list(path.glob("*.pt"))) == 1:
+        path = files[0]  # the paper's authors publish theirs this way
+    read = read_folder(path) if path.is_dir() else read_checkpoint(path)
+    if not read.encoder():  # a LionModel, whose names have no prefix
+        read.weights = {f"lion.{part}": tensor for part, tensor in read.weights.items()}
+    return read
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -112,7 +137,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
         }
     except Exception:  # whatever the objects in some other kind of file raise
         raise UserError(f"{path} is not a Composer checkpoint of a transformers model") from None
-    if unusable := sorted(name for name, tensor in weights.items() if not _is_dense(tensor)):
+    dense = {
+        n for n, t in weights.items() if isinstance(t, Tensor) and t.layout == torch.strided and not t.is_quantized
+    }
+    if unusable := sorted(weights.keys() - dense):
         raise UserError(f"{path} holds {', '.join(unusable)}, which are not dense tensors of numbers")
     if "arch_type" in config:
         ours = config_from_published(config, str(path))
@@ -125,35 +153,47 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, class_name, lion_config(config, str(path)), weights, **facts)
 
 
-def _is_dense(tensor: Any) -> bool:
-    dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
-    return dense and tensor.device.type == "cpu" and not tensor.is_quantized
-
-
-def read_folder(folder: Path) -> tuple["lion.LionConfig", dict[str, Tensor]]:
-    """Return the config and weights of one of our Hub folders. Raises UserError if it is not one."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    check_hub_folder(folder)
+def read_folder(folder: Path) -> Checkpoint:
+    """Read one of our Hub folders, or a BERT for the softmax mixer. Raises UserError for others."""
     try:
         config = json.loads((folder / "config.json").read_text())
         kind = config.get("model_type")
+        if kind == "bert":
+            return _read_bert(folder)
         weights = load_file(folder / "model.safetensors")
+    except FileNotFoundError:
+        raise UserError(f"{folder} holds no config.json or no model.safetensors; give a folder of `hub.py`") from None
     except (SafetensorError, AttributeError, ValueError) as error:
         raise UserError(f"{folder} cannot be read ({error}); export it again") from None
     if kind != "lion":
         raise UserError(f"{folder} holds a {kind} model, not one of ours")
     if STORED_POSITIONS in config:
         config["max_position_embeddings"] = config[STORED_POSITIONS]
-    return lion_config(config, str(folder)), weights
+    name = (config.get("architectures") or MODELS)[0]
+    return Checkpoint(folder, name, lion_config(config, str(folder)), weights)
+
+
+def _read_bert(folder: Path) -> Checkpoint:
+    try:
+        model, info = BertModel.from_pretrained(folder, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{folder} cannot be read as a BERT ({first_line(error)}); copy it again") from None
+    if model.config.position_embedding_type != "absolute" or model.config.is_decoder:
+        reason = "it has relative positions or is a decoder"
+        raise UserError(f"{folder} is not a plain BERT encoder ({reason}), which the softmax mixer cannot compute")
+    if missing := sorted(name for name in info["missing_keys"] if not name.startswith("pooler.")):
+        raise UserError(f"{folder} lacks weights of BERT: {', '.join(missing)}")
+    config = config_from_published(model.config.to_dict(), str(folder))
+    weights = {
+        f"bert.{name}": tensor for name, tensor in model.state_dict().items() if name not in info["missing_keys"]
+    }
+    return Checkpoint(folder, "LionForMaskedLM", config, state_dict_from_published(weights, config))
 
 
 def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str) -> None:
     """Load weights into a model: none missing, none unused, all of the right shape and finite.
 
-    Raises:
-        UserError: some tensors do not fit; the message lists their names.
+    Raises UserError with the names of the tensors that do not fit.
     """
     own = model.state_dict()
     problems = {

@@ -1,4 +1,4 @@
-"""Check the files of checkpoints and Hub folders, and load checkpoints without running code from them.
+"""Check checkpoint files, and load them without running code from them.
 
 Importing this module is cheap: torch is imported only to load.
 """
@@ -6,7 +6,7 @@ Importing this module is cheap: torch is imported only to load.
 import contextlib
 import datetime
 import io
-import pickle
+import pickletools
 import re
 import warnings
 import zipfile
@@ -20,13 +20,6 @@ def check_checkpoint_exists(path: Path) -> None:
     """Raise UserError unless `path` is a file."""
     if not path.is_file():
         raise UserError(f"{path} is not a file; give a checkpoint, such as runs/NAME/latest-rank0.pt")
-
-
-def check_hub_folder(folder: Path) -> None:
-    """Raise UserError unless a folder has the two files that make up a model."""
-    for name in ("config.json", "model.safetensors"):
-        if not (folder / name).is_file():
-            raise UserError(f"{folder} holds no {name}; give a folder that `hub.py export` wrote")
 
 
 def is_valid_checkpoint(path: Path) -> bool:
@@ -81,35 +74,23 @@ def _is_refused(name: str) -> bool:
         return re.search(r"GLOBAL \S+ (was not|whose module)", str(error)) is not None
 
 
-class _Inert(dict):
-    """A stand-in that does nothing, for everything that a pickle imports."""
-
-    def __init__(self, *_: Any):
-        super().__init__()
-
-    def __setstate__(self, _: Any) -> None:
-        pass
-
-    add = append = extend = __setstate__
-    __hash__ = object.__hash__
-
-
 def _imported_names(path: Path) -> list[str]:
     """Return the "module.name" of each import in a file's pickles, of any protocol, without importing them."""
-    names = []
-
-    class Reader(pickle._Unpickler):  # pure Python: the C version may allocate gigabytes for a text file
-        def find_class(self, module: str, name: str) -> type:
-            names.append(f"{module}.{name}")
-            return _Inert
-
-        def persistent_load(self, _: Any) -> None:
-            return None
-
+    names, strings, memo = [], [], {}
     with contextlib.suppress(Exception), path.open("rb") as file:
         if zipfile.is_zipfile(path):
             archive = zipfile.ZipFile(file)
             file = archive.open(next(name for name in archive.namelist() if name.endswith("data.pkl")))
         while True:  # a file that is not a zip is several pickles end to end
-            Reader(file, encoding="latin1").load()
+            for opcode, argument, _ in pickletools.genops(file):
+                if opcode.name in ("GLOBAL", "INST"):
+                    names.append(".".join(argument.rsplit(" ", 1)))
+                elif opcode.name == "STACK_GLOBAL":  # takes the last two strings from the stack
+                    names.append(".".join(strings[-2:]))
+                elif opcode.name == "MEMOIZE" or "PUT" in opcode.name:
+                    memo[len(memo) if argument is None else argument] = strings[-1:]
+                elif "GET" in opcode.name:
+                    strings += memo[argument]
+                elif isinstance(argument, str):
+                    strings.append(argument)
     return names

@@ -87,8 +87,7 @@ class MaskedLM(Task):
 
         A resumed run takes its sizes from `checkpoint`, its own, since the one it started from may be gone.
         """
-        from src.checkpoints.pretrained import read_pretrained
-        from src.checkpoints.reading import load_all
+        from src.checkpoints.reading import load_all, read_pretrained
         from src.mlm.model import LionMLM
         from src.training.text_model import build_lion_config, lion_arguments
 
@@ -102,7 +101,7 @@ class MaskedLM(Task):
             if own is not None and vocabulary_digest(own) != vocabulary_digest(self.tokenizer):
                 wrong = f"tokenizer_name={self.config.tokenizer_name}"
                 raise UserError(f"{wrong} is not the tokenizer of {name}; use that one")
-            section = {**lion_arguments(start.config), **section}
+            section = {**lion_arguments(start.config.to_dict()), **section}
         model = LionMLM(build_lion_config(section, self.tokenizer, self.max_seq_len), self.tokenizer)
         if start is None:
             return model

@@ -20,10 +20,8 @@ from src.files import LATEST
 class HubExports(Callback):
     """After each save, export to `save_folder/hub/ep{epoch}-ba{batch}`; delete exports whose checkpoint is deleted.
 
-    Rank 0 exports; the other ranks wait for it, at most `dist_timeout` seconds.
-
-    Args:
-        writer: the callback before this one, which saves checkpoints: it has a `folder` and a `saved_batch`.
+    Rank 0 exports; the other ranks wait for it, at most `dist_timeout` seconds. `writer` is the callback before this
+    one, which saves checkpoints: it has a `folder` and a `saved_batch`.
     """
 
     def __init__(self, writer: Any, dist_timeout: float):
@@ -67,25 +65,22 @@ def export_latest(folder: Path, time_limit: float | None = None) -> tuple[Path, 
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_export, args=(checkpoint, out, sender), daemon=True)
     process.start()
-    sender.close()
-    try:
-        return out, receiver.recv() if receiver.poll(time_limit) else f"it took more than {time_limit:.0f} s"
-    except EOFError:
-        process.join()
-        return out, f"exit status {process.exitcode}"
-    finally:
+    process.join(time_limit)
+    if process.is_alive():
         process.kill()
-        process.join()
+        return out, f"it took more than {time_limit:.0f} s"
+    if receiver.poll():
+        return out, receiver.recv()
+    return out, f"exit status {process.exitcode}" if process.exitcode else None
 
 
 def _export(checkpoint: Path, out: Path, sender: Connection) -> None:
-    """Export without any output; send None, or the error."""
+    """Export without any output; send the error, if there is one."""
     from src.publish.commands import export
 
     with open(os.devnull, "w") as silence, contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
         try:
-            sender.send(export(checkpoint, out))
-        except UserError as error:
-            sender.send(" ".join(str(error).split()))
+            export(checkpoint, out)
         except Exception as error:  # such as out of memory
-            sender.send(f"{type(error).__name__}: {first_line(error)}")
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            sender.send(kind + first_line(error))

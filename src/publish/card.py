@@ -1,95 +1,83 @@
-"""The README.md of a Hub folder, from the checkpoint and the files next to it. Unknown facts are omitted."""
+"""The README.md of a Hub folder, from the checkpoint and the files next to it. Unknown facts are omitted.
+
+Importing this module is cheap: torch, transformers and huggingface_hub are imported to write a card.
+"""
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+import yaml
 
-from src.checkpoints.reading import Checkpoint
-from src.publish.run_facts import Facts, RunFacts, at, is_glue, missing_seeds, read_run, read_source
-from src.publish.spec import EXPORTS, ExportSpec
+from src.errors import UserError
+from src.files import METRICS, read_json_lines
 from src.tables import markdown
 
+if TYPE_CHECKING:
+    from src.checkpoints.reading import Checkpoint
+
 TEMPLATE = Path(__file__).with_name("card_template.md")
+GLUE = {"cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb"}
+Facts = dict[str, Any]
 
 
-def model_card(checkpoint: Checkpoint, name: str, scores: Facts | None = None) -> str:
+def model_card(checkpoint: "Checkpoint", name: str, scores: Facts | None = None) -> str:
     """Return the card of a checkpoint exported to a folder called `name`. `scores` is a report.json of glue.py."""
-    run, spec, scores = read_run(checkpoint), EXPORTS[checkpoint.class_name], scores or {"tasks": []}
-    source = read_source(run.config, "train_loader")
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+    from src.publish.spec import EXPORTS
+
+    spec, scores = EXPORTS[checkpoint.class_name], scores or {"tasks": []}
+    config, evaluation, result = _read_run(checkpoint)
+    train, evaluated = (_source(config, loader) for loader in ("train_loader", "eval_loader"))
     title = " ".join((checkpoint.run_name or name).split())
-    results = _results(run, spec, scores["tasks"])
-    dataset = "nyu-mll/glue" if run.result and is_glue(run.result) else source.get("hub_id")
+    results = [_task_result(row, " and ".join(row["metrics"]), row["mean"]) for row in scores["tasks"]]
+    job_scores = [(*pair, split) for split, values in result.get("scores", {}).items() for pair in values.items()]
+    results += [_task_result(result, *score) for score in job_scores]
+    for key, (label, _, kind) in spec.metrics.items() if evaluated else ():
+        if kind and (value := evaluation.get("eval", {}).get(key)) is not None:
+            named = {"metric_type": kind, "metric_value": value, "metric_name": label}
+            data = {"dataset_type": evaluated["hub_id"] or evaluated["name"], "dataset_config": evaluated["subset"]}
+            data |= {"dataset_name": evaluated["name"], "dataset_split": evaluated["split"]}
+            results.append({"task_type": spec.pipeline_tag, **data, **named})
+    dataset = "nyu-mll/glue" if result and is_glue(result) else train.get("hub_id")
     metadata = ModelCardData(
         model_name=title if results else None,
-        eval_results=results or None,
+        eval_results=[EvalResult(**each) for each in results] or None,
         license=None if checkpoint.published else "apache-2.0",
         library_name="transformers",
         pipeline_tag=spec.pipeline_tag if checkpoint.tokenizer else None,
         tags=["lion", "linear-attention", checkpoint.config.mixer],
         datasets=[dataset] if dataset else None,
     )
+    table = [["split", "metric", "score"], *([split, m, f"{100 * value:.2f}"] for m, value, split in job_scores)]
     card = ModelCard.from_template(
         metadata,
         template_path=str(TEMPLATE),
         title=title,
         name=name,
         checkpoint=checkpoint,
-        model=checkpoint.config,
         # The decoder's weights are the word embeddings and count once.
         parameters=sum(t.numel() for part, t in checkpoint.weights.items() if part != "head.decoder.weight"),
         spec=spec,
-        run=run,
-        data=source.get("name"),
-        split=at(run.config, "train_loader.dataset.split"),
-        tokenizer=_tokenizer(checkpoint, run.config.get("tokenizer_name")),
-        job=at(run.result, "settings.task") or {},
-        eval_rate=at(run.config, "eval_loader.dataset.mlm_probability"),
-        job_scores=_job_scores(run.result),
+        config=config,
+        data=train,
+        tokenizer=_tokenizer(checkpoint, config.get("tokenizer_name")),
+        evaluation=evaluation,
+        masking_rate=evaluated.get("mlm_probability"),
+        result=result,
+        job_scores=markdown(table) if result else None,
         task_scores=_task_scores(scores),
     )
     return f"{card.content.rstrip()}\n"
 
 
-def _results(run: RunFacts, spec: ExportSpec, rows: list[Facts]) -> list[EvalResult]:
-    """Return all scores as the Hub reads them."""
-
-    def score(row: Facts, metric: str, value: float, split: str | None = None) -> EvalResult:
-        task, title = row["task"], row["title"]
-        glue = {"dataset_type": "nyu-mll/glue", "dataset_config": task, "dataset_name": f"GLUE {title}"}
-        dataset = glue if is_glue(row) else {"dataset_type": task, "dataset_name": title}
-        return EvalResult("text-classification", dataset_split=split, metric_type=metric, metric_value=value, **dataset)
-
-    results = [score(row, " and ".join(row["metrics"]), row["mean"]) for row in rows]
-    for split, values in run.result.get("scores", {}).items():
-        results += [score(run.result, metric, value, split) for metric, value in values.items()]
-    if run.evaluation and (source := read_source(run.config, "eval_loader")):
-        facts = {"dataset_type": source.get("hub_id", source["name"]), "dataset_config": source.get("subset")}
-        facts |= {"dataset_name": source["name"], "dataset_split": at(run.config, "eval_loader.dataset.split")}
-        for metric in spec.metrics:
-            if metric.hub_type and (value := run.evaluation["eval"].get(metric.key)) is not None:
-                named = {"metric_type": metric.hub_type, "metric_value": value, "metric_name": metric.label}
-                results.append(EvalResult(spec.pipeline_tag, **facts, **named))
-    return results
-
-
-def _tokenizer(checkpoint: Checkpoint, name: str | None) -> str | None:
-    """Return a tokenizer's name on the Hub, or a description of a local one, since its path is private."""
-    if name is None or not (name.startswith((".", "/", "~")) or Path(name).exists()):
-        return name
-    if (tokenizer := checkpoint.load_tokenizer()) is None:
-        return None
-    config = json.loads(checkpoint.tokenizer_files().get("tokenizer_config.json", b"{}"))
-    case = {True: ", lower case", False: ", case-sensitive"}.get(config.get("do_lower_case"), "")
-    return f"{config.get('tokenizer_class', type(tokenizer).__name__)} with {len(tokenizer):,} tokens{case}"
-
-
-def _job_scores(result: Facts) -> str | None:
-    """Return the table of a fine-tuned model's own scores."""
-    lines = [["split", "metric", "score"]]
-    for split, values in result.get("scores", {}).items():
-        lines += [[split, metric, f"{100 * value:.2f}"] for metric, value in values.items()]
-    return markdown(lines) if result else None
+def _task_result(row: Facts, metric: str, value: float, split: str | None = None) -> Facts:
+    task, title = row["task"], row["title"]
+    glue = {"dataset_type": "nyu-mll/glue", "dataset_config": task, "dataset_name": f"GLUE {title}"}
+    dataset = glue if is_glue(row) else {"dataset_type": task, "dataset_name": title}
+    score = {"metric_type": metric, "metric_value": value, "dataset_split": split}
+    return {"task_type": "text-classification", **score, **dataset}
 
 
 def _task_scores(scores: Facts) -> str | None:
@@ -103,3 +91,72 @@ def _task_scores(scores: Facts) -> str | None:
         words = f" ({', '.join(missing)})" if missing else ""
         lines.append(["GLUE average", "", f"{100 * scores['glue']:.2f}{words}", ""])
     return markdown(lines) if rows else None
+
+
+def is_glue(row: Facts) -> bool:
+    """Whether a task's examples are GLUE's."""
+    return row.get("glue", row["task"] in GLUE)
+
+
+def missing_seeds(row: Facts) -> str:
+    """Return "3 of 5 seeds" for a row with missing seeds, else an empty string."""
+    return f"{len(row['seeds'])} of {row['of']} seeds" if len(row["seeds"]) < row.get("of", 0) else ""
+
+
+def _tokenizer(checkpoint: "Checkpoint", name: str | None) -> str | None:
+    """Return a tokenizer's name on the Hub, or a description of a local one, since its path is private."""
+    if name is None or not (name.startswith((".", "/", "~")) or Path(name).exists()):
+        return name
+    if (tokenizer := checkpoint.load_tokenizer()) is None:
+        return None
+    config = json.loads(checkpoint.tokenizer_files().get("tokenizer_config.json", b"{}"))
+    case = {True: ", lower case", False: ", case-sensitive"}.get(config.get("do_lower_case"), "")
+    return f"{config.get('tokenizer_class', type(tokenizer).__name__)} with {len(tokenizer):,} tokens{case}"
+
+
+def _read_run(checkpoint: "Checkpoint") -> tuple[Facts, Facts, Facts]:
+    """Return config.yaml, the last evaluation up to the checkpoint and a job's result.json; empty if of another run."""
+    folder, name = checkpoint.path.parent, checkpoint.run_name
+    if name is None or checkpoint.published:
+        return {}, {}, {}
+    config, result = _read(folder / "config.yaml"), _read(folder / "result.json")
+    if "task" not in result or not name.endswith(f"-{result.get('folder')}"):
+        result = {}
+    if config.get("run_name") != name:
+        return {}, {}, result
+    step = checkpoint.timestamp.get("batch", 0)
+    lines = [line for line in read_json_lines(folder / METRICS) if "eval" in line and line["step"] <= step]
+    return config, lines[-1] if lines else {}, result
+
+
+def _source(config: Facts, loader: str) -> Facts:
+    """Return a loader's settings, and the source of its shards by split.json: their name, hub_id and subset."""
+    settings = config.get(loader, {}).get("dataset", {})
+    folder = settings.get("local") or config.get("data_local")
+    if not folder:
+        return {}
+    stored = _read(Path(folder, str(settings.get("split")), "split.json")).get("source") or {}
+    hub_id, subset = stored.get("dataset"), stored.get("data_subset")
+    # A pattern such as corpus/*.txt is only a meaningful name with its folder.
+    paths = [Path(pattern) for pattern in stored.get("data_files") or [folder]]
+    files = ", ".join("/".join(path.parts[-2:]) if "*" in path.name else path.name for path in paths)
+    name = f"{hub_id} ({subset})" if hub_id and subset else hub_id or files
+    return {"split": None, **settings, "name": name, "hub_id": hub_id, "subset": subset}
+
+
+def read_scores(path: Path) -> Facts:
+    """Return a report of glue.py, given report.json or its folder. Raises UserError if it is not one."""
+    file = path / "report.json" if path.is_dir() else path
+    scores = _read(file)
+    if not scores.get("tasks"):
+        raise UserError(f"--glue {path}: {file} is not a report of glue.py; give a report.json, or its folder")
+    return scores
+
+
+def _read(path: Path) -> Facts:
+    """Return the contents of a YAML or JSON file; empty if it cannot be read."""
+    try:
+        content = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
+    except (ValueError, yaml.YAMLError, OSError):
+        return {}
+    return content if isinstance(content, dict) else {}

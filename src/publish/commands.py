@@ -8,12 +8,14 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from src.checkpoints.safe_load import check_checkpoint_exists, check_hub_folder
+from safetensors import SafetensorError
+
+from src.checkpoints.safe_load import check_checkpoint_exists
 from src.cli import log
 from src.errors import UserError, reason
 from src.files import file_digest, write_json
+from src.publish.card import model_card, read_scores
 from src.publish.hub_client import CARD, download, upload
-from src.publish.run_facts import read_scores
 
 if TYPE_CHECKING:
     from src.checkpoints.reading import Checkpoint
@@ -46,7 +48,8 @@ def import_published(checkpoint: str, out: Path, tokenizer: str | None = None) -
 
 def verify(checkpoint: str, folder: Path, tokenizer: str | None = None, python: str = sys.executable) -> None:
     """Compare a folder with its checkpoint and print the largest difference. Raises UserError if they differ."""
-    check_hub_folder(folder)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds no config.json; give a folder that `hub.py export` wrote")
     read = open_checkpoint(checkpoint, tokenizer)
     from src.publish import folder as hub_folder
 
@@ -63,23 +66,21 @@ def push(
     tokenizer: str | None = None,
 ) -> None:
     """Upload a folder whose files were compared with the checkpoint; resumes if interrupted. Raises UserError."""
-    publishable_files(folder)
     if checkpoint is None:
         check_proof(folder)
     else:
         prove(open_checkpoint(checkpoint, tokenizer), folder)
-    upload(folder, publishable_files(folder), repo_id, private, revision)
+    upload(folder, repo_id, private, revision)
 
 
 def open_checkpoint(name: str, tokenizer: str | None = None) -> "Checkpoint":
     """Read a checkpoint from a file or the Hub. `tokenizer`, a folder or Hub name, replaces its own."""
     path = Path(name)
     on_hub = not path.exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)+", name)
-    if not on_hub:
-        check_checkpoint_exists(path)
     with tempfile.TemporaryDirectory() as work:
         if on_hub:
             path = download(name, Path(work))
+        check_checkpoint_exists(path)
         from src.checkpoints.reading import read_checkpoint
 
         read = read_checkpoint(path)
@@ -115,10 +116,7 @@ def check_out(out: Path) -> None:
 
 def write_proved(checkpoint: "Checkpoint", out: Path, scores: dict[str, Any] | None = None) -> None:
     """Write a complete folder with its card and its proof, or nothing at all."""
-    from safetensors import SafetensorError
-
     from src.publish import folder as hub_folder
-    from src.publish.card import model_card
 
     unfinished = out.with_name(f"{out.name}-unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -149,26 +147,24 @@ def prove(checkpoint: "Checkpoint", folder: Path) -> float:
 
 def check_proof(folder: Path) -> None:
     """Raise UserError unless the files of a folder are those that were compared with the checkpoint."""
-    advice = "give the --checkpoint to compare it with"
+    own, advice = digests(folder), "give the --checkpoint to compare it with"
     try:
         proved = json.loads((folder / PROOF).read_text())["sha256"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{folder} has no valid {PROOF} of a comparison by export; {advice}") from None
-    if changed := sorted({name for name, _ in proved ^ digests(folder).items()}):
+    if changed := sorted({name for name, _ in proved ^ own.items()}):
         raise UserError(f"{folder}: {', '.join(changed)} changed since export; {advice}")
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file but the model card, which people edit, and the proof itself."""
-    return {name: file_digest(folder / name) for name in publishable_files(folder) if name not in (CARD, PROOF)}
+    """Return the SHA-256 of every file but the model card, which people edit, and the proof itself.
 
-
-def publishable_files(folder: Path) -> list[str]:
-    """Return the files of a folder. Raises UserError for any not to be published: links, hidden or unknown types."""
+    Raises UserError for any file not to be published: links, hidden files and types that could hold code.
+    """
     if not folder.is_dir():
         raise UserError(f"--folder {folder} is not a directory; give a folder that `hub.py export` wrote")
-    paths = sorted(folder.rglob("*"))
-    for path in paths:
+    found = {}
+    for path in sorted(folder.rglob("*")):
         if path.is_symlink():
             raise UserError(f"{path} is a link, which may point outside the folder; replace it with the file")
         if path.name.startswith("."):
@@ -176,4 +172,6 @@ def publishable_files(folder: Path) -> list[str]:
         if path.is_file() and path.suffix.lower() not in PUBLISHED and path.name not in ("LICENSE", "NOTICE"):
             kinds = ", ".join(sorted(PUBLISHED))
             raise UserError(f"{path} might execute code when loaded; remove it (published: {kinds})")
-    return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
+        if path.is_file():
+            found[path.relative_to(folder).as_posix()] = file_digest(path)
+    return {name: digest for name, digest in found.items() if name not in (CARD, PROOF)}

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
+from transformers import DataCollatorWithPadding
 
 from src import lion
 from src.checkpoints.adapters import SETTINGS
@@ -21,16 +20,11 @@ from src.errors import UserError, reason
 from src.publish.spec import EXPORTS, ExportSpec
 
 CODE = Path(lion.__file__).parent
-PROBE = Path(__file__).with_name("probe.py")
-AUTO_MAP = {
-    "AutoConfig": "configuration_lion.LionConfig",
-    **{spec.auto_class: f"modeling_lion.{name}" for name, spec in EXPORTS.items()},
-}
+AUTO_MAP = {spec.auto_class: f"modeling_lion.{name}" for name, spec in EXPORTS.items()}
 TOLERANCE = 1e-5  # largest difference of a logit; relative to the largest logit if that is above 1
 SAME_NUMBERS = {"attention_form", "chunk_size"}  # settings that change only the cost
 NO_LIMIT = 2**31 - 1  # as max_position_embeddings: sentence-transformers needs a number that fits a 64-bit integer
 NO_TOKENIZER_LIMIT = int(1e30)  # as model_max_length: what transformers writes for "no limit"
-LONG_TEXT = "the " * 9000  # shows at which length a tokenizer truncates
 
 
 def write(checkpoint: Checkpoint, out: Path) -> None:
@@ -46,7 +40,8 @@ def write(checkpoint: Checkpoint, out: Path) -> None:
     if not config.has_positions:
         setattr(config, STORED_POSITIONS, config.max_position_embeddings)
         config.max_position_embeddings = NO_LIMIT
-    config.auto_map, config.architectures = dict(AUTO_MAP), [checkpoint.class_name]
+    config.auto_map = {"AutoConfig": "configuration_lion.LionConfig", **AUTO_MAP}
+    config.architectures = [checkpoint.class_name]
     model.save_pretrained(out, safe_serialization=True, max_shard_size="50GB")  # the Hub's limit for a file
     files |= {file.name: file.read_bytes() for file in CODE.glob("*.py") if file.name != "__init__.py"}
     for name, content in files.items():
@@ -56,29 +51,24 @@ def write(checkpoint: Checkpoint, out: Path) -> None:
 def verify(checkpoint: Checkpoint, folder: Path, python: str = sys.executable) -> float:
     """Compare a folder, loaded by a fresh process of `python` without this repository, with its checkpoint.
 
-    Tokens are compared if the checkpoint has a tokenizer. Returns the largest difference between logits.
-
-    Raises:
-        UserError: the folder and the checkpoint differ; the message says in what.
+    Returns the largest difference between logits. Raises UserError if the folder differs; the message says in what.
     """
-    config, stored = read_folder(folder)
+    stored = read_folder(folder)
     model, tokenizer, spec = checkpoint.build(), checkpoint.load_tokenizer(), EXPORTS[checkpoint.class_name]
-    differing = different_tensors(model.state_dict(), stored)
-    differing += sorted(
-        name for name in SETTINGS - SAME_NUMBERS if getattr(model.config, name, None) != getattr(config, name, None)
-    )
+    own, differing = model.config, different_tensors(model.state_dict(), stored.weights)
+    differing += sorted(n for n in SETTINGS - SAME_NUMBERS if getattr(own, n, None) != getattr(stored.config, n, None))
     if differing:
         raise UserError(f"{folder} differs from {checkpoint.path} in {', '.join(differing)}; export it again")
-    max_length = min(model.config.max_position_embeddings, 128)
-    inputs, tokens = spec.example_inputs(model.config), None
+    inputs, tokens, max_length = spec.example_inputs(own), None, min(own.max_position_embeddings, 128)
     if tokenizer is not None:
         batch = [dict(tokenizer(*text, truncation=True, max_length=max_length)) for text in spec.examples]
         inputs = dict(DataCollatorWithPadding(tokenizer)(batch))
         tokens = {"tokens": batch, "vocabulary": tokenizer.get_vocab()}
-    texts = {"texts": spec.examples, "max_length": max_length, "long": LONG_TEXT}
-    report, outputs = _run_probe(folder, spec, inputs, texts, python)
+    given = {"inputs": inputs, "texts": spec.examples, "max_length": max_length, "long": "the " * 9000}
+    report = _run_probe(folder, spec, given, python)
     if report["tokens"] is not None:
-        _check_limits(model.config, tokenizer, folder, report)
+        trained = own.max_position_embeddings if tokenizer is None else tokenizer.model_max_length
+        _check_limits(folder, own, trained, report)
     if tokens is None and report["tokens"] is not None:
         why = f"{checkpoint.path} has no tokenizer; name it as --tokenizer to compare them"
         log.info(f"the tokens of {folder} are not compared, as {why}")
@@ -86,7 +76,7 @@ def verify(checkpoint: Checkpoint, folder: Path, python: str = sys.executable) -
         raise UserError(f"{folder} and its checkpoint tokenize differently; export it again")
     with torch.no_grad():
         expected = model(**inputs)
-    difference = largest_difference(expected, outputs)
+    difference = largest_difference(expected, report["outputs"])
     if not difference <= TOLERANCE * max(1.0, *(tensor.abs().max().item() for tensor in expected.values())):
         raise UserError(f"the logits of {folder} differ from the checkpoint's by {difference:.1e}; export it again")
     return difference
@@ -109,35 +99,27 @@ def largest_difference(expected: dict[str, Tensor], outputs: dict[str, Tensor]) 
     return torch.stack([(expected[name] - outputs[name]).abs().max() for name in expected]).max().item()
 
 
-def _run_probe(
-    folder: Path, spec: ExportSpec, inputs: dict[str, Tensor], texts: dict[str, Any], python: str
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the report and the outputs of probe.py."""
-    hidden = ("PYTHONPATH", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+def _run_probe(folder: Path, spec: ExportSpec, given: dict[str, Any], python: str) -> dict[str, Any]:
+    probe, hidden = Path(__file__).with_name("probe.py"), ("PYTHONPATH", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
     with tempfile.TemporaryDirectory() as work:
-        environment |= {"HF_MODULES_CACHE": f"{work}/modules", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        save_file(inputs, f"{work}/inputs.safetensors")
-        Path(work, "texts.json").write_text(json.dumps(texts))
-        command = [python, "-c", PROBE.read_text(), str(folder.resolve()), spec.auto_class, spec.processor, work]
+        environment = os.environ | dict.fromkeys((*hidden, "CUDA_VISIBLE_DEVICES"), "")
+        environment |= {"HF_MODULES_CACHE": f"{work}/modules", "HF_HUB_OFFLINE": "1"}
+        torch.save(given, f"{work}/inputs.pt")
+        command = [python, "-c", probe.read_text(), str(folder.resolve()), spec.auto_class, spec.processor, work]
         try:
             done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True)
         except OSError as error:
-            raise UserError(
-                f"--python {python} cannot be started ({reason(error)}); give a Python interpreter"
-            ) from None
+            raise UserError(f"--python {python} cannot be started ({reason(error)}); give another") from None
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
             raise UserError(f"{folder} does not load in plain transformers: {last}")
-        return json.loads(Path(work, "report.json").read_text()), load_file(f"{work}/outputs.safetensors")
+        return torch.load(f"{work}/report.pt", weights_only=True)
 
 
-def _check_limits(
-    config: lion.LionConfig, tokenizer: PreTrainedTokenizerBase | None, folder: Path, report: dict[str, Any]
-) -> None:
+def _check_limits(folder: Path, config: lion.LionConfig, trained: int, report: dict[str, Any]) -> None:
     """Raise UserError unless a long text is truncated to the position table, or not at all if there is none.
 
-    The limits that earlier versions wrote, which are those of training, are only logged.
+    The limits of training, which earlier versions wrote, are only logged.
     """
     own = config.max_position_embeddings
     table = own if config.has_positions else NO_LIMIT
@@ -146,7 +128,6 @@ def _check_limits(
         return
     right = f"{table:,} tokens" if config.has_positions else "texts of any length"
     what = f"{folder} limits texts to {min(read, positions):,} tokens, but {config.mixer} reads {right}"
-    trained = own if tokenizer is None else tokenizer.model_max_length
     if read not in (min(full, trained), min(full, table)) or positions not in (own, table):
         raise UserError(f"{what}; export it again")
     log.info(f"{what}; it is from an earlier version, export it again to change that")

@@ -16,22 +16,22 @@ DENIED = {
 }
 
 
-def upload(folder: Path, names: list[str], repo_id: str, private: bool, revision: str | None) -> None:
-    """Upload files of a folder in one commit and print their URL. Raises UserError."""
-    from huggingface_hub import CommitOperationAdd, HfApi
+def upload(folder: Path, repo_id: str, private: bool, revision: str | None) -> None:
+    """Upload a folder in one commit and print its URL. Raises UserError."""
+    from huggingface_hub import HfApi
 
-    api, own_name = HfApi(), folder.resolve().name
+    api, card, own_name = HfApi(), folder / CARD, folder.resolve().name
     with hub_errors(repo_id, "", "push again to resume"):
         repo = api.create_repo(repo_id, private=private, exist_ok=True)  # a name without ORG/ gets the user's namespace
         if revision is not None:
             api.create_branch(repo.repo_id, branch=revision, exist_ok=True)
-        if CARD in names:  # its usage lines load the folder: from now on by the name on the Hub
-            card = (folder / CARD).read_text(encoding="utf-8")
+        if card.is_file():  # its usage lines load the folder: from now on by the name on the Hub
+            text = card.read_text(encoding="utf-8")
             for before in ("model=", "from_pretrained("):
-                card = card.replace(f'{before}"{own_name}"', f'{before}"{repo.repo_id}"')
-            (folder / CARD).write_text(card, encoding="utf-8")
-        files = [CommitOperationAdd(name, folder / name) for name in names]
-        commit = api.create_commit(repo.repo_id, files, commit_message=f"Upload {own_name}", revision=revision)
+                text = text.replace(f'{before}"{own_name}"', f'{before}"{repo.repo_id}"')
+            card.write_text(text, encoding="utf-8")
+        target = {"repo_id": repo.repo_id, "revision": revision}
+        commit = api.upload_folder(folder_path=folder, commit_message=f"Upload {own_name}", **target)
     print(f"{folder} is at {repo} ({revision or 'main'}, commit {commit.oid[:7]})")
 
 
@@ -60,10 +60,8 @@ def hub_errors(repo_id: str, prefix: str, advice: str) -> Iterator[None]:
 
     try:
         yield
-    except HFValidationError as error:
-        raise UserError(f"{prefix}{repo_id} is not a name on the Hub: {error}") from None
-    except OfflineModeIsEnabled:
-        raise UserError(f"{prefix}{repo_id} cannot be reached while HF_HUB_OFFLINE is set; unset it") from None
+    except (HFValidationError, OfflineModeIsEnabled) as error:
+        raise UserError(f"{prefix}{repo_id} cannot be used: {first_line(error)}") from None
     except (RequestException, RuntimeError) as error:  # hf_xet, which sends large files, raises the latter
         response = getattr(error, "response", None)
         if response is None:

@@ -1,22 +1,12 @@
 """How each model class is published: an ExportSpec holds what export, verify and the model card need."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from src.lion import LionConfig
-
-
-@dataclass(frozen=True)
-class Metric:
-    """An evaluation metric in metrics.jsonl that the model card reports."""
-
-    key: str
-    label: str
-    form: str  # format specification
-    hub_type: str | None = None  # the metric's type in the card's metadata; None: not in the metadata
 
 
 def example_tokens(config: LionConfig) -> dict[str, Tensor]:
@@ -42,7 +32,8 @@ class ExportSpec:
     auto_class: str  # the transformers class that loads it
     pipeline_tag: str | None = None
     usage: str | None = None  # a call of its pipeline, for the card; EXAMPLE becomes a text or a pair
-    metrics: tuple[Metric, ...] = ()
+    # Metrics that the card reports: key in metrics.jsonl → label, format, and type in the metadata (None: not there).
+    metrics: dict[str, tuple[str, str, str | None]] = field(default_factory=dict)
     processor: str = "AutoTokenizer"  # the transformers class that prepares its inputs
     examples: tuple = TEXTS  # processor inputs, to compare a folder with its checkpoint
     example_inputs: Callable[[LionConfig], dict[str, Tensor]] = example_tokens  # model inputs, if there is no processor
@@ -54,11 +45,11 @@ EXPORTS = {
         "AutoModelForMaskedLM",
         "fill-mask",
         'fill(f"She read the {fill.tokenizer.mask_token} from the first page to the last.")',
-        metrics=(
-            Metric("eval/MaskedAccuracy", "masked accuracy", ".2%", "accuracy"),
-            Metric("eval/MostFrequentTokenAccuracy", "accuracy of always predicting the most frequent token", ".2%"),
-            Metric("eval/LanguageCrossEntropy", "loss", ".3f", "cross entropy"),
-        ),
+        metrics={
+            "eval/MaskedAccuracy": ("masked accuracy", "{:.2%}", "accuracy"),
+            "eval/MostFrequentTokenAccuracy": ("accuracy of always predicting the most frequent token", "{:.2%}", None),
+            "eval/LanguageCrossEntropy": ("loss", "{:.3f}", "cross entropy"),
+        },
     ),
     "LionForSequenceClassification": ExportSpec(
         "AutoModelForSequenceClassification", "text-classification", "classify(EXAMPLE)"
