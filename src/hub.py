@@ -43,10 +43,10 @@ def main(argv: list[str]) -> None:
     add("--repo_id", required=True, help="ORG/NAME on the Hub; created if it does not exist")
     add("--checkpoint", help="verify against it first, if files changed after export")
     add("--tokenizer", help="with --checkpoint: the --tokenizer of import")
-    add("--private", action="store_true", help="create the repository as a private one")
+    add("--private", action="store_true", help="create a private repository")
     add("--revision", help="branch to push to; created if it does not exist (default: main)")
 
-    add = subcommand("import", commands.import_published, "write a checkpoint of the paper's authors as such a folder")
+    add = subcommand("import", commands.import_published, "export a checkpoint of the paper's authors")
     add("--checkpoint", required=True, help="their Composer checkpoint: a file, or ORG/NAME on the Hub")
     add("--out", type=Path, required=True, help="folder to write; must not exist yet")
     add("--tokenizer", help="folder or Hub name of the tokenizer to use instead of the checkpoint's")

@@ -162,7 +162,7 @@ def read_folder(folder: Path) -> Checkpoint:
             return _read_bert(folder)
         weights = load_file(folder / "model.safetensors")
     except FileNotFoundError:
-        raise UserError(f"{folder} holds no config.json or no model.safetensors; give a folder of `hub.py`") from None
+        raise UserError(f"{folder} holds no config.json or model.safetensors; give a Hub folder or a BERT") from None
     except (SafetensorError, AttributeError, ValueError) as error:
         raise UserError(f"{folder} cannot be read ({error}); export it again") from None
     if kind != "lion":

@@ -109,7 +109,7 @@ def _run_probe(folder: Path, spec: ExportSpec, given: dict[str, Any], python: st
         try:
             done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True)
         except OSError as error:
-            raise UserError(f"--python {python} cannot be started ({reason(error)}); give another") from None
+            raise UserError(f"--python {python} cannot be started ({reason(error)}); use another") from None
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
             raise UserError(f"{folder} does not load in plain transformers: {last}")
