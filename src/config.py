@@ -55,9 +55,8 @@ def key(meaning: str, default: Any = REQUIRED, *, may_change: bool | tuple[str, 
     `may_change`: whether a resumed run may have a different value; in a free-form section, which keys may.
     """
     metadata = {"meaning": meaning, "rule": Rule(**rule), "may_change": may_change}
-    if isinstance(default, dict | list):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    default = {"default_factory": default.copy} if isinstance(default, dict | list) else {"default": default}
+    return field(**default, metadata=metadata)
 
 
 def duration(meaning: str, default: Any = REQUIRED, units: Iterable[str] = tuple(TIME_UNITS), **options: Any) -> Any:
@@ -79,20 +78,15 @@ def load(schema: type[Config], script: str, argv: list[str], example: str = "", 
     """Return the validated config that a command line asks for: `script.py FILE.yaml [key=value ...]`.
 
     A file may inherit another with `inherit: other.yaml`, a path relative to itself, and state only what differs.
-
-    Args:
-        example: a command line for `--help`, after the script's name.
-        more_help: what `--help` prints after the keys.
-
-    Raises:
-        UserError: a missing file, an unknown or missing key, a value of the wrong type or outside its bounds.
+    `example` and `more_help` are for `--help`. Raises UserError for a missing file, an unknown or missing key, or a
+    value of the wrong type or outside its bounds.
     """
-    keys = f"keys, in the YAML file or as key=value (the value after = is the default):\n\n{describe(schema)}"
+    keys = "keys, in the YAML file or as key=value (the value after = is the default):"
     parser = argparse.ArgumentParser(
         prog=script,
         usage=f"{script} FILE.yaml [key=value ...] [--print_config]",
         description=f"Example: {script} {example}",
-        epilog=f"{keys}\n\n{more_help}",
+        epilog=f"{keys}\n\n{describe(schema)}\n\n{more_help}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("yaml", metavar="FILE.yaml", help="the config, e.g. one in yamls/")
@@ -135,8 +129,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
         raise UserError(f"cannot read {path} ({reason(error)}); fix that or give another file") from None
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} must hold `key: value` lines")
-    base = config.pop("inherit", None)
-    if base is None:
+    if (base := config.pop("inherit", None)) is None:
         return config
     if not isinstance(base, str):
         raise UserError(f"{path}: inherit must name one file, not {base}")
@@ -153,8 +146,7 @@ def _check_keys(given: dict[str, Any], schema: type) -> None:
     for name, value in values.items():
         if name in sections:
             raise UserError(f"{name}={value!r} must be a section of `key: value` lines")
-        # Keys in a free-form section, such as optimizer.lr, are checked where they are used. They are also suggested
-        # for a key that was given without its section.
+        # A key of a free-form section, such as optimizer.lr, is checked where it is used, and suggested for lr.
         if not any(f"{name}.".startswith(f"{other}.") for other in known):
             raise UserError(f"unknown key {name}{nearest(name, {*known, *values} - {name})}")
 
@@ -169,7 +161,6 @@ def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _expand_home(given: Any) -> Any:
-    """Expand the `~/` at the start of each string."""
     if isinstance(given, dict):
         return {name: _expand_home(value) for name, value in given.items()}
     if isinstance(given, list):
@@ -183,8 +174,8 @@ def describe(schema: type) -> str:
     for name, entry, _ in _keys(schema):
         default = entry.default_factory() if entry.default is MISSING else entry.default
         shown = "" if default == REQUIRED else f" = {'null' if default is None else default}"
-        choices = f" ({', '.join(map(str, entry.metadata['rule'].choices))})" if entry.metadata["rule"].choices else ""
-        lines.append(f"  {name}{shown}\n        {entry.metadata['meaning']}{choices}")
+        choices = ", ".join(map(str, entry.metadata["rule"].choices))
+        lines.append(f"  {name}{shown}\n        {entry.metadata['meaning']}{f' ({choices})' if choices else ''}")
     return "\n".join(lines)
 
 
@@ -218,12 +209,11 @@ def check_value(name: str, value: Any, kind: Any = Any, rule: Rule = Rule()) -> 
 
 
 def _is_duration(value: Any, rule: Rule) -> bool:
-    found = re.fullmatch(f"(.+)({'|'.join(rule.units)})", str(value), re.IGNORECASE)
     try:
-        number = float(found[1]) if found else inf
-    except ValueError:
+        number, unit = re.fullmatch(f"(.+)({'|'.join(rule.units)})", str(value).lower()).groups()
+        return rule.admits(float(number)) and (unit == "dur" or float(number).is_integer())
+    except (AttributeError, ValueError):  # another unit, or no number
         return False
-    return rule.admits(number) and (number.is_integer() or found[2].lower() == "dur")
 
 
 def check_known(section: str, given: Iterable[str], known: Collection[str]) -> None:
@@ -247,8 +237,10 @@ def to_dict(config: Any) -> dict[str, Any]:
     return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
 
 
-def read_stored(path: Path, schema: type) -> dict[str, Any]:
-    """Return the `to_dict` of a config as a run stored it, with defaults for newer keys. Raises UserError."""
+def read_stored(path: Path, schema: type) -> dict[str, Any] | None:
+    """Return the `to_dict` of a config as a run stored it, with defaults for newer keys; None without a file."""
+    if not path.is_file():
+        return None
     defaults = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(schema)))
     try:
         return OmegaConf.to_container(OmegaConf.merge(defaults, OmegaConf.load(path)), resolve=True)

@@ -1,6 +1,6 @@
 """Plots in one style, with one colour per mixer. Titles name the data and the model, axes their units.
 
-`curves` draws metrics of runs, `bars` draws scores. Any other figure: `subplots`, plot in `color`s, `label_axes`, `save`.
+`curves` draws metrics of runs, `bars` draws scores. Another figure: `subplots`, plot in `color`s, `label_axes`, `save`.
 """
 
 import io

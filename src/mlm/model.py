@@ -18,8 +18,6 @@ from src.training.trainer import AutocastModel
 class MaskedAccuracy(Metric):
     """Fraction of labels predicted correctly. Composer's metric searches for labels, which synchronises the GPU."""
 
-    full_state_update = False
-
     def __init__(self) -> None:
         super().__init__()
         self.add_state("correct", default=torch.tensor(0), dist_reduce_fx="sum")
@@ -37,8 +35,6 @@ class MaskedAccuracy(Metric):
 class MostFrequentTokenAccuracy(Metric):
     """Accuracy of always predicting the most frequent label: the baseline of masked accuracy."""
 
-    full_state_update = False
-
     def __init__(self, vocab_size: int):
         super().__init__()
         self.add_state("counts", default=torch.zeros(vocab_size, dtype=torch.long), dist_reduce_fx="sum")
@@ -54,19 +50,13 @@ class LionMLM(AutocastModel):
     """Masked language modelling: cross entropy and accuracy at the masked positions, and their baseline."""
 
     def __init__(self, config: LionConfig, tokenizer: PreTrainedTokenizerBase):
-        super().__init__(
-            LionForMaskedLM(config),
-            tokenizer,
-            use_logits=True,
-            metrics=[MaskedAccuracy()],
-            eval_metrics=[LanguageCrossEntropy(), MaskedAccuracy(), MostFrequentTokenAccuracy(config.vocab_size)],
-        )
+        model = LionForMaskedLM(config)
+        measured = [LanguageCrossEntropy(), MaskedAccuracy(), MostFrequentTokenAccuracy(config.vocab_size)]
+        super().__init__(model, tokenizer, use_logits=True, metrics=[MaskedAccuracy()], eval_metrics=measured)
         # Counted here, since FSDP leaves each device with a shard.
-        self.layer_parameters, self.head_parameters = (
-            sum(parameter.numel() for parameter in part.parameters())
-            for part in (self.model.lion.layers, self.model.head)
-        )
-        for layer in self.model.lion.layers:  # the units that Composer's FSDP shards, and recomputes if asked to
+        self.layer_parameters = sum(parameter.numel() for parameter in model.lion.layers.parameters())
+        self.head_parameters = sum(parameter.numel() for parameter in model.head.parameters())
+        for layer in model.lion.layers:  # the units that Composer's FSDP shards, and recomputes if asked to
             layer._fsdp_wrap = layer._activation_checkpointing = True
 
     def flops_per_batch(self, batch: Mapping[str, Tensor]) -> float:

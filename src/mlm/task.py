@@ -44,7 +44,6 @@ class PretrainConfig(RunConfig):
     eval_loader: LoaderConfig = field(default_factory=LoaderConfig)
 
     def check(self) -> None:
-        """Check keys against each other. Raises UserError."""
         super().check()
         if self.load_path is not None and self.model.get("pretrained_checkpoint") is not None:
             raise UserError("load_path and model.pretrained_checkpoint both name what to start from; omit one")
@@ -99,8 +98,8 @@ class MaskedLM(Task):
             start = read_pretrained(name, "model.pretrained_checkpoint")
             own = start.load_tokenizer()
             if own is not None and vocabulary_digest(own) != vocabulary_digest(self.tokenizer):
-                wrong = f"tokenizer_name={self.config.tokenizer_name}"
-                raise UserError(f"{wrong} is not the tokenizer of {name}; use that one")
+                given = f"tokenizer_name={self.config.tokenizer_name}"
+                raise UserError(f"{given} is not the tokenizer of {name}; use that one")
             section = {**lion_arguments(start.config.to_dict()), **section}
         model = LionMLM(build_lion_config(section, self.tokenizer, self.max_seq_len), self.tokenizer)
         if start is None:

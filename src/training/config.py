@@ -14,18 +14,11 @@ COUNT = {"at_least": 1, "at_most": 2**32 - 1}
 class TrainerConfig:
     """Keys shared by all training, one long run or many short ones."""
 
-    scheduler: dict[str, Any] = key(
-        "name (linear_decay_with_warmup, cosine_with_warmup, constant, constant_with_warmup, warmup_stable_decay) and "
-        "arguments"
-    )
+    scheduler: dict[str, Any] = key("name, such as linear_decay_with_warmup or cosine_with_warmup, and arguments")
     algorithms: dict[str, Any] = key("by name, with arguments: gradient_clipping, …", {})
-    callbacks: dict[str, Any] = key(
-        "by name, with arguments: speed_monitor, lr_monitor, memory_monitor, …", {}, may_change=True
-    )
+    callbacks: dict[str, Any] = key("by name, with arguments: speed_monitor, lr_monitor, …", {}, may_change=True)
     loggers: dict[str, Any] = key("by name, with arguments: tensorboard, wandb, mlflow, file", {}, may_change=True)
-    precision: str | None = key(
-        "default: amp_bf16 on a GPU, fp32 on a CPU", None, choices=("fp32", "amp_bf16", "amp_fp16")
-    )
+    precision: str | None = key("default: amp_bf16; on a CPU fp32", None, choices=("fp32", "amp_bf16", "amp_fp16"))
     device: str | None = key("default: a GPU if there is one", None, choices=("gpu", "cpu"), may_change=True)
     save_folder: str = key("folder for everything the command writes", may_change=True)
     progress_bar: bool = key("show progress and time left", True, may_change=True)
@@ -44,9 +37,7 @@ class RunConfig(TrainerConfig):
     """Keys of one run with checkpoints."""
 
     run_name: str = key("name of the run")
-    optimizer: dict[str, Any] = key(
-        "name (decoupled_adamw, adamw), arguments; filter_bias_norm_wd: true exempts biases and norms from weight decay"
-    )
+    optimizer: dict[str, Any] = key("name, arguments; filter_bias_norm_wd: true exempts biases and norms from decay")
     max_duration: str = duration("length of training", units=("ba", "sp", "ep", "tok"), may_change=True)
     eval_interval: str = duration("how often to evaluate", may_change=True)
     eval_first: bool = key("evaluate the untrained model too, for comparison", True, may_change=True)
@@ -69,12 +60,8 @@ class RunConfig(TrainerConfig):
     on_nonfinite_loss: str = key(
         "stop: end the run; skip: drop and count the step's update", "stop", choices=("stop", "skip"), may_change=True
     )
-    activation_checkpointing: bool = key(
-        "recompute each layer in the backward pass: less memory, a third more compute", False, may_change=True
-    )
-    fsdp_config: dict[str, Any] = key(
-        "arguments of Composer's FSDPConfig, to shard the model over GPUs; empty: DDP", {}, may_change=True
-    )
+    activation_checkpointing: bool = key("recompute layers in the backward pass: less memory", False, may_change=True)
+    fsdp_config: dict[str, Any] = key("arguments of Composer's FSDPConfig; empty: DDP", {}, may_change=True)
     ddp_sync_strategy: str | None = key(
         "when DDP sums gradients; default: after the last microbatch",
         None,
@@ -82,14 +69,13 @@ class RunConfig(TrainerConfig):
         may_change=True,
     )
     dist_timeout: float = key("seconds a device waits for the others", 300.0, above=0, may_change=True)
-    compile_config: Any = key("arguments of torch.compile, {}: its defaults; null: not compiled", None, may_change=True)
+    compile_config: dict[str, Any] | None = key("arguments of torch.compile; null: not used", None, may_change=True)
     hf_export: str | None = key(
         "write Hub folders to save_folder/hub, at the end or each save", None, choices=("end", "save"), may_change=True
     )
     log_interval: str = duration("how often to write a line to metrics.jsonl", "10ba", units=("ba",), may_change=True)
 
     def check(self) -> None:
-        """Check keys against each other. Raises UserError."""
         super().check()
         clipping = self.algorithms.get("gradient_clipping")
         by_value = isinstance(clipping, dict) and clipping.get("clipping_type") == "value"

@@ -45,8 +45,7 @@ class FiniteLoss(Callback):
         gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
         total = torch.stack(torch._foreach_norm(gradients)).sum()
         if on_any_rank(not math.isfinite(total), state):
-            for parameter in state.model.parameters():
-                parameter.grad = None  # optimizers skip parameters without a gradient
+            state.model.zero_grad()  # optimizers skip parameters without a gradient
             self.skipped += 1
             step = state.timestamp.batch.value + 1
             log.warning(f"step {step}: non-finite gradients; update skipped ({self.skipped} so far)")
@@ -55,10 +54,9 @@ class FiniteLoss(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         loss = state.total_loss_dict["loss/train/total"]
         if self.action == "stop" and not math.isfinite(loss):
-            step, lr = state.timestamp.batch.value, state.schedulers[0].get_last_lr()[0]
+            at = f"at learning rate {state.schedulers[0].get_last_lr()[0]:.3g}; {resume_hint(self.writer.folder)}"
             to_do = "try a lower optimizer.lr in a new save_folder, or on_nonfinite_loss=skip"
-            hint = resume_hint(self.writer.folder)
-            raise RunFailed(f"step {step}: loss is {loss} at learning rate {lr:.3g}; {hint}; {to_do}")
+            raise RunFailed(f"step {state.timestamp.batch.value}: loss is {loss} {at}; {to_do}")
 
     def state_dict(self) -> dict[str, int]:
         return {"skipped": self.skipped}
@@ -101,10 +99,10 @@ class StopOnSignal(Callback):
             return
         failure = self.writer.save(state)
         signum = signal.Signals(self.requested or signal.SIGTERM)  # 0: signalled on another rank
-        if failure:
-            log.warning(f"{signum.name}: {failure}; {resume_hint(self.writer.folder)}")
-        else:
+        if failure is None:
             log.info(f"{signum.name}: saved step {state.timestamp.batch.value}; the same command resumes from it")
+        else:
+            log.warning(f"{signum.name}: {failure}; {resume_hint(self.writer.folder)}")
         raise SystemExit(128 + signum)
 
     def fit_end(self, state: State, logger: Logger) -> None:

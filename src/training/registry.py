@@ -149,6 +149,6 @@ def describe_arguments() -> str:
     lines = ["arguments of everything chosen by name (in `callbacks` and the like, as name: {argument: value}):\n"]
     for name, factory in described.items():
         shown = [*arguments_of(factory).values(), *(["filter_bias_norm_wd=False"] if "optimizer:" in name else [])]
-        words = ", ".join(shown) or "no arguments"
-        lines += [f"  {name}", textwrap.fill(words, 112, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+        words = textwrap.fill(", ".join(shown) or "no arguments", 104)
+        lines += [f"  {name}", textwrap.indent(words, " " * 8)]
     return "\n".join(lines)

@@ -9,6 +9,11 @@ from src.files import exclusive_lock
 from src.training import run_folder
 from src.training.task import Task
 
+SAME_NAME = (  # keys of a config that are arguments of the trainer
+    "run_name", "seed", "float32_matmul_precision", "max_duration", "eval_interval", "eval_subset_num_batches",
+    "device_train_microbatch_size", "ddp_sync_strategy", "dist_timeout", "compile_config",
+)  # fmt: skip
+
 
 def run(task: Task) -> None:
     """Train, or resume, unless this run is already finished in `save_folder`; then print the results.
@@ -49,10 +54,10 @@ def train(task: Task, folder: Path) -> None:
     device = trainer.resolve_device(config.device)
     trainer.configure_process(device)
     trainer.check_fsdp(config.fsdp_config, device)
-    trainer.check_compile(config.compile_config)
+    trainer.check_compile(config.compile_config or {})
     precision = trainer.resolve_precision(config.precision, device)
-    microbatch = config.device_train_microbatch_size
-    device_batch = trainer.split_batch_size(config.global_train_batch_size, microbatch, dist.get_world_size(), device)
+    batch, microbatch = config.global_train_batch_size, config.device_train_microbatch_size
+    device_batch = trainer.split_batch_size(batch, microbatch, dist.get_world_size(), device)
     scheduler = registry.build_scheduler(config.scheduler, config.max_duration)
     algorithms = registry.build_all("algorithms", config.algorithms)
     reproducibility.seed_all(config.seed)
@@ -69,16 +74,14 @@ def train(task: Task, folder: Path) -> None:
         dist.initialize_dist(device, config.dist_timeout)
     train_data, eval_data = task.build_loaders(device_batch)
     startup.done("data")
-    title = config.run_name if config.progress_bar else None
+    title = config.run_name if config.progress_bar else ""
     run_log = RunLog(folder, config.log_interval, title, task.curves, task.statistics)
     writer = CheckpointWriter(folder, config.save_interval, config.save_num_checkpoints_to_keep)
     composer_trainer = trainer.build_trainer(
         model,
+        **{name: getattr(config, name) for name in SAME_NAME},
         device=device,
         precision=precision,
-        float32_matmul_precision=config.float32_matmul_precision,
-        run_name=config.run_name,
-        seed=config.seed,
         train_dataloader=train_data,
         eval_dataloader=eval_data,
         optimizers=optimizer,
@@ -94,16 +97,9 @@ def train(task: Task, folder: Path) -> None:
             startup,
         ],
         loggers=[*registry.build_all("loggers", config.loggers), run_log],
-        max_duration=config.max_duration,
-        eval_interval=config.eval_interval,
-        eval_subset_num_batches=config.eval_subset_num_batches,
-        device_train_microbatch_size=microbatch,
         accumulate_train_batch_on_tokens=True,  # the loss is a mean over the predictions of the whole batch
         load_path=str(latest or config.load_path or "") or None,
         parallelism_config={"fsdp": dict(config.fsdp_config)} if config.fsdp_config else None,
-        ddp_sync_strategy=config.ddp_sync_strategy,
-        dist_timeout=config.dist_timeout,
-        compile_config=config.compile_config,
     )
     state = composer_trainer.state
     startup.done("trainer")

@@ -19,7 +19,7 @@ CONFIG, SUMMARY = "config.yaml", "summary.json"
 def check_save_folder(config: RunConfig, folder: Path) -> None:
     """Raise UserError for a folder in which this run's results would mix with another's."""
     check_writable("save_folder", folder)
-    stored = stored_config(folder, type(config))
+    stored = read_stored(folder / CONFIG, type(config))
     if stored is None:
         if any(folder.glob("ep*-rank0.pt")):
             to_do = "restore it or choose another folder"
@@ -42,15 +42,9 @@ def check_save_folder(config: RunConfig, folder: Path) -> None:
             check_remaining(read_checkpoint(latest), config.max_duration, f"save_folder: {latest}")
 
 
-def stored_config(folder: Path, schema: type[RunConfig]) -> dict[str, Any] | None:
-    """Return the config of the run in a folder, or None; keys newer than the run get their defaults."""
-    path = folder / CONFIG
-    return read_stored(path, schema) if path.is_file() else None
-
-
 def is_finished(config: RunConfig, folder: Path) -> bool:
     """Return whether the folder holds exactly this run, finished."""
-    return (folder / SUMMARY).is_file() and stored_config(folder, type(config)) == to_dict(config)
+    return (folder / SUMMARY).is_file() and read_stored(folder / CONFIG, type(config)) == to_dict(config)
 
 
 def save_config(config: RunConfig, folder: Path) -> None:
@@ -59,25 +53,21 @@ def save_config(config: RunConfig, folder: Path) -> None:
         return
     try:
         (folder / SUMMARY).unlink(missing_ok=True)  # of a shorter run that is now extended
-        if stored_config(folder, type(config)) != to_dict(config):
+        if read_stored(folder / CONFIG, type(config)) != to_dict(config):
             write_atomically(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
     except OSError as error:
         to_do = "free disk space or choose another folder"
         raise UserError(f"save_folder: cannot write to {folder}: {reason(error)}; {to_do}") from None
 
 
-def evaluations(folder: Path, curves: tuple[Curve, ...] = ()) -> list[dict[str, Any]]:
-    """Return the evaluations of a run in order: {"step": …, curve.name: value, …}."""
-    return [
-        {"step": line["step"], **{curve.name: line["eval"][curve.eval_key] for curve in curves}}
-        for line in read_json_lines(folder / METRICS)
-        if "eval" in line
-    ]
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl that are evaluations."""
+    return [line for line in read_json_lines(folder / METRICS) if "eval" in line]
 
 
 def is_evaluated(folder: Path, step: int) -> bool:
     """Return whether the run's last evaluation was at this step."""
-    return any(result["step"] == step for result in evaluations(folder)[-1:])
+    return any(line["step"] == step for line in evaluations(folder)[-1:])
 
 
 def write_summary(
@@ -91,7 +81,10 @@ def write_summary(
     retry = f"free disk space for {folder} and repeat the command"
     if not is_evaluated(folder, step):
         raise RunFailed(f"the run is finished and saved, but its last evaluation could not be written; {retry}")
-    results = evaluations(folder, curves)
+    results = [
+        {"step": line["step"], **{curve.name: line["eval"][curve.eval_key] for curve in curves}}
+        for line in evaluations(folder)
+    ]
     summary = {
         "run": config.run_name,
         "parameters": parameters,
@@ -110,14 +103,14 @@ def write_summary(
 def print_summary(folder: Path, curves: tuple[Curve, ...]) -> None:
     """Print the results of a finished run and where they are."""
     summary = json.loads((folder / SUMMARY).read_text())
-    widths = [max(8, len(curve.title) + 3) for curve in curves]
-    print(f"\n{'':14}{''.join(curve.title.rjust(width) for curve, width in zip(curves, widths))}")
-    names = ("before", "after") if summary["best"] == summary["after"] else ("before", "best", "after")
-    for name in names:
-        if result := summary[name]:
+    widths = {curve: max(8, len(curve.title) + 3) for curve in curves}
+    print(f"\n{'':14}{''.join(curve.title.rjust(width) for curve, width in widths.items())}")
+    for name in ("before", "best", "after"):
+        result = summary[name]
+        if result and not (name == "best" and result == summary["after"]):
             shown = f"{name}, step {result['step']:,}" if name == "best" else name
-            formats = [f"{width}.2%" if curve.percent else f"{width}.3f" for curve, width in zip(curves, widths)]
-            print(f"{shown:14}{''.join(format(result[c.name], f) for c, f in zip(curves, formats))}")
+            values = (f"{result[c.name]:{width}{'.2%' if c.percent else '.3f'}}" for c, width in widths.items())
+            print(f"{shown:14}{''.join(values)}")
     checkpoint = folder / LATEST
     print(f"\ncheckpoint    {checkpoint}\ncurves        {folder / 'curves.png'}\nmetrics       {folder / METRICS}")
     print(f"\nnext: python src/hub.py export --checkpoint {checkpoint} --out my-model")

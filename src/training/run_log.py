@@ -1,6 +1,7 @@
 """What a run reports: the time of startup, a progress bar, the time left, `metrics.jsonl` and TensorBoard files."""
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -29,33 +30,24 @@ class RunLog(LoggerDestination):
     Training lines: {"step", "samples", "seconds", "loss", "lr", "samples_per_second", "tokens_per_second", …} and
     the training metrics of `curves`; loss and rates are means since the previous line. Evaluation lines: {"step",
     "samples", "seconds", "eval": {metric: value}}. A resumed run drops the lines after its checkpoint. If a line cannot
-    be written, the run continues without it and warns once.
-
-    Args:
-        title: of the progress bar; None: no bar.
-        statistics: those of a `Task`.
+    be written, the run continues without it and warns once. Without a title there is no progress bar.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        interval: str,
-        title: str | None = None,
-        curves: Sequence[Curve] = (),
-        statistics: Any = None,
+        self, folder: Path, interval: str, title: str = "", curves: Sequence[Curve] = (), statistics: Any = None
     ):
         self.path = folder / METRICS
         self.interval = Time.from_timestring(interval).value
         self.title = title
         self.train_curves = [curve for curve in curves if curve.train_key not in (None, TRAIN_LOSS)]
-        self.statistics = statistics
+        self.statistics = statistics  # of a Task
         self.latest: dict[str, float] = {}
         self.losses: list[float] = []
         self.last_line = self.first_step = ()  # `_counts` at the previous line, and after this process's first step
         self.rates: dict[str, float] = {}  # between the last two lines
         self.bar: tqdm | None = None
-        self.failed = False  # whether writing a line has failed
         self.estimated = False  # whether the time left has been logged
+        self.warn_once = functools.cache(log.warning)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self.latest.update({name: float(value) for name, value in metrics.items()})
@@ -68,7 +60,7 @@ class RunLog(LoggerDestination):
             try:
                 write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
             except OSError as error:
-                self._warn(error)
+                self.warn_once(f"cannot write {self.path}: {reason(error)}; the lines after step {step} are repeated")
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": self.losses, "padding": vars(self.statistics) if self.statistics else {}}
@@ -80,7 +72,7 @@ class RunLog(LoggerDestination):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.last_line = _counts(state)
-        if self.title is not None:
+        if self.title:
             self.bar = progress(desc=self.title, unit="step", initial=state.timestamp.batch.value)
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -162,12 +154,7 @@ class RunLog(LoggerDestination):
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.truncate(self.path, size)  # a partial line would hide those after it
-            self._warn(error)
-
-    def _warn(self, error: OSError) -> None:
-        if not self.failed:
-            log.warning(f"cannot write {self.path}: {reason(error)}; training continues without these lines")
-        self.failed = True
+            self.warn_once(f"cannot write {self.path}: {reason(error)}; training continues without these lines")
 
 
 def _counts(state: State) -> tuple[int, int, int, float]:
