@@ -26,15 +26,7 @@ from torch import Tensor
 
 from .configuration_lion import FORMS
 from .cpu import dropout
-from .linear_attention_forms import (
-    chunkwise,
-    clamped_exp,
-    cumulative_log_decay,
-    decayed_scores,
-    read_state,
-    recurrent,
-    zero_masked,
-)
+from .linear_attention_forms import chunkwise, clamped_exp, cumulative_log_decay, decayed_scores, read_state, recurrent
 from .linear_attention_triton import covers, fused_linear_attention
 
 # "auto" takes the full form up to these lengths, without and with decay: where benchmarks/operator.py finds it no slower
@@ -95,12 +87,12 @@ def linear_attention(
         v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not fused:  # the kernels mask keys and sum decays themselves
-        k = zero_masked(k, mask)
+        k = _zero_masked(k, mask)
     with torch.autocast(q.device.type, enabled=False):
         summed = not fused or left_state is not None or right_state is not None
         cumulative = cumulative_log_decay(log_decay, seq_idx, q.shape[-2]) if summed else None
         if fused:
-            size = None if form == "full" else chunk_size
+            size = 0 if form == "full" else chunk_size
             y = fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, size, dropout_p)
         elif form == "full":
             y = dropout(decayed_scores(scale * q, k, cumulative), dropout_p) @ v
@@ -122,10 +114,7 @@ def linear_attention(
 
 
 def definition(q, k, v, log_decay=None, *, mask=None, scale=None, normalize=False) -> Tensor:
-    """Compute the formula at the top of this file literally, in O(L³), for tests and readers.
-
-    Arguments and result are those of `linear_attention`.
-    """
+    """Compute the formula at the top of this file literally, in O(L³); arguments and result as `linear_attention`'s."""
     L = q.shape[-2]
     i, j, t = torch.meshgrid(*[torch.arange(L, device=q.device)] * 3, indexing="ij")
     between = ((j <= t) & (t < i)) | ((i < t) & (t <= j))  # the decay of token t acts between j and i
@@ -143,7 +132,12 @@ def definition(q, k, v, log_decay=None, *, mask=None, scale=None, normalize=Fals
 def attention_matrix(q, k, log_decay=None, *, mask=None, seq_idx=None, scale=None) -> Tensor:
     """Compute the matrix s·QKᵀ⊙M, (B, H, L, L), zero in the columns of padding, for arguments of `linear_attention`."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return decayed_scores(scale * q, zero_masked(k, mask), cumulative_log_decay(log_decay, seq_idx, q.shape[-2]))
+    return decayed_scores(scale * q, _zero_masked(k, mask), cumulative_log_decay(log_decay, seq_idx, q.shape[-2]))
+
+
+def _zero_masked(k: Tensor, mask: Tensor | None) -> Tensor:
+    """Zero the keys of padding."""
+    return k if mask is None else k.masked_fill(~mask[:, None, :, None], 0)
 
 
 class SegmentStates(NamedTuple):
@@ -167,7 +161,7 @@ def segment_states(
     left and update `right = right * across + leftward`. Given the states before these updates,
     `linear_attention(..., left_state=left, right_state=right)` on a segment returns its part of the text's output.
     """
-    k = zero_masked(k, mask)
+    k = _zero_masked(k, mask)
     with torch.autocast(k.device.type, enabled=False):
         wide = torch.promote_types(k.dtype, torch.float32)
         k, v = k.to(wide), v.to(wide)

@@ -52,11 +52,6 @@ def clamped_exp(log_weight: Tensor) -> Tensor:
     return log_weight.clamp(min=LOG_ZERO).exp()
 
 
-def zero_masked(k: Tensor, mask: Tensor | None) -> Tensor:
-    """Zero the keys of padding."""
-    return k if mask is None else k.masked_fill(~mask[:, None, :, None], 0)
-
-
 def read_state(q: Tensor, log_weight: Tensor | None, state: Tensor) -> Tensor:
     """Multiply queries, (B, H, L, D), by a state from outside their text, decayed by (B or 1, H, L) on the way."""
     q = q.to(torch.promote_types(q.dtype, torch.float32))
@@ -276,7 +271,7 @@ def _chunkwise_backward(grad, q, k, v, exclusive, inclusive, scale, chunk_size, 
     shape = exclusive.shape
     exclusive, inclusive, query_weights, key_weights, across = _chunk_weights(exclusive, inclusive, chunk_size, q.dtype)
     blocks = _blocks(q, chunk_size)
-    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if with_decays:
         grad_cumulative = [q.new_empty(q.shape[:-1], dtype=torch.float64) for _ in range(2)]
         grad_weights = [q.new_empty(*q.shape[:-1], 2) for _ in range(2)]
@@ -301,9 +296,9 @@ def _chunkwise_backward(grad, q, k, v, exclusive, inclusive, scale, chunk_size, 
                 block.of(grad_weights[number]).copy_(products)
             for one_way, w in zip(both_ways.chunk(2, -1), block.of(weight).split(1, -1)):
                 dX.addcmul_(one_way, w)
-        block.write(gradients, (dQ.mul_(scale), dK, dV))
+        block.write(grads, (dQ.mul_(scale), dK, dV))
     if not with_decays:
-        return [*gradients]
+        return [*grads]
     # From the weights to their logarithms, and on to the cumulative sums: the backward pass of `_chunk_weights`.
     weighted = ((g * w).double().unbind(-1) for g, w in zip(grad_weights, (query_weights, key_weights)))
     (of_exclusive, of_until_end), (of_to_end, of_inclusive) = weighted
@@ -315,7 +310,7 @@ def _chunkwise_backward(grad, q, k, v, exclusive, inclusive, scale, chunk_size, 
     grad_start = _sum_by_chunk(of_exclusive + of_inclusive, chunk_size) + of_across
     grad_end[..., :-1] -= grad_start[..., 1:]
     grad_inclusive[..., _last_tokens(inclusive, chunk_size)] += grad_end
-    return [*gradients, grad_exclusive.sum_to_size(shape), grad_inclusive.sum_to_size(shape)]
+    return [*grads, grad_exclusive.sum_to_size(shape), grad_inclusive.sum_to_size(shape)]
 
 
 def _last_tokens(x: Tensor, chunk_size: int) -> Tensor:

@@ -42,15 +42,13 @@ def _runs_on(device: torch.device) -> bool:
 _capability = functools.cache(torch.cuda.get_device_capability)
 
 
-def fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, chunk_size: int | None, dropout_p=0.0) -> Tensor:
-    """`linear_attention` for operands that `covers` accepts, in the full form if `chunk_size` is None. (B, H, L, E)
-
-    Only the full form has dropout, with 0 ≤ dropout_p < 1.
-    """
+def fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, chunk_size: int, dropout_p: float) -> Tensor:
+    """`linear_attention` for operands that `covers` accepts, (B, H, L, E), in the full form if `chunk_size` is 0. Only
+    this form has dropout, with 0 ≤ dropout_p < 1."""
     seed = None
     if dropout_p > 0:  # one number per matrix, from which both passes derive the dropped entries
         seed = torch.randint(2**62, q.shape[:2], device=q.device)
-    arguments = q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size or 0, dropout_p
+    arguments = q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size, dropout_p
     plain = type(q) is Tensor and not torch.compiler.is_compiling()
     return _Eager.apply(*arguments) if plain else _forward(*arguments)
 

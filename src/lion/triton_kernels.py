@@ -264,9 +264,9 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, sums, incoming, grad_sums
         ∂q    ∂y   v    k    q
         ∂k    v    ∂y   q    k   ∂v      its rows are keys, and M is transposed
 
-    With x, out_x = scale · (XVᵀ⊙M) K, and grad_sums, if requested, receives the row sums of the product of both
-    matrices in the past, in the future and outside the chunk: planes 0 to 2 from ∂q, 3 to 5 from ∂k. `mask` is of the
-    keys, `incoming` are the states of k and v.
+    out_x is scale · (XVᵀ⊙M) K. grad_sums, if requested, receives row sums of (QKᵀ⊙M) ⊙ XVᵀ, the gradients of exclusive,
+    inclusive and the sum over the chunk: planes 0 to 2 from ∂q, 3 to 5 from ∂k. `mask` is of the keys, and `incoming`
+    are the states of k and v.
     """
     ROWS_ARE_KEYS: tl.constexpr = out_x is not None
     SIGN: tl.constexpr = -1 if ROWS_ARE_KEYS else 1
@@ -351,7 +351,7 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, sums, incoming, grad_sums
             if DECAYS:
                 past += tl.sum(tl.where(i[:, None] > other * S + j[None, :], pairs, 0.0), 1)
                 future += tl.sum(tl.where(i[:, None] < other * S + j[None, :], pairs, 0.0), 1)
-        if DECAYS:  # of exclusive, of inclusive and of the sum over the chunk
+        if DECAYS:
             plane = tl.cast(plane, tl.int64)
             grad_sums += row * N * C + start + tl.arange(0, T) + (3 * plane if ROWS_ARE_KEYS else 0)
             tl.store(grad_sums + (plane if ROWS_ARE_KEYS else 0), past * scale)
