@@ -26,7 +26,10 @@ def run(main: Callable[[list[str]], None]) -> None:
     try:
         main(sys.argv[1:])
     except UserError as error:
-        sys.exit(print_error(error))
+        if not is_main_process():
+            time.sleep(RANK_DELAY)  # rank 0 prints the same error first, and its launcher ends this process
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(error.status)
     except KeyboardInterrupt:
         log.info("interrupted; the same command resumes")
         sys.exit(130)
@@ -38,14 +41,6 @@ def start_log() -> None:
     """Print log messages to stderr, from rank 0 alone."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     log.setLevel(logging.INFO if is_main_process() else logging.ERROR)
-
-
-def print_error(error: UserError) -> int:
-    """Print an error in one line and return its exit status."""
-    if not is_main_process():
-        time.sleep(RANK_DELAY)  # rank 0 prints the same error first, and its launcher ends this process
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    return error.status
 
 
 def is_main_process() -> bool:

@@ -28,14 +28,10 @@ def write_json(path: Path, content: Any) -> None:
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Read a .jsonl file up to its first truncated line; a missing file has none."""
-    lines: list[dict[str, Any]] = []
-    if not path.is_file():
-        return lines
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        try:
+    lines = []
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # of a line cut off by a kill, or the last one
+        for line in path.read_text(encoding="utf-8").split("\n"):
             lines.append(json.loads(line))
-        except json.JSONDecodeError:  # the empty string after the last line feed, or a line cut off by a kill
-            break
     return lines
 
 
@@ -75,27 +71,24 @@ def check_writable(key: str, folder: Path) -> None:
 def exclusive_lock(folder: Path, command: str) -> Iterator[None]:
     """Lock `save_folder` for this process while the context is open; a folder left empty is removed.
 
-    Raises:
-        UserError: another process has locked the folder, or it is not writable.
+    Raises UserError if another process has locked the folder, or it is not writable.
     """
     from filelock import FileLock, Timeout
 
-    path = folder / ".lock"
-    lock = FileLock(path, timeout=0)
+    lock = FileLock(folder / ".lock", timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        raise UserError(
-            f"save_folder: another {command} is running in {folder}; wait for it or choose another folder"
-        ) from None
+        found, fix = f"another {command} is running in {folder}", "wait for it or choose another folder"
+        raise UserError(f"save_folder: {found}; {fix}") from None
     except OSError as error:
         raise UserError(f"save_folder: cannot write to {folder} ({reason(error)}); choose another folder") from None
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            if os.listdir(folder) == [path.name]:
-                path.unlink()
+            if os.listdir(folder) == [".lock"]:
+                Path(folder, ".lock").unlink()
                 folder.rmdir()
         lock.release()

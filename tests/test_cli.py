@@ -15,12 +15,24 @@ from src import cli, errors
 from src.files import exclusive_lock
 
 
+def end(error: Exception) -> int:
+    """The exit status of a command that raises an error."""
+
+    def main(argv):
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        cli.run(main)
+    return ended.value.code
+
+
 @pytest.mark.parametrize(("rank", "waits"), [("0", []), ("1", [(cli.RANK_DELAY, "")])])
 def test_the_main_process_prints_an_error_first(rank, waits, monkeypatch, capsys):
     slept = []  # seconds, and what was printed before
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr("time.sleep", lambda seconds: slept.append((seconds, capsys.readouterr().err)))
-    assert cli.print_error(errors.UserError("a key\nis wrong")) == 2
+    monkeypatch.setattr("src.cli.start_log", lambda: None)
+    assert end(errors.UserError("a key\nis wrong")) == 2
     assert slept == waits
     assert capsys.readouterr().err == "error: a key is wrong\n"
 
@@ -66,13 +78,8 @@ def test_an_interrupted_command_ends_with_the_status_of_its_signal(ending, statu
     ("error", "status"), [(errors.UserError("no such key"), 2), (errors.RunFailed("disk full"), 1)]
 )
 def test_an_error_ends_a_command_with_its_status(error, status, monkeypatch, capsys):
-    def main(argv):
-        raise error
-
     monkeypatch.setattr("src.cli.start_log", lambda: None)
-    with pytest.raises(SystemExit) as ended:
-        cli.run(main)
-    assert ended.value.code == status
+    assert end(error) == status
     assert capsys.readouterr().err == f"error: {error}\n"
 
 

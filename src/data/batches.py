@@ -93,7 +93,12 @@ class MaskingCollator:
     pad_to_max_length: bool = False
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        masked = [self.masking(ids, *sample["sample"]) for ids, sample in zip(self.token_ids(samples), samples)]
+        if "tokens" in samples[0]:
+            tokens = [sample["tokens"] for sample in samples]
+        else:
+            texts = [sample["text"] for sample in samples]
+            tokens = self.tokenizer(texts, truncation=True, max_length=self.max_seq_len)["input_ids"]
+        masked = [self.masking(np.array(ids, np.int64), *each["sample"]) for ids, each in zip(tokens, samples)]
         lengths = [len(ids) for ids, _ in masked]
         rows = first_fit_decreasing(lengths, self.max_seq_len) if self.packing else [[i] for i in range(len(samples))]
         shape = (len(rows), self.row_length(max(sum(lengths[i] for i in row) for row in rows)))
@@ -118,14 +123,6 @@ class MaskingCollator:
             # Padding belongs to the last document: a sequence of padding alone would have no key to attend to.
             batch["seq_idx"] = batch["seq_idx"].cumsum(1) - 1
         return {name: torch.from_numpy(array) for name, array in batch.items()}
-
-    def token_ids(self, samples: Sequence[dict[str, Any]]) -> list[np.ndarray]:
-        """Return each sample's tokens, including special ones, at most max_seq_len, (length,)."""
-        if "tokens" in samples[0]:
-            return [sample["tokens"].astype(np.int64) for sample in samples]
-        texts = [sample["text"] for sample in samples]
-        encoded = self.tokenizer(texts, truncation=True, max_length=self.max_seq_len, return_attention_mask=False)
-        return [np.array(ids, np.int64) for ids in encoded["input_ids"]]
 
     def row_length(self, longest: int) -> int:
         """Return the padded length of rows whose longest has `longest` tokens."""

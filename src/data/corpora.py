@@ -31,11 +31,10 @@ class Files:
         self.stamps = [[str(path), file.st_size, file.st_mtime_ns] for path, file in zip(paths, found)]
         self.total = sum(file.st_size for file in found) if self.resumable else None
         self.description = {"data_files": options.data_files, "files": len(paths)}
-        self.stdin_format = options.stdin_format or "txt"
+        self.stdin_format = "txt"
         if STANDARD_INPUT in paths:
-            if options.stdin_format is None and sys.stdin.buffer.peek(1)[:1] == b"{":
-                self.stdin_format = "jsonl"
-            kind = self.stdin_format
+            kind = options.stdin_format or ("jsonl" if sys.stdin.buffer.peek(1)[:1] == b"{" else "txt")
+            self.stdin_format = kind
             log.info(f"standard input: read as .{kind}; it cannot be read again, so an interruption starts over")
 
     def changed(self, stamps: list[list], position: list) -> str | None:

@@ -27,8 +27,11 @@ STANDARD_INPUT = Path("-")
 BATCH_BYTES = 1 << 20  # a few tenths of a second of tokenizing
 FIX_LINE = "; fix or remove the line"
 SET_COLUMN = "; set --text_column"
+FIX_COLUMN = "; correct the column's name or the file"
 
-Lines = Iterator[tuple[int, str]]  # with their numbers
+Lines = Iterable[tuple[int, str]]  # with their numbers
+Rows = Iterator[tuple[int, Sequence[Any]]]  # line number and cells
+Columns = Sequence[str | int]
 
 
 class Batch(NamedTuple):
@@ -87,7 +90,8 @@ def read_batches(
             yield Batch(first, check_texts(values, str(path), column), size)
         return
     with _open(path, compression) as (lines, position):
-        texts = _texts(lines, path, kind, column)
+        rows = _rows(lines, path, "quoted tsv" if kind == "tsv" else kind, [column], fix=SET_COLUMN)
+        texts = (text for number, row in rows for text in check_texts(row or [""], f"{path}, line {number}", column))
         if kind == "txt" and one_document_per_file:
             texts = iter(["".join(line for _, line in lines)])
         for _ in itertools.islice(texts, skip):
@@ -97,18 +101,6 @@ def read_batches(
             after = position() if position else before + sum(map(len, group))
             yield Batch(skip, group, after - before)
             skip, before = skip + len(group), after
-
-
-def _texts(lines: Lines, path: Path, kind: str, column: str) -> Iterator[str]:
-    if kind == "txt":
-        yield from (line.rstrip("\r\n") for _, line in lines)
-    elif kind == "jsonl":
-        for number, line in lines:
-            where = f"{path}, line {number}"
-            yield from check_texts(_json_values(line, where, [column], SET_COLUMN) or [""], where, column)
-    else:
-        rows = _csv_cells(lines, path, "," if kind == "csv" else "\t")
-        yield from (cells[0] if cells else "" for _, cells in _select(path, rows, [column], fix=SET_COLUMN))
 
 
 def check_texts(values: Iterable[Any], source: str, column: str) -> list[str]:
@@ -135,10 +127,8 @@ def grouped(items: Iterable[Any], length: Callable[[Any], int]) -> Iterator[list
 # Tables
 
 
-def read_rows(
-    path: Path, columns: Sequence[str | int], malformed_rows: int = 0, tab_separated: bool = False
-) -> Iterator[tuple[int, tuple]]:
-    """Yield the line number and the wanted columns of each row of a table.
+def read_rows(path: Path, columns: Columns, malformed_rows: int = 0, tab_separated: bool = False) -> Rows:
+    """Yield the line number and the wanted columns of each row of a table. Raises UserError with file and line.
 
     Quotes enclose a cell in .csv and are literal in .tsv. Empty lines are skipped, except in a .csv or .tsv of one
     column: there an empty line before other lines is an empty text.
@@ -147,9 +137,6 @@ def read_rows(
         columns: names, or numbers of the columns of a .csv or .tsv without a header.
         malformed_rows: how many rows may differ in length from the others; they are skipped.
         tab_separated: read as .tsv, whatever the extension.
-
-    Raises:
-        UserError: a row or a file cannot be read; the message names file and line.
     """
     kind, compression = ("tsv", None) if tab_separated else file_kind(path)
     if kind == "txt":
@@ -159,29 +146,36 @@ def read_rows(
             yield from enumerate(zip(*values), first + 1)
         return
     with _open(path, compression) as (lines, _):
-        if kind == "jsonl":
-            rows = ((number, _json_values(line, f"{path}, line {number}", columns)) for number, line in lines)
-        else:
-            lines = list(lines)
-            while lines and not lines[-1][1].strip("\r\n"):
-                lines.pop()
-            stripped = ((number, line.rstrip("\r\n")) for number, line in lines)
-            cells = ((number, line.split("\t") if line else []) for number, line in stripped)
-            rows = _csv_cells(lines, path, ",") if kind == "csv" else cells
-            rows = _select(path, rows, columns, malformed_rows)
+        lines = list(lines)
+        while lines and not lines[-1][1].strip("\r\n"):
+            lines.pop()
+        rows = _rows(lines, path, kind, columns, malformed_rows) if lines else ()
         yield from (row for row in rows if row[1])
 
 
-def _select(
-    path: Path,
-    rows: Iterator[tuple[int, list[str]]],
-    columns: Sequence[str | int],
-    malformed_rows: int = 0,
-    fix: str = "",
-) -> Iterator[tuple[int, tuple]]:
-    """Yield the line number and the wanted cells of each row; none for an empty line, unless there is one column.
+# Corpora and tables
 
-    Columns are wanted by their names in a header or by number. All rows must be as long as the first.
+
+def _rows(
+    lines: Lines, path: Path, kind: str, columns: Columns, malformed_rows: int = 0, fix: str = FIX_COLUMN
+) -> Rows:
+    """Yield the line number and the wanted columns of each row; no columns if it is empty."""
+    if kind == "txt":
+        return ((number, [line.rstrip("\r\n")]) for number, line in lines)
+    if kind == "jsonl":
+        return ((number, _json_values(line, f"{path}, line {number}", columns, fix)) for number, line in lines)
+    if kind == "tsv":
+        stripped = ((number, line.rstrip("\r\n")) for number, line in lines)
+        cells = ((number, line.split("\t") if line else []) for number, line in stripped)
+    else:
+        cells = _csv_cells(lines, path, "," if kind == "csv" else "\t")
+    return _select(path, cells, columns, malformed_rows, fix)
+
+
+def _select(path: Path, rows: Rows, columns: Columns, malformed_rows: int, fix: str) -> Rows:
+    """Yield the wanted cells of each row, by the names in a header or by number; none for an empty line.
+
+    All rows must be as long as the first. In a file of one column, an empty line is an empty cell.
     """
     number, header = next((row for row in rows if row[1]), (1, []))
     width, skipped = len(header), []
@@ -205,9 +199,6 @@ def _select(
     if skipped:
         shown = ", ".join(map(str, skipped[:5])) + (", …" if len(skipped) > 5 else "")
         log.info(f"{path}: skipped {len(skipped)} rows without {width} columns (line {shown})")
-
-
-# Corpora and tables
 
 
 @contextlib.contextmanager
@@ -239,7 +230,7 @@ def _open(path: Path, compression: str | None) -> Iterator[tuple[Lines, Callable
         raise UserError(f"{path}, line {number + 1}: {found}; copy the file again") from None
 
 
-def _csv_cells(lines: Lines, path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+def _csv_cells(lines: Lines, path: Path, delimiter: str) -> Rows:
     csv.field_size_limit(2**31 - 1)  # a document is a field; the library's limit is 128 KiB
     rows, start = csv.reader((line for _, line in lines), delimiter=delimiter, strict=True), 1
     try:
@@ -250,7 +241,7 @@ def _csv_cells(lines: Lines, path: Path, delimiter: str) -> Iterator[tuple[int, 
         raise UserError(f"{path}, line {start}: not valid CSV ({error}); fix or remove the row") from None
 
 
-def _json_values(line: str, where: str, columns: Sequence[str | int], fix: str = FIX_LINE) -> tuple[Any, ...]:
+def _json_values(line: str, where: str, columns: Columns, fix: str) -> tuple[Any, ...]:
     """Return the values of a line's JSON object under the wanted keys; none for an empty line."""
     if not line.strip():
         return ()
@@ -270,7 +261,7 @@ def _json_values(line: str, where: str, columns: Sequence[str | int], fix: str =
 
 
 def _parquet_columns(
-    path: Path, columns: Sequence[str | int], skip: int = 0, fix: str = ""
+    path: Path, columns: Columns, skip: int = 0, fix: str = FIX_COLUMN
 ) -> Iterator[tuple[int, list[list], int]]:
     """Yield (rows before these, the values of each wanted column, their share of the file in bytes)."""
     import pyarrow.parquet
@@ -297,7 +288,7 @@ def _python_values(values: pyarrow.Array, path: Path, first: int) -> list:
         raise UserError(f"{path}, row {number}: not valid UTF-8; fix the file") from None
 
 
-def check_columns(source: Path | str, wanted: Sequence[str | int], found: list[str], fix: str = "") -> None:
+def check_columns(source: Path | str, wanted: Columns, found: list[str], fix: str) -> None:
     """Raise UserError unless each wanted column is found exactly once."""
     if missing := [str(name) for name in wanted if name not in found]:
         raise UserError(f"{source}: no column {', '.join(missing)} (its columns are {', '.join(found)}){fix}")

@@ -41,10 +41,6 @@ class ShardWriter(MDSWriter):
         self.mark(progress["state"])
         self.storing: Future | None = None
         self.lock = lock(folder)
-        kept = {PROGRESS, *(stored_file(shard)["basename"] for shard in self.shards)}
-        for path in folder.iterdir():
-            if path.name not in kept:
-                path.unlink()
 
     def mark(self, state: Any) -> None:
         self.marked = (self.samples, state)
@@ -68,7 +64,8 @@ class ShardWriter(MDSWriter):
     def _store(self) -> None:
         super().flush_shard()
         if self.resumable:
-            sync_to_disk(self.folder / stored_file(self.shards[-1])["basename"])
+            shard = self.shards[-1]
+            sync_to_disk(self.folder / (shard["zip_data"] or shard["raw_data"])["basename"])
             samples, state = self.marked
             progress = {"state": state, "skip": self.stored - samples, "shards": self.shards}
             save_progress(self.folder, {**self.progress, **progress})
@@ -81,10 +78,6 @@ class ShardWriter(MDSWriter):
         """Release the folder, finished or not."""
         self.executor.shutdown(cancel_futures=True)
         os.close(self.lock)
-
-
-def stored_file(shard: dict[str, Any]) -> dict[str, Any]:
-    return shard["zip_data"] or shard["raw_data"]
 
 
 def lock(folder: Path) -> int:
@@ -135,5 +128,6 @@ def publish(unfinished: Path, folder: Path) -> None:
         folder.rename(old)
     unfinished.rename(folder)
     sync_to_disk(folder.parent)
-    (folder / PROGRESS).unlink()
+    for path in folder.glob(f"{PROGRESS}*"):
+        path.unlink()
     shutil.rmtree(old, ignore_errors=True)

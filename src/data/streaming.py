@@ -178,9 +178,21 @@ def open_stream(key: str, source: Any, split: str) -> Stream:
 
 
 def check_tokens(stream: Stream, tokenizer: PreTrainedTokenizerBase, options: DatasetConfig) -> None:
-    """Raise UserError unless a stream's tokens are this tokenizer's, in rows of at most max_seq_len."""
-    fetch_summary(stream)
-    folder, made = folder_of(stream), tokens_summary(stream)
+    """Raise UserError unless a stream's tokens are this tokenizer's, in rows of at most max_seq_len.
+
+    Fetches split.json, which names the tokenizer, from a remote.
+    """
+    folder = folder_of(stream)
+    if stream.remote is not None and not (folder / "split.json").exists():
+        with tempfile.TemporaryDirectory(dir=folder) as own:  # each process fetches it; none sees a partial file
+            fetched = Path(own, "split.json")
+            try:
+                CloudDownloader.direct_download(os.path.join(stream.remote, stream.split, fetched.name), str(fetched))
+                fetched.replace(folder / fetched.name)
+            except Exception as error:  # whatever the clients of s3, gs and oci raise
+                found = f"cannot fetch {stream.split}/split.json ({first_line(error)}), which names the tokenizer"
+                raise UserError(f"{stream.remote}: {found}; copy it there, or convert the text again") from None
+    made = tokens_summary(stream)
     if not {"tokenizer", "vocab_size", "digest", "mode", "length"} <= made.keys():
         fix = "copy the split again, or convert the text again"
         raise UserError(f"{folder}/split.json, which names the tokenizer, is missing or corrupt; {fix}")
@@ -190,21 +202,6 @@ def check_tokens(stream: Stream, tokenizer: PreTrainedTokenizerBase, options: Da
     if made["length"] > options.max_seq_len:
         found = f"max_seq_len={options.max_seq_len} is less than the {made['length']} tokens per row in {folder}"
         raise UserError(f"{found}; raise it, or convert the text with --{made['mode']} {options.max_seq_len}")
-
-
-def fetch_summary(stream: Stream) -> None:
-    """Fetch split.json from a stream's remote into its cache. Raises UserError."""
-    path = folder_of(stream) / "split.json"
-    if path.exists() or stream.remote is None:
-        return
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # each process fetches it; none sees a partial file
-        fetched = Path(folder, path.name)
-        try:
-            CloudDownloader.direct_download(os.path.join(stream.remote, stream.split, path.name), str(fetched))
-            fetched.replace(path)
-        except Exception as error:  # whatever the clients of s3, gs and oci raise
-            found = f"cannot fetch {stream.split}/split.json ({first_line(error)}), which names the tokenizer"
-            raise UserError(f"{stream.remote}: {found}; copy it there, or convert the text again") from None
 
 
 def tokens_summary(stream: Stream) -> dict[str, Any]:

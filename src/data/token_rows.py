@@ -1,9 +1,7 @@
 """Documents → rows of tokens, ready for training, and the format they are stored in.
 
 A row is `[CLS] … [SEP]` without padding, in an MDS column `tokens` of the narrowest unsigned integers that hold the
-vocabulary. There are two ways to make rows of at most N tokens:
-
-`--max_seq_len N`: one row per document, `[CLS] document [SEP]`, truncated to N.
+vocabulary. `--max_seq_len N` makes one row per document, `[CLS] document [SEP]`, truncated to N.
 
 `--concat_tokens N`: documents end to end, none truncated. Every row but a split's last one has N tokens. A document
 ends with `[SEP]`; one that reaches the end of its row continues after the next row's `[CLS]`. If its `[SEP]` falls on

@@ -57,12 +57,12 @@ def in_order(work: Callable[[Any], Any], items: Iterable[Any], workers: int) -> 
 def _start(work: Callable[[Any], Any]) -> None:
     global _function
     _function = work
-    threading.Thread(target=_end_with_parent, daemon=True).start()
 
+    def end_with_parent() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
 
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _work(item: Any) -> Any:
