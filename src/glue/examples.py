@@ -120,7 +120,7 @@ def read_task(task: Task, glue_dir: str | None, with_test: bool = False) -> Data
     """Return the examples of a task. Raises UserError with the file and line, or the dataset, that cannot be read."""
     check_sources([task], glue_dir, with_test)
     found = {split: _read(task, split) for split in splits_of(task, glue_dir, with_test)}
-    (train_files, rows, classes) = next((split.paths, *content) for split, content in found.items())
+    (_, _, train_files, _), (rows, classes) = next(iter(found.items()))
     if not task.regression and not task.labels:
         task = replace(task, labels=_find_labels(task, rows, classes))
         check_labels(task)
@@ -151,14 +151,12 @@ def _read(task: Task, split: Split) -> tuple[list[Row], tuple[str, ...]]:
         label = label if task.tsv_label is None else task.tsv_label
     wanted = columns if is_test else (*columns, label)
     malformed = 0 if is_test else task.malformed_rows  # every row of a test set needs a prediction
-    tables: dict[str, Iterable[tuple]] = {
-        str(path): read_rows(path, wanted, malformed, tab_separated=not task.files) for path in split.paths
-    }
+    tables = [(str(path), read_rows(path, wanted, malformed, tab_separated=not task.files)) for path in split.paths]
     if not tables:
-        source = f"{split.hub[0]}{f' ({split.hub[1]})' if split.hub[1] else ''}, {split.name}"
-        tables[source], classes = _read_hub(task, split, source, wanted)
+        source, table, classes = _read_hub(task, split, wanted)
+        tables = [(source, table)]
     rows: list[Row] = []
-    for source, table in tables.items():
+    for source, table in tables:
         kept, skipped = [], 0
         for number, cells in table:
             row = Row(source, "line" if split.paths else "row", number, cells[: len(columns)], cells[-1])
@@ -182,11 +180,12 @@ def _read(task: Task, split: Split) -> tuple[list[Row], tuple[str, ...]]:
     return rows, classes
 
 
-def _read_hub(task: Task, split: Split, source: str, wanted: tuple) -> tuple[Iterator[tuple], tuple[str, ...]]:
-    """Return the numbered rows of a split on the Hub, or in a folder in its format, and the names of the classes."""
+def _read_hub(task: Task, split: Split, wanted: tuple) -> tuple[str, Iterator[tuple], tuple[str, ...]]:
+    """Return a split on the Hub, or in a folder in its format: its name, numbered rows, and the names of classes."""
     from datasets import ClassLabel, load_dataset
 
     hub, subset, name = split.hub
+    source = f"{hub}, {name}" if subset is None else f"{hub} ({subset}), {name}"
     try:
         table = load_dataset(hub, subset, split=name)
     except Exception as error:  # whatever the Hub's clients raise
@@ -202,7 +201,7 @@ def _read_hub(task: Task, split: Split, source: str, wanted: tuple) -> tuple[Ite
         raise UserError(f"{source}: {found}; set labels to the former")
     if classes:  # -1 marks a row without a label
         content[task.label] = [None if value is None or value < 0 else classes[value] for value in content[task.label]]
-    return enumerate(zip(*(content[column] for column in wanted)), 1), classes
+    return source, enumerate(zip(*(content[column] for column in wanted)), 1), classes
 
 
 def _find_labels(task: Task, rows: list[Row], classes: tuple[str, ...]) -> tuple[str, ...]:

@@ -221,10 +221,7 @@ def finetune(config: "FinetuneConfig", job: Job, device: str, steps: StepReporte
 
 @torch.no_grad()
 def predict(model: LionClassifier, batches: Iterable, device: Any, precision: Precision) -> Tensor:
-    """Return the logits (or regression values) of a split on the CPU, in the precision of evaluation during training.
-
-    Raises RunFailed if they are non-finite.
-    """
+    """Return the logits (or regression values) of a split on the CPU. Raises RunFailed if they are non-finite."""
     model.eval()
     with get_precision_context(precision):
         logits = torch.cat([model.eval_forward(device.batch_to_device(batch)).cpu() for batch in batches])

@@ -124,8 +124,14 @@ def _candidates(name: str, given: dict[str, Any]) -> list[Task]:
     searched = {field: given.pop(field) for field in lists}
     given = {field: _converted(f"{place}.{field}", value, kinds[field]) for field, value in given.items()}
     if like in GLUE:
-        title = GLUE[like].title if like == name else name
-        base = replace(_elsewhere(GLUE[like], name, given), **{"name": name, "title": title, **given})
+        base = GLUE[like] if like == name else replace(GLUE[like], name=name, title=name)
+        if source := {field for field in ("files", "folder", "hub", "subset") if given.get(field)}:
+            base = replace(base, folder=None)  # files and datasets named in the config take precedence over glue_dir
+            if like != name:
+                base = replace(base, subset=None, malformed_rows=0)
+            if not source & {"hub", "subset"}:
+                base = replace(base, hub=None, subset=None)
+        base = replace(base, **given)
     elif "columns" in given:
         metric = METRICS.get(given.get("kind", "classification"), ("",))[0]
         base = Task(**{"name": name, "title": name, "metrics": (metric,), **given})
@@ -164,18 +170,6 @@ def class_name(label: Any) -> str:
     return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
 
 
-def _elsewhere(task: Task, name: str, given: Mapping[str, Any]) -> Task:
-    """Return a GLUE task without the fields that do not apply if its examples come from another source."""
-    place = {field for field in ("files", "folder", "hub", "subset") if given.get(field)}
-    if not place:
-        return task
-    if name != task.name:
-        task = replace(task, subset=None, malformed_rows=0)
-    if not place & {"hub", "subset"}:
-        task = replace(task, hub=None, subset=None)
-    return replace(task, folder=None)  # files and datasets named in the config take precedence over glue_dir
-
-
 def _check(task: Task) -> None:
     """Raise UserError for inconsistent fields."""
     place, known = f"tasks.{task.name}", METRICS[task.kind]
@@ -183,7 +177,7 @@ def _check(task: Task) -> None:
         raise UserError(f"{place}.labels: a regression has none; set labels to [] or omit kind")
     for field in ("metrics", "validation", "tsv_validation"):
         if not getattr(task, field):
-            raise UserError(f"{place}.{field} must have at least one")
+            raise UserError(f"{place}.{field} must have at least one entry")
     for metric in task.metrics:
         if metric not in known:
             raise UserError(f"{place}.metrics: unknown metric {metric} for a {task.kind}{nearest(metric, known)}")

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -44,11 +45,9 @@ class Running:
     reason: str | None = None  # why it failed
 
     def receive(self) -> None:
-        try:
+        with suppress(EOFError, OSError):  # the process has ended
             while self.connection.poll():
                 vars(self).update(self.connection.recv())
-        except (EOFError, OSError):  # the process has ended
-            pass
 
 
 def devices(parallel: Any, device: str) -> list[str | None]:
@@ -163,9 +162,7 @@ def run_job(
 ) -> None:
     """Run a job in this process and store its result; on failure, send the reason and exit with status 1.
 
-    Args:
-        gpu: ID of the only GPU that the job may use; None: all.
-        threads: number of torch threads on a CPU; None: torch's default.
+    The job may use all GPUs, or the one with the ID `gpu`; and torch's default number of threads, or `threads`.
     """
     threading.Thread(target=_exit_with_parent, args=(connection,), daemon=True).start()
     if gpu is not None:

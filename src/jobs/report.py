@@ -18,16 +18,11 @@ from src.jobs.experiment import RESULT_FILE, Average, Experiment, Result, Row, m
 from src.publish.card import missing_seeds
 from src.tables import markdown
 
-HELP = """Print the report of a run, or compare runs with the first one by a paired bootstrap.
-
-For each task: the difference between the scores in points, its 95% confidence interval and its two-sided p-value. A
-resample draws the same validation examples for both runs.
-"""
-PICKED = (
-    "\\* The best of the candidates below on the validation set itself: "
-    "a score picked so is too high rather than too low."
+HELP = (
+    "Print the report of a run, or compare runs with the first one: for each task, the difference between the scores "
+    "in points, its 95% confidence interval and its two-sided p-value, by a paired bootstrap over the validation "
+    "examples. A resample draws the same examples for both runs."
 )
-PICKED_ON_THESE = "\\* Of a search, picked on these examples: its score and its gain are too high rather than too low."
 COMPARED = (
     "Differences from {first} in points, with 95% confidence interval and two-sided p-value, by a paired bootstrap of "
     "{resamples:,} resamples over the validation examples: in each, the runs are scored on the same drawn examples, "
@@ -38,9 +33,7 @@ COMPARED = (
 Score = Callable[..., dict[str, float]]  # Experiment.score
 
 
-def write(
-    results: Sequence[Result], average: Average, folder: Path, name: str, failures: Sequence[str] = ()
-) -> list[Row]:
+def write(results: list[Result], average: Average, folder: Path, name: str, failures: Sequence = ()) -> list[Row]:
     """Write report.md, report.json and report.png into a run's folder, and return the rows."""
     rows = summarize(results, average)
     with writing(folder):
@@ -99,7 +92,8 @@ def text(rows: list[Row], average: Average, failures: Sequence[str] = ()) -> str
     if failures:
         parts.append("\n".join(["Failed, and not in the scores:", *(f"- {failure}" for failure in failures)]))
     if len(searches) > 1:
-        parts += [PICKED, markdown(searches)]
+        picked = "\\* The best of the candidates below on the validation set itself, so its score is biased upwards."
+        parts += [picked, markdown(searches)]
     return "\n\n".join(parts)
 
 
@@ -174,15 +168,10 @@ class Difference(NamedTuple):
         return f"{100 * self.mean:+.2f} [{100 * self.low:+.2f}, {100 * self.high:+.2f}], p = {self.p:.3f}"
 
 
-Differences = dict[str, dict[str, Difference | None]]  # run → task; None if the runs predicted different examples
-
-
 def main(experiment: type[Experiment], argv: list[str]) -> None:
     """Run the command `report DIR ...`."""
     script, average = experiment.command, experiment.average
-    parser = argparse.ArgumentParser(
-        prog=f"{script} report", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog=f"{script} report", description=HELP)
     parser.add_argument("folders", metavar="DIR", type=Path, nargs="+", help=f"save_folder of a {script} run")
     parser.add_argument("--out", type=Path, help="folder for compare.md, compare.json and compare.png")
     parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap (default: 1000)")
@@ -194,14 +183,14 @@ def main(experiment: type[Experiment], argv: list[str]) -> None:
     runs = read_runs(arguments.folders, script)
     first, *others = runs
     failed = {name: run.report.get("failed", ()) for name, run in runs.items()}
-    differences: Differences = {name: {} for name in others}
+    differences: dict[str, dict[str, Difference | None]] = {name: {} for name in others}
     if others:
         pairs = [(task, name) for task in runs[first].rows for name in others if task in runs[name].rows]
         for task, name in progress(pairs, desc="bootstrap"):
             differences[name][task] = difference(runs[first], runs[name], task, resamples, experiment.score)
         parts = [table(runs, differences, average), COMPARED.format(first=first, resamples=resamples)]
         if any(row["variant"] for run in runs.values() for row in run.report["tasks"]):
-            parts.append(PICKED_ON_THESE)
+            parts.append("\\* Of a search, picked on these examples, so its score and its gain are biased upwards.")
         parts += [f"{name} lacks jobs that failed: {'; '.join(jobs)}" for name, jobs in failed.items() if jobs]
     else:
         parts = [f"# {first}", text(runs[first].report["tasks"], average, failed[first])]
@@ -220,22 +209,21 @@ def main(experiment: type[Experiment], argv: list[str]) -> None:
 
 def read_runs(folders: list[Path], script: str) -> dict[str, Run]:
     """Return runs by name: their folder's name, or its path if two folders share a name."""
-    resolved = [folder.resolve() for folder in folders]
-    if len(set(resolved)) < len(resolved):
+    names = [folder.resolve().name for folder in folders]
+    if len({folder.resolve() for folder in folders}) < len(folders):
         raise UserError("report: a folder is named twice; name each once")
-    distinct = len({path.name for path in resolved}) == len(resolved)
     runs = {}
-    for folder, path in zip(folders, resolved):
+    for folder, name in zip(folders, names):
         file = folder / "report.json"
         try:
             report = json.loads(file.read_text())
-            has_scores = bool(report["tasks"])
+            rows = report["tasks"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             to_do = f"give the save_folder of a finished {script} run, or repeat the run"
             raise UserError(f"cannot read {file} ({reason(error)}); {to_do}") from None
-        if not has_scores:
+        if not rows:
             raise UserError(f"{folder} has no scores, since all of its jobs failed; repeat its {script} run")
-        runs[path.name if distinct else str(folder)] = Run(folder, report)
+        runs[name if len(set(names)) == len(names) else str(folder)] = Run(folder, report)
     return runs
 
 
@@ -298,7 +286,7 @@ def bootstrap(
     return low, high, min(1.0, 2 * (opposite + 1) / (resamples + 1))
 
 
-def table(runs: dict[str, Run], differences: Differences, average: Average) -> str:
+def table(runs: dict[str, Run], differences: dict[str, dict[str, Difference | None]], average: Average) -> str:
     """Return one row per task: each run's score, and each later run's difference from the first."""
     first = next(iter(runs))
     lines = [["task", "metric", *runs, *(f"{name} − {first}" for name in differences)]]
@@ -307,12 +295,9 @@ def table(runs: dict[str, Run], differences: Differences, average: Average) -> s
         scores = [f"{spread(row)}{'*' if row['variant'] else ''}" if row else "-" for row in found]
         gaps = [str(of.get(task) or ("other examples" if task in of else "-")) for of in differences.values()]
         lines.append([row["title"], " and ".join(row["metrics"]), *scores, *gaps])
-    values = {name: average.of(run.report["tasks"]) for name, run in runs.items()}
-    if any(value is not None for value in values.values()):
+    values = {name: value for name, run in runs.items() if (value := average.of(run.report["tasks"])) is not None}
+    if values:
         scores = [average_text(run.report["tasks"], average) for run in runs.values()]
-        gaps = [
-            "-" if None in (values[name], values[first]) else f"{100 * (values[name] - values[first]):+.2f}"
-            for name in differences
-        ]
-        lines.append([average.title, "", *scores, *gaps])
+        gaps = {name: f"{100 * (value - values[first]):+.2f}" for name, value in values.items() if first in values}
+        lines.append([average.title, "", *scores, *(gaps.get(name, "-") for name in differences)])
     return markdown(lines)
