@@ -171,6 +171,7 @@ def finetune(config: "FinetuneConfig", job: Job, device: str, steps: StepReporte
     size = config.device_eval_batch_size
     splits = data.validation | data.test
     loaders = {split: loader(examples, batches, size) for split, examples in splits.items()}
+    evaluators = [Evaluator(label=s, dataloader=loaders[s], device_eval_microbatch_size=size) for s in data.validation]
     optimizer = {"name": task.optimizer, "lr": task.lr, "weight_decay": task.weight_decay, "betas": (0.9, 0.98)}
     trainer = build_trainer(
         model,
@@ -179,10 +180,7 @@ def finetune(config: "FinetuneConfig", job: Job, device: str, steps: StepReporte
         run_name=f"{config.base_run_name}-{folder.name}",
         seed=job.seed,
         train_dataloader=train_loader,
-        eval_dataloader=[
-            Evaluator(label=split, dataloader=loaders[split], device_eval_microbatch_size=size)
-            for split in data.validation
-        ],
+        eval_dataloader=evaluators,
         optimizers=registry.build_optimizer({**optimizer, "eps": 1e-6}, model),
         schedulers=registry.build_scheduler(config.scheduler),
         algorithms=registry.build_all("algorithms", config.algorithms),

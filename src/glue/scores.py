@@ -4,12 +4,7 @@ import torch
 from scipy.stats import pearsonr, spearmanr
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.functional.classification import (
-    binary_f1_score,
-    multiclass_accuracy,
-    multiclass_f1_score,
-    multiclass_matthews_corrcoef,
-)
+from torchmetrics.functional import classification as f
 from torchmetrics.utilities import dim_zero_cat
 
 from src.glue.tasks import Task
@@ -17,10 +12,10 @@ from src.jobs.predictions import predicted
 
 # Functions of (predictions, labels, classes); predictions and labels are class indices or values, both (examples,).
 METRICS = {
-    "accuracy": lambda guesses, labels, n: multiclass_accuracy(guesses, labels, n, "micro", validate_args=False),
-    "f1": lambda guesses, labels, n: binary_f1_score(guesses, labels, validate_args=False),
-    "macro_f1": lambda guesses, labels, n: multiclass_f1_score(guesses, labels, n, "macro", validate_args=False),
-    "matthews": lambda guesses, labels, n: multiclass_matthews_corrcoef(guesses, labels, n, validate_args=False),
+    "accuracy": lambda guesses, labels, n: f.multiclass_accuracy(guesses, labels, n, "micro", validate_args=False),
+    "f1": lambda guesses, labels, n: f.binary_f1_score(guesses, labels, validate_args=False),
+    "macro_f1": lambda guesses, labels, n: f.multiclass_f1_score(guesses, labels, n, "macro", validate_args=False),
+    "matthews": lambda guesses, labels, n: f.multiclass_matthews_corrcoef(guesses, labels, n, validate_args=False),
     "spearman": lambda guesses, labels, n: spearmanr(guesses, labels).statistic,
     "pearson": lambda guesses, labels, n: pearsonr(guesses, labels).statistic,
 }
