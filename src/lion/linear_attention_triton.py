@@ -48,15 +48,20 @@ def fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, chunk_size:
     seed = None
     if dropout_p > 0:  # one number per matrix, from which both passes derive the dropped entries
         seed = torch.randint(2**62, q.shape[:2], device=q.device)
-    arguments = q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size, dropout_p
-    plain = type(q) is Tensor and not torch.compiler.is_compiling()
-    return _Eager.apply(*arguments) if plain else _forward(*arguments)
+    arguments = q, k, v, log_decay, mask, seq_idx, seed, None, scale, chunk_size, dropout_p
+    if type(q) is not Tensor or torch.compiler.is_compiling():
+        return _forward(*arguments)
+    with_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4])
+    return _Eager.apply(*arguments) if with_gradient else _output(_Call(*arguments))
 
 
 class _Call:
-    """The operands of one call as the kernels read them, how the kernels cut them, and the cumulative log decays."""
+    """The operands of one call as the kernels read them, how the kernels cut them, and the cumulative log decays.
 
-    def __init__(self, q, k, v, log_decay, mask, seq_idx, seed, scale, chunk_size, dropout_p):
+    A backward pass gets these `sums` from its forward pass, unless that was compiled.
+    """
+
+    def __init__(self, q, k, v, log_decay, mask, seq_idx, seed, sums, scale, chunk_size, dropout_p):
         self.B, self.H, self.L, D = q.shape
         self.q, self.k, self.v = map(_tokens, (q, k, v))
         self.mask = None if mask is None else mask.contiguous().view(torch.uint8)
@@ -69,19 +74,14 @@ class _Call:
         self.C = triton.cdiv(min(chunk_size or self.L, self.L), self.T) * self.T
         self.N = triton.cdiv(self.L, self.C)
         dot, precision = _dot_precision(q.dtype)
-        exact = dot == tl.float32 and precision == "ieee"  # no tensor cores, and more than the registers hold
-        self.options = {
-            "DOT": dot,
-            "PRECISION": precision,
-            "num_warps": max(1, self.T // (8 if exact else 16)),  # 8 or 16 rows per warp
-            "num_stages": 2 if dot == tl.float32 else 3,
-        }
+        exact = precision == "ieee" and dot == tl.float32  # no tensor cores, and more than the registers hold
+        self.options = {"DOT": dot, "PRECISION": precision, "num_stages": 2 if dot == tl.float32 else 3}
+        self.options["num_warps"] = max(1, self.T // (8 if exact else 16))  # 8 or 16 rows per warp
         self.uniform = seq_idx is None and log_decay is not None and log_decay.ndim == 1  # all chunks decay alike
         if log_decay is not None and log_decay.ndim == 1:
             log_decay = log_decay[None, :, None].expand(q.shape[:3])
         self.log_decay, self.decay_strides = log_decay, (0, 0, 0) if log_decay is None else log_decay.stride()
-        self.sums, self.sums_strides = None, (0, 0, 0)
-        if log_decay is not None or seq_idx is not None:
+        if sums is None and (log_decay is not None or seq_idx is not None):
             B, N = (1, 1) if self.uniform else (self.B, self.N)
             sums = q.new_empty(B, self.H, N, self.C, 4, dtype=torch.float32)
             _launch(
@@ -90,8 +90,8 @@ class _Call:
                 self.H, self.L, self.C, N, *self.decay_strides, LOG_ZERO=LOG_ZERO, LOG2E=math.log2(math.e),
                 SIZE=min(triton.next_power_of_2(self.C), 1024), num_warps=4,
             )  # fmt: skip
-            self.sums = sums.expand(self.B, -1, self.N, -1, -1)
-            self.sums_strides = self.sums.stride()[:3]
+            sums = sums.expand(self.B, -1, self.N, -1, -1) if self.uniform else sums
+        self.sums, self.sums_strides = sums, (0, 0, 0) if sums is None else sums.stride()[:3]
 
     def incoming_states(self, k: Tensor, v: Tensor, mask: Tensor | None, sign: int = 1) -> Tensor | None:
         """The states that enter each chunk from the left and from the right, (2, B·H, N, D, E); without decays one for
@@ -136,6 +136,7 @@ class _Call:
         )  # fmt: skip
 
 
+@functools.cache
 def _padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
@@ -147,7 +148,8 @@ def _tokens(x: Tensor) -> Tensor:
 
 def _empty(x: Tensor) -> Tensor:
     """A tensor like x, (B, H, L, ·), with the heads of a token contiguous, as the layer after attention reads them."""
-    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
+    B, H, L, size = x.shape
+    return x.new_empty(B, L, H, size).transpose(1, 2)
 
 
 def _dot_precision(dtype: torch.dtype) -> tuple["tl.dtype", str]:
@@ -165,16 +167,18 @@ def _dot_precision(dtype: torch.dtype) -> tuple["tl.dtype", str]:
 
 
 def _launch(kernel, programs: int, first: Tensor, *arguments, **options) -> None:
-    elsewhere = (
-        first.is_cuda and first.get_device() != torch.cuda.current_device()
-    )  # Triton launches on the current GPU
+    # Triton launches on the current GPU.
+    elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
     with torch.cuda.device(first.device) if elsewhere else contextlib.nullcontext():
         kernel[(programs,)](first, *arguments, **options)
 
 
 def _launch_forward(*arguments) -> Tensor:
     """The output, from the arguments of `_Call`."""
-    call = _Call(*arguments)
+    return _output(_Call(*arguments))
+
+
+def _output(call: _Call) -> Tensor:
     y = _empty(call.v)
     call.product(call.q, call.k, call.v, y, call.incoming_states(call.k, call.v, call.mask))
     return y
@@ -210,8 +214,9 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        save_inputs(ctx, arguments, None)
-        return _launch_forward(*arguments)
+        call = _Call(*arguments)
+        save_inputs(ctx, (*arguments[:7], call.sums, *arguments[8:]), None)
+        return _output(call)
 
     @staticmethod
     @once_differentiable
@@ -222,7 +227,7 @@ class _Eager(torch.autograd.Function):
 _forward, _backward = operator(
     _launch_forward,
     _launch_backward,
-    "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? mask, Tensor? seq_idx, Tensor? seed, float scale, "
-    "SymInt chunk_size, float dropout_p",
+    "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? mask, Tensor? seq_idx, Tensor? seed, Tensor? sums, "
+    "float scale, SymInt chunk_size, float dropout_p",
     _empty,
 )
