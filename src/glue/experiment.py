@@ -113,9 +113,8 @@ class GlueExperiment(Experiment):
             folder = self.folder / "jobs" / "-".join(filter(None, (task.name, task.variant, str(seed))))
             return Job(task, seed, folder, json.loads(json.dumps(settings)), after)  # in types as read back
 
-        mnli = next(
-            (job(task, task.seeds[0]) for task in self.tasks if task.name == "mnli" and config.mnli_first), None
-        )
+        first = [job(task, task.seeds[0]) for task in self.tasks if task.name == "mnli" and config.mnli_first]
+        mnli = first[0] if first else None
         return [job(task, seed, mnli if task.name in FROM_MNLI else None) for task in self.tasks for seed in task.seeds]
 
     def cost(self, job: Job) -> int:
