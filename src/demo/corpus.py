@@ -39,7 +39,7 @@ PACKAGES = (
 SKIPPED_FOLDERS = {"test", "tests", "testing", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 # A passage ends with the paragraph that reaches the first number of words; only a single sentence exceeds the second.
-# The tiny models read no more at once: those without decay must first learn which positions are neighbours.
+# The tiny models read no more at once.
 PASSAGE_WORDS = (16, 24)
 SHORTEST_PASSAGE = 5  # words, at the end of a file
 SENTENCE_WORDS = (5, 80)
@@ -227,7 +227,10 @@ def without_repeats(sentences: list[str], seen: set[str]) -> str:
     """Join the sentences of a paragraph that are not in `seen`, and add them to it."""
     kept = []
     for sentence in sentences:
-        if (key := fold(sentence)) not in seen:
+        words = PUNCTUATION.sub("", sentence).split()
+        # Case, punctuation, numbers and code identifiers do not distinguish sentences.
+        key = " ".join(word.lower() if word.isalpha() and word[1:] == word[1:].lower() else "@" for word in words)
+        if key not in seen:
             seen.add(key)
             kept.append(sentence)
     return " ".join(kept)
@@ -253,12 +256,6 @@ def is_english(sentence: str) -> bool:
     return plain >= 0.8 * count and function_words >= 0.15 * count
 
 
-def fold(sentence: str) -> str:
-    """Return a key for a sentence that ignores case, punctuation, numbers and code identifiers."""
-    words = PUNCTUATION.sub("", sentence).split()
-    return " ".join(word.lower() if word.isalpha() and word[1:] == word[1:].lower() else "@" for word in words)
-
-
 def capitalize(sentence: str) -> str:
     """Capitalize the first letter of a sentence, unless it starts with a name or a symbol."""
     first = sentence.split(maxsplit=1)[0]
@@ -269,15 +266,13 @@ def merge_passages(paragraphs: Iterable[str]) -> Iterator[str]:
     """Yield passages of PASSAGE_WORDS: consecutive paragraphs, one per line, split between sentences if necessary."""
     passage, size = "", 0
     for paragraph in paragraphs:
-        separator = "\n"
-        for sentence in split_sentences(paragraph):
+        for number, sentence in enumerate(split_sentences(paragraph)):
             words = len(sentence.split())
             if size and size + words > PASSAGE_WORDS[1]:
                 yield passage
                 passage, size = "", 0
-            passage += f"{separator if passage else ''}{sentence}"
+            passage += sentence if not passage else f" {sentence}" if number else f"\n{sentence}"
             size += words
-            separator = " "
         if size >= PASSAGE_WORDS[0]:
             yield passage
             passage, size = "", 0

@@ -44,7 +44,9 @@ def write_tasks(
     sizes = {"train": train_examples, "dev": dev_examples}
     if odd := [f"{split}_examples={size}" for split, size in sizes.items() if size < 2 or size % 2]:
         raise UserError(f"{odd[0]} must be even and at least 2, for two balanced labels")
-    passages = read_passages(corpus, is_validation)
+    passages: dict[str, list[list[Sentence]]] = {"train": [], "dev": []}
+    for text, sentences in read_passages(corpus):
+        passages["dev" if is_validation(text) else "train"].append(sentences)
     for (task, header), examples in zip(TASKS.items(), (word_order_examples, continuation_examples)):
         rng, seen = random.Random(f"{task} {seed}"), set()
         for split, size in sizes.items():
@@ -59,30 +61,26 @@ def write_tasks(
             log.info(f"{path}: {size:,} examples")
 
 
-def read_passages(corpus: Path, is_validation: Callable[[str], bool]) -> dict[str, list[list[Sentence]]]:
-    """Return the passages of a corpus by split, each as its sentences."""
-    passages: dict[str, list[list[Sentence]]] = {"train": [], "dev": []}
+def read_passages(corpus: Path) -> Iterator[tuple[str, list[Sentence]]]:
+    """Yield the text and the sentences of each passage."""
     try:
         lines = corpus.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f"{corpus}: cannot read the corpus ({reason(error)}); build it first") from None
     for row in map(json.loads, lines):
         sentences = (sentence for line in row["text"].split("\n") for sentence in split_sentences(line))
-        split = "dev" if is_validation(row["text"]) else "train"
-        passages[split].append([(row["source"], sentence) for sentence in sentences])
-    return passages
+        yield row["text"], [(row["source"], sentence) for sentence in sentences]
 
 
 def masked_sentences(
     corpus: Path, vocabulary: Path, is_validation: Callable[[str], bool], count: int = 3
 ) -> tuple[list[str], list[str]]:
-    """Return validation sentences with a word of the vocabulary masked, and the words; a hash chooses them."""
+    """Return validation sentences with a word of the vocabulary masked, and the words. A hash chooses both."""
     known = set(vocabulary.read_text(encoding="utf-8").split("\n"))
-    rows = map(json.loads, corpus.read_text(encoding="utf-8").splitlines())
-    texts = (row["text"] for row in rows if is_validation(row["text"]))
+    passages = [(text, first) for text, ((_, first), *_) in read_passages(corpus) if is_validation(text)]
     sentences, hidden = [], []
-    for digest, text in sorted((hashlib.sha256(text.encode()).hexdigest(), text) for text in texts):
-        words = split_sentences(text.split("\n")[0])[0].split()
+    for digest, sentence in sorted((hashlib.sha256(text.encode()).hexdigest(), first) for text, first in passages):
+        words = sentence.split()
         plain = [i for i, word in enumerate(words) if re.fullmatch(r"[a-z]{4,}", word) and word in known]
         if 8 <= len(words) <= 18 and plain:
             place = plain[int(digest, 16) % len(plain)]
