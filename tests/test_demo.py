@@ -10,8 +10,7 @@ import pytest
 from conftest import ROOT, environment
 
 from src.data.convert import is_validation
-from src.demo.__main__ import MAX_SEQ_LEN, VAL_FRACTION
-from src.demo.precision import choose_precision
+from src.demo.__main__ import MAX_SEQ_LEN, VAL_FRACTION, choose_precision
 from src.mlm.task import PretrainConfig
 from src.training.config import load_config
 

@@ -9,6 +9,7 @@ import argparse
 import functools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("lion-lit-tiny", "lion-d-tiny", "lion-s-tiny", "bert-tiny")
 FROM_SCRATCH = "-from-scratch"  # suffix of fine-tuning runs without pretraining
 MAX_SEQ_LEN = 32  # of yamls/pretrain/tiny.yaml
+TRIAL_STEPS = 6  # per precision, after one to warm up
 VAL_FRACTION = 0.04  # enough validation text for a thousand examples of each task
 IS_VALIDATION = functools.partial(is_validation, fraction=VAL_FRACTION)
 
@@ -94,8 +96,6 @@ class Demo:
         """Return the precision as an argument. It is chosen once, so that a resumed run keeps it."""
         path = self.out / "precision"
         if not path.exists():
-            from src.demo.precision import choose_precision
-
             write_atomically(path, choose_precision(config, self.options.vocab_size) or "")
         return [f"precision={precision}"] if (precision := path.read_text()) else []
 
@@ -170,6 +170,41 @@ class Demo:
             print(f"export   {self.exported / models[0]}")
         self.seconds["total"] = sum(self.seconds.values())
         print("\n" + "\n".join(f"{title:40}{seconds:6.0f} s" for title, seconds in self.seconds.items()), flush=True)
+
+
+def choose_precision(arguments: Sequence[str], vocab_size: int) -> str | None:
+    """Return fp32 or amp_bf16, whichever trains faster on this CPU, in steps timed in turns on random tokens.
+
+    A precision among the arguments of main.py takes precedence; on a GPU, None leaves the choice to main.py.
+    """
+    import torch
+
+    from src.lion import LionConfig, LionForMaskedLM
+    from src.lion.cpu import keep_freed_memory
+    from src.mlm.task import PretrainConfig
+    from src.training.config import load_config
+
+    config = load_config(PretrainConfig, "main.py", "", list(arguments))
+    if config.precision or torch.cuda.is_available():
+        return config.precision
+    keep_freed_memory()
+    model = LionForMaskedLM(LionConfig(vocab_size=vocab_size, **config.model))
+    ids = torch.randint(vocab_size, (config.global_train_batch_size, config.max_seq_len))
+    labels = ids.where(torch.rand(ids.shape) < config.mlm_probability, -100)
+    seconds: dict[str, list[float]] = {"fp32": [], "amp_bf16": []}
+    for _ in range(1 + TRIAL_STEPS):
+        for precision, times in seconds.items():
+            start = time.perf_counter()
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp_bf16"):
+                loss = model(input_ids=ids, labels=labels).loss
+            loss.backward()
+            model.zero_grad()
+            times.append(time.perf_counter() - start)
+    rates = {precision: ids.numel() / statistics.median(times[1:]) for precision, times in seconds.items()}
+    faster = max(rates, key=rates.__getitem__)
+    trial = ", ".join(f"{precision} {rate:,.0f}" for precision, rate in rates.items())
+    cli.log.info(f"{faster} is faster on this CPU (tokens per second in a trial: {trial})")
+    return faster
 
 
 def run(*commands: Sequence[object]) -> None:
