@@ -13,20 +13,16 @@ class LionConfig(PretrainedConfig):
 
     Args:
         vocab_size: rows of the word embedding matrix, preferably a multiple of 8.
-        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: BERT's sizes.
         mixer: "lion-s" (a decay computed from each token), "lion-d" (one learned decay per head), "lion-lit" (no decay)
             or "softmax" (BERT's attention).
         attention_form: "auto", "full", "recurrent" or "chunkwise": equal results at different costs.
         chunk_size: tokens per chunk of the chunkwise form.
-        hidden_act: activation of the MLP and of the masked-language-model head.
         hidden_dropout_prob: dropout on the embeddings and on each block's output.
         attention_probs_dropout_prob: dropout on the attention matrix; above 0, training needs the full form.
         classifier_dropout: dropout before a classification head; `hidden_dropout_prob` if None.
-        classifier_pooling: input of the pooler: "cls", the first token, as in BERT; or "mean", the mean of all tokens,
-            which needs less training where decay limits how far the first token sees.
-        max_position_embeddings: rows of the position embedding of lion-lit and softmax. lion-d and lion-s have no
-            position embeddings and accept texts of any length.
-        type_vocab_size: number of segment types, 2 for sentence pairs.
+        classifier_pooling: input of the pooler: "cls", the first token; or "mean", the mean of all tokens, which needs
+            less training where decay limits how far the first token sees.
+        max_position_embeddings: the longest text of lion-lit and softmax; lion-d and lion-s have no position embeddings.
         initializer_range: standard deviation of the initial weights.
         layer_norm_eps: ε of every LayerNorm except lion-lit's own.
     """

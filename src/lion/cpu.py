@@ -31,8 +31,8 @@ def keep_freed_memory() -> None:
     """Make glibc keep the memory that this process frees instead of returning large blocks to the system at once.
 
     A training step requests the blocks that the previous one freed, and the system would zero every page first. The
-    process stays at its peak size; with varying lengths, this peak grew by up to a quarter in our trials. Does nothing
-    without glibc, or if the environment has its own settings (MALLOC_…, GLIBC_TUNABLES).
+    process stays at its peak size, which grew by up to a quarter in our trials with varying lengths. Without glibc, or
+    with settings in the environment (MALLOC_…, GLIBC_TUNABLES), nothing is done.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
@@ -40,9 +40,6 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX
         mallopt(-1, -1)  # M_TRIM_THRESHOLD
-
-
-# Dropout
 
 
 class Dropout(nn.Dropout):
@@ -66,9 +63,6 @@ def dropout(x: Tensor, p: float) -> Tensor:
     return torch.where(kept, x, 0).mul_(2**16 / (2**16 - dropped))
 
 
-# Linear layers
-
-
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
     """Compute layer(x), (..., D) to (..., E), with oneDNN where that is faster.
 
@@ -85,19 +79,23 @@ def linear(layer: nn.Module, x: Tensor) -> Tensor:
 
 def _is_convolved(layer: nn.Module, x: Tensor) -> bool:
     """Whether oneDNN is faster for x, (..., D), and `layer` is plain nn.Linear, not replaced, wrapped or hooked."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # before any size is read, which would add a guard
-        return False
-    tokens = x.shape[:-1].numel()
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False  # before any size is read, which would add a guard
+    tokens, oneDNN = x.shape[:-1].numel(), torch.backends.mkldnn
+    # Where float32 matrix products may use lower precision, torch calls oneDNN itself.
+    if hasattr(oneDNN, "matmul"):  # newer than torch 2.7
+        exact = oneDNN.matmul.fp32_precision in ("none", "ieee")
+    else:
+        exact = torch.get_float32_matmul_precision() != "medium"
     return (
-        x.device.type == "cpu"
+        exact
         and x.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
         and tokens >= MIN_TOKENS
         and torch.backends.mkl.is_available()  # otherwise torch multiplies matrices with another library
-        and torch.backends.mkldnn.is_available()
-        and torch.backends.mkldnn.enabled
+        and oneDNN.is_available()
+        and oneDNN.enabled
         and torch.get_num_threads() > 1  # with one, torch does not pass such a convolution to oneDNN
-        and not _reduced_precision_allowed()
         and type(layer) is nn.Linear
         and type(layer.weight) in (Tensor, nn.Parameter)
         and (layer.weight.device, layer.weight.dtype, layer.weight.shape[1]) == (x.device, x.dtype, x.shape[-1])
@@ -106,16 +104,6 @@ def _is_convolved(layer: nn.Module, x: Tensor) -> bool:
         and "forward" not in vars(layer)
         and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
     )
-
-
-def _reduced_precision_allowed() -> bool:
-    """Whether float32 matrix products may use lower precision; torch then calls oneDNN itself."""
-    if hasattr(torch.backends.mkldnn, "matmul"):  # newer than torch 2.7
-        return torch.backends.mkldnn.matmul.fp32_precision not in ("none", "ieee")
-    return torch.get_float32_matmul_precision() == "medium"
-
-
-# Mixers and layers
 
 
 @functools.cache

@@ -56,10 +56,8 @@ class Mixer(nn.Module):
         return self.out(self.norm(y))
 
     def forward(self, x, mask, seq_idx, form, output_attentions=False, **states):
-        """Return the heads before the output projection, (B, L, D), and the matrix, (B, H, L, L), if requested.
-
-        states: left_state and right_state of `linear_attention`, for segments of a long text.
-        """
+        """Return the heads before the output projection, (B, L, D), and the matrix, (B, H, L, L), if requested;
+        states: left_state and right_state of `linear_attention`, for segments of a long text."""
         y, matrix = self.mix(x, *self.project(x), mask, seq_idx, form, output_attentions, **states)
         return y.transpose(1, 2).reshape(x.shape), matrix
 
@@ -74,10 +72,8 @@ class Softmax(Mixer):
     has_positions = True
 
     def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, **states):
-        allowed = (
-            None if mask is None else mask[:, None, None, :]
-        )  # real keys of a query's own sequence, (B, 1, 1 or L, L)
-        if seq_idx is not None:
+        allowed = None if mask is None else mask[:, None, None, :]  # real keys, (B, 1, 1, L)
+        if seq_idx is not None:  # keys of a query's own sequence, (B, 1, L, L)
             number = sequence_starts(seq_idx).cumsum(1)
             same = number[:, None, :, None] == number[:, None, None, :]
             allowed = same if allowed is None else same & allowed

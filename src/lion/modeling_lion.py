@@ -186,25 +186,17 @@ class LionModel(LionPreTrainedModel):
         return_dict = config.return_dict if return_dict is None else return_dict
 
         mask = None if attention_mask is None else attention_mask.bool()
-        x, hidden_states, attentions = self._run_layers(
-            self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids, seq_idx),
-            lambda layer, x: layer(x, mask, seq_idx, form, output_attentions),
-            output_hidden_states,
-        )
-        pooled = None if self.pooler is None else torch.tanh(self.pooler(self._pooled(x, mask)))
-        attentions = attentions if output_attentions else None
-        output = modeling_outputs.BaseModelOutputWithPooling(x, pooled, hidden_states, attentions)
-        return output if return_dict else output.to_tuple()
-
-    def _run_layers(self, x: Tensor, run: Callable, output_hidden_states: bool = False):
-        """Pass x through each layer by `run(layer, x)`. Return the last state, all if requested, and the matrices."""
-        hidden_states, matrices = [x] if output_hidden_states else [], []
+        x = self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids, seq_idx)
+        hidden_states, matrices = (x,) if output_hidden_states else None, () if output_attentions else None
         for layer in self.layers:
-            x, matrix = run(layer, x)
-            matrices.append(matrix)
+            x, matrix = layer(x, mask, seq_idx, form, output_attentions)
             if output_hidden_states:
-                hidden_states.append(x)
-        return x, tuple(hidden_states) if output_hidden_states else None, tuple(matrices)
+                hidden_states += (x,)
+            if output_attentions:
+                matrices += (matrix,)
+        pooled = None if self.pooler is None else torch.tanh(self.pooler(self._pooled(x, mask)))
+        output = modeling_outputs.BaseModelOutputWithPooling(x, pooled, hidden_states, matrices)
+        return output if return_dict else output.to_tuple()
 
     @torch.no_grad()
     def encode_long(
@@ -223,15 +215,9 @@ class LionModel(LionPreTrainedModel):
         the state of all later ones, and so computes each segment's output. The result equals that of one call. Hidden
         states stay on the device of `input_ids` (preferably the CPU); all else, for one segment, is on the model's.
 
-        Args:
-            input_ids, attention_mask, token_type_ids: (B, L), and attention_form, as in a call.
-            piece_length: the earlier name of segment_length.
-
-        Returns:
-            (B, L, D), the last hidden state, on the device of `input_ids`.
-
-        Raises:
-            ValueError: for a mixer without states, training mode, or a text longer than the position embeddings.
+        Args: (B, L) tensors and the form as in a call; piece_length is the earlier name of segment_length.
+        Returns: (B, L, D), the last hidden state, on the device of `input_ids`.
+        Raises ValueError for a mixer without states, training mode, or a text longer than the position embeddings.
         """
         if not MIXERS[self.config.mixer].has_states:
             raise ValueError(f"{self.config.mixer} has no states to pass between segments; use a lion mixer")
@@ -247,7 +233,11 @@ class LionModel(LionPreTrainedModel):
         def take(x: Tensor | None, segment: slice) -> Tensor | None:
             return None if x is None else x[:, segment].to(device)
 
-        def run(layer: LionLayer, x: Tensor) -> tuple[Tensor, None]:
+        x = torch.empty(*input_ids.shape, self.config.hidden_size, dtype=self.dtype, device=input_ids.device)
+        for segment in segments:
+            positions = torch.arange(segment.start, segment.stop, device=device)[None]
+            x[:, segment] = self.embeddings(take(input_ids, segment), None, take(token_type_ids, segment), positions)
+        for layer in self.layers:
             passed = [layer.attention.segment_states(take(x, segment), take(mask, segment)) for segment in segments]
             lefts = [torch.zeros_like(passed[0].rightward)]
             for state in passed[:-1]:
@@ -255,17 +245,9 @@ class LionModel(LionPreTrainedModel):
             right = torch.zeros_like(lefts[0])
             for segment, left, state in reversed(list(zip(segments, lefts, passed))):
                 states = {"left_state": left, "right_state": right}
-                y, _ = layer(take(x, segment), take(mask, segment), None, form, **states)
-                x[:, segment] = y.to(x.device)
+                x[:, segment] = layer(take(x, segment), take(mask, segment), None, form, **states)[0]
                 right = right * state.across + state.leftward
-            return x, None
-
-        x = torch.empty(*input_ids.shape, self.config.hidden_size, dtype=self.dtype, device=input_ids.device)
-        for segment in segments:
-            positions = torch.arange(segment.start, segment.stop, device=device)[None]
-            embedded = self.embeddings(take(input_ids, segment), None, take(token_type_ids, segment), positions)
-            x[:, segment] = embedded.to(x.device)
-        return self._run_layers(x, run)[0]
+        return x
 
     def _pooled(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The first token, or the mean of the real ones, (B, D)."""
@@ -277,43 +259,49 @@ class LionModel(LionPreTrainedModel):
         return ((x * mask[..., None]).sum(1, dtype=wide) / mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
 
 
-def _head_forward(*targets: str, last: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
-    """Turn `method(self, encode, *targets, *last)`, which computes a head's output, into the forward of its model.
+def _head_forward(method: Callable[..., ModelOutput]) -> Callable[..., ModelOutput | tuple]:
+    """Turn `method(self, encode, *targets)`, which computes a head's output, into the forward of its model.
 
-    `encode()` runs the encoder. The forward takes the arguments of `LionModel.forward`, `targets` after inputs_embeds,
-    and `last` at the end.
+    `encode()` runs the encoder. The forward takes the arguments of `LionModel.forward`, targets after inputs_embeds,
+    but those of them that are keyword-only at the end.
     """
     encoder = list(inspect.signature(LionModel.forward).parameters.values())
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    added, appended = ([inspect.Parameter(name, kind, default=None) for name in names] for names in (targets, last))
-    signature = inspect.Signature([*encoder[:6], *added, *encoder[6:], *appended])
-    names = list(signature.parameters)[1:]
+    targets = list(inspect.signature(method).parameters.values())[2:]
+    last = [x.replace(kind=x.POSITIONAL_OR_KEYWORD) for x in targets if x.kind == x.KEYWORD_ONLY]
+    signature = inspect.Signature([*encoder[:6], *targets[: len(targets) - len(last)], *encoder[6:], *last])
+    names, of_head = list(signature.parameters)[1:], [x.name for x in targets]
 
-    def decorate(method: Callable[..., ModelOutput]) -> Callable[..., ModelOutput | tuple]:
-        @functools.wraps(method)
-        def forward(self, *args, **kwargs):
-            given = dict(**dict(zip(names, args)), **kwargs)
-            of_head = [given.pop(name, None) for name in (*targets, *last)]
-            return_dict = given.pop("return_dict", None)
-            output = method(self, lambda: self.lion(**given, return_dict=True), *of_head)
-            return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+    @functools.wraps(method)
+    def forward(self, *args, **kwargs):
+        given = dict(**dict(zip(names, args)), **kwargs)
+        head_inputs = {name: given.pop(name, None) for name in of_head}
+        return_dict = given.pop("return_dict", None)
+        output = method(self, lambda: self.lion(**given, return_dict=True), **head_inputs)
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
-        forward.__signature__ = signature  # which transformers and Composer read
-        return forward
-
-    return decorate
+    forward.__signature__ = signature  # which transformers and Composer read
+    return forward
 
 
-class LionForMaskedLM(LionPreTrainedModel):
+class _Headed(LionPreTrainedModel):
+    """The encoder, `lion`, and what a subclass adds in `add_head`."""
+
+    has_pooler = False
+
+    def __init__(self, config: LionConfig):
+        super().__init__(config)
+        self.lion = LionModel(config, self.has_pooler)
+        self.add_head(config)
+        self.post_init()
+
+
+class LionForMaskedLM(_Headed):
     """The encoder with a masked-language-model head."""
 
     _tied_weights_keys = {"head.decoder.weight": "lion.embeddings.word_embeddings.weight"}
 
-    def __init__(self, config: LionConfig):
-        super().__init__(config)
-        self.lion = LionModel(config, add_pooling_layer=False)
+    def add_head(self, config: LionConfig) -> None:
         self.head = LionMLMHead(config)
-        self.post_init()
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.head.decoder
@@ -321,8 +309,8 @@ class LionForMaskedLM(LionPreTrainedModel):
     def set_output_embeddings(self, value: nn.Linear) -> None:
         self.head.decoder = value
 
-    @_head_forward("labels", last=("masked_positions",))
-    def forward(self, encode: Callable[[], ModelOutput], labels: Tensor | None, masked_positions: Tensor | None):
+    @_head_forward
+    def forward(self, encode: Callable, labels: Tensor | None = None, *, masked_positions: Tensor | None = None):
         """Predict masked tokens. Other arguments: `LionModel.forward`.
 
         Args:
@@ -345,27 +333,23 @@ class LionForMaskedLM(LionPreTrainedModel):
         return modeling_outputs.MaskedLMOutput(loss, logits, output.hidden_states, output.attentions)
 
 
-class _Classifier(LionPreTrainedModel):
+class _Classifier(_Headed):
     """Dropout and a linear layer on the encoder."""
 
-    def __init__(self, config: LionConfig, add_pooling_layer: bool = False):
-        super().__init__(config)
+    def add_head(self, config: LionConfig) -> None:
         self.num_labels = config.num_labels
-        self.lion = LionModel(config, add_pooling_layer)
         p = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
         self.dropout = nn.Dropout(p)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
 
 
 class LionForSequenceClassification(_Classifier):
     """The encoder with a classification or regression head on the pooler."""
 
-    def __init__(self, config: LionConfig):
-        super().__init__(config, add_pooling_layer=True)
+    has_pooler = True
 
-    @_head_forward("labels")
-    def forward(self, encode: Callable[[], ModelOutput], labels: Tensor | None):
+    @_head_forward
+    def forward(self, encode: Callable, labels: Tensor | None = None):
         """Classify texts. Other arguments: `LionModel.forward`.
 
         Args:
@@ -388,8 +372,8 @@ class LionForSequenceClassification(_Classifier):
 class LionForTokenClassification(_Classifier):
     """The encoder with a classification head on every token."""
 
-    @_head_forward("labels")
-    def forward(self, encode: Callable[[], ModelOutput], labels: Tensor | None):
+    @_head_forward
+    def forward(self, encode: Callable, labels: Tensor | None = None):
         """Classify tokens. Other arguments: `LionModel.forward`; labels: (B, L) class indices, or -100."""
         output = encode()
         logits = self.classifier(self.dropout(output.last_hidden_state))  # (B, L, num_labels)
@@ -397,26 +381,21 @@ class LionForTokenClassification(_Classifier):
         return modeling_outputs.TokenClassifierOutput(loss, logits, output.hidden_states, output.attentions)
 
 
-class LionForQuestionAnswering(LionPreTrainedModel):
+class LionForQuestionAnswering(_Headed):
     """The encoder with a head that marks where an answer starts and ends."""
 
-    def __init__(self, config: LionConfig):
-        super().__init__(config)
-        self.lion = LionModel(config, add_pooling_layer=False)
+    def add_head(self, config: LionConfig) -> None:
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
-        self.post_init()
 
-    @_head_forward("start_positions", "end_positions")
-    def forward(self, encode: Callable[[], ModelOutput], start_positions: Tensor | None, end_positions: Tensor | None):
+    @_head_forward
+    def forward(self, encode: Callable, start_positions: Tensor | None = None, end_positions: Tensor | None = None):
         """Find a span. Other arguments: `LionModel.forward`; start and end: (B,), ignored outside the text."""
         output = encode()
-        start_logits, end_logits = self.qa_outputs(output.last_hidden_state).unbind(-1)  # each (B, L)
+        logits = self.qa_outputs(output.last_hidden_state).unbind(-1)  # of starts and of ends, (B, L) each
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = (_span_loss(start_logits, start_positions) + _span_loss(end_logits, end_positions)) / 2
-        return modeling_outputs.QuestionAnsweringModelOutput(
-            loss, start_logits, end_logits, output.hidden_states, output.attentions
-        )
+            loss = sum(map(_span_loss, logits, (start_positions, end_positions))) / 2
+        return modeling_outputs.QuestionAnsweringModelOutput(loss, *logits, output.hidden_states, output.attentions)
 
 
 def _span_loss(logits: Tensor, positions: Tensor) -> Tensor:
