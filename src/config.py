@@ -41,8 +41,7 @@ class Rule:
     def bounds(self) -> str:
         """The bounds in words, such as ` ≥ 0 and < 1`; empty if there are none."""
         signs = {"≥": self.at_least, ">": self.above, "≤": self.at_most, "<": self.below}
-        words = " and ".join(f"{sign} {bound:.12g}" for sign, bound in signs.items() if isfinite(bound))
-        return f" {words}" if words else ""
+        return " and".join(f" {sign} {bound:.12g}" for sign, bound in signs.items() if isfinite(bound))
 
     def admits(self, value: float) -> bool:
         """Return whether a number is finite and within the bounds."""
@@ -75,20 +74,16 @@ def _keys(schema: type, prefix: str = "") -> Iterator[tuple[str, Field, Any]]:
 
 
 def load(schema: type[Config], script: str, argv: list[str], example: str = "", more_help: str = "") -> Config:
-    """Return the validated config that a command line asks for: `script.py FILE.yaml [key=value ...]`.
+    """Return the validated config of `script.py FILE.yaml [key=value ...]`; `example` and `more_help` are for `--help`.
 
     A file may inherit another with `inherit: other.yaml`, a path relative to itself, and state only what differs.
-    `example` and `more_help` are for `--help`. Raises UserError for a missing file, an unknown or missing key, or a
-    value of the wrong type or outside its bounds.
+    Raises UserError for a missing file, an unknown or missing key, or a value of the wrong type or out of bounds.
     """
     keys = "keys, in the YAML file or as key=value (the value after = is the default):"
-    parser = argparse.ArgumentParser(
-        prog=script,
-        usage=f"{script} FILE.yaml [key=value ...] [--print_config]",
-        description=f"Example: {script} {example}",
-        epilog=f"{keys}\n\n{describe(schema)}\n\n{more_help}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(script, f"{script} FILE.yaml [key=value ...] [--print_config]")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = f"Example: {script} {example}"
+    parser.epilog = f"{keys}\n\n{describe(schema)}\n\n{more_help}"
     parser.add_argument("yaml", metavar="FILE.yaml", help="the config, e.g. one in yamls/")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that override the file's")
     parser.add_argument("--print_config", action="store_true", help="print the resolved config and exit")
@@ -216,11 +211,11 @@ def _is_duration(value: Any, rule: Rule) -> bool:
         return False
 
 
-def check_known(section: str, given: Iterable[str], known: Collection[str]) -> None:
+def check_known(section: str, given: Iterable[str], known: Collection[str], hint: str = "") -> None:
     """Raise UserError for an unknown key of a section."""
     for name in given:
         if name not in known:
-            raise UserError(f"unknown key {section}.{name}{nearest(str(name), known)}")
+            raise UserError(f"unknown key {section}.{name}{nearest(str(name), known)}{hint}")
 
 
 def nearest(name: str, known: Collection[str]) -> str:

@@ -1,7 +1,4 @@
-"""Plots in one style, with one colour per mixer. Titles name the data and the model, axes their units.
-
-`curves` draws metrics of runs, `bars` draws scores. Another figure: `subplots`, plot in `color`s, `label_axes`, `save`.
-"""
+"""Plots in one style: `curves` of metrics, `bars` of scores; others by `subplots`, `color`, `label_axes` and `save`."""
 
 import io
 import itertools
@@ -90,10 +87,9 @@ def curves(runs: Iterable[tuple[str, Path]], curves: Sequence["Curve"], path: Pa
     """Plot runs, (name, folder), against samples seen, one plot per curve: training faint, evaluations with dots."""
     metrics = {name: read_json_lines(folder / METRICS) for name, folder in runs}
     drawn = [curve for curve in curves if not curve.baseline]
-    baselines = {curve.percent: curve for curve in curves if curve.baseline}
     figure, axes = subplots(columns=len(drawn), title=title)
     for axis, curve in zip(axes[0], drawn):
-        scale, baseline, floor = 100 if curve.percent else 1, baselines.get(curve.percent), None
+        scale, last = 100 if curve.percent else 1, {}
         for shade, (name, lines) in zip(colors(metrics), metrics.items()):
             train = [(line["samples"], scale * line[curve.name]) for line in lines if curve.name in line]
             evaluations = [line for line in lines if curve.eval_key in line.get("eval", {})]
@@ -102,36 +98,32 @@ def curves(runs: Iterable[tuple[str, Path]], curves: Sequence["Curve"], path: Pa
             if evaluations:
                 values = [scale * line["eval"][curve.eval_key] for line in evaluations]
                 axis.plot([line["samples"] for line in evaluations], values, color=shade, marker=".", label=name)
-                floor = baseline and evaluations[-1]["eval"].get(baseline.eval_key, floor)
-        if floor is not None:
-            axis.axhline(scale * floor, color="black", linewidth=1, linestyle=":", label=baseline.title)
+                last |= evaluations[-1]["eval"]
+        for floor in curves:
+            if floor.baseline and floor.percent == curve.percent and floor.eval_key in last:
+                axis.axhline(scale * last[floor.eval_key], color="black", linewidth=1, ls=":", label=floor.title)
         label_axes(axis, curve.title, "samples seen", "%" if curve.percent else curve.unit)
         axis.xaxis.set_major_formatter("{x:,.0f}")
     save(figure, path)
 
 
-def bars(
-    runs: Sequence[tuple[str, Mapping]], baselines: Mapping[str, float], path: Path, title: str, y_label: str
-) -> None:
+def bars(runs: Sequence[tuple[str, Mapping]], baselines: Mapping[str, float], path: Path, title: str, unit: str):
     """Draw scores as bars, one colour per run: the mean of each group with a dot per seed, and a dashed baseline.
 
-    Args:
-        runs: (name, {group: scores of its seeds}); a group, such as a task with its metric, may have several lines.
-        baselines: {group: score of the majority class}.
+    `runs` are (name, {group: scores of its seeds}); `baselines` are {group: score of the majority class}.
     """
     groups = list(dict.fromkeys(group for _, scores in runs for group in scores))
     figure, axes = subplots(title=title, width=max(4.5, 1.2 * len(groups) * max(1, len(runs) / 2) + 2), height=4.5)
-    axis = axes[0, 0]
-    width = 0.8 / len(runs)
+    axis, width = axes[0, 0], 0.8 / len(runs)
     for number, (shade, (name, scores)) in enumerate(zip(colors(name for name, _ in runs), runs)):
         middles = [groups.index(group) - 0.4 + width * (number + 0.5) for group in scores]
         axis.bar(middles, [mean(seeds) for seeds in scores.values()], width * 0.92, color=shade, alpha=0.85, label=name)
         for middle, seeds in zip(middles, scores.values()):
             axis.plot([middle] * len(seeds), seeds, "k.", markersize=4)
-    for place, group in enumerate(groups):
-        if group in baselines:
-            axis.plot([place - 0.45, place + 0.45], [baselines[group]] * 2, "k--", linewidth=1, label="majority class")
-    label_axes(axis, "", "", y_label)
+    for group, score in baselines.items():
+        middle = groups.index(group)
+        axis.plot([middle - 0.45, middle + 0.45], [score, score], "k--", linewidth=1, label="majority class")
+    label_axes(axis, "", "", unit)
     axis.set_xticks(range(len(groups)), groups)
     axis.grid(visible=False, axis="x")
     save(figure, path)

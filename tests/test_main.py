@@ -15,7 +15,7 @@ import main
 from src.errors import UserError
 from src.files import exclusive_lock
 from src.mlm.task import PretrainConfig
-from src.training import run_folder
+from src.training import run as run_folder
 from src.training.config import load_config
 
 pytestmark = pytest.mark.slow  # every test needs a run

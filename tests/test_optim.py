@@ -10,8 +10,7 @@ from composer.optim import DecoupledAdamW
 from torch import nn
 
 from src.errors import UserError
-from src.training.optim import FusedDecoupledAdamW
-from src.training.registry import build_scheduler
+from src.training.registry import FusedDecoupledAdamW, build_scheduler
 from src.training.trainer import build_trainer
 
 

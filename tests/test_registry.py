@@ -15,7 +15,7 @@ from conftest import TINY_MODEL
 from src.errors import UserError
 from src.lion import LionConfig, LionForMaskedLM
 from src.training import registry
-from src.training.optim import FusedDecoupledAdamW
+from src.training.registry import FusedDecoupledAdamW
 
 
 @pytest.fixture(scope="module")

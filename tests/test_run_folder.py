@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from src.config import to_dict
 from src.errors import RunFailed, UserError
-from src.mlm.task import CURVES, PretrainConfig
-from src.training import run_folder
+from src.mlm.task import CURVES, MaskedLM, PretrainConfig
+from src.training import run as run_folder
 from src.training.config import load_config
 
 
@@ -176,7 +176,7 @@ def write_evaluations(folder: Path, losses: dict[int, float]) -> None:
 @pytest.mark.parametrize("first", [0, 2])
 def test_the_summary_has_the_first_the_best_and_the_last_evaluation(config, tmp_path, capsys, first):
     write_evaluations(tmp_path, {first: 4.0, 3: 2.0, 6: 3.0})
-    run_folder.write_summary(config, CURVES, 13290, tmp_path, 6, "tiny")
+    run_folder.write_summary(MaskedLM(config), tmp_path, 6, 13290, "tiny")
 
     def result(step: int, loss: float) -> dict[str, float]:
         return {"step": step, "loss": loss, "accuracy": 0.25, "most_frequent_token": 0.125}
@@ -200,7 +200,7 @@ def test_the_summary_has_the_first_the_best_and_the_last_evaluation(config, tmp_
 def test_a_summary_that_cannot_be_written_ends_the_run_in_one_sentence(config, tmp_path, monkeypatch):
     write_evaluations(tmp_path, {0: 4.0})
     with pytest.raises(RunFailed, match="its last evaluation could not be written"):
-        run_folder.write_summary(config, CURVES, 13290, tmp_path, 6, "tiny")
+        run_folder.write_summary(MaskedLM(config), tmp_path, 6, 13290, "tiny")
     write_evaluations(tmp_path, {0: 4.0, 6: 3.0})
 
     def full_disk(path, content):
@@ -208,4 +208,4 @@ def test_a_summary_that_cannot_be_written_ends_the_run_in_one_sentence(config, t
 
     monkeypatch.setattr(run_folder, "write_json", full_disk)
     with pytest.raises(RunFailed, match=r"finished and saved, but its summary is not \(No space left on device\)"):
-        run_folder.write_summary(config, CURVES, 13290, tmp_path, 6, "tiny")
+        run_folder.write_summary(MaskedLM(config), tmp_path, 6, 13290, "tiny")

@@ -116,15 +116,15 @@ def test_a_cpu_cannot_choose_a_microbatch():
 )
 def test_unsupported_fsdp_settings_are_rejected(section, words):
     with pytest.raises(UserError, match=re.escape(words)):
-        trainer.check_fsdp(section, "gpu")
+        trainer.check_sections(section, {}, "gpu")
 
 
 def test_fsdp_settings_are_accepted_on_gpus_only():
     section = {"sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing": True, "cpu_offload": False}
-    trainer.check_fsdp(section, "gpu")
-    trainer.check_fsdp({}, "cpu")
+    trainer.check_sections(section, {}, "gpu")
+    trainer.check_sections({}, {}, "cpu")
     with pytest.raises(UserError, match="fsdp_config shards a model over GPUs"):
-        trainer.check_fsdp(section, "cpu")
+        trainer.check_sections(section, {}, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_fsdp_settings_are_accepted_on_gpus_only():
 )
 def test_unknown_compile_settings_are_rejected(section, words):
     with pytest.raises(UserError, match=re.escape(words)):
-        trainer.check_compile(section)
+        trainer.check_sections({}, section, "cpu")
 
 
 @pytest.mark.parametrize("section", [{}, {"backend": "eager", "dynamic": True}])
 def test_compile_settings_are_accepted(section):
-    trainer.check_compile(section)
+    trainer.check_sections({}, section, "cpu")

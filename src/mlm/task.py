@@ -1,7 +1,6 @@
 """Masked-language-model pretraining: the config of `main.py`, and the task that `src/training/run.py` runs."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ from src.training.task import Curve, Task
 
 if TYPE_CHECKING:
     from composer import DataSpec
-    from transformers import PreTrainedTokenizerBase
 
     from src.mlm.model import LionMLM
 
@@ -75,43 +73,31 @@ class MaskedLM(Task):
         if not (start is None or resumes or "://" in start or Path(start).is_file()):
             raise UserError(f"load_path={start} is not a file; give a checkpoint or omit load_path")
 
-    @cached_property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
-        from src.training.text_model import build_tokenizer
-
-        return build_tokenizer(self.config.tokenizer_name, self.config.max_seq_len, needs=("mask_token", "pad_token"))
-
     def build_model(self, checkpoint: Path | None) -> "LionMLM":
-        """Return a model with random weights, or with the encoder, and any head, of `model.pretrained_checkpoint`.
-
-        A resumed run takes its sizes from `checkpoint`, its own, since the one it started from may be gone.
-        """
+        """Return a model with random weights, or with the encoder, and any head, of `model.pretrained_checkpoint`."""
         from src.checkpoints.reading import load_all, read_pretrained
         from src.mlm.model import LionMLM
-        from src.training.text_model import build_lion_config, lion_arguments
+        from src.training.text_model import build_lion_config, build_tokenizer, lion_arguments
 
-        section = dict(self.config.model)
-        name = section.pop("pretrained_checkpoint", None)
-        start = None
-        if name is not None:
-            name = str(checkpoint or name)
-            start = read_pretrained(name, "model.pretrained_checkpoint")
-            own = start.load_tokenizer()
-            if own is not None and vocabulary_digest(own) != vocabulary_digest(self.tokenizer):
-                given = f"tokenizer_name={self.config.tokenizer_name}"
-                raise UserError(f"{given} is not the tokenizer of {name}; use that one")
-            section = {**lion_arguments(start.config.to_dict()), **section}
+        config = self.config
+        self.tokenizer = build_tokenizer(config.tokenizer_name, config.max_seq_len, ("mask_token", "pad_token"))
+        section = dict(config.model)
+        if (name := section.pop("pretrained_checkpoint", None)) is None:
+            return LionMLM(build_lion_config(section, self.tokenizer, self.max_seq_len), self.tokenizer)
+        name = str(checkpoint or name)  # a resumed run's own: the one it started from may be gone
+        start = read_pretrained(name, "model.pretrained_checkpoint")
+        if (own := start.load_tokenizer()) and vocabulary_digest(own) != vocabulary_digest(self.tokenizer):
+            raise UserError(f"tokenizer_name={config.tokenizer_name} is not the tokenizer of {name}; use that one")
+        section = {**lion_arguments(start.config.to_dict()), **section}
         model = LionMLM(build_lion_config(section, self.tokenizer, self.max_seq_len), self.tokenizer)
-        if start is None:
-            return model
         unused = ("lion.pooler.", "classifier.")  # of classifiers
         weights = {part: tensor for part, tensor in start.weights.items() if not part.startswith(unused)}
         has_head = any(part.startswith("head.") for part in weights)
         if (embeddings := weights.get("lion.embeddings.word_embeddings.weight")) is not None:
             weights.setdefault("head.decoder.weight", embeddings)  # tied: a Hub folder stores one of the two
         if not has_head:
-            new_head = {part: tensor for part, tensor in model.model.state_dict().items() if part.startswith("head.")}
-            weights = {**new_head, **weights}
+            random = model.model.state_dict().items()
+            weights = {part: tensor for part, tensor in random if part.startswith("head.")} | weights
         load_all(model.model, weights, name)
         log.info(f"weights of {name}{'' if has_head else ', with a new head'}")
         return model
@@ -126,11 +112,8 @@ class MaskedLM(Task):
         evaluation = streaming.build(config.eval_loader, self.tokenizer, config.device_eval_batch_size, train=False)
         self.statistics = train.padding
         self.data = streaming.describe(config.train_loader.dataset, train.dataset)
-        methods = {
-            "split_batch": batches.split_batch,
-            "get_num_samples_in_batch": batches.sample_count,  # a packed row holds several
-            "get_num_tokens_in_batch": batches.token_counts,
-        }
+        methods = {"get_num_tokens_in_batch": batches.token_counts, "split_batch": batches.split_batch}
+        methods["get_num_samples_in_batch"] = batches.sample_count  # a packed row holds several
         return DataSpec(train, **methods), DataSpec(evaluation, **methods)
 
     def describe(self, model: "LionMLM") -> tuple[str, str]:

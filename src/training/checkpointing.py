@@ -43,18 +43,17 @@ class CheckpointWriter(Callback):
         if not all(dist.all_gather_object(finite)):
             raise RunFailed(f"step {batch}: some weights are non-finite and were not saved; {resume_hint(self.folder)}")
         path = self.folder / f"ep{state.timestamp.epoch.value}-ba{batch}-rank0.pt"
-        if (failure := self._write(state, path)) is not None:
-            if state.timestamp >= state.max_duration:
-                to_do = f"free disk space; {resume_hint(self.folder)}"
-                raise RunFailed(f"cannot save the last step, {batch}, to {path}: {failure}; {to_do}")
+        if (failure := self._write(state, path)) is None:
+            self.saved_batch = batch
+            return None
+        if state.timestamp < state.max_duration:
             return f"cannot save step {batch} to {path}: {failure}"
-        self.saved_batch = batch
-        return None
+        failure = f"cannot save the last step, {batch}, to {path}: {failure}"
+        raise RunFailed(f"{failure}; free disk space; {resume_hint(self.folder)}")
 
     def _write(self, state: State, path: Path) -> str | None:
         """Return None, or, on every rank, why rank 0 could not write the file."""
-        unfinished = path.with_suffix(".unfinished")
-        failure = None
+        unfinished, failure = path.with_suffix(".unfinished"), None
         try:
             save_checkpoint(state, str(unfinished))  # all ranks contribute, rank 0 writes
         except (OSError, RuntimeError) as error:
@@ -98,10 +97,7 @@ def link_latest(path: Path) -> None:
 
 
 def latest_valid_checkpoint(folder: Path) -> Path | None:
-    """Return a run's newest valid checkpoint, or None if it has no checkpoint; warn about each one skipped.
-
-    `latest-rank0.pt` then points to it. Raises UserError if there are checkpoints but none is valid.
-    """
+    """Return the newest valid checkpoint, to which latest-rank0.pt then links. Raises UserError if all are corrupt."""
     found = checkpoints(folder)
     for path in found:
         if is_valid_checkpoint(path):
@@ -111,8 +107,7 @@ def latest_valid_checkpoint(folder: Path) -> Path | None:
             return path
         log.warning(f"{path} is corrupt or truncated; skipped")
     if found:
-        to_do = "remove them to start over, or choose another folder"
-        raise UserError(f"save_folder: no checkpoint in {folder} is valid; {to_do}")
+        raise UserError(f"save_folder: no checkpoint in {folder} is valid; remove them or choose another folder")
     return None
 
 
@@ -134,21 +129,19 @@ def check_load_path(path: str, model: torch.nn.Module, optimizer: torch.optim.Op
     shapes, its_shapes = ({n: w.shape for n, w in ws.items()} for ws in (model.state_dict(), checkpoint.weights))
     if shapes != its_shapes or checkpoint.published:
         raise UserError(f"{name} is a checkpoint of a different model than this config's; {hint}")
-    groups = checkpoint.optimizers.get(type(optimizer).__qualname__)
-    if groups is None or _settings(groups) != _settings(optimizer.param_groups):
+    its_groups = checkpoint.optimizers.get(type(optimizer).__qualname__, ())
+    settings, its_settings = (  # which loading a checkpoint restores, whatever the config says
+        [[g.get("initial_lr", g["lr"]), list(g["betas"]), g["eps"], g["weight_decay"]] for g in groups]
+        for groups in (optimizer.param_groups, its_groups)
+    )
+    if settings != its_settings:
         raise UserError(f"{name} was trained with a different optimizer than this config's; {hint}")
     check_remaining(checkpoint, max_duration, name)
-
-
-def _settings(groups: list[dict]) -> list[list]:
-    """Return the optimizer settings that loading a checkpoint restores, whatever the config says."""
-    return [[g.get("initial_lr", g["lr"]), list(g["betas"]), g["eps"], g["weight_decay"]] for g in groups]
 
 
 def check_remaining(checkpoint: Checkpoint, max_duration: str, name: str) -> None:
     """Raise UserError for a checkpoint at or after the end of the run."""
     end = Time.from_timestring(max_duration)
-    done = checkpoint.timestamp.get(end.unit.name.lower(), 0)
-    if done >= end.value:
-        leaves = f"max_duration={max_duration} leaves nothing to train"
-        raise UserError(f"{name} is at {done}{end.unit.value}, so {leaves}; use a longer one")
+    if (done := checkpoint.timestamp.get(end.unit.name.lower(), 0)) >= end.value:
+        problem = f"{name} is at {done}{end.unit.value}, so max_duration={max_duration} leaves nothing to train"
+        raise UserError(f"{problem}; use a longer one")

@@ -1,13 +1,14 @@
 """Config keys that every run has, whatever it trains."""
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from src.config import SEED, duration, key, load
+from src.config import SEED, Config, duration, key, load
 from src.errors import UserError
 
-Config = TypeVar("Config")
 COUNT = {"at_least": 1, "at_most": 2**32 - 1}
+COUNT_OR_ALL = {"at_least": 1, "also": (-1,), "may_change": True}
+DDP_SYNC = ("single_auto_sync", "multi_auto_sync", "forced_sync")
 
 
 @dataclass
@@ -41,7 +42,7 @@ class RunConfig(TrainerConfig):
     max_duration: str = duration("length of training", units=("ba", "sp", "ep", "tok"), may_change=True)
     eval_interval: str = duration("how often to evaluate", may_change=True)
     eval_first: bool = key("evaluate the untrained model too, for comparison", True, may_change=True)
-    eval_subset_num_batches: int = key("batches per evaluation; -1: all", -1, at_least=1, also=(-1,), may_change=True)
+    eval_subset_num_batches: int = key("batches per evaluation; -1: all", -1, **COUNT_OR_ALL)
     global_train_batch_size: int = key("batch size: samples per optimizer step, on all devices", at_least=1)
     device_train_microbatch_size: Any = key(
         "samples per device and forward pass, or auto (FSDP on GPUs)", at_least=1, also=("auto",), may_change=True
@@ -52,27 +53,18 @@ class RunConfig(TrainerConfig):
     )
     seed: int = key("seed for weights, dropout, data order and masks", **SEED)
     save_interval: str = duration("how often to save a checkpoint", may_change=True)
-    save_num_checkpoints_to_keep: int = key(
-        "how many of the newest checkpoints to keep; -1: all", -1, at_least=1, also=(-1,), may_change=True
-    )
+    save_num_checkpoints_to_keep: int = key("how many of the newest to keep; -1: all", -1, **COUNT_OR_ALL)
     load_path: str | None = key("checkpoint to start from, with optimizer state and position in the data", None)
     autoresume: bool = key("resume from the last checkpoint in save_folder, if there is one", True, may_change=True)
-    on_nonfinite_loss: str = key(
-        "stop: end the run; skip: drop and count the step's update", "stop", choices=("stop", "skip"), may_change=True
-    )
+    on_nonfinite_loss: str = key("end the run, or skip the update", "stop", choices=("stop", "skip"), may_change=True)
     activation_checkpointing: bool = key("recompute layers in the backward pass: less memory", False, may_change=True)
     fsdp_config: dict[str, Any] = key("arguments of Composer's FSDPConfig; empty: DDP", {}, may_change=True)
     ddp_sync_strategy: str | None = key(
-        "when DDP sums gradients; default: after the last microbatch",
-        None,
-        choices=("single_auto_sync", "multi_auto_sync", "forced_sync"),
-        may_change=True,
+        "when DDP sums gradients; default: after the last microbatch", None, choices=DDP_SYNC, may_change=True
     )
     dist_timeout: float = key("seconds a device waits for the others", 300.0, above=0, may_change=True)
     compile_config: dict[str, Any] | None = key("arguments of torch.compile; null: not used", None, may_change=True)
-    hf_export: str | None = key(
-        "write Hub folders to save_folder/hub, at the end or each save", None, choices=("end", "save"), may_change=True
-    )
+    hf_export: str | None = key("write Hub folders to save_folder/hub", None, choices=("end", "save"), may_change=True)
     log_interval: str = duration("how often to write a line to metrics.jsonl", "10ba", units=("ba",), may_change=True)
 
     def check(self) -> None:

@@ -29,10 +29,7 @@ class SeedEveryStep(Callback):
 
 
 class FiniteLoss(Callback):
-    """ "stop": end the run at a non-finite loss. "skip": drop an update with non-finite gradients, and count it.
-
-    A run that stops has not saved the step: the checkpoint before it is still the latest.
-    """
+    """Stop the run at a non-finite loss, before the step is saved, or skip and count updates with such gradients."""
 
     def __init__(self, action: str, writer: CheckpointWriter):
         self.action = action
@@ -97,12 +94,11 @@ class StopOnSignal(Callback):
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         if not on_any_rank(self.requested, state):
             return
-        failure = self.writer.save(state)
         signum = signal.Signals(self.requested or signal.SIGTERM)  # 0: signalled on another rank
-        if failure is None:
-            log.info(f"{signum.name}: saved step {state.timestamp.batch.value}; the same command resumes from it")
-        else:
+        if failure := self.writer.save(state):
             log.warning(f"{signum.name}: {failure}; {resume_hint(self.writer.folder)}")
+        else:
+            log.info(f"{signum.name}: saved step {state.timestamp.batch.value}; the same command resumes from it")
         raise SystemExit(128 + signum)
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -120,14 +116,9 @@ def on_any_rank(flag: object, state: State) -> bool:
 
 
 class ResumableEarlyStopper(EarlyStopper):
-    """End the run when `monitor` of `dataloader_label` has not improved for `patience`, in epochs or batches.
+    """End the run when `monitor` has not improved for `patience`. Its best value is saved with the run."""
 
-    The best value is saved with the run. Raises UserError for a metric that is not measured.
-    """
-
-    def __init__(
-        self, monitor="LanguageCrossEntropy", dataloader_label="eval", comp=None, min_delta=0.0, patience="1ep"
-    ):
+    def __init__(self, monitor="LanguageCrossEntropy", dataloader_label="eval", comp=None, min_delta=0, patience="1ep"):
         if comp is None and "crossentropy" in monitor.lower():  # Composer recognizes losses by other names
             comp = "less"
         super().__init__(monitor, dataloader_label, comp, min_delta, patience)

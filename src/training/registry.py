@@ -10,47 +10,77 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from composer import Time, Timestamp, TimeUnit, callbacks, loggers, optim
+from composer import State, Time, Timestamp, TimeUnit, callbacks, loggers, optim
 from composer.algorithms import GradientClipping
 from composer.distributed.mosaic_parallelism import BACKWARD_PREFETCH_MAP, SHARDING_MAP
 from composer.utils import FSDPConfig
 from torch import nn
 
-from src.config import TIME_UNITS, Rule, check_value, nearest
+from src.config import TIME_UNITS, Rule, check_known, check_value, nearest
 from src.errors import UserError
 from src.lion import LionConfig
 from src.training.guards import ResumableEarlyStopper
-from src.training.optim import FusedDecoupledAdamW, WarmupStableDecayScheduler
 from src.training.run_log import TensorBoard
+
+
+class FusedDecoupledAdamW(optim.DecoupledAdamW):
+    """Adam whose weight decay follows the learning rate's schedule, not its peak:  w ← (1 - lr_t/lr · weight_decay) w.
+
+    The arithmetic of Composer's class (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2) in one kernel, where
+    Composer runs ten per parameter and synchronises the GPU at each. A subclass, so that old checkpoints still load.
+    """
+
+    def step(self, closure=None):
+        """Do one update. torch multiplies weight decay by lr_t, so it is divided by lr for the duration of the call."""
+        decays = [group["weight_decay"] for group in self.param_groups]
+        for group, decay in zip(self.param_groups, decays):
+            group["fused"] = True
+            group["weight_decay"] = decay / (group["initial_lr"] or 1.0)
+        try:
+            return torch.optim.AdamW.step(self, closure)
+        finally:
+            for group, decay in zip(self.param_groups, decays):
+                group["weight_decay"] = decay
+
+
+class WarmupStableDecayScheduler(optim.ComposerScheduler):
+    """Linear warm-up, a constant rate, and over the last fraction `decay` of the run a linear decay to `alpha_f` of it.
+
+    Nothing before the decay depends on the run's length: it can be extended (Hu et al. 2024, arXiv:2404.06395, sec. 4).
+    """
+
+    def __init__(self, t_warmup: str, decay: float = 0.1, alpha_f: float = 0.0):
+        self.warmup = optim.ConstantWithWarmupScheduler(t_warmup)
+        self.decay = decay
+        self.alpha_f = alpha_f
+
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
+        remaining = max(0.0, 1 - state.get_elapsed_duration().value)  # fraction of the run
+        decayed = max(0.0, 1 - remaining / self.decay)
+        return self.warmup(state, ssr) * (1 - decayed * (1 - self.alpha_f))
+
 
 REGISTRY: dict[str, dict[str, Callable]] = {
     "optimizer": {"decoupled_adamw": FusedDecoupledAdamW, "adamw": partial(torch.optim.AdamW, fused=True)},
     "scheduler": {
         "linear_decay_with_warmup": optim.LinearWithWarmupScheduler,
         "cosine_with_warmup": optim.CosineAnnealingWithWarmupScheduler,
-        "constant": optim.ConstantScheduler,
-        "constant_with_warmup": optim.ConstantWithWarmupScheduler,
+        "constant": optim.ConstantScheduler, "constant_with_warmup": optim.ConstantWithWarmupScheduler,
         "warmup_stable_decay": WarmupStableDecayScheduler,
     },
     "algorithms": {"gradient_clipping": GradientClipping},
     "callbacks": {
-        "early_stopper": ResumableEarlyStopper,
-        "lr_monitor": callbacks.LRMonitor,
-        "memory_monitor": callbacks.MemoryMonitor,
-        "memory_snapshot": callbacks.MemorySnapshot,
-        "oom_observer": callbacks.OOMObserver,
-        "optimizer_monitor": callbacks.OptimizerMonitor,
-        "runtime_estimator": callbacks.RuntimeEstimator,
-        "speed_monitor": callbacks.SpeedMonitor,
+        "early_stopper": ResumableEarlyStopper, "lr_monitor": callbacks.LRMonitor,
+        "memory_monitor": callbacks.MemoryMonitor, "memory_snapshot": callbacks.MemorySnapshot,
+        "oom_observer": callbacks.OOMObserver, "optimizer_monitor": callbacks.OptimizerMonitor,
+        "runtime_estimator": callbacks.RuntimeEstimator, "speed_monitor": callbacks.SpeedMonitor,
         "system_metrics_monitor": callbacks.SystemMetricsMonitor,
     },
     "loggers": {
-        "file": loggers.FileLogger,
-        "mlflow": loggers.MLFlowLogger,
-        "tensorboard": TensorBoard,
-        "wandb": loggers.WandBLogger,
+        "file": loggers.FileLogger, "mlflow": loggers.MLFlowLogger,
+        "tensorboard": TensorBoard, "wandb": loggers.WandBLogger,
     },
-}
+}  # fmt: skip
 RULES = {  # of arguments that Composer would not check before the first step
     "clipping_type": Rule(choices=("adaptive", "norm", "value")),
     "clipping_threshold": Rule(above=0),
@@ -69,20 +99,17 @@ def build_optimizer(section: Mapping[str, Any], model: nn.Module) -> torch.optim
     name, exempt = section.pop("name", None), section.pop("filter_bias_norm_wd", False)
     if not (isinstance(betas, list | tuple) and len(betas) == 2):
         raise UserError(f"optimizer.betas={betas!r} must be two numbers, such as [0.9, 0.98]")
-    parameters: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if exempt:
-        parameters = [
-            {"params": [p for p in parameters if p.ndim >= 2]},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-    return build("optimizer", name, section, params=parameters)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not exempt:
+        return build("optimizer", name, section, params=parameters)
+    decayed, free = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+    return build("optimizer", name, section, params=[{"params": decayed}, {"params": free, "weight_decay": 0.0}])
 
 
 def build_scheduler(section: Mapping[str, Any], max_duration: str = "1ep") -> optim.ComposerScheduler:
     """Return a learning-rate schedule, tried at both ends of a run of `max_duration`. Raises UserError."""
-    section = dict(section)
-    name = section.pop("name", None)
-    scheduler = build("scheduler", name, section)
+    name = section.get("name")
+    scheduler = build("scheduler", name, {key: value for key, value in section.items() if key != "name"})
     run = {"max_duration": Time.from_timestring(max_duration), "dataloader_len": Time.from_batch(1000)}
     late = Timestamp(epoch=10**12, batch=10**12, sample=10**12, token=10**12)
     try:
@@ -99,23 +126,18 @@ def build_scheduler(section: Mapping[str, Any], max_duration: str = "1ep") -> op
 def build_all(kind: str, sections: Mapping[str, Any]) -> list[Any]:
     """Return algorithms, callbacks or loggers: {name: {argument: value}}, null for no arguments, or false to omit."""
     chosen = {name: arguments for name, arguments in sections.items() if arguments is not False}
-    for name, arguments in chosen.items():
-        if not isinstance(arguments, Mapping | None):
-            raise UserError(f"{kind}.{name}={arguments!r} must be a section of `key: value` lines")
-    return [build(kind, name, arguments or {}) for name, arguments in chosen.items()]
+    return [build(kind, name, {} if arguments is None else arguments) for name, arguments in chosen.items()]
 
 
 def build(kind: str, name: str | None, given: Mapping[str, Any], **fixed: Any) -> Any:
-    """Return the object of a name, with the given arguments and fixed ones that a config cannot set.
-
-    An unknown argument that is null is dropped, so that a file can remove one that it inherits for another name.
-    Raises UserError for an unknown name, an unknown argument, or arguments that the class rejects.
-    """
+    """Return the object of a name, with given arguments, and fixed ones that a config cannot set. Raises UserError."""
     if name not in REGISTRY[kind]:
         raise UserError(f"{kind}: unknown name {name!r}{nearest(str(name), REGISTRY[kind])}")
     factory = REGISTRY[kind][name]
     place = kind if kind in ("optimizer", "scheduler") else f"{kind}.{name}"
-    known = arguments_of(factory)
+    if not isinstance(given, Mapping):
+        raise UserError(f"{place}={given!r} must be a section of `key: value` lines")
+    known = arguments_of(factory)  # an unknown null is dropped: it removes an argument inherited for another name
     arguments = {argument: value for argument, value in given.items() if argument in known or value is not None}
     check_arguments(place, factory, arguments, hint=" (null removes an inherited one)")
     try:
@@ -126,10 +148,8 @@ def build(kind: str, name: str | None, given: Mapping[str, Any], **fixed: Any) -
 
 def check_arguments(place: str, function: Callable, given: Mapping[str, Any], hint: str = "") -> None:
     """Raise UserError for an argument that a class or function does not have, or whose value breaks its rule."""
-    known = arguments_of(function)
+    check_known(place, given, arguments_of(function), hint)
     for name, value in given.items():
-        if name not in known:
-            raise UserError(f"unknown key {place}.{name}{nearest(name, known)}{hint}")
         check_value(f"{place}.{name}", value, rule=RULES.get(name, Rule()))
 
 

@@ -1,14 +1,20 @@
 """One run: from a task to a trained checkpoint, curves and metrics in `save_folder`."""
 
 import contextlib
+import json
 import math
 from pathlib import Path
 
-from src.cli import is_main_process, log
-from src.files import exclusive_lock
-from src.training import run_folder
-from src.training.task import Task
+from omegaconf import OmegaConf
 
+from src.cli import is_main_process, log
+from src.config import fixed_settings, read_stored, to_dict
+from src.errors import RunFailed, UserError, reason
+from src.files import LATEST, METRICS, check_writable, exclusive_lock, read_json_lines, write_atomically, write_json
+from src.training.config import RunConfig
+from src.training.task import Curve, Task
+
+CONFIG, SUMMARY = "config.yaml", "summary.json"  # in a run folder
 SAME_NAME = (  # keys of a config that are arguments of the trainer
     "run_name", "seed", "float32_matmul_precision", "max_duration", "eval_interval", "eval_subset_num_batches",
     "device_train_microbatch_size", "ddp_sync_strategy", "dist_timeout", "compile_config",
@@ -16,22 +22,17 @@ SAME_NAME = (  # keys of a config that are arguments of the trainer
 
 
 def run(task: Task) -> None:
-    """Train, or resume, unless this run is already finished in `save_folder`; then print the results.
-
-    Raises:
-        UserError: the config cannot be used, or the folder holds another run.
-        RunFailed: the run could not be completed, or its results could not be written.
-    """
+    """Train, or resume, unless `save_folder` has this run finished; print results. Raises UserError, RunFailed."""
     config, folder = task.config, Path(task.config.save_folder)
-    run_folder.check_save_folder(config, folder)
+    check_save_folder(config, folder)
     with exclusive_lock(folder, task.command) if is_main_process() else contextlib.nullcontext():
-        if run_folder.is_finished(config, folder):
+        if is_finished(config, folder):
             log.info(f"{config.run_name} is already finished with this config")
         else:
             task.check_paths()
             train(task, folder)
         if is_main_process():
-            run_folder.print_summary(folder, task.curves)
+            print_summary(folder, task.curves)
             if config.hf_export is not None:
                 from src.publish.callback import export_last
 
@@ -53,11 +54,10 @@ def train(task: Task, folder: Path) -> None:
     startup = Startup()
     device = trainer.resolve_device(config.device)
     trainer.configure_process(device)
-    trainer.check_fsdp(config.fsdp_config, device)
-    trainer.check_compile(config.compile_config or {})
+    trainer.check_sections(config.fsdp_config, config.compile_config or {}, device)
     precision = trainer.resolve_precision(config.precision, device)
-    batch, microbatch = config.global_train_batch_size, config.device_train_microbatch_size
-    device_batch = trainer.split_batch_size(batch, microbatch, dist.get_world_size(), device)
+    batch = config.global_train_batch_size
+    device_batch = trainer.split_batch_size(batch, config.device_train_microbatch_size, dist.get_world_size(), device)
     scheduler = registry.build_scheduler(config.scheduler, config.max_duration)
     algorithms = registry.build_all("algorithms", config.algorithms)
     reproducibility.seed_all(config.seed)
@@ -107,40 +107,116 @@ def train(task: Task, folder: Path) -> None:
     log.info(f"{config.run_name}: {model_title}, {parameters:,} parameters, on {device} in {precision}")
     log.info(f"data: {data_title}, up to {task.max_tokens_per_sample} tokens each")
     steps_per_epoch = len(train_data.dataloader)
-    announce(task, state, steps_per_epoch)
-    run_folder.save_config(config, folder)
-    if config.eval_first and state.timestamp.batch == 0:
+    now, end, tokens = state.timestamp, state.max_duration, batch * task.max_tokens_per_sample
+    per_step = {"ba": 1, "sp": batch, "tok": tokens, "ep": 1 / steps_per_epoch}[end.unit.value]
+    at_least = "at least " if end.unit.value == "tok" else ""  # samples may be shorter than the maximum
+    steps = f"{at_least}{math.ceil(end.value / per_step):,} steps of {batch:,} samples"
+    log.info(f"{config.max_duration}: {steps}, up to {tokens:,} tokens")
+    log.info(f"checkpoints, curves and metrics: {config.save_folder}, a checkpoint every {config.save_interval}")
+    if now.batch.value:
+        log.info(f"resuming from step {now.batch.value}")
+    if is_main_process():
+        save_config(config, folder)
+    if config.eval_first and now.batch == 0:
         composer_trainer.eval()
         startup.done("first evaluation")
-    now, end = state.timestamp, state.max_duration
     epochs = now.epoch.value + (now.batch_in_epoch.value >= steps_per_epoch)  # saved before the last epoch was counted
     trained = now >= end or (end.unit == TimeUnit.EPOCH and epochs >= end.value)
     try:
         if not trained:
             with logging_redirect_tqdm():  # print messages above the progress bar
                 composer_trainer.fit()
-        elif guards.on_any_rank(not run_folder.is_evaluated(folder, now.batch.value), state):
+        elif guards.on_any_rank(not is_evaluated(folder, now.batch.value), state):
             composer_trainer.eval()  # killed between the last checkpoint and the evaluation that follows it
     except SystemExit:  # after a signal
         composer_trainer.close()
         raise
     finally:
-        run_log.end_progress()  # before the next message, or the error that ended it, is printed
+        if run_log.bar is not None:  # before the next message, or the error that ended it, is printed
+            run_log.bar.close()
     if task.statistics and not trained:
         log.info(str(task.statistics))
     composer_trainer.close()
-    title = f"{config.run_name}: {model_title}; {data_title}"
-    run_folder.write_summary(config, task.curves, parameters, folder, state.timestamp.batch.value, title)
+    if is_main_process():
+        write_summary(task, folder, state.timestamp.batch.value, parameters, f"{model_title}; {data_title}")
 
 
-def announce(task: Task, state, steps_per_epoch: int) -> None:
-    """Log how long the run of a Composer state is and where its results go."""
-    config, end, tokens = task.config, state.max_duration, task.max_tokens_per_sample
-    batch = config.global_train_batch_size
-    per_step = {"ba": 1, "sp": batch, "tok": batch * tokens, "ep": 1 / steps_per_epoch}
-    steps = math.ceil(end.value / per_step[end.unit.value])
-    at_least = "at least " if end.unit.value == "tok" else ""  # samples may be shorter than the maximum
-    log.info(f"{config.max_duration}: {at_least}{steps:,} steps of {batch:,} samples, up to {batch * tokens:,} tokens")
-    log.info(f"checkpoints, curves and metrics: {config.save_folder}, a checkpoint every {config.save_interval}")
-    if step := state.timestamp.batch.value:
-        log.info(f"resuming from step {step}")
+def check_save_folder(config: RunConfig, folder: Path) -> None:
+    """Raise UserError for a folder in which this run's results would mix with another's."""
+    check_writable("save_folder", folder)
+    stored = read_stored(folder / CONFIG, type(config))
+    if stored is None:
+        if any(folder.glob("ep*-rank0.pt")):
+            raise UserError(f"save_folder: {folder} has checkpoints but no {CONFIG}; restore it or choose another")
+        return
+    if not config.autoresume:
+        raise UserError(f"save_folder: {folder} already holds a run; choose another or set autoresume=true")
+    old, new = (fixed_settings(settings, type(config)) for settings in (stored, to_dict(config)))
+    changed = {name for name, value in new.items() if old.get(name) != value}
+    # A loader's copy of a key is not named besides it.
+    if names := sorted(name for name in changed if "." not in name or name.rsplit(".", 1)[-1] not in changed):
+        differs = f"{folder} holds a run that differs in {', '.join(names)}"
+        raise UserError(f"save_folder: {differs}; choose another folder, or resume with its {CONFIG}")
+    if config.max_duration != stored["max_duration"]:
+        from src.checkpoints.reading import read_checkpoint
+        from src.training.checkpointing import check_remaining, latest_valid_checkpoint
+
+        if (latest := latest_valid_checkpoint(folder)) is not None:
+            check_remaining(read_checkpoint(latest), config.max_duration, f"save_folder: {latest}")
+
+
+def is_finished(config: RunConfig, folder: Path) -> bool:
+    """Return whether the folder holds exactly this run, finished."""
+    return (folder / SUMMARY).is_file() and read_stored(folder / CONFIG, type(config)) == to_dict(config)
+
+
+def save_config(config: RunConfig, folder: Path) -> None:
+    """Store the resolved config next to the results."""
+    try:
+        (folder / SUMMARY).unlink(missing_ok=True)  # of a shorter run that is now extended
+        if read_stored(folder / CONFIG, type(config)) != to_dict(config):
+            write_atomically(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
+    except OSError as error:
+        problem = f"cannot write to {folder}: {reason(error)}"
+        raise UserError(f"save_folder: {problem}; free disk space or choose another folder") from None
+
+
+def is_evaluated(folder: Path, step: int) -> bool:
+    """Return whether the run's last evaluation was at this step."""
+    return [line["step"] for line in read_json_lines(folder / METRICS) if "eval" in line][-1:] == [step]
+
+
+def write_summary(task: Task, folder: Path, step: int, parameters: int, title: str) -> None:
+    """Draw the curves with a title and write the summary. Raises RunFailed if they cannot be written."""
+    from src import plots
+
+    name, curves, lines = task.config.run_name, task.curves, read_json_lines(folder / METRICS)
+    retry = f"free disk space for {folder} and repeat the command"
+    if not is_evaluated(folder, step):
+        raise RunFailed(f"the run is finished and saved, but its last evaluation could not be written; {retry}")
+    evaluations = ((line["step"], line["eval"]) for line in lines if "eval" in line)
+    results = [{"step": at, **{curve.name: values[curve.eval_key] for curve in curves}} for at, values in evaluations]
+    before = results[0] if results[0]["step"] == 0 else None
+    best = min(results, key=lambda result: result[curves[0].name])
+    summary = {"run": name, "parameters": parameters, "seconds": lines[-1]["seconds"]}
+    try:
+        plots.curves([(name, folder)], curves, folder / "curves.png", f"{name}: {title}")
+        write_json(folder / SUMMARY, summary | {"before": before, "best": best, "after": results[-1]})
+    except OSError as error:
+        raise RunFailed(f"the run is finished and saved, but its summary is not ({reason(error)}); {retry}") from None
+
+
+def print_summary(folder: Path, curves: tuple[Curve, ...]) -> None:
+    """Print the results of a finished run and where they are."""
+    summary = json.loads((folder / SUMMARY).read_text())
+    widths = {curve: max(8, len(curve.title) + 3) for curve in curves}
+    print(f"\n{'':14}{''.join(curve.title.rjust(width) for curve, width in widths.items())}")
+    for name in ("before", "best", "after"):
+        result = summary[name]
+        if result and not (name == "best" and result == summary["after"]):
+            shown = f"{name}, step {result['step']:,}" if name == "best" else name
+            values = (f"{result[c.name]:{width}{'.2%' if c.percent else '.3f'}}" for c, width in widths.items())
+            print(f"{shown:14}{''.join(values)}")
+    checkpoint = folder / LATEST
+    print(f"\ncheckpoint    {checkpoint}\ncurves        {folder / 'curves.png'}\nmetrics       {folder / METRICS}")
+    print(f"\nnext: python src/hub.py export --checkpoint {checkpoint} --out my-model")

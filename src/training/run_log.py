@@ -33,9 +33,7 @@ class RunLog(LoggerDestination):
     be written, the run continues without it and warns once. Without a title there is no progress bar.
     """
 
-    def __init__(
-        self, folder: Path, interval: str, title: str = "", curves: Sequence[Curve] = (), statistics: Any = None
-    ):
+    def __init__(self, folder: Path, interval: str, title: str = "", curves: Sequence[Curve] = (), statistics=None):
         self.path = folder / METRICS
         self.interval = Time.from_timestring(interval).value
         self.title = title
@@ -81,26 +79,23 @@ class RunLog(LoggerDestination):
         if batch % self.interval == 0 or batch == last:
             self._write(state, self._training_metrics(state))
             self.losses.clear()
-        if not self.estimated:
-            self._estimate_time_left(state, last)
+        # Log the time left once, after ten steps or twenty seconds, not counting the slow first step.
+        self.first_step = self.first_step or _counts(state)
+        steps, _, tokens, seconds = (now - first for now, first in zip(_counts(state), self.first_step))
+        if not self.estimated and last is not None and seconds and (steps >= 10 or seconds >= 20):
+            self.estimated = True
+            minutes = math.ceil((last - batch) * seconds / steps / 60)
+            log.info(f"about {minutes // 60}:{minutes % 60:02} hours left at {tokens / seconds:,.0f} tokens/s")
         if self.bar is not None:
             self.bar.total = last
             self.bar.set_postfix_str(self._postfix(), refresh=False)
             self.bar.update(batch - self.bar.n)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        values = {
-            f"{label}/{name}": float(metric.compute())
-            for label, metrics in state.eval_metrics.items()
-            for name, metric in metrics.items()
-            if metric.update_count
-        }
+        values = {}
+        for label, metrics in state.eval_metrics.items():
+            values |= {f"{label}/{name}": float(m.compute()) for name, m in metrics.items() if m.update_count}
         self._write(state, {"eval": values})
-
-    def end_progress(self) -> None:
-        """Close the bar, so that the next message starts on a new line."""
-        if self.bar is not None:
-            self.bar.close()
 
     def _last_batch(self, state: State) -> int | None:
         """Return the batch at which the run ends, or None if it is not known yet."""
@@ -125,22 +120,13 @@ class RunLog(LoggerDestination):
     def _postfix(self) -> str:
         parts = [f"loss {self.latest[TRAIN_LOSS]:.3f}"]
         for curve in self.train_curves:
-            if curve.train_key in self.latest:
-                parts.append(f"{curve.name} {self.latest[curve.train_key]:{'.1%' if curve.percent else '.3f'}}")
+            if (value := self.latest.get(curve.train_key)) is not None:
+                parts.append(f"{curve.name} {value:{'.1%' if curve.percent else '.3f'}}")
         parts += [f"{tqdm.format_sizeof(rate)} {name.split('_')[0]}/s" for name, rate in self.rates.items()]
         if FLOPS in self.latest:
             of_peak = f" ({self.latest[MFU]:.0%} of peak)" if MFU in self.latest else ""
             parts.append(f"{tqdm.format_sizeof(self.latest[FLOPS])}FLOP/s{of_peak}")
         return ", ".join(parts)
-
-    def _estimate_time_left(self, state: State, last_batch: int | None) -> None:
-        """After ten steps or twenty seconds, log once how long the rest will take, not counting the slow first step."""
-        self.first_step = self.first_step or _counts(state)
-        steps, _, tokens, seconds = (now - first for now, first in zip(_counts(state), self.first_step))
-        if last_batch is not None and seconds and (steps >= 10 or seconds >= 20):
-            self.estimated = True
-            minutes = math.ceil((last_batch - state.timestamp.batch.value) * seconds / steps / 60)
-            log.info(f"about {minutes // 60}:{minutes % 60:02} hours left at {tokens / seconds:,.0f} tokens/s")
 
     def _write(self, state: State, values: dict[str, Any]) -> None:
         if not is_main_process():
@@ -184,27 +170,21 @@ class Startup(Callback):
             self.phases = {}
 
 
-def _until_it_fails(write: Callable[..., None]) -> Callable[..., None]:
-    """Let a method of TensorBoard warn at the first OSError, and do nothing from then on."""
-
-    def guarded(self: "TensorBoard", *arguments: Any, **options: Any) -> None:
-        if self.failed:
-            return
-        try:
-            write(self, *arguments, **options)
-        except OSError as error:
-            self.failed = True
-            where = f"loggers.tensorboard: cannot write to {self.log_dir}"
-            log.warning(f"{where}: {reason(error)}; the run continues without it")
-
-    return guarded
-
-
 class TensorBoard(TensorboardLogger):
     """Composer's logger; after a failed write it warns once, and the run continues without it."""
 
     failed = False
-    run_event = _until_it_fails(TensorboardLogger.run_event)
-    log_metrics = _until_it_fails(TensorboardLogger.log_metrics)
-    log_images = _until_it_fails(TensorboardLogger.log_images)
-    close = _until_it_fails(TensorboardLogger.close)
+
+    def _try(self, write: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        try:
+            if not self.failed:
+                write(self, *arguments, **options)
+        except OSError as error:
+            self.failed = True
+            problem = f"cannot write to {self.log_dir}: {reason(error)}"
+            log.warning(f"loggers.tensorboard: {problem}; the run continues without it")
+
+    run_event = functools.partialmethod(_try, TensorboardLogger.run_event)
+    log_metrics = functools.partialmethod(_try, TensorboardLogger.log_metrics)
+    log_images = functools.partialmethod(_try, TensorboardLogger.log_images)
+    close = functools.partialmethod(_try, TensorboardLogger.close)

@@ -29,9 +29,7 @@ class Task(ABC):
     command: str  # the script, for messages
     curves: tuple[Curve, ...]  # drawn and summarised; the evaluation with the lowest first curve is the best
     max_tokens_per_sample: int
-    statistics: Any = (
-        None  # counts of the training data, as attributes, which are saved; `shares()` goes to the metrics
-    )
+    statistics: Any = None  # counts of the training data, saved as attributes; `shares()` goes to the metrics
 
     def __init__(self, config: Any):
         self.config = config

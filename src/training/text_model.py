@@ -24,29 +24,25 @@ def build_tokenizer(name: str, max_seq_len: int, needs: tuple[str, ...] = ("pad_
 
 
 def build_lion_config(arguments: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_seq_len: int) -> LionConfig:
-    """Return the LionConfig of the `model` section; vocab_size defaults to the tokenizer's, up to a multiple of 8.
-
-    Raises UserError, also for sizes that do not fit the tokenizer or the sequence length.
-    """
+    """Return a `model` section's LionConfig; vocab_size: the tokenizer's, up to a multiple of 8. Raises UserError."""
     check_known("model", arguments, ARGUMENTS)
     for name, value in arguments.items():
         check_argument(f"model.{name}", value)
     check_value("model.hidden_act", arguments.get("hidden_act", "gelu"), rule=Rule(choices=tuple(ACT2FN)))
+    tokens = len(tokenizer)
     try:
-        sizes = {"vocab_size": -(-len(tokenizer) // 8) * 8, "pad_token_id": tokenizer.pad_token_id}
+        sizes = {"vocab_size": -(-tokens // 8) * 8, "pad_token_id": tokenizer.pad_token_id}
         config = LionConfig(**{**sizes, **arguments})
     except ValueError as error:
         raise UserError(f"model: {error}") from None
-    tokens, positions = len(tokenizer), config.max_position_embeddings
+    positions = config.max_position_embeddings
     if config.vocab_size < tokens:
         raise UserError(f"model.vocab_size={config.vocab_size} is less than the tokenizer's {tokens} tokens; omit it")
     if config.has_positions and positions < max_seq_len:
-        table = f"model.max_position_embeddings={positions}, the position embeddings of {config.mixer}"
-        raise UserError(f"max_seq_len={max_seq_len} exceeds {table}")
+        raise UserError(f"max_seq_len={max_seq_len} exceeds model.max_position_embeddings={positions} ({config.mixer})")
     dropout, form = config.attention_probs_dropout_prob, config.attention_form
     if dropout and form not in ("auto", "full") and MIXERS[config.mixer].has_states:
-        to_do = "set it to 0 or attention_form to full"
-        raise UserError(f"model.attention_probs_dropout_prob={dropout} needs the full form, not {form}; {to_do}")
+        raise UserError(f"model.attention_probs_dropout_prob={dropout} needs the full form, not {form}; set it to 0")
     return config
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from src.errors import UserError, first_line
+from src.lion.cpu import keep_freed_memory
 from src.training.registry import check_arguments
 
 
@@ -31,8 +32,7 @@ class AutocastModel(HuggingFaceModel):
 
     def get_metadata(self) -> dict[str, Any]:
         """Return what a checkpoint records about the model: its own class, even after FSDP has wrapped it."""
-        metadata = super().get_metadata()
-        model = getattr(self.model, "module", self.model)
+        metadata, model = super().get_metadata(), getattr(self.model, "module", self.model)
         metadata["model"]["config"]["class"] = f"{type(model).__module__}.{type(model).__name__}"
         return metadata
 
@@ -42,8 +42,6 @@ def configure_process(device: str) -> None:
     silence_libraries()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader workers are the parallelism
     if device == "cpu":
-        from src.lion.cpu import keep_freed_memory
-
         keep_freed_memory()
 
 
@@ -72,10 +70,10 @@ def resolve_precision(precision: str | None, device: str) -> str:
 
 def split_batch_size(global_batch: int, microbatch: Any, world_size: int, device: str) -> int:
     """Return the samples per device and step. Raises UserError for sizes that do not divide evenly."""
-    if global_batch % world_size:
-        to_do = f"use a multiple of {world_size}"
-        raise UserError(f"global_train_batch_size={global_batch} is not divisible by {world_size} devices; {to_do}")
-    device_batch = global_batch // world_size
+    device_batch, rest = divmod(global_batch, world_size)
+    if rest:
+        problem = f"global_train_batch_size={global_batch} is not divisible by {world_size} devices"
+        raise UserError(f"{problem}; use a multiple of {world_size}")
     name = f"device_train_microbatch_size={microbatch}"
     if microbatch == "auto" and device != "gpu":
         raise UserError(f"{name} needs a GPU; give a number, such as {device_batch}")
@@ -84,18 +82,14 @@ def split_batch_size(global_batch: int, microbatch: Any, world_size: int, device
     return device_batch
 
 
-def check_fsdp(section: Mapping[str, Any], device: str) -> None:
-    """Raise UserError for an fsdp_config that Composer would ignore or fail on, or without a GPU."""
-    check_arguments("fsdp_config", FSDPConfig, section)
-    if section and device != "gpu":
+def check_sections(fsdp: Mapping[str, Any], compile_config: Mapping[str, Any], device: str) -> None:
+    """Raise UserError for an fsdp_config that Composer ignores or rejects, or a compile_config that torch rejects."""
+    check_arguments("fsdp_config", FSDPConfig, fsdp)
+    if fsdp and device != "gpu":
         raise UserError("fsdp_config shards a model over GPUs, and this run is on a cpu; omit it")
-
-
-def check_compile(section: Mapping[str, Any]) -> None:
-    """Raise UserError for a compile_config that torch.compile rejects."""
-    check_arguments("compile_config", torch.compile, section)
+    check_arguments("compile_config", torch.compile, compile_config)
     try:
-        torch.compile(nn.Identity(), **section)
+        torch.compile(nn.Identity(), **compile_config)
     except Exception as error:  # an invalid backend, mode or option
         raise UserError(f"compile_config: torch.compile rejects these arguments: {first_line(error)}") from None
 
