@@ -6,8 +6,8 @@ python src/hub.py push   --folder my-model --repo_id ORG/NAME
 python src/hub.py import --checkpoint LIONS-EPFL/LION-S-base-mlm --out my-model --tokenizer bert-base-uncased
 """
 
-import argparse
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -18,8 +18,7 @@ from src.publish import commands
 
 
 def main(argv: list[str]) -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="hub.py", description=__doc__, formatter_class=form)
+    parser = ArgumentParser(prog="hub.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     subcommands = parser.add_subparsers(required=True, metavar="{export,verify,push,import}")
 
     def subcommand(name: str, function, help: str):

@@ -199,6 +199,21 @@ def write_checkpoint(tokenizer) -> Callable[..., Path]:
     return write
 
 
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory, write_checkpoint) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "checkpoint.pt")
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path) -> Path:
+    """The Hub folder of the checkpoint, without card and proof."""
+    from src.checkpoints.reading import read_checkpoint
+    from src.publish import folder as hub_folder
+
+    hub_folder.write(read_checkpoint(checkpoint), tmp_path / "my-model")
+    return tmp_path / "my-model"
+
+
 # Files whose tests load models, start processes or compute large grids: `make test-fast` omits them.
 SLOW_FILES = set(
     """test_benchmarks test_callback test_card test_commands test_compatibility test_convert test_convert_dataset test_cpu

@@ -8,22 +8,10 @@ import pytest
 import torch
 from conftest import TINY_MODEL, VOCABULARY, assert_one_sentence, run
 
-from src.checkpoints.reading import read_checkpoint, read_pretrained
+from src.checkpoints.reading import read_pretrained
 from src.errors import UserError
-from src.publish import folder as hub_folder
 
 SENTENCE = "the old dog sees a [MASK] ."
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory, write_checkpoint) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "checkpoint.pt")
-
-
-@pytest.fixture
-def folder(checkpoint, tmp_path) -> Path:
-    hub_folder.write(read_checkpoint(checkpoint), tmp_path / "my-model")
-    return tmp_path / "my-model"
 
 
 @pytest.mark.parametrize("of", ["checkpoint", "folder"])

@@ -18,19 +18,6 @@ from src.checkpoints.safe_load import load_safely
 from src.errors import UserError
 from src.publish import folder as hub_folder
 
-SENTENCE = "the old dog sees a [MASK] ."
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory, write_checkpoint) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "checkpoint.pt")
-
-
-@pytest.fixture
-def folder(checkpoint, tmp_path) -> Path:
-    hub_folder.write(read_checkpoint(checkpoint), tmp_path / "my-model")
-    return tmp_path / "my-model"
-
 
 def drop(name: str):
     return lambda state: state["model"].pop(f"model.{name}")

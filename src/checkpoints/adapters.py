@@ -1,7 +1,4 @@
-"""The settings and tensors of stored models → ours, also for the checkpoints published by the paper's authors.
-
-Those are `LIONS-EPFL/{BERT,LION-Lit,LION-D,LION-S}-{base,large}-mlm` on the Hub.
-"""
+"""Stored settings and tensors → ours, also those of LIONS-EPFL/{BERT,LION-Lit,LION-D,LION-S}-{base,large}-mlm."""
 
 import inspect
 import re
@@ -14,9 +11,7 @@ from src.config import Rule, check_value
 from src.errors import UserError, first_line
 from src.lion import LionConfig
 
-# The arguments of LionConfig: name → type.
-ARGUMENTS = {name: entry.annotation for name, entry in inspect.signature(LionConfig).parameters.items()}
-del ARGUMENTS["kwargs"]
+ARGUMENTS = inspect.get_annotations(LionConfig.__init__)  # name → type
 COUNT, FRACTION, NOT_NEGATIVE = Rule(at_least=1), Rule(at_least=0, below=1), Rule(at_least=0)
 RULES = {
     "vocab_size": COUNT, "hidden_size": COUNT, "num_hidden_layers": COUNT, "num_attention_heads": COUNT,
@@ -34,24 +29,19 @@ MIXERS = {
     "lion-d": "lion-d", "nova-inputdep": "lion-s", "lion-s": "lion-s",
 }  # fmt: skip
 
-# Their name → ours. They store query, key and value as three tensors; we store them as one.
-RENAMED = (
-    (r"^bert\.embeddings\.", "lion.embeddings."),
-    (r"^bert\.encoder\.layer\.(\d+)\.attention\.self\.(query|key|value)\.", r"lion.layers.\1.attention.\2."),
-    (r"^bert\.encoder\.layer\.(\d+)\.attention\.self\.layer_norm\.", r"lion.layers.\1.attention.norm."),
-    (r"^bert\.encoder\.layer\.(\d+)\.attention\.self\.ai$", r"lion.layers.\1.attention.decay"),
-    (r"^bert\.encoder\.layer\.(\d+)\.attention\.self\.Wa_i\.", r"lion.layers.\1.attention.decay."),
-    (r"^bert\.encoder\.layer\.(\d+)\.attention\.output\.dense\.", r"lion.layers.\1.attention.out."),
-    (r"^bert\.encoder\.layer\.(\d+)\.attention\.output\.LayerNorm\.", r"lion.layers.\1.attention_norm."),
-    (r"^bert\.encoder\.layer\.(\d+)\.intermediate\.dense\.", r"lion.layers.\1.mlp_in."),
-    (r"^bert\.encoder\.layer\.(\d+)\.output\.dense\.", r"lion.layers.\1.mlp_out."),
-    (r"^bert\.encoder\.layer\.(\d+)\.output\.LayerNorm\.", r"lion.layers.\1.mlp_norm."),
-    (r"^bert\.pooler\.dense\.", "lion.pooler."),
-    (r"^cls\.predictions\.transform\.dense\.", "head.dense."),
-    (r"^cls\.predictions\.transform\.LayerNorm\.", "head.norm."),
-    (r"^cls\.predictions\.decoder\.", "head.decoder."),
-    (r"^classifier\.", "classifier."),
-)
+# The beginnings of their names → ours. Query, key and value, which they store as three tensors, become one at the end.
+RENAMED = {
+    "bert.embeddings.": "lion.embeddings.", "bert.pooler.dense.": "lion.pooler.",
+    "cls.predictions.transform.dense.": "head.dense.", "cls.predictions.transform.LayerNorm.": "head.norm.",
+    "cls.predictions.decoder.": "head.decoder.", "classifier.": "classifier.",
+}  # fmt: skip
+RENAMED_IN_LAYER = {  # after "bert.encoder.layer.N."
+    "attention.self.query.": "attention.query.", "attention.self.key.": "attention.key.",
+    "attention.self.value.": "attention.value.", "attention.self.layer_norm.": "attention.norm.",
+    "attention.self.ai": "attention.decay", "attention.self.Wa_i.": "attention.decay.",
+    "attention.output.dense.": "attention.out.", "attention.output.LayerNorm.": "attention_norm.",
+    "intermediate.dense.": "mlp_in.", "output.dense.": "mlp_out.", "output.LayerNorm.": "mlp_norm.",
+}  # fmt: skip
 
 
 def check_argument(name: str, value: Any) -> None:
@@ -86,28 +76,28 @@ def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> d
     LION-D and LION-S (not used), BERT's next-sentence head, a classifier's masked-LM head and a masked LM's pooler.
     Raises UserError with the names of tensors that are unknown, or that belong together and do not match.
     """
-    ours, unknown, unused = {}, [], ["cls.seq_relationship."]
     classifies = any(name.startswith("classifier.") for name in state)
-    if classifies:
-        unused.append("cls.predictions.")
-    elif any(name.startswith("cls.predictions.") for name in state):
-        unused.append("bert.pooler.")
-    if not config.has_positions:
-        unused.append("bert.embeddings.position_embeddings.")
+    predicts = not classifies and any(name.startswith("cls.predictions.") for name in state)
+    unused = {"cls.seq_relationship.": True, "cls.predictions.": classifies, "bert.pooler.": predicts}
+    unused["bert.embeddings.position_embeddings."] = not config.has_positions
+    prefixes = tuple(prefix for prefix, omit in unused.items() if omit)
+    ours, unknown = {}, []
     for name, tensor in state.items():
-        if name.endswith("position_ids") or name == "cls.predictions.bias" or name.startswith(tuple(unused)):
+        if name.endswith("position_ids") or name == "cls.predictions.bias" or name.startswith(prefixes):
             continue
-        if rule := next((rule for rule in RENAMED if re.match(rule[0], name)), None):
-            ours[re.sub(*rule, name)] = tensor
+        layer = re.match(r"bert\.encoder\.layer\.(\d+)\.", name)
+        table, prefix = (RENAMED_IN_LAYER, f"lion.layers.{layer[1]}.") if layer else (RENAMED, "")
+        part = name.removeprefix(layer[0]) if layer else name
+        if theirs := next(filter(part.startswith, table), None):
+            ours[prefix + table[theirs] + part.removeprefix(theirs)] = tensor
         else:
             unknown.append(name)
     if unknown:
         raise UserError(f"the checkpoint holds tensors that no LION model has: {', '.join(sorted(unknown))}")
-    if "cls.predictions.bias" in state and not classifies:
+    if predicts and "cls.predictions.bias" in state:
         bias = ours.setdefault("head.decoder.bias", state["cls.predictions.bias"])
         if not torch.equal(bias.double(), state["cls.predictions.bias"].double()):
-            both = "cls.predictions.bias and cls.predictions.decoder.bias"
-            raise UserError(f"{both} of the checkpoint differ, but are one tensor in the model")
+            raise UserError("cls.predictions.bias and cls.predictions.decoder.bias are one tensor here, but differ")
     for query in [name for name in ours if ".attention.query." in name]:
         names = [query.replace(".query.", f".{part}.") for part in ("query", "key", "value")]
         if all(name in ours for name in names):

@@ -1,6 +1,4 @@
-"""Read models without running code from their files: Composer checkpoints of ours and of the paper's authors, Hub
-folders, and BERTs. Every tensor in a file must be used by the model; otherwise reading fails and names it.
-"""
+"""Read models without running code from their files: ours, the paper's authors', Hub folders, and BERTs."""
 
 import copy
 import json
@@ -26,8 +24,8 @@ TOKENIZER_FILES = {
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "vocab.txt", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model",
 }  # fmt: skip
-# In config.json of a folder whose mixer has no position table, max_position_embeddings means "no limit", which programs
-# such as sentence-transformers compare with the tokenizer's limit; this key holds the checkpoint's own value.
+# In the folder of a mixer without a position table, max_position_embeddings tells other programs, such as
+# sentence-transformers, that there is no limit; this key of config.json holds the checkpoint's own value.
 STORED_POSITIONS = "original_max_position_embeddings"
 
 
@@ -90,15 +88,11 @@ class Checkpoint:
                 return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             except Exception as error:  # whatever transformers, tokenizers and sentencepiece raise
                 problem = f"the tokenizer of {self.path} cannot be loaded ({first_line(error)})"
-                advice = "name another, as tokenizer_name in a config or as --tokenizer of hub.py"
-                raise UserError(f"{problem}; {advice}") from None
+                raise UserError(f"{problem}; name another as tokenizer_name, or as --tokenizer of hub.py") from None
 
 
 def read_pretrained(name: str, key: str) -> Checkpoint:
-    """Read what training starts from: a file, a folder or a Hub repository. Raises UserError naming it, or its `key`.
-
-    The names of the encoder's weights start with "lion.".
-    """
+    """Read what training starts from: a file, folder or Hub repository. Raises UserError naming it and its `key`."""
     path = Path(name)
     if not path.exists():
         if path.suffix in (".pt", ".bin") or name.count("/") > 1 or name.startswith((".", "/", "~")):
@@ -128,25 +122,22 @@ def read_checkpoint(path: Path) -> Checkpoint:
         class_name = stored["model"]["config"]["class"].rsplit(".", 1)[-1]
         config = dict(stored["model"]["config"]["content"])
         weights = {name.removeprefix("model."): tensor for name, tensor in state["model"].items()}
-        counts = state.get("timestamp", {}).get("Timestamp", {})
+        counts = state.get("timestamp", {}).get("Timestamp", {}).items()
         facts = {
             "tokenizer": dict(stored.get("tokenizer") or {}),
-            "timestamp": {unit: count for unit, count in counts.items() if isinstance(count, int)},
+            "timestamp": {unit: count for unit, count in counts if isinstance(count, int)},
             "run_name": str(state["run_name"]) if state.get("run_name") else None,
             "optimizers": {name: kept["param_groups"] for name, kept in (state.get("optimizers") or {}).items()},
         }
     except Exception:  # whatever the objects in some other kind of file raise
         raise UserError(f"{path} is not a Composer checkpoint of a transformers model") from None
-    dense = {
-        n for n, t in weights.items() if isinstance(t, Tensor) and t.layout == torch.strided and not t.is_quantized
-    }
-    if unusable := sorted(weights.keys() - dense):
+    dense = (isinstance(t, Tensor) and t.layout == torch.strided and not t.is_quantized for t in weights.values())
+    if unusable := sorted(name for name, usable in zip(weights, dense) if not usable):
         raise UserError(f"{path} holds {', '.join(unusable)}, which are not dense tensors of numbers")
     if "arch_type" in config:
         ours = config_from_published(config, str(path))
-        classifies = any(name.startswith("classifier.") for name in weights)
-        class_name = "LionForSequenceClassification" if classifies else "LionForMaskedLM"
         weights = state_dict_from_published(weights, ours)
+        class_name = "LionForSequenceClassification" if "classifier.weight" in weights else "LionForMaskedLM"
         return Checkpoint(path, class_name, ours, weights, published=path.name, **facts)
     if class_name not in MODELS:
         raise UserError(f"{path} holds a {class_name}; only models of this project can be read")
@@ -169,8 +160,7 @@ def read_folder(folder: Path) -> Checkpoint:
         raise UserError(f"{folder} holds a {kind} model, not one of ours")
     if STORED_POSITIONS in config:
         config["max_position_embeddings"] = config[STORED_POSITIONS]
-    name = (config.get("architectures") or MODELS)[0]
-    return Checkpoint(folder, name, lion_config(config, str(folder)), weights)
+    return Checkpoint(folder, (config.get("architectures") or MODELS)[0], lion_config(config, str(folder)), weights)
 
 
 def _read_bert(folder: Path) -> Checkpoint:
@@ -179,22 +169,16 @@ def _read_bert(folder: Path) -> Checkpoint:
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{folder} cannot be read as a BERT ({first_line(error)}); copy it again") from None
     if model.config.position_embedding_type != "absolute" or model.config.is_decoder:
-        reason = "it has relative positions or is a decoder"
-        raise UserError(f"{folder} is not a plain BERT encoder ({reason}), which the softmax mixer cannot compute")
+        raise UserError(f"{folder} is not a plain BERT, but a decoder or one with relative positions; give another")
     if missing := sorted(name for name in info["missing_keys"] if not name.startswith("pooler.")):
         raise UserError(f"{folder} lacks weights of BERT: {', '.join(missing)}")
     config = config_from_published(model.config.to_dict(), str(folder))
-    weights = {
-        f"bert.{name}": tensor for name, tensor in model.state_dict().items() if name not in info["missing_keys"]
-    }
+    weights = {f"bert.{name}": t for name, t in model.state_dict().items() if name not in info["missing_keys"]}
     return Checkpoint(folder, "LionForMaskedLM", config, state_dict_from_published(weights, config))
 
 
 def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str) -> None:
-    """Load weights into a model: none missing, none unused, all of the right shape and finite.
-
-    Raises UserError with the names of the tensors that do not fit.
-    """
+    """Load weights into a model. Raises UserError naming tensors that are missing, unused, misshapen or not finite."""
     own = model.state_dict()
     problems = {
         "misses": own.keys() - weights.keys(),

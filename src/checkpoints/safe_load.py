@@ -1,7 +1,4 @@
-"""Check checkpoint files, and load them without running code from them.
-
-Importing this module is cheap: torch is imported only to load.
-"""
+"""Check checkpoint files, and load them without running code from them. Torch is imported only to load."""
 
 import contextlib
 import datetime
@@ -35,10 +32,9 @@ def load_safely(path: Path) -> dict[str, Any]:
     """Return a checkpoint's contents. Raises UserError for a missing, corrupt or unsafe file."""
     check_checkpoint_exists(path)
     try:
-        loaded = _load(path)
         if zipfile.is_zipfile(path) and not is_valid_checkpoint(path):  # torch does not compare checksums
             raise ValueError("wrong checksum")
-        return loaded
+        return _load(path)
     except Exception:  # the unpickler can fail in any way on a file that is not a checkpoint
         if unsafe := next(filter(_is_refused, _imported_names(path)), None):
             raise UserError(f"{path} would execute {unsafe} when loaded; it was not opened") from None
@@ -61,13 +57,11 @@ def _load(file: Path | io.BytesIO) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
-# torch.load refuses every import that is not known to be harmless, but its error names the import only for pickle
-# protocols 2 and 3. So does torch.serialization.get_unsafe_globals_in_checkpoint, which also needs a zip file. The
-# functions below find the name for every protocol.
+# Torch refuses every import that is not known to be harmless, but its error, like get_unsafe_globals_in_checkpoint,
+# names the import only for pickle protocols 2 and 3. The functions below find the name for every protocol.
 
 
 def _is_refused(name: str) -> bool:
-    """Return whether torch refuses a pickle that imports "module.name"."""
     try:
         _load(io.BytesIO("c{}\n{}\n.".format(*name.rsplit(".", 1)).encode()))
     except Exception as error:  # always raised, since the pickle holds no tensors
@@ -75,7 +69,7 @@ def _is_refused(name: str) -> bool:
 
 
 def _imported_names(path: Path) -> list[str]:
-    """Return the "module.name" of each import in a file's pickles, of any protocol, without importing them."""
+    """Return each import in a file's pickles, of any protocol, as "module.name", without importing it."""
     names, strings, memo = [], [], {}
     with contextlib.suppress(Exception), path.open("rb") as file:
         if zipfile.is_zipfile(path):

@@ -1,7 +1,4 @@
-"""The README.md of a Hub folder, from the checkpoint and the files next to it. Unknown facts are omitted.
-
-Importing this module is cheap: torch, transformers and huggingface_hub are imported to write a card.
-"""
+"""The README.md of a Hub folder, from the checkpoint and the files next to it. Unknown facts are omitted."""
 
 import json
 from pathlib import Path
@@ -36,10 +33,10 @@ def model_card(checkpoint: "Checkpoint", name: str, scores: Facts | None = None)
     results += [_task_result(result, *score) for score in job_scores]
     for key, (label, _, kind) in spec.metrics.items() if evaluated else ():
         if kind and (value := evaluation.get("eval", {}).get(key)) is not None:
-            named = {"metric_type": kind, "metric_value": value, "metric_name": label}
             data = {"dataset_type": evaluated["hub_id"] or evaluated["name"], "dataset_config": evaluated["subset"]}
             data |= {"dataset_name": evaluated["name"], "dataset_split": evaluated["split"]}
-            results.append({"task_type": spec.pipeline_tag, **data, **named})
+            data |= {"metric_type": kind, "metric_value": value, "metric_name": label}
+            results.append({"task_type": spec.pipeline_tag, **data})
     dataset = "nyu-mll/glue" if result and is_glue(result) else train.get("hub_id")
     metadata = ModelCardData(
         model_name=title if results else None,
@@ -81,7 +78,6 @@ def _task_result(row: Facts, metric: str, value: float, split: str | None = None
 
 
 def _task_scores(scores: Facts) -> str | None:
-    """Return the table of a report's scores."""
     lines, rows = [["task", "metric", "score", "seeds"]], scores["tasks"]
     for row in rows:
         seeds = missing_seeds(row) or str(len(row["seeds"]))

@@ -5,45 +5,69 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
 from src.checkpoints.safe_load import check_checkpoint_exists
 from src.cli import log
-from src.errors import UserError, reason
+from src.errors import UserError, first_line, reason
 from src.files import file_digest, write_json
 from src.publish.card import model_card, read_scores
-from src.publish.hub_client import CARD, download, upload
 
 if TYPE_CHECKING:
     from src.checkpoints.reading import Checkpoint
 
+CARD = "README.md"
+PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")  # checkpoint suffixes
+DENIED = {
+    401: "the token is missing or not valid",
+    403: "the token does not permit that",
+    404: "the repository does not exist or is private",
+}
 PROOF = "proof.json"  # the digests of the files that were compared with the checkpoint; push reads it
-PUBLISHED = {".json", ".jinja", ".jpg", ".md", ".model", ".png", ".py", ".safetensors", ".svg", ".txt"}  # no pickles
+PUBLISHED = (".jinja", ".jpg", ".json", ".md", ".model", ".png", ".py", ".safetensors", ".svg", ".txt")  # no pickles
 
 
-def export(checkpoint: Path, out: Path, glue: Path | None = None) -> None:
+def export(
+    checkpoint: Path | str, out: Path, glue: Path | None = None, tokenizer: str | None = None, published: bool = False
+) -> None:
     """Write a Hub folder and verify it; `out` appears only if it gives the checkpoint's logits. Raises UserError."""
-    check_out(out)
-    check_checkpoint_exists(checkpoint)
+    if "." in out.name:
+        raise UserError(f"--out {out} has a dot in its name, from which transformers cannot load code; remove it")
+    if out.exists():
+        raise UserError(f"--out {out} already exists; choose another folder")
+    if not published:
+        check_checkpoint_exists(Path(checkpoint))
     scores = None if glue is None else read_scores(glue)
-    read = open_checkpoint(str(checkpoint))
-    if read.published:
-        raise UserError(f"{checkpoint} is a checkpoint of the paper's authors; use `hub.py import`")
-    write_proved(read, out, scores)
+    read = open_checkpoint(str(checkpoint), tokenizer)
+    if bool(read.published) != published:
+        whose = "the paper's authors; use `hub.py import`" if read.published else "this project; use `hub.py export`"
+        raise UserError(f"{checkpoint} is a checkpoint of {whose}")
+    from src.publish import folder as hub_folder
+
+    unfinished = out.with_name(f"{out.name}-unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        hub_folder.write(read, unfinished)
+        (unfinished / CARD).write_text(model_card(read, out.name, scores), encoding="utf-8")
+        difference = prove(read, unfinished)
+        unfinished.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"--out {out} cannot be written ({reason(error)}); choose another or free space") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    print(f"{out} gives the checkpoint's logits in plain transformers (largest difference {difference:.1e})")
+    if published and not read.tokenizer:
+        log.info(f"{out} has no tokenizer, since the checkpoint has none; import again with --tokenizer to add one")
 
 
 def import_published(checkpoint: str, out: Path, tokenizer: str | None = None) -> None:
-    """Convert a checkpoint of the paper's authors to a Hub folder of ours. Raises UserError for unknown tensors."""
-    check_out(out)
-    read = open_checkpoint(checkpoint, tokenizer)
-    if not read.published:
-        raise UserError(f"{checkpoint} is a checkpoint of this project; use `hub.py export`")
-    write_proved(read, out)
-    if not read.tokenizer:
-        log.info(f"{out} has no tokenizer, since the checkpoint has none; import again with --tokenizer to add one")
+    """Export a checkpoint of the paper's authors: a file, or ORG/NAME on the Hub."""
+    export(checkpoint, out, tokenizer=tokenizer, published=True)
 
 
 def verify(checkpoint: str, folder: Path, tokenizer: str | None = None, python: str = sys.executable) -> None:
@@ -65,12 +89,24 @@ def push(
     revision: str | None = None,
     tokenizer: str | None = None,
 ) -> None:
-    """Upload a folder whose files were compared with the checkpoint; resumes if interrupted. Raises UserError."""
+    """Upload a folder that gives the checkpoint's logits, in one commit; resumes if interrupted. Raises UserError."""
     if checkpoint is None:
         check_proof(folder)
     else:
         prove(open_checkpoint(checkpoint, tokenizer), folder)
-    upload(folder, repo_id, private, revision)
+    from huggingface_hub import HfApi
+
+    api, card, own_name = HfApi(), folder / CARD, folder.resolve().name
+    with hub_errors(repo_id, "", "push again to resume"):
+        repo = api.create_repo(repo_id, private=private, exist_ok=True)  # a name without ORG/ gets the user's namespace
+        if revision is not None:
+            api.create_branch(repo.repo_id, branch=revision, exist_ok=True)
+        if card.is_file():  # its usage lines load the folder: from now on by the name on the Hub
+            usage = rf'(model=|from_pretrained\()"{re.escape(own_name)}"'
+            card.write_text(re.sub(usage, rf'\1"{repo.repo_id}"', card.read_text("utf-8")), "utf-8")
+        target = {"repo_id": repo.repo_id, "revision": revision}
+        commit = api.upload_folder(folder_path=folder, commit_message=f"Upload {own_name}", **target)
+    print(f"{folder} is at {repo} ({revision or 'main'}, commit {commit.oid[:7]})")
 
 
 def open_checkpoint(name: str, tokenizer: str | None = None) -> "Checkpoint":
@@ -87,49 +123,18 @@ def open_checkpoint(name: str, tokenizer: str | None = None) -> "Checkpoint":
         if on_hub:
             read.path, read.published = Path(name), name if read.published else None
         if tokenizer is not None:
-            read.tokenizer = read_tokenizer(tokenizer, read, Path(work, "tokenizer"))
+            from src.data.tokenizers import load_tokenizer
+
+            loaded = load_tokenizer(tokenizer, model_max_length=read.config.max_position_embeddings)
+            if len(loaded) > (size := read.config.vocab_size):
+                many = f"{len(loaded)} tokens, but the model's vocabulary is {size}"
+                raise UserError(f"--tokenizer {tokenizer} has {many}; give the tokenizer that it was trained with")
+            loaded.save_pretrained(f"{work}/tokenizer")
+            read.tokenizer = {}
+            for file in Path(work, "tokenizer").iterdir():
+                content = json.loads(file.read_text("utf-8")) if file.suffix == ".json" else file.read_bytes()
+                read.tokenizer[file.name] = {"file_extension": file.suffix, "content": content}  # as Composer does
     return read
-
-
-def read_tokenizer(name: str, checkpoint: "Checkpoint", work: Path) -> dict[str, dict[str, Any]]:
-    """Return a tokenizer's files in a checkpoint's format. Raises UserError if it cannot be loaded or does not fit."""
-    from src.data.tokenizers import load_tokenizer
-
-    size = checkpoint.config.vocab_size
-    tokenizer = load_tokenizer(name, model_max_length=checkpoint.config.max_position_embeddings)
-    if len(tokenizer) > size:
-        many = f"{len(tokenizer)} tokens, but the model's vocabulary is {size}"
-        raise UserError(f"--tokenizer {name} has {many}; give the tokenizer that it was trained with")
-    tokenizer.save_pretrained(work)
-    contents = {path: json.loads(path.read_text("utf-8")) for path in work.glob("*.json")}
-    contents |= {path: path.read_bytes() for path in work.iterdir() if path not in contents}
-    return {path.name: {"file_extension": path.suffix, "content": content} for path, content in contents.items()}
-
-
-def check_out(out: Path) -> None:
-    """Raise UserError for a folder that exists, or whose name transformers cannot load."""
-    if "." in out.name:
-        raise UserError(f"--out {out} has a dot in its name, from which transformers cannot load code; remove it")
-    if out.exists():
-        raise UserError(f"--out {out} already exists; choose another folder")
-
-
-def write_proved(checkpoint: "Checkpoint", out: Path, scores: dict[str, Any] | None = None) -> None:
-    """Write a complete folder with its card and its proof, or nothing at all."""
-    from src.publish import folder as hub_folder
-
-    unfinished = out.with_name(f"{out.name}-unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        hub_folder.write(checkpoint, unfinished)
-        (unfinished / CARD).write_text(model_card(checkpoint, out.name, scores), encoding="utf-8")
-        difference = prove(checkpoint, unfinished)
-        unfinished.rename(out)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"--out {out} cannot be written ({reason(error)}); choose another or free space") from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    print(f"{out} gives the checkpoint's logits in plain transformers (largest difference {difference:.1e})")
 
 
 def prove(checkpoint: "Checkpoint", folder: Path) -> float:
@@ -170,8 +175,45 @@ def digests(folder: Path) -> dict[str, str]:
         if path.name.startswith("."):
             raise UserError(f"{path} is hidden; remove or rename it")
         if path.is_file() and path.suffix.lower() not in PUBLISHED and path.name not in ("LICENSE", "NOTICE"):
-            kinds = ", ".join(sorted(PUBLISHED))
-            raise UserError(f"{path} might execute code when loaded; remove it (published: {kinds})")
+            raise UserError(f"{path} might execute code when loaded; remove it (published: {', '.join(PUBLISHED)})")
         if path.is_file():
             found[path.relative_to(folder).as_posix()] = file_digest(path)
     return {name: digest for name, digest in found.items() if name not in (CARD, PROOF)}
+
+
+def download(name: str, out: Path) -> Path:
+    """Download the checkpoint ORG/NAME[/FILE] into `out`. Raises UserError if there is none, or several."""
+    from huggingface_hub import HfApi
+
+    org, repo, *rest = name.split("/")
+    api, repo_id = HfApi(), f"{org}/{repo}"
+    with hub_errors(repo_id, f"--checkpoint {name} is not a file, and ", "try again, or give a file"):
+        files = [file.rfilename for file in api.model_info(repo_id).siblings]
+        found = [file for file in files if file.endswith(PICKLES) and (not rest or file == "/".join(rest))]
+        if len(found) != 1:
+            names = f"; give one as {repo_id}/FILE: {', '.join(found)}" if found else ""
+            raise UserError(f"--checkpoint {name}: the repository has {len(found) or 'no'} checkpoints{names}")
+        log.info(f"downloading {found[0]} of {repo_id} from the Hub")
+        return Path(api.hf_hub_download(repo_id, found[0], local_dir=out))
+
+
+@contextmanager
+def hub_errors(repo_id: str, prefix: str, advice: str) -> Iterator[None]:
+    """Turn errors of the Hub and its client into UserError. The message never contains the token."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+    from requests import RequestException
+
+    try:
+        yield
+    except (HFValidationError, OfflineModeIsEnabled) as error:
+        raise UserError(f"{prefix}{repo_id} cannot be used: {first_line(error)}") from None
+    except (RequestException, RuntimeError) as error:  # hf_xet, which sends large files, raises the latter
+        response = getattr(error, "response", None)
+        if response is None:
+            problem = f"the Hub at {constants.ENDPOINT} could not be reached ({type(error).__name__})"
+        else:
+            problem = f"the Hub refused {repo_id} ({DENIED.get(response.status_code, first_line(error))})"
+            if response.status_code in DENIED:
+                advice = "check the name, and set HF_TOKEN to a token with access"
+        raise UserError(f"{prefix}{problem}; {advice}") from None

@@ -24,7 +24,6 @@ AUTO_MAP = {spec.auto_class: f"modeling_lion.{name}" for name, spec in EXPORTS.i
 TOLERANCE = 1e-5  # largest difference of a logit; relative to the largest logit if that is above 1
 SAME_NUMBERS = {"attention_form", "chunk_size"}  # settings that change only the cost
 NO_LIMIT = 2**31 - 1  # as max_position_embeddings: sentence-transformers needs a number that fits a 64-bit integer
-NO_TOKENIZER_LIMIT = int(1e30)  # as model_max_length: what transformers writes for "no limit"
 
 
 def write(checkpoint: Checkpoint, out: Path) -> None:
@@ -33,7 +32,7 @@ def write(checkpoint: Checkpoint, out: Path) -> None:
     config = model.config
     if files:
         tokenizer_config = json.loads(files.get("tokenizer_config.json", b"{}"))
-        limit = config.max_position_embeddings if config.has_positions else NO_TOKENIZER_LIMIT
+        limit = config.max_position_embeddings if config.has_positions else int(1e30)  # transformers' "no limit"
         files["tokenizer_config.json"] = json.dumps({**tokenizer_config, "model_max_length": limit}, indent=2).encode()
         # pipeline() finds no tokenizer for an architecture it does not know, unless the config names one.
         config.tokenizer_class = tokenizer_config.get("tokenizer_class")
@@ -49,10 +48,7 @@ def write(checkpoint: Checkpoint, out: Path) -> None:
 
 
 def verify(checkpoint: Checkpoint, folder: Path, python: str = sys.executable) -> float:
-    """Compare a folder, loaded by a fresh process of `python` without this repository, with its checkpoint.
-
-    Returns the largest difference between logits. Raises UserError if the folder differs; the message says in what.
-    """
+    """Return how far a folder's logits, from a new process of `python`, are from the checkpoint's. Raises UserError."""
     stored = read_folder(folder)
     model, tokenizer, spec = checkpoint.build(), checkpoint.load_tokenizer(), EXPORTS[checkpoint.class_name]
     own, differing = model.config, different_tensors(model.state_dict(), stored.weights)
@@ -70,8 +66,7 @@ def verify(checkpoint: Checkpoint, folder: Path, python: str = sys.executable) -
         trained = own.max_position_embeddings if tokenizer is None else tokenizer.model_max_length
         _check_limits(folder, own, trained, report)
     if tokens is None and report["tokens"] is not None:
-        why = f"{checkpoint.path} has no tokenizer; name it as --tokenizer to compare them"
-        log.info(f"the tokens of {folder} are not compared, as {why}")
+        log.info(f"the tokens of {folder} are not compared: {checkpoint.path} has no tokenizer; name it as --tokenizer")
     elif tokens != report["tokens"]:
         raise UserError(f"{folder} and its checkpoint tokenize differently; export it again")
     with torch.no_grad():
@@ -117,10 +112,7 @@ def _run_probe(folder: Path, spec: ExportSpec, given: dict[str, Any], python: st
 
 
 def _check_limits(folder: Path, config: lion.LionConfig, trained: int, report: dict[str, Any]) -> None:
-    """Raise UserError unless a long text is truncated to the position table, or not at all if there is none.
-
-    The limits of training, which earlier versions wrote, are only logged.
-    """
+    """Raise UserError unless texts are truncated to the position table, if any, or as earlier versions did."""
     own = config.max_position_embeddings
     table = own if config.has_positions else NO_LIMIT
     full, read, positions = report["long"], report["long_truncated"], report["max_position_embeddings"]

@@ -1,8 +1,4 @@
-"""Load a folder as any user would and save what it computes; `folder.verify` runs this outside the repository.
-
-Arguments: the folder, the auto class of the model, that of its processor, a working folder. Reads inputs.pt there and
-writes report.pt, where "tokens" is None if there is no tokenizer.
-"""
+"""Load a folder as any user would; what it computes for work/inputs.pt goes to work/report.pt, for `folder.verify`."""
 
 import sys
 from pathlib import Path

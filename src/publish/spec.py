@@ -27,8 +27,6 @@ TEXTS = (  # a text, or a pair
 
 @dataclass(frozen=True)
 class ExportSpec:
-    """How a model class is loaded, tested and described."""
-
     auto_class: str  # the transformers class that loads it
     pipeline_tag: str | None = None
     usage: str | None = None  # a call of its pipeline, for the card; EXAMPLE becomes a text or a pair
