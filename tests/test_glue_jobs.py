@@ -84,7 +84,8 @@ def test_predictions_that_are_not_finite_fail_the_job():
         predict(Diverged(), [torch.ones(2)], DeviceCPU(), Precision.FP32)
 
 
-def test_a_job_that_cannot_write_says_so(tmp_path):
+def test_a_job_that_cannot_write_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool.threading, "Thread", Mock())  # which waits for the end of the main process
     (tmp_path / "jobs").write_text("a file, where the folders of jobs should go")
     job, connection = Job(GLUE["rte"], 19, tmp_path / "jobs" / "rte-19", {}), Mock()
     with pytest.raises(SystemExit):

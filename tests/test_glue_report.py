@@ -67,7 +67,7 @@ def test_a_mean_of_fewer_seeds_than_asked_for_is_marked_and_wins_no_search():
     text = report.text(rows, AVERAGE)
     assert "90.00 (1 of 3 seeds)" in text
     assert "GLUE average: 77.50 (RTE: 2 of 3 seeds)" in text
-    compared = report.table({"a": report.Run(Path("a"), {"tasks": rows})}, {}, AVERAGE)
+    compared = report.table({"a": report.Run(Path("a"), {"tasks": rows}, {row["task"]: row for row in rows})}, {}, AVERAGE)
     assert " 60.00 ± 14.14 (2 of 3 seeds)* |" in compared and " 77.50 (RTE: 2 of 3 seeds) |" in compared
 
 

@@ -12,7 +12,7 @@ from src.cli import log
 from src.data.readers import read_rows
 from src.errors import UserError, first_line, reason
 from src.files import file_digest, sha256
-from src.glue.tasks import HUB, SPLITS, Task, check_labels, class_name
+from src.glue.tasks import HUB, SPLITS, Task, check, class_name
 
 DIAGNOSTIC = "AX"  # GLUE's diagnostic test set, predicted by the MNLI model
 DIAGNOSTIC_FILES = ("diagnostic/diagnostic.tsv", "AX/AX.tsv")
@@ -33,24 +33,17 @@ class Data(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A split: its files, or the dataset, subset and split on the Hub."""
-
     kind: str  # one of SPLITS
     name: str
-    paths: tuple[Path, ...]
-    hub: tuple[str | None, ...] = ()
+    paths: tuple[Path, ...]  # its files; none if it is on the Hub
+    hub: tuple[str | None, ...] = ()  # dataset, subset and split there
 
 
 class Row(NamedTuple):
-    source: str
-    unit: str  # line or row
-    number: int
+    where: str  # source and number, for messages
+    id: int | str
     texts: tuple[str, ...]
     label: Any
-
-    @property
-    def where(self) -> str:
-        return f"{self.source}, {self.unit} {self.number}"
 
 
 def splits_of(task: Task, glue_dir: str | None, with_test: bool) -> list[Split]:
@@ -64,8 +57,11 @@ def splits_of(task: Task, glue_dir: str | None, with_test: bool) -> list[Split]:
     predicts_diagnostic = with_test and task.name == "mnli"
     if glue_dir is not None and task.folder is not None:
         names = {"train": ("train",), "validation": task.tsv_validation, "test": task.tsv_test}
-        folder = Path(glue_dir, task.folder)
-        splits = [Split(kind, name, (_official_file(task, folder, name),)) for kind in kinds for name in names[kind]]
+        splits = []
+        for kind, name in [(k, name) for k in kinds for name in names[k]]:
+            path = Path(glue_dir, task.folder, f"{name}.tsv")
+            other = path.with_name(task.tsv_other_names.get(name, path.name))  # its publisher's name for it
+            splits.append(Split(kind, name, (other if other.is_file() and not path.is_file() else path,)))
         found = [path for name in DIAGNOSTIC_FILES if (path := Path(glue_dir, name)).is_file()]
         return splits + [Split("test", DIAGNOSTIC, (path,)) for path in found[:1] if predicts_diagnostic]
     if task.hub is None:
@@ -74,13 +70,6 @@ def splits_of(task: Task, glue_dir: str | None, with_test: bool) -> list[Split]:
     splits = [Split(kind, name, (), (task.hub, task.subset, name)) for kind in kinds for name in names[kind]]
     diagnostic = Split("test", DIAGNOSTIC, (), (HUB, "ax", "test"))
     return splits + [diagnostic] * (predicts_diagnostic and task.hub == HUB)
-
-
-def _official_file(task: Task, folder: Path, name: str) -> Path:
-    """Return the official file of a split, under its publisher's name if only that exists."""
-    path = folder / f"{name}.tsv"
-    other = folder / task.tsv_other_names.get(name, path.name)
-    return other if other.is_file() and not path.is_file() else path
 
 
 def check_sources(tasks: Iterable[Task], glue_dir: str | None, with_test: bool = False) -> None:
@@ -101,12 +90,11 @@ def check_sources(tasks: Iterable[Task], glue_dir: str | None, with_test: bool =
 def digest(task: Task, glue_dir: str | None, with_test: bool = False) -> dict[str, Any]:
     """Identify a task's examples by kind of split: digests of the files, or the names on the Hub."""
     found: dict[str, Any] = {}
-    for split in splits_of(task, glue_dir, with_test):
-        try:
-            content = [file_digest(path) for path in split.paths] or list(split.hub[:2])
-        except OSError as error:
-            raise UserError(f"{error.filename}: cannot be read ({reason(error)}); fix or replace it") from None
-        found.setdefault(split.kind, {})[split.name] = content
+    try:
+        for kind, name, paths, hub in splits_of(task, glue_dir, with_test):
+            found.setdefault(kind, {})[name] = [file_digest(path) for path in paths] or list(hub[:2])
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read ({reason(error)}); fix or replace it") from None
     return found
 
 
@@ -123,23 +111,21 @@ def read_task(task: Task, glue_dir: str | None, with_test: bool = False) -> Data
     (_, _, train_files, _), (rows, classes) = next(iter(found.items()))
     if not task.regression and not task.labels:
         task = replace(task, labels=_find_labels(task, rows, classes))
-        check_labels(task)
+        check(task)
         positive = f"; f1 is that of {task.labels[1]}" if "f1" in task.metrics else ""
         log.info(f"{task.title}: the labels of the training set are {', '.join(task.labels)}{positive}")
     examples: dict[str, dict[str, list[Example]]] = {kind: {} for kind in SPLITS}
-    for (kind, name, paths, _), (rows, _) in found.items():
+    for (kind, name, *_), (rows, _) in found.items():
         labels = [None if kind == "test" else parse_label(task, row.label, row.where) for row in rows]
-        ids = [f"{row.source}:{row.number}" if len(paths) > 1 else row.number for row in rows]
-        examples[kind][name] = [Example(row.texts, label, number) for row, label, number in zip(rows, labels, ids)]
+        examples[kind][name] = [Example(row.texts, label, row.id) for row, label in zip(rows, labels)]
     (train,) = examples["train"].values()
     if train_files and train_files[0].name in task.tsv_other_names.values():
         # GLUE took its development set out of the publisher's file of MRPC.
         held_out = {example.texts for split in examples["validation"].values() for example in split}
-        kept = [example for example in train if example.texts not in held_out]
-        log.info(f"{train_files[0]}: {len(train) - len(kept):,} rows are in the development set and are not trained on")
-        if not kept:
+        before, train = len(train), [example for example in train if example.texts not in held_out]
+        log.info(f"{train_files[0]}: {before - len(train):,} rows are in the development set and are not trained on")
+        if not train:
             raise UserError(f"{train_files[0]}: all rows are in the development set; replace it with the training set")
-        train = kept
     return Data(task, train, examples["validation"], examples["test"])
 
 
@@ -159,16 +145,17 @@ def _read(task: Task, split: Split) -> tuple[list[Row], tuple[str, ...]]:
     for source, table in tables:
         kept, skipped = [], 0
         for number, cells in table:
-            row = Row(source, "line" if split.paths else "row", number, cells[: len(columns)], cells[-1])
-            for column, text in zip(columns, row.texts):
+            where = f"{source}, {'line' if split.paths else 'row'} {number}"
+            texts, value = cells[: len(columns)], cells[-1]
+            for column, text in zip(columns, texts):
                 if not isinstance(text, str):
-                    raise UserError(f"{row.where}: {column} holds {text!r}, not text; fix or remove the row")
-            missing = row.label is None or row.label == "" or row.label != row.label  # NaN
-            if is_test or not (missing or class_name(row.label) == task.unlabelled):
-                kept.append(row)
+                    raise UserError(f"{where}: {column} holds {text!r}, not text; fix or remove the row")
+            missing = value is None or value == "" or value != value  # NaN
+            if is_test or not (missing or class_name(value) == task.unlabelled):
+                kept.append(Row(where, f"{source}:{number}" if len(tables) > 1 else number, texts, value))
             elif missing and split.paths and task.unlabelled != "":
                 fix = f'fix or remove the row, or set tasks.{task.name}.unlabelled to "" to skip such rows'
-                raise UserError(f"{row.where}: no label in {label}; {fix}")
+                raise UserError(f"{where}: no label in {label}; {fix}")
             else:
                 skipped += 1
         if skipped:
@@ -215,12 +202,12 @@ def _find_labels(task: Task, rows: list[Row], classes: tuple[str, ...]) -> tuple
     if len(count) < 2:
         raise UserError(f"tasks.{task.name}: all rows have the label {next(iter(count))!r}; there is nothing to learn")
     if all(isinstance(column, int) for column in (*task.columns, task.label)):
-        first = [row for row in rows if row.number == 1]
+        first = [row for row in rows if row.where.endswith(", line 1")]
         names = [class_name(row.label) for row in first]
         for row, name in zip(first, names):
             if count[name] == names.count(name) < max(count.values()):
-                found = f"{row.where}: the label {name!r} occurs nowhere else, as if it were a header"
-                raise UserError(f"{found}; give columns and label by name, or list all labels")
+                to_do = "if it is a header, name columns and label; else list all labels"
+                raise UserError(f"{row.where}: the label {name!r} occurs nowhere else; {to_do}")
     integers = all(name.removeprefix("-").isdecimal() for name in count)
     return classes or tuple(sorted(count, key=lambda name: (int(name) if integers else 0, name)))
 
@@ -228,16 +215,15 @@ def _find_labels(task: Task, rows: list[Row], classes: tuple[str, ...]) -> tuple
 def parse_label(task: Task, label: Any, where: str) -> float:
     """Return a label as a number: the number of a class, given by name or number, or the value of a regression."""
     name, value = class_name(label), _number(label)
-    if task.regression:
-        if math.isfinite(value):
-            return value
-        raise UserError(f"{where}: the label {label!r} is not a number; fix or remove the row")
+    if task.regression and math.isfinite(value):
+        return value
     for known in (name, class_name(value) if math.isfinite(value) else name):  # the text 1.0 is 1, too
         if known in task.labels:
             return float(task.labels.index(known))
     if value in range(len(task.labels)) and all(math.isnan(_number(known)) for known in task.labels):
         return value
-    raise UserError(f"{where}: the label {label!r} must be one of {', '.join(task.labels)}; fix or remove the row")
+    wanted = "a number" if task.regression else f"one of {', '.join(task.labels)}"
+    raise UserError(f"{where}: the label {label!r} must be {wanted}; fix or remove the row")
 
 
 def _number(label: Any) -> float:

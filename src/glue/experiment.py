@@ -61,14 +61,14 @@ class GlueExperiment(Experiment):
         self.tasks = select(config.tasks_to_run, config.tasks, config.default_seed)
         longest = max(2 * len(task.columns) + 1 for task in self.tasks)
         if config.max_seq_len < longest:
-            needed = "[CLS], and a token and [SEP] per text"
-            raise UserError(f"max_seq_len={config.max_seq_len} must be at least {longest}: {needed}")
+            raise UserError(
+                f"max_seq_len={config.max_seq_len} must be at least {longest}: [CLS], and two tokens per text"
+            )
         if config.mnli_first and [task.name for task in self.tasks].count("mnli") != 1:
             raise UserError("mnli_first needs one MNLI encoder; add mnli to tasks_to_run, without a search")
         path = config.starting_checkpoint_load_path
         if path is None and config.tokenizer_name is None:
-            to_do = "set it, or tokenizer_name to start from random weights"
-            raise UserError(f"starting_checkpoint_load_path is not set; {to_do}")
+            raise UserError("starting_checkpoint_load_path is not set; set it, or tokenizer_name for random weights")
         if path and not Path(path).exists() and (path.count("/") > 1 or path.startswith(".") or path.endswith(".pt")):
             raise UserError(f"starting_checkpoint_load_path: {path} is not a file or folder; fix its path")
         check_sources(self.tasks, config.glue_dir, config.predict_test)
@@ -113,8 +113,7 @@ class GlueExperiment(Experiment):
             folder = self.folder / "jobs" / "-".join(filter(None, (task.name, task.variant, str(seed))))
             return Job(task, seed, folder, json.loads(json.dumps(settings)), after)  # in types as read back
 
-        first = [job(task, task.seeds[0]) for task in self.tasks if task.name == "mnli" and config.mnli_first]
-        mnli = first[0] if first else None
+        mnli = next((job(t, t.seeds[0]) for t in self.tasks if t.name == "mnli" and config.mnli_first), None)
         return [job(task, seed, mnli if task.name in FROM_MNLI else None) for task in self.tasks for seed in task.seeds]
 
     def cost(self, job: Job) -> int:

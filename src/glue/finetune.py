@@ -26,7 +26,7 @@ from src.lion import LionConfig, LionForSequenceClassification
 from src.training import registry
 from src.training.run_log import RunLog
 from src.training.text_model import build_lion_config, build_tokenizer, lion_arguments
-from src.training.trainer import AutocastModel, build_trainer, resolve_precision
+from src.training.trainer import AutocastModel, build_trainer
 
 if TYPE_CHECKING:
     from src.glue.experiment import FinetuneConfig
@@ -112,8 +112,7 @@ class Batches:
 class GroupedByLength(Sampler[int]):
     """Draw a new order in each epoch, with texts of similar length in each batch to reduce padding.
 
-    The shuffled examples are sorted by length within chunks of up to 50 batches, at most a quarter of the epoch; then
-    the batches are shuffled. An incomplete batch stays last.
+    Chunks of up to 50 batches, at most a quarter of the epoch, are sorted by length; then full batches are shuffled.
     """
 
     def __init__(self, examples: list[Example], batch_size: int, seed: int):
@@ -176,7 +175,7 @@ def finetune(config: "FinetuneConfig", job: Job, device: str, steps: StepReporte
     trainer = build_trainer(
         model,
         device=device,
-        precision=resolve_precision(task.precision or config.precision, device),
+        precision=job.settings["precision"],
         run_name=f"{config.base_run_name}-{folder.name}",
         seed=job.seed,
         train_dataloader=train_loader,
@@ -190,7 +189,6 @@ def finetune(config: "FinetuneConfig", job: Job, device: str, steps: StepReporte
         eval_interval=task.eval_interval,
         save_folder=str(folder) if keep_checkpoint else None,
         save_interval=f"{task.epochs}ep",
-        save_overwrite=True,
     )
     trainer.fit()
     state, seconds = trainer.state, trainer.state.timestamp.total_wct.total_seconds()

@@ -70,9 +70,7 @@ class Task:
 
 HUB = "nyu-mll/glue"
 GLUE = {
-    name: Task(
-        name, hub=HUB, subset=name, **{field: tuple(v) if isinstance(v, list) else v for field, v in task.items()}
-    )
+    name: Task(name, hub=HUB, subset=name, **{k: tuple(v) if isinstance(v, list) else v for k, v in task.items()})
     for name, task in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
 }
 FROM_MNLI = ("rte", "mrpc", "stsb")  # with `mnli_first`, these start from the encoder fine-tuned on MNLI
@@ -89,15 +87,9 @@ def of_glue(task: Task) -> bool:
 
 
 def select(to_run: list[str], changes: Mapping[str, Any], default_seed: int) -> list[Task]:
-    """Return the tasks to run, with the config's changes; a searched task appears once per candidate.
-
-    Raises UserError for unknown tasks and fields, and for invalid values.
-    """
+    """Return the tasks to run, with the config's changes: several candidates of a searched task. Raises UserError."""
     known = {name: [task] for name, task in GLUE.items()}
-    for name, given in changes.items():
-        if not isinstance(given, Mapping):
-            raise UserError(f"tasks.{name}={given!r} must be a section of `key: value` lines")
-        known[name] = _candidates(name, dict(given))
+    known |= {name: _candidates(name, given) for name, given in changes.items()}
     for name in to_run:
         if name not in known:
             raise UserError(f"tasks_to_run: unknown task {name}{nearest(name, known)}")
@@ -110,9 +102,10 @@ def select(to_run: list[str], changes: Mapping[str, Any], default_seed: int) -> 
     return [task if task.seeds else replace(task, seeds=(default_seed,)) for task in chosen]
 
 
-def _candidates(name: str, given: dict[str, Any]) -> list[Task]:
+def _candidates(name: str, given: Any) -> list[Task]:
     """Return a task as the config changes it: one candidate, or several if hyperparameters have several values."""
     place = f"tasks.{name}"
+    given = dict(_converted(place, given, Mapping[str, Any]))
     like = _converted(f"{place}.like", given.pop("like", name), str)
     if like != name and like not in GLUE:
         raise UserError(f"{place}.like: unknown task {like}{nearest(like, GLUE)}")
@@ -120,9 +113,9 @@ def _candidates(name: str, given: dict[str, Any]) -> list[Task]:
         raise UserError(f"{place}: the name of a task has letters, digits, - and _ only; its `title` may be anything")
     kinds = {entry.name: entry.type for entry in fields(Task) if entry.name not in ("name", "variant")}
     check_known(place, given, kinds)
-    lists = [field for field, value in given.items() if field in HYPERPARAMETERS and isinstance(value, list)]
-    searched = {field: given.pop(field) for field in lists}
-    given = {field: _converted(f"{place}.{field}", value, kinds[field]) for field, value in given.items()}
+    searched = {field: value for field, value in given.items() if field in HYPERPARAMETERS and isinstance(value, list)}
+    rest = {field: value for field, value in given.items() if field not in searched}
+    given = {field: _converted(f"{place}.{field}", value, kinds[field]) for field, value in rest.items()}
     if like in GLUE:
         base = GLUE[like] if like == name else replace(GLUE[like], name=name, title=name)
         if source := {field for field in ("files", "folder", "hub", "subset") if given.get(field)}:
@@ -139,8 +132,7 @@ def _candidates(name: str, given: dict[str, Any]) -> list[Task]:
         raise UserError(f"{place}: a new task needs `columns`, one or two text columns, or `like`, a task of GLUE")
     candidates = [replace(base, **dict(zip(searched, values))) for values in itertools.product(*searched.values())]
     for candidate in candidates:
-        validate(candidate, f"{place}.")
-        _check(candidate)
+        check(candidate)
     if not candidates or len(set(map(repr, candidates))) < len(candidates):
         raise UserError(f"{place}: a search needs values, each once; correct {', '.join(searched)}")
     several = [field for field, values in searched.items() if len(values) > 1]
@@ -170,49 +162,44 @@ def class_name(label: Any) -> str:
     return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
 
 
-def _check(task: Task) -> None:
-    """Raise UserError for inconsistent fields."""
-    place, known = f"tasks.{task.name}", METRICS[task.kind]
-    if task.regression and task.labels:
-        raise UserError(f"{place}.labels: a regression has none; set labels to [] or omit kind")
-    for field in ("metrics", "validation", "tsv_validation"):
-        if not getattr(task, field):
-            raise UserError(f"{place}.{field} must have at least one entry")
-    for metric in task.metrics:
-        if metric not in known:
-            raise UserError(f"{place}.metrics: unknown metric {metric} for a {task.kind}{nearest(metric, known)}")
-    for field in ("columns", "tsv_columns", "tsv_test_columns"):
-        given = getattr(task, field)
-        if len(given) not in (1, 2) and (given or field == "columns"):
-            raise UserError(f"{place}.{field} must have one or two text columns, not {len(given)}")
-        for column in (*given, task.label, task.tsv_label):
-            if isinstance(column, int):
-                check_value(f"{place}: column", column, int, Rule(at_least=0))
-    for columns, label in ((task.columns, task.label), (task.tsv_columns, task.tsv_label)):
+def check(task: Task) -> None:
+    """Raise UserError for fields that are invalid or do not fit together."""
+    place = f"tasks.{task.name}"
+    validate(task, f"{place}.")
+    for field, label in (("columns", task.label), ("tsv_columns", task.tsv_label), ("tsv_test_columns", None)):
+        columns = getattr(task, field)
+        if len(columns) > 2 or (field == "columns" and not columns):
+            raise UserError(f"{place}.{field} must have one or two text columns, not {len(columns)}")
         if len({*columns, label}) <= len(columns):
             shown = ", ".join(map(str, columns))
             raise UserError(f"{place}: columns {shown} and label {label} name a column twice; name each once")
+        for column in (*columns, label):
+            if isinstance(column, int):
+                check_value(f"{place}: column", column, int, Rule(at_least=0))
     for seed in task.seeds:
         check_value(f"{place}.seeds", seed, int, Rule(**SEED))
-    if len(set(task.seeds)) < len(task.seeds):
-        raise UserError(f"{place}.seeds has a seed twice; give each once")
-    check_labels(task)
+    for metric in task.metrics:
+        if metric not in (known := METRICS[task.kind]):
+            raise UserError(f"{place}.metrics: unknown metric {metric} for a {task.kind}{nearest(metric, known)}")
     check_known(f"{place}.files", task.files, SPLITS)
-    if task.files and (missing := [split for split in SPLITS[:2] if split not in task.files]):
-        raise UserError(f"{place}.files lacks {' and '.join(missing)}; give a file for each")
     for split, paths in task.files.items():
         if not (paths and all(isinstance(path, str) for path in (paths if isinstance(paths, list) else [paths]))):
             raise UserError(f"{place}.files.{split}={paths!r} must be a path or a list of paths")
-    if task.files and (task.hub or task.folder):
-        raise UserError(f"{place} has both files and {'hub' if task.hub else 'folder'}; omit one")
-    if not (task.files or task.hub or task.folder):
-        raise UserError(f"{place} needs files: {{train: PATH, validation: PATH}}, hub: DATASET, or folder: NAME")
-
-
-def check_labels(task: Task) -> None:
-    """Raise UserError for labels that the task's metrics cannot be computed from."""
-    place = f"tasks.{task.name}"
-    if task.labels and len(set(task.labels)) < max(2, len(task.labels)):
-        raise UserError(f"{place}.labels={', '.join(task.labels)} must be two or more classes, each once")
-    if "f1" in task.metrics and task.labels and len(task.labels) != 2:
-        raise UserError(f"{place}.metrics: f1 is for two classes, and there are {len(task.labels)}; use macro_f1")
+    missing = [split for split in SPLITS[:2] if split not in task.files]
+    sources = [field for field in ("files", "hub", "folder") if getattr(task, field)]
+    classes, shown = len(task.labels), ", ".join(task.labels)
+    for wrong, message in (
+        *(
+            (not getattr(task, name), f".{name} must have at least one entry")
+            for name in ("metrics", "validation", "tsv_validation")
+        ),
+        (task.regression and classes, ".labels: a regression has none; set labels to [] or omit kind"),
+        (classes == 1 or len(set(task.labels)) < classes, f".labels={shown} must be two or more classes, each once"),
+        ("f1" in task.metrics and classes not in (0, 2), ".metrics: f1 is for two classes; use macro_f1"),
+        (len(set(task.seeds)) < len(task.seeds), ".seeds has a seed twice; give each once"),
+        (task.files and missing, f".files lacks {' and '.join(missing)}; give a file for each"),
+        (task.files and len(sources) > 1, f" has both {' and '.join(sources[:2])}; omit one"),
+        (not sources, " needs files: {train: PATH, validation: PATH}, hub: DATASET, or folder: NAME"),
+    ):
+        if wrong:
+            raise UserError(f"{place}{message}")

@@ -81,9 +81,8 @@ class Experiment(ABC):
     def run(self, job: Job, device: str, steps: Any) -> Result:
         """Train, score and write predictions, in the job's process; `steps` is a pool.StepReporter.
 
-        Returns:
-            task, title, variant, seed, folder (names), metrics, score and the majority class's (0 to 1) as majority,
-            scores (split → metric → value), labels (classes; empty for a regression), the average's key, and more.
+        Return task, title, variant, seed, folder (names), metrics, score and the majority class's (0 to 1) as majority,
+        scores (split → metric → value), labels (classes; empty for a regression), the average's key, and more.
         """
 
     @abstractmethod

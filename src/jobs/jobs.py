@@ -26,11 +26,9 @@ def main(experiment: type[Experiment], argv: list[str]) -> None:
 
 
 def run(experiment: Experiment) -> None:
-    """Run every job without a valid result, then report all.
+    """Run every job without a valid result, then report all. Raises UserError if nothing can run.
 
-    Raises:
-        UserError: the config, its files or its data are unusable; nothing has been trained.
-        SystemExit: with status 1, if a job failed.
+    Exits with status 1 if a job failed.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError(f"start {experiment.command} with python, not a launcher; parallel=true runs one job per GPU")
@@ -59,13 +57,11 @@ def run(experiment: Experiment) -> None:
         if todo:
             start_server(experiment.preload)
             failed = pool.run_all(experiment, todo, device, gpus[: len(todo)])
-        results = [
-            {**(done.get(job.folder) or job.read_result()), "of": len(job.task.seeds)}
-            for job in jobs
-            if job.folder not in failed
-        ]
-        rows = report.write(results, average, folder, config.base_run_name, list(failed.values()))
-    print(f"\n{report.text(rows, average, list(failed.values()))}\n")
+            done |= {job.folder: job.read_result() for job in todo if job.folder not in failed}
+        results = [{**done[job.folder], "of": len(job.task.seeds)} for job in jobs if job.folder in done]
+        failures = list(failed.values())
+        rows = report.write(results, average, folder, config.base_run_name, failures)
+    print(f"\n{report.text(rows, average, failures)}\n")
     print(f"report       {folder / 'report.md'}, report.json, report.png\npredictions  {folder / 'jobs'}")
     with report.writing(folder):
         experiment.finish(rows)
@@ -85,10 +81,7 @@ def start_server(preload: str) -> None:
 
 
 def finished(jobs: list[Job], experiment: Experiment) -> dict[Path, Result]:
-    """Return, by folder, the results that have the same settings and all of their files.
-
-    Raises UserError if a job would replace a result with a different origin, such as another pretrained model.
-    """
+    """Return, by folder, results with the same settings and all files. Raises UserError for one of another origin."""
     valid = {}
     for job in jobs:
         try:

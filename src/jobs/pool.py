@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -52,12 +52,9 @@ class Running:
 
 def devices(parallel: Any, device: str) -> list[str | None]:
     """Return one entry per concurrent job: its GPU's ID, or None if it is not bound to a GPU."""
-    if parallel is None or isinstance(parallel, bool):
-        number = None if parallel else 1
-    elif isinstance(parallel, int) and parallel > 0:
-        number = parallel
-    else:
+    if not (isinstance(parallel, bool | None) or (isinstance(parallel, int) and parallel > 0)):
         raise UserError(f"parallel={parallel!r} must be true, false or a number of jobs")
+    number = None if parallel is True else parallel or 1
     if device == "cpu":
         return [None] * (number or usable_cores())
     if number == 1:
@@ -77,12 +74,12 @@ def run_all(experiment: Experiment, jobs: list[Job], device: str, gpus: list[str
     free, running, failures = list(gpus), [], {}
     total = sum(job.cost for job in jobs)
     bar = cli.progress(total=total, smoothing=0, bar_format=BAR) if experiment.config.progress_bar else None
-    try:
-        with logging_redirect_tqdm():
+    with logging_redirect_tqdm(), nullcontext() if bar is None else bar:
+        try:
             while waiting or running:
                 while free and (job := next_job(waiting, running, failures)):
                     running.append(start(experiment, job, device, free.pop(0), threads))
-                wait([each.process.sentinel for each in running] + [each.connection for each in running], timeout=0.5)
+                wait([part for each in running for part in (each.process.sentinel, each.connection)], timeout=0.5)
                 for each in list(running):
                     ended = not each.process.is_alive()
                     each.receive()
@@ -92,12 +89,10 @@ def run_all(experiment: Experiment, jobs: list[Job], device: str, gpus: list[str
                         end(each, failures, f"[{len(jobs) - len(waiting) - len(running)}/{len(jobs)}]")
                 if bar is not None:
                     show(bar, waiting, running, len(jobs))
-    finally:
-        for each in running:
-            each.process.kill()
-            each.process.join()
-        if bar is not None:
-            bar.close()
+        finally:
+            for each in running:
+                each.process.kill()
+                each.process.join()
     return failures
 
 
@@ -125,13 +120,13 @@ def start(experiment: Experiment, job: Job, device: str, gpu: str | None, thread
 
 def end(ended: Running, failures: Failures, number: str) -> None:
     """Log how a job ended; if it failed, record it in `failures`."""
-    job, status = ended.job, ended.process.exitcode
+    job, status, log_file = ended.job, ended.process.exitcode, ended.job.folder / LOG_FILE
     if status == 0:
         seconds = time.monotonic() - ended.started
         log.info(f"{number} {job.name}: {100 * job.read_result()['score']:.2f} in {seconds:.0f} s")
         return
     killed = f"killed by signal {-status} (out of memory?)" if status < 0 else f"ended with status {status}"
-    logged = f" (log: {job.folder / LOG_FILE})" if (job.folder / LOG_FILE).is_file() else ""
+    logged = f" (log: {log_file})" if log_file.is_file() else ""
     failures[job.folder] = f"{job.name}: {ended.reason or killed}{logged}"
     log.info(f"{number} {job.name}: failed, {ended.reason or killed}")
 
@@ -160,18 +155,28 @@ class StepReporter(Callback):
 def run_job(
     experiment: Experiment, job: Job, device: str, gpu: str | None, threads: int | None, connection: Connection
 ) -> None:
-    """Run a job in this process and store its result; on failure, send the reason and exit with status 1.
+    """Run a job in this process and store its result; on failure, send the reason and exit with status 1."""
 
-    The job may use all GPUs, or the one with the ID `gpu`; and torch's default number of threads, or `threads`.
-    """
-    threading.Thread(target=_exit_with_parent, args=(connection,), daemon=True).start()
-    if gpu is not None:
+    def exit_with_parent() -> None:
+        wait([connection])  # until the main process, which sends nothing, has ended, for whatever reason
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    if gpu is not None:  # else all GPUs
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     if threads is not None:
         torch.set_num_threads(threads)
     configure_process(device)
     try:
-        _log_to(job.folder / LOG_FILE)
+        shutil.rmtree(job.folder, ignore_errors=True)
+        try:
+            job.folder.mkdir(parents=True)
+            with (job.folder / LOG_FILE).open("w") as file:
+                os.dup2(file.fileno(), sys.stdout.fileno())
+                os.dup2(file.fileno(), sys.stderr.fileno())
+        except OSError as error:
+            raise RunFailed(f"cannot write {job.folder / LOG_FILE}: {reason(error)}") from None
+        cli.start_log()
         result = experiment.run(job, device, StepReporter(connection))
         write_json(job.folder / RESULT_FILE, {**result, "settings": job.settings})
     except UserError as error:
@@ -182,24 +187,3 @@ def run_job(
         connection.send({"reason": f"{type(error).__name__}: {first_line(error)}"})  # first: the disk may be full
         traceback.print_exc()
         sys.exit(1)
-
-
-def _log_to(path: Path) -> None:
-    """Redirect all output of this process to a file in an empty folder."""
-    shutil.rmtree(path.parent, ignore_errors=True)
-    try:
-        path.parent.mkdir(parents=True)
-        with path.open("w") as file:
-            os.dup2(file.fileno(), sys.stdout.fileno())
-            os.dup2(file.fileno(), sys.stderr.fileno())
-    except OSError as error:
-        raise RunFailed(f"cannot write {path}: {reason(error)}") from None
-    cli.start_log()
-
-
-def _exit_with_parent(connection: Connection) -> None:
-    """Wait until the main process ends, for whatever reason, then end this one."""
-    try:
-        connection.recv()
-    except (EOFError, OSError):
-        os._exit(1)

@@ -19,12 +19,9 @@ def predicted(logits: "Tensor") -> "Tensor":
 
 
 def write(path: Path, logits: "Tensor", classes: Sequence[str], examples: Iterable[tuple[Any, float | None]]) -> None:
-    """Write one line per example: its id, logits (or value), prediction and, if it has one, label.
+    """Write one line per example, (id, label): its logits, prediction and label (class index or value), if it has one.
 
-    Args:
-        logits: (examples, classes), or regression values, (examples,).
-        classes: their names; empty for a regression. Predictions and labels are written by name.
-        examples: (id, label) of each, where the label is a class index or a value.
+    `logits` are (examples, classes), or regression values, (examples,); classes are written by name.
     """
     with path.open("w", encoding="utf-8") as file:
         for row, prediction, (number, label) in zip(logits.tolist(), predicted(logits).tolist(), examples):

@@ -30,8 +30,6 @@ COMPARED = (
     "the p-value is not corrected for the number of tasks."
 )
 
-Score = Callable[..., dict[str, float]]  # Experiment.score
-
 
 def write(results: list[Result], average: Average, folder: Path, name: str, failures: Sequence = ()) -> list[Row]:
     """Write report.md, report.json and report.png into a run's folder, and return the rows."""
@@ -59,11 +57,10 @@ def summarize(results: Sequence[Result], average: Average) -> list[Row]:
         row = tasks.setdefault(row["task"], {}).setdefault(row["variant"], row)
         row["seeds"][str(result["seed"])] = result["score"]
         row["folders"][str(result["seed"])] = result["folder"]
+        scores = list(row["seeds"].values())
+        row["mean"], row["std"] = mean(scores), stdev(scores) if len(scores) > 1 else None
     rows = []
     for variants in tasks.values():
-        for row in variants.values():
-            scores = list(row["seeds"].values())
-            row["mean"], row["std"] = mean(scores), stdev(scores) if len(scores) > 1 else None
         best = dict(max(variants.values(), key=lambda row: (len(row["seeds"]), row["mean"])))
         if best["variant"]:
             keys = ("variant", "mean", "std", "seeds", "of")
@@ -84,11 +81,9 @@ def text(rows: list[Row], average: Average, failures: Sequence[str] = ()) -> str
             searches.append([row["title"], f"{other['variant']}{picked}", spread(other), seeds(other)])
     parts = [markdown(lines)] if rows else []
     counted = {row["task"] for row in rows if average.counts(row)}
-    if average.tasks.keys() <= counted:
-        parts.append(f"{average.title}: {average_text(rows, average)}")
-    elif counted & average.tasks.keys():
+    if counted & average.tasks.keys():
         missing = ", ".join(title for name, title in average.tasks.items() if name not in counted)
-        parts.append(f"{average.title}: not without {missing}")
+        parts.append(f"{average.title}: {f'not without {missing}' if missing else average_text(rows, average)}")
     if failures:
         parts.append("\n".join(["Failed, and not in the scores:", *(f"- {failure}" for failure in failures)]))
     if len(searches) > 1:
@@ -135,32 +130,22 @@ def writing(folder: Path) -> Iterator[None]:
         raise RunFailed(f"cannot write to {folder} ({reason(error)}); {to_do}") from None
 
 
-# The comparison of runs
-
-
 class Run(NamedTuple):
     folder: Path
     report: dict[str, Any]  # report.json
-
-    @property
-    def rows(self) -> dict[str, Row]:
-        return {row["task"]: row for row in self.report["tasks"]}
+    rows: dict[str, Row]  # of the report, by task
 
 
 class Split(NamedTuple):
-    """What a job predicted for one split: class indices or values, (examples,)."""
-
-    predictions: Any
+    predictions: Any  # class indices or values, (examples,)
     labels: Any
     classes: int
     texts: str | None  # digest; earlier versions wrote none
 
 
 class Difference(NamedTuple):
-    """The difference between two scores, on their own scale of 0 to 1."""
-
-    mean: float
-    low: float  # of the 95% confidence interval
+    mean: float  # this and the 95% confidence interval are on the scores' scale of 0 to 1
+    low: float
     high: float
     p: float
 
@@ -181,29 +166,29 @@ def main(experiment: type[Experiment], argv: list[str]) -> None:
     if out is not None:
         check_writable("--out", out)
     runs = read_runs(arguments.folders, script)
-    first, *others = runs
-    failed = {name: run.report.get("failed", ()) for name, run in runs.items()}
-    differences: dict[str, dict[str, Difference | None]] = {name: {} for name in others}
+    (first, base), *others = runs.items()
+    differences: dict[str, dict[str, Difference | None]] = {name: {} for name, _ in others}
     if others:
-        pairs = [(task, name) for task in runs[first].rows for name in others if task in runs[name].rows]
-        for task, name in progress(pairs, desc="bootstrap"):
-            differences[name][task] = difference(runs[first], runs[name], task, resamples, experiment.score)
+        pairs = [(task, name, run) for task in base.rows for name, run in others if task in run.rows]
+        for task, name, run in progress(pairs, desc="bootstrap"):
+            differences[name][task] = difference(base, run, task, resamples, experiment.score)
         parts = [table(runs, differences, average), COMPARED.format(first=first, resamples=resamples)]
-        if any(row["variant"] for run in runs.values() for row in run.report["tasks"]):
+        if any(row["variant"] for run in runs.values() for row in run.rows.values()):
             parts.append("\\* Of a search, picked on these examples, so its score and its gain are biased upwards.")
-        parts += [f"{name} lacks jobs that failed: {'; '.join(jobs)}" for name, jobs in failed.items() if jobs]
+        failed = {name: "; ".join(run.report.get("failed", ())) for name, run in runs.items()}
+        parts += [f"{name} lacks jobs that failed: {jobs}" for name, jobs in failed.items() if jobs]
     else:
-        parts = [f"# {first}", text(runs[first].report["tasks"], average, failed[first])]
+        parts = [f"# {first}", text(base.report["tasks"], average, base.report.get("failed", ()))]
     shown = "\n\n".join(parts)
     print(f"\n{shown}\n")
     if out is not None:
-        reports = {name: run.report for name, run in runs.items()}
         found = {name: {task: d._asdict() for task, d in of.items() if d} for name, of in differences.items()}
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
             write_atomically(out / "compare.md", f"{shown}\n")
-            write_json(out / "compare.json", {"runs": reports, "differences": found})
-            draw([(name, report["tasks"]) for name, report in reports.items()], out / "compare.png")
+            content = {"runs": {name: run.report for name, run in runs.items()}, "differences": found}
+            write_json(out / "compare.json", content)
+            draw([(name, run.report["tasks"]) for name, run in runs.items()], out / "compare.png")
         print(f"table    {out / 'compare.md'}, compare.json\npicture  {out / 'compare.png'}")
 
 
@@ -217,36 +202,52 @@ def read_runs(folders: list[Path], script: str) -> dict[str, Run]:
         file = folder / "report.json"
         try:
             report = json.loads(file.read_text())
-            rows = report["tasks"]
+            rows = {row["task"]: row for row in report["tasks"]}
         except (OSError, ValueError, KeyError, TypeError) as error:
             to_do = f"give the save_folder of a finished {script} run, or repeat the run"
             raise UserError(f"cannot read {file} ({reason(error)}); {to_do}") from None
         if not rows:
             raise UserError(f"{folder} has no scores, since all of its jobs failed; repeat its {script} run")
-        runs[name if len(set(names)) == len(names) else str(folder)] = Run(folder, report)
+        runs[name if len(set(names)) == len(names) else str(folder)] = Run(folder, report, rows)
     return runs
 
 
-def difference(first: Run, second: Run, task: str, resamples: int, score: Score) -> Difference | None:
-    """Return how much better the second run is at a task; None if the runs predicted different examples."""
-    row, other_row = first.rows[task], second.rows[task]
-    ours, theirs = read_splits(first.folder, row), read_splits(second.folder, other_row)
+def difference(first: Run, second: Run, task: str, resamples: int, score: Callable[..., dict]) -> Difference | None:
+    """Return how much better the second run is at a task, by a paired bootstrap; None if they differ in examples."""
+    import torch
+
+    row, other = first.rows[task], second.rows[task]
+    ours, theirs = read_splits(first.folder, row), read_splits(second.folder, other)
     # By position, since the names of splits differ between sources.
     same = len(ours[0]) == len(theirs[0]) and all(
-        one.labels.tolist() == other.labels.tolist() and (one.texts == other.texts or None in (one.texts, other.texts))
-        for one, other in zip(ours[0], theirs[0])
+        a.labels.tolist() == b.labels.tolist() and (a.texts == b.texts or None in (a.texts, b.texts))
+        for a, b in zip(ours[0], theirs[0])
     )
-    if not same or row["metrics"] != other_row["metrics"]:
+    if not same or row["metrics"] != other["metrics"]:
         return None
-    interval = bootstrap(ours, theirs, tuple(row["metrics"]), resamples, score)
-    return Difference(other_row["mean"] - row["mean"], *interval)
+
+    def mean_of(seeds: list[list[Split]], drawn: list[torch.Tensor]) -> float:
+        scores = []
+        for splits in seeds:
+            pairs = ((split, split.predictions[rows], split.labels[rows]) for rows, split in zip(drawn, splits))
+            scores.append(mean_score(score(metrics, guesses, labels, s.classes) for s, guesses, labels in pairs))
+        return sum(scores) / len(scores)
+
+    generator, metrics, gains = torch.Generator().manual_seed(0), tuple(row["metrics"]), []
+    for _ in range(resamples):
+        drawn = [torch.randint(len(split.labels), (len(split.labels),), generator=generator) for split in ours[0]]
+        gains.append(mean_of(theirs, drawn) - mean_of(ours, drawn))
+    values = torch.tensor(gains, dtype=torch.float64)
+    low, high = torch.quantile(values, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    # How often a resample shows the opposite sign; 1 added to each count keeps p above 0 (Davison & Hinkley 1997, 4.2).
+    opposite = min(int((values <= 0).sum()), int((values >= 0).sum()))
+    return Difference(other["mean"] - row["mean"], low, high, min(1.0, 2 * (opposite + 1) / (resamples + 1)))
 
 
 def read_splits(folder: Path, row: Row) -> list[list[Split]]:
     """Return the splits of a task that each seed predicted. Raises UserError if they cannot be read."""
     seeds = []
-    for name in row["folders"].values():
-        job = folder / "jobs" / name
+    for job in (folder / "jobs" / name for name in row["folders"].values()):
         try:
             result = json.loads((job / RESULT_FILE).read_text())
             classes, texts = result["labels"], result.get("validation_texts", {})
@@ -255,35 +256,6 @@ def read_splits(folder: Path, row: Row) -> list[list[Split]]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{job} lacks readable predictions ({error}); repeat its run") from None
     return seeds
-
-
-def bootstrap(
-    ours: list[list[Split]], theirs: list[list[Split]], metrics: tuple[str, ...], resamples: int, score: Score
-) -> tuple[float, float, float]:
-    """Return the 95% confidence interval and p-value of the second run's score minus the first's, over all seeds."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-
-    def mean_of(seeds: list[list[Split]], drawn: list[torch.Tensor]) -> float:
-        scores = [
-            mean_score(
-                score(metrics, split.predictions[rows], split.labels[rows], split.classes)
-                for rows, split in zip(drawn, splits)
-            )
-            for splits in seeds
-        ]
-        return sum(scores) / len(scores)
-
-    gains = []
-    for _ in range(resamples):
-        drawn = [torch.randint(len(split.labels), (len(split.labels),), generator=generator) for split in ours[0]]
-        gains.append(mean_of(theirs, drawn) - mean_of(ours, drawn))
-    values = torch.tensor(gains, dtype=torch.float64)
-    low, high = torch.quantile(values, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    # How often a resample shows the opposite sign; 1 added to each count keeps p above 0 (Davison & Hinkley 1997, 4.2).
-    opposite = min(int((values <= 0).sum()), int((values >= 0).sum()))
-    return low, high, min(1.0, 2 * (opposite + 1) / (resamples + 1))
 
 
 def table(runs: dict[str, Run], differences: dict[str, dict[str, Difference | None]], average: Average) -> str:
