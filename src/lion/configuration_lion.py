@@ -22,8 +22,7 @@ class LionConfig(PretrainedConfig):
         classifier_dropout: dropout before a classification head; `hidden_dropout_prob` if None.
         classifier_pooling: input of the pooler: "cls", the first token; or "mean", the mean of all tokens, which needs
             less training where decay limits how far the first token sees.
-        max_position_embeddings: the longest text of lion-lit and softmax; lion-d and lion-s have no position embeddings.
-        initializer_range: standard deviation of the initial weights.
+        max_position_embeddings: the longest text of lion-lit and softmax; lion-d and lion-s have no such embeddings.
         layer_norm_eps: ε of every LayerNorm except lion-lit's own.
     """
 

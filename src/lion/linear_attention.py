@@ -14,7 +14,6 @@ Afzal et al., "Linear Attention for Efficient Bidirectional Sequence Modeling", 
     recurrent   a D×E state in each direction, token by token            O(L) time, O(1) state
 
 linear_attention_forms.py implements them in PyTorch, linear_attention_triton.py the first two as GPU kernels.
-
 Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v.
 """
 
@@ -56,10 +55,8 @@ def linear_attention(
     """Compute bidirectional linear attention with decay, arXiv:2502.16249 section 3.
 
     Args:
-        q, k: queries and keys, (B, H, L, D).
-        v: values, (B, H, L, E).
-        log_decay: log λ ≤ 0. None for λ = 1 (LION-LIT), (H,) for one λ per head (LION-D), (B, H, L) for one per head
-            and token (LION-S).
+        q, k, v: queries and keys, (B, H, L, D), and values, (B, H, L, E).
+        log_decay: log λ ≤ 0: None for λ = 1 (LION-LIT), (H,) for one per head (LION-D), or (B, H, L) (LION-S).
         mask: (B, L) bool, True at real tokens. Padding keys contribute nothing.
         seq_idx: (B, L) integers, the sequence that each token of a packed row belongs to; each sequence gets the same
             output as on its own. A new sequence starts where the number changes. From FlashAttention's offsets:
@@ -86,8 +83,7 @@ def linear_attention(
     if normalize:  # a column of ones in V receives the row sum
         v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if not fused:  # the kernels mask keys and sum decays themselves
-        k = _zero_masked(k, mask)
+    k = k if fused else _zero_masked(k, mask)  # the kernels mask keys and sum decays themselves
     with torch.autocast(q.device.type, enabled=False):
         summed = not fused or left_state is not None or right_state is not None
         cumulative = cumulative_log_decay(log_decay, seq_idx, q.shape[-2]) if summed else None
@@ -136,26 +132,19 @@ def attention_matrix(q, k, log_decay=None, *, mask=None, seq_idx=None, scale=Non
 
 
 def _zero_masked(k: Tensor, mask: Tensor | None) -> Tensor:
-    """Zero the keys of padding."""
     return k if mask is None else k.masked_fill(~mask[:, None, :, None], 0)
 
 
 class SegmentStates(NamedTuple):
-    """What one segment of a text passes to the others, in float32 or better.
+    """What one segment of a text passes to the others, in float32 or better."""
 
-    rightward, leftward: (B, H, D, E), the state of its keys and values after its last and before its first token.
-    across: (B or 1, H, 1, 1), the decay of a state that crosses the segment in either direction.
-    """
-
-    rightward: Tensor
-    leftward: Tensor
-    across: Tensor
+    rightward: Tensor  # the state of its keys and values after its last token, (B, H, D, E)
+    leftward: Tensor  # the same before its first token
+    across: Tensor  # the decay of a state that crosses the segment in either direction, (B or 1, H, 1, 1)
 
 
-def segment_states(
-    k: Tensor, v: Tensor, log_decay: Tensor | None = None, *, mask: Tensor | None = None
-) -> SegmentStates:
-    """Summarize one segment of a text that does not fit in memory.
+def segment_states(k, v, log_decay=None, *, mask=None) -> SegmentStates:
+    """Summarize one segment of a text that does not fit in memory; arguments as `linear_attention`'s.
 
     Read the segments from left to right and update `left = left * across + rightward` after each, then from right to
     left and update `right = right * across + leftward`. Given the states before these updates,

@@ -60,11 +60,9 @@ def read_state(q: Tensor, log_weight: Tensor | None, state: Tensor) -> Tensor:
     return q @ state.to(q.dtype)
 
 
-# Blocks of matrices, for the full form, whose matrices are one chunk, and for the chunkwise form
-
-
 class _Block(NamedTuple):
-    """n chunks of b texts whose C×C matrices fit the cache. The last chunk of a text may be shorter than C."""
+    """n chunks of b texts whose C×C matrices fit the cache. The last chunk of a text may be shorter than C, and the
+    full form has one chunk per text."""
 
     texts: slice
     chunks: slice
@@ -72,22 +70,16 @@ class _Block(NamedTuple):
 
     def of(self, x: Tensor) -> Tensor:
         """A view of this block of x, (B or 1, H or 1, L, ...): (b or 1, H or 1, n, C, ...)."""
-        return self._texts(x)[:, :, self.tokens].unflatten(2, (self.chunks.stop - self.chunks.start, -1))
+        chunks = self.chunks.stop - self.chunks.start
+        return (x if len(x) == 1 else x[self.texts])[:, :, self.tokens].unflatten(2, (chunks, -1))
 
     def state(self, x: Tensor) -> Tensor:
-        """A view of this block of x, (B or 1, H or 1, N, ...): (b or 1, H or 1, n, ...)."""
-        return self._texts(x)[:, :, self.chunks]
+        """A view of this block of x, (B, H, N, ...): (b, H, n, ...)."""
+        return x[self.texts, :, self.chunks]
 
     def write(self, targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
         for target, value in zip(targets, values):
             self.of(target).copy_(value)
-
-    def _texts(self, x: Tensor) -> Tensor:
-        return x if len(x) == 1 else x[self.texts]
-
-
-def _block_entries(x: Tensor) -> int:
-    return BLOCK_ENTRIES.get(x.device.type, BLOCK_ENTRIES["cuda"])
 
 
 def _blocks(x: Tensor, chunk_size: int) -> list[_Block]:
@@ -95,7 +87,7 @@ def _blocks(x: Tensor, chunk_size: int) -> list[_Block]:
     count, heads, length, _ = x.shape
     if torch.compiler.is_compiling():  # the full form; it tiles on its own and would unroll a loop over blocks
         return [_Block(slice(0, count), slice(0, 1), slice(0, length))]
-    matrices = _block_entries(x) // (heads * chunk_size * chunk_size)
+    matrices = BLOCK_ENTRIES["cpu" if x.is_cpu else "cuda"] // (heads * chunk_size * chunk_size)
     texts = min(max(matrices, 1), count)
     chunks = max(matrices // texts, 1)
     complete = length // chunk_size
@@ -145,8 +137,9 @@ def _cumulative_gradients(grad_log_mask: Tensor) -> Iterable[Tensor]:
     A pair adds to its row what it subtracts from its column: sums rounded differently would leave a remainder.
     """
     matrices = grad_log_mask.flatten(0, -3)
-    size = len(matrices) if torch.compiler.is_compiling() else max(1, _block_entries(matrices) // matrices[0].numel())
-    sums = []
+    size, sums = len(matrices), []
+    if not torch.compiler.is_compiling():
+        size = max(1, BLOCK_ENTRIES["cpu" if matrices.is_cpu else "cuda"] // matrices[0].numel())
     for few in matrices.split(size):
         few = few.double()
         rows, columns = few.sum(-1), few.sum(-2)
@@ -201,8 +194,7 @@ class _DecayedScores(torch.autograd.Function):
 
 def recurrent(q: Tensor, k: Tensor, v: Tensor, cumulative: tuple[Tensor, Tensor] | None) -> Tensor:
     """(QKᵀ⊙M) V, (B, H, L, E)."""
-    none = torch.zeros(1, 1, q.shape[-2], dtype=torch.float64, device=q.device)
-    return _recurrent(q, k, v, *(cumulative or (none, none)))
+    return _recurrent(q, k, v, *(cumulative or [q.new_zeros(1, 1, q.shape[-2], dtype=torch.float64)] * 2))
 
 
 def _recurrent_forward(q, k, v, exclusive, inclusive) -> Tensor:
@@ -254,10 +246,7 @@ def _chunkwise_forward(q, k, v, exclusive, inclusive, scale, chunk_size, uniform
     The backward pass recomputes states and C×C matrices, which would take most of the memory. Both passes access long
     tensors in place, one block at a time: the system would have to zero the memory of a copy first.
     """
-    exclusive, inclusive, query_weights, key_weights, across = _chunk_weights(exclusive, inclusive, chunk_size, q.dtype)
-    blocks = _blocks(q, chunk_size)
-    states = _incoming_states(blocks, k, v, key_weights, across, (1, -1))
-    decay = _masks(blocks, exclusive, inclusive, q.dtype, uniform)
+    blocks, decay, states, (query_weights, _), _ = _chunks(k, v, exclusive, inclusive, chunk_size, uniform)
     y = torch.empty_like(v)
     for block in blocks:
         Q = scale * block.of(q)
@@ -268,17 +257,14 @@ def _chunkwise_forward(q, k, v, exclusive, inclusive, scale, chunk_size, uniform
 
 
 def _chunkwise_backward(grad, q, k, v, exclusive, inclusive, scale, chunk_size, uniform, with_decays) -> list[Tensor]:
-    shape = exclusive.shape
-    exclusive, inclusive, query_weights, key_weights, across = _chunk_weights(exclusive, inclusive, chunk_size, q.dtype)
-    blocks = _blocks(q, chunk_size)
+    blocks, decay, states, weights, across = _chunks(k, v, exclusive, inclusive, chunk_size, uniform)
+    query_weights, key_weights = weights
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if with_decays:
         grad_cumulative = [q.new_empty(q.shape[:-1], dtype=torch.float64) for _ in range(2)]
         grad_weights = [q.new_empty(*q.shape[:-1], 2) for _ in range(2)]
-    states = _incoming_states(blocks, k, v, key_weights, across, (1, -1))
     # What a chunk's queries read from a state flows back to all keys in it: the same scans in the other direction.
     grad_states = _incoming_states(blocks, q, grad, scale * query_weights, across, (-1, 1))
-    decay = _masks(blocks, exclusive, inclusive, q.dtype, uniform)
     for block in blocks:
         Q, K, V, dY, M = scale * block.of(q), block.of(k), block.of(v), block.of(grad), decay(block)
         S, dS = block.state(states), block.state(grad_states)
@@ -299,8 +285,8 @@ def _chunkwise_backward(grad, q, k, v, exclusive, inclusive, scale, chunk_size, 
         block.write(grads, (dQ.mul_(scale), dK, dV))
     if not with_decays:
         return [*grads]
-    # From the weights to their logarithms, and on to the cumulative sums: the backward pass of `_chunk_weights`.
-    weighted = ((g * w).double().unbind(-1) for g, w in zip(grad_weights, (query_weights, key_weights)))
+    # From the weights to their logarithms, and on to the cumulative sums: the backward pass of `_chunks`.
+    weighted = ((g * w).double().unbind(-1) for g, w in zip(grad_weights, weights))
     (of_exclusive, of_until_end), (of_to_end, of_inclusive) = weighted
     of_across = ((states * grad_states).sum((-2, -1)) * across[..., 0, 0]).double()
     grad_exclusive, grad_inclusive = grad_cumulative
@@ -310,37 +296,38 @@ def _chunkwise_backward(grad, q, k, v, exclusive, inclusive, scale, chunk_size, 
     grad_start = _sum_by_chunk(of_exclusive + of_inclusive, chunk_size) + of_across
     grad_end[..., :-1] -= grad_start[..., 1:]
     grad_inclusive[..., _last_tokens(inclusive, chunk_size)] += grad_end
-    return [*grads, grad_exclusive.sum_to_size(shape), grad_inclusive.sum_to_size(shape)]
+    return [*grads, *(x.sum_to_size(exclusive.shape) for x in grad_cumulative)]
 
 
 def _last_tokens(x: Tensor, chunk_size: int) -> Tensor:
-    """Positions of the chunks' last tokens in x, (..., L): (N,)."""
     length = x.shape[-1]
     return torch.arange(chunk_size - 1, length + chunk_size - 1, chunk_size, device=x.device).clamp(max=length - 1)
 
 
-def _sum_by_chunk(x: Tensor, chunk_size: int) -> Tensor:
-    """(..., L) to (..., N)."""
+def _sum_by_chunk(x: Tensor, chunk_size: int) -> Tensor:  # (..., L) to (..., N)
     return F.pad(x, (0, -x.shape[-1] % chunk_size)).unflatten(-1, (-1, chunk_size)).sum(-1)
 
 
-def _chunk_weights(exclusive: Tensor, inclusive: Tensor, chunk_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Restart the cumulative log decays in each chunk, and compute the decays into, out of and across chunks.
+def _chunks(k, v, exclusive, inclusive, chunk_size, uniform) -> tuple:
+    """Restart the cumulative log decays in each chunk, and return what both passes read.
 
     Returns:
-        exclusive, inclusive: from each chunk's start, (B or 1, H or 1, L).
-        query_weights, key_weights: decay from an incoming state to a query and from a key to an outgoing state, from
-            the left and from the right, (B or 1, H or 1, L, 2).
+        blocks, decay: of all chunks, and a function from a block to its decay masks.
+        states: those that enter each chunk, (B, H, N, 2D, E).
+        weights: decay from an incoming state to a query, and from a key to an outgoing state, each from the left and
+            from the right, (B or 1, H or 1, L, 2).
         across: decay of a state that crosses a chunk, (B or 1, H or 1, N, 1, 1).
     """
     end = inclusive[..., _last_tokens(inclusive, chunk_size)]  # (B or 1, H or 1, N)
     start = F.pad(end[..., :-1], (1, 0))
-    across = clamped_exp(end - start).to(dtype)[..., None, None]
+    across = clamped_exp(end - start).to(k.dtype)[..., None, None]
     start, end = (x.repeat_interleave(chunk_size, -1)[..., : inclusive.shape[-1]] for x in (start, end))
     exclusive, inclusive, until_end, to_end = exclusive - start, inclusive - start, end - inclusive, end - exclusive
     pairs = (exclusive, until_end), (to_end, inclusive)  # logarithms, none above 0
-    query_weights, key_weights = (clamped_exp(torch.stack(pair, -1)).to(dtype) for pair in pairs)
-    return exclusive, inclusive, query_weights, key_weights, across
+    weights = [clamped_exp(torch.stack(pair, -1)).to(k.dtype) for pair in pairs]
+    blocks = _blocks(k, chunk_size)
+    states = _incoming_states(blocks, k, v, weights[1], across, (1, -1))
+    return blocks, _masks(blocks, exclusive, inclusive, k.dtype, uniform), states, weights, across
 
 
 def _weigh_both_ways(x: Tensor, weights: Tensor) -> Tensor:
@@ -370,9 +357,8 @@ def operator(forward: Callable, backward: Callable, inputs: str, empty: Callable
     """Register forward(q, k, v, ...) and its gradient as operators, and return both.
 
     `inputs` is their schema, tensors first. `backward` takes the output's gradient before them, and after them whether
-    the log decays need a gradient. It returns the gradients of q, k and v, and then those of the log decays, which are
-    the other floating-point tensors. `empty` returns a tensor laid out as the output is for v, and the gradients for
-    q, k and v.
+    the log decays, the other floating-point tensors, need a gradient; it returns the gradients of q, k and v, then
+    theirs. `empty` returns a tensor laid out as the output is for v, and the gradients for q, k and v.
     """
     name = re.sub(r"\W", "_", forward.__module__)  # a copy of this file in a Hub folder registers its own operators
     schemas = f"({inputs}) -> Tensor", f"(Tensor grad, {inputs}, bool with_decays) -> Tensor[]"

@@ -45,14 +45,13 @@ _capability = functools.cache(torch.cuda.get_device_capability)
 def fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, chunk_size: int, dropout_p: float) -> Tensor:
     """`linear_attention` for operands that `covers` accepts, (B, H, L, E), in the full form if `chunk_size` is 0. Only
     this form has dropout, with 0 ≤ dropout_p < 1."""
-    seed = None
-    if dropout_p > 0:  # one number per matrix, from which both passes derive the dropped entries
-        seed = torch.randint(2**62, q.shape[:2], device=q.device)
+    # One number per matrix, from which both passes derive the dropped entries.
+    seed = torch.randint(2**62, q.shape[:2], device=q.device) if dropout_p > 0 else None
     arguments = q, k, v, log_decay, mask, seq_idx, seed, None, scale, chunk_size, dropout_p
     if type(q) is not Tensor or torch.compiler.is_compiling():
         return _forward(*arguments)
     with_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4])
-    return _Eager.apply(*arguments) if with_gradient else _output(_Call(*arguments))
+    return _Eager.apply(*arguments) if with_gradient else _launch_forward(*arguments)
 
 
 class _Call:
@@ -120,6 +119,11 @@ class _Call:
         )  # fmt: skip
         return incoming
 
+    def output(self) -> Tensor:
+        y = _empty(self.v)
+        self.product(self.q, self.k, self.v, y, self.incoming_states(self.k, self.v, self.mask))
+        return y
+
     def product(self, q, k, v, out, incoming, x=None, out_x=None, grad_sums=None) -> None:
         """Fill `out`, and the others that are given, as `kernels.product_kernel` says."""
         D, E = q.shape[-1], v.shape[-1]
@@ -167,21 +171,14 @@ def _dot_precision(dtype: torch.dtype) -> tuple["tl.dtype", str]:
 
 
 def _launch(kernel, programs: int, first: Tensor, *arguments, **options) -> None:
-    # Triton launches on the current GPU.
-    elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
+    elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()  # Triton launches on the latter
     with torch.cuda.device(first.device) if elsewhere else contextlib.nullcontext():
         kernel[(programs,)](first, *arguments, **options)
 
 
 def _launch_forward(*arguments) -> Tensor:
     """The output, from the arguments of `_Call`."""
-    return _output(_Call(*arguments))
-
-
-def _output(call: _Call) -> Tensor:
-    y = _empty(call.v)
-    call.product(call.q, call.k, call.v, y, call.incoming_states(call.k, call.v, call.mask))
-    return y
+    return _Call(*arguments).output()
 
 
 def _launch_backward(dy: Tensor, *arguments) -> list[Tensor]:
@@ -216,7 +213,7 @@ class _Eager(torch.autograd.Function):
     def forward(ctx, *arguments):
         call = _Call(*arguments)
         save_inputs(ctx, (*arguments[:7], call.sums, *arguments[8:]), None)
-        return _output(call)
+        return call.output()
 
     @staticmethod
     @once_differentiable
@@ -224,10 +221,6 @@ class _Eager(torch.autograd.Function):
         return gradients(ctx, _launch_backward, dy)
 
 
-_forward, _backward = operator(
-    _launch_forward,
-    _launch_backward,
-    "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? mask, Tensor? seq_idx, Tensor? seed, Tensor? sums, "
-    "float scale, SymInt chunk_size, float dropout_p",
-    _empty,
-)
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? mask, Tensor? seq_idx, Tensor? seed, Tensor? sums"
+_INPUTS += ", float scale, SymInt chunk_size, float dropout_p"
+_forward, _backward = operator(_launch_forward, _launch_backward, _INPUTS, _empty)

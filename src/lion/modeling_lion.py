@@ -50,8 +50,7 @@ class LionEmbeddings(nn.Module):
             if position_ids is None:
                 position_ids = torch.arange(L, device=x.device)[None]
                 if seq_idx is not None:  # from the start of each packed sequence
-                    starts = torch.where(sequence_starts(seq_idx), position_ids, 0).cummax(1).values
-                    position_ids = position_ids - starts
+                    position_ids = position_ids - (position_ids * sequence_starts(seq_idx)).cummax(1).values
                 if L > self.position_embeddings.num_embeddings:  # packed sequences may each be short enough
                     self.check_length(int(position_ids.max()) + 1)
             x = x + self.position_embeddings(position_ids)
@@ -174,9 +173,8 @@ class LionModel(LionPreTrainedModel):
             seq_idx: (B, L) integers, the sequence that each token of a packed row belongs to, see `linear_attention`;
                 each sequence is encoded as if alone.
 
-        Raises:
-            ValueError: for both or neither of input_ids and inputs_embeds, a text longer than the position embeddings,
-                or the matrix of a form that has none.
+        Raises ValueError for both or neither of input_ids and inputs_embeds, a text longer than the position
+        embeddings, or the matrix of a form that has none.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -244,8 +242,8 @@ class LionModel(LionPreTrainedModel):
                 lefts.append(lefts[-1] * state.across + state.rightward)
             right = torch.zeros_like(lefts[0])
             for segment, left, state in reversed(list(zip(segments, lefts, passed))):
-                states = {"left_state": left, "right_state": right}
-                x[:, segment] = layer(take(x, segment), take(mask, segment), None, form, **states)[0]
+                inputs = take(x, segment), take(mask, segment), None, form
+                x[:, segment], _ = layer(*inputs, left_state=left, right_state=right)
                 right = right * state.across + state.leftward
         return x
 

@@ -8,13 +8,12 @@ per entry. Past keys of another block are decayed through a point between them a
 
 one factor per query and one per key, neither above 1; future keys likewise through the queries' last token.
 
-A text is cut into chunks. Inside a chunk all pairs of blocks are computed. Keys and values of other chunks arrive as
-states, one from the left and one from the right, which two more kernels compute: one sums each chunk, one scans chunks.
-The full form is one chunk as long as the text, without states. Without decays all chunks share one state, their sum.
+Inside a chunk of a text all pairs of blocks are computed. Keys and values of other chunks arrive as states, one from
+the left and one from the right, for which one kernel sums each chunk and another scans chunks. The full form is one
+chunk as long as the text, without states. Without decays all chunks share one state, their sum.
 
-The backward pass recomputes everything. y = (s·QKᵀ⊙M) V, so the gradients of q, k and v are such products too, of other
-operands, and come from the same kernel; for k and v, which need Mᵀ, exclusive and inclusive swap roles. No two programs
-write the same entry.
+The backward pass recomputes everything. y = (s·QKᵀ⊙M) V, so the gradients of q, k and v are such products too, from
+the same kernel; for k and v, which need Mᵀ, exclusive and inclusive swap roles. No two programs write the same entry.
 
 Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk size, T and S
 block sizes of rows and columns.
@@ -114,7 +113,7 @@ def _keeps(seed, i, j, DROPPED):
     return x >= DROPPED
 
 
-# Sums and states# Sums and states
+# Sums and states
 
 
 @kernel
@@ -276,8 +275,7 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, sums, incoming, grad_sums
     chunk, own = block // (C // T), block % (C // T)  # `own`: the block of rows in its chunk
     count = tl.cdiv(tl.minimum(C, L - chunk * C), S)  # of blocks of columns in the chunk
     row, chunk = row.to(tl.int64), chunk.to(tl.int64)
-    begin = chunk * C
-    start = begin + own * T
+    begin, start = chunk * C, chunk * C + own * T
     k += b * k_batch + h * k_head
     v += b * v_batch + h * v_head
     if mask is not None:
