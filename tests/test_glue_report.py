@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from src.errors import RunFailed, UserError
-from src.glue import submission
 from src.glue.examples import Example
-from src.glue.experiment import GlueExperiment
+from src.glue.experiment import GlueExperiment, write_submission
 from src.glue.scores import score
 from src.glue.tasks import GLUE, Task, select
 from src.jobs import predictions, report
@@ -67,7 +66,9 @@ def test_a_mean_of_fewer_seeds_than_asked_for_is_marked_and_wins_no_search():
     text = report.text(rows, AVERAGE)
     assert "90.00 (1 of 3 seeds)" in text
     assert "GLUE average: 77.50 (RTE: 2 of 3 seeds)" in text
-    compared = report.table({"a": report.Run(Path("a"), {"tasks": rows}, {row["task"]: row for row in rows})}, {}, AVERAGE)
+    compared = report.table(
+        {"a": report.Run(Path("a"), {"tasks": rows}, {row["task"]: row for row in rows})}, {}, AVERAGE
+    )
     assert " 60.00 ± 14.14 (2 of 3 seeds)* |" in compared and " 77.50 (RTE: 2 of 3 seeds) |" in compared
 
 
@@ -287,14 +288,14 @@ def test_the_servers_files_have_its_labels_and_the_best_seeds_predictions(tmp_pa
                 (place / f"predictions-{split}.jsonl").write_text("".join(json.dumps({"prediction": p}) + "\n" for p in told))  # fmt: skip
             results.append(written)
     folder = tmp_path / "submission"
-    assert submission.write(summarize(results), tmp_path) == f"test sets    {folder}; the server also needs WNLI.tsv"
+    assert write_submission(summarize(results), tmp_path) == f"test sets    {folder}; the server also needs WNLI.tsv"
     expected = {"MNLI-m": "neutral", "MNLI-mm": "neutral", "AX": "neutral", "QNLI": "not_entailment", "RTE": "entailment", "SST-2": "1",
                 "CoLA": "0", "MRPC": "1", "QQP": "0", "STS-B": "5.000"}  # fmt: skip
     assert {path.stem for path in folder.iterdir()} == expected.keys()
     for name, shown in expected.items():
         assert (folder / f"{name}.tsv").read_text() == f"index\tprediction\n0\t{shown}\n1\t{shown}\n"
     (folder / "WNLI.tsv").touch()  # as a user may put it there
-    line = submission.write(summarize(results[4:]), tmp_path)
+    line = write_submission(summarize(results[4:]), tmp_path)
     needed, earlier = "MNLI-m.tsv, MNLI-mm.tsv, AX.tsv, QNLI.tsv, WNLI.tsv", "AX.tsv, MNLI-m.tsv, MNLI-mm.tsv, QNLI.tsv"
     assert line.endswith(f"/submission; the server also needs {needed}; from earlier runs: {earlier}")
 
@@ -305,6 +306,6 @@ def test_the_name_of_a_class_may_hold_any_letter(tmp_path):
     logits = torch.tensor([[1.0, 0], [0, 1]])
     write_predictions(tmp_path / "jobs/mine-1/predictions-test.jsonl", task, logits, [Example(("x",), None)] * 2)
     (tmp_path / "jobs/mine-1/result.json").write_text(json.dumps({"labels": task.labels, "test_splits": ["test"]}))
-    submission.write([{"task": "mine", "seeds": {"1": 0.5}, "folders": {"1": "mine-1"}}], tmp_path)
+    write_submission([{"task": "mine", "seeds": {"1": 0.5}, "folders": {"1": "mine-1"}}], tmp_path)
     written = (tmp_path / "submission/mine-test.tsv").read_text(encoding="utf-8")
     assert written.split("\n") == ["index\tprediction", "0\ta\\tb\\nc", "1\td\u2028e\x85f", ""]

@@ -15,7 +15,6 @@ from src.files import file_digest, sha256
 from src.glue.tasks import HUB, SPLITS, Task, check, class_name
 
 DIAGNOSTIC = "AX"  # GLUE's diagnostic test set, predicted by the MNLI model
-DIAGNOSTIC_FILES = ("diagnostic/diagnostic.tsv", "AX/AX.tsv")
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,9 @@ def splits_of(task: Task, glue_dir: str | None, with_test: bool) -> list[Split]:
             path = Path(glue_dir, task.folder, f"{name}.tsv")
             other = path.with_name(task.tsv_other_names.get(name, path.name))  # its publisher's name for it
             splits.append(Split(kind, name, (other if other.is_file() and not path.is_file() else path,)))
-        found = [path for name in DIAGNOSTIC_FILES if (path := Path(glue_dir, name)).is_file()]
+        found = [
+            path for name in ("diagnostic/diagnostic.tsv", "AX/AX.tsv") if (path := Path(glue_dir, name)).is_file()
+        ]
         return splits + [Split("test", DIAGNOSTIC, (path,)) for path in found[:1] if predicts_diagnostic]
     if task.hub is None:
         raise UserError(f"glue_dir is not set, and tasks.{task.name} is in its folder {task.folder}; set glue_dir")

@@ -1,4 +1,4 @@
-"""Fine-tuning as an experiment, and its config. The jobs themselves are in finetune.py, whose imports are slow."""
+"""Fine-tuning as an experiment, its config and its files for GLUE's server; the jobs are in finetune.py."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -8,12 +8,17 @@ from typing import Any
 from src.config import SEED, key, to_dict
 from src.errors import UserError
 from src.files import LATEST
-from src.glue import submission
-from src.glue.examples import check_sources, digest, read_task
+from src.glue.examples import DIAGNOSTIC, check_sources, digest, read_task
 from src.glue.tasks import FROM_MNLI, GLUE, Task, select
-from src.jobs.experiment import Average, Experiment, Job, Result, Row
-from src.jobs.predictions import file_name
+from src.jobs import predictions
+from src.jobs.experiment import RESULT_FILE, Average, Experiment, Job, Result, Row
 from src.training.config import TrainerConfig
+
+# For the GLUE server: file names by task, the one that it requires too, and the tasks submitted as class indices.
+FILES = {"cola": ("CoLA",), "sst2": ("SST-2",), "mrpc": ("MRPC",), "stsb": ("STS-B",),
+         "mnli": ("MNLI-m", "MNLI-mm", DIAGNOSTIC), "qnli": ("QNLI",), "rte": ("RTE",), "qqp": ("QQP",)}  # fmt: skip
+NOT_OURS = "WNLI"
+NUMBERED = ("cola", "sst2", "mrpc", "qqp")
 
 
 @dataclass
@@ -22,8 +27,7 @@ class FinetuneConfig(TrainerConfig):
 
     base_run_name: str = key("name of the run; each job's name is this, its task and its seed")
     starting_checkpoint_load_path: str | None = key(
-        "pretrained encoder: a checkpoint of main.py or of the paper's authors, a Hub folder, a Hugging Face BERT, or "
-        "the Hub name of one; null: random weights",
+        "pretrained encoder: checkpoint, Hub folder or Hub name, ours, the authors' or a BERT; null: random weights",
         None,
     )
     from_scratch: bool = key("take sizes and tokenizer of the starting checkpoint, not its weights: a baseline", False)
@@ -31,9 +35,7 @@ class FinetuneConfig(TrainerConfig):
     tokenizer_name: str | None = key("Hub name or folder; default: the starting checkpoint's tokenizer", None)
     glue_dir: str | None = key("folder with the official GLUE TSV files; default: nyu-mll/glue on the Hub", None)
     tasks: dict[str, Any] = key(
-        "hyperparameters of each task that override src/glue/tasks.yaml, lists of values for a search; or your own "
-        "tasks, with the fields of Task in src/glue/tasks.py",
-        {},
+        "changes of src/glue/tasks.yaml, lists of values for a search; or own tasks: see Task in src/glue/tasks.py", {}
     )
     tasks_to_run: list[str] = key("names of tasks, in order; empty: the eight GLUE tasks", [])
     mnli_first: bool = key("start RTE, MRPC and STS-B from the encoder tuned on MNLI with its first seed", False)
@@ -136,18 +138,48 @@ class GlueExperiment(Experiment):
     def files(self, job: Job, result: Result) -> list[str] | None:
         if self.config.predict_test and result["test_data"] != self.test_data[job.task.name]:
             return None
-        predictions = [file_name(split) for split in (*result["scores"], *result["test_splits"])]
-        return predictions + [LATEST] * self.keeps_checkpoint(job)
+        predicted = [predictions.file_name(split) for split in (*result["scores"], *result["test_splits"])]
+        return predicted + [LATEST] * self.keeps_checkpoint(job)
 
     def origin(self, settings: dict[str, Any]) -> Any:
         return self.origin(settings["start"]) if "start" in settings else settings  # with mnli_first, MNLI's
 
     def finish(self, rows: list[Row]) -> None:
         if self.config.predict_test and rows:
-            print(submission.write(rows, self.folder))
+            print(write_submission(rows, self.folder))
 
     @staticmethod
     def score(*arguments: Any) -> dict[str, float]:
         from src.glue.scores import score
 
         return score(*arguments)
+
+
+def write_submission(rows: list[Row], run: Path) -> str:
+    """Write run/submission/NAME.tsv by the seed with the highest score, and return a line on what the server lacks."""
+    folder, written = run / "submission", set()
+    folder.mkdir(exist_ok=True)
+    for row in rows:
+        task, job = row["task"], run / "jobs" / row["folders"][max(row["seeds"], key=row["seeds"].get)]
+        result = json.loads((job / RESULT_FILE).read_text())
+        files = FILES.get(task, tuple(f"{task}-{split}" for split in result["test_splits"]))
+        for file, split in zip(files, result["test_splits"]):
+            shown = [submitted(task, line["prediction"], result["labels"]) for line in predictions.read(job, split)]
+            numbered = "".join(f"{index}\t{prediction}\n" for index, prediction in enumerate(shown))
+            name = DIAGNOSTIC if split == DIAGNOSTIC else file
+            (folder / f"{name}.tsv").write_text(f"index\tprediction\n{numbered}", encoding="utf-8")
+            written.add(name)
+    wanted = [*(file for task in GLUE for file in FILES[task]), NOT_OURS]
+    missing = [f"{name}.tsv" for name in wanted if name not in written] if written & set(wanted) else []
+    earlier = sorted(path.name for path in folder.glob("*.tsv") if path.stem not in {*written, NOT_OURS})
+    needed = f"; the server also needs {', '.join(missing)}" if missing else ""
+    return f"test sets    {folder}{needed}" + (f"; from earlier runs: {', '.join(earlier)}" if earlier else "")
+
+
+def submitted(task: str, prediction: str | float, labels: list[str]) -> str:
+    if task == "stsb":
+        return f"{min(5.0, max(0.0, prediction)):.3f}"  # the range of STS-B's labels
+    if task in NUMBERED:
+        return str(labels.index(prediction))
+    # A tab or line break in a class name would start another cell or row.
+    return str(prediction).translate({ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"})

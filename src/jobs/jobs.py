@@ -12,8 +12,6 @@ from src.jobs import report
 from src.jobs.experiment import RESULT_FILE, Experiment, Job, Result
 from src.training.config import load_config
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def main(experiment: type[Experiment], argv: list[str]) -> None:
     """Run `FILE.yaml [key=value ...] [--rerun]` or `report DIR ...`."""
@@ -26,10 +24,7 @@ def main(experiment: type[Experiment], argv: list[str]) -> None:
 
 
 def run(experiment: Experiment) -> None:
-    """Run every job without a valid result, then report all. Raises UserError if nothing can run.
-
-    Exits with status 1 if a job failed.
-    """
+    """Run every job without a valid result, report all, and exit with status 1 if one failed. Raises UserError."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError(f"start {experiment.command} with python, not a launcher; parallel=true runs one job per GPU")
     config, folder, average = experiment.config, experiment.folder, experiment.average
@@ -73,7 +68,8 @@ def run(experiment: Experiment) -> None:
 def start_server(preload: str) -> None:
     """Start the server that jobs are forked from, if it is not running; its imports run in the background."""
     before = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
-    os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), *before.values()))  # Python < 3.12 does not pass sys.path
+    root = str(Path(__file__).resolve().parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join((root, *before.values()))  # Python < 3.12 does not pass sys.path
     forkserver.set_forkserver_preload(["src.jobs.pool", preload])
     forkserver.ensure_running()
     del os.environ["PYTHONPATH"]

@@ -28,7 +28,6 @@ from src.jobs.experiment import LOG_FILE, RESULT_FILE, Experiment, Job
 from src.training.trainer import configure_process
 
 BAR = "{percentage:3.0f}% |{bar:20}| {elapsed} elapsed, {remaining} left{postfix}"
-Failures = dict[Path, str]  # a job's folder → its name and the reason
 
 
 @dataclass
@@ -66,8 +65,8 @@ def devices(parallel: Any, device: str) -> list[str | None]:
     return list(gpus[:number])
 
 
-def run_all(experiment: Experiment, jobs: list[Job], device: str, gpus: list[str | None]) -> Failures:
-    """Run jobs, as many at a time as `gpus` has entries (if several, costliest first)."""
+def run_all(experiment: Experiment, jobs: list[Job], device: str, gpus: list[str | None]) -> dict[Path, str]:
+    """Run jobs, as many at a time as `gpus` has entries (if several, costliest first); return failures by folder."""
     several = len(gpus) > 1
     threads = max(1, torch.get_num_threads() // len(gpus)) if several and device == "cpu" else None
     waiting = sorted(jobs, key=lambda job: -job.cost) if several else list(jobs)
@@ -96,7 +95,7 @@ def run_all(experiment: Experiment, jobs: list[Job], device: str, gpus: list[str
     return failures
 
 
-def next_job(waiting: list[Job], running: list[Running], failures: Failures) -> Job | None:
+def next_job(waiting: list[Job], running: list[Running], failures: dict[Path, str]) -> Job | None:
     """Take the first job that need not wait for another; a job that waits for a failed one fails too."""
     unfinished = {job.folder for job in [*waiting, *(each.job for each in running)]}
     for job in list(waiting):
@@ -118,7 +117,7 @@ def start(experiment: Experiment, job: Job, device: str, gpu: str | None, thread
     return Running(job, process, connection, gpu, time.monotonic())
 
 
-def end(ended: Running, failures: Failures, number: str) -> None:
+def end(ended: Running, failures: dict[Path, str], number: str) -> None:
     """Log how a job ended; if it failed, record it in `failures`."""
     job, status, log_file = ended.job, ended.process.exitcode, ended.job.folder / LOG_FILE
     if status == 0:

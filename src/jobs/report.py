@@ -19,9 +19,8 @@ from src.publish.card import missing_seeds
 from src.tables import markdown
 
 HELP = (
-    "Print the report of a run, or compare runs with the first one: for each task, the difference between the scores "
-    "in points, its 95% confidence interval and its two-sided p-value, by a paired bootstrap over the validation "
-    "examples. A resample draws the same examples for both runs."
+    "Print the report of a run, or compare runs with the first one: each task's difference between the scores in "
+    "points, its 95% confidence interval and two-sided p-value, by a paired bootstrap over the validation examples."
 )
 COMPARED = (
     "Differences from {first} in points, with 95% confidence interval and two-sided p-value, by a paired bootstrap of "
@@ -46,8 +45,7 @@ def write(results: list[Result], average: Average, folder: Path, name: str, fail
 def summarize(results: Sequence[Result], average: Average) -> list[Row]:
     """Return one row per task: mean and standard deviation over seeds, each seed, and the majority class's score.
 
-    A result may hold "of", the expected number of seeds. The row of a searched task is the candidate with the highest
-    mean among those with the most seeds, and "candidates" lists all of them.
+    A search's row is the candidate with the highest mean among those with the most seeds ("of": expected), and has all.
     """
     tasks: dict[str, dict[str, Row]] = {}  # task → variant → row
     for result in results:
