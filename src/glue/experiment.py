@@ -1,51 +1,23 @@
-"""Fine-tuning as an experiment, its config and its files for GLUE's server; the jobs are in finetune.py."""
+"""Fine-tuning as an experiment, and its files for GLUE's server; the jobs are in finetune.py."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from src.config import SEED, key, to_dict
+from src.config import to_dict
 from src.errors import UserError
 from src.files import LATEST
 from src.glue.examples import DIAGNOSTIC, check_sources, digest, read_task
-from src.glue.tasks import FROM_MNLI, GLUE, Task, select
+from src.glue.tasks import FROM_MNLI, GLUE, FinetuneConfig, Task, select
 from src.jobs import predictions
 from src.jobs.experiment import RESULT_FILE, Average, Experiment, Job, Result, Row
-from src.training.config import TrainerConfig
 
 # For the GLUE server: file names by task, the one that it requires too, and the tasks submitted as class indices.
 FILES = {"cola": ("CoLA",), "sst2": ("SST-2",), "mrpc": ("MRPC",), "stsb": ("STS-B",),
          "mnli": ("MNLI-m", "MNLI-mm", DIAGNOSTIC), "qnli": ("QNLI",), "rte": ("RTE",), "qqp": ("QQP",)}  # fmt: skip
 NOT_OURS = "WNLI"
 NUMBERED = ("cola", "sst2", "mrpc", "qqp")
-
-
-@dataclass
-class FinetuneConfig(TrainerConfig):
-    """Keys of `glue.py`."""
-
-    base_run_name: str = key("name of the run; each job's name is this, its task and its seed")
-    starting_checkpoint_load_path: str | None = key(
-        "pretrained encoder: checkpoint, Hub folder or Hub name, ours, the authors' or a BERT; null: random weights",
-        None,
-    )
-    from_scratch: bool = key("take sizes and tokenizer of the starting checkpoint, not its weights: a baseline", False)
-    model: dict[str, Any] = key("arguments of LionConfig that override those of the starting checkpoint", {})
-    tokenizer_name: str | None = key("Hub name or folder; default: the starting checkpoint's tokenizer", None)
-    glue_dir: str | None = key("folder with the official GLUE TSV files; default: nyu-mll/glue on the Hub", None)
-    tasks: dict[str, Any] = key(
-        "changes of src/glue/tasks.yaml, lists of values for a search; or own tasks: see Task in src/glue/tasks.py", {}
-    )
-    tasks_to_run: list[str] = key("names of tasks, in order; empty: the eight GLUE tasks", [])
-    mnli_first: bool = key("start RTE, MRPC and STS-B from the encoder tuned on MNLI with its first seed", False)
-    predict_test: bool = key("predict the GLUE test sets too, in files that its server takes", False)
-    parallel: Any = key("false: one job at a time; true: one per GPU or CPU core; or the number of jobs", False)
-    max_seq_len: int = key("maximum sequence length in tokens", 128)
-    device_eval_batch_size: int = key("samples per evaluation batch", 128, at_least=1)
-    default_seed: int = key("seed of tasks without seeds", 19, **SEED)
-    save_finetuned_checkpoints: bool = key("keep the fine-tuned model of each job", False)
-    rerun: bool = key("run finished jobs again; also as --rerun", False)
 
 
 class GlueExperiment(Experiment):
@@ -64,7 +36,7 @@ class GlueExperiment(Experiment):
         longest = max(2 * len(task.columns) + 1 for task in self.tasks)
         if config.max_seq_len < longest:
             raise UserError(
-                f"max_seq_len={config.max_seq_len} must be at least {longest}: [CLS], and two tokens per text"
+                f"max_seq_len={config.max_seq_len} must be at least {longest}: [CLS] and two tokens per text"
             )
         if config.mnli_first and [task.name for task in self.tasks].count("mnli") != 1:
             raise UserError("mnli_first needs one MNLI encoder; add mnli to tasks_to_run, without a search")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from composer import Evaluator
@@ -18,7 +18,7 @@ from src.errors import RunFailed, UserError
 from src.files import LATEST, sha256
 from src.glue.examples import Example, read_task, texts_digest
 from src.glue.scores import TaskScore, score
-from src.glue.tasks import Task, of_glue
+from src.glue.tasks import FinetuneConfig, Task, of_glue
 from src.jobs import predictions
 from src.jobs.experiment import Job, Result, mean_score
 from src.jobs.pool import StepReporter
@@ -27,9 +27,6 @@ from src.training import registry
 from src.training.run_log import RunLog
 from src.training.text_model import build_lion_config, build_tokenizer, lion_arguments
 from src.training.trainer import AutocastModel, build_trainer
-
-if TYPE_CHECKING:
-    from src.glue.experiment import FinetuneConfig
 
 
 @dataclass
@@ -53,7 +50,7 @@ class Start:
         }
 
 
-def read_start(config: "FinetuneConfig", path: str | None = None) -> Start:
+def read_start(config: FinetuneConfig, path: str | None = None) -> Start:
     """Read `path`, or else the starting checkpoint, or draw random weights. Raises UserError if that fails."""
     name = path or config.starting_checkpoint_load_path
     given = build_tokenizer(config.tokenizer_name, config.max_seq_len) if config.tokenizer_name else None
@@ -148,15 +145,13 @@ def loader(examples: list[Example], batches: Batches, batch_size: int, shuffle_s
 
 
 class LionClassifier(AutocastModel):
-    """Classifier or regressor of a text or a pair of texts."""
-
     def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
         """Return logits, (batch, classes), or regression values, (batch,)."""
         with self.autocast():
             return super().eval_forward({"labels": None, **batch}, outputs).float()  # a test set has no labels
 
 
-def finetune(config: "FinetuneConfig", job: Job, device: str, steps: StepReporter, keep_checkpoint: bool) -> Result:
+def finetune(config: FinetuneConfig, job: Job, device: str, steps: StepReporter, keep_checkpoint: bool) -> Result:
     """Train and evaluate; return the scores, those of the majority class, and a description of the run."""
     start = read_start(config, None if job.after is None else str(job.after.folder / LATEST))
     data = read_task(job.task, config.glue_dir, config.predict_test)

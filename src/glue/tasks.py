@@ -1,4 +1,4 @@
-"""The tasks: where their texts and labels are, and how they are scored and trained.
+"""The config of fine-tuning, and its tasks: where texts and labels are, and how they are scored and trained.
 
 GLUE's eight are in tasks.yaml. A config adds others under `tasks`, with the fields of `Task`; `like: rte` takes every
 omitted field from RTE. A hyperparameter with several values, `lr: [1e-5, 3e-5]`, starts a search over them.
@@ -15,10 +15,38 @@ import yaml
 
 from src.config import SEED, Rule, check_known, check_value, duration, key, nearest, validate
 from src.errors import UserError
+from src.training.config import TrainerConfig
 
 METRICS = {"classification": ("accuracy", "f1", "macro_f1", "matthews"), "regression": ("spearman", "pearson")}
 SPLITS = ("train", "validation", "test")
 HYPERPARAMETERS = ("epochs", "batch_size", "lr", "weight_decay")  # a list of values is a search
+
+
+@dataclass
+class FinetuneConfig(TrainerConfig):
+    """Keys of `glue.py`."""
+
+    base_run_name: str = key("name of the run; each job's name is this, its task and its seed")
+    starting_checkpoint_load_path: str | None = key(
+        "pretrained encoder: checkpoint, Hub folder or Hub name, ours, the authors' or a BERT; null: random weights",
+        None,
+    )
+    from_scratch: bool = key("take sizes and tokenizer of the starting checkpoint, not its weights: a baseline", False)
+    model: dict[str, Any] = key("arguments of LionConfig that override those of the starting checkpoint", {})
+    tokenizer_name: str | None = key("Hub name or folder; default: the starting checkpoint's tokenizer", None)
+    glue_dir: str | None = key("folder with the official GLUE TSV files; default: nyu-mll/glue on the Hub", None)
+    tasks: dict[str, Any] = key(
+        "changes of src/glue/tasks.yaml, lists of values for a search; or own tasks: see Task in src/glue/tasks.py", {}
+    )
+    tasks_to_run: list[str] = key("names of tasks, in order; empty: the eight GLUE tasks", [])
+    mnli_first: bool = key("start RTE, MRPC and STS-B from the encoder tuned on MNLI with its first seed", False)
+    predict_test: bool = key("predict the GLUE test sets too, in files that its server takes", False)
+    parallel: Any = key("false: one job at a time; true: one per GPU or CPU core; or the number of jobs", False)
+    max_seq_len: int = key("maximum sequence length in tokens", 128)
+    device_eval_batch_size: int = key("samples per evaluation batch", 128, at_least=1)
+    default_seed: int = key("seed of tasks without seeds", 19, **SEED)
+    save_finetuned_checkpoints: bool = key("keep the fine-tuned model of each job", False)
+    rerun: bool = key("run finished jobs again; also as --rerun", False)
 
 
 @dataclass(frozen=True)
