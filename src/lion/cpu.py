@@ -108,7 +108,6 @@ def _is_convolved(layer: nn.Module, x: Tensor) -> bool:
 
 @functools.cache
 def _faster(kind: type, methods: type) -> type:
-    """Return a subclass of `kind` with faster methods."""
     return kind if issubclass(kind, methods) else type(kind.__name__, (methods, kind), {"_parts": (kind, methods)})
 
 

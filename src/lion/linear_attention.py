@@ -71,9 +71,8 @@ def linear_attention(
     Returns:
         (B, H, L, E) in v's dtype. States and log decays are summed in float32 or better for any input dtype.
 
-    Raises:
-        ValueError: for shapes that do not match, an unknown form, dropout in a form without a matrix, or states
-            combined with packing or normalization.
+    Raises ValueError for shapes that do not match, an unknown form, dropout in a form without a matrix, or states
+    combined with packing or normalization.
     """
     _check(q, k, v, log_decay, mask, seq_idx, left_state, right_state, normalize, form, chunk_size, dropout_p)
     dtype = v.dtype

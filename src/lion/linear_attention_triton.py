@@ -177,7 +177,6 @@ def _launch(kernel, programs: int, first: Tensor, *arguments, **options) -> None
 
 
 def _launch_forward(*arguments) -> Tensor:
-    """The output, from the arguments of `_Call`."""
     return _Call(*arguments).output()
 
 

@@ -1,7 +1,5 @@
 """What replaces BERT's self-attention: the three variants of LION (arXiv:2502.16249), and softmax as the baseline.
-
-Shape letters: B batch, L length, D hidden size, H heads.
-"""
+Shape letters: B batch, L length, D hidden size, H heads."""
 
 import torch
 from torch import Tensor, nn

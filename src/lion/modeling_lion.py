@@ -318,8 +318,7 @@ class LionForMaskedLM(_Headed):
                 for the GPU. (transformers' Trainer would treat an argument with "label" in its name as labels.)
         """
         labelled = None
-        if labels is not None and self.training:
-            # Before the encoder, while a GPU has little queued.
+        if labels is not None and self.training:  # before the encoder, while a GPU has little queued
             labelled = labelled_positions(labels) if masked_positions is None else masked_positions
             labels = labels.flatten().index_select(0, labelled)
         output = encode()
@@ -348,22 +347,19 @@ class LionForSequenceClassification(_Classifier):
 
     @_head_forward
     def forward(self, encode: Callable, labels: Tensor | None = None):
-        """Classify texts. Other arguments: `LionModel.forward`.
-
-        Args:
-            labels: (B,) class indices (cross entropy); (B,) floats for one label (squared error); (B, num_labels) of 0
-                and 1 if `config.problem_type` is "multi_label_classification" (binary cross entropy).
-        """
+        """Classify texts. Other arguments: `LionModel.forward`; labels: (B,) class indices (cross entropy); (B,) floats
+        for one label (squared error); (B, num_labels) of 0 and 1 if `config.problem_type` is
+        "multi_label_classification" (binary cross entropy)."""
         output = encode()
         logits = self.classifier(self.dropout(output.pooler_output))  # (B, num_labels)
-        loss = None
-        if labels is not None:
-            if self.config.problem_type == "multi_label_classification":
-                loss = F.binary_cross_entropy_with_logits(logits.float(), labels.float())
-            elif self.num_labels == 1:
-                loss = F.mse_loss(logits.squeeze(-1).float(), labels.flatten().float())
-            else:
-                loss = F.cross_entropy(logits.float(), labels.flatten())
+        if labels is None:
+            loss = None
+        elif self.config.problem_type == "multi_label_classification":
+            loss = F.binary_cross_entropy_with_logits(logits.float(), labels.float())
+        elif self.num_labels == 1:
+            loss = F.mse_loss(logits.squeeze(-1).float(), labels.flatten().float())
+        else:
+            loss = F.cross_entropy(logits.float(), labels.flatten())
         return modeling_outputs.SequenceClassifierOutput(loss, logits, output.hidden_states, output.attentions)
 
 
