@@ -15,10 +15,7 @@ RANK_DELAY = 10  # seconds
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Run a command's `main(argv)` and end the process.
-
-    Exit status: 0 success, 2 unusable input, 1 failure, 130 interrupted by Ctrl-C, 143 ended by SIGTERM.
-    """
+    """Run `main(argv)` and end with status 0, 2 (unusable input), 1 (failure), 130 (Ctrl-C) or 143 (SIGTERM)."""
     start_log()
     # Torch then requests 2 MB pages for large tensors on a CPU, which the system clears faster. It reads the variable
     # with its first tensor, which importing transformers' models already creates.
@@ -48,9 +45,8 @@ def is_main_process() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def progress(iterable=None, *, total: int | None = None, desc: str = "", unit: str = "it", **options) -> tqdm:
+def progress(iterable=None, **options) -> tqdm:
     """Return a tqdm bar: live on a terminal, a line every 30 seconds in a log file, silent off rank 0."""
-    interactive = sys.stderr.isatty()
-    options.setdefault("mininterval", 0.2 if interactive else 30)
-    options |= {"unit": unit, "unit_scale": True, "ascii": not interactive, "dynamic_ncols": interactive}
-    return tqdm(iterable, total=total, desc=desc, disable=not is_main_process(), **options)
+    live = sys.stderr.isatty()
+    style = {"mininterval": 0.2 if live else 30, "unit_scale": True, "ascii": not live, "dynamic_ncols": live}
+    return tqdm(iterable, disable=not is_main_process(), **style, **options)

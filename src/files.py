@@ -22,7 +22,6 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write indented JSON atomically."""
     write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
@@ -69,10 +68,7 @@ def check_writable(key: str, folder: Path) -> None:
 
 @contextlib.contextmanager
 def exclusive_lock(folder: Path, command: str) -> Iterator[None]:
-    """Lock `save_folder` for this process while the context is open; a folder left empty is removed.
-
-    Raises UserError if another process has locked the folder, or it is not writable.
-    """
+    """Lock `save_folder` for this process; a folder left empty is removed. Raises UserError if it is in use."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / ".lock", timeout=0)
@@ -80,8 +76,8 @@ def exclusive_lock(folder: Path, command: str) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        found, fix = f"another {command} is running in {folder}", "wait for it or choose another folder"
-        raise UserError(f"save_folder: {found}; {fix}") from None
+        found = f"another {command} is running in {folder}"
+        raise UserError(f"save_folder: {found}; wait for it or choose another folder") from None
     except OSError as error:
         raise UserError(f"save_folder: cannot write to {folder} ({reason(error)}); choose another folder") from None
     try:

@@ -76,11 +76,12 @@ def test_several_patterns_and_small_shards(tmp_path):
 
 
 def test_compressed_shards_are_read_back_by_training(tmp_path, tokenizer):
+    from src.data.config import DatasetConfig
     from src.data.streaming import build_dataset
 
     convert("--data_files", write_jsonl(tmp_path / "a.jsonl", TEXTS), "--splits", "train", "--out_root", tmp_path / "out", "--compression", "zstd")  # fmt: skip
     assert list((tmp_path / "out" / "train").glob("*.mds.zstd"))
-    dataset = build_dataset(str(tmp_path / "out"), None, "train", batch_size=1)
+    dataset = build_dataset(DatasetConfig(local=str(tmp_path / "out"), remote=None, split="train", seed=1), 1)
     assert sorted(dataset[i]["text"] for i in range(len(dataset))) == sorted(TEXTS)
 
 

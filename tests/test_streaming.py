@@ -109,7 +109,7 @@ def test_resuming_reads_no_sample_again(shards, tokenizer, monkeypatch):
 
 
 def test_an_epoch_holds_every_text_once(shards, tokenizer):
-    dataset = build_dataset(str(shards), None, "train", batch_size=5)
+    dataset = build_dataset(config(shards).dataset, 5)
     expected = sorted(tokenizer(dataset[i]["text"], truncation=True, max_length=64)["input_ids"] for i in range(len(dataset)))  # fmt: skip
     loader = build(config(shards, shuffle=True), tokenizer, 5, train=True)
     for epoch in epochs(loader, 2):
@@ -133,10 +133,10 @@ def test_a_run_that_starts_at_the_same_moment_costs_only_a_retry(shards, monkeyp
 
     monkeypatch.setattr(streaming.base.dataset, "get_shm_prefix", taken)
     if given:
-        assert len(build_dataset(str(shards), None, "train", batch_size=5)) > 0
+        assert len(build_dataset(config(shards).dataset, 5)) > 0
     else:
         with pytest.raises(UserError, match=r"cannot read the shards of train in .*File exists"):
-            build_dataset(str(shards), None, "train", batch_size=5)
+            build_dataset(config(shards).dataset, 5)
 
 
 def test_shuffling_gives_a_new_order_in_every_epoch_which_the_seed_determines(shards, tokenizer):
@@ -407,24 +407,24 @@ def test_a_missing_remote_is_named(tmp_path, tokenizer):
 
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(UserError, match=r"data_local: \S+nowhere does not exist.*--splits train_small"):
-        build_dataset(str(tmp_path / "nowhere"), None, "train_small")
+        build_dataset(config(tmp_path / "nowhere", "train_small").dataset, 5)
 
 
 def test_a_missing_split_is_named_with_those_that_exist(shards):
     with pytest.raises(UserError, match=r"train_small holds no shards \(its splits are train, val\)"):
-        build_dataset(str(shards), None, "train_small")
+        build_dataset(config(shards, "train_small").dataset, 5)
 
 
 def test_an_empty_folder_holds_no_split(tmp_path):
     with pytest.raises(UserError, match="has no finished split"):
-        build_dataset(str(tmp_path), None, "train")
+        build_dataset(config(tmp_path).dataset, 5)
 
 
 def test_shards_without_text_are_named_with_their_columns(tmp_path):
     with MDSWriter(out=str(tmp_path / "train"), columns={"body": "str", "id": "int"}) as out:
         out.write({"body": "hello", "id": 1})
     with pytest.raises(UserError, match=r"train: no column `text` or `tokens`, only body, id"):
-        build_dataset(str(tmp_path), None, "train")
+        build_dataset(config(tmp_path).dataset, 5)
 
 
 def test_a_split_smaller_than_a_batch_is_refused_with_drop_last(shards, tokenizer):
@@ -438,14 +438,14 @@ def test_a_truncated_index_is_named(shards, tmp_path):
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "index.json").write_text((shards / "train" / "index.json").read_text()[:40])
     with pytest.raises(UserError, match=r"train"):
-        build_dataset(str(tmp_path), None, "train")
+        build_dataset(config(tmp_path).dataset, 5)
 
 
 def test_an_index_without_its_shards_is_named(shards, tmp_path):
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "index.json").write_text((shards / "train" / "index.json").read_text())
     with pytest.raises(UserError, match=r"train"):
-        build_dataset(str(tmp_path), None, "train")
+        build_dataset(config(tmp_path).dataset, 5)
 
 
 def _wait_for_word(connection) -> None:

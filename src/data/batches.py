@@ -16,31 +16,25 @@ from src.lion.modeling_lion import labelled_positions
 IGNORED = -100  # the label of a token that is not predicted
 
 
+@dataclass
 class Masking:
     """Hides tokens for masked language modelling (Devlin et al. 2018, section 3.1).
 
     Of the tokens that are not special, a fraction `mlm_probability` is predicted: 80% of those become [MASK], 10% a
-    random token of the vocabulary, 10% stay unchanged. With `whole_words`, the tokens of a word are chosen together,
-    each word with that probability, so that the expected number of tokens is the same.
-
-    A sample's masks depend on (seed, epoch, index), not on the batch, worker or device. Without `every_epoch`
-    (evaluation) they are the same in all epochs.
+    random token of the vocabulary, 10% stay unchanged. With `whole_words`, the tokens of a word are chosen together.
+    A sample's masks depend on (seed, epoch, index) alone; without `every_epoch` (evaluation), on (seed, index).
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        mlm_probability: float,
-        seed: int,
-        every_epoch: bool = True,
-        whole_words: bool = False,
-    ):
-        self.mlm_probability, self.seed, self.every_epoch = mlm_probability, seed, every_epoch
-        self.mask_id = tokenizer.mask_token_id
-        self.vocab_size = len(tokenizer)
-        self.special = np.zeros(len(tokenizer), bool)
-        self.special[tokenizer.all_special_ids] = True
-        self.continues = continuation_tokens(tokenizer) if whole_words else None
+    tokenizer: PreTrainedTokenizerBase
+    mlm_probability: float
+    seed: int
+    every_epoch: bool = True
+    whole_words: bool = False
+
+    def __post_init__(self):
+        self.mask_id, self.special = self.tokenizer.mask_token_id, np.zeros(len(self.tokenizer), bool)
+        self.special[self.tokenizer.all_special_ids] = True
+        self.continues = continuation_tokens(self.tokenizer) if self.whole_words else None
         self.draw = np.random.Generator(np.random.Philox())
 
     def __call__(self, ids: np.ndarray, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -57,7 +51,7 @@ class Masking:
             chance = chance[np.maximum.accumulate(np.where(starts, np.arange(len(ids)), 0))]
         chosen = (chance < self.mlm_probability) & ~self.special[ids]
         masked = np.where(chosen & (fate < 0.8), self.mask_id, ids)
-        masked = np.where(chosen & (fate >= 0.9), (other * self.vocab_size).astype(np.int64), masked)
+        masked = np.where(chosen & (fate >= 0.9), (other * len(self.special)).astype(np.int64), masked)
         return masked, np.where(chosen, ids, IGNORED)
 
 
@@ -78,12 +72,11 @@ class MaskingCollator:
     """Samples with `text`, or with `tokens` as src/data/token_rows.py writes them, → inputs of a masked language model.
 
     Rows are padded to the longest of the batch, rounded up to a multiple of 8, or to `max_seq_len` with
-    `pad_to_max_length`. With `packing`, samples share rows of at most `max_seq_len` tokens, and `seq_idx` separates
-    them, as it does the documents of one sample (`begins`). Each sample is masked as without packing, so the loss is
-    the same.
+    `pad_to_max_length`. With `packing`, samples share rows of at most `max_seq_len` tokens, masked as without packing.
 
-    A batch has input_ids, attention_mask and labels, (rows, length); with packing also seq_idx, (rows, length), and
-    sample_lengths, (rows, max samples per row): the number of tokens of each sample, -1 where there is none.
+    A batch has input_ids, attention_mask and labels, (rows, length); with packing also seq_idx, (rows, length), which
+    numbers the samples, and the documents of one sample (`begins`), in a row, and sample_lengths, (rows, max samples
+    per row): the number of tokens of each sample, -1 where there is none.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -130,10 +123,7 @@ class MaskingCollator:
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return the samples of each row of `capacity` tokens: from the longest on, each goes to the first row with room.
-
-    Raises ValueError for a sample longer than a row.
-    """
+    """Return each row's samples, at most `capacity` tokens: from the longest on, each in the first row with room."""
     if max(lengths) > capacity:
         raise ValueError(f"a sample of {max(lengths)} tokens does not fit in a row of {capacity}")
     rows: list[list[int]] = [[] for _ in lengths]
@@ -170,9 +160,9 @@ def token_counts(batch: dict[str, Any]) -> dict[str, Any]:
 def split_batch(batch: dict[str, Tensor], microbatch_size: int) -> list[dict[str, Any]]:
     """Split a batch into microbatches of about equally many rows: as many as without packing, if there are enough rows.
 
-    All devices get the same number, since they may communicate in each microbatch: a device with fewer packed rows adds
-    microbatches without labels. A microbatch carries `token_counts` and `masked_positions`, (labels,), in the flattened
-    rows, so that training need not synchronize with the GPU to compute them.
+    All devices get the same number, since they may communicate in each: a device with fewer packed rows adds some
+    without labels. A microbatch carries `token_counts` and `masked_positions`, (labels,), in the flattened rows, so
+    that training need not synchronize with the GPU to compute them.
     """
     count = min(-(-sample_count(batch) // microbatch_size), len(batch["input_ids"]))
     splits = zip(*(tensor.tensor_split(count) for tensor in batch.values()))

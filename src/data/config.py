@@ -14,28 +14,18 @@ from src.errors import UserError
 @dataclass
 class DatasetConfig:
     local: str = key("folder with the shards, or the cache for `remote`", II("data_local"), may_change=True)
-    remote: str | None = key(
-        "where the shards are (s3://, gs://, oci://, a path), if not in `local`", II("data_remote"), may_change=True
-    )
+    remote: str | None = key("s3://, gs://, oci:// or path that `local` caches", II("data_remote"), may_change=True)
     streams: dict[str, Any] = key(
-        "several sources instead of `local` and `remote`, by name: each has a local, a remote, a split (or `split`) "
-        "and one of proportion (of an epoch), repeat (times per epoch) and choose (samples per epoch)",
+        "several sources by name, each with local, remote, split, and proportion, repeat or choose (samples) per epoch",
         {},
         may_change=("num_workers", "local", "remote", "predownload", "cache_limit"),
     )
     split: str = key("subfolder of the shards, e.g. train, train_small, val")
     tokenizer_name: str = key("Hub name or folder of the tokenizer", II("tokenizer_name"))
-    max_seq_len: int = key(
-        "maximum sequence length in tokens; longer texts are truncated",
-        II("max_seq_len"),
-        at_least=3,
-        at_most=2**32 - 1,
-    )
+    max_seq_len: int = key("maximum sequence length; longer texts are cut", II("max_seq_len"), at_least=3, below=2**32)
     mlm_probability: float = key("masking rate: fraction of tokens to predict", II("mlm_probability"), above=0, below=1)
     whole_word_masking: bool = key("mask all WordPiece tokens of a word or none", False)
-    packing: bool = key(
-        "put several samples in a row of max_seq_len; separate them, and the documents of --concat_tokens rows", False
-    )
+    packing: bool = key("put several samples in a row; separate them, and the documents of --concat_tokens rows", False)
     pad_to_max_length: bool = key("pad rows to max_seq_len instead of the longest row of the batch", False)
     shuffle: bool = key("draw a new order in every epoch from the seed", False)
     seed: int = key("seed for order and masks", II("seed"), **SEED)
@@ -48,31 +38,23 @@ class DatasetConfig:
 class LoaderConfig:
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     drop_last: bool = key("drop the last batch of an epoch if it is not full", False)
-    num_workers: int = key(
-        "worker processes that prepare batches; 0: the main process does",
-        0,
-        at_least=0,
-        at_most=2**32 - 1,
-        may_change=True,
-    )
+    num_workers: int = key("processes to prepare batches; 0: the main one", 0, at_least=0, below=2**32, may_change=True)
 
 
 def check_split(key: str, local: Path, split: str) -> None:
     """Raise UserError unless a folder has a split with all its shards. `key` is what the user set."""
     folder, index = local / split, local / split / "index.json"
     if not index.is_file():
-        command = f"src/convert_dataset.py --dataset allenai/c4 --data_subset en --splits {split} --out_root {local}"
-        if not local.is_dir():
-            raise UserError(f"{key}: {local} does not exist; write shards to it, e.g. with `python {command}`")
         splits = ", ".join(sorted(path.parent.name for path in local.glob("*/index.json")))
         found = f"its splits are {splits}" if splits else f"{local} has no finished split"
-        raise UserError(f"{key}: {folder} holds no shards ({found}); write them, e.g. with `python {command}`")
+        found = f"{folder} holds no shards ({found})" if local.is_dir() else f"{local} does not exist"
+        command = f"src/convert_dataset.py --dataset allenai/c4 --data_subset en --splits {split} --out_root {local}"
+        raise UserError(f"{key}: {found}; write shards, e.g. with `python {command}`")
     fix = "copy the split again, or convert it again with --overwrite"
     try:
         shards = json.loads(index.read_text())["shards"]
-        names = [
-            [(shard[form] or shard["raw_data"])["basename"] for form in ("raw_data", "zip_data")] for shard in shards
-        ]
+        forms = ("raw_data", "zip_data")
+        names = [[(shard[form] or shard["raw_data"])["basename"] for form in forms] for shard in shards]
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{index} is corrupt; {fix}") from None
     missing = [stored for raw, stored in names if not ((folder / raw).is_file() or (folder / stored).is_file())]

@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -62,8 +62,8 @@ def convert(options: Namespace) -> None:
         log.info("interrupted; standard input and pipes cannot be read again, so the same command starts over")
         sys.exit(130)
     except OSError as error:
-        fix = "free disk space and repeat the command, or choose another --out_root"
-        raise UserError(f"cannot write {options.out_root}: {reason(error)}; {fix}") from None
+        found = f"cannot write {options.out_root}: {reason(error)}"
+        raise UserError(f"{found}; free disk space and repeat the command, or choose another --out_root") from None
 
 
 def check(options: Namespace) -> list[Path]:
@@ -92,23 +92,11 @@ def check(options: Namespace) -> list[Path]:
     if options.tokenizer is not None:
         check_path(options.tokenizer, "--tokenizer")
     check_writable("--out_root", Path(options.out_root))
-    folders = [Path(options.out_root, split) for split in options.splits]
-    if not options.overwrite and not any(unfinished(folder).exists() for folder in folders):
-        for folder in folders:
-            check_absent(folder)
     return files
-
-
-def check_absent(folder: Path) -> None:
-    if folder.exists():
-        raise UserError(f"{folder} already exists; choose another --out_root, or give --overwrite to replace it")
 
 
 def unfinished(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.unfinished")
-
-
-# Records → documents, in any process
 
 
 def is_validation(text: str, fraction: float) -> bool:
@@ -116,22 +104,14 @@ def is_validation(text: str, fraction: float) -> bool:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < fraction * 2**64
 
 
-class Documents(NamedTuple):
-    """The documents in a group of records."""
+def prepare(rows: RowMaker | None, fraction: float | None, validation: bool, group: list[Batch]) -> tuple:
+    """Return the documents of a split that a group of batches holds; `fraction` is --val_fraction.
 
-    sizes: np.ndarray  # (records,), bytes of text; 0 if empty, -1 if it belongs to the other split
-    contents: list[str] | list[bytes]  # of the records with size > 0, in order: texts, or what RowMaker makes of them
-    tokens: np.ndarray  # (documents,), tokens in each text, including truncated ones; empty for texts
-
-    def first(self, count: int) -> "Documents":
-        """Return the records up to the count-th document."""
-        kept = np.flatnonzero(self.sizes > 0)[:count]
-        sizes = self.sizes[: kept[-1] + 1] if len(kept) == count else self.sizes
-        return Documents(sizes, self.contents[:count], self.tokens[:count])
-
-
-def prepare(rows: RowMaker | None, fraction: float | None, validation: bool, group: list[Batch]) -> Documents:
-    """Return the documents of a split that a group of batches holds; `fraction` is --val_fraction."""
+    Returns:
+        sizes: (records,), bytes of text; 0 if empty, -1 if it belongs to the other split.
+        contents: the records with size > 0, in order: texts, or what RowMaker makes of them.
+        tokens: (documents,), tokens in each text, including truncated ones; empty for texts.
+    """
 
     def size(text: str) -> int:
         if fraction is not None and is_validation(text, fraction) != validation:
@@ -142,13 +122,10 @@ def prepare(rows: RowMaker | None, fraction: float | None, validation: bool, gro
     sizes = np.fromiter(map(size, records), np.int64, len(records))
     texts = [text for text, size in zip(records, sizes.tolist()) if size > 0]
     if rows is None:
-        return Documents(sizes, texts, np.zeros(0, np.int64))
+        return sizes, texts, np.zeros(0, np.int64)
     contents, tokens = rows(texts)
     sizes[np.flatnonzero(sizes > 0)[tokens == 0]] = 0  # text without any token, such as control characters
-    return Documents(sizes, list(filter(None, contents)), tokens[tokens > 0])
-
-
-# Plan
+    return sizes, list(filter(None, contents)), tokens[tokens > 0]
 
 
 @dataclass
@@ -182,7 +159,6 @@ def plan(options: Namespace, files: list[Path]) -> list[Job]:
         command["tokenizer"] = rows and rows.tokenizer_digest
         before = read_progress(unfinished(folder))
         jobs.append(Job(folder, source, hub_split == "validation", limit, rows, command, before))
-
     # A command starts all its splits before it writes the first, so a finished split next to a started one is its own.
     resumed = [job.progress["splits"] for job in jobs if job.progress and job.progress["command"] == job.command]
     for job in list(jobs):
@@ -190,35 +166,31 @@ def plan(options: Namespace, files: list[Path]) -> list[Job]:
             log.info(f"{job.folder}: already written by the same command")
             jobs.remove(job)
     for job in jobs:
-        check_resumable(job, options)
+        job.progress = resumable_progress(job, options)
     for job in jobs:
         if job.progress is None:
-            facts = {"command": job.command, "splits": options.splits, "stamps": job.source.stamps}
-            job.progress = start(unfinished(job.folder), **facts)
+            job.progress = start(unfinished(job.folder), job.command, options.splits, job.source.stamps)
     return jobs
 
 
-def check_resumable(job: Job, options: Namespace) -> None:
-    """Discard an earlier process's progress if it is useless. Raises UserError if shards or a split would be lost."""
-    if not options.overwrite:
-        check_absent(job.folder)
-    before, job.progress = job.progress, None
-    if before is None or not before["shards"]:
-        return
-    differing = [
-        name for name in {**before["command"], **job.command} if before["command"].get(name) != job.command.get(name)
-    ]
-    if differing:
+def resumable_progress(job: Job, options: Namespace) -> dict[str, Any] | None:
+    """Return an earlier process's progress if it is of use. Raises UserError if shards or a split would be lost."""
+    if job.folder.exists() and not options.overwrite:
+        raise UserError(f"{job.folder} already exists; choose another --out_root, or give --overwrite to replace it")
+    if job.progress is None or not job.progress["shards"]:
+        return None
+    before, now = job.progress["command"], job.command
+    if differing := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
         names = [f"--{name}" if hasattr(options, name) else f"the {name.replace('_', ' ')}" for name in differing]
         why = f"with different options ({', '.join(names)})"
-    elif changed := job.source.changed(before["stamps"], before["state"]["last"]):
+    elif job.source.stamps and (changed := job.source.changed(job.progress["stamps"], job.progress["state"]["last"])):
         why = f"{changed} has changed since"
     else:
-        job.progress = before
-        return
+        return job.progress
     if not options.overwrite:
-        fix = "repeat the same command, or give --overwrite to start over"
-        raise UserError(f"{unfinished(job.folder)} holds an earlier conversion, but {why}; {fix}")
+        found = f"{unfinished(job.folder)} holds an earlier conversion, but {why}"
+        raise UserError(f"{found}; repeat the same command, or give --overwrite to start over")
+    return None
 
 
 def discard_if_empty(jobs: list[Job], options: Namespace) -> None:
@@ -235,26 +207,29 @@ def discard_if_empty(jobs: list[Job], options: Namespace) -> None:
         Path(options.out_root).rmdir()
 
 
-# Write
-
-
 def write_split(job: Job, options: Namespace) -> None:
     """Write a split. It appears under its final name once it is complete."""
     from src.data.shards import ShardWriter, publish
 
     folder = unfinished(job.folder)
-    format_ = {"columns": job.rows.columns if job.rows else {"text": "str"}, "compression": options.compression}
-    format_["size_limit"] = options.size_limit
+    columns = job.rows.columns if job.rows else {"text": "str"}
+    format_ = {"columns": columns, "compression": options.compression, "size_limit": options.size_limit}
     with contextlib.closing(ShardWriter(folder, job.progress, job.source.resumable, **format_)) as writer:
         counts = write_shards(job, writer, options)
         if not counts["documents"]:
-            found, fix = "no document has text", "check the source and --text_column"
             if others := counts["of_other_split"]:
-                found = f"none of the {others:,} documents belongs to it"
-                change = "raise" if job.validation else "lower"
-                fix = f"{change} --val_fraction {options.val_fraction:g}, and give --overwrite"
-            raise UserError(f"{job.folder.name}: {found}; {fix}")
-        summary = summarize(job, counts, writer)
+                fix = f"{'raise' if job.validation else 'lower'} --val_fraction {options.val_fraction:g}"
+                found = f"none of the {others:,} documents belongs to it; {fix}, and give --overwrite"
+            else:
+                found = "no document has text; check the source and --text_column"
+            raise UserError(f"{job.folder.name}: {found}")
+        summary = {name: counts[name] for name in ("documents", "empty", "text_bytes")}
+        size = sum(path.stat().st_size for path in folder.glob("shard.*"))
+        summary |= {"samples": writer.stored, "shards": len(writer.shards), "bytes": size}
+        summary["source"] = job.source.description
+        if job.rows:
+            share = counts["cut_off"] / counts["tokens"]
+            summary["tokens"] = {**job.rows.summary, "of_text": counts["tokens"], "share_cut_off": share}
         write_json(folder / "split.json", summary)
         publish(folder, job.folder)
     log.info(f"{job.folder}: {in_words(summary)}")
@@ -271,19 +246,17 @@ def write_shards(job: Job, writer: "ShardWriter", options: Namespace) -> Counter
     if source.unit == "docs" and job.limit is not None and options.val_fraction is None:
         total = min(total or job.limit, job.limit)
     bar = progress(desc=job.folder.name, total=total, unit=source.unit, initial=counts["read"])
-    groups, work = (
-        grouped(source.batches(state["place"]), Batch.length),
-        partial(prepare, rows, options.val_fraction, job.validation),
-    )
+    groups = grouped(source.batches(state["place"]), Batch.length)
+    work = partial(prepare, rows, options.val_fraction, job.validation)
     workers = options.num_workers if rows else 1  # sending text to another process and back takes longer than its work
     bytes_before, start = counts["text_bytes"], time.perf_counter()
     with bar, contextlib.closing(in_order(work, groups, workers)) as results:
-        for group, documents in results:
+        for group, (sizes, contents, tokens) in results:
             places = {"place": group[0].position, "last": group[-1].position}
             writer.mark({**places, "counts": dict(counts), "waiting": packer and packer.state()})
-            if job.limit is not None:
-                documents = documents.first(job.limit - counts["documents"])
-            sizes, contents, tokens = documents
+            if job.limit is not None and len(contents) >= (left := job.limit - counts["documents"]):
+                contents, tokens = contents[:left], tokens[:left]
+                sizes = sizes[: np.flatnonzero(sizes > 0)[left - 1] + 1]  # of the records up to the last document
             column = "tokens" if rows else "text"
             for sample in packer.samples(contents) if packer else ({column: content} for content in contents):
                 writer.write(sample)
@@ -303,17 +276,6 @@ def write_shards(job: Job, writer: "ShardWriter", options: Namespace) -> Counter
         writer.write(sample)
     writer.finish()
     return counts
-
-
-def summarize(job: Job, counts: Counter, writer: "ShardWriter") -> dict[str, Any]:
-    """Return the content of split.json: what a finished split holds, and its source."""
-    summary = {name: counts[name] for name in ("documents", "empty", "text_bytes")}
-    size = sum(path.stat().st_size for path in writer.folder.glob("shard.*"))
-    summary |= {"samples": writer.stored, "shards": len(writer.shards), "bytes": size, "source": job.source.description}
-    if job.rows:
-        share = counts["cut_off"] / counts["tokens"]
-        summary["tokens"] = {**job.rows.summary, "of_text": counts["tokens"], "share_cut_off": share}
-    return summary
 
 
 def in_words(summary: dict[str, Any]) -> str:

@@ -27,15 +27,16 @@ class Files:
         except OSError as error:
             raise UserError(f"{error.filename}: cannot be read ({reason(error)}); fix or omit it") from None
         self.resumable = all(path.is_file() for path in paths)  # pipes can be read only once
-        # path, size and modification time, which change if the file does
+        # path, size and modification time
         self.stamps = [[str(path), file.st_size, file.st_mtime_ns] for path, file in zip(paths, found)]
         self.total = sum(file.st_size for file in found) if self.resumable else None
         self.description = {"data_files": options.data_files, "files": len(paths)}
         self.stdin_format = "txt"
         if STANDARD_INPUT in paths:
-            kind = options.stdin_format or ("jsonl" if sys.stdin.buffer.peek(1)[:1] == b"{" else "txt")
-            self.stdin_format = kind
-            log.info(f"standard input: read as .{kind}; it cannot be read again, so an interruption starts over")
+            self.stdin_format = options.stdin_format or ("jsonl" if sys.stdin.buffer.peek(1)[:1] == b"{" else "txt")
+            log.info(
+                f"standard input: read as .{self.stdin_format}; it cannot be read again, so an interruption starts over"
+            )
 
     def changed(self, stamps: list[list], position: list) -> str | None:
         """Return the first of the files read up to a position that has changed since its stamp, or None."""
@@ -43,7 +44,6 @@ class Files:
         return next((old[0] for old, new in zip(read, self.stamps) if old != new), None)
 
     def batches(self, position: list | None) -> Iterator[Batch]:
-        """Yield the batches from a position on."""
         first, skip = position or (0, 0)
         column, whole = self.options.text_column, self.options.one_document_per_file
         for number, path in enumerate(self.paths[first:], first):
@@ -53,10 +53,7 @@ class Files:
 
 
 class HubDataset:
-    """A split of a dataset on the Hub, streamed. A position is [state of the dataset, batches to skip after it].
-
-    A state of None is the start.
-    """
+    """A split of a dataset on the Hub, streamed. A position is [state or None, batches to skip after it]."""
 
     unit = "docs"
     resumable = True
@@ -75,11 +72,7 @@ class HubDataset:
         names = {"dataset": options.dataset, "data_subset": options.data_subset, "hub_split": split}
         self.description = {**names, "revision": builder.hash}
 
-    def changed(self, stamps: None, position: list) -> None:
-        return None
-
     def batches(self, position: list | None) -> Iterator[Batch]:
-        """Yield the batches from a position on."""
         state, skip = position or (None, 0)
         if state is not None:
             self.documents.load_state_dict(state)
@@ -100,9 +93,8 @@ class HubDataset:
                 yield Batch(here, texts, len(texts))
 
     def _unreadable(self, error: Exception) -> UserError:
-        source = f"{self.dataset} ({self.split}) from the Hugging Face Hub"
-        fix = "check the name and the connection, or use --data_files"
-        return UserError(f"--dataset: cannot read {source}: {first_line(error)}; {fix}")
+        found = f"cannot read {self.dataset} ({self.split}) from the Hugging Face Hub: {first_line(error)}"
+        return UserError(f"--dataset: {found}; check the name and the connection, or use --data_files")
 
 
 @functools.cache

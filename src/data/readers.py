@@ -25,7 +25,6 @@ LINE_KINDS = ("txt", "jsonl", "csv", "tsv")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 STANDARD_INPUT = Path("-")
 BATCH_BYTES = 1 << 20  # a few tenths of a second of tokenizing
-FIX_LINE = "; fix or remove the line"
 SET_COLUMN = "; set --text_column"
 FIX_COLUMN = "; correct the column's name or the file"
 
@@ -46,10 +45,7 @@ class Batch(NamedTuple):
 
 
 def find_files(patterns: list[str]) -> list[Path]:
-    """Return the files that match, pattern by pattern, each once. Raises UserError for a pattern without a match.
-
-    A pattern that is also the name of a file, such as `a[1].txt`, means that file.
-    """
+    """Return the files that match each pattern, or have it as name, such as `a[1].txt`, each once. Raises UserError."""
     paths = []
     for pattern in patterns:
         exact = pattern == str(STANDARD_INPUT) or os.path.exists(pattern)
@@ -69,21 +65,15 @@ def file_kind(path: Path, stdin_format: str = "txt") -> tuple[str, str | None]:
     kind = KINDS.get((path.with_suffix("") if compression else path).suffix.lower())
     if kind is None or (kind == "parquet" and compression):
         extension = "".join(path.suffixes[-2:]) or "a file without an extension"
-        known = ".txt, .jsonl, .csv or .tsv, optionally with .gz or .zst, or .parquet"
-        raise UserError(f"{path}: cannot read {extension}; give {known}")
+        fix = "give .txt, .jsonl, .csv or .tsv, optionally with .gz or .zst, or .parquet"
+        raise UserError(f"{path}: cannot read {extension}; {fix}")
     return kind, compression
-
-
-# Corpora
 
 
 def read_batches(
     path: Path, column: str, skip: int = 0, one_document_per_file: bool = False, stdin_format: str = "txt"
 ) -> Iterator[Batch]:
-    """Yield a file's texts after the first `skip`, about BATCH_BYTES at a time.
-
-    `one_document_per_file` is for .txt; `stdin_format` is one of LINE_KINDS. Raises UserError with file and line.
-    """
+    """Yield a file's texts after the first `skip`, about BATCH_BYTES at a time. Raises UserError with file and line."""
     kind, compression = file_kind(path, stdin_format)
     if kind == "parquet":
         for first, (values,), size in _parquet_columns(path, [column], skip, SET_COLUMN):
@@ -124,19 +114,12 @@ def grouped(items: Iterable[Any], length: Callable[[Any], int]) -> Iterator[list
         yield group
 
 
-# Tables
-
-
 def read_rows(path: Path, columns: Columns, malformed_rows: int = 0, tab_separated: bool = False) -> Rows:
     """Yield the line number and the wanted columns of each row of a table. Raises UserError with file and line.
 
-    Quotes enclose a cell in .csv and are literal in .tsv. Empty lines are skipped, except in a .csv or .tsv of one
-    column: there an empty line before other lines is an empty text.
-
-    Args:
-        columns: names, or numbers of the columns of a .csv or .tsv without a header.
-        malformed_rows: how many rows may differ in length from the others; they are skipped.
-        tab_separated: read as .tsv, whatever the extension.
+    `columns` are names, or numbers in a .csv or .tsv without a header. Up to `malformed_rows` rows of another length
+    are skipped, and empty lines, except in a .csv or .tsv of one column: there an empty line before other lines is an
+    empty text. Quotes enclose a cell in .csv and are literal in .tsv; `tab_separated` means .tsv, whatever the name.
     """
     kind, compression = ("tsv", None) if tab_separated else file_kind(path)
     if kind == "txt":
@@ -153,12 +136,7 @@ def read_rows(path: Path, columns: Columns, malformed_rows: int = 0, tab_separat
         yield from (row for row in rows if row[1])
 
 
-# Corpora and tables
-
-
-def _rows(
-    lines: Lines, path: Path, kind: str, columns: Columns, malformed_rows: int = 0, fix: str = FIX_COLUMN
-) -> Rows:
+def _rows(lines: Lines, path: Path, kind: str, columns: Columns, malformed: int = 0, fix: str = FIX_COLUMN) -> Rows:
     """Yield the line number and the wanted columns of each row; no columns if it is empty."""
     if kind == "txt":
         return ((number, [line.rstrip("\r\n")]) for number, line in lines)
@@ -169,10 +147,10 @@ def _rows(
         cells = ((number, line.split("\t") if line else []) for number, line in stripped)
     else:
         cells = _csv_cells(lines, path, "," if kind == "csv" else "\t")
-    return _select(path, cells, columns, malformed_rows, fix)
+    return _select(path, cells, columns, malformed, fix)
 
 
-def _select(path: Path, rows: Rows, columns: Columns, malformed_rows: int, fix: str) -> Rows:
+def _select(path: Path, rows: Rows, columns: Columns, malformed: int, fix: str) -> Rows:
     """Yield the wanted cells of each row, by the names in a header or by number; none for an empty line.
 
     All rows must be as long as the first. In a file of one column, an empty line is an empty cell.
@@ -190,11 +168,11 @@ def _select(path: Path, rows: Rows, columns: Columns, malformed_rows: int, fix: 
             yield number, ()
         elif len(cells) == width > max(columns):
             yield number, tuple(cells[index] for index in columns)
-        elif len(skipped) < malformed_rows:
+        elif len(skipped) < malformed:
             skipped.append(number)
         else:
-            after = f", after {malformed_rows} other malformed rows" if malformed_rows else ""
-            found = f"{len(cells)} columns instead of {max(width, max(columns) + 1)}{after}"
+            found = f"{len(cells)} columns instead of {max(width, max(columns) + 1)}"
+            found += f", after {malformed} other malformed rows" if malformed else ""
             raise UserError(f"{path}, line {number}: {found}; fix or remove the row")
     if skipped:
         shown = ", ".join(map(str, skipped[:5])) + (", …" if len(skipped) > 5 else "")
@@ -204,14 +182,7 @@ def _select(path: Path, rows: Rows, columns: Columns, malformed_rows: int, fix: 
 @contextlib.contextmanager
 def _open(path: Path, compression: str | None) -> Iterator[tuple[Lines, Callable[[], int] | None]]:
     """Open a file, decompressed, as its lines; also return its `tell` if it is seekable."""
-    number = 0
-
-    def lines() -> Lines:
-        nonlocal number
-        for line in text:
-            number += 1
-            yield number, line
-
+    numbers = itertools.count(1)
     try:
         with contextlib.nullcontext(sys.stdin.buffer) if path == STANDARD_INPUT else path.open("rb") as stored:
             file = stored
@@ -219,15 +190,14 @@ def _open(path: Path, compression: str | None) -> Iterator[tuple[Lines, Callable
                 stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(stored, "r"), compression)
                 file = io.BufferedReader(stream, 1 << 18)
             text = io.TextIOWrapper(file, "utf-8-sig", newline="\n")
-            yield lines(), stored.tell if stored.seekable() else None
+            yield zip(numbers, text), stored.tell if stored.seekable() else None
     except UnicodeDecodeError as error:  # in a block of the file, which starts in the line after the last one read
-        line = number + 1 + error.object.count(b"\n", 0, error.start)
+        line = next(numbers) - 1 + error.object.count(b"\n", 0, error.start)
         raise UserError(f"{path}, line {line}: not valid UTF-8; convert the file to UTF-8") from None
     except OSError as error:
-        if number == 0:
+        if (line := next(numbers) - 1) <= 1:
             raise UserError(f"{path}: cannot be read ({reason(error)}); fix or omit it") from None
-        found = f"corrupt or truncated ({reason(error)})"
-        raise UserError(f"{path}, line {number + 1}: {found}; copy the file again") from None
+        raise UserError(f"{path}, line {line}: corrupt or truncated ({reason(error)}); copy the file again") from None
 
 
 def _csv_cells(lines: Lines, path: Path, delimiter: str) -> Rows:
@@ -247,22 +217,21 @@ def _json_values(line: str, where: str, columns: Columns, fix: str) -> tuple[Any
         return ()
     try:
         row = json.loads(line)
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: not a JSON object{FIX_LINE}")
-        if missing := [str(column) for column in columns if column not in row]:
-            raise UserError(f"{where}: no {', '.join(missing)} (its keys are {', '.join(row)}){fix}")
-        values = tuple(row[column] for column in columns)
-        "".join(value for value in values if isinstance(value, str)).encode()
+        if isinstance(row, dict):
+            if missing := [str(column) for column in columns if column not in row]:
+                raise UserError(f"{where}: no {', '.join(missing)} (its keys are {', '.join(row)}){fix}")
+            values = tuple(row[column] for column in columns)
+            "".join(value for value in values if isinstance(value, str)).encode()
+            return values
+        found = "not a JSON object"
     except UnicodeEncodeError:  # JSON can escape half of a surrogate pair, which no encoding can write
-        raise UserError(f"{where}: half of a surrogate pair{FIX_LINE}") from None
+        found = "half of a surrogate pair"
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and deep nesting
-        raise UserError(f"{where}: not valid JSON ({getattr(error, 'msg', error)}){FIX_LINE}") from None
-    return values
+        found = f"not valid JSON ({getattr(error, 'msg', error)})"
+    raise UserError(f"{where}: {found}; fix or remove the line")
 
 
-def _parquet_columns(
-    path: Path, columns: Columns, skip: int = 0, fix: str = FIX_COLUMN
-) -> Iterator[tuple[int, list[list], int]]:
+def _parquet_columns(path: Path, columns: Columns, skip: int = 0, fix: str = FIX_COLUMN) -> Iterator[tuple]:
     """Yield (rows before these, the values of each wanted column, their share of the file in bytes)."""
     import pyarrow.parquet
 

@@ -26,8 +26,8 @@ PROGRESS = "progress.json"
 class ShardWriter(MDSWriter):
     """Writes samples to the shards of a folder, and progress.json after each complete shard.
 
-    Call `mark(state)` before writing the samples that follow a state. A process that resumes from a state must write
-    the same samples again; those in complete shards are skipped.
+    Call `mark(state)` before writing the samples that follow a state. After resuming from a state, write the same
+    samples again; those in complete shards are skipped.
     """
 
     def __init__(self, folder: Path, progress: dict[str, Any], resumable: bool, **options: Any):
@@ -93,13 +93,13 @@ def lock(folder: Path) -> int:
     return handle
 
 
-def start(folder: Path, **facts: Any) -> dict[str, Any]:
-    """Create a folder with only progress.json, and return its content: the facts, and no shards yet."""
+def start(folder: Path, command: dict[str, Any], splits: list[str], stamps: list | None) -> dict[str, Any]:
+    """Create a folder with only progress.json, and return its content: what a resuming command needs, no shards yet."""
     if folder.exists():
         os.close(lock(folder))
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    progress = {**facts, "state": None, "skip": 0, "shards": []}
+    progress = {"command": command, "splits": splits, "stamps": stamps, "state": None, "skip": 0, "shards": []}
     save_progress(folder, progress)
     return progress
 

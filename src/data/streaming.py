@@ -95,12 +95,9 @@ def build(config: LoaderConfig, tokenizer: PreTrainedTokenizerBase, batch_size: 
     """Build a loader of masked batches of `batch_size` samples for this device. Raises UserError."""
     options = config.dataset
     masking = Masking(tokenizer, options.mlm_probability, options.seed, train, options.whole_word_masking)
-    names = ("shuffle", "predownload", "cache_limit", "num_canonical_nodes")
-    chosen = {name: getattr(options, name) for name in names} | {"batch_size": batch_size, "shuffle_seed": options.seed}
-    dataset = build_dataset(options.local, options.remote, options.split, options.streams, **chosen)
-    if "tokens" in dataset.shards[0].column_names:
-        for stream in dataset.streams:
-            check_tokens(stream, tokenizer, options)
+    dataset = build_dataset(options, batch_size)
+    for stream in dataset.streams if "tokens" in dataset.shards[0].column_names else ():
+        check_tokens(stream, tokenizer, options)
     if config.drop_last and len(dataset) < batch_size:  # of one device
         key = "global_train_batch_size" if train else "device_eval_batch_size"
         found = f"the split {options.split} has {len(dataset)} samples per device, fewer than a batch of {batch_size}"
@@ -118,9 +115,9 @@ def build(config: LoaderConfig, tokenizer: PreTrainedTokenizerBase, batch_size: 
 
 
 def ignore_signals(worker: int) -> None:
-    """Ignore SIGINT and SIGTERM in a worker, which may reach all processes of a run: the main one still needs batches.
+    """Ignore signals that reach all processes of a run, since the main one still needs batches from this worker.
 
-    From the main process, SIGTERM still ends a worker: multiprocessing sends it at exit, and then waits.
+    Its own SIGTERM still ends the worker: multiprocessing sends it at exit, and then waits.
     """
     main_process = os.getppid()
 
@@ -134,27 +131,27 @@ def ignore_signals(worker: int) -> None:
     threading.Thread(target=obey_main_process, daemon=True).start()
 
 
-def build_dataset(
-    local: str, remote: str | None, split: str, streams: Mapping[str, Any] | None = None, **options: Any
-) -> StreamingTextDataset:
+def build_dataset(options: DatasetConfig, batch_size: int) -> StreamingTextDataset:
     """Return the samples of a split, or of several streams. Raises UserError without shards of text or tokens."""
-    sources = {f"streams.{name}": source for name, source in (streams or {}).items()}
-    sources = sources or {"data_local": {"local": local, "remote": remote}}
+    sources = {f"streams.{name}": source for name, source in options.streams.items()}
+    sources = sources or {"data_local": {"local": options.local, "remote": options.remote}}
+    names = ("shuffle", "predownload", "cache_limit", "num_canonical_nodes")
+    order = {name: getattr(options, name) for name in names} | {"batch_size": batch_size, "shuffle_seed": options.seed}
     tries = 20 if dist.get_world_size() == 1 else 1  # the ranks wait for each other inside
     for tries_left in reversed(range(tries)):
-        opened = [open_stream(name, source, split) for name, source in sources.items()]
+        opened = [open_stream(name, source, options.split) for name, source in sources.items()]
         try:
             Stream.validate_weights(opened)
-            dataset = StreamingTextDataset(streams=opened, **options)
+            dataset = StreamingTextDataset(streams=opened, **order)
             break
         except Exception as error:  # from clients of s3, gs and oci, or from streaming about weights and limits
             if isinstance(error, FileExistsError) and tries_left:
                 continue  # another run has just taken the name chosen for shared memory
             places = ", ".join(str(stream.remote or stream.local) for stream in opened)
-            raise UserError(f"cannot read the shards of {split} in {places}: {first_line(error)}") from None
+            raise UserError(f"cannot read the shards of {options.split} in {places}: {first_line(error)}") from None
     kinds = {}
     for stream, shard in zip(dataset.streams, dataset.shard_offset_per_stream):
-        columns, folder = dataset.shards[shard].column_names, folder_of(stream)
+        columns, folder = dataset.shards[shard].column_names, Path(stream.local, stream.split)
         if not {"text", "tokens"} & {*columns}:
             raise UserError(f"{folder}: no column `text` or `tokens`, only {', '.join(columns)}; convert it again")
         kinds["text" if "text" in columns else "tokens"] = folder
@@ -178,24 +175,21 @@ def open_stream(key: str, source: Any, split: str) -> Stream:
 
 
 def check_tokens(stream: Stream, tokenizer: PreTrainedTokenizerBase, options: DatasetConfig) -> None:
-    """Raise UserError unless a stream's tokens are this tokenizer's, in rows of at most max_seq_len.
-
-    Fetches split.json, which names the tokenizer, from a remote.
-    """
-    folder = folder_of(stream)
+    """Raise UserError unless split.json says that a stream's tokens are this tokenizer's, in rows not too long."""
+    folder = Path(stream.local, stream.split)
     if stream.remote is not None and not (folder / "split.json").exists():
+        name = f"{stream.split}/split.json"
         with tempfile.TemporaryDirectory(dir=folder) as own:  # each process fetches it; none sees a partial file
-            fetched = Path(own, "split.json")
             try:
-                CloudDownloader.direct_download(os.path.join(stream.remote, stream.split, fetched.name), str(fetched))
-                fetched.replace(folder / fetched.name)
+                CloudDownloader.direct_download(os.path.join(stream.remote, name), f"{own}/split.json")
+                os.replace(f"{own}/split.json", folder / "split.json")
             except Exception as error:  # whatever the clients of s3, gs and oci raise
-                found = f"cannot fetch {stream.split}/split.json ({first_line(error)}), which names the tokenizer"
+                found = f"cannot fetch {name} ({first_line(error)}), which names the tokenizer"
                 raise UserError(f"{stream.remote}: {found}; copy it there, or convert the text again") from None
     made = tokens_summary(stream)
     if not {"tokenizer", "vocab_size", "digest", "mode", "length"} <= made.keys():
-        fix = "copy the split again, or convert the text again"
-        raise UserError(f"{folder}/split.json, which names the tokenizer, is missing or corrupt; {fix}")
+        found = f"{folder}/split.json, which names the tokenizer, is missing or corrupt"
+        raise UserError(f"{found}; copy the split again, or convert the text again")
     if made["digest"] != vocabulary_digest(tokenizer):
         maker = f"{made['tokenizer']} with {made['vocab_size']:,} tokens, not by {options.tokenizer_name}"
         raise UserError(f"tokenizer_name: the tokens in {folder} were made by {maker}; use the former or convert again")
@@ -207,13 +201,9 @@ def check_tokens(stream: Stream, tokenizer: PreTrainedTokenizerBase, options: Da
 def tokens_summary(stream: Stream) -> dict[str, Any]:
     """Return split.json's entry for token rows; an empty one if it is missing or corrupt, or the shards hold text."""
     try:
-        return dict(json.loads((folder_of(stream) / "split.json").read_text())["tokens"])
+        return dict(json.loads(Path(stream.local, stream.split, "split.json").read_text())["tokens"])
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-
-
-def folder_of(stream: Stream) -> Path:
-    return Path(stream.local, stream.split)
 
 
 def describe(options: DatasetConfig, dataset: StreamingTextDataset) -> str:

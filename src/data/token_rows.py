@@ -3,12 +3,12 @@
 A row is `[CLS] … [SEP]` without padding, in an MDS column `tokens` of the narrowest unsigned integers that hold the
 vocabulary. `--max_seq_len N` makes one row per document, `[CLS] document [SEP]`, truncated to N.
 
-`--concat_tokens N`: documents end to end, none truncated. Every row but a split's last one has N tokens. A document
-ends with `[SEP]`; one that reaches the end of its row continues after the next row's `[CLS]`. If its `[SEP]` falls on
-the second-to-last position, the row ends with a second `[SEP]` of the same document. A second column `begins` holds the
-positions in the row of each document's first token. It is never empty: a row in which no document starts stores its own
-length. So the number of a token's document within its row is the number of entries of `begins` that are at most
-the token's position, and `[CLS]`, at position 0, belongs to the document of the token after it.
+`--concat_tokens N` puts documents, each ending with `[SEP]`, end to end in rows of N tokens; a split's last row may be
+shorter. A document that reaches the end of its row continues after the next row's `[CLS]`; if its `[SEP]` falls on the
+second-to-last position, the row ends with a second one. A column `begins` holds the positions in the row of each
+document's first token, or, since it is never empty, the row's length if no document starts there. So the number of a
+token's document within its row is the number of entries of `begins` up to its position. `[CLS]` belongs to the
+document of the token after it.
 
 split.json, next to a split's index.json, is its summary; for rows of tokens it has
 `"tokens": {"tokenizer": …, "vocab_size": …, "digest": …, "mode": "max_seq_len" | "concat_tokens", "length": N, …}`.
@@ -70,7 +70,7 @@ class RowMaker:
     def __call__(self, texts: list[str]) -> tuple[list[bytes], np.ndarray]:
         """Return what each text becomes, b"" if it has no tokens, and the number of its tokens before truncation.
 
-        With `--max_seq_len`, a text becomes its row as MDS stores it; with `--concat_tokens`, its tokens and [SEP].
+        With `--max_seq_len`, it becomes its row as MDS stores it; with `--concat_tokens`, its tokens and [SEP].
         """
         rows = []
         documents = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]

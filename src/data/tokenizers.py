@@ -1,7 +1,4 @@
-"""Tokenizers: load one, identify its vocabulary, train BERT's WordPiece on a corpus.
-
-Importing this module is cheap: transformers and tokenizers are imported where they are used.
-"""
+"""Tokenizers: load one, identify its vocabulary, train BERT's WordPiece on a corpus. Imports nothing slow."""
 
 import json
 import shutil
@@ -28,10 +25,7 @@ def check_path(name: str, key: str) -> None:
 
 
 def load_tokenizer(name: str | Path, key: str = "--tokenizer", **options: Any) -> "PreTrainedTokenizerBase":
-    """Load a tokenizer from a folder or the Hub with AutoTokenizer's options, never running code from there.
-
-    `key` is what the user set. Raises UserError.
-    """
+    """Load a tokenizer from a folder or the Hub, without running code from there. `key` is what the user set."""
     check_path(str(name), key)
     from transformers import AutoTokenizer
 
@@ -39,8 +33,8 @@ def load_tokenizer(name: str | Path, key: str = "--tokenizer", **options: Any) -
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # whatever transformers, tokenizers and sentencepiece raise
         where = "the folder holds no tokenizer" if Path(name).is_dir() else "not a folder, and not found on the Hub"
-        why = f"{where} ({first_line(error)})"
-        raise UserError(f"{key}: cannot load {name}: {why}; give a folder with tokenizer.json") from None
+        found = f"cannot load {name}: {where} ({first_line(error)})"
+        raise UserError(f"{key}: {found}; give a folder with tokenizer.json") from None
 
 
 def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -51,10 +45,9 @@ def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def train_wordpiece(read_texts: Callable[[], Iterator[str]], vocab_size: int, lowercase: bool = True) -> "Tokenizer":
-    """Train a WordPiece tokenizer with BERT's normalizer, pre-tokenizer and [CLS] A [SEP] B [SEP].
+    """Train a WordPiece tokenizer like BERT's, byte for byte the same for the same texts.
 
-    The same texts and options give the same tokenizer, byte for byte. `read_texts` returns an iterator over the corpus
-    and is called twice. Raises UserError without text, or if the vocabulary is too small for its characters.
+    `read_texts` is called twice. Raises UserError without text, or if the vocabulary is too small for its characters.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -62,7 +55,6 @@ def train_wordpiece(read_texts: Callable[[], Iterator[str]], vocab_size: int, lo
     splitter = pre_tokenizers.BertPreTokenizer()
     learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     learner.normalizer, learner.pre_tokenizer = normalizer, splitter
-
     characters: set[str] = set()
     for text in progress(read_texts(), desc="reading the alphabet", unit="text"):
         characters.update(normalizer.normalize_str(text))
@@ -78,7 +70,6 @@ def train_wordpiece(read_texts: Callable[[], Iterator[str]], vocab_size: int, lo
     numbered, live = [*SPECIAL_TOKENS, *inside], sys.stderr.isatty()
     trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=numbered, show_progress=live)
     learner.train_from_iterator(read_texts(), trainer)
-
     tokenizer = Tokenizer(models.WordPiece(learner.get_vocab(), unk_token="[UNK]"))  # where `inside` is not special
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
     tokenizer.decoder = decoders.WordPiece()

@@ -22,11 +22,7 @@ def usable_cores() -> int:
 
 
 def in_order(work: Callable[[Any], Any], items: Iterable[Any], workers: int) -> Iterator[tuple[Any, Any]]:
-    """Yield (item, work(item)) in order; errors are raised in the same order.
-
-    With one worker or one item, this process does the work. Otherwise `work` is pickled once per process. Raises
-    UserError if a process is killed.
-    """
+    """Yield (item, work(item)) in order; one worker or item needs no process. Raises UserError if one is killed."""
     items = iter(items)
     first = list(itertools.islice(items, 2))
     items = itertools.chain(first, items)
