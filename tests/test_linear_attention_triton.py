@@ -329,7 +329,7 @@ def test_the_operators_keep_what_pytorch_asks_of_them(decay):
     inputs, mask = draw(decay, 20, 1, 1, "holes")
     q, k, v, log_decay = (None if x is None else x.to(DEVICE, torch.float32) for x in inputs)
     for seed, chunk_size, dropout_p in ((None, 16, 0.0), (torch.full((1, 1), 7, device=DEVICE), 0, 0.1)):
-        arguments = (q, k, v, log_decay, mask.to(DEVICE), None, seed, 0.5, chunk_size, dropout_p)
+        arguments = (q, k, v, log_decay, mask.to(DEVICE), None, seed, None, 0.5, chunk_size, dropout_p)
         torch.library.opcheck(host._forward, arguments)
         torch.library.opcheck(host._backward, (torch.ones_like(v), *arguments, log_decay is not None))
 
