@@ -1,9 +1,11 @@
 """The key `hf_export`: export Hub folders of a run's checkpoints during training; a failed export never stops it."""
 
+import contextlib
+import multiprocessing
+import os
 import re
 import shutil
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 
 from src.cli import log
-from src.errors import RunFailed
+from src.errors import RunFailed, UserError, first_line
 from src.files import LATEST
 
 
@@ -59,11 +61,24 @@ def export_latest(folder: Path, time_limit: float | None = None) -> tuple[Path, 
         if out.stat().st_mtime >= checkpoint.stat().st_mtime:
             return out, None
         shutil.rmtree(out, ignore_errors=True)  # exported from an older checkpoint of the same name
-    hub = Path(__file__).parents[1] / "hub.py"
-    command = [sys.executable, hub, "export", f"--checkpoint={checkpoint}", f"--out={out}"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit)
-    except subprocess.TimeoutExpired:
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_export, args=(checkpoint, out, sender), daemon=True)
+    process.start()
+    process.join(time_limit)
+    if process.is_alive():
+        process.kill()
         return out, f"it took more than {time_limit:.0f} s"
-    last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return out, last.removeprefix("error: ") if done.returncode else None
+    if receiver.poll():
+        return out, receiver.recv()
+    return out, f"exit status {process.exitcode}" if process.exitcode else None
+
+
+def _export(checkpoint: Path, out: Path, sender: Connection) -> None:
+    from src.publish.commands import export
+
+    with open(os.devnull, "w") as silence, contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
+        try:
+            export(checkpoint, out)
+        except Exception as error:  # such as out of memory
+            sender.send(("" if isinstance(error, UserError) else f"{type(error).__name__}: ") + first_line(error))
