@@ -92,7 +92,16 @@ def check(options: Namespace) -> list[Path]:
     if options.tokenizer is not None:
         check_path(options.tokenizer, "--tokenizer")
     check_writable("--out_root", Path(options.out_root))
+    folders = [Path(options.out_root, split) for split in options.splits]
+    if not any(unfinished(folder).exists() for folder in folders):  # else a finished split may be this command's own
+        for folder in folders:
+            check_absent(folder, options)
     return files
+
+
+def check_absent(folder: Path, options: Namespace) -> None:
+    if folder.exists() and not options.overwrite:
+        raise UserError(f"{folder} already exists; choose another --out_root, or give --overwrite to replace it")
 
 
 def unfinished(folder: Path) -> Path:
@@ -175,8 +184,7 @@ def plan(options: Namespace, files: list[Path]) -> list[Job]:
 
 def resumable_progress(job: Job, options: Namespace) -> dict[str, Any] | None:
     """Return an earlier process's progress if it is of use. Raises UserError if shards or a split would be lost."""
-    if job.folder.exists() and not options.overwrite:
-        raise UserError(f"{job.folder} already exists; choose another --out_root, or give --overwrite to replace it")
+    check_absent(job.folder, options)
     if job.progress is None or not job.progress["shards"]:
         return None
     before, now = job.progress["command"], job.command

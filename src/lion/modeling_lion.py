@@ -184,17 +184,25 @@ class LionModel(LionPreTrainedModel):
         return_dict = config.return_dict if return_dict is None else return_dict
 
         mask = None if attention_mask is None else attention_mask.bool()
-        x = self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids, seq_idx)
-        hidden_states, matrices = (x,) if output_hidden_states else None, () if output_attentions else None
-        for layer in self.layers:
-            x, matrix = layer(x, mask, seq_idx, form, output_attentions)
-            if output_hidden_states:
-                hidden_states += (x,)
-            if output_attentions:
-                matrices += (matrix,)
+        x, hidden_states, matrices = self._run_layers(
+            self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids, seq_idx),
+            lambda layer, x: layer(x, mask, seq_idx, form, output_attentions),
+            output_hidden_states,
+        )
+        matrices = matrices if output_attentions else None
         pooled = None if self.pooler is None else torch.tanh(self.pooler(self._pooled(x, mask)))
         output = modeling_outputs.BaseModelOutputWithPooling(x, pooled, hidden_states, matrices)
         return output if return_dict else output.to_tuple()
+
+    def _run_layers(self, x: Tensor, run: Callable, output_hidden_states: bool = False):
+        """Pass x through each layer by `run(layer, x)`. Return the last state, all if requested, and the matrices."""
+        hidden_states, matrices = (x,) if output_hidden_states else None, ()
+        for layer in self.layers:
+            x, matrix = run(layer, x)
+            matrices += (matrix,)
+            if output_hidden_states:
+                hidden_states += (x,)
+        return x, hidden_states, matrices
 
     @torch.no_grad()
     def encode_long(
@@ -231,11 +239,7 @@ class LionModel(LionPreTrainedModel):
         def take(x: Tensor | None, segment: slice) -> Tensor | None:
             return None if x is None else x[:, segment].to(device)
 
-        x = torch.empty(*input_ids.shape, self.config.hidden_size, dtype=self.dtype, device=input_ids.device)
-        for segment in segments:
-            positions = torch.arange(segment.start, segment.stop, device=device)[None]
-            x[:, segment] = self.embeddings(take(input_ids, segment), None, take(token_type_ids, segment), positions)
-        for layer in self.layers:
+        def run(layer: LionLayer, x: Tensor) -> tuple[Tensor, None]:
             passed = [layer.attention.segment_states(take(x, segment), take(mask, segment)) for segment in segments]
             lefts = [torch.zeros_like(passed[0].rightward)]
             for state in passed[:-1]:
@@ -245,7 +249,13 @@ class LionModel(LionPreTrainedModel):
                 inputs = take(x, segment), take(mask, segment), None, form
                 x[:, segment], _ = layer(*inputs, left_state=left, right_state=right)
                 right = right * state.across + state.leftward
-        return x
+            return x, None
+
+        x = torch.empty(*input_ids.shape, self.config.hidden_size, dtype=self.dtype, device=input_ids.device)
+        for segment in segments:
+            positions = torch.arange(segment.start, segment.stop, device=device)[None]
+            x[:, segment] = self.embeddings(take(input_ids, segment), None, take(token_type_ids, segment), positions)
+        return self._run_layers(x, run)[0]
 
     def _pooled(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The first token, or the mean of the real ones, (B, D)."""
