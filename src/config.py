@@ -50,9 +50,7 @@ class Rule:
 
 def key(meaning: str, default: Any = REQUIRED, *, may_change: bool | tuple[str, ...] = False, **rule: Any) -> Any:
     """Declare a config key with its meaning for `--help` and its `Rule`. Without a default it is required.
-
-    `may_change`: whether a resumed run may have a different value; in a free-form section, which keys may.
-    """
+    `may_change`: whether a resumed run may have a different value; in a free-form section, which keys may."""
     metadata = {"meaning": meaning, "rule": Rule(**rule), "may_change": may_change}
     default = {"default_factory": default.copy} if isinstance(default, dict | list) else {"default": default}
     return field(**default, metadata=metadata)
@@ -75,10 +73,8 @@ def _keys(schema: type, prefix: str = "") -> Iterator[tuple[str, Field, Any]]:
 
 def load(schema: type[Config], script: str, argv: list[str], example: str = "", more_help: str = "") -> Config:
     """Return the validated config of `script.py FILE.yaml [key=value ...]`; `example` and `more_help` are for `--help`.
-
     A file may inherit another with `inherit: other.yaml`, a path relative to itself, and state only what differs.
-    Raises UserError for a missing file, an unknown or missing key, or a value of the wrong type or out of bounds.
-    """
+    Raises UserError for a missing file, an unknown or missing key, or a value of the wrong type or out of bounds."""
     keys = "keys, in the YAML file or as key=value (the value after = is the default):"
     parser = argparse.ArgumentParser(script, f"{script} FILE.yaml [key=value ...] [--print_config]")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -30,13 +30,11 @@ def main(argv: list[str]) -> None:
     add("--checkpoint", type=Path, required=True, help="checkpoint that main.py or glue.py saved")
     add("--out", type=Path, required=True, help="folder to write; must not exist yet")
     add("--glue", type=Path, help="folder of a glue.py run, whose scores go into the model card")
-
     add = subcommand("verify", commands.verify, "compare a folder with the checkpoint it was written from")
     add("--checkpoint", required=True, help="the checkpoint: a file, or ORG/NAME on the Hub")
     add("--folder", type=Path, required=True, help="folder that export or import wrote")
     add("--tokenizer", help="the --tokenizer of import")
     add("--python", default=sys.executable, help="Python of another environment, to load the folder there")
-
     add = subcommand("push", commands.push, "upload a folder to the Hugging Face Hub")
     add("--folder", type=Path, required=True, help="folder that export wrote; its README.md may be edited")
     add("--repo_id", required=True, help="ORG/NAME on the Hub; created if it does not exist")
@@ -44,7 +42,6 @@ def main(argv: list[str]) -> None:
     add("--tokenizer", help="with --checkpoint: the --tokenizer of import")
     add("--private", action="store_true", help="create a private repository")
     add("--revision", help="branch to push to; created if it does not exist (default: main)")
-
     add = subcommand("import", commands.import_published, "export a checkpoint of the paper's authors")
     add("--checkpoint", required=True, help="their Composer checkpoint: a file, or ORG/NAME on the Hub")
     add("--out", type=Path, required=True, help="folder to write; must not exist yet")

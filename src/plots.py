@@ -109,9 +109,7 @@ def curves(runs: Iterable[tuple[str, Path]], curves: Sequence["Curve"], path: Pa
 
 def bars(runs: Sequence[tuple[str, Mapping]], baselines: Mapping[str, float], path: Path, title: str, unit: str):
     """Draw scores as bars, one colour per run: the mean of each group with a dot per seed, and a dashed baseline.
-
-    `runs` are (name, {group: scores of its seeds}); `baselines` are {group: score of the majority class}.
-    """
+    `runs` are (name, {group: scores of its seeds}); `baselines` are {group: score of the majority class}."""
     groups = list(dict.fromkeys(group for _, scores in runs for group in scores))
     figure, axes = subplots(title=title, width=max(4.5, 1.2 * len(groups) * max(1, len(runs) / 2) + 2), height=4.5)
     axis, width = axes[0, 0], 0.8 / len(runs)

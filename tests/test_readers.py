@@ -74,7 +74,9 @@ def test_batches_have_their_first_record_and_the_bytes_read(ending, tmp_path):
     batches = list(read_batches(path, "text"))
     sizes = [sum(map(len, batch.texts)) + len(batch.texts) for batch in batches]  # line ends included
     assert len(batches) > 3 and all(BATCH_BYTES <= size < BATCH_BYTES + 6000 for size in sizes[:-1])
-    assert [batch.position for batch in batches] == [sum(len(b.texts) for b in batches[:i]) for i in range(len(batches))]
+    assert [batch.position for batch in batches] == [
+        sum(len(b.texts) for b in batches[:i]) for i in range(len(batches))
+    ]
     assert sum(batch.size for batch in batches) == path.stat().st_size
     assert [text for batch in batches for text in batch.texts] == [line.decode().rstrip("\n") for line in lines]
 

@@ -71,11 +71,9 @@ def config_from_published(config: dict[str, Any], source: str = "the checkpoint"
 
 def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> dict[str, Tensor]:
     """Return their tensors under our names, without duplicates and without those that the variant does not use.
-
     Omitted: `position_ids` (a constant), `cls.predictions.bias` (a copy of the decoder's bias), the position table of
     LION-D and LION-S (not used), BERT's next-sentence head, a classifier's masked-LM head and a masked LM's pooler.
-    Raises UserError with the names of tensors that are unknown, or that belong together and do not match.
-    """
+    Raises UserError with the names of tensors that are unknown, or that belong together and do not match."""
     classifies = any(name.startswith("classifier.") for name in state)
     predicts = not classifies and any(name.startswith("cls.predictions.") for name in state)
     unused = {"cls.seq_relationship.": True, "cls.predictions.": classifies, "bert.pooler.": predicts}

@@ -18,12 +18,10 @@ IGNORED = -100  # the label of a token that is not predicted
 
 @dataclass
 class Masking:
-    """Hides tokens for masked language modelling (Devlin et al. 2018, section 3.1).
-
-    Of the tokens that are not special, a fraction `mlm_probability` is predicted: 80% of those become [MASK], 10% a
-    random token of the vocabulary, 10% stay unchanged. With `whole_words`, the tokens of a word are chosen together.
-    A sample's masks depend on (seed, epoch, index) alone; without `every_epoch` (evaluation), on (seed, index).
-    """
+    """Hides tokens for masked language modelling (Devlin et al. 2018, section 3.1). Of the tokens that are not special,
+    a fraction `mlm_probability` is predicted: 80% of those become [MASK], 10% a random token of the vocabulary, 10%
+    stay unchanged. With `whole_words`, the tokens of a word are chosen together. A sample's masks depend on (seed,
+    epoch, index) alone; without `every_epoch` (evaluation), on (seed, index)."""
 
     tokenizer: PreTrainedTokenizerBase
     mlm_probability: float
@@ -70,14 +68,11 @@ def continuation_tokens(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 @dataclass
 class MaskingCollator:
     """Samples with `text`, or with `tokens` as src/data/token_rows.py writes them, → inputs of a masked language model.
-
     Rows are padded to the longest of the batch, rounded up to a multiple of 8, or to `max_seq_len` with
     `pad_to_max_length`. With `packing`, samples share rows of at most `max_seq_len` tokens, masked as without packing.
-
     A batch has input_ids, attention_mask and labels, (rows, length); with packing also seq_idx, (rows, length), which
     numbers the samples, and the documents of one sample (`begins`), in a row, and sample_lengths, (rows, max samples
-    per row): the number of tokens of each sample, -1 where there is none.
-    """
+    per row): the number of tokens of each sample, -1 where there is none."""
 
     tokenizer: PreTrainedTokenizerBase
     max_seq_len: int
@@ -159,11 +154,9 @@ def token_counts(batch: dict[str, Any]) -> dict[str, Any]:
 
 def split_batch(batch: dict[str, Tensor], microbatch_size: int) -> list[dict[str, Any]]:
     """Split a batch into microbatches of about equally many rows: as many as without packing, if there are enough rows.
-
     All devices get the same number, since they may communicate in each: a device with fewer packed rows adds some
     without labels. A microbatch carries `token_counts` and `masked_positions`, (labels,), in the flattened rows, so
-    that training need not synchronize with the GPU to compute them.
-    """
+    that training need not synchronize with the GPU to compute them."""
     count = min(-(-sample_count(batch) // microbatch_size), len(batch["input_ids"]))
     splits = zip(*(tensor.tensor_split(count) for tensor in batch.values()))
     parts = [dict(zip(batch, split)) for split in splits]

@@ -34,9 +34,8 @@ class Files:
         self.stdin_format = "txt"
         if STANDARD_INPUT in paths:
             self.stdin_format = options.stdin_format or ("jsonl" if sys.stdin.buffer.peek(1)[:1] == b"{" else "txt")
-            log.info(
-                f"standard input: read as .{self.stdin_format}; it cannot be read again, so an interruption starts over"
-            )
+            kind = self.stdin_format
+            log.info(f"standard input: read as .{kind}; it cannot be read again, so an interruption starts over")
 
     def changed(self, stamps: list[list], position: list) -> str | None:
         """Return the first of the files read up to a position that has changed since its stamp, or None."""

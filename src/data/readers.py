@@ -1,5 +1,4 @@
 """Readers of .txt, .jsonl (or .json, one object per line), .csv, .tsv, each optionally .gz or .zst, and .parquet.
-
 `read_batches` reads a corpus: one text per record. `read_rows` reads a table: the wanted columns of each row.
 """
 
@@ -116,11 +115,9 @@ def grouped(items: Iterable[Any], length: Callable[[Any], int]) -> Iterator[list
 
 def read_rows(path: Path, columns: Columns, malformed_rows: int = 0, tab_separated: bool = False) -> Rows:
     """Yield the line number and the wanted columns of each row of a table. Raises UserError with file and line.
-
     `columns` are names, or numbers in a .csv or .tsv without a header. Up to `malformed_rows` rows of another length
     are skipped, and empty lines, except in a .csv or .tsv of one column: there an empty line before other lines is an
-    empty text. Quotes enclose a cell in .csv and are literal in .tsv; `tab_separated` means .tsv, whatever the name.
-    """
+    empty text. Quotes enclose a cell in .csv and are literal in .tsv; `tab_separated` means .tsv, whatever the name."""
     kind, compression = ("tsv", None) if tab_separated else file_kind(path)
     if kind == "txt":
         raise UserError(f"{path}: cannot read .txt as a table; give .csv, .tsv, .jsonl or .parquet")
@@ -151,10 +148,8 @@ def _rows(lines: Lines, path: Path, kind: str, columns: Columns, malformed: int 
 
 
 def _select(path: Path, rows: Rows, columns: Columns, malformed: int, fix: str) -> Rows:
-    """Yield the wanted cells of each row, by the names in a header or by number; none for an empty line.
-
-    All rows must be as long as the first. In a file of one column, an empty line is an empty cell.
-    """
+    """Yield the wanted cells of each row, by the names in a header or by number; none for an empty line. All rows must
+    be as long as the first. In a file of one column, an empty line is an empty cell."""
     number, header = next((row for row in rows if row[1]), (1, []))
     width, skipped = len(header), []
     if names := [column for column in columns if isinstance(column, str)]:

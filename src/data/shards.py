@@ -1,6 +1,4 @@
-"""MDS shards whose writing can resume after a kill at any moment, with the same bytes.
-
-The shards of an unfinished split are in a hidden folder with progress.json, replaced after each complete shard. It
+"""MDS shards whose writing can resume after a kill at any moment, with the same bytes. The shards of an unfinished split are in a hidden folder with progress.json, replaced after each complete shard. It
 holds the command, the state to resume from, the number of samples to skip after it, and the complete shards.
 """
 
@@ -24,11 +22,8 @@ PROGRESS = "progress.json"
 
 
 class ShardWriter(MDSWriter):
-    """Writes samples to the shards of a folder, and progress.json after each complete shard.
-
-    Call `mark(state)` before writing the samples that follow a state. After resuming from a state, write the same
-    samples again; those in complete shards are skipped.
-    """
+    """Writes samples to the shards of a folder, and progress.json after each complete shard. Call `mark(state)` before
+    writing the samples that follow a state. After resuming from it, write them again; stored ones are skipped."""
 
     def __init__(self, folder: Path, progress: dict[str, Any], resumable: bool, **options: Any):
         with tempfile.TemporaryDirectory() as empty:  # MDSWriter refuses a folder with files

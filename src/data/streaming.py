@@ -23,8 +23,6 @@ from src.data.config import DatasetConfig, LoaderConfig, check_split
 from src.data.tokenizers import vocabulary_digest
 from src.errors import UserError, first_line
 
-STREAM_KEYS = ["local", "remote", "split", "proportion", "repeat", "choose"]
-
 
 class StreamingTextDataset(StreamingDataset):
     """Samples of MDS shards: `text` or `tokens`, and "sample": (epoch, index), the index over all streams."""
@@ -115,10 +113,8 @@ def build(config: LoaderConfig, tokenizer: PreTrainedTokenizerBase, batch_size: 
 
 
 def ignore_signals(worker: int) -> None:
-    """Ignore signals that reach all processes of a run, since the main one still needs batches from this worker.
-
-    Its own SIGTERM still ends the worker: multiprocessing sends it at exit, and then waits.
-    """
+    """Ignore signals that reach all processes of a run, since the main one still needs batches from this worker. Its
+    own SIGTERM still ends the worker: multiprocessing sends it at exit, and then waits."""
     main_process = os.getppid()
 
     def obey_main_process() -> None:
@@ -164,7 +160,7 @@ def open_stream(key: str, source: Any, split: str) -> Stream:
     """Return one source of shards, checked if it is local. `key` is what the user set."""
     if not isinstance(source, Mapping) or source.get("local") is None:
         raise UserError(f"{key} must hold `key: value` lines with local, the shards' folder or the cache of its remote")
-    check_known(key, source, STREAM_KEYS)
+    check_known(key, source, ("local", "remote", "split", "proportion", "repeat", "choose"))
     split = source.get("split") or split
     if source.get("remote") is None:
         check_split(key, Path(source["local"]), split)

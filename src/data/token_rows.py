@@ -68,10 +68,8 @@ class RowMaker:
             self.columns["begins"] = f"ndarray:{self.begins_dtype}"
 
     def __call__(self, texts: list[str]) -> tuple[list[bytes], np.ndarray]:
-        """Return what each text becomes, b"" if it has no tokens, and the number of its tokens before truncation.
-
-        With `--max_seq_len`, it becomes its row as MDS stores it; with `--concat_tokens`, its tokens and [SEP].
-        """
+        """Return what each text becomes, b"" if it has no tokens, and the number of its tokens before truncation. With
+        `--max_seq_len`, it becomes its row as MDS stores it; with `--concat_tokens`, its tokens and [SEP]."""
         rows = []
         documents = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
         for ids in documents:

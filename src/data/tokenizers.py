@@ -45,10 +45,8 @@ def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def train_wordpiece(read_texts: Callable[[], Iterator[str]], vocab_size: int, lowercase: bool = True) -> "Tokenizer":
-    """Train a WordPiece tokenizer like BERT's, byte for byte the same for the same texts.
-
-    `read_texts` is called twice. Raises UserError without text, or if the vocabulary is too small for its characters.
-    """
+    """Train a WordPiece tokenizer like BERT's, byte for byte the same for the same texts. `read_texts` is called twice.
+    Raises UserError without text, or if the vocabulary is too small for its characters."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)

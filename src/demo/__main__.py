@@ -110,9 +110,7 @@ class Demo:
 
     def finetune(self, model: str) -> None:
         """Fine-tune the pretrained encoder on both tasks. Unless models are compared, random weights and export beside.
-
-        Each command computes on one thread and waits for its imports: side by side, they keep two cores busy.
-        """
+        Each command computes on one thread and waits for its imports: side by side, they keep two cores busy."""
         checkpoint, exported = self.pretrained / model / LATEST, self.exported / model
         config = ["glue.py", "yamls/finetune-glue/demo.yaml", f"glue_dir={self.tasks}"]
         config += [f"starting_checkpoint_load_path={checkpoint}", *self.precision()]
@@ -158,9 +156,8 @@ class Demo:
         lines.append(["*baseline*", "-", f"{summary['after']['most_frequent_token']:.2%}", *majority, "-"])
         titles = (f"{row['title']}, {row['metrics'][0]}" for row in rows)
         lines.insert(0, ["model", "parameters", "masked accuracy", *titles, "pretraining"])
-        note = "Baseline: always the most frequent token or the majority class."
         table, curves, scores = (self.out / name for name in ("results.md", "curves.png", "scores.png"))
-        table.write_text(f"{markdown(lines)}\n\n{note}\n")
+        table.write_text(f"{markdown(lines)}\n\nBaseline: always the most frequent token or the majority class.\n")
         folders = [(model, self.pretrained / model) for model in models]
         plots.curves(folders, CURVES, curves, "Pretraining on docstrings")
         report.draw(runs, scores, "Fine-tuning on tasks made from docstrings")
@@ -173,10 +170,8 @@ class Demo:
 
 
 def choose_precision(arguments: Sequence[str], vocab_size: int) -> str | None:
-    """Return fp32 or amp_bf16, whichever trains faster on this CPU, in steps timed in turns on random tokens.
-
-    A precision among the arguments of main.py takes precedence; on a GPU, None leaves the choice to main.py.
-    """
+    """Return fp32 or amp_bf16, whichever trains faster on this CPU, in steps timed in turns on random tokens. A
+    precision among the arguments of main.py takes precedence; on a GPU, None leaves the choice to main.py."""
     import torch
 
     from src.lion import LionConfig, LionForMaskedLM

@@ -2,11 +2,9 @@
 
 The standard library and the packages that this project installs hold 13 MB of English prose about arrays, graphs and
 sockets. `build_corpus` parses their source files without importing them, drops code and repeated sentences, and writes
-passages:
+passages, which depend only on the installed versions:
 
     {"text": "Applies an affine linear transformation to the incoming data.", "source": "torch/nn/modules/linear.py"}
-
-The result depends only on the installed versions.
 """
 
 import ast
@@ -39,7 +37,6 @@ PACKAGES = (
 SKIPPED_FOLDERS = {"test", "tests", "testing", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 # A passage ends with the paragraph that reaches the first number of words; only a single sentence exceeds the second.
-# The tiny models read no more at once.
 PASSAGE_WORDS = (16, 24)
 SHORTEST_PASSAGE = 5  # words, at the end of a file
 SENTENCE_WORDS = (5, 80)
@@ -51,7 +48,7 @@ FENCE = re.compile(r"\s*(```|~~~)")
 DIRECTIVE = re.compile(r"\s*\.\.(?:\s+([\w:-]+?)::|\s|$)\s*(?:\d[\w.]*\s*)?")  # and its version
 KEPT_DIRECTIVES = {"note", "warning", "caution", "attention", "important", "tip", "hint", "seealso", "admonition",
                    "versionadded", "versionchanged", "deprecated"}  # fmt: skip
-# A rule, or a row of a table.
+# A rule, or a row of a table
 RULE = re.compile(r"^\s*(?:```|~~~)|^\s*([-=~^\"'*#+_.`])(?:\1|\s)*$|\S {3,}\S|^\s*[|+].*[|+]\s*$")
 TYPE_LINE = re.compile(r"\s*[\w.*`'\", ]{1,60} : |\s*[\w*]+\s*:\s*$")  # numpydoc's "x : int, optional"
 BULLET = re.compile(r"\s*(?:[-*+•]|\d+[.)]|\([a-z\d]\)|#\.)\s+")
@@ -98,10 +95,8 @@ FUNCTION_WORDS = frozenset(
 
 
 def build_corpus(out: Path, packages: Iterable[str] = PACKAGES, required: Iterable[str] = REQUIRED) -> None:
-    """Write the prose of the installed `packages` to `out`, a JSONL file of passages ordered by package and file.
-
-    Other packages than the `required` are skipped if they are not installed. Raises UserError.
-    """
+    """Write the prose of the installed `packages` to `out`, a JSONL file of passages ordered by package and file. Other
+    packages than the `required` are skipped if they are not installed. Raises UserError."""
     files = {package: source_files(package) for package in packages}
     if absent := ", ".join(package for package in required if not files.get(package)):
         raise UserError(f"no Python sources of {absent} found; install them: the corpus is their docstrings")
@@ -167,9 +162,7 @@ def documentation(tree: ast.Module) -> list[str]:
 
 def split_paragraphs(text: str) -> list[str]:
     """Return the paragraphs of a docstring in reStructuredText, Markdown, numpydoc or Google style, without its code.
-
-    List items and descriptions of arguments are separate paragraphs. Some may not be English: see `prose`.
-    """
+    List items and descriptions of arguments are separate paragraphs. Some may not be English: see `prose`."""
     paragraphs, lines = [], []
     start, hangs = 0, False  # of the current paragraph: indent of its first line; whether later lines may be deeper
     for line in without_code(text):

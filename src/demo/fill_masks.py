@@ -1,5 +1,4 @@
 """Fill the masks of sentences as a user of a Hub folder would, with only torch and transformers.
-
 python fill_masks.py HUB_FOLDER "The [MASK] of the list is returned." ...
 """
 

@@ -2,9 +2,7 @@
 
 - `WordOrder/`, CoLA's layout: is a sentence in its original word order (1), or were its words permuted (0)?
 - `Continuation/`, RTE's layout: does the second text follow the first (entailment), or come from another file
-  (not_entailment)? The texts are halves of sentences; grammar and meaning tell which halves fit.
-
-A bag of words cannot solve either.
+  (not_entailment)? The texts are halves of sentences. A bag of words cannot solve either.
 """
 
 import hashlib
@@ -23,24 +21,17 @@ MOVED_WORDS = 4  # at least, in a permuted sentence
 SENTENCE_WORDS = range(6, 21)  # of WordOrder
 HALVED_WORDS = range(8, 23)  # of Continuation, before halving
 Sentence = tuple[str, str]  # source file, text
+IsValidation = Callable[[str], bool]  # of a passage's text
 
 
 TASKS = {"WordOrder": "", "Continuation": "index\tsentence1\tsentence2\tlabel\n"}  # and the first line of a file
 
 
 def write_tasks(
-    corpus: Path,
-    out: Path,
-    is_validation: Callable[[str], bool],
-    train_examples: int,
-    dev_examples: int,
-    seed: int = 17,
+    corpus: Path, out: Path, is_validation: IsValidation, train_examples: int, dev_examples: int, seed: int = 17
 ) -> None:
-    """Write train.tsv and dev.tsv of each task below `out`, with balanced labels.
-
-    Passages whose text `is_validation` go to `dev.tsv`, the others to `train.tsv`. No sentence occurs twice in a task,
-    in any word order. Raises UserError if the corpus is too small.
-    """
+    """Write train.tsv and dev.tsv of each task below `out`, with balanced labels. Passages whose text `is_validation`
+    go to `dev.tsv`, the others to `train.tsv`. No sentence occurs twice in a task, in any word order."""
     sizes = {"train": train_examples, "dev": dev_examples}
     if odd := [f"{split}_examples={size}" for split, size in sizes.items() if size < 2 or size % 2]:
         raise UserError(f"{odd[0]} must be even and at least 2, for two balanced labels")
@@ -72,10 +63,8 @@ def read_passages(corpus: Path) -> Iterator[tuple[str, list[Sentence]]]:
         yield row["text"], [(row["source"], sentence) for sentence in sentences]
 
 
-def masked_sentences(
-    corpus: Path, vocabulary: Path, is_validation: Callable[[str], bool], count: int = 3
-) -> tuple[list[str], list[str]]:
-    """Return validation sentences with a word of the vocabulary masked, and the words. A hash chooses both."""
+def masked_sentences(corpus: Path, vocabulary: Path, is_validation: IsValidation) -> tuple[list[str], list[str]]:
+    """Return three validation sentences with a word of the vocabulary masked, and the words. A hash chooses both."""
     known = set(vocabulary.read_text(encoding="utf-8").split("\n"))
     passages = [(text, first) for text, ((_, first), *_) in read_passages(corpus) if is_validation(text)]
     sentences, hidden = [], []
@@ -86,7 +75,7 @@ def masked_sentences(
             place = plain[int(digest, 16) % len(plain)]
             hidden.append(words[place])
             sentences.append(" ".join([*words[:place], "[MASK]", *words[place + 1 :]]))
-    return sentences[:count], hidden[:count]
+    return sentences[:3], hidden[:3]
 
 
 def balanced(examples: Iterable[tuple[int, str]], size: int, name: str) -> list[str]:
@@ -113,10 +102,8 @@ def word_order_examples(sentences: list[Sentence], seen: set[str], rng: random.R
 
 
 def permute(sentence: str, rng: random.Random) -> str | None:
-    """Move every plain lower-case word of a sentence to the position of another; None if too few can move.
-
-    The first word with its capital, the last, and words with a comma or a digit stay: they would reveal the label.
-    """
+    """Move every plain lower-case word of a sentence to the position of another; None if too few can move. The first
+    word with its capital, the last, and words with a comma or a digit stay: they would reveal the label."""
     words = sentence.split()
     places = [i for i in range(1, len(words) - 1) if words[i].isalpha() and words[i].islower()]
     if len(places) < MOVED_WORDS:
@@ -129,11 +116,9 @@ def permute(sentence: str, rng: random.Random) -> str | None:
 
 
 def continuation_examples(sentences: list[Sentence], seen: set[str], rng: random.Random) -> Iterator[tuple[int, str]]:
-    """Yield (label, row) in RTE's columns without the index: sentence1, sentence2, label.
-
-    Sentences are paired, from different sources and of equal length; every other pair swaps its second halves. So both
-    labels have halves of the same kind, and each half occurs once.
-    """
+    """Yield (label, row) in RTE's columns without the index: sentence1, sentence2, label. Sentences are paired, from
+    different sources and of equal length; every other pair swaps its second halves. So each half occurs
+    once, and both labels have halves of the same kind."""
     halves = []
     for source, sentence in sentences:
         if claim(sentence, HALVED_WORDS, seen):

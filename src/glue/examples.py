@@ -61,10 +61,8 @@ def splits_of(task: Task, glue_dir: str | None, with_test: bool) -> list[Split]:
             path = Path(glue_dir, task.folder, f"{name}.tsv")
             other = path.with_name(task.tsv_other_names.get(name, path.name))  # its publisher's name for it
             splits.append(Split(kind, name, (other if other.is_file() and not path.is_file() else path,)))
-        found = [
-            path for name in ("diagnostic/diagnostic.tsv", "AX/AX.tsv") if (path := Path(glue_dir, name)).is_file()
-        ]
-        return splits + [Split("test", DIAGNOSTIC, (path,)) for path in found[:1] if predicts_diagnostic]
+        places = (Path(glue_dir, name) for name in ("diagnostic/diagnostic.tsv", "AX/AX.tsv") if predicts_diagnostic)
+        return splits + [Split("test", DIAGNOSTIC, (path,)) for path in places if path.is_file()][:1]
     if task.hub is None:
         raise UserError(f"glue_dir is not set, and tasks.{task.name} is in its folder {task.folder}; set glue_dir")
     names = {"train": (task.train,), "validation": task.validation, "test": task.test}

@@ -13,11 +13,10 @@ from src.glue.tasks import FROM_MNLI, GLUE, FinetuneConfig, Task, select
 from src.jobs import predictions
 from src.jobs.experiment import RESULT_FILE, Average, Experiment, Job, Result, Row
 
-# For the GLUE server: file names by task, the one that it requires too, and the tasks submitted as class indices.
+# For the GLUE server: file names by task, and the one that it requires too.
 FILES = {"cola": ("CoLA",), "sst2": ("SST-2",), "mrpc": ("MRPC",), "stsb": ("STS-B",),
          "mnli": ("MNLI-m", "MNLI-mm", DIAGNOSTIC), "qnli": ("QNLI",), "rte": ("RTE",), "qqp": ("QQP",)}  # fmt: skip
 NOT_OURS = "WNLI"
-NUMBERED = ("cola", "sst2", "mrpc", "qqp")
 
 
 class GlueExperiment(Experiment):
@@ -35,9 +34,7 @@ class GlueExperiment(Experiment):
         self.tasks = select(config.tasks_to_run, config.tasks, config.default_seed)
         longest = max(2 * len(task.columns) + 1 for task in self.tasks)
         if config.max_seq_len < longest:
-            raise UserError(
-                f"max_seq_len={config.max_seq_len} must be at least {longest}: [CLS] and two tokens per text"
-            )
+            raise UserError(f"max_seq_len={config.max_seq_len} must be at least {longest}: [CLS], two tokens per text")
         if config.mnli_first and [task.name for task in self.tasks].count("mnli") != 1:
             raise UserError("mnli_first needs one MNLI encoder; add mnli to tasks_to_run, without a search")
         path = config.starting_checkpoint_load_path
@@ -151,7 +148,7 @@ def write_submission(rows: list[Row], run: Path) -> str:
 def submitted(task: str, prediction: str | float, labels: list[str]) -> str:
     if task == "stsb":
         return f"{min(5.0, max(0.0, prediction)):.3f}"  # the range of STS-B's labels
-    if task in NUMBERED:
+    if task in ("cola", "sst2", "mrpc", "qqp"):
         return str(labels.index(prediction))
     # A tab or line break in a class name would start another cell or row.
     return str(prediction).translate({ord("\t"): "\\t", ord("\n"): "\\n", ord("\r"): "\\r"})

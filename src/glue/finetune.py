@@ -107,10 +107,8 @@ class Batches:
 
 
 class GroupedByLength(Sampler[int]):
-    """Draw a new order in each epoch, with texts of similar length in each batch to reduce padding.
-
-    Chunks of up to 50 batches, at most a quarter of the epoch, are sorted by length; then full batches are shuffled.
-    """
+    """Draw a new order in each epoch, with texts of similar length in each batch to reduce padding. Chunks of up to 50
+    batches, at most a quarter of the epoch, are sorted by length; then full batches are shuffled."""
 
     def __init__(self, examples: list[Example], batch_size: int, seed: int):
         self.lengths = [sum(map(len, example.texts)) for example in examples]

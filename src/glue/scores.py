@@ -28,10 +28,8 @@ def score(metrics: tuple[str, ...], predictions: Tensor, labels: Tensor, classes
         return dict.fromkeys(metrics, float("nan"))
     # The correlation with a constant counts as 0; the libraries return NaN, or not quite 0.
     constant = any((values == values[0]).all() for values in (predictions, labels))
-    return {
-        name: 0.0 if constant and name in CORRELATIONS else float(METRICS[name](predictions, labels, classes))
-        for name in metrics
-    }
+    zero = CORRELATIONS if constant else ()
+    return {m: 0.0 if m in zero else float(METRICS[m](predictions, labels, classes)) for m in metrics}
 
 
 class TaskScore(Metric):

@@ -1,5 +1,4 @@
 """The config of fine-tuning, and its tasks: where texts and labels are, and how they are scored and trained.
-
 GLUE's eight are in tasks.yaml. A config adds others under `tasks`, with the fields of `Task`; `like: rte` takes every
 omitted field from RTE. A hyperparameter with several values, `lr: [1e-5, 3e-5]`, starts a search over them.
 """
@@ -28,8 +27,7 @@ class FinetuneConfig(TrainerConfig):
 
     base_run_name: str = key("name of the run; each job's name is this, its task and its seed")
     starting_checkpoint_load_path: str | None = key(
-        "pretrained encoder: checkpoint, Hub folder or Hub name, ours, the authors' or a BERT; null: random weights",
-        None,
+        "pretrained encoder: checkpoint, Hub folder or name, ours, the authors' or a BERT; null: random weights", None
     )
     from_scratch: bool = key("take sizes and tokenizer of the starting checkpoint, not its weights: a baseline", False)
     model: dict[str, Any] = key("arguments of LionConfig that override those of the starting checkpoint", {})
@@ -218,8 +216,8 @@ def check(task: Task) -> None:
     classes, shown = len(task.labels), ", ".join(task.labels)
     for wrong, message in (
         *(
-            (not getattr(task, name), f".{name} must have at least one entry")
-            for name in ("metrics", "validation", "tsv_validation")
+            (not getattr(task, n), f".{n} must have at least one entry")
+            for n in ("metrics", "validation", "tsv_validation")
         ),
         (task.regression and classes, ".labels: a regression has none; set labels to [] or omit kind"),
         (classes == 1 or len(set(task.labels)) < classes, f".labels={shown} must be two or more classes, each once"),

@@ -50,10 +50,8 @@ class Average:
 
 
 class Experiment(ABC):
-    """Many short runs from one config with save_folder, base_run_name, device, parallel, rerun and progress_bar.
-
-    Each job's process gets a pickled copy. The module must not import torch: `check_paths` must report errors quickly.
-    """
+    """Many short runs from one config with save_folder, base_run_name, device, parallel, rerun and progress_bar. Each
+    job's process gets a pickled copy. The module must not import torch: `check_paths` must report errors quickly."""
 
     command: ClassVar[str]  # the script, for messages
     example: ClassVar[str]  # its arguments, for --help
@@ -79,11 +77,9 @@ class Experiment(ABC):
 
     @abstractmethod
     def run(self, job: Job, device: str, steps: Any) -> Result:
-        """Train, score and write predictions, in the job's process; `steps` is a pool.StepReporter.
-
-        Return task, title, variant, seed, folder (names), metrics, score and the majority class's (0 to 1) as majority,
-        scores (split → metric → value), labels (classes; empty for a regression), the average's key, and more.
-        """
+        """Train, score and write predictions, in the job's process; `steps` is a pool.StepReporter. Return task, title,
+        variant, seed, folder (names), metrics, score and the majority class's (0 to 1) as majority, scores (split →
+        metric → value), labels (classes; empty for a regression), the average's key, and more."""
 
     @abstractmethod
     def files(self, job: Job, result: Result) -> list[str] | None:

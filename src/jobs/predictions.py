@@ -20,9 +20,7 @@ def predicted(logits: "Tensor") -> "Tensor":
 
 def write(path: Path, logits: "Tensor", classes: Sequence[str], examples: Iterable[tuple[Any, float | None]]) -> None:
     """Write one line per example, (id, label): its logits, prediction and label (class index or value), if it has one.
-
-    `logits` are (examples, classes), or regression values, (examples,); classes are written by name.
-    """
+    `logits` are (examples, classes), or regression values, (examples,); classes are written by name."""
     with path.open("w", encoding="utf-8") as file:
         for row, prediction, (number, label) in zip(logits.tolist(), predicted(logits).tolist(), examples):
             line = {"id": number, "logits": row, "prediction": classes[prediction] if classes else prediction}

@@ -43,10 +43,8 @@ def write(results: list[Result], average: Average, folder: Path, name: str, fail
 
 
 def summarize(results: Sequence[Result], average: Average) -> list[Row]:
-    """Return one row per task: mean and standard deviation over seeds, each seed, and the majority class's score.
-
-    A search's row is the candidate with the highest mean among those with the most seeds ("of": expected), and has all.
-    """
+    """Return one row per task: mean and standard deviation over seeds, each seed, and the majority class's score. A
+    search's row is the candidate with the highest mean among those with the most seeds, and lists all."""
     tasks: dict[str, dict[str, Row]] = {}  # task → variant → row
     for result in results:
         row = {name: result[name] for name in ("task", "title", "metrics", "majority")}
@@ -110,10 +108,7 @@ def average_text(rows: list[Row], average: Average) -> str:
 def draw(runs: Sequence[tuple[str, list[Row]]], picture: Path, title: str = "Scores by task and metric") -> None:
     """Draw one bar per task and run, each seed as a dot and the majority class as a dashed line."""
     groups = {row["task"]: "\n".join((row["title"], *row["metrics"])) for _, rows in runs for row in rows}
-    bars = [
-        (name, {groups[row["task"]]: [100 * score for score in row["seeds"].values()] for row in rows})
-        for name, rows in runs
-    ]
+    bars = [(name, {groups[r["task"]]: [100 * s for s in r["seeds"].values()] for r in rows}) for name, rows in runs]
     baselines = {groups[row["task"]]: 100 * row["majority"] for _, rows in runs for row in rows}
     plots.bars(bars, baselines, picture, title, "score × 100")
 

@@ -14,10 +14,8 @@ MIN_TOKENS, MIN_WEIGHTS = 1024, 2**19  # below these, oneDNN is no faster, as it
 
 
 def speed_up(model: nn.Module) -> None:
-    """Replace the classes of a model's dropouts, mixers and layers with subclasses that are faster on a CPU.
-
-    Linear layers remain plain `nn.Linear` modules, which quantization, adapters and wrappers look for.
-    """
+    """Replace the classes of a model's dropouts, mixers and layers with subclasses that are faster on a CPU. Linear
+    layers remain plain `nn.Linear` modules, which quantization, adapters and wrappers look for."""
     for module in model.modules():
         if type(module) is nn.Dropout:
             module.__class__ = Dropout
@@ -28,12 +26,10 @@ def speed_up(model: nn.Module) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep the memory that this process frees instead of returning large blocks to the system at once.
-
-    A training step requests the blocks that the previous one freed, and the system would zero every page first. The
+    """Make glibc keep the memory that this process frees instead of returning large blocks to the system at once. A
+    training step requests the blocks that the previous one freed, and the system would zero every page first. The
     process stays at its peak size, which grew by up to a quarter in our trials with varying lengths. Without glibc, or
-    with settings in the environment (MALLOC_…, GLIBC_TUNABLES), nothing is done.
-    """
+    with settings in the environment (MALLOC_…, GLIBC_TUNABLES), nothing is done."""
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
     with contextlib.suppress(OSError, AttributeError):
@@ -50,11 +46,9 @@ class Dropout(nn.Dropout):
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """Zero each entry of x, (...), independently with probability p, and divide the others by 1 − p.
-
-    On a CPU torch draws one number per entry, on one core, which takes a tenth of a training step at base size. Here 64
-    random bits serve four entries, and p is rounded to a multiple of 2^-16.
-    """
+    """Zero each entry of x, (...), independently with probability p, and divide the others by 1 − p. On a CPU torch
+    draws one number per entry, on one core, which takes a tenth of a training step at base size. Here 64 random bits
+    serve four entries, and p is rounded to a multiple of 2^-16."""
     dropped = round(p * 2**16)
     if x.device.type != "cpu" or torch.compiler.is_compiling() or not 0 < dropped < 2**16:
         return F.dropout(x, p)
@@ -64,12 +58,9 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """Compute layer(x), (..., D) to (..., E), with oneDNN where that is faster.
-
-    On an x86 CPU torch multiplies float32 matrices with MKL but convolves with oneDNN, which takes up to a quarter less
-    time for the layers of a base model on two cores of an AMD EPYC. A linear layer is a 1×1 convolution with tokens as
-    pixels; neither x nor the result is copied.
-    """
+    """Compute layer(x), (..., D) to (..., E), with oneDNN where that is faster. On an x86 CPU torch multiplies float32
+    matrices with MKL but convolves with oneDNN, which takes up to a quarter less time for the layers of a base model on
+    two cores of an AMD EPYC. A linear layer is a 1×1 convolution with tokens as pixels; nothing is copied."""
     if not _is_convolved(layer, x):
         return layer(x)
     pixels = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (1, D, tokens, 1), channels last in memory

@@ -143,12 +143,10 @@ class SegmentStates(NamedTuple):
 
 
 def segment_states(k, v, log_decay=None, *, mask=None) -> SegmentStates:
-    """Summarize one segment of a text that does not fit in memory; arguments as `linear_attention`'s.
-
-    Read the segments from left to right and update `left = left * across + rightward` after each, then from right to
-    left and update `right = right * across + leftward`. Given the states before these updates,
-    `linear_attention(..., left_state=left, right_state=right)` on a segment returns its part of the text's output.
-    """
+    """Summarize one segment of a text that does not fit in memory; arguments as `linear_attention`'s. Read the segments
+    from left to right and update `left = left * across + rightward` after each, then from right to left and update
+    `right = right * across + leftward`. Given the states before these updates, `linear_attention(..., left_state=left,
+    right_state=right)` on a segment returns its part of the text's output."""
     k = _zero_masked(k, mask)
     with torch.autocast(k.device.type, enabled=False):
         wide = torch.promote_types(k.dtype, torch.float32)

@@ -24,11 +24,8 @@ BLOCK_ENTRIES = {"cpu": 2**18, "cuda": 2**26}  # matrix entries to process at a 
 
 
 def cumulative_log_decay(log_decay: Tensor | None, seq_idx: Tensor | None, length: int) -> tuple[Tensor, Tensor] | None:
-    """Return (exclusive, inclusive), each (B or 1, H or 1, L), or None if nothing decays.
-
-    They are float64, to keep differences accurate far into a text. A boundary between packed sequences lowers both by
-    LOG_ZERO, so that nothing passes across it.
-    """
+    """Return (exclusive, inclusive), each (B or 1, H or 1, L), or None if nothing decays. They are float64, to keep
+    differences accurate far into a text. A boundary between packed sequences lowers both by LOG_ZERO."""
     if log_decay is None and seq_idx is None:
         return None
     if log_decay is None:
@@ -115,11 +112,8 @@ def _masks(blocks, exclusive, inclusive, dtype: torch.dtype, uniform: bool) -> C
 
 
 def _decay_mask(exclusive: Tensor, inclusive: Tensor, dtype: torch.dtype) -> Tensor:
-    """M, (..., L, L), from the cumulative log decays, (..., L) in float64.
-
-    With m their mean and h half their difference, log M_ij = −|m_i − m_j| + h_j − h_i in both triangles, so neither has
-    to be selected and none can overflow.
-    """
+    """M, (..., L, L), from the cumulative log decays, (..., L) in float64. With m their mean and h half their
+    difference, log M_ij = −|m_i − m_j| + h_j − h_i in both triangles, so none can overflow."""
     middle, half = (exclusive + inclusive) / 2, (inclusive - exclusive) / 2
     compute = torch.promote_types(dtype, torch.float32)
     # Two float32 numbers represent the float64 sum: far into a text, neighbours differ little and are far from 0.
@@ -132,10 +126,8 @@ def _decay_mask(exclusive: Tensor, inclusive: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _cumulative_gradients(grad_log_mask: Tensor) -> Iterable[Tensor]:
-    """Turn ∂/∂ log M, (..., L, L), overwritten, into ∂/∂ exclusive and ∂/∂ inclusive, (..., L) in float64.
-
-    A pair adds to its row what it subtracts from its column: sums rounded differently would leave a remainder.
-    """
+    """Turn ∂/∂ log M, (..., L, L), overwritten, into ∂/∂ exclusive and ∂/∂ inclusive, (..., L) in float64. A pair adds
+    to its row what it subtracts from its column: sums rounded differently would leave a remainder."""
     matrices = grad_log_mask.flatten(0, -3)
     size, sums = len(matrices), []
     if not torch.compiler.is_compiling():
@@ -241,11 +233,9 @@ def _scans(q: Tensor, k: Tensor, v: Tensor, exclusive: Tensor, inclusive: Tensor
 
 
 def _chunkwise_forward(q, k, v, exclusive, inclusive, scale, chunk_size, uniform) -> Tensor:
-    """The full form inside chunks of C tokens; a D×E state from each side brings in the rest, both stacked to 2D×E.
-
-    The backward pass recomputes states and C×C matrices, which would take most of the memory. Both passes access long
-    tensors in place, one block at a time: the system would have to zero the memory of a copy first.
-    """
+    """The full form inside chunks of C tokens; a D×E state from each side brings in the rest, both stacked to 2D×E. The
+    backward pass recomputes states and C×C matrices, which would take most of the memory. Both passes access long
+    tensors in place, one block at a time: the system would have to zero the memory of a copy first."""
     blocks, decay, states, (query_weights, _), _ = _chunks(k, v, exclusive, inclusive, chunk_size, uniform)
     y = torch.empty_like(v)
     for block in blocks:
@@ -354,12 +344,10 @@ def _incoming_states(blocks: list[_Block], k, v, weights, across, directions: tu
 
 
 def operator(forward: Callable, backward: Callable, inputs: str, empty: Callable[[Tensor], Tensor]) -> list[Callable]:
-    """Register forward(q, k, v, ...) and its gradient as operators, and return both.
-
-    `inputs` is their schema, tensors first. `backward` takes the output's gradient before them, and after them whether
-    the log decays, the other floating-point tensors, need a gradient; it returns the gradients of q, k and v, then
-    theirs. `empty` returns a tensor laid out as the output is for v, and the gradients for q, k and v.
-    """
+    """Register forward(q, k, v, ...) and its gradient as operators, and return both. `inputs` is their schema, tensors
+    first. `backward` takes the output's gradient before them, and after them whether the log decays, the other
+    floating-point tensors, need a gradient; it returns the gradients of q, k and v, then theirs. `empty` returns a
+    tensor laid out as the output is for v, and the gradients for q, k and v."""
     name = re.sub(r"\W", "_", forward.__module__)  # a copy of this file in a Hub folder registers its own operators
     schemas = f"({inputs}) -> Tensor", f"(Tensor grad, {inputs}, bool with_decays) -> Tensor[]"
     run, run_backward = operators = [

@@ -55,10 +55,8 @@ def fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, chunk_size:
 
 
 class _Call:
-    """The operands of one call as the kernels read them, how the kernels cut them, and the cumulative log decays.
-
-    A backward pass gets these `sums` from its forward pass, unless that was compiled.
-    """
+    """The operands of one call as the kernels read them, how the kernels cut them, and the cumulative log decays. A
+    backward pass gets these `sums` from its forward pass, unless that was compiled."""
 
     def __init__(self, q, k, v, log_decay, mask, seq_idx, seed, sums, scale, chunk_size, dropout_p):
         self.B, self.H, self.L, D = q.shape
@@ -157,11 +155,8 @@ def _empty(x: Tensor) -> Tensor:
 
 
 def _dot_precision(dtype: torch.dtype) -> tuple["tl.dtype", str]:
-    """The dtype of the operands of matrix products, and their precision. Sums are in float32.
-
-    float16 is multiplied as TF32, which keeps its full mantissa, since scores and states can exceed float16's range.
-    Triton's interpreter cannot multiply bfloat16.
-    """
+    """The dtype of the operands of matrix products, and their precision. float16 is multiplied as TF32, which keeps its
+    full mantissa, since scores and states can exceed its range. Triton's interpreter cannot multiply bfloat16."""
     if dtype == torch.bfloat16 and not INTERPRETED:
         return tl.bfloat16, "ieee"
     # Whether PyTorch allows TF32 in its own float32 matrix products; newer versions renamed the setting.

@@ -1,5 +1,4 @@
 """LION encoders: BERT (Devlin et al. 2018, post-LayerNorm) with linear attention in place of softmax attention.
-
 Afzal et al., "Linear Attention for Efficient Bidirectional Sequence Modeling", arXiv:2502.16249. What differs from
 BERT is the mixer, see mixers.py. Shape letters: B batch, L length, D hidden size, H heads, V vocabulary.
 """
@@ -182,7 +181,6 @@ class LionModel(LionPreTrainedModel):
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return_dict = config.return_dict if return_dict is None else return_dict
-
         mask = None if attention_mask is None else attention_mask.bool()
         x, hidden_states, matrices = self._run_layers(
             self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids, seq_idx),
@@ -268,11 +266,9 @@ class LionModel(LionPreTrainedModel):
 
 
 def _head_forward(method: Callable[..., ModelOutput]) -> Callable[..., ModelOutput | tuple]:
-    """Turn `method(self, encode, *targets)`, which computes a head's output, into the forward of its model.
-
-    `encode()` runs the encoder. The forward takes the arguments of `LionModel.forward`, targets after inputs_embeds,
-    but those of them that are keyword-only at the end.
-    """
+    """Turn `method(self, encode, *targets)`, which computes a head's output, into the forward of its model. `encode()`
+    runs the encoder. The forward takes the arguments of `LionModel.forward`, targets after inputs_embeds, but those of
+    them that are keyword-only at the end."""
     encoder = list(inspect.signature(LionModel.forward).parameters.values())
     targets = list(inspect.signature(method).parameters.values())[2:]
     last = [x.replace(kind=x.POSITIONAL_OR_KEYWORD) for x in targets if x.kind == x.KEYWORD_ONLY]

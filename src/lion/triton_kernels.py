@@ -303,7 +303,6 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, sums, incoming, grad_sums
         high0, low0, half0 = _load_sum(sums, own * T, SIGN)  # of the first token
         high1, low1, half1 = _load_sum(sums, own * T + T - 1, SIGN)  # of the last
         past, future, outside = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
-
         if incoming is not None:
             from_start = tl.exp2(high0 + low0 - half0)
             total *= from_start
@@ -321,7 +320,6 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, sums, incoming, grad_sums
         total *= from_first[:, None]
         total_x *= from_first[:, None]
         past *= from_first
-
         to_last = _weight(high1, low1, half1, high, low, half)
         if incoming is not None:
             end_high, end_low, end_half = _load_sum(sums, C - 1, 1)
@@ -339,7 +337,6 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, sums, incoming, grad_sums
                 weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS)
             if DECAYS:
                 future += tl.sum(pairs, 1)
-
         i, j = own * T + tl.arange(0, T), tl.arange(0, S)
         for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
             high2, low2, half2 = _load_sums(sums, other * S, S, SIGN)
@@ -372,11 +369,8 @@ def _plane(grad_sums, number, plane, token, length):
 def decay_gradients_kernel(log_decay, sums, grad_sums, incoming, grad_incoming, grad, scale, H, L, C, N, side, plane,
         decay_batch, decay_head, decay_token, sums_batch, sums_head, sums_chunk, LOG_ZERO: tl.constexpr,
         STATE: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr):
-    """∂ log_decay of one chunk, (B, H, L).
-
-    A decay is part of exclusive at all later tokens of its chunk, of inclusive at these and its own, and of the sum
-    over the chunk, which decays keys and queries to its end and states across it.
-    """
+    """∂ log_decay of one chunk, (B, H, L). A decay is part of exclusive at all later tokens of its chunk, of inclusive
+    at these and its own, and of the sum over the chunk, which decays keys and queries to its end, and states."""
     row, chunk = (tl.program_id(0) // N).to(tl.int64), (tl.program_id(0) % N).to(tl.int64)
     b, h = row // H, row % H
     plane = tl.cast(plane, tl.int64)

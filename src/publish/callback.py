@@ -19,10 +19,8 @@ from src.files import LATEST
 
 class HubExports(Callback):
     """After each save, export to `save_folder/hub/ep{epoch}-ba{batch}`; delete exports whose checkpoint is deleted.
-
     Rank 0 exports; the other ranks wait for it, at most `dist_timeout` seconds. `writer` is the callback before this
-    one, which saves checkpoints: it has a `folder` and a `saved_batch`.
-    """
+    one, which saves checkpoints: it has a `folder` and a `saved_batch`."""
 
     def __init__(self, writer: Any, dist_timeout: float):
         self.writer = writer

@@ -18,10 +18,8 @@ from src.files import LATEST, sync_to_disk
 
 class CheckpointWriter(Callback):
     """Save `folder/ep{epoch}-ba{batch}-rank0.pt` every `interval` and at the end; latest-rank0.pt links to the newest.
-
     A file gets its final name only once it is complete on disk. All but the newest `keep` are deleted; -1 keeps all.
-    After a failed write the run continues and retries at the next interval; at the end of the run it raises RunFailed.
-    """
+    After a failed write the run continues and retries at the next interval; at its end it raises RunFailed."""
 
     def __init__(self, folder: Path, interval: str, keep: int):
         self.folder = folder

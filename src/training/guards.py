@@ -63,11 +63,9 @@ class FiniteLoss(Callback):
 
 
 class StopOnSignal(Callback):
-    """On SIGTERM or Ctrl-C: finish the step (and the evaluation after it), save, and raise SystemExit.
-
-    The same signal again, at least `PAUSE` seconds later, ends the run at once. A sooner one may be a duplicate:
-    `timeout` or a scheduler signals the whole process group, and Composer's launcher in it forwards the signal.
-    """
+    """On SIGTERM or Ctrl-C: finish the step (and the evaluation after it), save, and raise SystemExit. The same signal
+    again, at least `PAUSE` seconds later, ends the run at once. A sooner one may be a duplicate: `timeout` or a
+    scheduler signals the whole process group, and Composer's launcher in it forwards the signal."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
     PAUSE = 1.0

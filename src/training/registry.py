@@ -24,11 +24,9 @@ from src.training.run_log import TensorBoard
 
 
 class FusedDecoupledAdamW(optim.DecoupledAdamW):
-    """Adam whose weight decay follows the learning rate's schedule, not its peak:  w ← (1 - lr_t/lr · weight_decay) w.
-
+    """Adam whose weight decay follows the learning rate's schedule, not its peak: w ← (1 - lr_t/lr · weight_decay) w.
     The arithmetic of Composer's class (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2) in one kernel, where
-    Composer runs ten per parameter and synchronises the GPU at each. A subclass, so that old checkpoints still load.
-    """
+    Composer runs ten per parameter and synchronises the GPU at each. A subclass, so that old checkpoints still load."""
 
     def step(self, closure=None):
         """Do one update. torch multiplies weight decay by lr_t, so it is divided by lr for the duration of the call."""
@@ -45,9 +43,7 @@ class FusedDecoupledAdamW(optim.DecoupledAdamW):
 
 class WarmupStableDecayScheduler(optim.ComposerScheduler):
     """Linear warm-up, a constant rate, and over the last fraction `decay` of the run a linear decay to `alpha_f` of it.
-
-    Nothing before the decay depends on the run's length: it can be extended (Hu et al. 2024, arXiv:2404.06395, sec. 4).
-    """
+    Nothing before the decay depends on the run's length: it can be extended (arXiv:2404.06395, section 4)."""
 
     def __init__(self, t_warmup: str, decay: float = 0.1, alpha_f: float = 0.0):
         self.warmup = optim.ConstantWithWarmupScheduler(t_warmup)

@@ -25,13 +25,11 @@ FLOPS, MFU = "throughput/flops_per_sec", "throughput/device/mfu"
 
 
 class RunLog(LoggerDestination):
-    """Write a line to `folder/metrics.jsonl` every `interval` batches of training and after every evaluation.
-
-    Training lines: {"step", "samples", "seconds", "loss", "lr", "samples_per_second", "tokens_per_second", …} and
-    the training metrics of `curves`; loss and rates are means since the previous line. Evaluation lines: {"step",
-    "samples", "seconds", "eval": {metric: value}}. A resumed run drops the lines after its checkpoint. If a line cannot
-    be written, the run continues without it and warns once. Without a title there is no progress bar.
-    """
+    """Write a line to `folder/metrics.jsonl` every `interval` batches of training and after every evaluation. Training
+    lines: {"step", "samples", "seconds", "loss", "lr", "samples_per_second", "tokens_per_second", …} and the training
+    metrics of `curves`; loss and rates are means since the previous line. Evaluation lines: {"step", "samples",
+    "seconds", "eval": {metric: value}}. A resumed run drops the lines after its checkpoint. If a line cannot be
+    written, the run continues without it and warns once. Without a title there is no progress bar."""
 
     def __init__(self, folder: Path, interval: str, title: str = "", curves: Sequence[Curve] = (), statistics=None):
         self.path = folder / METRICS
