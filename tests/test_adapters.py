@@ -60,7 +60,7 @@ def test_queries_and_keys_of_different_shapes_are_named(part):
         state_dict_from_published(state, config)
 
 
-def test_the_two_biases_of_the_decoder_must_be_equal():
+def test_the_decoders_two_biases_must_be_equal():
     config = config_from_published({"arch_type": "nova", "num_hidden_layers": 1})
     state = {"cls.predictions.bias": torch.zeros(8), "cls.predictions.decoder.bias": torch.zeros(8)}
     assert state_dict_from_published(state, config).keys() == {"head.decoder.bias"}

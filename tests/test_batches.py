@@ -123,7 +123,7 @@ def test_a_sample_longer_than_a_row_is_an_error():
         first_fit_decreasing([3, 65], 64)
 
 
-def test_packed_rows_hold_each_sample_once_with_its_mask_and_its_number(tokenizer):
+def test_packed_rows_hold_each_sample_once_with_its_mask_and_index(tokenizer):
     texts = sentences(40)
     single = collator(tokenizer)(samples(texts))
     packed = collator(tokenizer, packing=True)(samples(texts))
@@ -201,7 +201,7 @@ def test_documents_of_a_row_are_separated_only_with_packing(tokenizer, begins, n
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_a_document_in_a_row_is_encoded_as_on_its_own(tokenizer, mixer):
+def test_a_document_in_a_row_is_encoded_as_when_alone(tokenizer, mixer):
     network = model(tokenizer, mixer).eval()
     sample = concatenated(tokenizer, 1, 11, 18)
     batch = collator(tokenizer, packing=True, share=1e-9)([sample])
@@ -243,7 +243,7 @@ def test_a_device_with_fewer_rows_adds_empty_microbatches(tokenizer, monkeypatch
     assert len(split_batch(batch, 1)) == rows
 
 
-def test_tokens_are_counted_without_padding_and_those_of_the_loss_apart(tokenizer):
+def test_real_and_predicted_tokens_are_counted_separately(tokenizer):
     texts = sentences(24)
     tokens = sum(len(ids) for ids in tokenizer(texts, truncation=True, max_length=64)["input_ids"])
     single, packed = (token_counts(collator(tokenizer, packing=packing)(samples(texts))) for packing in (False, True))
@@ -255,7 +255,7 @@ def test_tokens_are_counted_without_padding_and_those_of_the_loss_apart(tokenize
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("size", [1, 5, 24])
-def test_losses_of_microbatches_weighted_by_their_masked_tokens_make_the_loss_of_the_batch(tokenizer, packing, size):
+def test_microbatch_losses_weighted_by_masked_tokens_give_the_loss_of_the_batch(tokenizer, packing, size):
     network = model(tokenizer, "lion-s")
     whole = collator(tokenizer)(samples(sentences(24)))
     parts = split_batch(collator(tokenizer, packing=packing)(samples(sentences(24))), size)

@@ -49,7 +49,7 @@ def test_a_benchmark_writes_a_table_and_its_numbers(name, tmp_path):
         assert (tmp_path / f"{stem}.png").stat().st_size > 1000
 
 
-def test_a_case_that_fails_costs_its_own_row_only(tmp_path, capsys):
+def test_a_failing_case_affects_only_its_own_row(tmp_path, capsys):
     runs = {"good": lambda: None, "bad": lambda: 1 / 0}
     failed = {}
     assert set(measure.interleaved(runs, "cpu", 2, 1, failed)) == {"good"}
@@ -63,7 +63,7 @@ def test_a_case_that_fails_costs_its_own_row_only(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("form", ["softmax", "softmax-cudnn", "full", "pytorch-chunkwise"])
-def test_the_cases_of_the_operator_have_the_layout_of_the_model_and_few_leaves(form, monkeypatch):
+def test_operator_cases_have_the_models_memory_layout(form, monkeypatch):
     operator = importlib.import_module("benchmarks.operator")
     variant = "softmax" if form.startswith("softmax") else "lion-s"
     seen = {}
@@ -74,7 +74,7 @@ def test_the_cases_of_the_operator_have_the_layout_of_the_model_and_few_leaves(f
     assert seen["y"].shape == seen["grad"].shape
 
 
-def test_the_loader_is_timed_with_and_without_packing_by_workers_and_beside_a_step(tmp_path, shards, tokenizer_folder):
+def test_the_loader_is_timed_with_and_without_packing_and_workers_and_beside_a_step(tmp_path, shards, tokenizer_folder):
     result = run(
         "benchmarks/dataloader.py", "--data_local", shards, "--tokenizer_name", tokenizer_folder, "--max_seq_len", 16,
         "--loader_batch", 8, "--workers", 0, 1, "--seconds", 0.1, *STEP.split(), "--device", "cpu", "--out", tmp_path,
@@ -89,7 +89,7 @@ def test_the_loader_is_timed_with_and_without_packing_by_workers_and_beside_a_st
     assert (tmp_path / "dataloader-cpu.md").read_text().strip() in result.stdout
 
 
-def test_the_benchmark_of_padding_times_both_on_the_same_texts(tmp_path, tokenizer_folder):
+def test_the_padding_benchmark_times_both_on_the_same_texts(tmp_path, tokenizer_folder):
     result = run("benchmarks/finetune_padding.py", "--glue_dir", write_glue(tmp_path / "glue"), "--tokenizer", tokenizer_folder,
                  "--layers", "1", "--hidden", "64", "--batch", "4", "--steps", "3", "--device", "cpu", "--out", tmp_path)  # fmt: skip
     assert result.returncode == 0, result.stderr

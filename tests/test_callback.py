@@ -44,7 +44,7 @@ def test_each_save_becomes_a_hub_folder_and_as_many_are_kept_as_checkpoints(save
     assert f"At step 6, with 15% of the tokens masked: masked accuracy {last['eval/MaskedAccuracy']:.2%}" in card
 
 
-def test_a_finished_run_whose_last_hub_folder_is_lost_makes_it_again_and_trains_nothing(saved, capsys):
+def test_a_finished_run_exports_a_lost_hub_folder_again_without_training(saved, capsys):
     config, folder = saved
     (folder / "hub" / "ep0-ba6").rename(folder / "lost")
     before = (folder / "metrics.jsonl").read_bytes()
@@ -54,7 +54,7 @@ def test_a_finished_run_whose_last_hub_folder_is_lost_makes_it_again_and_trains_
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_failing_export_costs_the_run_nothing(tmp_path, write_config):
+def test_a_failing_export_does_not_affect_the_run(tmp_path, write_config):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "hub").write_text("a file, where the Hub folders should go")
     config = write_config(tmp_path, hf_export="save", save_interval="6ba", loggers={})
@@ -89,7 +89,7 @@ def test_only_the_first_rank_exports_and_only_after_a_save(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("dist_timeout", [60.0, 300.0])
-def test_an_export_ends_before_the_other_ranks_give_up_and_only_folders_of_lost_checkpoints_go(
+def test_an_export_ends_before_other_ranks_time_out_and_only_folders_of_lost_checkpoints_are_removed(
     tmp_path, monkeypatch, dist_timeout
 ):
     class Writer:
@@ -108,7 +108,7 @@ def test_an_export_ends_before_the_other_ranks_give_up_and_only_folders_of_lost_
     assert folders(tmp_path) == {"ep0-ba6", "my-best"}
 
 
-def test_an_export_that_takes_too_long_is_ended_and_told(tmp_path):
+def test_an_export_that_takes_too_long_is_ended_and_reported(tmp_path):
     (tmp_path / "ep0-ba3-rank0.pt").write_bytes(b"")
     (tmp_path / "latest-rank0.pt").symlink_to("ep0-ba3-rank0.pt")
     assert callback.export_latest(tmp_path, 0.01) == (tmp_path / "hub" / "ep0-ba3", "it took more than 0 s")
@@ -116,7 +116,7 @@ def test_an_export_that_takes_too_long_is_ended_and_told(tmp_path):
         callback.export_last(tmp_path)
 
 
-def test_another_value_is_refused_before_anything_is_written(config_file, tmp_path):
+def test_an_invalid_value_is_refused_before_anything_is_written(config_file, tmp_path):
     with pytest.raises(UserError, match="hf_export=always must be one of end, save"):
         main.main([str(config_file), "hf_export=always"])
     assert not (tmp_path / "run").exists()

@@ -45,7 +45,7 @@ def checkpoint(tmp_path, write_checkpoint, write_config) -> Checkpoint:
     return read_checkpoint(path)
 
 
-def test_a_card_tells_sizes_steps_recipe_and_the_evaluation_of_that_step(checkpoint):
+def test_a_card_states_sizes_steps_recipe_and_the_evaluation_of_that_step(checkpoint):
     card = model_card(checkpoint, "my-model")
     parameters = sum(p.numel() for p in checkpoint.build().parameters())
     for fact in (
@@ -65,14 +65,14 @@ def test_a_card_tells_sizes_steps_recipe_and_the_evaluation_of_that_step(checkpo
     assert "precision" not in card  # the run took its default, and did not write it down
 
 
-def test_a_new_mixer_has_a_card_too(checkpoint, monkeypatch):
+def test_a_new_mixer_has_a_card(checkpoint, monkeypatch):
     monkeypatch.setattr(configuration_lion, "MIXERS", ("lion-x",))
     monkeypatch.setitem(mixers.MIXERS, "lion-x", mixers.MIXERS["lion-s"])
     checkpoint.config.mixer = "lion-x"
     assert "BERT with lion-x (" in model_card(checkpoint, "my-model")
 
 
-def test_the_metadata_is_what_the_hub_reads(checkpoint):
+def test_the_metadata_is_valid_for_the_hub(checkpoint):
     data = metadata(model_card(checkpoint, "my-model"))
     assert data["library_name"] == "transformers"
     assert data["pipeline_tag"] == "fill-mask"
@@ -111,7 +111,7 @@ def test_the_data_is_named_by_its_source(checkpoint, tmp_path, source, name, hub
     assert (dataset["name"], dataset["type"]) == (name, hub_id or name)
 
 
-def test_a_tokenizer_of_the_hub_is_named_and_a_cased_one_described(checkpoint):
+def test_a_hub_tokenizer_is_named_and_a_cased_one_described(checkpoint):
     path = checkpoint.path.parent / "config.yaml"
     config = yaml.safe_load(path.read_text())
     checkpoint.tokenizer["tokenizer_config.json"]["content"]["do_lower_case"] = False
@@ -121,7 +121,7 @@ def test_a_tokenizer_of_the_hub_is_named_and_a_cased_one_described(checkpoint):
 
 
 @pytest.mark.parametrize("spoil", ["nothing there", "another run", "cut"])
-def test_what_is_not_known_is_left_out(checkpoint, spoil):
+def test_unknown_facts_are_omitted(checkpoint, spoil):
     folder = checkpoint.path.parent
     if spoil == "nothing there":
         (folder / "config.yaml").unlink()
@@ -139,7 +139,7 @@ def test_what_is_not_known_is_left_out(checkpoint, spoil):
     assert "None" not in card
 
 
-def test_a_checkpoint_without_times_or_tokenizer_has_a_card_too(checkpoint):
+def test_a_checkpoint_without_times_or_tokenizer_has_a_card(checkpoint):
     checkpoint.tokenizer, checkpoint.timestamp, checkpoint.run_name = {}, {}, None
     card = model_card(checkpoint, "my-model")
     assert "# my-model\n" in card
@@ -148,7 +148,7 @@ def test_a_checkpoint_without_times_or_tokenizer_has_a_card_too(checkpoint):
     assert "pipeline_tag" not in metadata(card)
 
 
-def test_scores_of_glue_go_into_table_and_metadata(checkpoint, tmp_path):
+def test_glue_scores_are_in_table_and_metadata(checkpoint, tmp_path):
     results = [{**RESULT, "seed": seed, "score": score} for seed, score in ((19, 0.625), (717, 0.6875))]
     own = {**RESULT, "task": "word_order", "title": "WordOrder", "metrics": ["matthews"], "score": 0.5}
     write_report([*results, own], GlueExperiment.average, tmp_path, "tiny-glue")
@@ -162,14 +162,14 @@ def test_scores_of_glue_go_into_table_and_metadata(checkpoint, tmp_path):
         assert found == {"nyu-mll/glue": 0.65625, "word_order": 0.5, "data.jsonl": 0.375}
 
 
-def test_scores_tell_which_seeds_failed_and_which_examples_are_not_glues(checkpoint, tmp_path):
+def test_scores_name_failed_seeds_and_non_glue_examples(checkpoint, tmp_path):
     write_report([{**RESULT, "of": 5, "glue": False}], GlueExperiment.average, tmp_path, "tiny-glue")
     card = model_card(checkpoint, "my-model", read_scores(tmp_path))
     assert re.search(r"\| RTE +\| accuracy +\| 62\.50 +\| +1 of 5 seeds \|", card), card
     assert "nyu-mll/glue" not in card
 
 
-def test_what_is_no_report_of_glue_is_refused(tmp_path):
+def test_a_file_that_is_not_a_glue_report_is_refused(tmp_path):
     write_jsonl(tmp_path / "report.json", ["a", "b"])
     for path in (tmp_path, tmp_path / "report.json", tmp_path / "nowhere"):
         with pytest.raises(UserError, match=re.escape(f"--glue {path}")):
@@ -187,7 +187,7 @@ def classifier(tmp_path, checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def test_a_classifiers_card_tells_task_labels_and_scores(classifier):
+def test_a_classifiers_card_states_task_labels_and_scores(classifier):
     card = model_card(classifier, "my-model")
     for fact in (
         "fine-tuned on RTE", "- labels: entailment, not_entailment", "- training examples: 2,490", "- epochs: 2",
@@ -202,31 +202,31 @@ def test_a_classifiers_card_tells_task_labels_and_scores(classifier):
     assert result["dataset"] == {"name": "GLUE RTE", "type": "nyu-mll/glue", "config": "rte", "split": "dev"}
 
 
-def test_a_classifier_of_other_examples_than_glues_does_not_name_glue(classifier):
+def test_a_classifier_of_non_glue_examples_does_not_name_glue(classifier):
     (classifier.path.parent / "result.json").write_text(json.dumps({**RESULT, "glue": False}))
     assert "nyu-mll/glue" not in model_card(classifier, "my-model")
 
 
-def test_the_job_of_a_search_is_known_by_its_folder(classifier):
+def test_a_searchs_job_is_identified_by_its_folder(classifier):
     (classifier.path.parent / "result.json").write_text(json.dumps({**RESULT, "folder": "rte-lr=1e-05-19"}))
     assert "fine-tuned on RTE" not in model_card(classifier, "my-model")
     classifier.run_name = "tiny-glue-rte-lr=1e-05-19"
     assert "fine-tuned on RTE" in model_card(classifier, "my-model")
 
 
-def test_a_regression_has_no_names_of_labels(classifier):
+def test_a_regression_has_no_label_names(classifier):
     classifier.config.id2label = {0: "LABEL_0"}
     assert "LABEL_0" not in model_card(classifier, "my-model")
 
 
-def test_the_result_of_another_job_is_left_out(classifier):
+def test_the_result_of_another_job_is_omitted(classifier):
     classifier.run_name = "tiny-glue-rte-717"
     card = model_card(classifier, "my-model")
     assert "RTE" not in card
     assert 'classify("A text.")' in card
 
 
-def test_a_published_checkpoints_card_names_its_source_and_no_licence_of_its_weights(checkpoint):
+def test_an_imported_checkpoints_card_names_its_source_and_no_licence(checkpoint):
     checkpoint.published = "LIONS-EPFL/LION-S-base-mlm"
     card = model_card(checkpoint, "my-model")
     assert "Converted from the paper's authors' LIONS-EPFL/LION-S-base-mlm" in card

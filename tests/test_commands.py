@@ -18,7 +18,7 @@ from src.publish.commands import check_proof
 PUBLISHED = sorted(PARITY.glob("*.safetensors"))
 
 
-def test_export_and_verify_by_the_command_with_relative_paths(tmp_path, write_checkpoint, tokenizer):
+def test_export_and_verify_accept_relative_paths(tmp_path, write_checkpoint, tokenizer):
     write_checkpoint(tmp_path / "checkpoint.pt")
     result = run("src/hub.py", "export", "--checkpoint", "checkpoint.pt", "--out", "my-model", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -32,7 +32,7 @@ def test_export_and_verify_by_the_command_with_relative_paths(tmp_path, write_ch
     assert_one_sentence(result, "my-model")
 
 
-def test_a_model_of_few_positions_is_verified_too(write_checkpoint, tmp_path):
+def test_a_model_with_few_positions_is_verified(write_checkpoint, tmp_path):
     """No sentence that verify compares may be longer than the model reads."""
 
     def edit(state):
@@ -48,7 +48,7 @@ def test_a_model_of_few_positions_is_verified_too(write_checkpoint, tmp_path):
 # What export refuses, with nothing written
 
 
-def test_an_existing_out_is_refused_and_left_alone(write_checkpoint, tmp_path):
+def test_an_existing_out_is_refused_and_left_unchanged(write_checkpoint, tmp_path):
     checkpoint, out = write_checkpoint(tmp_path / "c.pt"), tmp_path / "my-model"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
@@ -104,7 +104,7 @@ def write_published(path: Path, source: Path, kind: str) -> dict:
 @needs_reference
 @pytest.mark.parametrize("kind", ["mlm", "cls"])
 @pytest.mark.parametrize("source", PUBLISHED, ids=lambda path: path.stem)
-def test_import_gives_the_published_outputs(tmp_path, monkeypatch, source, kind):
+def test_importing_gives_the_published_outputs(tmp_path, monkeypatch, source, kind):
     if (source.stem, kind) not in (("lion-s", "mlm"), ("bert", "cls")):  # a process of its own takes seconds
         monkeypatch.setattr(hub_folder, "verify", lambda *_: 0.0)
     tensors = write_published(tmp_path / "theirs.pt", source, kind)
@@ -125,7 +125,7 @@ def test_import_gives_the_published_outputs(tmp_path, monkeypatch, source, kind)
 
 
 @needs_reference
-def test_import_of_the_pickle_gives_its_published_outputs_with_proof_and_card(tmp_path, tokenizer_folder, caplog):
+def test_importing_the_pickle_gives_its_published_outputs_with_proof_and_card(tmp_path, tokenizer_folder, caplog):
     caplog.set_level("INFO")
     checkpoint, out = PARITY / "legacy-nova.pt", tmp_path / "my-model"
     hub.import_published(str(checkpoint), out, str(tokenizer_folder))
@@ -144,7 +144,7 @@ def test_import_of_the_pickle_gives_its_published_outputs_with_proof_and_card(tm
 
 
 @needs_reference
-def test_export_of_a_published_checkpoint_points_to_import_and_the_other_way(tmp_path, write_checkpoint):
+def test_export_and_import_point_to_each_other(tmp_path, write_checkpoint):
     with pytest.raises(UserError, match=r"hub\.py import"):
         hub.export(PARITY / "legacy-nova.pt", tmp_path / "my-model")
     with pytest.raises(UserError, match=r"hub\.py export"):
@@ -153,7 +153,7 @@ def test_export_of_a_published_checkpoint_points_to_import_and_the_other_way(tmp
 
 
 @needs_reference
-def test_a_tokenizer_that_does_not_fit_or_is_none_is_refused(tmp_path, tokenizer_folder):
+def test_an_unsuitable_or_invalid_tokenizer_is_refused(tmp_path, tokenizer_folder):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
@@ -167,7 +167,7 @@ def test_a_tokenizer_that_does_not_fit_or_is_none_is_refused(tmp_path, tokenizer
 
 
 @needs_reference
-def test_a_published_checkpoint_with_a_strange_tensor_or_variant_is_refused_by_name(tmp_path):
+def test_a_published_checkpoint_with_an_unknown_tensor_or_variant_is_refused_by_name(tmp_path):
     def edited(edit) -> str:
         loaded = torch.load(PARITY / "legacy-nova.pt", weights_only=True)
         edit(loaded["state"])

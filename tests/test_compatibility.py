@@ -151,7 +151,7 @@ def test_a_stopped_run_resumes_to_the_same_weights(here, capsys):
     assert f"{summary['after']['loss']:.3f}" in capsys.readouterr().out
 
 
-def test_a_finished_run_reports_and_is_left_alone(here, capsys):
+def test_a_finished_run_reports_and_is_left_unchanged(here, capsys):
     before = contents(here / "finished")
     command("main", "finished.yaml")
     out = capsys.readouterr().out
@@ -161,7 +161,7 @@ def test_a_finished_run_reports_and_is_left_alone(here, capsys):
     assert contents(here / "finished") == before
 
 
-def test_a_finished_run_is_made_longer_by_its_own_config(here):
+def test_a_finished_run_is_extended_with_its_own_config(here):
     command("main", "finished/config.yaml", "max_duration=16ba")
     assert_same_training(here / "finished", "finished")
 
@@ -199,7 +199,7 @@ def test_a_fine_tuned_checkpoint_exports_with_its_labels(here):
     assert labels == {"0": "spring", "1": "summer", "2": "winter"}
 
 
-def test_a_hub_folder_is_pushed_on_the_proof_in_it(here, monkeypatch):
+def test_a_hub_folder_is_pushed_with_its_stored_proof(here, monkeypatch):
     with serve() as hub:
         template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
@@ -233,7 +233,7 @@ def finetuned(tmp_path_factory) -> Path:
     return here
 
 
-def test_the_job_without_a_result_is_run_and_the_others_are_kept(finetuned):
+def test_only_jobs_without_a_result_are_run(finetuned):
     old, new = (snapshot(place / "finetuned" / "jobs") for place in (FIXTURES, finetuned))
     assert {name.split("/")[0] for name in new if new[name][0] != old.get(name, (None,))[0]} == {"rte-20"}
     (facts, values), (old_facts, old_values) = scores(finetuned / "finetuned"), scores(FIXTURES / "finetuned")

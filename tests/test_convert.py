@@ -291,7 +291,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_command_or_other_input_does_not_resume(change, parts, tokenizer_folder, tmp_path, small_batches):
+def test_a_different_command_or_input_does_not_resume(change, parts, tokenizer_folder, tmp_path, small_batches):
     out = tmp_path / "out"
     command = ["--data_files", parts, "--splits", "train", "--size_limit", 4000, "--out_root", out]
     assert killed("save_progress", 9, *command)
@@ -320,7 +320,7 @@ def test_unread_files_may_change(parts, tmp_path, small_batches):
         convert(*command)
 
 
-def test_of_two_splits_the_unfinished_one_resumes(parts, tmp_path, small_batches, caplog):
+def test_only_the_unfinished_split_resumes(parts, tmp_path, small_batches, caplog):
     out = tmp_path / "out"
     command = ["--data_files", parts, "--val_fraction", 0.5, "--size_limit", 4000, "--out_root", out]
     convert(*command, "--splits", "train")
@@ -337,7 +337,9 @@ def test_of_two_splits_the_unfinished_one_resumes(parts, tmp_path, small_batches
         convert(*command)
 
 
-def test_a_full_disk_is_one_sentence_and_complete_shards_are_kept(parts, tmp_path, small_batches, monkeypatch):
+def test_a_full_disk_is_reported_in_one_sentence_and_complete_shards_are_kept(
+    parts, tmp_path, small_batches, monkeypatch
+):
     command = ["--data_files", parts, "--splits", "train", "--size_limit", 4000]
     convert(*command, "--out_root", tmp_path / "whole")
     original, calls = shard_writer.sync_to_disk, itertools.count()
@@ -482,7 +484,7 @@ def test_the_progress_bar_of_a_small_split_ends_at_its_limit(dataset, tmp_path, 
 
 
 @pytest.mark.parametrize("options, words", [(["--text_column", "body"], "no column body .*id, text"), (["--text_column", "id"], "column 'id' holds int, not text"), (["--splits", "val"], "validation")])  # fmt: skip
-def test_a_dataset_without_the_column_or_the_split_is_named(options, words, dataset, tmp_path):
+def test_a_missing_column_or_split_of_a_dataset_is_named(options, words, dataset, tmp_path):
     with pytest.raises(UserError, match=words):
         convert("--dataset", dataset, "--splits", "train", "--out_root", tmp_path / "out", *options)
     assert not (tmp_path / "out").exists()

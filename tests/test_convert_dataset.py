@@ -268,7 +268,7 @@ def test_out_root_cannot_be_a_file(tmp_path):
         convert("--data_files", source, "--splits", "train", "--out_root", source)
 
 
-def test_an_unreachable_hub_is_one_sentence(tmp_path):
+def test_an_unreachable_hub_is_reported_in_one_sentence(tmp_path):
     result = run("src/convert_dataset.py", "--dataset", "allenai/c4", "--data_subset", "en", "--splits", "val", "--out_root", tmp_path / "out", timeout=60)  # fmt: skip
     assert_one_sentence(result, "--dataset", "allenai/c4", "validation", "Hub", "--data_files")
     assert not (tmp_path / "out" / "val").exists()

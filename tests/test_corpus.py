@@ -71,7 +71,7 @@ NO_PROSE = {
 
 
 @pytest.mark.parametrize("block", NO_PROSE.values(), ids=NO_PROSE.keys())
-def test_what_is_no_prose_goes_and_the_text_around_it_stays(block):
+def test_non_prose_is_dropped_and_the_text_around_it_kept(block):
     assert clean(f"{BEFORE}\n\n{block}\n\n{AFTER}") == [BEFORE, AFTER]
 
 
@@ -103,7 +103,7 @@ def test_markup_gives_plain_text(docstring):
     assert clean(docstring)[0] == MARKUP[docstring]
 
 
-def test_arguments_are_paragraphs_of_their_own():
+def test_arguments_are_separate_paragraphs():
     docstring = """Do what it says.
 
     Args:
@@ -133,19 +133,19 @@ def test_sentences_do_not_end_at_abbreviations():
     ]
 
 
-def test_a_sentence_is_kept_once_whatever_its_case_punctuation_numbers_and_names():
+def test_a_sentence_is_kept_once_regardless_of_case_punctuation_numbers_and_names():
     seen: set[str] = set()
     assert without_repeats(prose("The size of the queue is 10. It is the size of a FooBar."), seen)
     assert without_repeats(prose("the size of the queue, is 20! It is the size of a BazQux."), seen) == ""
 
 
-def test_english_is_told_by_the_words_that_bind():
+def test_english_is_recognized_by_function_words():
     assert is_english("The cat sat on the mat and was glad.")
     assert not is_english("Cat sat mat table chair window door.")
     assert not is_english("The cat sat on the mat and was glad")
 
 
-def test_passages_are_filled_and_end_with_sentences():
+def test_passages_are_filled_with_complete_sentences():
     sentence = "This is one sentence of exactly ten words in all."
     paragraphs = [" ".join([sentence] * count) for count in (3, 4, 5, 30, 2)]
     passages = list(merge_passages(paragraphs))
@@ -161,7 +161,7 @@ def words(number: int) -> str:
     return f"The {name} is the first of the things that it has to do in its life, where all of its kind are."
 
 
-def test_docstrings_and_shared_texts_are_read_in_order_and_tests_are_not(package, tmp_path, caplog):
+def test_docstrings_and_shared_texts_are_read_in_order_without_tests(package, tmp_path, caplog):
     name = package(
         {
             "b.py": f'"""{words(1)}"""\n\nclass A:\n    """{words(2)}"""\n\n    def f(self):\n        """{words(3)}"""\n',
@@ -176,7 +176,7 @@ def test_docstrings_and_shared_texts_are_read_in_order_and_tests_are_not(package
     assert f"4 passages, {sum(len(row['text'].split()) for row in rows)} words\n" in caplog.text
 
 
-def test_packages_are_read_and_not_run(package, tmp_path):
+def test_packages_are_read_but_not_imported(package, tmp_path):
     name = package({"__init__.py": f'"""{words(1)}"""\nraise SystemExit("it was run")\n'})
     assert len(build(tmp_path, name)) == 1
 
@@ -189,7 +189,7 @@ def test_unreadable_files_are_counted(package, tmp_path, caplog):
     assert "; 2 unreadable files" in caplog.text
 
 
-def test_a_required_package_must_be_there_and_another_need_not(package, tmp_path):
+def test_only_required_packages_must_be_installed(package, tmp_path):
     name = package({"a.py": f'"""{words(1)}"""'})
     build_corpus(tmp_path / "c.jsonl", [name, "no_such_package"], [name])
     assert len((tmp_path / "c.jsonl").read_text().splitlines()) == 1
@@ -204,7 +204,7 @@ def test_the_standard_library_is_found():
     assert not any("site-packages" in name or "/test/" in name for name in names)
 
 
-def test_the_file_is_the_same_in_every_process_and_place(package, tmp_path):
+def test_the_file_does_not_depend_on_process_or_location(package, tmp_path):
     files = {f"m{n}.py": "\n\n".join(f'"""{words(n * 5 + k)}"""' for k in range(5)) for n in range(9)}
     written = []
     for seed in ("1", "2"):

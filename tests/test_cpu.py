@@ -90,7 +90,7 @@ def test_a_linear_layer_takes_a_transposed_operand(convolutions):
     ],
     ids=["few tokens", "small weights", "float64", "bfloat16"],
 )
-def test_small_or_other_operands_go_through_the_layer(dense, x, convolutions):
+def test_small_or_unsupported_operands_use_the_layer(dense, x, convolutions):
     assert torch.equal(linear(dense, x), dense(x))
     assert not convolutions
 
@@ -136,7 +136,7 @@ class _Adapted(nn.Linear):
         return super().forward(x) + 1
 
 
-def test_a_replacement_of_a_layer_is_called(convolutions):
+def test_a_replaced_layer_is_called(convolutions):
     adapted = _Adapted(768, 768)
     wrapped = layer()
     wrapped.forward = lambda x: x + 1  # as accelerate does
@@ -269,7 +269,7 @@ def test_freed_memory_is_reused_unless_the_environment_has_its_own_settings():
     assert after == pytest.approx(before, rel=0.1)
 
 
-def test_another_c_library_is_left_alone(monkeypatch):
+def test_other_c_libraries_are_left_alone(monkeypatch):
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
         monkeypatch.delenv(name)
     asked = []

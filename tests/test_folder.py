@@ -95,7 +95,7 @@ def verify(checkpoint: Path, folder: Path) -> float:
 
 
 @pytest.mark.parametrize("name", [*MIXERS, "classifier"])
-def test_a_folder_holds_the_checkpoints_weights_config_code_and_proof(made, name):
+def test_a_folder_contains_weights_config_code_and_proof(made, name):
     checkpoint, folder = made(name)
     assert {path.name for path in folder.iterdir()} >= FILES
     config = json.loads((folder / "config.json").read_text())
@@ -140,7 +140,7 @@ def changed_weights(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_verify_passes_for_the_folder_that_export_wrote_and_needs_no_card(changed):
+def test_verify_passes_for_an_exported_folder_and_needs_no_card(changed):
     (changed[1] / "README.md").unlink()
     assert verify(*changed) <= 1e-5
 
@@ -199,7 +199,7 @@ def test_verify_names_a_setting_that_differs(changed, setting):
         verify(checkpoint, folder)
 
 
-def test_verify_sees_other_logits_from_the_same_weights(changed):
+def test_verify_detects_different_logits_from_the_same_weights(changed):
     """Changed code does not show in the weights, only in what the folder computes."""
     checkpoint, folder = changed
     code = (folder / "modeling_lion.py").read_text()
@@ -230,7 +230,7 @@ def test_an_interpreter_that_cannot_be_started_is_reported(made):
         hub_folder.verify(read_checkpoint(checkpoint), folder, "nowhere/python")
 
 
-def test_verify_sees_another_word_in_the_vocabulary_even_if_no_sentence_has_it(changed):
+def test_verify_detects_a_changed_word_of_the_vocabulary(changed):
     checkpoint, folder = changed
     text = (folder / "tokenizer.json").read_text()
     assert '"ship"' in text
@@ -265,14 +265,14 @@ def edit_json(path: Path, **changes: object) -> None:
     [("tokenizer_config", {"model_max_length": 100}, 100), ("config", {"max_position_embeddings": 300}, 300)],
     ids=["tokenizer", "config"],
 )
-def test_verify_sees_that_long_texts_would_be_truncated(changed, file, setting, limit):
+def test_verify_detects_that_long_texts_would_be_truncated(changed, file, setting, limit):
     checkpoint, folder = changed
     edit_json(folder / f"{file}.json", **setting)
     with pytest.raises(UserError, match=f"limits texts to {limit} tokens, but lion-s reads texts of any length"):
         verify(checkpoint, folder)
 
 
-def test_verify_sees_that_texts_longer_than_the_position_table_would_not_be_truncated(made, tmp_path):
+def test_verify_detects_that_texts_longer_than_the_position_table_would_not_be_truncated(made, tmp_path):
     checkpoint, folder = made("softmax")
     folder = Path(shutil.copytree(folder, tmp_path / "my-model"))
     edit_json(folder / "tokenizer_config.json", model_max_length=10**30)
@@ -280,7 +280,7 @@ def test_verify_sees_that_texts_longer_than_the_position_table_would_not_be_trun
         verify(checkpoint, folder)
 
 
-def test_the_limits_that_earlier_versions_wrote_verify_with_a_hint(changed, caplog):
+def test_limits_written_by_earlier_versions_verify_with_a_hint(changed, caplog):
     caplog.set_level("INFO")
     checkpoint, folder = changed
     edit_json(folder / "tokenizer_config.json", model_max_length=512)
@@ -413,7 +413,7 @@ with torch.no_grad():
 """
 
 
-def test_a_long_text_is_encoded_in_pieces_from_the_folder(made, tmp_path):
+def test_a_folder_encodes_a_long_text_in_segments(made, tmp_path):
     assert outside(LONG, made()[1], tmp_path).strip() == "True"
 
 
@@ -440,7 +440,7 @@ with torch.no_grad():
 
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers' Trainer needs accelerate")
-def test_the_trainer_of_transformers_trains_and_saves_it(made, tmp_path):
+def test_transformers_trainer_trains_and_saves_it(made, tmp_path):
     assert outside(TRAINER, made()[1], tmp_path).split()[-1] == "True"
 
 
@@ -504,7 +504,7 @@ print("done")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_a_folder_computes_the_same_on_a_gpu(made, mixer, tmp_path):
+def test_a_folder_gives_the_same_outputs_on_a_gpu(made, mixer, tmp_path):
     for head in (GPU, GPU.replace('sys.modules["triton"] = None', "pass")):
         assert outside(head, made(mixer)[1], tmp_path, CUDA_VISIBLE_DEVICES="0").split()[-1] == "done"
 
@@ -524,7 +524,7 @@ def test_a_folder_on_the_hub_is_loaded_by_its_name(made, tmp_path):
         assert outside(BY_NAME, made()[1], tmp_path, HF_HUB_OFFLINE="0", **changes).strip() == "True"
 
 
-def test_copies_of_the_operator_in_two_folders_live_in_one_program(made, tmp_path):
+def test_two_folders_load_in_one_program(made, tmp_path):
     """Each registers operators with PyTorch, under names of its own."""
     pytest.importorskip("triton", reason="triton is not installed")
     other = shutil.copytree(made("lion-d")[1], tmp_path / "another-model")

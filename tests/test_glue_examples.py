@@ -161,7 +161,7 @@ def test_invalid_utf8_is_reported_with_its_line(tmp_path):
         read_task(GLUE["sst2"], str(tmp_path))
 
 
-def test_a_task_that_is_like_another_does_not_take_its_examples(tmp_path):
+def test_a_task_like_another_does_not_inherit_its_examples(tmp_path):
     (task,) = select(["mine"], {"mine": {"like": "rte", "folder": "Mine"}}, 7)
     with pytest.raises(UserError, match=r"glue_dir is not set, and tasks\.mine is in its folder Mine; set glue_dir"):
         read_task(task, None)
@@ -222,7 +222,7 @@ def test_quotes_in_a_tsv_are_literal_and_several_files_are_one_set(tmp_path):
     assert data.train == [Example(('"So',), 0), Example(("b",), 2), Example(("c",), 1)]
 
 
-def test_a_regression_reads_numbers(tmp_path):
+def test_regression_labels_are_read_as_numbers(tmp_path):
     write_rows(tmp_path / "a.jsonl", [("x", 1), ("y", 2.5)])
     task = own_task(tmp_path, label="stars", kind="regression", files={"train": "a.jsonl", "validation": "a.jsonl"})
     assert task.metrics == ("spearman",)
@@ -271,14 +271,14 @@ def test_invalid_utf8_in_parquet_is_reported_with_its_row(tmp_path):
         read_task(own_task(tmp_path, label="stars", files={"train": "a.parquet", "validation": "a.parquet"}), None)
 
 
-def test_a_parquet_with_two_columns_of_one_name_is_refused(tmp_path):
+def test_a_parquet_file_with_a_duplicate_column_is_refused(tmp_path):
     table = pyarrow.table([["x"], [1], [2]], names=["text", "stars", "stars"])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"a\.parquet: two columns are called stars"):
         read_task(own_task(tmp_path, label="stars", files={"train": "a.parquet", "validation": "a.parquet"}), None)
 
 
-def test_a_header_over_numbered_columns_is_not_an_example(tmp_path):
+def test_a_header_is_skipped_with_numbered_columns(tmp_path):
     rows = "x,1\ny,0\nz,1\n"
     (tmp_path / "none.csv").write_text(rows)
     (tmp_path / "header.csv").write_text(f"text,stars\n{rows}")
@@ -294,7 +294,7 @@ def test_a_header_over_numbered_columns_is_not_an_example(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content"), [("a.csv", "text\nx\n\ny\n\n"), ("a.tsv", "text\nx\n\ny\n"), ("a.csv", 'text\nx\n""\ny\n')]
 )
-def test_an_empty_text_of_a_test_set_keeps_its_position(tmp_path, name, content):
+def test_an_empty_text_in_a_test_set_keeps_its_position(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     assert [cells for _, cells in read_rows(tmp_path / name, ("text",))] == [("x",), ("",), ("y",)]
 
@@ -309,7 +309,7 @@ def test_rows_without_a_label_are_skipped_if_the_task_allows_it(tmp_path, caplog
     assert f"a.{ending}: skipped 1 rows without a label\n" in caplog.text
 
 
-def test_a_label_is_the_class_it_equals_as_a_number(tmp_path):
+def test_numerically_equal_labels_are_one_class(tmp_path):
     write_rows(tmp_path / "a.csv", [("x", "1.0"), ("y", "2.0")])
     task = own_task(tmp_path, label="stars", labels=[1.0, 2.0], files={"train": "a.csv", "validation": "a.csv"})
     assert task.labels == ("1", "2")
@@ -323,12 +323,12 @@ def test_labels_equal_as_numbers_are_sorted_by_name(tmp_path):
     assert read_task(task, None).task.labels == ("0001", "001", "01", "1", "2")
 
 
-def test_the_digest_of_texts_ignores_white_space_alone():
+def test_the_digest_of_texts_ignores_only_whitespace():
     one, same, other = (texts_digest([Example((text, "b"), 1.0)]) for text in ("a x", "a  x ", "a y"))
     assert one == same != other
 
 
-def test_columns_by_name_and_by_number_go_together(tmp_path):
+def test_columns_may_be_given_by_name_and_by_number(tmp_path):
     (tmp_path / "a.csv").write_text("text,stars\nx,1\ny,0\n")
     data = read_task(
         own_task(tmp_path, columns=[0], label="stars", files={"train": "a.csv", "validation": "a.csv"}), None
@@ -367,7 +367,7 @@ def test_the_digest_depends_on_content_not_on_paths(tmp_path):
 # The Hub
 
 
-def test_an_unreachable_hub_is_one_sentence():
+def test_an_unreachable_hub_is_reported_in_one_sentence():
     with pytest.raises(UserError, match=r"nyu-mll/glue \(sst2\), train.*set glue_dir"):
         read_task(GLUE["sst2"], None)
 
@@ -391,7 +391,7 @@ def on_hub(tmp_path, monkeypatch):
     return make
 
 
-def test_a_hub_data_set_is_read_with_its_order_of_classes(on_hub):
+def test_a_hub_dataset_keeps_its_class_order(on_hub):
     task = on_hub([1, 0], ["2", "1"])  # names, not numbers, count
     data = read_task(task, None)
     assert data.task.labels == ("2", "1")
@@ -400,14 +400,14 @@ def test_a_hub_data_set_is_read_with_its_order_of_classes(on_hub):
         read_task(replace(task, columns=("words",)), None)
 
 
-def test_labels_in_another_order_than_the_hubs_match_by_name(on_hub):
+def test_labels_in_a_different_order_than_the_hubs_match_by_name(on_hub):
     """As WNLI's, read like RTE."""
     task = on_hub([1, 0], ["not_entailment", "entailment"], like="rte", columns=["text"])
     assert task.labels == ("entailment", "not_entailment")
     assert read_task(task, None).train == [Example(("x",), 0), Example(("y",), 1)]
 
 
-def test_other_labels_than_the_hubs_are_refused(on_hub):
+def test_labels_that_differ_from_the_hubs_are_refused(on_hub):
     task = on_hub([1, 0], ["no", "yes"], labels=["bad", "good"])
     with pytest.raises(UserError, match=r"its labels are no, yes, but tasks\.mine\.labels are bad, good; set labels"):
         read_task(task, None)
@@ -425,6 +425,6 @@ def test_hub_rows_without_a_label_are_skipped_and_counted(on_hub, caplog, names)
     assert "set, test: skipped 2 rows without a label" in caplog.text
 
 
-def test_a_hidden_test_set_cannot_be_validated_on(on_hub):
+def test_a_split_without_labels_cannot_be_used_for_validation(on_hub):
     with pytest.raises(UserError, match="set, train holds no examples with a label"):
         read_task(on_hub([-1, -1], ["no", "yes"], labels=["no", "yes"]), None)

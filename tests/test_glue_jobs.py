@@ -75,7 +75,7 @@ def test_padding_to_the_longest_does_not_change_predictions(shared, write_checkp
     torch.testing.assert_close(alone, together, atol=1e-5, rtol=1e-5)
 
 
-def test_predictions_that_are_not_finite_fail_the_job():
+def test_non_finite_predictions_fail_the_job():
     class Diverged(torch.nn.Module):
         def eval_forward(self, batch: torch.Tensor) -> torch.Tensor:
             return batch * float("nan")
@@ -84,7 +84,7 @@ def test_predictions_that_are_not_finite_fail_the_job():
         predict(Diverged(), [torch.ones(2)], DeviceCPU(), Precision.FP32)
 
 
-def test_a_job_that_cannot_write_says_so(tmp_path, monkeypatch):
+def test_a_job_that_cannot_write_reports_it(tmp_path, monkeypatch):
     monkeypatch.setattr(pool.threading, "Thread", Mock())  # which waits for the end of the main process
     (tmp_path / "jobs").write_text("a file, where the folders of jobs should go")
     job, connection = Job(GLUE["rte"], 19, tmp_path / "jobs" / "rte-19", {}), Mock()
@@ -94,7 +94,7 @@ def test_a_job_that_cannot_write_says_so(tmp_path, monkeypatch):
     assert message["reason"].startswith(f"cannot write {job.folder}/log.txt: Not a directory")
 
 
-def test_predictions_are_in_the_precision_of_the_evaluations_in_training(monkeypatch):
+def test_predictions_use_the_precision_of_evaluation_during_training(monkeypatch):
     """As Composer's context has it, which changes nothing where there is no GPU."""
     monkeypatch.setattr(
         "src.glue.finetune.get_precision_context",
@@ -108,7 +108,7 @@ def test_predictions_are_in_the_precision_of_the_evaluations_in_training(monkeyp
     assert predict(Product(), [torch.ones(2, 2)], DeviceCPU(), Precision.AMP_BF16).dtype == torch.bfloat16
 
 
-def test_training_batches_hold_every_example_once_in_an_order_by_seed(tokenizer):
+def test_training_batches_hold_every_example_once_in_an_order_set_by_the_seed(tokenizer):
     batches = Batches(tokenizer, 64, regression=True)
     examples = [Example((text,), float(i)) for i, text in enumerate(sentences(21))]
 
@@ -122,7 +122,7 @@ def test_training_batches_hold_every_example_once_in_an_order_by_seed(tokenizer)
     assert order(1)[0] == first != order(2)[0]
 
 
-def test_texts_of_a_training_batch_are_about_as_long_and_their_batches_in_any_order(tokenizer):
+def test_training_batches_group_texts_of_similar_length_in_random_order(tokenizer):
     examples = [Example(("x" * (1 + i % 97),), float(i)) for i in range(801)]
     order = list(GroupedByLength(examples, 8, seed=1))
     assert sorted(order) == list(range(801))
@@ -150,7 +150,7 @@ def finetuned(tmp_path_factory, shared):
     return [str(path)], folder / "run", done
 
 
-def test_a_run_prints_its_table_and_leaves_report_picture_and_predictions(finetuned):
+def test_a_run_prints_its_table_and_writes_report_picture_and_predictions(finetuned):
     _, folder, done = finetuned
     for row in (r"\| RTE +\| accuracy +\| +50\.00 \| +\d+\.\d\d ± \d+\.\d\d", r"\| STS-B +\| spearman +\| +0\.00 \|", r"\| amount +\| macro_f1",
                 r"\| SST-2\* ", r"lr=0\.00\d*1?, picked"):  # fmt: skip
@@ -198,7 +198,7 @@ def test_tasks_after_mnli_start_from_its_encoder(finetuned):
     assert starts["mnli-19"] == starts["sst2-lr=0.001-19"] != starts["rte-19"]
 
 
-def test_predictions_of_the_test_sets_are_in_files_for_the_server(finetuned):
+def test_test_set_predictions_are_written_for_the_server(finetuned):
     _, folder, done = finetuned
     files = {path.name: path.read_text().splitlines() for path in (folder / "submission").iterdir()}
     assert files.keys() == {"MNLI-m.tsv", "MNLI-mm.tsv", "RTE.tsv", "STS-B.tsv", "SST-2.tsv", "amount-test.tsv"}
@@ -210,7 +210,7 @@ def test_predictions_of_the_test_sets_are_in_files_for_the_server(finetuned):
     assert "the server also needs AX.tsv, QQP.tsv, QNLI.tsv, MRPC.tsv, CoLA.tsv, WNLI.tsv" in done.stdout
 
 
-def test_the_same_command_again_trains_nothing_and_shows_the_same_table(finetuned, capsys, caplog, monkeypatch):
+def test_repeating_the_command_trains_nothing_and_prints_the_same_table(finetuned, capsys, caplog, monkeypatch):
     arguments, folder, done = finetuned
     monkeypatch.setattr("src.jobs.jobs.start_server", pytest.fail)
     jobs = snapshot(folder / "jobs")
@@ -223,7 +223,7 @@ def test_the_same_command_again_trains_nothing_and_shows_the_same_table(finetune
     assert snapshot(folder / "jobs") == jobs
 
 
-def test_a_changed_value_runs_what_it_changes_again_and_rerun_runs_what_is_done(finetuned, glue_dir, caplog):
+def test_a_changed_value_reruns_the_jobs_it_affects_and_rerun_all_of_them(finetuned, glue_dir, caplog):
     arguments, folder, _ = finetuned
     jobs = snapshot(folder / "jobs")
 
@@ -251,7 +251,7 @@ def test_a_changed_value_runs_what_it_changes_again_and_rerun_runs_what_is_done(
     assert len((folder / "submission/RTE.tsv").read_text().splitlines()) == 2
 
 
-def test_a_job_that_fails_or_is_killed_is_reported_and_takes_no_other_along(tmp_path, shared, capsys, caplog):
+def test_a_failed_or_killed_job_is_reported_and_does_not_affect_others(tmp_path, shared, capsys, caplog):
     folder = write_glue(tmp_path / "glue")
     settings = {**shared, "glue_dir": str(folder), "tasks_to_run": ["sst2", "stsb", "rte"]}
     path = write_yaml(tmp_path / "f.yaml", **settings, tasks={"sst2": {**ONE, "epochs": 1000}, "stsb": ONE, "rte": ONE})
@@ -280,7 +280,7 @@ def test_a_job_that_fails_or_is_killed_is_reported_and_takes_no_other_along(tmp_
     assert caplog.text.count("done earlier") == 1 and "Failed" not in capsys.readouterr().out
 
 
-def test_a_killed_command_takes_its_jobs_along_and_keeps_what_was_done(tmp_path, shared, caplog):
+def test_a_killed_command_ends_its_jobs_and_keeps_finished_ones(tmp_path, shared, caplog):
     settings = {**shared, "tasks_to_run": ["sst2", "rte"]}
     path = write_yaml(tmp_path / "f.yaml", **settings, tasks={"sst2": ONE, "rte": {**ONE, "epochs": 1000}})
     process = start(path)
@@ -323,7 +323,7 @@ def job_process(command: int) -> int:
     return job
 
 
-def test_devices_are_gpus_by_number_or_unbound_processes(monkeypatch):
+def test_devices_are_gpu_ids_or_unbound_processes(monkeypatch):
     assert devices(False, "cpu") == devices(1, "gpu") == [None]
     assert devices(3, "cpu") == [None] * 3
     assert devices(True, "cpu") == [None] * len(os.sched_getaffinity(0))
@@ -337,7 +337,7 @@ def test_devices_are_gpus_by_number_or_unbound_processes(monkeypatch):
             devices(wrong, "cpu")
 
 
-def test_the_progress_line_tells_jobs_done_time_left_and_the_steps_of_running_jobs():
+def test_the_progress_bar_shows_jobs_done_time_left_and_steps_of_running_jobs():
     jobs = [Job(GLUE["rte"], seed, Path(f"rte-{seed}"), {}, cost=100) for seed in (1, 2, 3)]
     ours, its = multiprocessing.Pipe()
     its.send({"step": 1200, "steps": 2400})
@@ -350,7 +350,7 @@ def test_the_progress_line_tells_jobs_done_time_left_and_the_steps_of_running_jo
     assert re.search(r" 50% .* left.*1 of 3 jobs done; RTE seed 2 step 1,200 of 2,400", str(bar))
 
 
-def test_of_several_jobs_at_a_time_the_largest_start_first(monkeypatch):
+def test_concurrent_jobs_start_with_the_costliest(monkeypatch):
     class Enough(Exception):
         pass
 
@@ -389,7 +389,7 @@ def test_of_several_jobs_at_a_time_the_largest_start_first(monkeypatch):
         ("save_folder={}", ["save_folder", "choose another folder"]),
     ],
 )
-def test_a_mistake_is_told_before_any_task_is_trained(tmp_path, shared, override, words):
+def test_a_mistake_is_reported_before_any_training(tmp_path, shared, override, words):
     (tmp_path / "file").touch()
     path = write_yaml(tmp_path / "f.yaml", **shared, tasks_to_run=["sst2"])
     with pytest.raises(UserError) as error:
@@ -454,11 +454,11 @@ def plan_of(experiment_of):
         ("mnli_first=true", False),
     ],
 )
-def test_a_result_depends_on_what_changes_training(plan_of, override, same):
+def test_a_result_depends_on_every_setting_that_changes_training(plan_of, override, same):
     assert (plan_of(override)[-1].settings == plan_of()[-1].settings) == same
 
 
-def test_results_of_another_start_are_not_replaced_unasked(experiment_of, plan_of):
+def test_results_of_other_weights_are_not_replaced_without_asking(experiment_of, plan_of):
     for job in plan_of():
         job.folder.mkdir(parents=True)
         (job.folder / "result.json").write_text(json.dumps({"settings": job.settings, "scores": {}, "test_splits": []}))
@@ -471,7 +471,7 @@ def test_results_of_another_start_are_not_replaced_unasked(experiment_of, plan_o
             finished(plan_of(override, encoder="two"), experiment)
 
 
-def test_a_folder_in_use_by_another_command_is_refused(tmp_path, shared):
+def test_a_folder_locked_by_another_command_is_refused(tmp_path, shared):
     from src.files import exclusive_lock
 
     path = write_yaml(tmp_path / "f.yaml", **shared, tasks_to_run=["sst2"])
@@ -479,7 +479,7 @@ def test_a_folder_in_use_by_another_command_is_refused(tmp_path, shared):
         glue.main([str(path)])
 
 
-def test_a_mistake_ends_the_command_in_one_sentence(finetuned):
+def test_a_mistake_is_reported_in_one_sentence(finetuned):
     assert_one_sentence(run("glue.py", *finetuned[0], "taks_to_run=[sst2]"), "unknown key taks_to_run", "tasks_to_run")
     assert_one_sentence(
         run("glue.py", "report", finetuned[1].parent), "report.json (No such file or directory); give the save_folder"

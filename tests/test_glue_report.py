@@ -36,7 +36,7 @@ def result(task: str, seed: int, value: float, variant: str = "") -> dict:
             "score": value, "variant": variant, "folder": f"{task}-{variant}{seed}"}  # fmt: skip
 
 
-def test_the_report_has_mean_and_deviation_over_seeds_and_the_average_of_all_eight_tasks_only():
+def test_the_report_has_mean_and_deviation_over_seeds_and_averages_only_all_eight_tasks():
     results = [result(name, 19, 0.8) for name in GLUE if name != "rte"]
     rows = summarize([*results, result("rte", 1, 0.5), result("rte", 2, 0.7)])
     rte = rows[-1]
@@ -49,14 +49,14 @@ def test_the_report_has_mean_and_deviation_over_seeds_and_the_average_of_all_eig
     assert "not without RTE" in report.text(rows[:-1], AVERAGE)
 
 
-def test_what_is_not_glues_is_not_in_its_average():
+def test_results_on_other_data_are_not_in_the_glue_average():
     rows = summarize([{**result(name, 1, 0.8), "glue": name != "rte"} for name in GLUE])
     assert AVERAGE.of(rows) is None
     assert "GLUE average: not without RTE" in report.text(rows, AVERAGE)
     assert "GLUE" not in report.text(rows[1:2], AVERAGE)  # an RTE of one's own
 
 
-def test_a_mean_of_fewer_seeds_than_asked_for_is_marked_and_wins_no_search():
+def test_a_mean_over_too_few_seeds_is_marked_and_cannot_win_a_search():
     values = {"lr=1e-05": [0.9], "lr=3e-05": [0.7, 0.5], "lr=1e-04": [0.4, 0.6]}
     results = [{**result("rte", seed, value, variant), "of": 3} for variant, scores in values.items() for seed, value in enumerate(scores)]  # fmt: skip
     results += [{**result(name, 1, 0.8), "of": 1} for name in GLUE if name != "rte"]
@@ -72,7 +72,7 @@ def test_a_mean_of_fewer_seeds_than_asked_for_is_marked_and_wins_no_search():
     assert " 60.00 ± 14.14 (2 of 3 seeds)* |" in compared and " 77.50 (RTE: 2 of 3 seeds) |" in compared
 
 
-def test_a_search_reports_its_best_candidate_as_picked_and_all_of_them():
+def test_a_search_reports_all_candidates_and_marks_the_best_as_picked():
     values = {"lr=1e-05": (0.6, 0.8), "lr=3e-05": (0.75, 0.75)}
     results = [
         result("rte", seed, value, variant) for variant, pair in values.items() for seed, value in enumerate(pair)
@@ -85,14 +85,14 @@ def test_a_search_reports_its_best_candidate_as_picked_and_all_of_them():
     assert "on the validation set itself" in text
 
 
-def test_failed_jobs_stand_in_the_report(tmp_path):
+def test_failed_jobs_are_in_the_report(tmp_path):
     report.write([result("rte", 1, 0.5)], AVERAGE, tmp_path, "run", ["RTE seed 2: out of memory"])
     for name in ("report.md", "report.json"):
         assert "RTE seed 2: out of memory" in (tmp_path / name).read_text()
     assert (tmp_path / "report.png").read_bytes().startswith(PNG)
 
 
-def test_a_full_disk_is_told(tmp_path):
+def test_a_full_disk_is_reported(tmp_path):
     (tmp_path / "report.json.unfinished").symlink_to("/dev/full")
     with pytest.raises(RunFailed, match=r"cannot write to .*No space left on device\); free space there"):
         report.write([], AVERAGE, tmp_path, "run")
@@ -134,7 +134,7 @@ def difference_of(folders: list[Path], task: str) -> report.Difference | None:
     return report.difference(*report.read_runs(folders, "glue.py").values(), task, 500, score)
 
 
-def test_the_interval_of_an_accuracy_is_that_of_the_binomial(tmp_path, labels):
+def test_the_interval_of_an_accuracy_is_the_binomials(tmp_path, labels):
     """All of the second run's errors away from none of the first's: the variance of the difference is known."""
     first = write_run(tmp_path / "a", "rte", {1: noisy(labels, 0.8, 1)}, labels)
     second = write_run(tmp_path / "b", "rte", {1: noisy(labels, 0.6, 1)}, labels)  # wrong wherever the first is
@@ -146,7 +146,7 @@ def test_the_interval_of_an_accuracy_is_that_of_the_binomial(tmp_path, labels):
 
 
 @pytest.mark.parametrize("task", ["rte", "mrpc", "cola"])
-def test_runs_that_predict_the_same_do_not_differ_and_equally_good_ones_not_significantly(tmp_path, labels, task):
+def test_identical_runs_do_not_differ_and_equally_good_ones_not_significantly(tmp_path, labels, task):
     seeds = {seed: noisy(labels, 0.7, seed) for seed in (1, 2)}
     folders = [write_run(tmp_path / name, task, seeds, labels) for name in ("a", "b")]
     found = difference_of(folders, task)
@@ -184,7 +184,7 @@ def test_the_report_command_shows_runs_side_by_side(tmp_path, labels, capsys):
     assert "| RTE " in capsys.readouterr().out
 
 
-def test_runs_over_other_examples_are_not_compared(tmp_path, labels, capsys):
+def test_runs_on_different_examples_are_not_compared(tmp_path, labels, capsys):
     first = write_run(tmp_path / "a", "rte", {1: noisy(labels, 0.6, 1)}, labels)
     second = write_run(tmp_path / "b", "rte", {1: noisy(labels[:300], 0.6, 1)}, labels[:300])
     assert difference_of([first, second], "rte") is None
@@ -192,7 +192,7 @@ def test_runs_over_other_examples_are_not_compared(tmp_path, labels, capsys):
     assert "other examples" in capsys.readouterr().out
 
 
-def test_other_texts_with_the_same_labels_are_not_compared(tmp_path, labels):
+def test_runs_on_different_texts_with_the_same_labels_are_not_compared(tmp_path, labels):
     folders = {texts: write_run(tmp_path / str(texts), "rte", {1: noisy(labels, 0.6, 1)}, labels, texts=texts) for texts in ("a", "b", None)}  # fmt: skip
     assert difference_of([folders["a"], folders["b"]], "rte") is None
     assert difference_of([folders["a"], folders[None]], "rte") is not None  # a run that did not take them down
@@ -203,7 +203,7 @@ def test_the_same_examples_may_come_from_the_hub_and_from_files(tmp_path, labels
     assert difference_of(folders, "rte").p == 1
 
 
-def test_a_comparison_tells_what_was_picked_and_what_failed(tmp_path, labels, capsys):
+def test_a_comparison_marks_picked_candidates_and_failed_jobs(tmp_path, labels, capsys):
     first = write_run(tmp_path / "a", "rte", {1: noisy(labels, 0.6, 1)}, labels, failed=("RTE seed 2: out of memory",))
     second = write_run(tmp_path / "b", "rte", {1: noisy(labels, 0.9, 1)}, labels, variant="lr=1e-05")
     compare_command(first, second, "--resamples", "100")
@@ -214,7 +214,7 @@ def test_a_comparison_tells_what_was_picked_and_what_failed(tmp_path, labels, ca
     assert "a lacks jobs that failed: RTE seed 2: out of memory" in shown
 
 
-def test_what_cannot_be_compared_is_named(tmp_path, labels):
+def test_runs_that_cannot_be_compared_are_named(tmp_path, labels):
     folder = write_run(tmp_path / "a", "rte", {1: noisy(labels, 0.6, 1)}, labels)
     with pytest.raises(UserError, match=r"cannot read .*nowhere/report\.json \(No such file"):
         compare_command(tmp_path / "nowhere")
@@ -233,7 +233,7 @@ def test_what_cannot_be_compared_is_named(tmp_path, labels):
         compare_command(other)
 
 
-def test_predictions_are_read_as_they_were_written_and_as_earlier_versions_wrote_them(tmp_path):
+def test_predictions_of_this_and_earlier_versions_are_read(tmp_path):
     logits, labels = torch.tensor([[2.0, 1], [0, 3], [1, 0]]), [1.0, 1.0, 0.0]
     examples = [Example(("a text",), label, number) for number, label in enumerate(labels, 2)]
     write_predictions(tmp_path / "predictions-dev.jsonl", GLUE["rte"], logits, examples)
@@ -249,7 +249,7 @@ def test_predictions_are_read_as_they_were_written_and_as_earlier_versions_wrote
         assert [values.tolist() for values in found] == [[0, 1, 0], [1, 1, 0]]
 
 
-def test_predictions_of_a_regression_are_numbers(tmp_path):
+def test_regression_predictions_are_numbers(tmp_path):
     write_predictions(
         tmp_path / "predictions-dev.jsonl", GLUE["stsb"], torch.tensor([2.5]), [Example(("a", "b"), 3.8, 7)]
     )
@@ -259,7 +259,7 @@ def test_predictions_of_a_regression_are_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("task", ["rte", "stsb"])
-def test_runs_with_earlier_and_present_prediction_files_are_compared(tmp_path, labels, task):
+def test_runs_of_this_and_earlier_versions_are_compared(tmp_path, labels, task):
     logits = noisy(labels, 0.7, 1) if task == "rte" else labels + noisy(labels, 0.7, 1)[:, 0]
     folders = [write_run(tmp_path / name, task, {1: logits}, labels) for name in ("earlier", "present")]
     path = folders[1] / "jobs" / f"{task}-1" / "predictions-dev.jsonl"
@@ -271,7 +271,7 @@ def test_runs_with_earlier_and_present_prediction_files_are_compared(tmp_path, l
 # The server's files
 
 
-def test_the_servers_files_have_its_labels_and_the_best_seeds_predictions(tmp_path):
+def test_submission_files_have_the_servers_labels_and_the_best_seeds_predictions(tmp_path):
     splits = {name: task.tsv_test for name, task in GLUE.items()}
     splits["mnli"] += ("AX",)
     predictions = {"mnli": "neutral", "qnli": "not_entailment", "rte": "entailment", "sst2": "positive", "cola": "unacceptable",
@@ -300,7 +300,7 @@ def test_the_servers_files_have_its_labels_and_the_best_seeds_predictions(tmp_pa
     assert line.endswith(f"/submission; the server also needs {needed}; from earlier runs: {earlier}")
 
 
-def test_the_name_of_a_class_may_hold_any_letter(tmp_path):
+def test_a_class_name_may_contain_any_character(tmp_path):
     (task,) = select(["mine"], {"mine": {"columns": ["a"], "hub": "b", "labels": ["a\tb\nc", "d\u2028e\x85f"]}}, 7)
     (tmp_path / "jobs/mine-1").mkdir(parents=True)
     logits = torch.tensor([[1.0, 0], [0, 1]])

@@ -37,7 +37,7 @@ def draw(metric: str, classes: int, seed: int) -> tuple[torch.Tensor, torch.Tens
     return predicted(logits), labels
 
 
-def test_every_metric_that_a_task_may_name_can_be_computed():
+def test_every_metric_can_be_computed():
     assert {metric for names in tasks.METRICS.values() for metric in names} == METRICS.keys()
 
 
@@ -52,18 +52,18 @@ def test_scores_are_those_of_scikit_learn_and_scipy(metric, classes, seed):
 
 @pytest.mark.parametrize("chosen", [0, 1])
 @pytest.mark.parametrize("metric", ["accuracy", "f1", "macro_f1", "matthews"])
-def test_always_the_same_class_scores_as_in_scikit_learn(metric, chosen):
+def test_a_constant_prediction_scores_as_in_scikit_learn(metric, chosen):
     labels, guesses = torch.tensor([0, 1, 1, 0, 1, 1]), torch.full((6,), chosen)
     assert score((metric,), guesses, labels, 2)[metric] == pytest.approx(reference(metric, guesses, labels))
 
 
 @pytest.mark.parametrize("metric", CORRELATIONS)
-def test_what_is_always_the_same_has_no_correlation(metric):
+def test_a_constant_has_no_correlation(metric):
     constant, other = torch.ones(6), torch.tensor([0.0, 1, 0, 1, 1, 1])
     assert score((metric,), constant, other, 2) == score((metric,), other, constant, 2) == {metric: 0.0}
 
 
-def test_what_is_not_finite_has_no_score():
+def test_non_finite_predictions_have_no_score():
     values = score(("spearman", "pearson"), torch.tensor([0.0, float("nan"), 1]), torch.tensor([0.0, 1, 2]), 1)
     assert all(math.isnan(value) for value in values.values())
 

@@ -52,7 +52,7 @@ def bert_folder(tmp_path_factory, tokenizer_folder) -> Path:
 
 
 @pytest.mark.parametrize("name", ["rte", "stsb", "mnli"])
-def test_the_encoder_is_loaded_whole(config, checkpoint, name):
+def test_every_tensor_of_the_encoder_is_loaded(config, checkpoint, name):
     model = build_model(read_start(config()), GLUE[name])
     state = torch.load(checkpoint, weights_only=False)["state"]["model"]
     own = model.lion.state_dict()
@@ -76,7 +76,7 @@ def test_from_scratch_takes_the_sizes_and_no_weights(config, checkpoint):
     )  # of MNLI's job, tuned from scratch
 
 
-def test_another_tokenizer_than_the_checkpoints_is_refused(config, tokenizer_folder, tmp_path):
+def test_a_tokenizer_other_than_the_checkpoints_is_refused(config, tokenizer_folder, tmp_path):
     other = shutil.copytree(tokenizer_folder, tmp_path / "other")
     (other / "tokenizer.json").unlink()
     words = list(VOCABULARY)
@@ -88,7 +88,7 @@ def test_another_tokenizer_than_the_checkpoints_is_refused(config, tokenizer_fol
     assert read_start(config(f"tokenizer_name={other}", "from_scratch=true")).weights is None  # which know no ids
 
 
-def test_without_any_start_sizes_are_the_configs(config, tokenizer_folder):
+def test_without_a_checkpoint_sizes_come_from_the_config(config, tokenizer_folder):
     start = read_start(config("starting_checkpoint_load_path=null", f"tokenizer_name={tokenizer_folder}", "model.num_hidden_layers=3"))  # fmt: skip
     assert (start.weights, start.config["num_hidden_layers"], start.name) == (None, 3, "random weights")
 
@@ -103,7 +103,7 @@ def same_hidden_states(start, bert, batch) -> None:
         torch.testing.assert_close(ours.pooler_output, theirs.pooler_output, atol=1e-5, rtol=1e-4)
 
 
-def test_a_bert_of_hugging_face_computes_what_it_did(config, bert_folder, tmp_path):
+def test_a_hugging_face_bert_gives_the_same_outputs(config, bert_folder, tmp_path):
     from transformers import BertModel
 
     start = read_start(config(f"starting_checkpoint_load_path={bert_folder}"))
@@ -136,7 +136,7 @@ def test_a_bert_with_relative_positions_is_refused(config, bert_folder, tmp_path
 
 
 @needs_reference
-def test_a_checkpoint_as_the_authors_publish_them_is_a_start(config, tokenizer_folder, tmp_path):
+def test_a_run_starts_from_a_checkpoint_of_the_papers_authors(config, tokenizer_folder, tmp_path):
     content = torch.load(LEGACY, weights_only=False)["state"]
     state = content["model"]
     vocabulary = content["integrations"]["huggingface"]["model"]["config"]["content"]["vocab_size"]
@@ -154,7 +154,7 @@ def test_a_checkpoint_as_the_authors_publish_them_is_a_start(config, tokenizer_f
         assert torch.equal(own["layers.0.mlp_out.weight"], state[name])
 
 
-def test_a_folder_of_ours_by_its_path_or_its_name_on_the_hub(config, checkpoint, tmp_path, monkeypatch):
+def test_a_run_starts_from_a_hub_folder_by_path_or_by_name(config, checkpoint, tmp_path, monkeypatch):
     hub_folder.write(read_checkpoint(checkpoint), tmp_path / "mine")
     expected = read_start(config()).digest()
     start = read_start(config(f"starting_checkpoint_load_path={tmp_path / 'mine'}"))
@@ -164,7 +164,7 @@ def test_a_folder_of_ours_by_its_path_or_its_name_on_the_hub(config, checkpoint,
     assert read_start(config("starting_checkpoint_load_path=org/mine")).digest() == expected
 
 
-def test_the_digest_tells_other_weights_apart(config, write_checkpoint, tmp_path):
+def test_the_digest_distinguishes_weights(config, write_checkpoint, tmp_path):
     def add_one(state: dict) -> None:
         state["model"]["model.lion.layers.0.mlp_in.bias"] += 1
 
@@ -197,6 +197,6 @@ def test_weights_that_do_not_fit_the_model_are_refused_by_name(config, override,
         (str(ROOT / "tests"), "holds no config.json"),
     ],
 )
-def test_a_start_that_is_not_given_or_is_none_is_named(config, start, words):
+def test_a_missing_or_unusable_start_is_named(config, start, words):
     with pytest.raises(UserError, match=words):
         read_start(config(f"starting_checkpoint_load_path={start}"))

@@ -18,19 +18,19 @@ def test_the_eight_tasks_have_their_official_folders_and_metrics():
     assert [task.name for task in GLUE.values() if task.malformed_rows] == ["qqp"]
 
 
-def test_without_a_choice_the_eight_tasks_run_with_their_own_seeds():
+def test_by_default_the_eight_tasks_run_with_their_own_seeds():
     tasks = select([], {}, 7)
     assert [task.name for task in tasks] == list(GLUE)
     assert all(task.seeds == GLUE[task.name].seeds for task in tasks)
 
 
-def test_tasks_run_in_the_order_asked_for_with_what_the_config_changes():
+def test_tasks_run_in_the_given_order_with_the_configs_changes():
     rte, sst2 = select(["rte", "sst2"], {"rte": {"lr": 0.5, "seeds": [1, 2]}, "sst2": {"seeds": []}}, 7)
     assert (rte.name, rte.lr, rte.seeds, rte.epochs) == ("rte", 0.5, (1, 2), GLUE["rte"].epochs)
     assert sst2.seeds == (7,)  # default_seed
 
 
-def test_like_takes_what_is_not_given_from_a_task_of_glue():
+def test_like_takes_defaults_from_a_glue_task():
     (task,) = select(
         ["mine"], {"mine": {"like": "rte", "title": "Mine", "folder": "Mine", "labels": ["a", "b", "c"]}}, 7
     )
@@ -39,7 +39,7 @@ def test_like_takes_what_is_not_given_from_a_task_of_glue():
     assert (task.columns, task.metrics, task.seeds) == (("sentence1", "sentence2"), ("accuracy",), GLUE["rte"].seeds)
 
 
-def test_files_or_a_data_set_of_ones_own_go_before_the_folder_of_the_task_it_is_like():
+def test_given_files_or_dataset_take_precedence_over_the_folder_of_like():
     (task,) = select(["mine"], {"mine": {"like": "rte", "files": OWN["files"]}}, 7)
     assert (task.folder, task.title) == (None, "mine")
     (task,) = select(["mine"], {"mine": {"like": "rte", "hub": "org/name"}}, 7)
@@ -68,19 +68,19 @@ def test_files_or_a_data_set_of_ones_own_go_before_the_folder_of_the_task_it_is_
         ({"metrics": ["macro_f1"]}, False),
     ],
 )
-def test_the_average_of_glue_counts_what_is_glues(given, counts):
+def test_the_glue_average_counts_only_glue_data(given, counts):
     (task,) = select(["rte"], {"rte": given}, 7)
     assert of_glue(task) == counts
 
 
-def test_malformed_rows_may_be_left_out_of_the_official_files_alone():
+def test_malformed_rows_may_be_skipped_in_official_files_only():
     tasks = select(
         ["qqp", "same", "mine"], {"same": {"like": "qqp"}, "mine": {"like": "qqp", "files": OWN["files"]}}, 7
     )
     assert [task.malformed_rows for task in tasks] == [100, 100, 0]
 
 
-def test_a_number_is_taken_as_its_text():
+def test_a_number_is_read_as_text():
     (task,) = select(["mine"], {"mine": {**OWN, "title": 2020, "columns": [0], "labels": [0, 1.0, 1.5, "b"], "eval_interval": "500ba"}}, 7)  # fmt: skip
     assert (task.title, task.columns, task.labels, task.eval_interval) == (
         "2020",
@@ -90,14 +90,14 @@ def test_a_number_is_taken_as_its_text():
     )
 
 
-def test_a_new_task_needs_its_columns_and_a_place_and_no_more():
+def test_a_new_task_needs_only_columns_and_a_location():
     (task,) = select(["mine"], {"mine": OWN}, 7)
     assert (task.title, task.metrics, task.kind, task.label, task.seeds) == ("mine", ("accuracy",), "classification", "label", (7,))  # fmt: skip
     (task,) = select(["mine"], {"mine": {**OWN, "kind": "regression"}}, 7)
     assert (task.metrics, task.num_labels) == (("spearman",), 1)
 
 
-def test_several_values_of_a_hyperparameter_are_a_search_over_all_combinations():
+def test_lists_of_hyperparameters_are_searched_in_all_combinations():
     tasks = select(["rte"], {"rte": {"lr": [1e-5, 3e-5], "epochs": [2, 3], "batch_size": 8}}, 7)
     assert [(task.lr, task.epochs, task.batch_size) for task in tasks] == [(1e-5, 2, 8), (1e-5, 3, 8), (3e-5, 2, 8), (3e-5, 3, 8)]  # fmt: skip
     assert [task.variant for task in tasks][1] == "lr=1e-05,epochs=3"

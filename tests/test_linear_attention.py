@@ -84,7 +84,7 @@ def distance(x: Tensor, exact: Tensor) -> float:
 # The formula itself
 
 
-def test_the_definition_is_the_formula_in_loops():
+def test_the_definition_equals_the_formula_in_loops():
     (q, k, v, log_decay), mask = draw("token", 5, mask="holes", seed=3)
     decay = log_decay.exp()
     expected = torch.zeros_like(v)
@@ -113,7 +113,7 @@ BY_HAND = [
 
 @pytest.mark.parametrize("form", ["definition", *FORMS])
 @pytest.mark.parametrize("chunk_size", [1, 2, 3])
-def test_three_tokens_give_what_is_computed_by_hand(form, chunk_size):
+def test_three_tokens_give_the_result_computed_by_hand(form, chunk_size):
     ones, log_decay = torch.ones(1, 1, 3, 1, dtype=torch.float64), torch.tensor([[[0.5, 0.25, 0.1]]]).double().log()
     one_hot = torch.eye(3, dtype=torch.float64)[None, None]  # the output is then the matrix itself
     if form == "definition":
@@ -156,7 +156,7 @@ def test_normalized_rows_are_divided_by_their_sum(form, decay, length, mask):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_normalized_weights_add_up_to_one(form):
+def test_normalized_weights_sum_to_one(form):
     (q, k, v, log_decay), _ = draw("token", 33, positive=True)
     y = linear_attention(q, k, torch.ones_like(v), log_decay, normalize=True, form=form, chunk_size=CHUNK)
     torch.testing.assert_close(y, torch.ones_like(v), atol=1e-4, rtol=0)
@@ -165,7 +165,7 @@ def test_normalized_weights_add_up_to_one(form):
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_given_scale_takes_the_place_of_the_usual_one(form, decay, normalize):
+def test_a_given_scale_replaces_the_default(form, decay, normalize):
     case = (decay, 33, 2, 3, "holes", True)
     inputs, real = draw(*case)
     options = {"scale": 0.7, "normalize": normalize}
@@ -182,7 +182,7 @@ def test_the_chunk_size_changes_nothing(chunk_size):
 
 @pytest.mark.parametrize("entries", [1, 4 * 3 * 5 * 5, 2**18])  # one text's chunk, four of them, all
 @pytest.mark.parametrize("decay", DECAYS)
-def test_how_many_chunks_are_worked_on_at_a_time_changes_nothing(decay, entries, monkeypatch):
+def test_the_number_of_chunks_per_block_changes_nothing(decay, entries, monkeypatch):
     monkeypatch.setitem(BLOCK_ENTRIES, "cpu", entries)
     inputs, mask = draw(decay, 33, 2, 3, "holes")
     actual = outputs_and_gradients(linear_attention, inputs, mask=mask, form="chunkwise", chunk_size=5)
@@ -190,7 +190,7 @@ def test_how_many_chunks_are_worked_on_at_a_time_changes_nothing(decay, entries,
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_auto_gives_the_same_numbers_at_lengths_where_it_leaves_the_full_form(decay):
+def test_auto_gives_the_same_numbers_where_it_switches_form(decay):
     inputs, mask = draw(decay, 300, 1, 1, "right")
     full = outputs_and_gradients(linear_attention, inputs, mask=mask, form="full")
     assert_all_close(outputs_and_gradients(linear_attention, inputs, mask=mask, form="auto"), full)
@@ -210,7 +210,7 @@ def test_gradients_agree_with_finite_differences(form, decay, masked):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", ["definition", *FORMS])
-def test_a_text_read_backwards_gives_its_output_backwards(form, decay, mask):
+def test_a_reversed_text_gives_the_reversed_output(form, decay, mask):
     (q, k, v, log_decay), real = draw(decay, 33, mask=mask)
 
     def operator(*inputs, **options):
@@ -226,7 +226,7 @@ def test_a_text_read_backwards_gives_its_output_backwards(form, decay, mask):
     torch.testing.assert_close(backwards.flip(2), expected, atol=1e-10, rtol=1e-10)
 
 
-def test_only_the_inputs_that_ask_for_a_gradient_get_one():
+def test_only_inputs_that_require_a_gradient_get_one():
     (q, k, v, log_decay), _ = draw("token", 7)
     expected = outputs_and_gradients(definition, [q, k, v, log_decay])
     for form in FORMS:
@@ -239,7 +239,7 @@ def test_only_the_inputs_that_ask_for_a_gradient_get_one():
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
-def test_transposed_views_are_as_good_as_contiguous_inputs(form, decay):
+def test_transposed_views_give_the_results_of_contiguous_inputs(form, decay):
     case = (decay, 33, 2, 3, "holes")
     (q, k, v, log_decay), mask = draw(*case)
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
@@ -259,7 +259,7 @@ def test_transposed_views_are_as_good_as_contiguous_inputs(form, decay):
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
-def test_inputs_are_left_as_they_were(form, decay):
+def test_inputs_are_not_modified(form, decay):
     inputs, mask = draw(decay, 33, mask="holes")
     before = [None if x is None else x.clone() for x in inputs]
     outputs_and_gradients(linear_attention, inputs, mask=mask, form=form, chunk_size=CHUNK, normalize=True)
@@ -291,7 +291,7 @@ def test_a_padded_key_contributes_nothing(form, decay):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_text_gives_the_same_output_whatever_padding_it_has(form, decay, side, padding):
+def test_padding_does_not_change_the_output(form, decay, side, padding):
     inputs, _ = draw(decay, 20)
     alone = outputs_and_gradients(linear_attention, inputs, form=form, chunk_size=CHUNK)[0]
     pad = (padding, 0) if side == "left" else (0, padding)
@@ -303,7 +303,7 @@ def test_a_text_gives_the_same_output_whatever_padding_it_has(form, decay, side,
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_text_of_padding_alone_gives_zeros(form):
+def test_a_text_of_only_padding_gives_zeros(form):
     inputs, _ = draw("token", 33)
     mask = torch.tensor([[False], [True]]).expand(2, 33)
     actual = outputs_and_gradients(linear_attention, inputs, mask=mask, form=form, chunk_size=CHUNK)
@@ -312,7 +312,7 @@ def test_a_text_of_padding_alone_gives_zeros(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_masked_token_with_decay_0_keeps_two_texts_apart(form):
+def test_a_masked_token_with_decay_0_separates_two_texts(form):
     (q, k, v, log_decay), _ = draw("token", 33)
     mask = torch.ones(2, 33, dtype=torch.bool)
     mask[:, 20] = False
@@ -342,7 +342,7 @@ def test_a_decay_of_1_is_no_decay(form, shape):
 @pytest.mark.parametrize("value", [-math.inf, -1e4, -100.0, -59.0])
 @pytest.mark.parametrize("where", ["everywhere", "here and there", "at both ends", "one head"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_decay_near_0_gives_the_finite_numbers_of_the_definition(form, where, value, dtype):
+def test_a_decay_near_0_gives_the_definitions_finite_numbers(form, where, value, dtype):
     inputs, mask = draw("token", 33, mask="holes")
     log_decay = inputs[3]
     if where == "everywhere":
@@ -361,7 +361,7 @@ def test_a_decay_near_0_gives_the_finite_numbers_of_the_definition(form, where, 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_head_whose_decay_is_0_sees_its_own_token_alone(form):
+def test_a_head_with_decay_0_sees_only_its_own_token(form):
     (q, k, v, _), _ = draw("none", 33)
     y = linear_attention(q, k, v, torch.full((3,), -math.inf), form=form, chunk_size=CHUNK)
     torch.testing.assert_close(y, (q * k).sum(-1, keepdim=True) * D**-0.5 * v, atol=1e-9, rtol=1e-9)
@@ -375,7 +375,7 @@ def test_a_head_whose_decay_is_0_sees_its_own_token_alone(form):
 @pytest.mark.parametrize("length", [7, 70])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
-def test_float32_keeps_five_digits(form, decay, length, mask, normalize):
+def test_float32_is_accurate_to_five_digits(form, decay, length, mask, normalize):
     inputs, real = draw(decay, length, mask=mask, positive=normalize)
     inputs = [None if x is None else x.float() for x in inputs]
     actual = outputs_and_gradients(
@@ -392,7 +392,7 @@ def test_float32_keeps_five_digits(form, decay, length, mask, normalize):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
-def test_half_precision_keeps_two_digits(form, decay, dtype, normalize):
+def test_half_precision_is_accurate_to_two_digits(form, decay, dtype, normalize):
     inputs, mask = draw(decay, 70, mask="holes", positive=normalize)
     inputs = [None if x is None else x.to(dtype) for x in inputs[:3]] + [inputs[3]]
     actual = outputs_and_gradients(
@@ -407,7 +407,7 @@ def test_half_precision_keeps_two_digits(form, decay, dtype, normalize):
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
-def test_bfloat16_errs_at_most_twice_as_much_as_softmax_attention(form, decay):
+def test_bfloat16_error_is_at_most_twice_that_of_softmax_attention(form, decay):
     (q, k, v, log_decay), _ = draw(decay, 70, 2, 4, d=32, e=32)
     q, k, v = (x.bfloat16() for x in (q, k, v))
     softmax = distance(
@@ -421,19 +421,19 @@ def test_bfloat16_errs_at_most_twice_as_much_as_softmax_attention(form, decay):
 @pytest.mark.parametrize("mean_log_decay", [-0.002, -0.5, -20.0])
 @pytest.mark.parametrize("shape", ["head", "token", "token, slow at the end"])
 @pytest.mark.parametrize("form", ["full", "chunkwise", "auto"])
-def test_float32_keeps_five_digits_over_a_long_text(form, shape, mean_log_decay):
+def test_float32_is_accurate_to_five_digits_over_a_long_text(form, shape, mean_log_decay):
     check_sampled_rows(2000, form, shape, mean_log_decay)
 
 
 @pytest.mark.parametrize("mean_log_decay", [-1e-4, -0.5])
 @pytest.mark.parametrize("shape", ["head", "token", "token, slow at the end"])
-def test_float32_keeps_five_digits_over_100_000_tokens(shape, mean_log_decay):
+def test_float32_is_accurate_to_five_digits_over_100_000_tokens(shape, mean_log_decay):
     check_sampled_rows(100_000, "chunkwise", shape, mean_log_decay)
 
 
 @pytest.mark.parametrize("decay", ["head", "token"])
 @pytest.mark.parametrize("form, length", [("full", 1000), ("chunkwise", 16_384)])
-def test_the_gradient_of_a_decay_keeps_its_digits_over_a_long_text(form, length, decay):
+def test_the_gradient_of_a_decay_is_accurate_over_a_long_text(form, length, decay):
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(1, 4, length, 16, generator=generator) for _ in range(4))
     shape = (4,) if decay == "head" else (1, 4, length)
@@ -485,7 +485,7 @@ def test_autocast_leaves_float32_inputs_in_float32(form, decay):
 
 
 @pytest.mark.parametrize("form, decay", [("recurrent", "none"), ("recurrent", "token"), ("chunkwise", "token")])
-def test_a_backward_pass_of_our_own_is_in_float32_under_autocast_too(form, decay):
+def test_the_custom_backward_pass_is_in_float32_under_autocast(form, decay):
     inputs, mask = draw(decay, 33, mask="holes")
     inputs = [None if x is None else x.float() for x in inputs]
     plain = outputs_and_gradients(linear_attention, inputs, mask=mask, form=form, chunk_size=CHUNK)
@@ -506,7 +506,7 @@ def test_a_compiled_operator_gives_the_same_numbers(form, decay):
 
 
 @pytest.mark.parametrize("form", ["full", "recurrent", "chunkwise"])
-def test_what_is_compiled_does_not_grow_with_the_length(form, monkeypatch):
+def test_the_compiled_graph_does_not_grow_with_the_length(form, monkeypatch):
     """A loop that torch.compile writes out takes minutes to compile."""
     monkeypatch.setitem(BLOCK_ENTRIES, "cpu", 1)  # a block a chunk, or a text
     sizes = []
@@ -547,7 +547,7 @@ def one_by_one(function, lengths: tuple[int, ...]):
 @pytest.mark.parametrize("mask", ["none", "holes"])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
-def test_packed_sequences_give_what_each_gives_alone(form, decay, mask, normalize):
+def test_packed_sequences_give_the_outputs_of_each_alone(form, decay, mask, normalize):
     inputs, real = draw(decay, sum(PACKED), mask=mask, positive=normalize)
     numbers = torch.repeat_interleave(torch.tensor([7, 3, 4, 0, 9]), torch.tensor(PACKED))  # a change is what counts
     options = {"mask": real, "normalize": normalize}
@@ -558,7 +558,7 @@ def test_packed_sequences_give_what_each_gives_alone(form, decay, mask, normaliz
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_row_is_packed_in_its_own_way(form):
+def test_rows_may_be_packed_differently(form):
     inputs, _ = draw("token", 40)
     numbers = (torch.arange(40) >= torch.tensor([[13], [29]])).long()
     y = linear_attention(*inputs, seq_idx=numbers, form=form, chunk_size=CHUNK)
@@ -575,7 +575,7 @@ def test_offsets_become_numbers_of_sequences_as_the_documentation_says():
     torch.testing.assert_close(linear_attention(*inputs, seq_idx=numbers), expected, atol=1e-9, rtol=1e-9)
 
 
-def test_nothing_of_another_sequence_is_seen_however_large_it_is():
+def test_values_of_another_sequence_are_not_seen_however_large():
     (q, k, v, _), _ = draw("none", 20, batch=1)
     v[:, :, 10:] *= 1e12
     numbers = (torch.arange(20) >= 10).long()[None]
@@ -612,7 +612,7 @@ def in_segments(q, k, v, log_decay, mask=None, *, lengths=(10, 1, 16, 6), **opti
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_text_in_segments_gives_what_one_call_gives(form, decay, mask):
+def test_segments_give_the_outputs_of_one_call(form, decay, mask):
     inputs, real = draw(decay, 33, mask=mask)
     actual = outputs_and_gradients(in_segments, inputs, mask=real, form=form, chunk_size=CHUNK)
     assert_all_close(actual, reference(decay, 33, 2, 3, mask))
@@ -647,7 +647,7 @@ def bytes_kept_for_the_backward_pass(length: int, form: str, decay: str) -> int:
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", ["recurrent", "chunkwise"])
-def test_what_is_kept_for_the_backward_pass_grows_with_the_length_and_holds_no_matrices(form, decay):
+def test_memory_saved_for_backward_grows_linearly_and_holds_no_matrices(form, decay):
     short, long = (bytes_kept_for_the_backward_pass(length, form, decay) for length in (512, 4096))
     assert long <= 8.1 * short
     inputs = 3 * 2 * 4096 * 16 * 4  # q, k and v; every chunk's 64×64 matrix would be 4 times one of them
@@ -733,7 +733,7 @@ def shapes(**changes) -> dict[str, Tensor]:
     ],
     ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
 )
-def test_arguments_that_do_not_fit_are_named(changes, message):
+def test_invalid_arguments_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         linear_attention(**shapes(**changes))
 
@@ -741,7 +741,7 @@ def test_arguments_that_do_not_fit_are_named(changes, message):
 # The kernels
 
 
-def test_the_kernels_give_these_numbers_in_tritons_interpreter():
+def test_the_kernels_give_the_same_numbers_in_tritons_interpreter():
     pytest.importorskip("triton", reason="triton is not installed")
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "tests/test_linear_attention_triton.py"]
     variables = environment(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
@@ -749,7 +749,7 @@ def test_the_kernels_give_these_numbers_in_tritons_interpreter():
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_the_operator_works_where_triton_is_not_installed():
+def test_the_operator_works_without_triton():
     program = """
 import sys
 sys.modules["triton"] = None  # importing it then fails

@@ -118,7 +118,7 @@ def test_each_text_of_a_batch_has_its_own_padding(form, mask):
 @pytest.mark.parametrize("sizes", HEAD_SIZES, ids=str)
 @pytest.mark.parametrize("decay", ["none", "token"])
 @pytest.mark.parametrize("form", FORMS)
-def test_heads_of_any_size(form, decay, sizes, started):
+def test_heads_may_have_any_size(form, decay, sizes, started):
     inputs, _ = draw(decay, LONG, 1, 1, d=sizes[0], e=sizes[1])
     dtype = torch.float32 if max(sizes) <= host.LARGEST_HEAD[torch.float32] else torch.bfloat16
     check(inputs, form, dtype)
@@ -141,7 +141,7 @@ def test_normalized_rows_are_divided_by_their_sum(form, decay):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("decay", ["none", "token"])
 @pytest.mark.parametrize("form", FORMS)
-def test_half_precision_keeps_two_digits(form, decay, dtype):
+def test_half_precision_is_accurate_to_two_digits(form, decay, dtype):
     inputs, mask = draw(decay, LONG, 1, HEADS, "holes", d=16, e=16)
     check(inputs, form, dtype, mask=mask)
 
@@ -162,7 +162,7 @@ def test_decays_at_their_limits(form, where, value):
 
 @pytest.mark.parametrize("decay", ["none", "token"])
 @pytest.mark.parametrize("form", FORMS)
-def test_packed_sequences_give_what_each_gives_alone(form, decay):
+def test_packed_sequences_give_the_outputs_of_each_alone(form, decay):
     lengths = PACKED if GPU else (5, 1, 27, 9)
     inputs, mask = draw(decay, sum(lengths), 1, 1, "holes")
     numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
@@ -176,7 +176,7 @@ def test_packed_sequences_give_what_each_gives_alone(form, decay):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("decay", ["none", "token"])
 @pytest.mark.parametrize("form", FORMS)
-def test_whatever_a_masked_key_holds_is_not_seen(form, decay, value):
+def test_the_content_of_a_masked_key_is_not_seen(form, decay, value):
     inputs, mask = draw(decay, LONG, 1, 1, "holes")
     options = {"device": DEVICE, "dtype": torch.float32, "mask": mask, "form": form, "chunk_size": CHUNK}
     expected = results(linear_attention, inputs, **options)
@@ -218,7 +218,7 @@ def test_dropout_drops_the_same_entries_forward_and_backward(decay, mask, starte
     assert "dk and dv" in started and "scan_kernel" not in started
 
 
-def test_dropout_drops_every_entry_by_itself():
+def test_dropout_drops_entries_independently():
     dropout_p, length = 0.1, 64
     first, second = (kept(2, 4, length, dropout_p, seed).flatten(0, 1) for seed in (0, 1))  # (matrices, L, L)
     assert torch.equal(first, kept(2, 4, length, dropout_p, 0).flatten(0, 1))
@@ -242,14 +242,14 @@ def test_dropout_drops_every_entry_by_itself():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_text_in_segments_gives_what_one_call_gives(form):
+def test_segments_give_the_outputs_of_one_call(form):
     inputs, mask = draw("token", 33, 1, 1, "holes")
     actual = results(in_segments, inputs, device=DEVICE, dtype=torch.float32, mask=mask, form=form, chunk_size=16)
     assert max(distance(x, y) for x, y in zip(actual, exact(inputs, torch.float32, mask=mask))) < 1e-5
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_views_of_one_projection_are_read_where_they_lie(form):
+def test_views_of_one_projection_are_read_in_place(form):
     inputs, _ = draw("token", LONG, 2, 2, d=16, e=16)
     qkv = torch.stack([x.transpose(1, 2) for x in inputs[:3]], dim=2)  # (B, L, 3, H, D), as the model has it
 
@@ -269,13 +269,13 @@ def test_views_of_one_projection_are_read_where_they_lie(form):
         assert distance(x.cpu(), exact) < 1e-5
 
 
-def test_features_that_do_not_lie_side_by_side_are_copied():
+def test_non_contiguous_features_are_copied():
     inputs, _ = draw("head", LONG, 1, 1)
     check([inputs[0].mT.contiguous().mT, inputs[1], inputs[2].mT.contiguous().mT, inputs[3]], "chunkwise")
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_only_the_inputs_that_ask_for_a_gradient_get_one(form, started):
+def test_only_inputs_that_require_a_gradient_get_one(form, started):
     inputs, _ = draw("token", LONG, 1, 1)
     q, k, v, log_decay = (x.to(DEVICE, torch.float32) for x in inputs)
     q.requires_grad_()
@@ -300,7 +300,7 @@ def test_a_second_run_gives_the_same_bits(form):
 
 
 @pytest.mark.parametrize("form, dropout_p", [("full", 0.0), ("full", 0.3), ("chunkwise", 0.0)])
-def test_under_a_checkpoint_the_gradients_are_the_same(form, dropout_p):
+def test_gradients_are_the_same_under_activation_checkpointing(form, dropout_p):
     inputs, mask = draw("token", LONG, 1, 1, "holes")
     options = {"device": DEVICE, "dtype": torch.float32, "mask": mask, "form": form, "chunk_size": CHUNK}
     options["dropout_p"] = dropout_p
@@ -325,7 +325,7 @@ def test_a_compiled_operator_is_one_graph_and_gives_the_same_numbers(form):
 
 
 @pytest.mark.parametrize("decay", ["none", "token"])
-def test_the_operators_keep_what_pytorch_asks_of_them(decay):
+def test_the_custom_operators_pass_pytorchs_checks(decay):
     inputs, mask = draw(decay, 20, 1, 1, "holes")
     q, k, v, log_decay = (None if x is None else x.to(DEVICE, torch.float32) for x in inputs)
     for seed, chunk_size, dropout_p in ((None, 16, 0.0), (torch.full((1, 1), 7, device=DEVICE), 0, 0.1)):
@@ -336,7 +336,7 @@ def test_the_operators_keep_what_pytorch_asks_of_them(decay):
 
 @pytest.mark.parametrize("slow_at_the_end", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_float32_keeps_five_digits_far_into_a_text(form, slow_at_the_end):
+def test_float32_is_accurate_to_five_digits_far_into_a_text(form, slow_at_the_end):
     L = 4000 if GPU else 200
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, L, 8, generator=generator) for _ in range(3))
@@ -355,7 +355,7 @@ def test_float32_keeps_five_digits_far_into_a_text(form, slow_at_the_end):
     ],
     ids=str,
 )  # fmt: skip
-def test_pytorch_computes_what_the_kernels_do_not_cover(changes, started, monkeypatch):
+def test_calls_the_kernels_do_not_cover_fall_back_to_pytorch(changes, started, monkeypatch):
     options = dict(changes)
     inputs, _ = draw("token", 7, 1, 1, d=options.pop("d", 4), e=options.pop("e", 4))
     dtype = options.pop("dtype", torch.float32)
@@ -368,7 +368,7 @@ def test_pytorch_computes_what_the_kernels_do_not_cover(changes, started, monkey
     assert started == []
 
 
-def test_the_card_of_the_operands_decides(monkeypatch):
+def test_the_operands_gpu_decides(monkeypatch):
     monkeypatch.setattr(host, "_capability", lambda device: ((7, 5), (8, 6))[device.index])
     monkeypatch.setattr(host, "INTERPRETED", False)
     monkeypatch.setattr(torch.version, "hip", None)
@@ -386,7 +386,7 @@ def test_auto_takes_one_chunk_for_short_texts_and_states_for_long_ones(started, 
 
 
 @pytest.mark.parametrize("setting", [False, True])
-def test_float32_is_dot_precision_pytorch_multiplies_it(setting, monkeypatch):
+def test_float32_products_follow_pytorchs_precision_setting(setting, monkeypatch):
     before = torch.backends.cuda.matmul.allow_tf32
     try:
         torch.backends.cuda.matmul.allow_tf32 = setting
@@ -399,7 +399,7 @@ def test_float32_is_dot_precision_pytorch_multiplies_it(setting, monkeypatch):
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
-def test_memory_grows_with_the_length_alone(form, decay):
+def test_memory_grows_linearly_with_the_length(form, decay):
     peaks = []
     for length in (2048, 8192):
         inputs = [None if x is None else x.to(DEVICE, torch.bfloat16) for x in draw(decay, length, 1, 4, d=64, e=64)[0]]
@@ -416,7 +416,7 @@ def test_memory_grows_with_the_length_alone(form, decay):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
-def test_bfloat16_errs_at_most_twice_as_much_as_softmax_attention():
+def test_bfloat16_error_is_at_most_twice_that_of_softmax_attention():
     for form, decay in itertools.product(FORMS, DECAYS):
         (q, k, v, log_decay), _ = draw(decay, 300, 2, 4, d=64, e=64)
         q, k, v = (x.bfloat16() for x in (q, k, v))

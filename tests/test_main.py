@@ -80,7 +80,7 @@ def test_training_changes_every_weight(finished):
     assert [name for name in first if torch.equal(first[name], last[name])] == []
 
 
-def test_the_same_command_again_changes_nothing_and_prints_the_result(finished):
+def test_repeating_the_command_changes_nothing_and_prints_the_result(finished):
     config, folder, before = finished
     files = snapshot(folder)
     result = run("main.py", config)
@@ -131,7 +131,7 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in metrics(folder) if "loss" in line]
 
 
-def test_packing_devices_microbatches_workers_and_resuming_change_nothing_but_rounding(tmp_path, write_config, caplog):
+def test_packing_devices_microbatches_workers_and_resuming_change_only_rounding(tmp_path, write_config, caplog):
     """A plain run, and a packed one that resumes in the middle of epochs, on one device, then two, then one again."""
     same = {
         "model": {**TINY_MODEL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},

@@ -79,7 +79,7 @@ def test_a_resumed_run_does_not_need_the_checkpoint_it_started_from(config_file,
     run.check_paths()
 
 
-def test_shards_behind_a_remote_or_in_streams_need_not_be_local(config_file, tmp_path):
+def test_shards_of_a_remote_or_of_streams_need_not_be_local(config_file, tmp_path):
     streams = "{web: {local: web, remote: s3://bucket/web}}"
     task(config_file, "data_local=cache", "data_remote=s3://bucket/shards").check_paths()
     loaders = (f"{loader}.dataset.streams={streams}" for loader in ("train_loader", "eval_loader"))

@@ -135,7 +135,7 @@ def test_softmax_classifies_as_bert_classifies():
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_each_mixer_has_its_own_parameters_and_no_other(mixer):
+def test_each_mixer_has_exactly_its_own_parameters(mixer):
     shapes = {name: tuple(parameter.shape) for name, parameter in build(mixer).named_parameters()}
     assert ("lion.embeddings.position_embeddings.weight" in shapes) == (mixer in WITH_POSITIONS)
     own = {
@@ -151,7 +151,7 @@ def test_each_mixer_has_its_own_parameters_and_no_other(mixer):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_every_norm_has_berts_epsilon_but_lion_lits_own(mixer):
+def test_every_norm_has_berts_epsilon_except_lion_lits(mixer):
     norms = {name: m.eps for name, m in build(mixer).named_modules() if isinstance(m, torch.nn.LayerNorm)}
     lits = {f"lion.layers.{layer}.attention.norm" for layer in range(LAYERS)} if mixer == "lion-lit" else set()
     assert lits <= norms.keys()
@@ -159,7 +159,7 @@ def test_every_norm_has_berts_epsilon_but_lion_lits_own(mixer):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_initial_weights_are_drawn_as_the_paper_says(mixer):
+def test_initial_weights_have_the_papers_distribution(mixer):
     model = build(mixer, hidden_size=64, num_attention_heads=64, num_hidden_layers=4, initializer_range=0.02)
     for name, parameter in model.named_parameters():
         if name.endswith("attention.decay"):
@@ -177,7 +177,7 @@ def test_initial_weights_are_drawn_as_the_paper_says(mixer):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_the_loss_of_an_untrained_model_is_that_of_a_guess(mixer):
+def test_the_loss_of_an_untrained_model_is_that_of_guessing(mixer):
     model = build(
         mixer, vocab_size=2048, hidden_size=128, intermediate_size=512, max_position_embeddings=64,
         initializer_range=0.02,
@@ -191,12 +191,12 @@ def test_the_loss_of_an_untrained_model_is_that_of_a_guess(mixer):
     assert sum(losses) / 4 == pytest.approx(math.log(2048), rel=0.02)
 
 
-def test_a_configuration_names_every_mixer_and_knows_its_positions():
+def test_a_configuration_accepts_every_mixer_and_knows_its_positions():
     assert tuple(mixers.MIXERS) == MIXERS
     assert [mixer for mixer in MIXERS if LionConfig(mixer=mixer).has_positions] == list(WITH_POSITIONS)
 
 
-def test_what_a_configuration_cannot_mean_is_refused():
+def test_an_invalid_configuration_is_refused():
     with pytest.raises(ValueError, match=r"mixer.*lion-lit, lion-d, lion-s, softmax.*mamba"):
         LionConfig(mixer="mamba")
     with pytest.raises(ValueError, match=r"classifier_pooling.*max"):
@@ -209,7 +209,7 @@ def test_what_a_configuration_cannot_mean_is_refused():
 
 
 @pytest.mark.parametrize("mixer", LINEAR)
-def test_attention_is_the_definition_with_the_mixers_decay(mixer):
+def test_attention_equals_the_definition_with_the_mixers_decay(mixer):
     model, inputs = build(mixer, LionModel), texts(padded=True)
     with torch.no_grad():
         for layer in model.layers:
@@ -261,7 +261,7 @@ def test_an_unknown_form_is_refused(mixer):
 
 @pytest.mark.parametrize("form", ["recurrent", "chunkwise"])
 @pytest.mark.parametrize("mixer", LINEAR)
-def test_attention_dropout_confines_training_alone_to_the_full_form(mixer, form):
+def test_attention_dropout_restricts_only_training_to_the_full_form(mixer, form):
     model, inputs = build(mixer, attention_probs_dropout_prob=0.1, attention_form=form), texts()
     logits = model(**inputs).logits
     torch.testing.assert_close(logits, build(mixer, attention_form="full")(**inputs).logits, atol=1e-4, rtol=1e-4)
@@ -273,7 +273,7 @@ def test_attention_dropout_confines_training_alone_to_the_full_form(mixer, form)
 
 @pytest.mark.parametrize("which", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_dropout_acts_in_training_alone(mixer, which):
+def test_dropout_acts_only_in_training(mixer, which):
     model, inputs = build(mixer, LionModel, **{which: 0.3}), texts()
     with torch.no_grad():
         assert torch.equal(model(**inputs)[0], model(**inputs)[0])
@@ -285,7 +285,7 @@ def test_dropout_acts_in_training_alone(mixer, which):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_a_mask_may_be_numbers_or_truth_values_and_none_means_all_real(mixer):
+def test_a_mask_may_be_numbers_or_booleans_and_none_means_all_real(mixer):
     model, inputs = build(mixer, LionModel), texts(padded=True)
     mask = inputs.pop("attention_mask")
     expected = model(**inputs, attention_mask=mask)[0]
@@ -299,7 +299,7 @@ def test_a_mask_may_be_numbers_or_truth_values_and_none_means_all_real(mixer):
 @pytest.mark.parametrize("form", ["full", "recurrent", "chunkwise"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_a_padded_text_gives_what_the_text_alone_gives(mixer, side, form):
+def test_padding_does_not_change_a_texts_outputs(mixer, side, form):
     model = build(mixer)
     ids = texts(batch=2, length=13)["input_ids"]
     alone = model(ids, attention_form=form).logits
@@ -313,7 +313,7 @@ def test_a_padded_text_gives_what_the_text_alone_gives(mixer, side, form):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_a_batch_gives_what_its_texts_give_one_by_one(mixer):
+def test_a_batch_gives_the_outputs_of_its_texts_one_by_one(mixer):
     model, inputs = build(mixer), texts(padded=True)
     together = model(**inputs).logits
     for row in range(3):
@@ -322,7 +322,7 @@ def test_a_batch_gives_what_its_texts_give_one_by_one(mixer):
 
 
 @pytest.mark.parametrize("mixer", WITH_DECAY)
-def test_decays_read_texts_longer_than_the_configured_positions(mixer):
+def test_mixers_with_decay_read_texts_longer_than_the_configured_positions(mixer):
     model, ids = build(mixer), texts(length=3 * POSITIONS)["input_ids"]
     logits = model(ids).logits
     assert logits.shape == (3, 3 * POSITIONS, V) and logits.isfinite().all()
@@ -338,7 +338,7 @@ def test_a_text_longer_than_the_position_table_is_refused(mixer):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_every_mixer_tells_the_order_of_the_tokens(mixer):
+def test_every_mixer_depends_on_token_order(mixer):
     model, ids = build(mixer, LionModel), texts()["input_ids"]
     order = torch.randperm(21, generator=torch.Generator().manual_seed(5))
     moved = model(ids[:, order])[0]
@@ -346,7 +346,7 @@ def test_every_mixer_tells_the_order_of_the_tokens(mixer):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_decays_tell_how_far_tokens_are_apart_but_not_which_comes_first(mixer):
+def test_decays_encode_distance_but_not_direction(mixer):
     model, ids = build(mixer, LionModel), texts()["input_ids"]
     backwards = torch.allclose(model(ids.flip(1))[0].flip(1), model(ids)[0], atol=1e-4)
     assert backwards == (mixer in WITH_DECAY)
@@ -357,7 +357,7 @@ def test_decays_tell_how_far_tokens_are_apart_but_not_which_comes_first(mixer):
 
 @pytest.mark.parametrize("form", ["full", "chunkwise", "recurrent"])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_packed_sequences_are_encoded_as_if_alone(mixer, form):
+def test_packed_sequences_are_encoded_as_when_alone(mixer, form):
     model, inputs, labels = build(mixer).train(), texts(), draw_labels()
     inputs["attention_mask"] = torch.ones(3, 21, dtype=torch.long)
     inputs["attention_mask"][1, -4:] = 0
@@ -386,7 +386,7 @@ def test_a_packed_row_may_be_longer_than_the_position_table_but_not_a_sequence_i
         model(ids, seq_idx=(torch.arange(2 * POSITIONS)[None] >= POSITIONS + 3).long())
 
 
-def test_attentions_of_packed_sequences_are_blocks():
+def test_attention_matrices_of_packed_sequences_are_block_diagonal():
     inputs, seq_idx = texts(1, 20), (torch.arange(20)[None] >= 8).long()
     apart = seq_idx[:, None, :, None] != seq_idx[:, None, None, :]
     for mixer in MIXERS:
@@ -397,7 +397,7 @@ def test_attentions_of_packed_sequences_are_blocks():
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("segment_length", [1, 5, 8, 21, 100])
 @pytest.mark.parametrize("mixer", LINEAR)
-def test_a_long_text_in_segments_is_encoded_as_in_one_call(mixer, segment_length, padded):
+def test_a_long_text_in_segments_gives_the_outputs_of_one_call(mixer, segment_length, padded):
     model, inputs = build(mixer, LionModel), texts(padded=padded)
     expected = model(**inputs).last_hidden_state
     actual = model.encode_long(**inputs, segment_length=segment_length)
@@ -409,7 +409,7 @@ def test_the_earlier_keyword_of_segment_length_is_accepted():
     assert torch.equal(model.encode_long(ids, piece_length=8), model.encode_long(ids, segment_length=8))
 
 
-def test_a_long_text_is_encoded_for_inference_by_mixers_with_states_within_their_positions():
+def test_encode_long_is_for_inference_by_mixers_with_states_within_their_positions():
     ids = texts(1, POSITIONS + 1)["input_ids"]
     with pytest.raises(ValueError, match=r"softmax.*lion"):
         build("softmax", LionModel).encode_long(ids)
@@ -420,7 +420,7 @@ def test_a_long_text_is_encoded_for_inference_by_mixers_with_states_within_their
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_segments_are_the_first_unless_given(mixer):
+def test_token_types_are_0_unless_given(mixer):
     model, inputs = build(mixer, LionModel), texts()
     segments = inputs.pop("token_type_ids")
     expected = model(**inputs)[0]
@@ -440,7 +440,7 @@ def test_embeddings_may_be_given_in_place_of_ids(mixer, kind):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_ids_and_embeddings_are_either_or(kind):
+def test_ids_and_embeddings_are_mutually_exclusive(kind):
     model, ids = build("lion-s", kind), texts()["input_ids"]
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model()
@@ -453,7 +453,7 @@ def test_ids_and_embeddings_are_either_or(kind):
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_hidden_states_are_those_of_the_embeddings_and_of_every_layer(mixer, kind):
+def test_hidden_states_are_the_embeddings_and_every_layers_output(mixer, kind):
     model, inputs = build(mixer, kind), texts(padded=True)
     assert model(**inputs).hidden_states is None
     states = model(**inputs, output_hidden_states=True).hidden_states
@@ -465,7 +465,7 @@ def test_hidden_states_are_those_of_the_embeddings_and_of_every_layer(mixer, kin
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_attentions_are_a_matrix_a_layer_without_weight_on_padding(mixer, kind):
+def test_attentions_are_one_matrix_per_layer_without_weight_on_padding(mixer, kind):
     model, inputs = build(mixer, kind), texts(padded=True)
     plain, output = model(**inputs), model(**inputs, output_attentions=True)
     assert plain.attentions is None
@@ -488,7 +488,7 @@ def test_attentions_are_refused_by_forms_without_a_matrix(mixer, form):
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_a_tuple_holds_what_the_named_output_holds_in_its_order(mixer, kind):
+def test_a_tuple_holds_the_named_outputs_in_order(mixer, kind):
     model, options = build(mixer, kind), {"output_hidden_states": True, "output_attentions": True, **texts()}
     if kind is LionForQuestionAnswering:
         options |= {"start_positions": torch.tensor([0, 1, 2]), "end_positions": torch.tensor([3, 4, 5])}
@@ -513,7 +513,7 @@ def test_an_encoder_without_pooler_returns_none_for_it():
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_the_pooler_reads_the_first_token_or_the_mean_of_the_real_ones(mixer):
+def test_the_pooler_reads_the_first_token_or_the_mean_of_real_tokens(mixer):
     inputs = texts(padded=True)
     for pooling in ("cls", "mean"):
         model = build(mixer, LionModel, classifier_pooling=pooling)
@@ -532,7 +532,7 @@ def test_the_pooler_reads_the_first_token_or_the_mean_of_the_real_ones(mixer):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_a_saved_model_comes_back_the_same(mixer, tmp_path):
+def test_a_saved_model_is_loaded_unchanged(mixer, tmp_path):
     model, inputs = build(mixer), texts(padded=True)
     model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
@@ -549,7 +549,7 @@ def test_a_saved_model_comes_back_the_same(mixer, tmp_path):
 
 @pytest.mark.parametrize("kind", [LionModel, *MODELS[2:]])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_a_pretrained_encoder_enters_a_task_model_whose_head_is_new(mixer, kind, tmp_path):
+def test_a_task_model_loads_a_pretrained_encoder_and_a_new_head(mixer, kind, tmp_path):
     pretrained = build(mixer)
     pretrained.save_pretrained(tmp_path)
     torch.manual_seed(1)
@@ -587,7 +587,7 @@ def test_the_vocabulary_can_be_resized(mixer, size, tmp_path):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_training_computes_logits_at_labelled_positions_alone(mixer):
+def test_training_computes_logits_only_at_labelled_positions(mixer):
     model, inputs, labels = build(mixer), texts(padded=True), draw_labels()
     labels[1, -7:] = -100
     labelled = labels != -100
@@ -658,7 +658,7 @@ TASKS = ("classes", "regression", "several classes", "tokens", "question")
 
 @pytest.mark.parametrize("kind", TASKS)
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_every_head_has_its_loss_and_teaches_every_parameter(mixer, kind):
+def test_every_head_has_a_loss_with_gradients_for_every_parameter(mixer, kind):
     model_class, settings, labels = task(kind)
     model, inputs = build(mixer, model_class, **settings), texts()
     output = model(**inputs, **labels)
@@ -676,7 +676,7 @@ def test_regression_takes_labels_as_a_column_too(mixer):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_masked_language_modelling_teaches_every_parameter(mixer):
+def test_the_masked_lm_loss_has_gradients_for_every_parameter(mixer):
     model = build(mixer).train()
     received = gradients(model, model(**texts(), labels=draw_labels()).loss)
     for name, _ in model.named_parameters():
@@ -684,7 +684,7 @@ def test_masked_language_modelling_teaches_every_parameter(mixer):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_hidden_states_and_pooler_teach_every_parameter_of_the_encoder(mixer):
+def test_hidden_states_and_pooler_have_gradients_for_every_parameter(mixer):
     model = build(mixer, LionModel)
     output = model(**texts())
     received = gradients(model, project(output.last_hidden_state) + project(output.pooler_output))
@@ -743,7 +743,7 @@ def test_the_arguments_of_a_call_have_names_and_an_order(kind, targets, last):
         model(inputs["input_ids"], **inputs)
 
 
-def test_transformers_trainer_finds_the_labels_of_every_model():
+def test_transformers_finds_the_labels_of_every_model():
     heads = {
         LionForMaskedLM: ["labels"], LionForSequenceClassification: ["labels"], LionForTokenClassification: ["labels"],
         LionForQuestionAnswering: ["start_positions", "end_positions"],
@@ -774,7 +774,7 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(mixer,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["full", "chunkwise"])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_sliced_layers_give_the_same_and_hooks_see_complete_activations(mixer, form, dtype, monkeypatch):
+def test_sliced_layers_give_the_same_outputs_and_hooks_see_complete_activations(mixer, form, dtype, monkeypatch):
     model, inputs = build(mixer, LionModel, attention_form=form), texts(padded=True)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         expected = model(**inputs).last_hidden_state
@@ -789,7 +789,7 @@ def test_sliced_layers_give_the_same_and_hooks_see_complete_activations(mixer, f
         assert seen[4:] == [(3, 21, D), (3, 21, 64)]
 
 
-def test_the_mean_of_a_long_text_fits_into_float16():
+def test_the_mean_of_a_long_text_fits_in_float16():
     model = build("lion-s", LionModel, classifier_pooling="mean").half()
     mask = torch.arange(10_000)[None] < 9_000
     assert float(model._pooled(torch.full((1, 10_000, D), 9.0, dtype=torch.float16), mask).max()) == 9
@@ -829,7 +829,7 @@ def test_a_compiled_model_follows_its_own_configuration():
 
 @pytest.mark.parametrize("form", ["full", "recurrent", "chunkwise"])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_a_bfloat16_model_gives_nearly_what_the_float32_model_gives(mixer, form):
+def test_a_bfloat16_model_is_close_to_the_float32_model(mixer, form):
     model, inputs = build(mixer, initializer_range=0.05), texts(padded=True)
     labels = draw_labels()
     with torch.no_grad():
@@ -842,7 +842,7 @@ def test_a_bfloat16_model_gives_nearly_what_the_float32_model_gives(mixer, form)
 
 @pytest.mark.parametrize("form", ["full", "chunkwise"])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_mixed_precision_gives_nearly_the_gradients_of_float32(mixer, form):
+def test_gradients_in_mixed_precision_are_close_to_float32(mixer, form):
     model = build(mixer, initializer_range=0.1, attention_form=form).train()
     inputs, labels = texts(length=40), draw_labels(length=40)
     expected = gradients(model, model(**inputs, labels=labels).loss)

@@ -15,7 +15,7 @@ SENTENCE = "the old dog sees a [MASK] ."
 
 
 @pytest.mark.parametrize("of", ["checkpoint", "folder"])
-def test_all_of_an_encoder_is_read_from_a_checkpoint_and_from_its_folder(checkpoint, folder, tokenizer, of):
+def test_an_encoder_is_read_completely_from_a_checkpoint_and_from_its_folder(checkpoint, folder, tokenizer, of):
     read = read_pretrained(str({"checkpoint": checkpoint, "folder": folder}[of]), "key")
     weights = read.encoder()
     state = torch.load(checkpoint, weights_only=False)["state"]["model"]
@@ -30,7 +30,7 @@ def test_all_of_an_encoder_is_read_from_a_checkpoint_and_from_its_folder(checkpo
 
 
 @pytest.mark.parametrize("of", ["checkpoint", "folder"])
-def test_a_tokenizer_that_cannot_be_loaded_fails_only_where_it_is_asked_for(folder, tmp_path, write_checkpoint, of):
+def test_an_unloadable_tokenizer_fails_only_when_it_is_needed(folder, tmp_path, write_checkpoint, of):
     def edit(state):
         state["integrations"]["huggingface"]["tokenizer"]["tokenizer.json"]["content"] = {}
 
@@ -52,7 +52,7 @@ def test_a_folders_tokenizer_runs_no_code(folder, tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["config.json", "model.safetensors", "model_type", "list", "truncated"])
-def test_a_folder_that_is_not_ours_is_refused_by_name(folder, tmp_path, fault):
+def test_a_folder_of_another_model_is_refused_by_name(folder, tmp_path, fault):
     broken = Path(shutil.copytree(folder, tmp_path / "broken"))
     if fault == "model_type":
         (broken / "config.json").write_text('{"model_type": "gpt2"}')
@@ -114,7 +114,7 @@ def test_a_start_that_does_not_fit_is_refused(folder, tmp_path, write_config, ov
     assert not (tmp_path / "run").exists()
 
 
-def test_another_vocabulary_than_the_starts_is_refused(folder, tmp_path, write_config, tokenizer_folder):
+def test_a_vocabulary_other_than_the_starts_is_refused(folder, tmp_path, write_config, tokenizer_folder):
     other = Path(shutil.copytree(tokenizer_folder, tmp_path / "other"))
     (other / "tokenizer.json").unlink()
     lines = (other / "vocab.txt").read_text().splitlines()

@@ -44,7 +44,7 @@ def as_a_user(fake: FakeHub, folder: Path, *options: object, **changes: str):
     return run("src/hub.py", "push", "--folder", folder, "--repo_id", REPO, *options, **settings)
 
 
-def test_a_pushed_folder_lies_on_the_hub_and_its_card_tells_how_to_load_it_by_name(fake, folder, tmp_path):
+def test_a_pushed_folder_is_on_the_hub_and_its_card_loads_it_by_name(fake, folder, tmp_path):
     (folder / "README.md").write_text((folder / "README.md").read_text() + "A line by hand.\n")
     result = as_a_user(fake, folder, HF_HOME=str(tmp_path / "home"))
     assert result.returncode == 0, result.stderr
@@ -59,7 +59,7 @@ def test_a_pushed_folder_lies_on_the_hub_and_its_card_tells_how_to_load_it_by_na
         assert not path.is_file() or FakeHub.token.encode() not in path.read_bytes(), path
 
 
-def test_a_push_may_be_repeated_private_and_to_a_branch(fake, folder):
+def test_a_push_may_be_repeated_and_go_to_a_private_repository_or_a_branch(fake, folder):
     for _ in range(2):
         hub.push(folder, REPO, private=True, revision="step-1200")
     assert fake.private == {REPO: True}
@@ -68,14 +68,14 @@ def test_a_push_may_be_repeated_private_and_to_a_branch(fake, folder):
     assert len(fake.uploads) == 1  # the weights were there the second time
 
 
-def test_a_name_without_an_organization_is_the_users(fake, folder):
+def test_a_name_without_an_organization_gets_the_users(fake, folder):
     hub.push(folder, "small-cat", revision="step-1200")
     assert fake.repos.keys() == {f"{FakeHub.user}/small-cat"}
     card = fake.repos[f"{FakeHub.user}/small-cat"]["step-1200"]["README.md"].decode()
     assert f'model="{FakeHub.user}/small-cat"' in card
 
 
-def test_a_push_that_broke_off_goes_on_without_sending_the_weights_again(fake, folder):
+def test_an_interrupted_push_resumes_without_uploading_the_weights_again(fake, folder):
     fake.fail_commits = 10
     with pytest.raises(UserError, match=rf"{fake.url} could not be reached .*push again") as broken:
         hub.push(folder, REPO)
@@ -85,7 +85,7 @@ def test_a_push_that_broke_off_goes_on_without_sending_the_weights_again(fake, f
     assert len(fake.uploads) == 1
 
 
-def test_without_a_token_or_with_one_that_may_not_write_nothing_is_sent(fake, folder, monkeypatch):
+def test_without_a_token_that_may_write_nothing_is_uploaded(fake, folder, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_other")
     with pytest.raises(UserError, match=rf"refused {REPO} \(the token is missing or not valid\).*HF_TOKEN") as refused:
         hub.push(folder, REPO)
@@ -97,23 +97,23 @@ def test_without_a_token_or_with_one_that_may_not_write_nothing_is_sent(fake, fo
     assert not fake.uploads
 
 
-def test_a_hub_that_cannot_be_reached(folder, monkeypatch):
+def test_an_unreachable_hub_is_reported(folder, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", FakeHub.token)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9 could not be reached"):
         hub.push(folder, REPO)
 
 
-def test_a_hub_that_may_not_be_asked(fake, folder):
+def test_an_offline_hub_is_reported(fake, folder):
     assert_one_sentence(as_a_user(fake, folder, HF_HUB_OFFLINE="1"), REPO, "HF_HUB_OFFLINE")
 
 
-def test_a_name_that_cannot_be(fake, folder):
+def test_an_invalid_name_is_refused(fake, folder):
     with pytest.raises(UserError, match=r"a/b/c cannot be used: Repo id must be in the form"):
         hub.push(folder, "a/b/c")
 
 
-def test_a_folder_that_changed_since_export_is_pushed_only_if_it_is_still_the_checkpoint(fake, made, folder):
+def test_a_folder_changed_since_export_is_pushed_only_if_it_still_matches_the_checkpoint(fake, made, folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "chunk_size": 64}))
     with pytest.raises(UserError, match=r"config\.json changed since export; give the --checkpoint"):
@@ -128,7 +128,7 @@ def test_a_folder_that_changed_since_export_is_pushed_only_if_it_is_still_the_ch
 
 
 @pytest.mark.parametrize("spoil", ["unlink", "write"])
-def test_a_file_that_is_missing_or_new_is_named(fake, folder, spoil):
+def test_a_missing_or_new_file_is_named(fake, folder, spoil):
     name = {"unlink": "linear_attention.py", "write": "notes.txt"}[spoil]
     (folder / name).unlink() if spoil == "unlink" else (folder / name).write_text("new")
     with pytest.raises(UserError, match=f"{name} changed since export"):
@@ -136,7 +136,7 @@ def test_a_file_that_is_missing_or_new_is_named(fake, folder, spoil):
     assert not fake.repos
 
 
-def test_what_is_no_folder_of_export_is_refused(fake, folder, tmp_path):
+def test_a_folder_that_export_did_not_write_is_refused(fake, folder, tmp_path):
     with pytest.raises(UserError, match="nowhere is not a directory"):
         hub.push(tmp_path / "nowhere", REPO)
     (folder / "proof.json").write_text("[]")
@@ -156,7 +156,9 @@ def test_a_link_out_of_the_folder_is_not_followed(fake, made, folder, tmp_path):
 
 
 @needs_reference
-def test_a_published_checkpoint_is_imported_from_the_hub_and_pushed_on(fake, tmp_path, tokenizer_folder, monkeypatch):
+def test_a_published_checkpoint_is_imported_from_the_hub_and_pushed_again(
+    fake, tmp_path, tokenizer_folder, monkeypatch
+):
     data = (PARITY / "legacy-nova.pt").read_bytes()
     fake.repos["authors/model-mlm"] = {"main": {"README.md": b"theirs", "step-1.pt": data}}
     out = tmp_path / "my-model"
@@ -173,7 +175,7 @@ def test_a_published_checkpoint_is_imported_from_the_hub_and_pushed_on(fake, tmp
     assert compared[0].load_tokenizer().get_vocab() == tokens_of(out)
 
 
-def test_a_name_with_no_checkpoint_or_several_says_so(fake, tmp_path):
+def test_a_name_with_no_or_several_checkpoints_is_refused(fake, tmp_path):
     files = {"README.md": b""}
     fake.repos["authors/none"] = {"main": files}
     fake.repos["authors/two"] = {"main": {**files, "a.pt": b"not a", "b.pt": b"checkpoint"}}

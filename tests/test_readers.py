@@ -49,7 +49,7 @@ KINDS = [(kind, ending) for kind in ("txt", "jsonl", "json", "csv", "tsv") for e
 
 
 @pytest.mark.parametrize("kind, ending", KINDS)
-def test_every_kind_gives_its_texts_from_any_record_on(kind, ending, tmp_path):
+def test_every_kind_can_be_read_from_any_record(kind, ending, tmp_path):
     path = tmp_path / f"a.{kind}{ending}"
     path.write_bytes(compress(content(kind), ending))
     assert read_texts(path) == TEXTS

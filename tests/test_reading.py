@@ -101,7 +101,7 @@ def tokenizer_of(state: dict) -> dict:
     ["modeling_lion.py", "evil.py", "config.json", "adapter_config.json", "modules.json", "../vocab.txt",
      "/tmp/vocab.txt"],
 )  # fmt: skip
-def test_a_file_that_no_tokenizer_has_is_refused_by_name(write_checkpoint, tmp_path, name):
+def test_a_file_that_does_not_belong_to_a_tokenizer_is_refused_by_name(write_checkpoint, tmp_path, name):
     def edit(state):
         tokenizer_of(state)[name] = {"file_extension": Path(name).suffix, "content": {"a": 1}}
 
@@ -124,7 +124,7 @@ def test_a_tokenizer_that_names_code_is_refused(write_checkpoint, tmp_path, suff
         read_checkpoint(write_checkpoint(tmp_path / "c.pt", edit=edit)).load_tokenizer()
 
 
-def test_files_are_named_by_stem_as_old_composer_did_and_may_hold_bytes(write_checkpoint, tmp_path):
+def test_files_named_by_stem_by_old_composer_are_read_and_may_hold_bytes(write_checkpoint, tmp_path):
     def edit(state):
         files = tokenizer_of(state)
         state["integrations"]["huggingface"]["tokenizer"] = {
@@ -243,7 +243,7 @@ def test_the_function_is_named_in_every_protocol(tmp_path, protocol, write):
     assert not victim.exists()
 
 
-def test_the_function_is_named_in_the_oldest_way_to_write_it(tmp_path):
+def test_the_function_is_named_in_protocol_0(tmp_path):
     (tmp_path / "evil.pt").write_bytes(b"(S'exit 1'\nios\nsystem\n.")
     with pytest.raises(UserError, match=r"would execute os\.system when"):
         read_checkpoint(tmp_path / "evil.pt")

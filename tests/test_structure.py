@@ -92,7 +92,7 @@ def test_nothing_imports_a_script_or_the_demo():
         assert room(name) == "demo" or not any(room(other) == "demo" for other in others), name
 
 
-def test_the_model_needs_nothing_else_of_the_project():
+def test_the_model_imports_nothing_else_from_the_project():
     for name, others in GRAPH.items():
         assert room(name) != "lion" or all(room(other) == "lion" for other in others), name
 

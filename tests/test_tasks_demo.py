@@ -97,7 +97,7 @@ def test_continuation_is_balanced_in_rtes_layout_and_leaks_nothing(corpus, tmp_p
     assert len(halves) == 160
 
 
-def test_scrambling_moves_every_plain_word_and_nothing_else():
+def test_permuting_moves_every_plain_word_and_nothing_else():
     sentence = "The result, which has a name (see NumPy), is given to the caller of it."
     plain = {2, 3, 4, 5, 8, 9, 10, 11, 12, 13}
     results = set()
@@ -110,13 +110,13 @@ def test_scrambling_moves_every_plain_word_and_nothing_else():
     assert len(results) == 50
 
 
-def test_scrambling_refuses_what_it_cannot_change():
+def test_permuting_needs_enough_movable_words():
     assert permute("No no no no no no no.", random.Random(0)) is None
     assert permute("A, b, c, d, e, f.", random.Random(0)) is None
     assert permute("It is one of them.", random.Random(0)) is None  # three words could move
 
 
-def test_the_files_are_the_same_in_every_process_and_differ_by_seed(corpus, tmp_path):
+def test_the_files_depend_on_the_seed_but_not_on_the_process(corpus, tmp_path):
     code = """if True:
         import sys
         from pathlib import Path
@@ -139,12 +139,12 @@ def test_the_files_are_the_same_in_every_process_and_differ_by_seed(corpus, tmp_
         ({"dev_examples": 7}, "dev_examples=7 must be even"),
     ],
 )
-def test_sizes_the_corpus_cannot_give_are_a_users_error(corpus, tmp_path, sizes, message):
+def test_sizes_the_corpus_cannot_supply_are_refused(corpus, tmp_path, sizes, message):
     with pytest.raises(UserError, match=message):
         write_tasks(corpus, tmp_path / "out", is_validation, **{**SIZES, **sizes})
     assert not (tmp_path / "out").exists()
 
 
-def test_a_corpus_that_is_not_there_is_a_users_error(tmp_path):
+def test_a_missing_corpus_is_reported(tmp_path):
     with pytest.raises(UserError, match="build it first"):
         write_tasks(tmp_path / "none.jsonl", tmp_path, is_validation, **SIZES)

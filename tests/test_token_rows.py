@@ -82,7 +82,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize("documents, rows", PACKED.values(), ids=PACKED.keys())
-def test_the_layout_of_rows_of_six(documents, rows):
+def test_rows_of_six_have_the_documented_layout(documents, rows):
     assert pack(6, [documents]) == rows
 
 

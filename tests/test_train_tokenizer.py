@@ -66,7 +66,7 @@ def test_the_same_text_gives_the_same_bytes_in_another_process(folder, tmp_path)
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_case_can_be_kept_and_txt_files_are_read(tmp_path):
+def test_cased_vocabularies_and_txt_files_work(tmp_path):
     (tmp_path / "a.txt").write_text("Anna sees Otto.\n\nOtto sees Anna.\n", encoding="utf-8")
     main(["--data_files", f"{tmp_path}/*.txt", "--vocab_size", "60", "--out", f"{tmp_path}/out", "--no-lowercase"])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -94,7 +94,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("data, options, message", MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_one_sentence(data, options, message, tmp_path):
+def test_a_mistake_is_reported_in_one_sentence(data, options, message, tmp_path):
     if data is not None:
         (tmp_path / "data.jsonl").write_text(data, encoding="utf-8")
     with pytest.raises(UserError, match=message):
@@ -115,7 +115,7 @@ def test_an_unwritable_out_is_reported_before_training(tmp_path, monkeypatch):
         main(["--data_files", str(write_text(tmp_path / "data.jsonl", 0)), "--out", f"{tmp_path}/out"])
 
 
-def test_a_failed_write_is_one_sentence(tmp_path):
+def test_a_failed_write_is_reported_in_one_sentence(tmp_path):
     (tmp_path / "out" / "vocab.txt" / "a folder in its place").mkdir(parents=True)
     with pytest.raises(RunFailed, match=r"--out: cannot write .*out \("):
         main(["--data_files", str(write_text(tmp_path / "data.jsonl", 9)), "--out", f"{tmp_path}/out"])
