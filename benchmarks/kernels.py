@@ -35,6 +35,15 @@ class Launch(NamedTuple):
     arguments: tuple
     options: dict[str, Any]
 
+    @property
+    def name(self) -> str:
+        """The kernel's name; what it computes, for the one that computes the output and the gradients of q, k and v."""
+        name = self.kernel.__name__.removesuffix("_kernel")
+        if name != "product":
+            return name
+        _, _, _, x, _, out_x, *_ = self.arguments
+        return "output" if x is None else "query_gradients" if out_x is None else "key_gradients"
+
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -56,12 +65,8 @@ def main(argv: list[str]) -> None:
             needs = measure.attempt(failed, "error", compiled, launch, card) or failed
             if needs.get("shared", 0) > SHARED.get(card, math.inf):
                 needs = {"error": f"{needs['shared'] / 1024:.0f} KiB of shared memory exceed the GPU's"}
-            name = launch.kernel.__name__.removesuffix("_kernel")
-            if name == "product":
-                _, _, _, x, _, out_x, *_ = launch.arguments
-                name = "output" if x is None else "query_gradients" if out_x is None else "key_gradients"
             case = {"card": card, "dtype": dtype, "head_dim": size, "form": form, "decay": decay}
-            rows.append({**case, "kernel": name, **needs})
+            rows.append({**case, "kernel": launch.name, **needs})
     facts = {"triton": host.triton.__version__, "torch": torch.__version__}
     header = ["card", "type", "head", "form", "decay", "kernel", "warps", "registers", "spilled, bytes", "shared, KiB"]
     keys = ["dtype", "head_dim", "form", "decay", "kernel", "warps", "registers", "spilled"]
@@ -83,7 +88,7 @@ def launches(form: str, decay: str, dtype: torch.dtype, d: int, e: int, length: 
     mask = torch.ones(B, length, dtype=torch.bool)
     chunk_size = 128 if form == "chunkwise" else 0
     seed, dropout_p = (torch.empty(B, H, dtype=torch.long), 0.1) if form == "full, dropout" else (None, 0.0)
-    arguments = q, k, v, log_decay, mask, None, seed, d**-0.5, chunk_size, dropout_p
+    tensors, numbers = (q, k, v, log_decay, mask, None, seed), (d**-0.5, chunk_size, dropout_p)
     recorded: list[Launch] = []
 
     def record(kernel, programs: int, *arguments, **options) -> None:
@@ -91,8 +96,8 @@ def launches(form: str, decay: str, dtype: torch.dtype, d: int, e: int, length: 
 
     launch, host._launch = host._launch, record
     try:
-        y = host._launch_forward(*arguments)
-        host._launch_backward(y, *arguments, log_decay is not None)
+        call = host._Call(*tensors, None, *numbers)
+        host._launch_backward(call.output(), *tensors, call.sums, *numbers, log_decay is not None)
     finally:
         host._launch = launch
     return recorded
