@@ -1,7 +1,6 @@
 """Text → MDS shards: plan one job per split, then write the splits one after the other.
 A split is written to a hidden folder and renamed when it is complete. An interrupted conversion resumes with the same
-command and writes the shards that an uninterrupted one would have written.
-"""
+command and writes the shards that an uninterrupted one would have written."""
 
 import contextlib
 import hashlib

@@ -1,6 +1,5 @@
 """Readers of .txt, .jsonl (or .json, one object per line), .csv, .tsv, each optionally .gz or .zst, and .parquet.
-`read_batches` reads a corpus: one text per record. `read_rows` reads a table: the wanted columns of each row.
-"""
+`read_batches` reads a corpus: one text per record. `read_rows` reads a table: the wanted columns of each row."""
 
 import contextlib
 import csv

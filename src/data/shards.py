@@ -1,6 +1,6 @@
-"""MDS shards whose writing can resume after a kill at any moment, with the same bytes. The shards of an unfinished split are in a hidden folder with progress.json, replaced after each complete shard. It
-holds the command, the state to resume from, the number of samples to skip after it, and the complete shards.
-"""
+"""MDS shards whose writing can resume after a kill at any moment, with the same bytes.
+The shards of an unfinished split are in a hidden folder with progress.json, replaced after each complete shard. It
+holds the command, the state to resume from, the number of samples to skip after it, and the complete shards."""
 
 import contextlib
 import copy

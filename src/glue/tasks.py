@@ -1,7 +1,6 @@
 """The config of fine-tuning, and its tasks: where texts and labels are, and how they are scored and trained.
 GLUE's eight are in tasks.yaml. A config adds others under `tasks`, with the fields of `Task`; `like: rte` takes every
-omitted field from RTE. A hyperparameter with several values, `lr: [1e-5, 3e-5]`, starts a search over them.
-"""
+omitted field from RTE. A hyperparameter with several values, `lr: [1e-5, 3e-5]`, starts a search over them."""
 
 import itertools
 from collections.abc import Mapping
