@@ -90,8 +90,25 @@ def test_the_loader_is_timed_with_and_without_packing_and_workers_and_beside_a_s
 
 
 def test_the_padding_benchmark_times_both_on_the_same_texts(tmp_path, tokenizer_folder):
-    result = run("benchmarks/finetune_padding.py", "--glue_dir", write_glue(tmp_path / "glue"), "--tokenizer", tokenizer_folder,
-                 "--layers", "1", "--hidden", "64", "--batch", "4", "--steps", "3", "--device", "cpu", "--out", tmp_path)  # fmt: skip
+    result = run(
+        "benchmarks/finetune_padding.py",
+        "--glue_dir",
+        write_glue(tmp_path / "glue"),
+        "--tokenizer",
+        tokenizer_folder,
+        "--layers",
+        "1",
+        "--hidden",
+        "64",
+        "--batch",
+        "4",
+        "--steps",
+        "3",
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path,
+    )
     assert result.returncode == 0, result.stderr
     longest, fixed = json.loads((tmp_path / "finetune-padding-cpu.json").read_text())["rows"]
     assert longest["tokens"] < fixed["tokens"] == 128
@@ -100,7 +117,19 @@ def test_the_padding_benchmark_times_both_on_the_same_texts(tmp_path, tokenizer_
 
 
 def test_conversion_is_timed_in_both_modes_beside_a_plain_loop(tmp_path, tokenizer_folder):
-    result = run("benchmarks/convert.py", "--tokenizer", tokenizer_folder, "--megabytes", "0.05", "--workers", "1", "--rounds", "1", "--out", tmp_path)  # fmt: skip
+    result = run(
+        "benchmarks/convert.py",
+        "--tokenizer",
+        tokenizer_folder,
+        "--megabytes",
+        "0.05",
+        "--workers",
+        "1",
+        "--rounds",
+        "1",
+        "--out",
+        tmp_path,
+    )
     assert result.returncode == 0, result.stderr
     rows = json.loads((tmp_path / "convert-cpu.json").read_text())["rows"]
     assert [row["case"] for row in rows] == ["plain loop", "max_seq_len, 1 worker", "concat_tokens, 1 worker"]

@@ -91,8 +91,18 @@ def test_concatenated_rows_hold_every_document(source, tokenizer, tokenizer_fold
 
 def test_one_row_per_document_is_truncated_and_counted(source, tokenizer, tokenizer_folder, tmp_path, caplog):
     with caplog.at_level("INFO", logger="lion"):
-        convert("--data_files", source, "--splits", "train_small", "--out_root", tmp_path, "--tokenizer", tokenizer_folder,
-                "--max_seq_len", 16)  # fmt: skip
+        convert(
+            "--data_files",
+            source,
+            "--splits",
+            "train_small",
+            "--out_root",
+            tmp_path,
+            "--tokenizer",
+            tokenizer_folder,
+            "--max_seq_len",
+            16,
+        )
     rows = samples(tmp_path / "train_small")
     texts = [text for text in DOCUMENTS if text.strip()]
     assert [row["tokens"].tolist() for row in rows] == tokenizer(texts, truncation=True, max_length=16)["input_ids"]
@@ -106,7 +116,18 @@ def test_one_row_per_document_is_truncated_and_counted(source, tokenizer, tokeni
 def test_a_document_without_tokens_counts_as_empty(tokenizer_folder, tmp_path):
     data = write_jsonl(tmp_path / "a.jsonl", ["\x00\x01", "the dog", "\u200b"])
     for mode in ("--concat_tokens", "--max_seq_len"):
-        convert("--data_files", data, "--splits", "train", "--out_root", tmp_path / mode, "--tokenizer", tokenizer_folder, mode, 8)  # fmt: skip
+        convert(
+            "--data_files",
+            data,
+            "--splits",
+            "train",
+            "--out_root",
+            tmp_path / mode,
+            "--tokenizer",
+            tokenizer_folder,
+            mode,
+            8,
+        )
         (row,) = samples(tmp_path / mode / "train")
         assert len(row["tokens"]) == 4
         facts = summary(tmp_path / mode / "train")
@@ -125,7 +146,9 @@ def test_a_limit_is_kept_in_the_middle_of_a_batch(mode, tokenizer, tokenizer_fol
     if mode == "--concat_tokens":
         assert documents(tmp_path / "train_small") == tokenizer(first, add_special_tokens=False)["input_ids"]
     elif mode:
-        assert [row["tokens"].tolist() for row in samples(tmp_path / "train_small")] == tokenizer(first, truncation=True, max_length=32)["input_ids"]  # fmt: skip
+        assert [row["tokens"].tolist() for row in samples(tmp_path / "train_small")] == tokenizer(
+            first, truncation=True, max_length=32
+        )["input_ids"]
     else:
         assert [row["text"] for row in samples(tmp_path / "train_small")] == first
 
@@ -138,7 +161,14 @@ def test_wikitext_is_recovered_from_both_modes(tmp_path):
     tokenizer = BertTokenizerFast(str(DATA / "bert-base-uncased" / "vocab.txt"), model_max_length=512)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     lines = [line for line in (DATA / "wikitext" / "valid.txt").read_text(encoding="utf-8").split("\n") if line.strip()]  # fmt: skip
-    options = ("--data_files", DATA / "wikitext" / "valid.txt", "--splits", "train", "--tokenizer", tmp_path / "tokenizer")  # fmt: skip
+    options = (
+        "--data_files",
+        DATA / "wikitext" / "valid.txt",
+        "--splits",
+        "train",
+        "--tokenizer",
+        tmp_path / "tokenizer",
+    )
     convert(*options, "--concat_tokens", 128, "--out_root", tmp_path / "packed")
     convert(*options, "--max_seq_len", 128, "--out_root", tmp_path / "single")
 
@@ -190,9 +220,27 @@ def test_the_shards_are_the_same_with_any_number_of_workers(tokenizer_folder, tm
     results = []
     for workers in (1, 2, 3):
         out = tmp_path / f"out{workers}"
-        convert("--data_files", tmp_path / "*.jsonl", "--val_fraction", 0.2, "--out_root", out, "--size_limit", 9000,
-                "--tokenizer", tokenizer_folder, "--concat_tokens", 32, "--compression", "zstd", "--num_workers", workers)  # fmt: skip
-        results.append([files(out / split) | {"": (out / split / "split.json").read_bytes()} for split in ("train", "val")])  # fmt: skip
+        convert(
+            "--data_files",
+            tmp_path / "*.jsonl",
+            "--val_fraction",
+            0.2,
+            "--out_root",
+            out,
+            "--size_limit",
+            9000,
+            "--tokenizer",
+            tokenizer_folder,
+            "--concat_tokens",
+            32,
+            "--compression",
+            "zstd",
+            "--num_workers",
+            workers,
+        )
+        results.append(
+            [files(out / split) | {"": (out / split / "split.json").read_bytes()} for split in ("train", "val")]
+        )
     assert results[0] == results[1] == results[2]
     assert len(results[0][0]) > 4
 
@@ -202,8 +250,20 @@ def test_an_error_in_a_worker_is_reported_as_in_a_single_process(tokenizer_folde
     data = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     data.write_bytes(data.read_bytes() + b'{"text": "\xff"}\n')
     with pytest.raises(UserError, match=f"line {len(DOCUMENTS) + 1}: not valid UTF-8"):
-        convert("--data_files", data, "--splits", "train", "--out_root", tmp_path / "out", "--tokenizer", tokenizer_folder,
-                "--max_seq_len", 8, "--num_workers", 2)  # fmt: skip
+        convert(
+            "--data_files",
+            data,
+            "--splits",
+            "train",
+            "--out_root",
+            tmp_path / "out",
+            "--tokenizer",
+            tokenizer_folder,
+            "--max_seq_len",
+            8,
+            "--num_workers",
+            2,
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -260,7 +320,10 @@ def test_repeated_kills_give_the_same_bytes(mode, parts, tokenizer_folder, tmp_p
         kills += killed(moment, draw.randint(1, 20) if moment != "publish" else 1, *command, "--out_root", out)
         done = [split for split in ("train", "val") if (out / split).exists()]
         for split in done:
-            assert {**files(out / split), "progress.json": b""} == {**files(tmp_path / "whole" / split), "progress.json": b""}  # fmt: skip
+            assert {**files(out / split), "progress.json": b""} == {
+                **files(tmp_path / "whole" / split),
+                "progress.json": b"",
+            }
         if len(done) == 2:
             shutil.rmtree(out)
     convert(*command, "--out_root", out)
@@ -275,7 +338,9 @@ def test_it_resumes_after_the_last_shard_and_reads_only_the_rest(parts, tmp_path
     convert(*command, "--out_root", tmp_path / "whole")
     assert killed("save_progress", 14, *command, "--out_root", tmp_path / "out")
     read = []
-    monkeypatch.setattr("src.data.corpora.read_batches", lambda path, *rest: read.append(path.name) or read_batches(path, *rest))  # fmt: skip
+    monkeypatch.setattr(
+        "src.data.corpora.read_batches", lambda path, *rest: read.append(path.name) or read_batches(path, *rest)
+    )
     with caplog.at_level("INFO", logger="lion"):
         convert(*command, "--out_root", tmp_path / "out")
     assert "resuming after 12 shards" in caplog.text
@@ -387,9 +452,27 @@ def long_source(tmp_path_factory) -> Path:
 
 def start(out: Path, source: Path, tokenizer: Path, stdin=None) -> subprocess.Popen:
     """The command with two workers, once it has written shards."""
-    command = [sys.executable, ROOT / "src" / "convert_dataset.py", "--data_files", source, "--splits", "train", "--out_root", out,
-               "--tokenizer", tokenizer, "--concat_tokens", "128", "--num_workers", "2", "--size_limit", "20000"]  # fmt: skip
-    process = subprocess.Popen(command, env=environment(), stdin=stdin, stderr=subprocess.PIPE, text=True, start_new_session=True)  # fmt: skip
+    command = [
+        sys.executable,
+        ROOT / "src" / "convert_dataset.py",
+        "--data_files",
+        source,
+        "--splits",
+        "train",
+        "--out_root",
+        out,
+        "--tokenizer",
+        tokenizer,
+        "--concat_tokens",
+        "128",
+        "--num_workers",
+        "2",
+        "--size_limit",
+        "20000",
+    ]
+    process = subprocess.Popen(
+        command, env=environment(), stdin=stdin, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     deadline = time.monotonic() + 60
     while len(list(out.rglob("*.mds"))) < 3:
         assert process.poll() is None and time.monotonic() < deadline, "no shards"
@@ -478,12 +561,21 @@ def test_a_streamed_dataset_resumes(dataset, tokenizer_folder, tmp_path, small_b
 def test_the_progress_bar_of_a_small_split_ends_at_its_limit(dataset, tmp_path, monkeypatch):
     totals, progress = [], conversion.progress
     monkeypatch.setitem(conversion.SPLITS, "train_small", ("train", 7))
-    monkeypatch.setattr(conversion, "progress", lambda **options: totals.append(options["total"]) or progress(**options))  # fmt: skip
+    monkeypatch.setattr(
+        conversion, "progress", lambda **options: totals.append(options["total"]) or progress(**options)
+    )
     convert("--dataset", dataset, "--splits", "train_small", "--out_root", tmp_path / "out")
     assert totals == [7]
 
 
-@pytest.mark.parametrize("options, words", [(["--text_column", "body"], "no column body .*id, text"), (["--text_column", "id"], "column 'id' holds int, not text"), (["--splits", "val"], "validation")])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--text_column", "body"], "no column body .*id, text"),
+        (["--text_column", "id"], "column 'id' holds int, not text"),
+        (["--splits", "val"], "validation"),
+    ],
+)
 def test_a_missing_column_or_split_of_a_dataset_is_named(options, words, dataset, tmp_path):
     with pytest.raises(UserError, match=words):
         convert("--dataset", dataset, "--splits", "train", "--out_root", tmp_path / "out", *options)

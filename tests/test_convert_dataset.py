@@ -70,7 +70,17 @@ def test_several_patterns_and_small_shards(tmp_path):
     write_jsonl(tmp_path / "b.jsonl", TEXTS[20:])
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:20])
     (tmp_path / "c.txt").write_text("last one\n")
-    convert("--data_files", tmp_path / "*.jsonl", tmp_path / "c.txt", "--splits", "train", "--out_root", tmp_path / "out", "--size_limit", 2000)  # fmt: skip
+    convert(
+        "--data_files",
+        tmp_path / "*.jsonl",
+        tmp_path / "c.txt",
+        "--splits",
+        "train",
+        "--out_root",
+        tmp_path / "out",
+        "--size_limit",
+        2000,
+    )
     assert read(tmp_path / "out" / "train") == [*TEXTS, "last one"]
     assert len(list((tmp_path / "out" / "train").glob("*.mds"))) > 1
 
@@ -79,7 +89,16 @@ def test_compressed_shards_are_read_back_by_training(tmp_path, tokenizer):
     from src.data.config import DatasetConfig
     from src.data.streaming import build_dataset
 
-    convert("--data_files", write_jsonl(tmp_path / "a.jsonl", TEXTS), "--splits", "train", "--out_root", tmp_path / "out", "--compression", "zstd")  # fmt: skip
+    convert(
+        "--data_files",
+        write_jsonl(tmp_path / "a.jsonl", TEXTS),
+        "--splits",
+        "train",
+        "--out_root",
+        tmp_path / "out",
+        "--compression",
+        "zstd",
+    )
     assert list((tmp_path / "out" / "train").glob("*.mds.zstd"))
     dataset = build_dataset(DatasetConfig(local=str(tmp_path / "out"), remote=None, split="train", seed=1), 1)
     assert sorted(dataset[i]["text"] for i in range(len(dataset))) == sorted(TEXTS)
@@ -95,7 +114,9 @@ def test_val_fraction_splits_the_texts_without_overlap_or_loss_in_any_order(tmp_
         (tmp_path / name).mkdir()
         for number, part in enumerate(parts):
             write_jsonl(tmp_path / name / f"{number}.jsonl", part)
-        convert("--data_files", tmp_path / name / "*.jsonl", "--val_fraction", 0.3, "--out_root", tmp_path / name / "out")  # fmt: skip
+        convert(
+            "--data_files", tmp_path / name / "*.jsonl", "--val_fraction", 0.3, "--out_root", tmp_path / name / "out"
+        )
         splits.append([set(read(tmp_path / name / "out" / split)) for split in ("train", "val")])
     (train, val), other = splits
     assert not train & val
@@ -128,12 +149,24 @@ def test_a_larger_val_fraction_keeps_what_a_smaller_one_chose():
 def test_a_small_split_holds_the_first_documents_up_to_its_limit(tmp_path, monkeypatch):
     monkeypatch.setitem(SPLITS, "train_small", ("train", 5))
     texts = ["", *TEXTS]
-    convert("--data_files", write_jsonl(tmp_path / "a.jsonl", texts), "--splits", "train_small", "--out_root", tmp_path / "out")  # fmt: skip
+    convert(
+        "--data_files",
+        write_jsonl(tmp_path / "a.jsonl", texts),
+        "--splits",
+        "train_small",
+        "--out_root",
+        tmp_path / "out",
+    )
     assert read(tmp_path / "out" / "train_small") == TEXTS[:5]
 
 
 def test_the_names_of_splits_and_their_limits():
-    assert SPLITS == {"train": ("train", None), "train_small": ("train", 100_000), "val": ("validation", None), "val_small": ("validation", 10_000)}  # fmt: skip
+    assert SPLITS == {
+        "train": ("train", None),
+        "train_small": ("train", 100_000),
+        "val": ("validation", None),
+        "val_small": ("validation", 10_000),
+    }
 
 
 def test_empty_documents_are_skipped_and_counted(tmp_path, caplog):
@@ -269,7 +302,18 @@ def test_out_root_cannot_be_a_file(tmp_path):
 
 
 def test_an_unreachable_hub_is_reported_in_one_sentence(tmp_path):
-    result = run("src/convert_dataset.py", "--dataset", "allenai/c4", "--data_subset", "en", "--splits", "val", "--out_root", tmp_path / "out", timeout=60)  # fmt: skip
+    result = run(
+        "src/convert_dataset.py",
+        "--dataset",
+        "allenai/c4",
+        "--data_subset",
+        "en",
+        "--splits",
+        "val",
+        "--out_root",
+        tmp_path / "out",
+        timeout=60,
+    )
     assert_one_sentence(result, "--dataset", "allenai/c4", "validation", "Hub", "--data_files")
     assert not (tmp_path / "out" / "val").exists()
 
@@ -281,7 +325,18 @@ def test_a_killed_conversion_leaves_no_finished_split_and_the_next_one_completes
     out = tmp_path / "out"
     pipe = tmp_path / "endless.jsonl"  # fed until the kill
     os.mkfifo(pipe)
-    command = [sys.executable, ROOT / "src" / "convert_dataset.py", "--data_files", pipe, "--splits", "train", "--out_root", out, "--size_limit", "2000"]  # fmt: skip
+    command = [
+        sys.executable,
+        ROOT / "src" / "convert_dataset.py",
+        "--data_files",
+        pipe,
+        "--splits",
+        "train",
+        "--out_root",
+        out,
+        "--size_limit",
+        "2000",
+    ]
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     handle = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     line = (json.dumps({"text": "unfinished " * 20}) + "\n").encode()

@@ -19,9 +19,16 @@ VERBS = "sees finds hears follows keeps loves carries draws".split()
 PLACES = "near under behind over without beside".split()
 SIZES = ["--vocab_size", "200", "--train_examples", "64", "--dev_examples", "16"]
 TINY = [
-    "max_duration=4ba", "eval_interval=2ba", "save_interval=2ba", "global_train_batch_size=16", "device_train_microbatch_size=16",
-    "model.hidden_size=32", "model.num_hidden_layers=1", "model.num_attention_heads=2", "model.intermediate_size=64",
-]  # fmt: skip
+    "max_duration=4ba",
+    "eval_interval=2ba",
+    "save_interval=2ba",
+    "global_train_batch_size=16",
+    "device_train_microbatch_size=16",
+    "model.hidden_size=32",
+    "model.num_hidden_layers=1",
+    "model.num_attention_heads=2",
+    "model.intermediate_size=64",
+]
 
 
 def run_demo(*arguments: str) -> subprocess.CompletedProcess:

@@ -204,7 +204,11 @@ def write_rows(path: Path, rows=ROWS) -> None:
 def test_user_files_are_read_and_their_labels_found(tmp_path, ending):
     for name in ("train", "dev", "test"):
         write_rows(tmp_path / f"{name}.{ending}")
-    task = own_task(tmp_path, label="stars", files={"train": f"train.{ending}", "validation": f"dev.{ending}", "test": f"test.{ending}"})  # fmt: skip
+    task = own_task(
+        tmp_path,
+        label="stars",
+        files={"train": f"train.{ending}", "validation": f"dev.{ending}", "test": f"test.{ending}"},
+    )
     data = read_task(task, None, with_test=True)
     assert data.task.labels == ("bad", "good")
     assert data.train == [Example((text,), float(label == "good")) for text, label in ROWS]
@@ -303,7 +307,13 @@ def test_an_empty_text_in_a_test_set_keeps_its_position(tmp_path, name, content)
 def test_rows_without_a_label_are_skipped_if_the_task_allows_it(tmp_path, caplog, ending):
     rows = [("x", 1.5), ("y", None), ("z", 2.0)]
     write_rows(tmp_path / f"a.{ending}", [(x, "" if y is None else y) for x, y in rows] if ending == "csv" else rows)
-    task = own_task(tmp_path, label="stars", kind="regression", unlabelled="", files={"train": f"a.{ending}", "validation": f"a.{ending}"})  # fmt: skip
+    task = own_task(
+        tmp_path,
+        label="stars",
+        kind="regression",
+        unlabelled="",
+        files={"train": f"a.{ending}", "validation": f"a.{ending}"},
+    )
     with caplog.at_level(logging.INFO, logger="lion"):
         assert read_task(task, None).train == [Example(("x",), 1.5), Example(("z",), 2.0)]
     assert f"a.{ending}: skipped 1 rows without a label\n" in caplog.text
@@ -339,7 +349,13 @@ def test_columns_may_be_given_by_name_and_by_number(tmp_path):
 def test_integers_stored_as_floats_are_the_same_classes(tmp_path, caplog):
     write_rows(tmp_path / "train.parquet", [("x", 1.0), ("y", 0.0), ("z", -1.0)])
     write_rows(tmp_path / "dev.parquet", [("x", 1)])
-    task = own_task(tmp_path, label="stars", unlabelled=-1, metrics=["f1"], files={"train": "train.parquet", "validation": "dev.parquet"})  # fmt: skip
+    task = own_task(
+        tmp_path,
+        label="stars",
+        unlabelled=-1,
+        metrics=["f1"],
+        files={"train": "train.parquet", "validation": "dev.parquet"},
+    )
     with caplog.at_level(logging.INFO, logger="lion"):
         data = read_task(task, None)
     assert data.task.labels == ("0", "1")

@@ -143,8 +143,15 @@ def finetuned(tmp_path_factory, shared):
         "rte": {**ONE, "seeds": [19, 20]}, "mnli": ONE, "stsb": ONE, "sst2": {**ONE, "lr": [1e-4, 1e-3]},
         "amount": {**ONE, "columns": ["words"], "label": "amount", "metrics": ["macro_f1"], "files": files},
     }  # fmt: skip
-    path = write_yaml(folder / "finetune.yaml", **shared, tasks=tasks, tasks_to_run=["rte", "mnli", "stsb", "sst2", "amount"],
-                      mnli_first=True, predict_test=True, parallel=2)  # fmt: skip
+    path = write_yaml(
+        folder / "finetune.yaml",
+        **shared,
+        tasks=tasks,
+        tasks_to_run=["rte", "mnli", "stsb", "sst2", "amount"],
+        mnli_first=True,
+        predict_test=True,
+        parallel=2,
+    )
     done = run("glue.py", path, cwd=folder, timeout=300)
     assert done.returncode == 0, done.stderr
     return [str(path)], folder / "run", done
@@ -180,7 +187,9 @@ def test_the_scores_of_a_run_follow_from_its_predictions(finetuned, glue_dir):
                 assert [row["label"] for row in rows] == [written["labels"][label] for label in labels]
             else:
                 assert [row["label"] for row in rows] == pytest.approx(labels.tolist())
-            assert scores == {metric: pytest.approx(reference(metric, guesses, labels), abs=1e-6) for metric in written["metrics"]}  # fmt: skip
+            assert scores == {
+                metric: pytest.approx(reference(metric, guesses, labels), abs=1e-6) for metric in written["metrics"]
+            }
             if name in GLUE:
                 examples = read_task(GLUE[name], str(glue_dir)).validation[split]
                 assert labels.tolist() == pytest.approx([example.label for example in examples])

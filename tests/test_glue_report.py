@@ -58,7 +58,11 @@ def test_results_on_other_data_are_not_in_the_glue_average():
 
 def test_a_mean_over_too_few_seeds_is_marked_and_cannot_win_a_search():
     values = {"lr=1e-05": [0.9], "lr=3e-05": [0.7, 0.5], "lr=1e-04": [0.4, 0.6]}
-    results = [{**result("rte", seed, value, variant), "of": 3} for variant, scores in values.items() for seed, value in enumerate(scores)]  # fmt: skip
+    results = [
+        {**result("rte", seed, value, variant), "of": 3}
+        for variant, scores in values.items()
+        for seed, value in enumerate(scores)
+    ]
     results += [{**result(name, 1, 0.8), "of": 1} for name in GLUE if name != "rte"]
     rows = summarize(results)
     assert rows[0]["variant"] == "lr=3e-05"
@@ -109,7 +113,12 @@ def write_run(folder: Path, task: str, seeds: dict[int, torch.Tensor], labels: t
         place = folder / "jobs" / f"{task}-{seed}"
         place.mkdir(parents=True)
         scores = {split: score(GLUE[task].metrics, predicted(logits), labels, GLUE[task].num_labels)}
-        written = {**result(task, seed, mean_score(scores.values()), variant), "scores": scores, "labels": list(GLUE[task].labels), "folder": place.name}  # fmt: skip
+        written = {
+            **result(task, seed, mean_score(scores.values()), variant),
+            "scores": scores,
+            "labels": list(GLUE[task].labels),
+            "folder": place.name,
+        }
         written |= {"validation_texts": {split: texts}} if texts else {}
         (place / "result.json").write_text(json.dumps(written))
         lines = [{"logits": row, "label": label} for row, label in zip(logits.tolist(), labels.float().tolist())]
@@ -193,13 +202,18 @@ def test_runs_on_different_examples_are_not_compared(tmp_path, labels, capsys):
 
 
 def test_runs_on_different_texts_with_the_same_labels_are_not_compared(tmp_path, labels):
-    folders = {texts: write_run(tmp_path / str(texts), "rte", {1: noisy(labels, 0.6, 1)}, labels, texts=texts) for texts in ("a", "b", None)}  # fmt: skip
+    folders = {
+        texts: write_run(tmp_path / str(texts), "rte", {1: noisy(labels, 0.6, 1)}, labels, texts=texts)
+        for texts in ("a", "b", None)
+    }
     assert difference_of([folders["a"], folders["b"]], "rte") is None
     assert difference_of([folders["a"], folders[None]], "rte") is not None  # a run that did not take them down
 
 
 def test_the_same_examples_may_come_from_the_hub_and_from_files(tmp_path, labels):
-    folders = [write_run(tmp_path / split, "rte", {1: noisy(labels, 0.6, 1)}, labels, split) for split in ("dev", "validation")]  # fmt: skip
+    folders = [
+        write_run(tmp_path / split, "rte", {1: noisy(labels, 0.6, 1)}, labels, split) for split in ("dev", "validation")
+    ]
     assert difference_of(folders, "rte").p == 1
 
 
@@ -274,23 +288,48 @@ def test_runs_of_this_and_earlier_versions_are_compared(tmp_path, labels, task):
 def test_submission_files_have_the_servers_labels_and_the_best_seeds_predictions(tmp_path):
     splits = {name: task.tsv_test for name, task in GLUE.items()}
     splits["mnli"] += ("AX",)
-    predictions = {"mnli": "neutral", "qnli": "not_entailment", "rte": "entailment", "sst2": "positive", "cola": "unacceptable",
-                   "mrpc": "equivalent", "qqp": "not_duplicate", "stsb": 5.25}  # fmt: skip
+    predictions = {
+        "mnli": "neutral",
+        "qnli": "not_entailment",
+        "rte": "entailment",
+        "sst2": "positive",
+        "cola": "unacceptable",
+        "mrpc": "equivalent",
+        "qqp": "not_duplicate",
+        "stsb": 5.25,
+    }
     results = []
     for name, prediction in predictions.items():
         for seed, value in ((1, 0.6), (2, 0.9)):
             place = tmp_path / "jobs" / f"{name}-{seed}"
             place.mkdir(parents=True)
-            written = {**result(name, seed, value), "labels": list(GLUE[name].labels), "test_splits": list(splits[name]), "folder": place.name}  # fmt: skip
+            written = {
+                **result(name, seed, value),
+                "labels": list(GLUE[name].labels),
+                "test_splits": list(splits[name]),
+                "folder": place.name,
+            }
             (place / "result.json").write_text(json.dumps(written))
             for split in splits[name]:
                 told = [prediction, prediction if seed == 2 else (0.0 if name == "stsb" else GLUE[name].labels[-1])]
-                (place / f"predictions-{split}.jsonl").write_text("".join(json.dumps({"prediction": p}) + "\n" for p in told))  # fmt: skip
+                (place / f"predictions-{split}.jsonl").write_text(
+                    "".join(json.dumps({"prediction": p}) + "\n" for p in told)
+                )
             results.append(written)
     folder = tmp_path / "submission"
     assert write_submission(summarize(results), tmp_path) == f"test sets    {folder}; the server also needs WNLI.tsv"
-    expected = {"MNLI-m": "neutral", "MNLI-mm": "neutral", "AX": "neutral", "QNLI": "not_entailment", "RTE": "entailment", "SST-2": "1",
-                "CoLA": "0", "MRPC": "1", "QQP": "0", "STS-B": "5.000"}  # fmt: skip
+    expected = {
+        "MNLI-m": "neutral",
+        "MNLI-mm": "neutral",
+        "AX": "neutral",
+        "QNLI": "not_entailment",
+        "RTE": "entailment",
+        "SST-2": "1",
+        "CoLA": "0",
+        "MRPC": "1",
+        "QQP": "0",
+        "STS-B": "5.000",
+    }
     assert {path.stem for path in folder.iterdir()} == expected.keys()
     for name, shown in expected.items():
         assert (folder / f"{name}.tsv").read_text() == f"index\tprediction\n0\t{shown}\n1\t{shown}\n"

@@ -42,7 +42,9 @@ def test_every_metric_can_be_computed():
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("metric", "classes"), [*((m, 2) for m in METRICS), *((m, 4) for m in ("accuracy", "macro_f1", "matthews"))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("metric", "classes"), [*((m, 2) for m in METRICS), *((m, 4) for m in ("accuracy", "macro_f1", "matthews"))]
+)
 def test_scores_are_those_of_scikit_learn_and_scipy(metric, classes, seed):
     guesses, labels = draw(metric, classes, seed)
     got = score((metric,), guesses, labels, classes)

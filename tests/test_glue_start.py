@@ -89,7 +89,9 @@ def test_a_tokenizer_other_than_the_checkpoints_is_refused(config, tokenizer_fol
 
 
 def test_without_a_checkpoint_sizes_come_from_the_config(config, tokenizer_folder):
-    start = read_start(config("starting_checkpoint_load_path=null", f"tokenizer_name={tokenizer_folder}", "model.num_hidden_layers=3"))  # fmt: skip
+    start = read_start(
+        config("starting_checkpoint_load_path=null", f"tokenizer_name={tokenizer_folder}", "model.num_hidden_layers=3")
+    )
     assert (start.weights, start.config["num_hidden_layers"], start.name) == (None, 3, "random weights")
 
 

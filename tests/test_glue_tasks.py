@@ -81,7 +81,11 @@ def test_malformed_rows_may_be_skipped_in_official_files_only():
 
 
 def test_a_number_is_read_as_text():
-    (task,) = select(["mine"], {"mine": {**OWN, "title": 2020, "columns": [0], "labels": [0, 1.0, 1.5, "b"], "eval_interval": "500ba"}}, 7)  # fmt: skip
+    (task,) = select(
+        ["mine"],
+        {"mine": {**OWN, "title": 2020, "columns": [0], "labels": [0, 1.0, 1.5, "b"], "eval_interval": "500ba"}},
+        7,
+    )
     assert (task.title, task.columns, task.labels, task.eval_interval) == (
         "2020",
         (0,),
@@ -92,14 +96,25 @@ def test_a_number_is_read_as_text():
 
 def test_a_new_task_needs_only_columns_and_a_location():
     (task,) = select(["mine"], {"mine": OWN}, 7)
-    assert (task.title, task.metrics, task.kind, task.label, task.seeds) == ("mine", ("accuracy",), "classification", "label", (7,))  # fmt: skip
+    assert (task.title, task.metrics, task.kind, task.label, task.seeds) == (
+        "mine",
+        ("accuracy",),
+        "classification",
+        "label",
+        (7,),
+    )
     (task,) = select(["mine"], {"mine": {**OWN, "kind": "regression"}}, 7)
     assert (task.metrics, task.num_labels) == (("spearman",), 1)
 
 
 def test_lists_of_hyperparameters_are_searched_in_all_combinations():
     tasks = select(["rte"], {"rte": {"lr": [1e-5, 3e-5], "epochs": [2, 3], "batch_size": 8}}, 7)
-    assert [(task.lr, task.epochs, task.batch_size) for task in tasks] == [(1e-5, 2, 8), (1e-5, 3, 8), (3e-5, 2, 8), (3e-5, 3, 8)]  # fmt: skip
+    assert [(task.lr, task.epochs, task.batch_size) for task in tasks] == [
+        (1e-5, 2, 8),
+        (1e-5, 3, 8),
+        (3e-5, 2, 8),
+        (3e-5, 3, 8),
+    ]
     assert [task.variant for task in tasks][1] == "lr=1e-05,epochs=3"
     assert {task.name for task in tasks} == {"rte"}
     (task,) = select(["rte"], {"rte": {"lr": [3e-5]}}, 7)  # one value is no search

@@ -439,9 +439,11 @@ def test_the_gradient_of_a_decay_is_accurate_over_a_long_text(form, length, deca
     shape = (4,) if decay == "head" else (1, 4, length)
     log_decay = F.logsigmoid(3 + torch.randn(shape, generator=generator)).requires_grad_()
     actual, exact = (
-        torch.autograd.grad(linear_attention(*(x.to(dtype) for x in (q, k, v)), log_decay, form=form), log_decay, grad.to(dtype))[0]
+        torch.autograd.grad(
+            linear_attention(*(x.to(dtype) for x in (q, k, v)), log_decay, form=form), log_decay, grad.to(dtype)
+        )[0]
         for dtype in (torch.float32, torch.float64)
-    )  # fmt: skip
+    )
     assert distance(actual, exact) < 2e-6
 
 

@@ -66,7 +66,9 @@ def test_masks_of_a_million_tokens_have_the_statistics_of_transformers(rows, tok
         "chosen": 0.003, "chosen in a row, variance": 0.0001, "neighbours both chosen": 0.003, "[MASK]": 0.005,
         "another token": 0.004, "rarest replacement": 0.002, "replaced by a special token": 0.01,
     }  # fmt: skip
-    assert {name: found[name] == pytest.approx(expected[name], abs=near[name]) for name in near} == dict.fromkeys(near, True)  # fmt: skip
+    assert {name: found[name] == pytest.approx(expected[name], abs=near[name]) for name in near} == dict.fromkeys(
+        near, True
+    )
     assert found["chosen"] == pytest.approx(share, abs=0.002)
     assert found["[MASK]"] == pytest.approx(0.8, abs=0.004)
 
@@ -86,7 +88,9 @@ def test_special_tokens_are_never_chosen(rows, tokenizer, share, whole_words):
     assert np.array_equal(labels != IGNORED, ~special if share else np.zeros_like(special))
 
 
-@pytest.mark.parametrize(("change", "same"), [({}, True), ({"seed": 18}, False), ({"epoch": 1}, False), ({"index": 1}, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "same"), [({}, True), ({"seed": 18}, False), ({"epoch": 1}, False), ({"index": 1}, False)]
+)
 @pytest.mark.parametrize("every_epoch", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("whole_words", [True, False])
 def test_seed_epoch_and_index_determine_the_mask_of_a_text(tokenizer, change, same, every_epoch, whole_words):

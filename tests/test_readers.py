@@ -42,10 +42,16 @@ def read_texts(path: Path, column: str = "text", *options) -> list[str]:
 
 
 def compress(data: bytes, ending: str) -> bytes:
-    return {"": lambda: data, ".gz": lambda: gzip.compress(data), ".zst": lambda: pa.compress(data, "zstd", asbytes=True)}[ending]()  # fmt: skip
+    return {
+        "": lambda: data,
+        ".gz": lambda: gzip.compress(data),
+        ".zst": lambda: pa.compress(data, "zstd", asbytes=True),
+    }[ending]()
 
 
-KINDS = [(kind, ending) for kind in ("txt", "jsonl", "json", "csv", "tsv") for ending in ("", ".gz", ".zst")] + [("parquet", "")]  # fmt: skip
+KINDS = [(kind, ending) for kind in ("txt", "jsonl", "json", "csv", "tsv") for ending in ("", ".gz", ".zst")] + [
+    ("parquet", "")
+]
 
 
 @pytest.mark.parametrize("kind, ending", KINDS)
@@ -83,7 +89,9 @@ def test_batches_have_their_first_record_and_the_bytes_read(ending, tmp_path):
 
 def test_a_byte_order_mark_is_not_text(tmp_path):
     for name in ("a.txt", "a.jsonl", "a.csv"):
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + {"txt": b"one\n", "jsonl": b'{"text": "one"}\n', "csv": b"text\none\n"}[name[2:]])  # fmt: skip
+        (tmp_path / name).write_bytes(
+            b"\xef\xbb\xbf" + {"txt": b"one\n", "jsonl": b'{"text": "one"}\n', "csv": b"text\none\n"}[name[2:]]
+        )
         assert read_texts(tmp_path / name) == ["one"]
 
 
@@ -116,7 +124,10 @@ def truncated(data: bytes) -> bytes:
 LINES = b"".join(b'{"text": "line %d of many"}\n' % i for i in range(50_000))
 INVALID = {
     "a.txt.gz": (truncated(gzip.compress(LINES)), r"a\.txt\.gz, line \d{3,5}: corrupt or truncated \(Truncated"),
-    "a.jsonl.zst": (truncated(pa.compress(LINES, "zstd", asbytes=True)), r"a\.jsonl\.zst, line \d+: corrupt or truncated \(Truncated"),
+    "a.jsonl.zst": (
+        truncated(pa.compress(LINES, "zstd", asbytes=True)),
+        r"a\.jsonl\.zst, line \d+: corrupt or truncated \(Truncated",
+    ),
     "b.jsonl.gz": (gzip.compress(LINES)[:-8] + b"\0" * 8, r"b\.jsonl\.gz, line \d{5}: corrupt or truncated"),
     "c.jsonl.gz": (LINES, r"c\.jsonl\.gz.*cannot be read"),
     "a.csv": (b'text,id\n"one,1\ntwo,2\n', r"a\.csv, line 2: not valid CSV"),
@@ -127,7 +138,7 @@ INVALID = {
     "b.jsonl": (b"[" * 100_000 + b"\n", r"b\.jsonl, line 1: not valid JSON"),
     "c.jsonl": (b'{"text": ["one"]}\n', r"c\.jsonl, line 1: column 'text' holds list, not text"),
     "a.parquet.gz": (b"", r"a\.parquet\.gz: cannot read \.parquet\.gz"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", INVALID)

@@ -32,7 +32,15 @@ def unmasked(batch: Batch) -> torch.Tensor:
 
 
 def config(shards: Path, split: str = "train", workers: int = 0, drop_last: bool = False, **changes) -> LoaderConfig:
-    options = {"local": str(shards), "remote": None, "split": split, "max_seq_len": 64, "mlm_probability": 0.3, "seed": 17, **changes}  # fmt: skip
+    options = {
+        "local": str(shards),
+        "remote": None,
+        "split": split,
+        "max_seq_len": 64,
+        "mlm_probability": 0.3,
+        "seed": 17,
+        **changes,
+    }
     return LoaderConfig(DatasetConfig(**options), num_workers=workers, drop_last=drop_last)
 
 
@@ -110,7 +118,9 @@ def test_resuming_reads_no_sample_again(shards, tokenizer, monkeypatch):
 
 def test_an_epoch_holds_every_text_once(shards, tokenizer):
     dataset = build_dataset(config(shards).dataset, 5)
-    expected = sorted(tokenizer(dataset[i]["text"], truncation=True, max_length=64)["input_ids"] for i in range(len(dataset)))  # fmt: skip
+    expected = sorted(
+        tokenizer(dataset[i]["text"], truncation=True, max_length=64)["input_ids"] for i in range(len(dataset))
+    )
     loader = build(config(shards, shuffle=True), tokenizer, 5, train=True)
     for epoch in epochs(loader, 2):
         rows = [row[mask.bool()].tolist() for b in epoch for row, mask in zip(unmasked(b), b["attention_mask"])]
@@ -118,7 +128,10 @@ def test_an_epoch_holds_every_text_once(shards, tokenizer):
 
 
 def rows_in_order(loader, count: int) -> list[list[tuple]]:
-    return [[tuple(row[mask.bool()].tolist()) for b in epoch for row, mask in zip(unmasked(b), b["attention_mask"])] for epoch in epochs(loader, count)]  # fmt: skip
+    return [
+        [tuple(row[mask.bool()].tolist()) for b in epoch for row, mask in zip(unmasked(b), b["attention_mask"])]
+        for epoch in epochs(loader, count)
+    ]
 
 
 @pytest.mark.parametrize("times, given", [(2, True), (100, False)])
@@ -184,7 +197,13 @@ def write_tokens(folder: Path, tokenizer, texts: list[str], length: int = 64) ->
     with MDSWriter(out=str(folder / "train"), columns={"tokens": "ndarray:uint16"}) as out:
         for text in texts:
             out.write({"tokens": np.array(tokenizer(text, truncation=True, max_length=length)["input_ids"], np.uint16)})
-    made = {"tokenizer": "mine", "vocab_size": len(tokenizer), "digest": vocabulary_digest(tokenizer), "mode": "max_seq_len", "length": length}  # fmt: skip
+    made = {
+        "tokenizer": "mine",
+        "vocab_size": len(tokenizer),
+        "digest": vocabulary_digest(tokenizer),
+        "mode": "max_seq_len",
+        "length": length,
+    }
     (folder / "train" / "split.json").write_text(json.dumps({"tokens": made}))
     return folder
 
@@ -378,7 +397,9 @@ def test_tokens_of_a_remote_are_checked_by_the_split_json_there(tmp_path, tokeni
         build(config(tmp_path / "other", remote=str(remote)), tokenizer, 4, train=True)
 
 
-@pytest.mark.parametrize("options", [{"remote": "s3://bucket/texts"}, {"streams": {"web": {"remote": "s3://bucket/texts"}}}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options", [{"remote": "s3://bucket/texts"}, {"streams": {"web": {"remote": "s3://bucket/texts"}}}]
+)
 def test_a_bucket_is_read_through_its_own_client(tmp_path, tokenizer, monkeypatch, options):
     here = write_tokens(tmp_path / "here", tokenizer, sentences(12))
     asked = []

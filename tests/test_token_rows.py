@@ -32,7 +32,10 @@ def pack(length: int, batches: list[list[list[int]]]) -> list[tuple[list[int], l
         samples += packer.samples(to_pack(batch))
         state = json.loads(json.dumps(packer.state()))
     samples += Packer(maker(length), state).last_sample()
-    return [tuple(mds_decode("ndarray:uint16", sample[name]).tolist() for name in ("tokens", "begins")) for sample in samples]  # fmt: skip
+    return [
+        tuple(mds_decode("ndarray:uint16", sample[name]).tolist() for name in ("tokens", "begins"))
+        for sample in samples
+    ]
 
 
 def unpack(rows: list[tuple[list[int], list[int]]]) -> list[list[int]]:
@@ -51,7 +54,10 @@ def unpack(rows: list[tuple[list[int], list[int]]]) -> list[list[int]]:
 def test_documents_are_recovered_from_packed_rows(length):
     draw = random.Random(length)
     for _ in range(60):
-        sizes = [draw.choice([1, 2, length - 3, length - 2, length - 1, 2 * length, draw.randint(1, 40)]) for _ in range(draw.randint(1, 12))]  # fmt: skip
+        sizes = [
+            draw.choice([1, 2, length - 3, length - 2, length - 1, 2 * length, draw.randint(1, 40)])
+            for _ in range(draw.randint(1, 12))
+        ]
         documents = [[draw.randint(5, 299) for _ in range(max(size, 1))] for size in sizes]
         cut = draw.randint(0, len(documents))
         rows = pack(length, [documents[:cut], documents[cut:]])
@@ -60,7 +66,9 @@ def test_documents_are_recovered_from_packed_rows(length):
         for tokens, begins in rows:
             assert tokens[0] == CLS and tokens[-1] == SEP and len(tokens) > 2 and tokens[1] != SEP
             assert begins and begins == sorted(set(begins))
-            assert all(tokens[begin] != SEP and tokens[begin - 1] in (CLS, SEP) for begin in begins if begin < len(tokens))  # fmt: skip
+            assert all(
+                tokens[begin] != SEP and tokens[begin - 1] in (CLS, SEP) for begin in begins if begin < len(tokens)
+            )
         assert [len(tokens) for tokens, _ in rows[:-1]] == [length] * (len(rows) - 1)
         assert len(rows[-1][0]) <= length
 

@@ -39,9 +39,19 @@ class ToyExperiment(Experiment):
         logits = torch.nn.functional.one_hot(torch.tensor(labels).long(), 2).float().roll(job.seed - 1, 0)
         predictions.write(job.folder / "predictions-dev.jsonl", logits, ("even", "odd"), list(enumerate(labels)))
         scores = {"dev": self.score(("accuracy",), predictions.predicted(logits), torch.tensor(labels), 2)}
-        return {"task": job.task.name, "title": job.task.title, "variant": "", "seed": job.seed, "folder": job.folder.name,
-                "metrics": ["accuracy"], "labels": ["even", "odd"], "scores": scores, "score": scores["dev"]["accuracy"],
-                "majority": 0.5, "toy": True}  # fmt: skip
+        return {
+            "task": job.task.name,
+            "title": job.task.title,
+            "variant": "",
+            "seed": job.seed,
+            "folder": job.folder.name,
+            "metrics": ["accuracy"],
+            "labels": ["even", "odd"],
+            "scores": scores,
+            "score": scores["dev"]["accuracy"],
+            "majority": 0.5,
+            "toy": True,
+        }
 
     def files(self, job: Job, result: Result) -> list[str]:
         return ["predictions-dev.jsonl"]
