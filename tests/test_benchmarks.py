@@ -141,7 +141,8 @@ def test_conversion_is_timed_in_both_modes_beside_a_plain_loop(tmp_path, tokeniz
     "form, card, which", [("chunkwise", 80, "key_gradients"), ("chunkwise", 90, ""), ("full, dropout", 90, "output")]
 )
 def test_the_kernels_compile_and_keep_their_numbers_in_registers(form, card, which):
-    """What Triton's interpreter accepts the compiler need not. Heads of 64 in bfloat16; benchmarks/kernels.py compiles all."""
+    """What Triton's interpreter accepts the compiler need not. Heads of 64 in bfloat16; benchmarks/kernels.py compiles
+    all."""
     pytest.importorskip("triton", reason="triton is not installed")
     from benchmarks import kernels
 

@@ -1,4 +1,5 @@
-"""The CPU's speed-ups: they compute what the plain model computes, and step aside for whatever replaces or inspects a module."""
+"""The CPU's speed-ups: they compute what the plain model computes, and step aside for whatever replaces or inspects a
+module."""
 
 import copy
 import math

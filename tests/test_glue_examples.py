@@ -390,7 +390,8 @@ def test_an_unreachable_hub_is_reported_in_one_sentence():
 
 @pytest.fixture
 def on_hub(tmp_path, monkeypatch):
-    """on_hub(stars, names, ...): a task over a data set as the Hub keeps it, its texts x, y, …, its classes called so."""
+    """on_hub(stars, names, ...): a task over a data set as the Hub keeps it, its texts x, y, …, its classes called
+    so."""
     from datasets import ClassLabel, Dataset, Features, Value
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -134,7 +134,8 @@ def test_training_batches_group_texts_of_similar_length_in_random_order(tokenize
 
 @pytest.fixture(scope="module")
 def finetuned(tmp_path_factory, shared):
-    """Arguments, save_folder and output of a run: MNLI, RTE from it, STS-B from it, SST-2 searched, a task of one's own."""
+    """Arguments, save_folder and output of a run: MNLI, RTE from it, STS-B from it, SST-2 searched, a task of one's
+    own."""
     folder = tmp_path_factory.mktemp("finetuned")
     own = [f"{text},{'many' if len(text) > 100 else 'few'}" for text in sentences(30, seed=9)]
     (folder / "own.csv").write_text("\n".join(["words,amount", *own]))

@@ -1,4 +1,5 @@
-"""The operator: every form against the formula written out, and the formula against loops and against pencil and paper."""
+"""The operator: every form against the formula written out, and the formula against loops and against pencil and
+paper."""
 
 import functools
 import itertools

@@ -1,8 +1,6 @@
-"""The GPU kernels against the definition in float64: on a GPU, or with TRITON_INTERPRET=1 on the CPU by Triton's interpreter.
-
-test_linear_attention.py starts the second where there is no GPU. The interpreter takes milliseconds for what a GPU does in
-nanoseconds, so blocks and texts are short there.
-"""
+"""The GPU kernels against the definition in float64: on a GPU, or with TRITON_INTERPRET=1 on the CPU by Triton's
+interpreter. test_linear_attention.py starts the second where there is no GPU. The interpreter takes milliseconds for
+what a GPU does in nanoseconds, so blocks and texts are short there."""
 
 import importlib
 import itertools
@@ -37,7 +35,8 @@ HEAD_SIZES = ((64, 64), (32, 64), (128, 128), (20, 33), (128, 65)) if GPU else (
 
 @pytest.fixture(autouse=True)
 def started(monkeypatch) -> list[str]:
-    """The kernels that a test has started, the products by what they compute; and blocks so short that there are several."""
+    """The kernels that a test has started, the products by what they compute; and blocks so short that there are
+    several."""
     if not GPU:
         monkeypatch.setattr(host, "ROWS", 32)
         monkeypatch.setattr(host, "COLUMNS", 16)
@@ -56,7 +55,8 @@ def started(monkeypatch) -> list[str]:
 
 
 def results(function, inputs: list[Tensor | None], *, device: str, dtype: torch.dtype, **options) -> list[Tensor]:
-    """The output and the gradients of q, k, v and log_decay, with operands of a type, on a device. log_decay is in float32."""
+    """The output and the gradients of q, k, v and log_decay, with operands of a type, on a device. log_decay is in
+    float32."""
     types = dtype, dtype, dtype, torch.promote_types(dtype, torch.float32)
     leaves = [None if x is None else x.to(device, kind).requires_grad_() for x, kind in zip(inputs, types)]
     options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
@@ -67,7 +67,8 @@ def results(function, inputs: list[Tensor | None], *, device: str, dtype: torch.
 
 
 def exact(inputs: list[Tensor | None], dtype: torch.dtype, **options) -> list[Tensor]:
-    """What the definition gives in float64 for operands as they are in a type. Long texts in the full form, which is tested."""
+    """What the definition gives in float64 for operands as they are in a type. Long texts in the full form, which is
+    tested."""
 
     def operator(*operands, **options):
         short = operands[0].shape[-2] <= 64 and "seq_idx" not in options
@@ -185,7 +186,8 @@ def test_the_content_of_a_masked_key_is_not_seen(form, decay, value):
 
 
 def kept(count: int, heads: int, length: int, dropout_p: float, seed: int) -> Tensor:
-    """What dropout leaves of the matrices, (B, H, L, L) of 0 and 1: matrices of ones and the unit matrix as values show it."""
+    """What dropout leaves of the matrices, (B, H, L, L) of 0 and 1: matrices of ones and the unit matrix as values show
+    it."""
     ones, columns = torch.ones(count, heads, length, 1, device=DEVICE), []
     for unit in torch.eye(length, device=DEVICE).split(64, dim=1):
         torch.manual_seed(seed)

@@ -1,4 +1,5 @@
-"""The encoder and its heads, for every mixer: BERT where it is BERT, one set of numbers in every form, and what users rely on."""
+"""The encoder and its heads, for every mixer: BERT where it is BERT, one set of numbers in every form, and what users
+rely on."""
 
 import inspect
 import math

@@ -1,4 +1,5 @@
-"""What a run reports: metrics.jsonl, bar, TensorBoard files, on a full disk too; the time of startup and the time left."""
+"""What a run reports: metrics.jsonl, bar, TensorBoard files, on a full disk too; the time of startup and the time
+left."""
 
 import datetime
 import errno

@@ -55,7 +55,8 @@ def bag(sentence: str) -> tuple[str, ...]:
 
 
 def places(corpus: Path) -> dict[tuple[str, ...], tuple[int, str, bool]]:
-    """For each sentence of the corpus, as a bag of words: its number, its file, whether its passage is for validation."""
+    """For each sentence of the corpus, as a bag of words: its number, its file, whether its passage is for
+    validation."""
     found = {}
     for row in map(json.loads, corpus.read_text().splitlines()):
         for sentence in row["text"].replace("\n", " ").rstrip(".").split(". "):
