@@ -23,11 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .configuration_lion import FORMS
 from .cpu import dropout
 from .linear_attention_forms import chunkwise, clamped_exp, cumulative_log_decay, decayed_scores, read_state, recurrent
 from .linear_attention_triton import covers, fused_linear_attention
 
+FORMS = ("auto", "full", "recurrent", "chunkwise")
 # "auto" takes the full form up to these lengths, without and with decay: where benchmarks/operator.py finds it no
 # slower than the chunkwise one, forward and backward in float32, on two cores of an AMD EPYC. For the kernels they are
 # estimated, not measured.
