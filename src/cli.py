@@ -1,5 +1,6 @@
 """What every command shares: exit status, log and progress bar."""
 
+import gc
 import logging
 import os
 import sys
@@ -32,6 +33,8 @@ def run(main: Callable[[list[str]], None]) -> None:
         sys.exit(130)
     except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:
+        gc.freeze()  # otherwise Python's last collection visits every object of torch and transformers, for a second
 
 
 def start_log() -> None:

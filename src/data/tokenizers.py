@@ -55,8 +55,9 @@ def train_wordpiece(read_texts: Callable[[], Iterator[str]], vocab_size: int, lo
     learner.normalizer, learner.pre_tokenizer = normalizer, splitter
     characters: set[str] = set()
     for text in progress(read_texts(), desc="reading the alphabet", unit="text"):
-        characters.update(normalizer.normalize_str(text))
-    alphabet = sorted(character for character in characters if not character.isspace())
+        characters.update(text)
+    normalized = set(normalizer.normalize_str("".join(sorted(characters))))  # it treats characters one by one
+    alphabet = sorted(character for character in normalized if not character.isspace())
     if not alphabet:
         raise UserError("--data_files: there is no text to train on; check the files and --text_column")
     # The trainer numbers characters inside words in the random order of a hash map, and breaks ties by those numbers.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from composer import Trainer
-from composer.models import HuggingFaceModel
+from composer.models import HuggingFaceModel, huggingface
 from composer.utils import FSDPConfig
 from torch import nn
 from transformers.utils import logging as transformers_logging
@@ -41,6 +41,7 @@ def configure_process(device: str) -> None:
     """Silence libraries, and set this process up for training on a device."""
     silence_libraries()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader workers are the parallelism
+    huggingface._is_registered_causal_lm = lambda model: False  # Composer's imports all causal models, for a second
     if device == "cpu":
         keep_freed_memory()
 
@@ -89,7 +90,8 @@ def check_sections(fsdp: Mapping[str, Any], compile_config: Mapping[str, Any], d
         raise UserError("fsdp_config shards a model over GPUs, and this run is on a cpu; omit it")
     check_arguments("compile_config", torch.compile, compile_config)
     try:
-        torch.compile(nn.Identity(), **compile_config)
+        if compile_config:
+            torch.compile(nn.Identity(), **compile_config)
     except Exception as error:  # an invalid backend, mode or option
         raise UserError(f"compile_config: torch.compile rejects these arguments: {first_line(error)}") from None
 
