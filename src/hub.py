@@ -8,6 +8,7 @@ python src/hub.py import --checkpoint LIONS-EPFL/LION-S-base-mlm --out my-model 
 
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> None:
     add("--tokenizer", help="with --checkpoint: the --tokenizer of import")
     add("--private", action="store_true", help="create a private repository")
     add("--revision", help="branch to push to; created if it does not exist (default: main)")
-    add = subcommand("import", commands.import_published, "export a checkpoint of the paper's authors")
+    add = subcommand("import", partial(commands.export, published=True), "export a checkpoint of the paper's authors")
     add("--checkpoint", required=True, help="their Composer checkpoint: a file, or ORG/NAME on the Hub")
     add("--out", type=Path, required=True, help="folder to write; must not exist yet")
     add("--tokenizer", help="folder or Hub name of the tokenizer to use instead of the checkpoint's")

@@ -1,6 +1,7 @@
 """The commands around Hub folders: export of our checkpoints, import of the authors', and what they refuse."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from src.publish import folder as hub_folder
 from src.publish.commands import check_proof
 
 PUBLISHED = sorted(PARITY.glob("*.safetensors"))
+import_published = partial(hub.export, published=True)
 
 
 def test_export_and_verify_accept_relative_paths(tmp_path, write_checkpoint, tokenizer):
@@ -108,7 +110,7 @@ def test_importing_gives_the_published_outputs(tmp_path, monkeypatch, source, ki
     if (source.stem, kind) not in (("lion-s", "mlm"), ("bert", "cls")):  # a process of its own takes seconds
         monkeypatch.setattr(hub_folder, "verify", lambda *_: 0.0)
     tensors = write_published(tmp_path / "theirs.pt", source, kind)
-    hub.import_published(str(tmp_path / "theirs.pt"), tmp_path / "my-model")
+    import_published(str(tmp_path / "theirs.pt"), tmp_path / "my-model")
     inputs = {name[3:]: tensor for name, tensor in tensors.items() if name.startswith("in.")}
     auto = LionForMaskedLM if kind == "mlm" else LionForSequenceClassification
     model, loaded = auto.from_pretrained(tmp_path / "my-model", output_loading_info=True)
@@ -128,7 +130,7 @@ def test_importing_gives_the_published_outputs(tmp_path, monkeypatch, source, ki
 def test_importing_the_pickle_gives_its_published_outputs_with_proof_and_card(tmp_path, tokenizer_folder, caplog):
     caplog.set_level("INFO")
     checkpoint, out = PARITY / "legacy-nova.pt", tmp_path / "my-model"
-    hub.import_published(str(checkpoint), out, str(tokenizer_folder))
+    import_published(str(checkpoint), out, tokenizer=str(tokenizer_folder))
     tensors = load_file(PARITY / "legacy-nova.safetensors")
     inputs = {name[3:]: tensor for name, tensor in tensors.items() if name.startswith("in.")}
     real = inputs["attention_mask"].bool()
@@ -148,7 +150,7 @@ def test_export_and_import_point_to_each_other(tmp_path, write_checkpoint):
     with pytest.raises(UserError, match=r"hub\.py import"):
         hub.export(PARITY / "legacy-nova.pt", tmp_path / "my-model")
     with pytest.raises(UserError, match=r"hub\.py export"):
-        hub.import_published(str(write_checkpoint(tmp_path / "c.pt")), tmp_path / "my-model")
+        import_published(str(write_checkpoint(tmp_path / "c.pt")), tmp_path / "my-model")
     assert not (tmp_path / "my-model").exists()
 
 
@@ -162,7 +164,7 @@ def test_an_unsuitable_or_invalid_tokenizer_is_refused(tmp_path, tokenizer_folde
     (tmp_path / "empty").mkdir()
     for name, words in (("large", "tokens, but the model's vocabulary is 120"), ("empty", "holds no tokenizer")):
         with pytest.raises(UserError, match=words):
-            hub.import_published(str(PARITY / "legacy-nova.pt"), tmp_path / "my-model", str(tmp_path / name))
+            import_published(str(PARITY / "legacy-nova.pt"), tmp_path / "my-model", tokenizer=str(tmp_path / name))
     assert not (tmp_path / "my-model").exists()
 
 
@@ -185,5 +187,5 @@ def test_a_published_checkpoint_with_an_unknown_tensor_or_variant_is_refused_by_
 
     for edit, words in ((strange, r"bert\.strange"), (hydra, "'hydra'"), (untied, r"head\.decoder\.weight|word_emb")):
         with pytest.raises(UserError, match=words):
-            hub.import_published(edited(edit), tmp_path / "my-model")
+            import_published(edited(edit), tmp_path / "my-model")
     assert not (tmp_path / "my-model").exists()

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from src.publish import folder as hub_folder
 from tests.fake_hub import FakeHub, serve
 
 REPO = "lions/small-cat"
+import_published = partial(hub.export, published=True)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +164,7 @@ def test_a_published_checkpoint_is_imported_from_the_hub_and_pushed_again(
     data = (PARITY / "legacy-nova.pt").read_bytes()
     fake.repos["authors/model-mlm"] = {"main": {"README.md": b"theirs", "step-1.pt": data}}
     out = tmp_path / "my-model"
-    hub.import_published("authors/model-mlm", out, str(tokenizer_folder))
+    import_published("authors/model-mlm", out, tokenizer=str(tokenizer_folder))
     assert tokens_of(out) == tokens_of(tokenizer_folder)
     assert "authors/model-mlm" in (out / "README.md").read_text()
     hub.push(out, REPO)
@@ -187,5 +189,5 @@ def test_a_name_with_no_or_several_checkpoints_is_refused(fake, tmp_path):
         ("runs/lost/latest-rank0.pt", "is not a file"),
     ):
         with pytest.raises(UserError, match=words):
-            hub.import_published(name, tmp_path / "out")
+            import_published(name, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -35,7 +35,7 @@ PUBLISHED = (".jinja", ".jpg", ".json", ".md", ".model", ".png", ".py", ".safete
 def export(
     checkpoint: Path | str, out: Path, glue: Path | None = None, tokenizer: str | None = None, published: bool = False
 ) -> None:
-    """Write a Hub folder and verify it; `out` appears only if it gives the checkpoint's logits. Raises UserError."""
+    """Write a Hub folder, verify it, then name it `out`. `published`: the checkpoint is the authors'. Raises UserError."""
     if "." in out.name:
         raise UserError(f"--out {out} has a dot in its name, from which transformers cannot load code; remove it")
     if out.exists():
@@ -63,11 +63,6 @@ def export(
     print(f"{out} gives the checkpoint's logits in plain transformers (largest difference {difference:.1e})")
     if published and not read.tokenizer:
         log.info(f"{out} has no tokenizer, since the checkpoint has none; import again with --tokenizer to add one")
-
-
-def import_published(checkpoint: str, out: Path, tokenizer: str | None = None) -> None:
-    """Export a checkpoint of the paper's authors: a file, or ORG/NAME on the Hub."""
-    export(checkpoint, out, tokenizer=tokenizer, published=True)
 
 
 def verify(checkpoint: str, folder: Path, tokenizer: str | None = None, python: str = sys.executable) -> None:

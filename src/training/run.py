@@ -26,7 +26,7 @@ def run(task: Task) -> None:
     config, folder = task.config, Path(task.config.save_folder)
     check_save_folder(config, folder)
     with exclusive_lock(folder, task.command) if is_main_process() else contextlib.nullcontext():
-        if is_finished(config, folder):
+        if (folder / SUMMARY).is_file() and read_stored(folder / CONFIG, type(config)) == to_dict(config):
             log.info(f"{config.run_name} is already finished with this config")
         else:
             task.check_paths()
@@ -163,11 +163,6 @@ def check_save_folder(config: RunConfig, folder: Path) -> None:
 
         if (latest := latest_valid_checkpoint(folder)) is not None:
             check_remaining(read_checkpoint(latest), config.max_duration, f"save_folder: {latest}")
-
-
-def is_finished(config: RunConfig, folder: Path) -> bool:
-    """Return whether the folder holds exactly this run, finished."""
-    return (folder / SUMMARY).is_file() and read_stored(folder / CONFIG, type(config)) == to_dict(config)
 
 
 def save_config(config: RunConfig, folder: Path) -> None:
