@@ -7,6 +7,7 @@ ones resume.
 
 import argparse
 import functools
+import importlib
 import json
 import os
 import statistics
@@ -53,8 +54,6 @@ def main(argv: list[str]) -> None:
     for model in models:
         demo.pretrain(model)
         demo.finetune(model)
-    if not options.compare:
-        demo.fill_masks(options.model)
     demo.print_results(models)
 
 
@@ -69,28 +68,30 @@ class Demo:
         self.exported = out / "exported"
         self.seconds: dict[str, float] = {}
 
-    def step(self, title: str, outputs: Sequence[Path], action: Callable, *arguments: object) -> None:
+    def step(self, title: str, outputs: Sequence[Path], action: Callable[[], object]) -> None:
         """Announce a step, do it unless its outputs exist, and time it."""
         print(f"\n=== {title}", flush=True)
         start = time.monotonic()
         if outputs and all(path.exists() for path in outputs):
-            print(f"{os.path.commonpath(outputs)} exists already", flush=True)
+            print(f"done earlier: {', '.join(map(str, outputs))}", flush=True)
         else:
-            action(*arguments)
+            action()
         self.seconds[title] = time.monotonic() - start
 
     def prepare_data(self) -> None:
         text, size = ["--data_files", self.corpus], self.options.vocab_size
-        self.step("text", [self.corpus], build_corpus, self.corpus)
+        self.step("text", [self.corpus], lambda: build_corpus(self.corpus))
         command = ["src/train_tokenizer.py", *text, "--vocab_size", size, "--out", self.tokenizer]
-        self.step("tokenizer", [self.tokenizer / "tokenizer.json"], run, command)
+        imports = functools.partial(importlib.import_module, "src.lion")  # for `choose_precision`
+        self.step("tokenizer", [self.tokenizer / "tokenizer.json"], lambda: run(command, meanwhile=imports))
         missing = [split for split in ("train", "val") if not (self.shards / split).exists()]
-        command = ["src/convert_dataset.py", *text, "--splits", *missing, "--val_fraction", VAL_FRACTION]
-        command += ["--tokenizer", self.tokenizer, "--max_seq_len", MAX_SEQ_LEN, "--out_root", self.shards]
-        self.step("shards", [self.shards / "train", self.shards / "val"], run, command)
+        convert = ["src/convert_dataset.py", *text, "--splits", *missing, "--val_fraction", VAL_FRACTION]
+        convert += ["--tokenizer", self.tokenizer, "--max_seq_len", MAX_SEQ_LEN, "--out_root", self.shards]
         files = [self.tasks / task / f"{split}.tsv" for task in tasks.TASKS for split in ("train", "dev")]
         sizes = (self.options.train_examples, self.options.dev_examples)
-        self.step("labelled tasks", files, tasks.write_tasks, self.corpus, self.tasks, IS_VALIDATION, *sizes)
+        label = functools.partial(tasks.write_tasks, self.corpus, self.tasks, IS_VALIDATION, *sizes)
+        outputs = [self.shards / "train", self.shards / "val", *files]
+        self.step("shards, labelled tasks", outputs, lambda: run(*([convert] if missing else []), meanwhile=label))
 
     def precision(self, config: Sequence[str] = ()) -> list[str]:
         """Return the precision as an argument. It is chosen once, so that a resumed run keeps it."""
@@ -100,17 +101,13 @@ class Demo:
         return [f"precision={precision}"] if (precision := path.read_text()) else []
 
     def pretrain(self, model: str) -> None:
-        def pretrain() -> None:
-            folder = self.pretrained / model
-            paths = [f"data_local={self.shards}", f"tokenizer_name={self.tokenizer}", f"save_folder={folder}"]
-            config = [str(ROOT / f"yamls/pretrain/{model}.yaml"), *paths, *self.options.overrides]
-            run(["main.py", *config, *self.precision(config)])
-
-        self.step(f"pretraining {model}", [], pretrain)
+        config = [str(ROOT / f"yamls/pretrain/{model}.yaml"), f"save_folder={self.pretrained / model}"]
+        config += [f"data_local={self.shards}", f"tokenizer_name={self.tokenizer}", *self.options.overrides]
+        self.step(f"pretraining {model}", [], lambda: run(["main.py", *config, *self.precision(config)]))
 
     def finetune(self, model: str) -> None:
-        """Fine-tune the pretrained encoder on both tasks. Unless models are compared, random weights and export beside.
-        Each command computes on one thread and waits for its imports: side by side, they keep two cores busy."""
+        """Fine-tune the pretrained encoder on both tasks. Unless models are compared, do so with random weights at the
+        same time, and meanwhile export the encoder and fill masks."""
         checkpoint, exported = self.pretrained / model / LATEST, self.exported / model
         config = ["glue.py", "yamls/finetune-glue/demo.yaml", f"glue_dir={self.tasks}"]
         config += [f"starting_checkpoint_load_path={checkpoint}", *self.precision()]
@@ -119,23 +116,28 @@ class Demo:
             for name in (model, f"{model}{FROM_SCRATCH}")
         )
         if self.options.compare:
-            return self.step(f"fine-tuning {model}", [], run, pretrained)
+            return self.step(f"fine-tuning {model}", [], lambda: run(pretrained))
         baseline += ["from_scratch=true", "progress_bar=false"]
         action, option = ("verify", "--folder") if exported.exists() else ("export", "--out")
         export = ["src/hub.py", action, "--checkpoint", checkpoint, option, exported]
-        self.step(f"fine-tuning {model}, Hub folder", [], run, pretrained, baseline, export)
 
-    def fill_masks(self, model: str) -> None:
-        """Fill masks with the Hub folder as its users would: without this repository and the Hub."""
+        def export_and_fill() -> None:
+            run(export)
+            self.fill_masks(exported)
 
-        def fill() -> None:
-            sentences, words = tasks.masked_sentences(self.corpus, self.tokenizer / "vocab.txt", IS_VALIDATION)
-            program = [sys.executable, ROOT / "src/demo/fill_masks.py", (self.exported / model).resolve(), *sentences]
-            if subprocess.run(program, cwd=self.out, env={**os.environ, "HF_HUB_OFFLINE": "1"}).returncode:
-                raise SystemExit(1)
-            print(f"  (hidden words: {', '.join(words)})", flush=True)
+        os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // 2))  # for each fine-tuning command
+        self.step(f"fine-tuning {model}, export", [], lambda: run(pretrained, baseline, meanwhile=export_and_fill))
+        print(f"\n=== filled masks\n{self.filled}", flush=True)
 
-        self.step("filled masks", [], fill)
+    def fill_masks(self, folder: Path) -> None:
+        """Fill masks with a Hub folder as its users would: without this repository and the Hub."""
+        sentences, words = tasks.masked_sentences(self.corpus, self.tokenizer / "vocab.txt", IS_VALIDATION)
+        program = [sys.executable, ROOT / "src/demo/fill_masks.py", folder.resolve(), *sentences]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(program, cwd=self.out, env=environment, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise SystemExit(1)
+        self.filled = f"{done.stdout}  (hidden words: {', '.join(words)})"
 
     def print_results(self, models: Sequence[str]) -> None:
         """Print a table, draw curves and scores, and name their files and the seconds of each step."""
@@ -202,17 +204,18 @@ def choose_precision(arguments: Sequence[str], vocab_size: int) -> str | None:
     return faster
 
 
-def run(*commands: Sequence[object]) -> None:
-    """Print and run commands of this project in parallel; exit if one fails."""
-    threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // len(commands)))} if len(commands) > 1 else {}
+def run(*commands: Sequence[object], meanwhile: Callable[[], None] | None = None) -> None:
+    """Print and run commands of this project in parallel, and a function meanwhile; exit if one fails."""
     processes: list[subprocess.Popen] = []
     for command in commands:
         words = [str(word).removeprefix(f"{ROOT}/") for word in command]
         print(f"$ python {' '.join(words)}", flush=True)
         program = [str(ROOT / word) if word.endswith((".py", ".yaml")) else word for word in words]
-        processes.append(subprocess.Popen([sys.executable, *program], env={**os.environ, **threads}))
+        processes.append(subprocess.Popen([sys.executable, *program]))
     try:
-        status = max(abs(process.wait()) for process in processes)
+        if meanwhile is not None:
+            meanwhile()
+        status = max((abs(process.wait()) for process in processes), default=0)
     finally:
         for process in processes:
             process.terminate()
