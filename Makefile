@@ -17,7 +17,7 @@ demo: $(VENV)/installed  ## prepare text, pretrain, fine-tune, export and fill m
 	$(VENV)/bin/python -m src.demo --model $(MODEL)
 
 compare: $(VENV)/installed  ## compare LION-LIT, LION-D, LION-S and BERT, trained for longer
-	$(VENV)/bin/python -m src.demo --compare --out demo/compare --train_examples 12000 max_duration=81920sp
+	$(VENV)/bin/python -m src.demo --compare --out demo/compare --train_examples 12000 max_duration=92160sp
 
 test: $(VENV)/installed  ## run all tests
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
