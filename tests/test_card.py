@@ -111,6 +111,21 @@ def test_the_data_is_named_by_its_source(checkpoint, tmp_path, source, name, hub
     assert (dataset["name"], dataset["type"]) == (name, hub_id or name)
 
 
+def test_the_data_of_several_streams_is_named_by_their_sources(checkpoint, tmp_path):
+    sources = {"c4": {"dataset": "allenai/c4", "data_subset": "en"}, "own": {"data_files": ["/home/me/a.txt"]}}
+    for name, source in sources.items():
+        (tmp_path / name / "train").mkdir(parents=True)
+        (tmp_path / name / "train" / "split.json").write_text(json.dumps({"source": source}))
+    path = checkpoint.path.parent / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    streams = {name: {"local": str(tmp_path / name), "proportion": 0.5} for name in sources}
+    config["train_loader"]["dataset"]["streams"] = streams
+    path.write_text(yaml.safe_dump(config))
+    card = model_card(checkpoint, "my-model")
+    assert "- data: allenai/c4 (en), a.txt\n" in card
+    assert "datasets" not in metadata(card)
+
+
 def test_a_hub_tokenizer_is_named_and_a_cased_one_described(checkpoint):
     path = checkpoint.path.parent / "config.yaml"
     config = yaml.safe_load(path.read_text())

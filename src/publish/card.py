@@ -128,6 +128,9 @@ def _read_run(checkpoint: "Checkpoint") -> tuple[Facts, Facts, Facts]:
 def _source(config: Facts, loader: str) -> Facts:
     """Return a loader's settings, and the source of its shards by split.json: their name, hub_id and subset."""
     settings = config.get(loader, {}).get("dataset", {})
+    if streams := settings.get("streams"):
+        each = (_source({"": {"dataset": {**settings, "streams": None, **stream}}}, "") for stream in streams.values())
+        return {**settings, "name": ", ".join(stream["name"] for stream in each), "hub_id": None, "subset": None}
     folder = settings.get("local") or config.get("data_local")
     if not folder:
         return {}
