@@ -16,13 +16,13 @@ help:  ## list the targets
 demo: $(VENV)/installed  ## prepare text, pretrain, fine-tune, export and fill masks (MODEL=lion-d-tiny chooses another model)
 	$(VENV)/bin/python -m src.demo --model $(MODEL)
 
-compare: $(VENV)/installed  ## compare LION-LIT, LION-D, LION-S and BERT, trained for longer
+compare: $(VENV)/installed  ## compare LION-LIT, LION-D, LION-S and BERT, trained for longer than the demo
 	$(VENV)/bin/python -m src.demo --compare --out demo/compare --train_examples 12000 max_duration=92160sp
 
 test: $(VENV)/installed  ## run all tests
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-fast: $(VENV)/installed  ## run the quick tests, for those who edit
+test-fast: $(VENV)/installed  ## run the quick tests, in half a minute
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-compat: $(VENV)-compat/installed  ## test the encoder and its Hub folder under the newest torch and transformers
@@ -32,7 +32,7 @@ lint: $(VENV)/installed  ## check style and formatting
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
-clean:  ## remove the environments, caches and outputs of the demo
+clean:  ## remove the environments, caches and demo outputs
 	rm -rf $(VENV) $(VENV)-compat demo .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

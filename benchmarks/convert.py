@@ -92,7 +92,7 @@ def convert(source: Path, out: Path, a: argparse.Namespace, mode: str, workers: 
 
 
 def plain(source: Path, out: Path, tokenizer, length: int) -> None:
-    """Convert to rows of `--max_seq_len` tokens with a plain loop."""
+    """Convert each document to one row of at most `length` tokens with a plain loop."""
     from streaming import MDSWriter
 
     shutil.rmtree(out, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Samples per second of the data loader and of a training step:  python benchmarks/dataloader.py [--data_local DIR ...]
 
 Folders contain text or tokens; src/convert_dataset.py writes both. Every loader is timed with and without packing, with
-each number of workers, and alone: in training, the step also uses the processor. Writes a table and its numbers.
+each number of workers, and by itself: in training, the step also uses the processor. Writes a table and its numbers.
 """
 
 import os
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
         lines.append([kind, str(row["workers"]), f"{speed:,.0f}", f"×{speed / step:,.0f}", f"{row['padding']:.1%}"])
     title = (
         f"Batches of {a.loader_batch} samples of at most {a.max_seq_len} tokens; training {a.model}, {a.layers} layers "
-        f"of {a.hidden}, takes {step:,.1f} samples per second:"
+        f"of {a.hidden}, processes {step:,.1f} samples per second:"
     )
     rows.append({"model": a.model, "samples_per_second": step})
     measure.write(a.out, f"dataloader-{a.device}", title, measure.machine(a.device), [lines], rows)

@@ -35,8 +35,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
     parser.add_argument("--dtype", help="(default: bfloat16 on a GPU, float32 on a CPU)")
     parser.add_argument("--compile", action="store_true", help="torch.compile every model's layers")
-    parser.add_argument("--rounds", type=int, default=9, help="runs per case; 3 if they take long (default: 9)")
-    parser.add_argument("--seconds", type=float, default=20, help="limit per length beyond 3 rounds (default: 20)")
+    parser.add_argument("--rounds", type=int, default=9, help="runs per case, or as few as 3 if slow (default: 9)")
+    parser.add_argument("--seconds", type=float, default=20, help="limit per length, after 3 rounds (default: 20)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
     a = parser.parse_args(argv)
     usual = "bfloat16" if a.device == "cuda" else "float32"

@@ -37,7 +37,7 @@ class Launch(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The kernel's name; what it computes, for the one that computes the output and the gradients of q, k and v."""
+        """The kernel's name or, for `product`, which of the output and the gradients of q, k and v it computes."""
         name = self.kernel.__name__.removesuffix("_kernel")
         if name != "product":
             return name
@@ -104,7 +104,7 @@ def launches(form: str, decay: str, dtype: torch.dtype, d: int, e: int, length: 
 
 
 def specialized(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple, list]]:
-    """Return the types, constants and divisibilities that a kernel is compiled for; equal ones share its code."""
+    """Return the types, constants and divisibilities that determine a kernel's compiled code."""
     kernel, signature, constants, attributes = launch.kernel, {}, {}, {}
     unspecialized = {parameter.num for parameter in kernel.params if parameter.do_not_specialize}
     for place, (name, value) in enumerate(zip(kernel.arg_names, launch.arguments)):

@@ -41,8 +41,8 @@ def interleaved(
 ) -> dict[Any, float]:
     """Return the median time of each case in seconds. They run in turn, A B A B …, so that noise affects all alike.
 
-    Each case runs once to warm up, then in `rounds` rounds, or 3 if these take more than `seconds`. A case that fails
-    is omitted, see `attempt`.
+    Each case runs once to warm up, then in `rounds` rounds; after 3, no new round starts once `seconds` have passed. A
+    case that fails is omitted, see `attempt`.
     """
     times: dict[Any, list[float]] = {name: [] for name in cases}
     running = [name for name, run in cases.items() if attempt(failed, name, _one, run, device) is not None]
@@ -63,7 +63,7 @@ def device_time(run: Callable[[], Any], about: float, rounds: int = 5) -> float 
     """Return the median seconds of the GPU's work in `run`, without the gaps in which it waits for the program.
 
     Replays a CUDA graph of enough runs, each of roughly `about` seconds, to make the graph's launch negligible.
-    Returns None if `run` cannot be captured as a graph, and from then on: a failed capture can break the next.
+    Returns None if `run` cannot be captured as a graph, and in every later call: a failed capture can break the next.
     """
     global _can_capture
     if not _can_capture:
@@ -82,7 +82,7 @@ def device_time(run: Callable[[], Any], about: float, rounds: int = 5) -> float 
     except Exception as error:
         torch.cuda.set_stream(before)  # a failed capture does not restore it
         _can_capture = False
-        print(f"no more times on the device alone: {first_line(error)}", file=sys.stderr)
+        print(f"no more times on the device alone, since a CUDA graph failed: {first_line(error)}", file=sys.stderr)
         return None
     graph.replay()
     return statistics.median(_one(graph.replay, "cuda") for _ in range(rounds)) / runs
@@ -108,7 +108,7 @@ def _one(run: Callable[[], Any], device: str) -> float:
 def peak_memory(
     make: Callable[..., Callable[[], Any]], warm_up: tuple, arguments: list[tuple], device: str
 ) -> list[int]:
-    """Return the peak memory of `make(*a)()` in bytes, with its inputs, for each `a`, from the smallest to the largest.
+    """Return the peak memory of `make(*a)()` in bytes, with its inputs, for each `a`, given from smallest to largest.
 
     On a GPU the allocator reports it. On a CPU the operating system reports the peak of a process, so a new one is
     started; there `make(*warm_up)()` runs first, so that buffers of libraries do not count.
@@ -160,7 +160,7 @@ class Rates(NamedTuple):
 
 
 def rates(device: str, dtype: torch.dtype) -> Rates:
-    """Measure a large copy and a large matrix product: of matrices or as a linear layer of the encoder, if faster."""
+    """Measure a large copy and a large matrix product, by torch.mm or the encoder's linear layer if that is faster."""
     size, side = (2**30, 8192) if device == "cuda" else (2**26, 1024)
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

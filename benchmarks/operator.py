@@ -10,8 +10,8 @@ FlashAttention (PyTorch's memory-efficient attention in float32), softmax-cudnn 
 flash-linear-attention in both directions, if that package is installed. Two times are measured there: with the program
 that launches the kernels, and on the device alone, by replaying a CUDA graph.
 
-The floor of each time is its bytes and operations at the rates of a copy and of a matrix product, measured in the same
-run. q, k, v and the gradient are (B, L, H, D) in memory, as in the model; log decays are given, in float32.
+Each time's floor is the longer of its bytes at a copy's rate and its operations at a matrix product's, both measured in
+the same run. q, k, v and the gradient are (B, L, H, D) in memory, as in the model; log decays are given, in float32.
 """
 
 import os
@@ -68,8 +68,8 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--dtype", help="(default: bfloat16 on a GPU, float32 on a CPU)")
     parser.add_argument("--forms", nargs="+", choices=[form for form in LONGEST["cuda"] if form != "softmax"])
-    parser.add_argument("--rounds", type=int, default=9, help="runs per case; 3 if they take long (default: 9)")
-    parser.add_argument("--seconds", type=float, default=20, help="limit per length beyond 3 rounds (default: 20)")
+    parser.add_argument("--rounds", type=int, default=9, help="runs per case, or as few as 3 if slow (default: 9)")
+    parser.add_argument("--seconds", type=float, default=20, help="limit per length, after 3 rounds (default: 20)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
     a = parser.parse_args(argv)
     usual = "bfloat16" if a.device == "cuda" else "float32"

@@ -65,8 +65,8 @@ def main(argv: list[str]) -> None:
     title = (
         f"A training step (forward, backward, AdamW) of {a.layers} layers of {a.hidden}"
         f"{', compiled' if a.compile else ''}, {a.batch} texts of {a.length} tokens, {a.masked:.0%} masked, "
-        f"dropout {a.dropout}, {a.precision}; the floor, {1000 * floor:,.1f} ms, is the matrix products at the rate of "
-        "a large one, and the weights and moments read and written:"
+        f"dropout {a.dropout}, {a.precision}; the floor, {1000 * floor:,.1f} ms, is the time of the matrix products at "
+        "the rate of a large one, plus that of reading and writing the weights and moments:"
     )
     special = {"compiled": a.compile, str(a.length): a.length != 128, a.precision: a.precision != usual}
     name = "-".join(["train-step", a.device, *(word for word, present in special.items() if present)])

@@ -18,8 +18,8 @@ RANK_DELAY = 10  # seconds
 def run(main: Callable[[list[str]], None]) -> None:
     """Run `main(argv)` and end with status 0, 2 (unusable input), 1 (failure), 130 (Ctrl-C) or 143 (SIGTERM)."""
     start_log()
-    # Torch then requests 2 MB pages for large tensors on a CPU, which the system clears faster. It reads the variable
-    # with its first tensor, which importing transformers' models already creates.
+    # With this set, torch requests 2 MB pages for large tensors on a CPU, which the system clears faster. It reads the
+    # variable when it creates its first tensor, which importing transformers' models already does.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         main(sys.argv[1:])

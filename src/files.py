@@ -28,7 +28,7 @@ def write_json(path: Path, content: Any) -> None:
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Read a .jsonl file up to its first truncated line; a missing file has none."""
     lines = []
-    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # of a line cut off by a kill, or the last one
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # at a truncated line, or after the last newline
         for line in path.read_text(encoding="utf-8").split("\n"):
             lines.append(json.loads(line))
     return lines

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     add = subcommand("push", commands.push, "upload a folder to the Hugging Face Hub")
     add("--folder", type=Path, required=True, help="folder that export wrote; its README.md may be edited")
     add("--repo_id", required=True, help="ORG/NAME on the Hub; created if it does not exist")
-    add("--checkpoint", help="verify against it first, if files changed after export")
+    add("--checkpoint", help="checkpoint to verify the folder against first; required if files changed after export")
     add("--tokenizer", help="with --checkpoint: the --tokenizer of import")
     add("--private", action="store_true", help="create a private repository")
     add("--revision", help="branch to push to; created if it does not exist (default: main)")

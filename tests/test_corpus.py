@@ -1,4 +1,4 @@
-"""The offline corpus: what counts as prose, what is said once, and that the same sources give the same file."""
+"""The offline corpus: what counts as prose, that repeats are dropped, and that the same sources give the same file."""
 
 import json
 import os

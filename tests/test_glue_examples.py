@@ -361,7 +361,7 @@ def test_integers_stored_as_floats_are_the_same_classes(tmp_path, caplog):
     assert data.task.labels == ("0", "1")
     assert data.train == [Example(("x",), 1), Example(("y",), 0)] and data.validation["validation"] == data.train[:1]
     assert "skipped 1 rows without a label (-1)" in caplog.text
-    assert "the labels of the training set are 0, 1; f1 is that of 1" in caplog.text
+    assert "the labels of the training set are 0, 1; f1 is computed for 1" in caplog.text
 
 
 def test_a_validation_label_absent_from_training_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""Runs of several jobs by the command that a user gives: what they leave, what is done again, and what stops them."""
+"""Runs of several jobs by the command that a user gives: what they write, what runs again, and what stops them."""
 
 import json
 import multiprocessing
@@ -163,7 +163,7 @@ def test_a_run_prints_its_table_and_writes_report_picture_and_predictions(finetu
     for row in (r"\| RTE +\| accuracy +\| +50\.00 \| +\d+\.\d\d ± \d+\.\d\d", r"\| STS-B +\| spearman +\| +0\.00 \|", r"\| amount +\| macro_f1",
                 r"\| SST-2\* ", r"lr=0\.00\d*1?, picked"):  # fmt: skip
         assert re.search(row, done.stdout), done.stdout
-    assert "GLUE average: not without QQP, QNLI, MRPC, CoLA" in done.stdout
+    assert "GLUE average: not computed, lacks QQP, QNLI, MRPC, CoLA" in done.stdout
     assert "7 jobs (RTE, MNLI, STS-B, SST-2, amount)" in done.stderr
     written = json.loads((folder / "report.json").read_text())
     assert [row["task"] for row in written["tasks"]] == ["rte", "mnli", "stsb", "sst2", "amount"]
@@ -244,7 +244,7 @@ def test_a_changed_value_reruns_the_jobs_it_affects_and_rerun_all_of_them(finetu
     with caplog.at_level("INFO", logger="lion"):
         glue.main([*arguments, "tasks.stsb.lr=0.5"])
     assert caplog.text.count("done earlier") == 6
-    assert "STS-B seed 19: its result has another task, so it runs again" in caplog.text
+    assert "STS-B seed 19: task changed since its result, so it runs again" in caplog.text
     assert changed() == {"stsb-19"}
     lines = [json.loads(line) for line in (folder / "jobs/stsb-19/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [3]  # of the new run alone
@@ -386,7 +386,7 @@ def test_concurrent_jobs_start_with_the_costliest(monkeypatch):
         ("tasks.sst2.eval_interval=500", ["tasks.sst2.eval_interval=500"]),
         ("tasks.sst2.optimizer=sgd", ["tasks.sst2.optimizer", "sgd", "adamw"]),
         ("tasks.sst2.precision=fp8", ["tasks.sst2.precision=fp8"]),
-        ("model.num_hidden_layers=2", ["misses", "layers.1"]),
+        ("model.num_hidden_layers=2", ["needs", "layers.1"]),
         ("scheduler.name=steps", ["scheduler", "steps"]),
         ("device_eval_batch_size=0", ["device_eval_batch_size=0 must be an integer ≥ 1"]),
         ("max_seq_len=2", ["max_seq_len=2 must be at least 3"]),

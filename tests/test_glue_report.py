@@ -46,13 +46,13 @@ def test_the_report_has_mean_and_deviation_over_seeds_and_averages_only_all_eigh
     assert "GLUE average: 77.50" in report.text(rows, AVERAGE)
     assert "60.00 ± 14.14" in report.text(rows, AVERAGE)
     assert AVERAGE.of(rows[:-1]) is None
-    assert "not without RTE" in report.text(rows[:-1], AVERAGE)
+    assert "not computed, lacks RTE" in report.text(rows[:-1], AVERAGE)
 
 
 def test_results_on_other_data_are_not_in_the_glue_average():
     rows = summarize([{**result(name, 1, 0.8), "glue": name != "rte"} for name in GLUE])
     assert AVERAGE.of(rows) is None
-    assert "GLUE average: not without RTE" in report.text(rows, AVERAGE)
+    assert "GLUE average: not computed, lacks RTE" in report.text(rows, AVERAGE)
     assert "GLUE" not in report.text(rows[1:2], AVERAGE)  # an RTE of one's own
 
 
@@ -224,7 +224,7 @@ def test_a_comparison_marks_picked_candidates_and_failed_jobs(tmp_path, labels, 
     shown = capsys.readouterr().out
     (row,) = [line for line in shown.splitlines() if line.startswith("| RTE")]
     assert row.split("|")[3].strip()[-1] != "*" and row.split("|")[4].strip()[-1] == "*"
-    assert "\\* Of a search, picked on these examples" in shown
+    assert "\\* Picked by a search on these examples" in shown
     assert "a lacks jobs that failed: RTE seed 2: out of memory" in shown
 
 

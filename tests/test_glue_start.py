@@ -1,4 +1,4 @@
-"""What fine-tuning starts from: the encoder whole, whatever holds it."""
+"""What fine-tuning starts from: the complete encoder, from any kind of file or folder."""
 
 import json
 import shutil
@@ -177,9 +177,9 @@ def test_the_digest_distinguishes_weights(config, write_checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("override", "names"),
     [
-        ("model.num_hidden_layers=2", ["misses", "layers.1.attention.qkv.weight", "layers.1.mlp_out.bias"]),
-        ("model.mixer=lion-d", ["misses layers.0.attention.decay", "does not have layers.0.attention.decay.bias"]),
-        ("model.intermediate_size=32", ["another shape of layers.0.mlp_in.bias"]),
+        ("model.num_hidden_layers=2", ["needs", "layers.1.attention.qkv.weight", "layers.1.mlp_out.bias"]),
+        ("model.mixer=lion-d", ["needs layers.0.attention.decay", "has no layers.0.attention.decay.bias"]),
+        ("model.intermediate_size=32", ["another shape for layers.0.mlp_in.bias"]),
     ],
 )
 def test_weights_that_do_not_fit_the_model_are_refused_by_name(config, override, names):
@@ -194,7 +194,7 @@ def test_weights_that_do_not_fit_the_model_are_refused_by_name(config, override,
     [
         ("nowhere.pt", r"nowhere\.pt is not a file or folder"),
         ("./nowhere", r"nowhere is not a file or folder"),
-        ("org/nowhere", "org/nowhere is not a file or folder, and the Hugging Face Hub did not send it"),
+        ("org/nowhere", "org/nowhere is not a file or folder, and cannot be downloaded from the Hugging Face Hub"),
         (str(ROOT / "README.md"), "not a readable checkpoint"),
         (str(ROOT / "tests"), "holds no config.json"),
     ],

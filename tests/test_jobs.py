@@ -24,7 +24,7 @@ def test_an_experiment_runs_resumes_reports_and_is_compared(tmp_path, capsys, ca
     assert caplog.text.count("done earlier") == 4 and capsys.readouterr().out == out
     with caplog.at_level("INFO", logger="lion"):
         jobs.run(experiment(tmp_path / "a", size=20))
-    assert "Odd seed 1: its result has another size, so it runs again" in caplog.text
+    assert "Odd seed 1: size changed since its result, so it runs again" in caplog.text
     jobs.run(experiment(tmp_path / "b", size=20))
     report.main(ToyExperiment, [str(tmp_path / "a"), str(tmp_path / "b"), "--resamples", "100"])
     assert "+0.00 [+0.00, +0.00], p = 1.000" in capsys.readouterr().out

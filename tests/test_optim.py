@@ -1,4 +1,4 @@
-"""The fused optimizer does the same steps as Composer's, and the schedule that Composer lacks."""
+"""The fused optimizer takes the same steps as Composer's, and the schedule that Composer lacks."""
 
 import copy
 

@@ -30,9 +30,9 @@ def put(name: str, tensor: torch.Tensor):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (drop("lion.layers.0.attention.decay.weight"), r"misses lion\.layers\.0\.attention\.decay\.weight$"),
-        (put("lion.layers.7.strange", torch.zeros(2)), r"does not have lion\.layers\.7\.strange$"),
-        (put("lion.layers.0.mlp_in.weight", torch.zeros(3, 3)), r"another shape of lion\.layers\.0\.mlp_in\.weight$"),
+        (drop("lion.layers.0.attention.decay.weight"), r"needs lion\.layers\.0\.attention\.decay\.weight$"),
+        (put("lion.layers.7.strange", torch.zeros(2)), r"has no lion\.layers\.7\.strange$"),
+        (put("lion.layers.0.mlp_in.weight", torch.zeros(3, 3)), r"another shape for lion\.layers\.0\.mlp_in\.weight$"),
         (put("head.dense.bias", torch.full((32,), torch.nan)), r"NaN or infinite numbers in head\.dense\.bias;"),
         (put("head.decoder.weight", torch.zeros(104, 32)), r"shares .*word_embeddings\.weight with another tensor"),
     ],

@@ -1,4 +1,4 @@
-"""The house: who may import whom, no circles, no side effects of an import, lines that fit a screen."""
+"""Project structure: which package may import which, no import cycles, no side effects on import, no overlong lines."""
 
 import ast
 import subprocess
@@ -63,7 +63,7 @@ def room(name: str) -> str | None:
     return parts[1] if parts[0] == "src" and len(parts) > 1 and (ROOT / "src" / parts[1]).is_dir() else None
 
 
-def test_imports_have_no_circle():
+def test_imports_have_no_cycle():
     finished, path = set(), []
 
     def visit(name: str) -> None:
@@ -79,7 +79,7 @@ def test_imports_have_no_circle():
 
 
 @pytest.mark.parametrize("package", sorted(BELOW))
-def test_a_room_imports_only_the_rooms_below_it(package):
+def test_a_package_imports_only_the_packages_below_it(package):
     for name, others in GRAPH.items():
         if room(name) == package:
             strangers = {other for other in others if room(other) not in {None, package, *BELOW[package]}}

@@ -45,7 +45,7 @@ def test_the_precision_is_the_requested_one_or_the_default_of_the_device(request
 
 
 def test_a_precision_that_the_device_lacks_is_rejected():
-    with pytest.raises(UserError, match="precision=amp_fp16 must be one of fp32, amp_bf16 on a cpu"):
+    with pytest.raises(UserError, match="precision=amp_fp16 needs a GPU; set precision=amp_bf16 or fp32"):
         trainer.resolve_precision("amp_fp16", "cpu")
 
 

@@ -21,15 +21,15 @@ RULES = {
 }  # fmt: skip
 # Nothing else is taken from a stored config: other keys can name code that transformers would load (custom_pipelines).
 SETTINGS = {*ARGUMENTS, "num_labels", "id2label", "label2id", "problem_type"}
-OURS = {"mixer", "attention_form", "chunk_size", "classifier_pooling", "tie_word_embeddings"}  # not in their configs
+OURS = {"mixer", "attention_form", "chunk_size", "classifier_pooling", "tie_word_embeddings"}  # not in the authors'
 
-# Their `arch_type` → our mixer.
+# The authors' `arch_type` → our mixer.
 MIXERS = {
     "attention": "softmax", "linear_attention": "lion-lit", "lion-lit": "lion-lit", "nova": "lion-d",
     "lion-d": "lion-d", "nova-inputdep": "lion-s", "lion-s": "lion-s",
 }  # fmt: skip
 
-# The beginnings of their names → ours. Query, key and value, which they store as three tensors, become one at the end.
+# Prefixes of the authors' names → ours. Query, key and value, which they store as three tensors, become one at the end.
 RENAMED = {
     "bert.embeddings.": "lion.embeddings.", "bert.pooler.dense.": "lion.pooler.",
     "cls.predictions.transform.dense.": "head.dense.", "cls.predictions.transform.LayerNorm.": "head.norm.",

@@ -64,7 +64,7 @@ class Checkpoint:
                 suffix, content = file["file_extension"], file["content"]
                 name = name if name.endswith(suffix) else name + suffix  # old Composer omitted the suffix
                 if name not in TOKENIZER_FILES:
-                    raise UserError(f"{refused} has a file {name}, which no tokenizer has; it was not written")
+                    raise UserError(f"{refused} has a file {name}, which is not a tokenizer file; it was not written")
                 if name == "tokenizer_config.json" and "auto_map" in (content := dict(content)):
                     raise UserError(f"{refused} would execute code (auto_map in {name}); it was not written")
                 if name.endswith(".json"):
@@ -103,7 +103,7 @@ def read_pretrained(name: str, key: str) -> Checkpoint:
         try:
             path = Path(snapshot_download(name, allow_patterns=patterns))
         except Exception as error:  # whatever the Hub client raises
-            reason = f"not a file or folder, and the Hugging Face Hub did not send it ({first_line(error)})"
+            reason = f"not a file or folder, and cannot be downloaded from the Hugging Face Hub ({first_line(error)})"
             raise UserError(f"{key}: {name} is {reason}; fix its path or name") from None
     if path.is_dir() and not (path / "config.json").is_file() and len(files := list(path.glob("*.pt"))) == 1:
         path = files[0]  # the paper's authors publish theirs this way
@@ -181,9 +181,9 @@ def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str) ->
     """Load weights into a model. Raises UserError naming tensors that are missing, unused, misshapen or not finite."""
     own = model.state_dict()
     problems = {
-        "misses": own.keys() - weights.keys(),
-        "does not have": weights.keys() - own.keys(),
-        "has another shape of": {n for n in own.keys() & weights.keys() if own[n].shape != weights[n].shape},
+        "needs": own.keys() - weights.keys(),
+        "has no": weights.keys() - own.keys(),
+        "expects another shape for": {n for n in own.keys() & weights.keys() if own[n].shape != weights[n].shape},
     }
     unfit = f"the weights of {source} do not fit: {type(model).__name__}"
     if found := [f"{what} {', '.join(sorted(names))}" for what, names in problems.items() if names]:

@@ -70,9 +70,9 @@ class MaskingCollator:
     """Samples with `text`, or with `tokens` as src/data/token_rows.py writes them, → inputs of a masked language model.
     Rows are padded to the longest of the batch, rounded up to a multiple of 8, or to `max_seq_len` with
     `pad_to_max_length`. With `packing`, samples share rows of at most `max_seq_len` tokens, masked as without packing.
-    A batch has input_ids, attention_mask and labels, (rows, length); with packing also seq_idx, (rows, length), which
-    numbers the samples, and the documents of one sample (`begins`), in a row, and sample_lengths, (rows, max samples
-    per row): the number of tokens of each sample, -1 where there is none."""
+    A batch has input_ids, attention_mask and labels, (rows, length). With packing it also has seq_idx, (rows, length),
+    the number of each token's sample, or document if the sample has `begins`, in its row; and sample_lengths, (rows,
+    max samples per row): the number of tokens of each sample, -1 where there is none."""
 
     tokenizer: PreTrainedTokenizerBase
     max_seq_len: int
@@ -153,10 +153,10 @@ def token_counts(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def split_batch(batch: dict[str, Tensor], microbatch_size: int) -> list[dict[str, Any]]:
-    """Split a batch into microbatches of about equally many rows: as many as without packing, if there are enough rows.
-    All devices get the same number, since they may communicate in each: a device with fewer packed rows adds some
-    without labels. A microbatch carries `token_counts` and `masked_positions`, (labels,), in the flattened rows, so
-    that training need not synchronize with the GPU to compute them."""
+    """Split a batch into microbatches of about equally many rows, as many microbatches as without packing if there are
+    enough rows. All devices get the same number, since they may communicate in each: one with fewer packed rows adds
+    microbatches without labels. A microbatch carries `token_counts` and `masked_positions`, (labels,), in the flattened
+    rows, so that training need not synchronize with the GPU to compute them."""
     count = min(-(-sample_count(batch) // microbatch_size), len(batch["input_ids"]))
     splits = zip(*(tensor.tensor_split(count) for tensor in batch.values()))
     parts = [dict(zip(batch, split)) for split in splits]

@@ -25,7 +25,7 @@ class DatasetConfig:
     max_seq_len: int = key("maximum sequence length; longer texts are cut", II("max_seq_len"), at_least=3, below=2**32)
     mlm_probability: float = key("masking rate: fraction of tokens to predict", II("mlm_probability"), above=0, below=1)
     whole_word_masking: bool = key("mask all WordPiece tokens of a word or none", False)
-    packing: bool = key("put several samples in a row; separate them, and the documents of --concat_tokens rows", False)
+    packing: bool = key("pack several samples per row; separate them, and the documents of --concat_tokens rows", False)
     pad_to_max_length: bool = key("pad rows to max_seq_len instead of the longest row of the batch", False)
     shuffle: bool = key("draw a new order in every epoch from the seed", False)
     seed: int = key("seed for order and masks", II("seed"), **SEED)

@@ -75,7 +75,7 @@ def check(options: Namespace) -> list[Path]:
     no_validation = files and fraction is None and "validation" in splits
     for wrong, message in (
         (fraction is not None and not 0 < fraction < 1, f"--val_fraction {fraction} must be between 0 and 1"),
-        ((options.tokenizer is None) != (length is None), "--tokenizer requires --concat_tokens or --max_seq_len"),
+        ((options.tokenizer is None) != (length is None), "give --tokenizer with --concat_tokens or --max_seq_len"),
         (length is not None and not 3 <= length < 2**31, f"rows must have 3 to {2**31 - 1} tokens (got {length})"),
         (not 0 < size < 2**32, f"--size_limit {size} must be between 1 and {2**32 - 1} bytes"),
         (options.num_workers < 1, f"--num_workers {options.num_workers} must be at least 1"),
@@ -195,7 +195,7 @@ def resumable_progress(job: Job, options: Namespace) -> dict[str, Any] | None:
         return job.progress
     if not options.overwrite:
         found = f"{unfinished(job.folder)} holds an earlier conversion, but {why}"
-        raise UserError(f"{found}; repeat the same command, or give --overwrite to start over")
+        raise UserError(f"{found}; repeat the earlier command on its original data, or give --overwrite to start over")
     return None
 
 

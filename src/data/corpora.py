@@ -38,7 +38,7 @@ class Files:
             log.info(f"standard input: read as .{kind}; it cannot be read again, so an interruption starts over")
 
     def changed(self, stamps: list[list], position: list) -> str | None:
-        """Return the first of the files read up to a position that has changed since its stamp, or None."""
+        """Return the first file, among those read up to a position, that has changed since its stamp, or None."""
         read = stamps[: position[0] + 1]
         return next((old[0] for old, new in zip(read, self.stamps) if old != new), None)
 

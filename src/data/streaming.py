@@ -113,8 +113,8 @@ def build(config: LoaderConfig, tokenizer: PreTrainedTokenizerBase, batch_size: 
 
 
 def ignore_signals(worker: int) -> None:
-    """Ignore signals that reach all processes of a run, since the main one still needs batches from this worker. Its
-    own SIGTERM still ends the worker: multiprocessing sends it at exit, and then waits."""
+    """Ignore signals that reach all processes of a run, since the main one still needs batches from this worker. A
+    SIGTERM from the main process still ends the worker: multiprocessing sends one at exit, and then waits."""
     main_process = os.getppid()
 
     def obey_main_process() -> None:
@@ -159,7 +159,7 @@ def build_dataset(options: DatasetConfig, batch_size: int) -> StreamingTextDatas
 def open_stream(key: str, source: Any, split: str) -> Stream:
     """Return one source of shards, checked if it is local. `key` is what the user set."""
     if not isinstance(source, Mapping) or source.get("local") is None:
-        raise UserError(f"{key} must hold `key: value` lines with local, the shards' folder or the cache of its remote")
+        raise UserError(f"{key} must hold `key: value` lines, with local: the shards' folder or the remote's cache")
     check_known(key, source, ("local", "remote", "split", "proportion", "repeat", "choose"))
     split = source.get("split") or split
     if source.get("remote") is None:

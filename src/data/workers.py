@@ -34,7 +34,7 @@ def in_order(work: Callable[[Any], Any], items: Iterable[Any], workers: int) -> 
     queue = deque()
     try:
         for item in items:
-            # Ctrl-C reaches every process of a terminal. One that is started here ignores it: this one ends it.
+            # Ctrl-C reaches every process of a terminal. The workers started here ignore it; this process ends them.
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)
             queue.append((item, pool.submit(_work, item)))
             signal.signal(signal.SIGINT, before)

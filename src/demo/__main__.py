@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     known = sorted(path.stem for path in (ROOT / "yamls/pretrain").glob("*-tiny.yaml"))
     if options.model not in known:
-        raise UserError(f"MODEL={options.model} must be one of {', '.join(known)}")
+        raise UserError(f"--model {options.model} must be one of {', '.join(known)}")
     models = MODELS if options.compare else (options.model,)
     demo = Demo(options)
     demo.prepare_data()

@@ -95,15 +95,15 @@ FUNCTION_WORDS = frozenset(
 
 
 def build_corpus(out: Path, packages: Iterable[str] = PACKAGES, required: Iterable[str] = REQUIRED) -> None:
-    """Write the prose of the installed `packages` to `out`, a JSONL file of passages ordered by package and file. Other
-    packages than the `required` are skipped if they are not installed. Raises UserError."""
+    """Write the prose of the installed `packages` to `out`, a JSONL file of passages ordered by package and file.
+    Packages other than `required` are skipped if they are not installed. Raises UserError."""
     files = {package: source_files(package) for package in packages}
     if absent := ", ".join(package for package in required if not files.get(package)):
         raise UserError(f"no Python sources of {absent} found; install them: the corpus is their docstrings")
     sources, paths = zip(*(file for package_files in files.values() for file in package_files))
     seen: set[str] = set()
-    rows, words, skipped = [], 0, 0  # files that are not UTF-8, or not the syntax of this Python
-    # All cores parse, a quarter faster without garbage collection; removing repeats depends on the order.
+    rows, words, skipped = [], 0, 0  # skipped: files that are not UTF-8 or not valid syntax for this Python
+    # Parse on all cores, a quarter faster without garbage collection; drop repeats here, which depends on the order.
     with multiprocessing.get_context("spawn").Pool(initializer=gc.disable) as pool:
         contents = pool.imap(file_paragraphs, paths, chunksize=16)
         contents = progress(contents, total=len(paths), desc="reading docstrings", unit="file")

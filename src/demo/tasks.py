@@ -24,14 +24,14 @@ Sentence = tuple[str, str]  # source file, text
 IsValidation = Callable[[str], bool]  # of a passage's text
 
 
-TASKS = {"WordOrder": "", "Continuation": "index\tsentence1\tsentence2\tlabel\n"}  # and the first line of a file
+TASKS = {"WordOrder": "", "Continuation": "index\tsentence1\tsentence2\tlabel\n"}  # task → header line of its files
 
 
 def write_tasks(
     corpus: Path, out: Path, is_validation: IsValidation, train_examples: int, dev_examples: int, seed: int = 17
 ) -> None:
-    """Write train.tsv and dev.tsv of each task below `out`, with balanced labels. Passages whose text `is_validation`
-    go to `dev.tsv`, the others to `train.tsv`. No sentence occurs twice in a task, in any word order."""
+    """Write train.tsv and dev.tsv of each task below `out`, with balanced labels. Passages whose text satisfies
+    `is_validation` go to dev.tsv, the others to train.tsv. No sentence occurs twice in a task, in any word order."""
     sizes = {"train": train_examples, "dev": dev_examples}
     if odd := [f"{split}_examples={size}" for split, size in sizes.items() if size < 2 or size % 2]:
         raise UserError(f"{odd[0]} must be even and at least 2, for two balanced labels")
@@ -116,8 +116,8 @@ def permute(sentence: str, rng: random.Random) -> str | None:
 
 
 def continuation_examples(sentences: list[Sentence], seen: set[str], rng: random.Random) -> Iterator[tuple[int, str]]:
-    """Yield (label, row) in RTE's columns without the index: sentence1, sentence2, label. Sentences are paired, from
-    different sources and of equal length; every other pair swaps its second halves. So each half occurs
+    """Yield (label, row) in RTE's columns without the index: sentence1, sentence2, label. Sentences from different
+    sources and of nearly equal length are paired; every other pair swaps its second halves. So each half occurs
     once, and both labels have halves of the same kind."""
     halves = []
     for source, sentence in sentences:

@@ -111,7 +111,7 @@ def read_task(task: Task, glue_dir: str | None, with_test: bool = False) -> Data
     if not task.regression and not task.labels:
         task = replace(task, labels=_find_labels(task, rows, classes))
         check(task)
-        positive = f"; f1 is that of {task.labels[1]}" if "f1" in task.metrics else ""
+        positive = f"; f1 is computed for {task.labels[1]}" if "f1" in task.metrics else ""
         log.info(f"{task.title}: the labels of the training set are {', '.join(task.labels)}{positive}")
     examples: dict[str, dict[str, list[Example]]] = {kind: {} for kind in SPLITS}
     for (kind, name, *_), (rows, _) in found.items():
@@ -119,7 +119,7 @@ def read_task(task: Task, glue_dir: str | None, with_test: bool = False) -> Data
         examples[kind][name] = [Example(row.texts, label, row.id) for row, label in zip(rows, labels)]
     (train,) = examples["train"].values()
     if train_files and train_files[0].name in task.tsv_other_names.values():
-        # GLUE took its development set out of the publisher's file of MRPC.
+        # GLUE took its MRPC development set from the publisher's training file, which still contains it.
         held_out = {example.texts for split in examples["validation"].values() for example in split}
         before, train = len(train), [example for example in train if example.texts not in held_out]
         log.info(f"{train_files[0]}: {before - len(train):,} rows are in the development set and are not trained on")
@@ -129,7 +129,7 @@ def read_task(task: Task, glue_dir: str | None, with_test: bool = False) -> Data
 
 
 def _read(task: Task, split: Split) -> tuple[list[Row], tuple[str, ...]]:
-    """Return the rows of a split that have a label, and the names of the classes, if the source has any."""
+    """Return the rows of a split (those with a label, unless it is a test set) and the source's class names, if any."""
     is_test, columns, label, classes = split.kind == "test", task.columns, task.label, ()
     if split.paths and not task.files:
         columns = (task.tsv_test_columns if is_test else ()) or task.tsv_columns or columns
@@ -167,7 +167,7 @@ def _read(task: Task, split: Split) -> tuple[list[Row], tuple[str, ...]]:
 
 
 def _read_hub(task: Task, split: Split, wanted: tuple) -> tuple[str, Iterator[tuple], tuple[str, ...]]:
-    """Return a split on the Hub, or in a folder in its format: its name, numbered rows, and the names of classes."""
+    """Read a split on the Hub, or in a folder in the Hub's format: its name, numbered rows, and class names, if any."""
     from datasets import ClassLabel, load_dataset
 
     hub, subset, name = split.hub
@@ -191,7 +191,7 @@ def _read_hub(task: Task, split: Split, wanted: tuple) -> tuple[str, Iterator[tu
 
 
 def _find_labels(task: Task, rows: list[Row], classes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the labels of a training set, in the order of its source, or sorted: as numbers if all are integers."""
+    """Return the labels of a training set, in its source's order, if it has one, else sorted (integers as numbers)."""
     for row in rows:
         if isinstance(row.label, list | dict):
             raise UserError(f"{row.where}: {row.label!r} is not a single label; fix the row")
@@ -205,7 +205,7 @@ def _find_labels(task: Task, rows: list[Row], classes: tuple[str, ...]) -> tuple
         names = [class_name(row.label) for row in first]
         for row, name in zip(first, names):
             if count[name] == names.count(name) < max(count.values()):
-                to_do = "if it is a header, name columns and label; else list all labels"
+                to_do = "if it is a header, give columns and label by name; else list all labels"
                 raise UserError(f"{row.where}: the label {name!r} occurs nowhere else; {to_do}")
     integers = all(name.removeprefix("-").isdecimal() for name in count)
     return classes or tuple(sorted(count, key=lambda name: (int(name) if integers else 0, name)))

@@ -13,7 +13,7 @@ from src.glue.tasks import FROM_MNLI, GLUE, FinetuneConfig, Task, select
 from src.jobs import predictions
 from src.jobs.experiment import RESULT_FILE, Average, Experiment, Job, Result, Row
 
-# For the GLUE server: file names by task, and the one that it requires too.
+# For the GLUE server: file names by task, and one that it also requires.
 FILES = {"cola": ("CoLA",), "sst2": ("SST-2",), "mrpc": ("MRPC",), "stsb": ("STS-B",),
          "mnli": ("MNLI-m", "MNLI-mm", DIAGNOSTIC), "qnli": ("QNLI",), "rte": ("RTE",), "qqp": ("QQP",)}  # fmt: skip
 NOT_OURS = "WNLI"
@@ -82,7 +82,7 @@ class GlueExperiment(Experiment):
             settings = {**shared, "precision": precision, "task": hyperparameters, "seed": seed}
             settings |= {"data": digests[task.name], "start": after.settings if after else start}
             folder = self.folder / "jobs" / "-".join(filter(None, (task.name, task.variant, str(seed))))
-            return Job(task, seed, folder, json.loads(json.dumps(settings)), after)  # in types as read back
+            return Job(task, seed, folder, json.loads(json.dumps(settings)), after)  # with the types that JSON keeps
 
         mnli = next((job(t, t.seeds[0]) for t in self.tasks if t.name == "mnli" and config.mnli_first), None)
         return [job(task, seed, mnli if task.name in FROM_MNLI else None) for task in self.tasks for seed in task.seeds]
@@ -125,7 +125,7 @@ class GlueExperiment(Experiment):
 
 
 def write_submission(rows: list[Row], run: Path) -> str:
-    """Write run/submission/NAME.tsv by the seed with the highest score, and return a line on what the server lacks."""
+    """Write run/submission/NAME.tsv from the best-scoring seed, and return a line that names the files still needed."""
     folder, written = run / "submission", set()
     folder.mkdir(exist_ok=True)
     for row in rows:

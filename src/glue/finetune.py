@@ -85,7 +85,7 @@ def build_model(start: Start, task: Task) -> LionForSequenceClassification:
 
 @dataclass
 class Batches:
-    """Tokenizes examples and pads them to the longest in the batch, rounded up to a multiple of 8."""
+    """Tokenizes examples and pads them to the longest in the batch, up to a multiple of 8 if `max_seq_len` is one."""
 
     tokenizer: PreTrainedTokenizerBase
     max_seq_len: int

@@ -26,18 +26,18 @@ class FinetuneConfig(TrainerConfig):
 
     base_run_name: str = key("name of the run; each job's name is this, its task and its seed")
     starting_checkpoint_load_path: str | None = key(
-        "pretrained encoder: checkpoint, Hub folder or name, ours, the authors' or a BERT; null: random weights", None
+        "pretrained encoder (ours, the authors' or a BERT): checkpoint, Hub folder or name; null: random weights", None
     )
     from_scratch: bool = key("take sizes and tokenizer of the starting checkpoint, not its weights: a baseline", False)
     model: dict[str, Any] = key("arguments of LionConfig that override those of the starting checkpoint", {})
     tokenizer_name: str | None = key("Hub name or folder; default: the starting checkpoint's tokenizer", None)
     glue_dir: str | None = key("folder with the official GLUE TSV files; default: nyu-mll/glue on the Hub", None)
     tasks: dict[str, Any] = key(
-        "changes of src/glue/tasks.yaml, lists of values for a search; or own tasks: see Task in src/glue/tasks.py", {}
+        "changes to src/glue/tasks.yaml (a list of values: a search), or new tasks: see Task in src/glue/tasks.py", {}
     )
     tasks_to_run: list[str] = key("names of tasks, in order; empty: the eight GLUE tasks", [])
     mnli_first: bool = key("start RTE, MRPC and STS-B from the encoder tuned on MNLI with its first seed", False)
-    predict_test: bool = key("predict the GLUE test sets too, in files that its server takes", False)
+    predict_test: bool = key("also predict the GLUE test sets and write the files that its server accepts", False)
     parallel: Any = key("false: one job at a time; true: one per GPU or CPU core; or the number of jobs", False)
     max_seq_len: int = key("maximum sequence length in tokens", 128)
     device_eval_batch_size: int = key("samples per evaluation batch", 128, at_least=1)
@@ -57,7 +57,7 @@ class Task:
     label: str | int = key("the label's column", "label")
     labels: tuple[str, ...] = key("class names in the order of their numbers; default: those of the training set", ())
     kind: str = key("what the label is", "classification", choices=tuple(METRICS))
-    unlabelled: str | None = key('what replaces a missing label ("": nothing); such rows are omitted', None)
+    unlabelled: str | None = key('placeholder for a missing label ("": an empty cell); such rows are omitted', None)
     # Where the examples are: in files, on the Hub, or in the official GLUE download, if `glue_dir` is set.
     files: Mapping[str, Any] = key("train, validation, test → path or list of paths", {})
     hub: str | None = key("name of a dataset on the Hub", None)
@@ -66,13 +66,13 @@ class Task:
     validation: tuple[str, ...] = key("its validation splits", ("validation",))
     test: tuple[str, ...] = key("its test splits", ("test",))
     folder: str | None = key("folder below glue_dir", None)
-    tsv_columns: tuple[str | int, ...] = key("columns of its .tsv files; default: `columns`, and so below", ())
+    tsv_columns: tuple[str | int, ...] = key("columns of its .tsv files; default: `columns` (likewise below)", ())
     tsv_label: str | int | None = key("label of its .tsv files", None)
     tsv_test_columns: tuple[str | int, ...] = key("columns of its test files", ())
     tsv_validation: tuple[str, ...] = key("names of its validation files, without .tsv", ("dev",))
     tsv_test: tuple[str, ...] = key("names of its test files", ("test",))
     tsv_other_names: Mapping[str, str] = key("file names to use for missing files", {})
-    malformed_rows: int = key("rows of another length than the header to omit at most", 0, at_least=0)
+    malformed_rows: int = key("maximum number of rows to skip because their length is not the header's", 0, at_least=0)
     # How it is trained.
     epochs: int = key("epochs of training", 3, at_least=1)
     batch_size: int = key("samples per step", 16, at_least=1)
@@ -135,7 +135,7 @@ def _candidates(name: str, given: Any) -> list[Task]:
     if like != name and like not in GLUE:
         raise UserError(f"{place}.like: unknown task {like}{nearest(like, GLUE)}")
     if not name.replace("_", "").replace("-", "").isalnum():
-        raise UserError(f"{place}: the name of a task has letters, digits, - and _ only; its `title` may be anything")
+        raise UserError(f"{place}: a task's name may have only letters, digits, - and _; its `title` may be anything")
     kinds = {entry.name: entry.type for entry in fields(Task) if entry.name not in ("name", "variant")}
     check_known(place, given, kinds)
     searched = {field: value for field, value in given.items() if field in HYPERPARAMETERS and isinstance(value, list)}

@@ -34,7 +34,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Average:
-    """The mean over a benchmark's tasks. `key` in a result or row tells whether it counts; by default its name does."""
+    """The mean over a benchmark's tasks. A result or row says by `key` if it counts; else its task's name decides."""
 
     key: str
     title: str
@@ -78,8 +78,8 @@ class Experiment(ABC):
     @abstractmethod
     def run(self, job: Job, device: str, steps: Any) -> Result:
         """Train, score and write predictions, in the job's process; `steps` is a pool.StepReporter. Return task, title,
-        variant, seed, folder (names), metrics, score and the majority class's (0 to 1) as majority, scores (split →
-        metric → value), labels (classes; empty for a regression), the average's key, and more."""
+        variant, seed, folder (its name), metrics, score and majority (of the job and of the majority class, 0 to 1),
+        scores (split → metric → value), labels (classes; empty for a regression), the average's key, and more."""
 
     @abstractmethod
     def files(self, job: Job, result: Result) -> list[str] | None:

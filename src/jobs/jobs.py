@@ -77,7 +77,7 @@ def start_server(preload: str) -> None:
 
 
 def finished(jobs: list[Job], experiment: Experiment) -> dict[Path, Result]:
-    """Return, by folder, results with the same settings and all files. Raises UserError for one of another origin."""
+    """Return, by folder, results with matching settings and all files. Raises UserError for one of another origin."""
     valid = {}
     for job in jobs:
         try:
@@ -86,12 +86,12 @@ def finished(jobs: list[Job], experiment: Experiment) -> dict[Path, Result]:
         except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):  # none, or not readable
             continue
         if experiment.origin(settings) != experiment.origin(job.settings):
-            other = f"has results of other weights, model settings or tokens than those of {experiment.start_name}"
+            other = f"has results for weights, model settings or tokens other than those of {experiment.start_name}"
             to_do = "choose another save_folder or base_run_name, or add --rerun"
             raise UserError(f"save_folder: {experiment.folder} {other} ({job.name}); {to_do}")
         if settings != job.settings:
             changed = [name for name, value in job.settings.items() if settings.get(name) != value]
-            log.info(f"{job.name}: its result has another {', '.join(changed)}, so it runs again")
+            log.info(f"{job.name}: {', '.join(changed)} changed since its result, so it runs again")
         elif (files := experiment.files(job, result)) and all((job.folder / file).is_file() for file in files):
             valid[job.folder] = result
     return valid

@@ -1,4 +1,4 @@
-"""Run jobs in processes of their own: first the part of the main process, then, from StepReporter on, that of a job."""
+"""Run jobs in processes of their own: first the main process's side, then, from StepReporter on, a job's side."""
 
 import os
 import shutil

@@ -19,8 +19,8 @@ from src.publish.card import missing_seeds
 from src.tables import markdown
 
 HELP = (
-    "Print the report of a run, or compare runs with the first one: each task's difference between the scores in "
-    "points, its 95% confidence interval and two-sided p-value, by a paired bootstrap over the validation examples."
+    "Print the report of a run, or compare runs with the first one: for each task, the difference in score in points, "
+    "with its 95% confidence interval and two-sided p-value, from a paired bootstrap over the validation examples."
 )
 COMPARED = (
     "Differences from {first} in points, with 95% confidence interval and two-sided p-value, by a paired bootstrap of "
@@ -79,11 +79,11 @@ def text(rows: list[Row], average: Average, failures: Sequence[str] = ()) -> str
     counted = {row["task"] for row in rows if average.counts(row)}
     if counted & average.tasks.keys():
         missing = ", ".join(title for name, title in average.tasks.items() if name not in counted)
-        parts.append(f"{average.title}: {f'not without {missing}' if missing else average_text(rows, average)}")
+        parts.append(f"{average.title}: {f'not computed, lacks {missing}' if missing else average_text(rows, average)}")
     if failures:
         parts.append("\n".join(["Failed, and not in the scores:", *(f"- {failure}" for failure in failures)]))
     if len(searches) > 1:
-        picked = "\\* The best of the candidates below on the validation set itself, so its score is biased upwards."
+        picked = "\\* Picked from the candidates below on the validation set itself, so its score is biased upwards."
         parts += [picked, markdown(searches)]
     return "\n\n".join(parts)
 
@@ -119,7 +119,7 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        to_do = "free space there and repeat the command, which resumes"
+        to_do = "free space there and repeat the command to resume"
         raise RunFailed(f"cannot write to {folder} ({reason(error)}); {to_do}") from None
 
 
@@ -167,7 +167,7 @@ def main(experiment: type[Experiment], argv: list[str]) -> None:
             differences[name][task] = difference(base, run, task, resamples, experiment.score)
         parts = [table(runs, differences, average), COMPARED.format(first=first, resamples=resamples)]
         if any(row["variant"] for run in runs.values() for row in run.rows.values()):
-            parts.append("\\* Of a search, picked on these examples, so its score and its gain are biased upwards.")
+            parts.append("\\* Picked by a search on these examples, so its score and its gain are biased upwards.")
         failed = {name: "; ".join(run.report.get("failed", ())) for name, run in runs.items()}
         parts += [f"{name} lacks jobs that failed: {jobs}" for name, jobs in failed.items() if jobs]
     else:

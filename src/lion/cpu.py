@@ -121,8 +121,8 @@ class _Mixer(_Faster):
 
 class _Layer(_Faster):
     def after_mixing(self, x: Tensor, y: Tensor) -> Tensor:
-        """Process x and y, (B, L, D), in slices: not in training, where a checkpoint that recomputes the layer would
-        draw dropout masks in a different order, and not with hooks, which expect complete activations."""
+        """Process x and y, (B, L, D), in slices, but not in training, where activation checkpointing, by recomputing
+        the layer, would draw dropout masks in a different order, nor with hooks, which expect complete activations."""
         if (
             self.training
             or torch.is_grad_enabled()

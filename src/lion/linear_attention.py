@@ -109,7 +109,7 @@ def linear_attention(
 
 
 def definition(q, k, v, log_decay=None, *, mask=None, scale=None, normalize=False) -> Tensor:
-    """Compute the formula at the top of this file literally, in O(L³); arguments and result as `linear_attention`'s."""
+    """Compute the formula at the top of this file literally, in O(L³); arguments as for `linear_attention`."""
     L = q.shape[-2]
     i, j, t = torch.meshgrid(*[torch.arange(L, device=q.device)] * 3, indexing="ij")
     between = ((j <= t) & (t < i)) | ((i < t) & (t <= j))  # the decay of token t acts between j and i
@@ -143,10 +143,10 @@ class SegmentStates(NamedTuple):
 
 
 def segment_states(k, v, log_decay=None, *, mask=None) -> SegmentStates:
-    """Summarize one segment of a text that does not fit in memory; arguments as `linear_attention`'s. Read the segments
-    from left to right and update `left = left * across + rightward` after each, then from right to left and update
-    `right = right * across + leftward`. Given the states before these updates, `linear_attention(..., left_state=left,
-    right_state=right)` on a segment returns its part of the text's output."""
+    """Summarize one segment of a text that does not fit in memory; arguments as for `linear_attention`. Go through the
+    segments from left to right and update `left = left * across + rightward` after each, then from right to left and
+    update `right = right * across + leftward`. With both states from before a segment's own update,
+    `linear_attention(..., left_state=left, right_state=right)` on it returns its part of the text's output."""
     k = _zero_masked(k, mask)
     with torch.autocast(k.device.type, enabled=False):
         wide = torch.promote_types(k.dtype, torch.float32)
@@ -181,7 +181,7 @@ def _check(q, k, v, log_decay, mask, seq_idx, left_state, right_state, normalize
     if seq_idx is not None and seq_idx.is_floating_point():
         raise ValueError(f"seq_idx must be integers (got {seq_idx.dtype})")
     if (left_state is not None or right_state is not None) and (seq_idx is not None or normalize):
-        raise ValueError("left_state and right_state need a single text; omit seq_idx and normalize")
+        raise ValueError("left_state and right_state cannot be combined with seq_idx or normalize; omit the latter two")
     if form not in FORMS:
         raise ValueError(f"form must be one of {', '.join(FORMS)} (got {form})")
     if chunk_size < 1:

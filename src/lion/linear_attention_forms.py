@@ -25,7 +25,7 @@ BLOCK_ENTRIES = {"cpu": 2**18, "cuda": 2**26}  # matrix entries to process at a 
 
 def cumulative_log_decay(log_decay: Tensor | None, seq_idx: Tensor | None, length: int) -> tuple[Tensor, Tensor] | None:
     """Return (exclusive, inclusive), each (B or 1, H or 1, L), or None if nothing decays. They are float64, to keep
-    differences accurate far into a text. A boundary between packed sequences lowers both by LOG_ZERO."""
+    differences accurate far into a text. Each boundary between packed sequences adds LOG_ZERO to both from there on."""
     if log_decay is None and seq_idx is None:
         return None
     if log_decay is None:
@@ -50,7 +50,7 @@ def clamped_exp(log_weight: Tensor) -> Tensor:
 
 
 def read_state(q: Tensor, log_weight: Tensor | None, state: Tensor) -> Tensor:
-    """Multiply queries, (B, H, L, D), by a state from outside their text, decayed by (B or 1, H, L) on the way."""
+    """Multiply queries, (B, H, L, D), by a state from outside their segment, decayed by log_weight, (B or 1, H, L)."""
     q = q.to(torch.promote_types(q.dtype, torch.float32))
     if log_weight is not None:
         q = q * clamped_exp(log_weight).to(q.dtype)[..., None]
@@ -82,7 +82,7 @@ class _Block(NamedTuple):
 def _blocks(x: Tensor, chunk_size: int) -> list[_Block]:
     """Cut x, (B, H, L, ·), into blocks."""
     count, heads, length, _ = x.shape
-    if torch.compiler.is_compiling():  # the full form; it tiles on its own and would unroll a loop over blocks
+    if torch.compiler.is_compiling():  # the full form; the compiler tiles it, and would unroll a loop over blocks
         return [_Block(slice(0, count), slice(0, 1), slice(0, length))]
     matrices = BLOCK_ENTRIES["cpu" if x.is_cpu else "cuda"] // (heads * chunk_size * chunk_size)
     texts = min(max(matrices, 1), count)
@@ -126,8 +126,8 @@ def _decay_mask(exclusive: Tensor, inclusive: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _cumulative_gradients(grad_log_mask: Tensor) -> Iterable[Tensor]:
-    """Turn ∂/∂ log M, (..., L, L), overwritten, into ∂/∂ exclusive and ∂/∂ inclusive, (..., L) in float64. A pair adds
-    to its row what it subtracts from its column: sums rounded differently would leave a remainder."""
+    """Turn ∂/∂ log M, (..., L, L), possibly overwritten, into ∂/∂ exclusive and ∂/∂ inclusive, (..., L) in float64. An
+    entry adds to its row what it subtracts from its column: sums rounded differently would leave a remainder."""
     matrices = grad_log_mask.flatten(0, -3)
     size, sums = len(matrices), []
     if not torch.compiler.is_compiling():
@@ -233,9 +233,9 @@ def _scans(q: Tensor, k: Tensor, v: Tensor, exclusive: Tensor, inclusive: Tensor
 
 
 def _chunkwise_forward(q, k, v, exclusive, inclusive, scale, chunk_size, uniform) -> Tensor:
-    """The full form inside chunks of C tokens; a D×E state from each side brings in the rest, both stacked to 2D×E. The
-    backward pass recomputes states and C×C matrices, which would take most of the memory. Both passes access long
-    tensors in place, one block at a time: the system would have to zero the memory of a copy first."""
+    """The full form inside chunks of C tokens, plus the rest through a D×E state from each side, stacked to 2D×E. The
+    backward pass recomputes states and C×C matrices, since storing them would take most of the memory. Both passes
+    access long tensors in place, one block at a time: the system would have to zero the memory of a copy first."""
     blocks, decay, states, (query_weights, _), _ = _chunks(k, v, exclusive, inclusive, chunk_size, uniform)
     y = torch.empty_like(v)
     for block in blocks:
@@ -340,14 +340,14 @@ def _incoming_states(blocks: list[_Block], k, v, weights, across, directions: tu
     return states
 
 
-# Custom operators hide the loops over tokens and blocks, and kernels, from torch.compile, which would unroll them.
+# Custom operators hide kernels and the loops over tokens and blocks from torch.compile, which would unroll the loops.
 
 
 def operator(forward: Callable, backward: Callable, inputs: str, empty: Callable[[Tensor], Tensor]) -> list[Callable]:
     """Register forward(q, k, v, ...) and its gradient as operators, and return both. `inputs` is their schema, tensors
-    first. `backward` takes the output's gradient before them, and after them whether the log decays, the other
-    floating-point tensors, need a gradient; it returns the gradients of q, k and v, then theirs. `empty` returns a
-    tensor laid out as the output is for v, and the gradients for q, k and v."""
+    first. `backward` takes the output's gradient, the inputs, and whether the log decays (all other floating-point
+    tensors) need gradients; it returns the gradients of q, k and v and, if so, of the log decays. `empty(x)` returns a
+    tensor laid out like the gradient of x, for q, k and v, and, for v, also like the output."""
     name = re.sub(r"\W", "_", forward.__module__)  # a copy of this file in a Hub folder registers its own operators
     schemas = f"({inputs}) -> Tensor", f"(Tensor grad, {inputs}, bool with_decays) -> Tensor[]"
     run, run_backward = operators = [

@@ -21,8 +21,8 @@ INTERPRETED = kernels.AVAILABLE and not isinstance(kernels.product_kernel, trito
 
 
 def covers(q: Tensor, k: Tensor, v: Tensor, extra_columns: int = 0) -> bool:
-    """Whether the kernels compute these operands, v with additional columns: in bfloat16, float16 or float32, heads up
-    to LARGEST_HEAD, on an NVIDIA GPU, Ampere or newer, or on any device in Triton's interpreter."""
+    """Whether the kernels support these operands, with `extra_columns` added to v: bfloat16, float16 or float32, heads
+    up to LARGEST_HEAD, on an NVIDIA GPU (Ampere or newer) or on any device in Triton's interpreter."""
     return (
         kernels.AVAILABLE
         and q.dtype == k.dtype == v.dtype
@@ -43,8 +43,8 @@ _capability = functools.cache(torch.cuda.get_device_capability)
 
 
 def fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, chunk_size: int, dropout_p: float) -> Tensor:
-    """`linear_attention` for operands that `covers` accepts, (B, H, L, E), in the full form if `chunk_size` is 0. Only
-    this form has dropout, with 0 ≤ dropout_p < 1."""
+    """Compute `linear_attention`, (B, H, L, E), for operands that `covers` accepts; the full form if `chunk_size` is 0.
+    Only the full form has dropout, with 0 ≤ dropout_p < 1."""
     # One number per matrix, from which both passes derive the dropped entries.
     seed = torch.randint(2**62, q.shape[:2], device=q.device) if dropout_p > 0 else None
     arguments = q, k, v, log_decay, mask, seq_idx, seed, None, scale, chunk_size, dropout_p
@@ -155,8 +155,8 @@ def _empty(x: Tensor) -> Tensor:
 
 
 def _dot_precision(dtype: torch.dtype) -> tuple["tl.dtype", str]:
-    """The dtype of the operands of matrix products, and their precision. float16 is multiplied as TF32, which keeps its
-    full mantissa, since scores and states can exceed its range. Triton's interpreter cannot multiply bfloat16."""
+    """The dtype of the operands of matrix products, and their precision. float16 is multiplied as TF32, which holds its
+    full mantissa, since scores and states can exceed float16's range. Triton's interpreter cannot multiply bfloat16."""
     if dtype == torch.bfloat16 and not INTERPRETED:
         return tl.bfloat16, "ieee"
     # Whether PyTorch allows TF32 in its own float32 matrix products; newer versions renamed the setting.

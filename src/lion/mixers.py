@@ -107,7 +107,7 @@ class LinearMixer(Mixer):
 
     @classmethod
     def products_per_token(cls, config: PretrainedConfig, length: int) -> int:
-        """Count L×L or C×C matrices, and the chunkwise form's two D×E states; "auto" counts as the cheaper form."""
+        """Count L×L or C×C matrices and, except in the full form, two states per head; "auto": the cheaper form."""
         states = 2 * config.hidden_size // config.num_attention_heads
         widths = {"full": length, "chunkwise": min(config.chunk_size, length) + states, "recurrent": states}
         widths["auto"] = min(widths["full"], widths["chunkwise"])

@@ -267,8 +267,8 @@ class LionModel(LionPreTrainedModel):
 
 def _head_forward(method: Callable[..., ModelOutput]) -> Callable[..., ModelOutput | tuple]:
     """Turn `method(self, encode, *targets)`, which computes a head's output, into the forward of its model. `encode()`
-    runs the encoder. The forward takes the arguments of `LionModel.forward`, targets after inputs_embeds, but those of
-    them that are keyword-only at the end."""
+    runs the encoder. The forward takes the arguments of `LionModel.forward`, with the targets after inputs_embeds,
+    except those declared keyword-only, which come last."""
     encoder = list(inspect.signature(LionModel.forward).parameters.values())
     targets = list(inspect.signature(method).parameters.values())[2:]
     last = [x.replace(kind=x.POSITIONAL_OR_KEYWORD) for x in targets if x.kind == x.KEYWORD_ONLY]

@@ -35,8 +35,8 @@ AVAILABLE = not isinstance(triton, SimpleNamespace)
 
 # For each token the kernels load three numbers: high, low and half. In units of log 2, the cumulative log decays are
 # exclusive = high + low − half and inclusive = high + low + half: their mean as two float32 numbers, precise enough for
-# differences of neighbours, and half their difference. SIGN = −1 exchanges the two. A fourth number is padding, so that
-# a token is one load. "Sums" are these numbers.
+# differences of neighbours, and half their difference. SIGN = −1 swaps exclusive and inclusive. A fourth number is
+# padding, so that a token is one load. "Sums" are these numbers.
 
 # These vary with a batch's length: a kernel would be recompiled where one is 1 or a multiple of 16.
 kernel = triton.jit(do_not_specialize=["H", "L", "N", "blocks", "columns", "parts", "decay_batch", "decay_head"])
@@ -187,7 +187,7 @@ def states_kernel(k, v, mask, sums, states, H, L, C, N, columns, side, k_batch, 
 @kernel
 def scan_kernel(states, incoming, sums, H, C, N, parts, side, sums_batch, sums_head, sums_chunk, SIZE: tl.constexpr,
         PART: tl.constexpr, STAGES: tl.constexpr):
-    """From each chunk's own states to its incoming ones, from the left and from the right: (2, B·H, N, D, E).
+    """From the chunks' own states to those that enter each chunk, from the left and the right: (2, B·H, N, D, E).
     A program scans PART of a state's SIZE = D·E entries in one direction."""
     part, rest = tl.program_id(0) % parts, tl.program_id(0) // parts
     direction, row = (rest % 2).to(tl.int64), (rest // 2).to(tl.int64)
@@ -207,8 +207,8 @@ def scan_kernel(states, incoming, sums, H, C, N, parts, side, sums_batch, sums_h
         high, low, half = high2, low2, half2
 
 
-# Outputs and gradients. Contributions from before the rows' block are summed as decayed to its first token, and then
-# decayed to each row at once; later ones are decayed through its last token to each row block by block, since no
+# Outputs and gradients. Contributions from before the rows' block are decayed to its first token, summed, and then
+# decayed to all rows at once; later ones are decayed through its last token to each row, block by block, since no
 # registers are left for a second sum.
 
 
@@ -239,7 +239,7 @@ def _add_block(total, total_x, Q, X, k, v, mask, seed, start, first, length, wei
 
 @triton.jit
 def _read_state(Q, X, pointer, D, E, PD, PE, DOT, PRECISION):
-    """QS, and, for gradients, whose operands find Sᵀ in memory, XSᵀ."""
+    """QS and, for gradients, whose S is stored transposed, also XSᵀ."""
     if X is None:
         out = tl.dot(Q, _tile(pointer, 0, E, D, None, E, PD, PE, DOT), input_precision=PRECISION)
         out_x = tl.zeros((Q.shape[0], PD), tl.float32)
@@ -369,8 +369,8 @@ def _plane(grad_sums, number, plane, token, length):
 def decay_gradients_kernel(log_decay, sums, grad_sums, incoming, grad_incoming, grad, scale, H, L, C, N, side, plane,
         decay_batch, decay_head, decay_token, sums_batch, sums_head, sums_chunk, LOG_ZERO: tl.constexpr,
         STATE: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr):
-    """∂ log_decay of one chunk, (B, H, L). A decay is part of exclusive at all later tokens of its chunk, of inclusive
-    at these and its own, and of the sum over the chunk, which decays keys and queries to its end, and states."""
+    """∂ log_decay of one chunk, (B, H, L). A token's decay is part of exclusive at all later tokens of its chunk, of
+    inclusive at these and at its own, and of the chunk's sum: keys and queries decay to its end, states across it."""
     row, chunk = (tl.program_id(0) // N).to(tl.int64), (tl.program_id(0) % N).to(tl.int64)
     b, h = row // H, row % H
     plane = tl.cast(plane, tl.int64)

@@ -16,7 +16,7 @@ from src.training.trainer import AutocastModel
 
 
 class MaskedAccuracy(Metric):
-    """Fraction of labels predicted correctly. Composer's metric searches for labels, which synchronises the GPU."""
+    """Fraction of labels predicted correctly. Composer's metric searches for labels, which synchronizes the GPU."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ class HubExports(Callback):
         self.exported_batch = self.writer.saved_batch
         out, failure = export_latest(self.writer.folder, self.time_limit)
         if failure:
-            log.warning(f"step {self.exported_batch}: the Hub folder was not written, training continues: {failure}")
+            log.warning(f"step {self.exported_batch}: the Hub folder was not written ({failure}); training continues")
             return
         for folder in out.parent.iterdir():
             ours = re.fullmatch(r"ep\d+-ba\d+(-unfinished)?", folder.name)
@@ -66,7 +66,7 @@ def export_latest(folder: Path, time_limit: float | None = None) -> tuple[Path, 
     process.join(time_limit)
     if process.is_alive():
         process.kill()
-        return out, f"it took more than {time_limit:.0f} s"
+        return out, f"the export took more than {time_limit:.0f} s"
     if receiver.poll():
         return out, receiver.recv()
     return out, f"exit status {process.exitcode}" if process.exitcode else None

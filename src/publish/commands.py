@@ -35,9 +35,9 @@ PUBLISHED = (".jinja", ".jpg", ".json", ".md", ".model", ".png", ".py", ".safete
 def export(
     checkpoint: Path | str, out: Path, glue: Path | None = None, tokenizer: str | None = None, published: bool = False
 ) -> None:
-    """Write a Hub folder, verify it, then name it `out`. `published`: the checkpoint is the authors'. Raises UserError."""
+    """Write a Hub folder, verify it, then name it `out`. `published`: by the paper's authors. Raises UserError."""
     if "." in out.name:
-        raise UserError(f"--out {out} has a dot in its name, from which transformers cannot load code; remove it")
+        raise UserError(f"--out {out} has a dot in its name, so transformers cannot load its code; choose another name")
     if out.exists():
         raise UserError(f"--out {out} already exists; choose another folder")
     if not published:

@@ -66,7 +66,7 @@ def verify(checkpoint: Checkpoint, folder: Path, python: str = sys.executable) -
         trained = own.max_position_embeddings if tokenizer is None else tokenizer.model_max_length
         _check_limits(folder, own, trained, report)
     if tokens is None and report["tokens"] is not None:
-        log.info(f"the tokens of {folder} are not compared: {checkpoint.path} has no tokenizer; name it as --tokenizer")
+        log.info(f"the tokens of {folder} are not compared: {checkpoint.path} has no tokenizer; pass --tokenizer")
     elif tokens != report["tokens"]:
         raise UserError(f"{folder} and its checkpoint tokenize differently; export it again")
     with torch.no_grad():

@@ -29,7 +29,7 @@ class SeedEveryStep(Callback):
 
 
 class FiniteLoss(Callback):
-    """Stop the run at a non-finite loss, before the step is saved, or skip and count updates with such gradients."""
+    """At a non-finite loss, stop before the step is saved; or skip and count updates with non-finite gradients."""
 
     def __init__(self, action: str, writer: CheckpointWriter):
         self.action = action

@@ -26,7 +26,7 @@ from src.training.run_log import TensorBoard
 class FusedDecoupledAdamW(optim.DecoupledAdamW):
     """Adam whose weight decay follows the learning rate's schedule, not its peak: w ← (1 - lr_t/lr · weight_decay) w.
     The arithmetic of Composer's class (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2) in one kernel, where
-    Composer runs ten per parameter and synchronises the GPU at each. A subclass, so that old checkpoints still load."""
+    Composer, for each parameter, runs ten and synchronizes the GPU. A subclass, so that old checkpoints still load."""
 
     def step(self, closure=None):
         """Do one update. torch multiplies weight decay by lr_t, so it is divided by lr for the duration of the call."""

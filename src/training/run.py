@@ -22,7 +22,7 @@ SAME_NAME = (  # keys of a config that are arguments of the trainer
 
 
 def run(task: Task) -> None:
-    """Train, or resume, unless `save_folder` has this run finished; print results. Raises UserError, RunFailed."""
+    """Train or resume unless this run is finished in `save_folder`; print results. Raises UserError, RunFailed."""
     config, folder = task.config, Path(task.config.save_folder)
     check_save_folder(config, folder)
     with exclusive_lock(folder, task.command) if is_main_process() else contextlib.nullcontext():
@@ -70,7 +70,7 @@ def train(task: Task, folder: Path) -> None:
     if latest is None and config.load_path is not None:
         check_load_path(config.load_path, model.model, optimizer, config.max_duration)
     startup.done("tokenizer and model")
-    if dist.get_world_size() > 1:  # before streaming, which initialises NCCL wherever there is a GPU
+    if dist.get_world_size() > 1:  # before streaming, which initializes NCCL wherever there is a GPU
         dist.initialize_dist(device, config.dist_timeout)
     train_data, eval_data = task.build_loaders(device_batch)
     startup.done("data")
@@ -111,7 +111,7 @@ def train(task: Task, folder: Path) -> None:
     per_step = {"ba": 1, "sp": batch, "tok": tokens, "ep": 1 / steps_per_epoch}[end.unit.value]
     at_least = "at least " if end.unit.value == "tok" else ""  # samples may be shorter than the maximum
     steps = f"{at_least}{math.ceil(end.value / per_step):,} steps of {batch:,} samples"
-    log.info(f"{config.max_duration}: {steps}, up to {tokens:,} tokens")
+    log.info(f"{config.max_duration}: {steps}, up to {tokens:,} tokens per step")
     log.info(f"checkpoints, curves and metrics: {config.save_folder}, a checkpoint every {config.save_interval}")
     if now.batch.value:
         log.info(f"resuming from step {now.batch.value}")
@@ -153,7 +153,7 @@ def check_save_folder(config: RunConfig, folder: Path) -> None:
         raise UserError(f"save_folder: {folder} already holds a run; choose another or set autoresume=true")
     old, new = (fixed_settings(settings, type(config)) for settings in (stored, to_dict(config)))
     changed = {name for name, value in new.items() if old.get(name) != value}
-    # A loader's copy of a key is not named besides it.
+    # A key is named once, without its copies in the loaders.
     if names := sorted(name for name in changed if "." not in name or name.rsplit(".", 1)[-1] not in changed):
         differs = f"{folder} holds a run that differs in {', '.join(names)}"
         raise UserError(f"save_folder: {differs}; choose another folder, or resume with its {CONFIG}")

@@ -27,7 +27,7 @@ class Task(ABC):
     """What a run trains: its model, its data, and what is measured."""
 
     command: str  # the script, for messages
-    curves: tuple[Curve, ...]  # drawn and summarised; the evaluation with the lowest first curve is the best
+    curves: tuple[Curve, ...]  # drawn and summarized; the evaluation with the lowest first curve is the best
     max_tokens_per_sample: int
     statistics: Any = None  # counts of the training data, saved as attributes; `shares()` goes to the metrics
 

@@ -24,7 +24,7 @@ def build_tokenizer(name: str, max_seq_len: int, needs: tuple[str, ...] = ("pad_
 
 
 def build_lion_config(arguments: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_seq_len: int) -> LionConfig:
-    """Return a `model` section's LionConfig; vocab_size: the tokenizer's, up to a multiple of 8. Raises UserError."""
+    """Build a LionConfig; default vocab_size: the tokenizer's, rounded up to a multiple of 8. Raises UserError."""
     check_known("model", arguments, ARGUMENTS)
     for name, value in arguments.items():
         check_argument(f"model.{name}", value)

@@ -55,7 +55,7 @@ def silence_libraries() -> None:
 
 
 def resolve_device(device: str | None) -> str:
-    """Return "gpu" or "cpu": the requested device, or a GPU if there is one. Raises UserError if there is no GPU."""
+    """Return "gpu" or "cpu": as requested, or a GPU if there is one. Raises UserError if a requested GPU is missing."""
     available = "gpu" if torch.cuda.is_available() else "cpu"
     if device == "gpu" and available == "cpu":
         raise UserError("device=gpu, but no GPU is available; set device=cpu or omit it")
@@ -65,7 +65,7 @@ def resolve_device(device: str | None) -> str:
 def resolve_precision(precision: str | None, device: str) -> str:
     """Return the training precision: the requested one, or amp_bf16 on a GPU and fp32 on a CPU. Raises UserError."""
     if precision == "amp_fp16" and device == "cpu":
-        raise UserError("precision=amp_fp16 must be one of fp32, amp_bf16 on a cpu")
+        raise UserError("precision=amp_fp16 needs a GPU; set precision=amp_bf16 or fp32")
     return precision or ("amp_bf16" if device == "gpu" else "fp32")
 
 
@@ -87,7 +87,7 @@ def check_sections(fsdp: Mapping[str, Any], compile_config: Mapping[str, Any], d
     """Raise UserError for an fsdp_config that Composer ignores or rejects, or a compile_config that torch rejects."""
     check_arguments("fsdp_config", FSDPConfig, fsdp)
     if fsdp and device != "gpu":
-        raise UserError("fsdp_config shards a model over GPUs, and this run is on a cpu; omit it")
+        raise UserError("fsdp_config shards a model over GPUs, and this run is on a CPU; omit it")
     check_arguments("compile_config", torch.compile, compile_config)
     try:
         if compile_config:
