@@ -148,14 +148,24 @@ def test_settings_that_make_another_run_are_rejected_by_name(config, tmp_path, k
         run_folder.check_save_folder(config, tmp_path / "run")
 
 
-def test_a_run_is_finished_if_it_has_a_summary_and_the_same_config(config, tmp_path):
-    folder = tmp_path / "run"
+def test_a_run_is_finished_if_it_has_a_summary_and_the_same_config(config, tmp_path, monkeypatch):
+    folder, trained = tmp_path / "run", []
+    monkeypatch.setattr(MaskedLM, "check_paths", lambda task: None)
+    monkeypatch.setattr(run_folder, "train", lambda task, folder: trained.append(folder))
+    monkeypatch.setattr(run_folder, "print_summary", lambda folder, curves: None)
+    config.save_folder = str(folder)
+
+    def trains() -> bool:
+        trained.clear()
+        run_folder.run(MaskedLM(config))
+        return trained == [folder]
+
     store(config, folder)
-    assert not run_folder.is_finished(config, folder)
+    assert trains()
     (folder / "summary.json").write_text("{}")
-    assert run_folder.is_finished(config, folder)
+    assert not trains()
     config.max_duration = "9ba"
-    assert not run_folder.is_finished(config, folder)
+    assert trains()
 
 
 def write_evaluations(folder: Path, losses: dict[int, float]) -> None:
