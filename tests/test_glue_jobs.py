@@ -475,7 +475,7 @@ def test_results_of_other_weights_are_not_replaced_without_asking(experiment_of,
     experiment = experiment_of()
     experiment.start_name = "c.pt"
     assert finished(plan_of("tasks.rte.lr=1", "mnli_first=true"), experiment) == {}
-    message = r"other weights.* than those of c\.pt \(MNLI seed 19\).*or add --rerun"
+    message = r"weights.* other than those of c\.pt \(MNLI seed 19\).*or add --rerun"
     for override in ("mnli_first=false", "mnli_first=true"):
         with pytest.raises(UserError, match=message):
             finished(plan_of(override, encoder="two"), experiment)
