@@ -9,7 +9,10 @@ from conftest import ROOT, sentences
 from src.glue.examples import Example
 
 PAIR_TEST = ["index", "sentence1", "sentence2"]
-MNLI_TRAIN = "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse sentence1 sentence2 label1 gold_label".split()
+MNLI_TRAIN = (
+    "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse "
+    "sentence1 sentence2 label1 gold_label"
+).split()
 MNLI_DEV = [*MNLI_TRAIN[:-1], "label2", "label3", "label4", "label5", "gold_label"]
 STSB = "index genre filename year old_index source1 source2 sentence1 sentence2 score".split()
 MRPC = ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
