@@ -2,6 +2,7 @@
 
 from .configuration_lion import LionConfig
 from .linear_attention import linear_attention
+from .two_sided_attention import Triangle, two_sided_attention
 from .modeling_lion import (
     LionForMaskedLM,
     LionForQuestionAnswering,

@@ -13,25 +13,32 @@ Afzal et al., "Linear Attention for Efficient Bidirectional Sequence Modeling", 
     chunkwise   the matrix inside chunks, D×E states between them        O(L) time and memory
     recurrent   a D×E state in each direction, token by token            O(L) time, O(1) state
 
-linear_attention_forms.py implements them in PyTorch, linear_attention_triton.py the first two as GPU kernels.
-Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v.
+In PyTorch, they are those of two_sided_attention.py with the same q, k and decays in both triangles;
+linear_attention_triton.py implements the first two as GPU kernels.
+Shape letters: B batch, H heads, G heads of q and k, L length, D head size of q and k, E head size of v.
 """
 
 import os
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .cpu import dropout
-from .linear_attention_forms import chunkwise, clamped_exp, cumulative_log_decay, decayed_scores, read_state, recurrent
+from .linear_attention_forms import cumulative_log_decay, matrix, write_state
 from .linear_attention_triton import covers, fused_linear_attention
-
-FORMS = ("auto", "full", "recurrent", "chunkwise")
-# "auto" takes the full form up to these lengths, without and with decay: where benchmarks/operator.py finds it no
-# slower than the chunkwise one, forward and backward in float32, on two cores of an AMD EPYC. For the kernels they are
-# estimated, not measured.
-FULL_UP_TO = {"pytorch": (64, 256), "triton": (128, 512)}
+from .two_sided_attention import (
+    FULL_UP_TO,  # noqa: F401
+    SegmentStates,
+    Triangle,
+    add_boundaries,
+    add_states,
+    attend,
+    check_options,
+    check_shapes,
+    report_fallback,
+    resolve_form,
+    two_sided_segment_states,
+    zero_masked,
+)
 
 USE_TRITON = os.environ.get("LION_TRITON", "1") != "0"  # LION_TRITON=0 computes everything in PyTorch, for comparison
 
@@ -48,6 +55,7 @@ def linear_attention(
     right_state: Tensor | None = None,
     scale: float | None = None,
     normalize: bool = False,
+    causal: bool = False,
     form: str = "auto",
     chunk_size: int = 128,
     dropout_p: float = 0.0,
@@ -55,7 +63,8 @@ def linear_attention(
     """Compute bidirectional linear attention with decay, arXiv:2502.16249 section 3.
 
     Args:
-        q, k, v: queries and keys, (B, H, L, D), and values, (B, H, L, E).
+        q, k, v: queries and keys, (B, G, L, D), and values, (B, H, L, E). G may be any divisor of H: each head of q and
+            k then serves H/G heads of v.
         log_decay: log λ ≤ 0: None for λ = 1 (LION-LIT), (H,) for one per head (LION-D), or (B, H, L) (LION-S).
         mask: (B, L) bool, True at real tokens. Padding keys contribute nothing.
         seq_idx: (B, L) integers, the sequence that each token of a packed row belongs to; each sequence gets the same
@@ -64,6 +73,7 @@ def linear_attention(
         left_state, right_state: (B, H, D, E), states of the text before and after this segment, see `segment_states`.
         scale: s in the formula; D^-1/2 if None.
         normalize: divide each y_i by its row sum Σ_j s·(q_i·k_j)·M_ij + 1e-6.
+        causal: omit the keys after each query, j > i.
         form: "full", "recurrent", "chunkwise", or "auto", which chooses by length.
         chunk_size: tokens per chunk of the chunkwise form.
         dropout_p: dropout on the matrix s·QKᵀ⊙M, which only the full form computes.
@@ -72,43 +82,37 @@ def linear_attention(
         (B, H, L, E) in v's dtype. States and log decays are summed in float32 or better for any input dtype.
 
     Raises ValueError for shapes that do not match, an unknown form, dropout in a form without a matrix, or states
-    combined with packing or normalization.
+    combined with packing or normalization, or from the right with `causal`.
     """
-    _check(q, k, v, log_decay, mask, seq_idx, left_state, right_state, normalize, form, chunk_size, dropout_p)
+    _check(q, k, v, log_decay, mask, seq_idx, left_state, right_state, normalize, causal, form, chunk_size, dropout_p)
     dtype = v.dtype
-    form, fused = _choose_form(q, k, v, log_decay is not None or seq_idx is not None, normalize, form, dropout_p)
-    if (normalize or (form != "full" and not fused)) and dtype in (torch.bfloat16, torch.float16):
-        q, k, v = q.float(), k.float(), v.float()  # states and row sums accumulate over the text
-    if normalize:  # a column of ones in V receives the row sum
+    decays = log_decay is not None or seq_idx is not None or causal
+    form, fused = _choose_form(q, k, v, decays, normalize, form, dropout_p, causal)
+    if normalize:  # a column of ones in V receives the row sum, which accumulates over the text
+        if dtype in (torch.bfloat16, torch.float16):
+            q, k, v = q.float(), k.float(), v.float()
         v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    k = k if fused else _zero_masked(k, mask)  # the kernels mask keys and sum decays themselves
+    triangles, sums = "past" if causal else "shared", None
     with torch.autocast(q.device.type, enabled=False):
-        summed = not fused or left_state is not None or right_state is not None
-        cumulative = cumulative_log_decay(log_decay, seq_idx, q.shape[-2]) if summed else None
+        if not fused or left_state is not None or right_state is not None:  # the kernels sum decays themselves
+            sums = _signed_sums(log_decay, q.shape[-2], causal)
         if fused:
             size = 0 if form == "full" else chunk_size
             y = fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, size, dropout_p)
-        elif form == "full":
-            y = dropout(decayed_scores(scale * q, k, cumulative), dropout_p) @ v
-        elif form == "recurrent":
-            y = recurrent(scale * q, k, v, cumulative)
-        elif cumulative is None:  # nothing decays, so one state serves the whole text
-            y = q @ (scale * (k.mT @ v))
+            y = add_states(y, scale * q, sums, triangles, left_state, right_state)
         else:
-            uniform = seq_idx is None and log_decay.ndim == 1  # all chunks have the same decays
-            y = chunkwise(q, k, v, *cumulative, scale, min(chunk_size, q.shape[-2]), uniform)
-        if left_state is not None:
-            y = y + read_state(scale * q, None if cumulative is None else cumulative[0], left_state)
-        if right_state is not None:
-            to_end = None if cumulative is None else cumulative[1][..., -1:] - cumulative[1]
-            y = y + read_state(scale * q, to_end, right_state)
+            y = attend(
+                q, k, v, sums, None, None, None, triangles, mask=mask, seq_idx=seq_idx, left_state=left_state,
+                right_state=right_state, scale=scale, form=form, chunk_size=chunk_size, dropout_p=dropout_p,
+                uniform=log_decay is not None and log_decay.ndim == 1 and seq_idx is None,
+            )  # fmt: skip
     if normalize:
         y = y[..., :-1] / (y[..., -1:] + 1e-6)
     return y.to(dtype)
 
 
-def definition(q, k, v, log_decay=None, *, mask=None, scale=None, normalize=False) -> Tensor:
+def definition(q, k, v, log_decay=None, *, mask=None, scale=None, normalize=False, causal=False) -> Tensor:
     """Compute the formula at the top of this file literally, in O(L³); arguments as for `linear_attention`."""
     L = q.shape[-2]
     i, j, t = torch.meshgrid(*[torch.arange(L, device=q.device)] * 3, indexing="ij")
@@ -119,6 +123,8 @@ def definition(q, k, v, log_decay=None, *, mask=None, scale=None, normalize=Fals
         scores = scores * torch.where(between, per_token[:, :, None, None, :], 0).sum(-1).exp()
     if mask is not None:
         scores = scores * mask[:, None, None, :]
+    if causal:
+        scores = scores.tril()
     if normalize:
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-6)
     return scores @ v
@@ -127,19 +133,8 @@ def definition(q, k, v, log_decay=None, *, mask=None, scale=None, normalize=Fals
 def attention_matrix(q, k, log_decay=None, *, mask=None, seq_idx=None, scale=None) -> Tensor:
     """Compute the matrix s·QKᵀ⊙M, (B, H, L, L), zero in the columns of padding, for arguments of `linear_attention`."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return decayed_scores(scale * q, _zero_masked(k, mask), cumulative_log_decay(log_decay, seq_idx, q.shape[-2]))
-
-
-def _zero_masked(k: Tensor, mask: Tensor | None) -> Tensor:
-    return k if mask is None else k.masked_fill(~mask[:, None, :, None], 0)
-
-
-class SegmentStates(NamedTuple):
-    """What one segment of a text passes to the others, in float32 or better."""
-
-    rightward: Tensor  # the state of its keys and values after its last token, (B, H, D, E)
-    leftward: Tensor  # the same before its first token
-    across: Tensor  # the decay of a state that crosses the segment in either direction, (B or 1, H, 1, 1)
+    sums = add_boundaries(_signed_sums(log_decay, q.shape[-2]), seq_idx, "shared")
+    return matrix(scale * q, zero_masked(k, mask), sums, None, None, "shared")
 
 
 def segment_states(k, v, log_decay=None, *, mask=None) -> SegmentStates:
@@ -147,53 +142,70 @@ def segment_states(k, v, log_decay=None, *, mask=None) -> SegmentStates:
     segments from left to right and update `left = left * across + rightward` after each, then from right to left and
     update `right = right * across + leftward`. With both states from before a segment's own update,
     `linear_attention(..., left_state=left, right_state=right)` on it returns its part of the text's output."""
-    k = _zero_masked(k, mask)
-    with torch.autocast(k.device.type, enabled=False):
-        wide = torch.promote_types(k.dtype, torch.float32)
-        k, v = k.to(wide), v.to(wide)
-        if log_decay is None:
-            state = k.mT @ v
-            return SegmentStates(state, state, torch.ones(1, 1, 1, 1, dtype=wide, device=k.device))
-        exclusive, inclusive = cumulative_log_decay(log_decay, None, k.shape[-2])
-        total = inclusive[..., -1:]
-        to_end, from_start, across = (clamped_exp(x).to(wide)[..., None] for x in (total - exclusive, inclusive, total))
-        return SegmentStates((k * to_end).mT @ v, (k * from_start).mT @ v, across)
+    if log_decay is None:
+        with torch.autocast(k.device.type, enabled=False):
+            state = write_state(zero_masked(k, mask), None, v)
+        across = state.new_ones(1, 1, 1, 1)
+        return SegmentStates(state, state, across, across)
+    exclusive, inclusive = cumulative_log_decay(log_decay, k.shape[-2])
+    total = inclusive[..., -1:]
+    past, future = Triangle(k, k, exclusive, exclusive), Triangle(k, k, inclusive, inclusive)
+    return two_sided_segment_states(v, past, future, total, total, mask=mask)
 
 
-def _check(q, k, v, log_decay, mask, seq_idx, left_state, right_state, normalize, form, chunk_size, dropout_p) -> None:
+def _signed_sums(log_decay: Tensor | None, length: int, causal: bool = False) -> Tensor | None:
+    """The decays as linear_attention_forms.py reads them, (B or 1, H, L, T): exclusive for past, inclusive for future
+    keys."""
+    if log_decay is None:
+        return None
+    exclusive, inclusive = cumulative_log_decay(log_decay, length)
+    return torch.stack([exclusive] if causal else [exclusive, -inclusive], -1)
+
+
+def _check(
+    q, k, v, log_decay, mask, seq_idx, left_state, right_state, normalize, causal, form, chunk_size, dropout_p
+) -> None:
     """Raise ValueError if the arguments are inconsistent."""
-    if q.ndim != 4:
-        raise ValueError(f"q must be (batch, heads, length, head_dim) (got {tuple(q.shape)})")
-    (B, H, L, D), E = q.shape, v.shape[-1]
-    for name, x, *shapes in (
-        ("k", k, (B, H, L, D)),
+    for name, x in (("q", q), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be (batch, heads, length, head_dim) (got {tuple(x.shape)})")
+    (B, G, L, D), (H, E) = q.shape, (v.shape[1], v.shape[-1])
+    H = H if H % G == 0 else G
+    check_shapes(
+        ("k", k, (B, G, L, D)),
         ("v", v, (B, H, L, E)),
         ("log_decay", log_decay, (H,), (B, H, L)),
         ("mask", mask, (B, L)),
         ("seq_idx", seq_idx, (B, L)),
         ("left_state", left_state, (B, H, D, E)),
         ("right_state", right_state, (B, H, D, E)),
-    ):
-        if x is not None and tuple(x.shape) not in shapes:
-            raise ValueError(f"{name} must have the shape {' or '.join(map(str, shapes))} (got {tuple(x.shape)})")
-    if mask is not None and mask.dtype != torch.bool:
-        raise ValueError(f"mask must be bool (got {mask.dtype})")
-    if seq_idx is not None and seq_idx.is_floating_point():
-        raise ValueError(f"seq_idx must be integers (got {seq_idx.dtype})")
-    if (left_state is not None or right_state is not None) and (seq_idx is not None or normalize):
-        raise ValueError("left_state and right_state cannot be combined with seq_idx or normalize; omit the latter two")
-    if form not in FORMS:
-        raise ValueError(f"form must be one of {', '.join(FORMS)} (got {form})")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1 (got {chunk_size})")
+    )
+    check_options(mask, seq_idx, left_state, right_state, form, chunk_size)
+    if normalize and (left_state is not None or right_state is not None):
+        raise ValueError("left_state and right_state cannot be combined with normalize; omit it")
+    if causal and right_state is not None:
+        raise ValueError("right_state cannot be combined with causal, which reads no keys to the right; omit one")
     if dropout_p > 0 and form not in ("auto", "full"):
         raise ValueError(f"attention dropout exists only in the full form; set it to 0 for the {form} form")
 
 
-def _choose_form(q, k, v, decays: bool, normalize: bool, form: str, dropout_p: float) -> tuple[str, bool]:
+def _choose_form(
+    q, k, v, decays: bool, normalize: bool, form: str, dropout_p: float, causal: bool = False
+) -> tuple[str, bool]:
     """Resolve "auto" and decide whether to use the kernels; PyTorch computes what they do not cover."""
-    fused = USE_TRITON and form != "recurrent" and 0 <= dropout_p < 1 and covers(q, k, v, extra_columns=int(normalize))
-    if form == "auto":
-        full_up_to = FULL_UP_TO["triton" if fused else "pytorch"][decays]
-        form = "full" if dropout_p > 0 or q.shape[-2] <= full_up_to else "chunkwise"
-    return form, fused
+    fused = (
+        USE_TRITON
+        and form != "recurrent"
+        and not causal
+        and q.shape[1] == v.shape[1]
+        and 0 <= dropout_p < 1
+        and covers(q, k, v, extra_columns=int(normalize))
+    )
+    if not fused and USE_TRITON and form != "recurrent":
+        report_fallback(
+            q,
+            "causal"
+            if causal
+            else f"{q.shape[1]} and {v.shape[1]} heads of {q.shape[-1]} and {v.shape[-1]}, {q.dtype}",
+        )
+    return resolve_form(form, q.shape[-2], decays, dropout_p, fused), fused

@@ -1,11 +1,17 @@
-"""The full, the recurrent and the chunkwise form of linear attention in PyTorch; linear_attention.py defines it.
+"""A matrix of two triangles times V, in three forms in PyTorch; two_sided_attention.py defines it:
 
-All forms read log M off two cumulative sums of the log decays, which `cumulative_log_decay` returns as a pair:
+    y_i = Σ_{j<i} (q→_i·k→_j) W→_ij v_j  +  δ_i v_i  +  Σ_{j>i} (q←_i·k←_j) W←_ij v_j        W_ij = exp(query_i − key_j)
 
-    exclusive_t = log λ_1 + … + log λ_{t-1}         log M_ij = exclusive_i − exclusive_j    j < i
-    inclusive_t = log λ_1 + … + log λ_t             log M_ij = inclusive_j − inclusive_i    j > i
+All forms read W off one number per query and one per key: cumulative log decays, for future keys with the opposite
+sign. What the functions below take:
 
-Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk size.
+    triangles              "shared": both, with the same q and k; "separate": both, with their own; "past"; "future"
+    q, k                   (B, G, L, D), or (B, G, L, 2D) if separate, side by side; G is H, or 1 if heads share them
+    v                      (B, H, L, E)
+    query_sums, key_sums   (B or 1, H or 1, L, T) in float64; key_sums None: equal to query_sums, as in LION
+    diagonal               δ, (B, H, L), or None for δ_i = q_i·k_i
+
+Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, T triangles, N chunks, C chunk size.
 """
 
 import re
@@ -21,23 +27,17 @@ from torch.nn import functional as F
 # denormal, which a CPU multiplies many times slower.
 LOG_ZERO = -60.0
 BLOCK_ENTRIES = {"cpu": 2**18, "cuda": 2**26}  # matrix entries to process at a time: to fit a CPU's cache or fill a GPU
+# In which direction a state passes the keys of each triangle.
+DIRECTIONS = {"shared": (1, -1), "separate": (1, -1), "past": (1,), "future": (-1,)}
 
 
-def cumulative_log_decay(log_decay: Tensor | None, seq_idx: Tensor | None, length: int) -> tuple[Tensor, Tensor] | None:
-    """Return (exclusive, inclusive), each (B or 1, H or 1, L), or None if nothing decays. They are float64, to keep
-    differences accurate far into a text. Each boundary between packed sequences adds LOG_ZERO to both from there on."""
-    if log_decay is None and seq_idx is None:
-        return None
-    if log_decay is None:
-        log_decay = torch.zeros(1, device=seq_idx.device)
+def cumulative_log_decay(log_decay: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return (exclusive, inclusive), each (B or 1, H, L): the sums of log_decay, (H,) or (B, H, L), before each token
+    and up to it. They are float64, to keep differences accurate far into a text."""
     per_token = log_decay if log_decay.ndim == 3 else log_decay[None, :, None].expand(1, -1, length)
     per_token = per_token.double().clamp(min=LOG_ZERO)
     inclusive = per_token.cumsum(-1)
-    exclusive = inclusive - per_token
-    if seq_idx is not None:
-        boundaries = sequence_starts(seq_idx).cumsum(-1)[:, None]  # (B, 1, L)
-        exclusive, inclusive = exclusive + LOG_ZERO * boundaries, inclusive + LOG_ZERO * boundaries
-    return exclusive, inclusive
+    return inclusive - per_token, inclusive
 
 
 def sequence_starts(seq_idx: Tensor) -> Tensor:
@@ -50,11 +50,18 @@ def clamped_exp(log_weight: Tensor) -> Tensor:
 
 
 def read_state(q: Tensor, log_weight: Tensor | None, state: Tensor) -> Tensor:
-    """Multiply queries, (B, H, L, D), by a state from outside their segment, decayed by log_weight, (B or 1, H, L)."""
+    """Multiply queries, (B, G, L, D), by a state from outside their segment, decayed by log_weight, (B or 1, H, L)."""
     q = q.to(torch.promote_types(q.dtype, torch.float32))
     if log_weight is not None:
         q = q * clamped_exp(log_weight).to(q.dtype)[..., None]
     return q @ state.to(q.dtype)
+
+
+def write_state(k: Tensor, log_weight: Tensor | None, v: Tensor) -> Tensor:
+    """Σ_j k_j v_jᵀ, (B, H, D, E), decayed by log_weight, (B or 1, H, L), in float32 or better."""
+    wide = torch.promote_types(k.dtype, torch.float32)
+    k, v = k.to(wide), v.to(wide)
+    return (k if log_weight is None else k * clamped_exp(log_weight).to(wide)[..., None]).mT @ v
 
 
 class _Block(NamedTuple):
@@ -98,246 +105,333 @@ def _blocks(x: Tensor, chunk_size: int) -> list[_Block]:
     ]
 
 
-def _masks(blocks, exclusive, inclusive, dtype: torch.dtype, uniform: bool) -> Callable[[_Block], Tensor]:
-    """Return a function from a block to its decay masks, (b or 1, H or 1, n or 1, C, C), computed once if uniform."""
+def _weights(blocks, query_sums, key_sums, diagonal, triangles, dtype, uniform) -> Callable[[_Block], Tensor]:
+    """Return a function from a block to its W, (b or 1, H or 1, n or 1, C, C), computed once if uniform. On its
+    diagonal W is 1, or 0 if a diagonal is given."""
+
+    def weights(part: Callable[[Tensor], Tensor]) -> Tensor:
+        if key_sums is None and triangles == "shared":
+            return _mirrored_weights(part(query_sums), dtype)
+        keys = part(query_sums if key_sums is None else key_sums)
+        return _triangle_weights(part(query_sums), keys, triangles, 0 if diagonal is None else -torch.inf, dtype)
+
     if not uniform:
-        return lambda block: _decay_mask(block.of(exclusive), block.of(inclusive), dtype)
-    mask = _decay_mask(*(blocks[0].of(x)[:, :, :1] for x in (exclusive, inclusive)), dtype)
+        return lambda block: weights(block.of)
+    first = weights(lambda x: blocks[0].of(x)[:, :, :1])
 
     def cut(block: _Block) -> Tensor:  # to the last chunk's length
-        length = block.of(exclusive).shape[-1]
-        return mask[..., :length, :length]
+        length = block.of(query_sums).shape[3]
+        return first[..., :length, :length]
 
     return cut
 
 
-def _decay_mask(exclusive: Tensor, inclusive: Tensor, dtype: torch.dtype) -> Tensor:
-    """M, (..., L, L), from the cumulative log decays, (..., L) in float64. With m their mean and h half their
-    difference, log M_ij = −|m_i − m_j| + h_j − h_i in both triangles, so none can overflow."""
-    middle, half = (exclusive + inclusive) / 2, (inclusive - exclusive) / 2
+def _mirrored_weights(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """W, (..., L, L), of both triangles if each sum, (..., L, 2), serves queries and keys. With m the mean of the two
+    (exclusive and inclusive), h half their difference, log W_ij = −|m_i − m_j| + h_j − h_i: none can overflow."""
+    exclusive, inclusive = sums[..., 0], -sums[..., 1]
     compute = torch.promote_types(dtype, torch.float32)
-    # Two float32 numbers represent the float64 sum: far into a text, neighbours differ little and are far from 0.
-    high = middle.to(compute)
-    low, half = (middle - high).to(compute), half.to(compute)
-    log_mask = high[..., :, None] - high[..., None, :]
-    log_mask.add_(low[..., :, None]).sub_(low[..., None, :]).abs_().neg_()
-    log_mask.add_(half[..., None, :]).sub_(half[..., :, None])
-    return log_mask.clamp_(min=LOG_ZERO).exp_().to(dtype)
+    middle, half = (exclusive + inclusive) / 2, ((inclusive - exclusive) / 2).to(compute)
+    log_weights = _differences(middle, middle, compute).abs_().neg_()
+    log_weights.add_(half[..., None, :]).sub_(half[..., :, None])
+    return log_weights.clamp_(min=LOG_ZERO).exp_().to(dtype)
 
 
-def _cumulative_gradients(grad_log_mask: Tensor) -> Iterable[Tensor]:
-    """Turn ∂/∂ log M, (..., L, L), possibly overwritten, into ∂/∂ exclusive and ∂/∂ inclusive, (..., L) in float64. An
-    entry adds to its row what it subtracts from its column: sums rounded differently would leave a remainder."""
-    matrices = grad_log_mask.flatten(0, -3)
+def _triangle_weights(query_sums, key_sums, triangles: str, log_diagonal: float, dtype: torch.dtype) -> Tensor:
+    """W, (..., L, L), from the sums of each triangle, (..., L, T)."""
+    pairs = zip(query_sums.unbind(-1), key_sums.unbind(-1))
+    log_weights, *future = (_differences(*pair, torch.promote_types(dtype, torch.float32)) for pair in pairs)
+    lower = torch.ones(log_weights.shape[-2:], dtype=torch.bool, device=log_weights.device).tril()
+    if future:
+        log_weights = torch.where(lower, log_weights, *future)
+    log_weights.clamp_(min=LOG_ZERO)
+    if not future:
+        log_weights.masked_fill_(~lower if triangles == "past" else lower, -torch.inf)
+    log_weights.diagonal(dim1=-2, dim2=-1).fill_(log_diagonal)
+    return log_weights.exp_().to(dtype)
+
+
+def _differences(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """x_i − y_j, (..., L, L), of float64 numbers, (..., L). Two numbers of `dtype` represent each: far into a text,
+    neighbours differ little and are far from 0."""
+    x_high, y_high = x.to(dtype), y.to(dtype)
+    x_low, y_low = (x - x_high).to(dtype), (y - y_high).to(dtype)
+    return (x_high[..., :, None] - y_high[..., None, :]).add_(x_low[..., :, None]).sub_(y_low[..., None, :])
+
+
+def _scores(q: Tensor, k: Tensor, triangles: str) -> Tensor:
+    """q_i·k_j, (..., L, L)."""
+    if triangles != "separate":
+        return q @ k.mT
+    past, future = (x @ y.mT for x, y in zip(q.chunk(2, -1), k.chunk(2, -1)))
+    return past.tril_().add_(future.triu_(1))
+
+
+def _score_gradients(grad: Tensor, q: Tensor, k: Tensor, triangles: str) -> tuple[Tensor, ...]:
+    """∂q and ∂k from ∂scores of all heads, (b, H, ..., L, L), with zeros outside the triangles."""
+    if grad.shape[1] > q.shape[1]:
+        grad = grad.sum(1, keepdim=True)
+    if triangles != "separate":
+        return grad @ k, grad.mT @ q
+    sides = zip((grad.tril(-1), grad.triu(1)), q.chunk(2, -1), k.chunk(2, -1))
+    return tuple(torch.cat(x, -1) for x in zip(*((side @ key, side.mT @ query) for side, query, key in sides)))
+
+
+def _sum_gradients(grad_log_weights: Tensor, triangles: str) -> tuple[Tensor, ...]:
+    """Turn ∂/∂ log W, (..., L, L), possibly overwritten, into ∂/∂ query_sums and ∂/∂ key_sums, (..., L, T) in float64.
+    An entry adds to its row what it subtracts from its column: sums rounded differently would leave a remainder."""
+    matrices = grad_log_weights.flatten(0, -3)
     size, sums = len(matrices), []
     if not torch.compiler.is_compiling():
         size = max(1, BLOCK_ENTRIES["cpu" if matrices.is_cpu else "cuda"] // matrices[0].numel())
     for few in matrices.split(size):
         few = few.double()
-        rows, columns = few.sum(-1), few.sum(-2)
-        past_rows, past_columns = few.tril_().sum(-1), few.sum(-2)
-        sums.append((past_rows - past_columns, (columns - past_columns) - (rows - past_rows)))  # the diagonal cancels
-    return [torch.cat(x).view(grad_log_mask.shape[:-1]) for x in zip(*sums)]
+        few.diagonal(dim1=-2, dim2=-1).zero_()
+        rows, columns = [few.sum(-1)], [few.sum(-2)]
+        if len(DIRECTIONS[triangles]) == 2:
+            few.tril_()
+            rows, columns = ([past := few.sum(dim), both - past] for dim, (both,) in ((-1, rows), (-2, columns)))
+        sums.append((torch.stack(rows, -1), torch.stack(columns, -1).neg_()))
+    return tuple(torch.cat(x).view(*grad_log_weights.shape[:-1], -1) for x in zip(*sums))
 
 
 # The full form
 
 
-def decayed_scores(q: Tensor, k: Tensor, cumulative: tuple[Tensor, Tensor] | None) -> Tensor:
-    """QKᵀ⊙M, (B, H, L, L)."""
-    return q @ k.mT if cumulative is None else _DecayedScores.apply(q, k, *cumulative)
+def matrix(q, k, query_sums, key_sums, diagonal, triangles: str) -> Tensor:
+    """The matrix that multiplies v, (B, H, L, L); without sums nothing decays."""
+    return q @ k.mT if query_sums is None else _Matrix.apply(q, k, query_sums, key_sums, diagonal, triangles)
 
 
-class _DecayedScores(torch.autograd.Function):
-    """QKᵀ⊙M from q, k and the cumulative log decays. The backward pass recomputes M instead of storing it."""
+class _Matrix(torch.autograd.Function):
+    """Its backward pass recomputes W instead of storing it."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, exclusive: Tensor, inclusive: Tensor) -> Tensor:
-        scores = q @ k.mT
-        blocks = _blocks(q, q.shape[-2])
-        decay = _masks(blocks, exclusive, inclusive, scores.dtype, uniform=len(exclusive) == 1)
+    def forward(ctx, q: Tensor, k: Tensor, query_sums: Tensor, key_sums, diagonal, triangles: str) -> Tensor:
+        scores = _scores(q, k, triangles)
+        heads = max(scores.shape[1], query_sums.shape[1])
+        output = scores if scores.shape[1] == heads else scores.new_empty(scores.shape[0], heads, *scores.shape[2:])
+        blocks = _blocks(output, q.shape[-2])
+        weights = _weights(blocks, query_sums, key_sums, diagonal, triangles, scores.dtype, len(query_sums) == 1)
         for block in blocks:
-            block.of(scores).mul_(decay(block))
-        ctx.save_for_backward(q, k, exclusive, inclusive, scores)
-        return scores
+            torch.mul(block.of(scores), weights(block), out=block.of(output))
+        if diagonal is not None:
+            output.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+        ctx.save_for_backward(q, k, query_sums, key_sums, diagonal, output)
+        ctx.triangles = triangles
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, exclusive, inclusive, scores = ctx.saved_tensors
+        q, k, query_sums, key_sums, diagonal, output = ctx.saved_tensors
         grad_q, grad_k = torch.empty_like(q), torch.empty_like(k)
-        grad_cumulative = [q.new_empty(q.shape[:-1], dtype=torch.float64) for _ in range(2)]
-        with_decays = any(ctx.needs_input_grad[2:])
+        with_sums = any(ctx.needs_input_grad[2:4])
+        shape = *output.shape[:3], query_sums.shape[-1]
+        grad_sums = [q.new_empty(shape, dtype=torch.float64) for _ in range(2)]
         with torch.autocast(q.device.type, enabled=False):
-            blocks = _blocks(q, q.shape[-2])
-            decay = _masks(blocks, exclusive, inclusive, scores.dtype, uniform=len(exclusive) == 1)
+            blocks = _blocks(output, q.shape[-2])
+            of_sums = query_sums, key_sums, diagonal, ctx.triangles
+            weights = _weights(blocks, *of_sums, output.dtype, len(query_sums) == 1)
             for block in blocks:
-                if with_decays:
-                    block.write(grad_cumulative, _cumulative_gradients(block.of(grad) * block.of(scores)))
-                grad_scores = block.of(grad) * decay(block)
-                block.write((grad_q, grad_k), (grad_scores @ block.of(k), grad_scores.mT @ block.of(q)))
-        if not with_decays:
-            return grad_q, grad_k, None, None
-        return grad_q, grad_k, *(x.sum_to_size(exclusive.shape) for x in grad_cumulative)
+                if with_sums:
+                    block.write(grad_sums, _sum_gradients(block.of(grad) * block.of(output), ctx.triangles))
+                grad_scores = block.of(grad) * weights(block)
+                block.write((grad_q, grad_k), _score_gradients(grad_scores, block.of(q), block.of(k), ctx.triangles))
+        grad_sums = _shaped_like(query_sums, key_sums, *grad_sums) if with_sums else (None, None)
+        grad_diagonal = None if diagonal is None else grad.diagonal(dim1=-2, dim2=-1).clone()
+        return grad_q, grad_k, *grad_sums, grad_diagonal, None
+
+
+def _shaped_like(query_sums, key_sums, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The gradients of query_sums and key_sums in their shapes."""
+    if key_sums is None:
+        return (grad_query + grad_key).sum_to_size(query_sums.shape), None
+    return grad_query.sum_to_size(query_sums.shape), grad_key.sum_to_size(key_sums.shape)
 
 
 # The recurrent form
 
 
-def recurrent(q: Tensor, k: Tensor, v: Tensor, cumulative: tuple[Tensor, Tensor] | None) -> Tensor:
-    """(QKᵀ⊙M) V, (B, H, L, E)."""
-    return _recurrent(q, k, v, *(cumulative or [q.new_zeros(1, 1, q.shape[-2], dtype=torch.float64)] * 2))
+def _recurrent_forward(q, k, v, query_sum, key_sum, direction: int) -> Tensor:
+    """One triangle, token by token. With S_i the keys and values seen before token i, decayed up to its query,
+    S_i = exp(query_i − query_{i−1}) S_{i−1} + exp(query_i − key_{i−1}) k_{i−1} v_{i−1}ᵀ and y_i = q_iᵀ S_i."""
+    if direction < 0:
+        q, k, v = (x.flip(-2) for x in (q, k, v))
+        query_sum, key_sum = query_sum.flip(-1), key_sum.flip(-1)
+    decays = clamped_exp(query_sum.diff()).to(q.dtype)[..., None, None]
+    k = k[:, :, :-1] * clamped_exp(query_sum[..., 1:] - key_sum[..., :-1]).to(q.dtype)[..., None]
+    state, y = q.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), torch.zeros_like(v)
+    for t in range(1, q.shape[-2]):
+        state.mul_(decays[:, :, t - 1]).addcmul_(k[:, :, t - 1, :, None], v[:, :, t - 1, None, :])
+        y[:, :, t] = (q[:, :, t, None, :] @ state).squeeze(-2)
+    return y if direction > 0 else y.flip(-2)
 
 
-def _recurrent_forward(q, k, v, exclusive, inclusive) -> Tensor:
-    """Scan the tokens in both directions, with one state each; the backward pass scans other operands the same way."""
-    past, future = _scans(q, k, v, exclusive, inclusive)
-    diagonal = (q * k).sum(-1, keepdim=True) * v  # both scans include it
-    return past.add_(future).sub_(diagonal)
-
-
-def _recurrent_backward(grad, q, k, v, exclusive, inclusive, with_decays) -> list[Tensor]:
-    # y = (QKᵀ⊙M) V, so each gradient is such a product too. Mᵀ is M with the two cumulative sums exchanged.
-    q_past, q_future = _scans(grad, v, k, exclusive, inclusive)
-    k_past, k_future = _scans(v, grad, q, inclusive, exclusive)
-    v_past, v_future = _scans(k, q, grad, inclusive, exclusive)
-    grad_cumulative = []
-    if with_decays:
-        grad_exclusive = (q * q_past).sum(-1).double() - (k * k_future).sum(-1)
-        grad_inclusive = (k * k_past).sum(-1).double() - (q * q_future).sum(-1)
-        grad_cumulative = [grad_exclusive.sum_to_size(exclusive.shape), grad_inclusive.sum_to_size(inclusive.shape)]
-    diagonal = (grad * v).sum(-1, keepdim=True)
-    grad_q = q_past.add_(q_future).sub_(diagonal * k)
-    grad_k = k_past.add_(k_future).sub_(diagonal * q)
-    grad_v = v_past.add_(v_future).sub_((q * k).sum(-1, keepdim=True) * grad)
-    return [grad_q, grad_k, grad_v, *grad_cumulative]
-
-
-def _scans(q: Tensor, k: Tensor, v: Tensor, exclusive: Tensor, inclusive: Tensor) -> list[Tensor]:
-    """S_i = λ S_{i∓1} + k_i v_iᵀ and q_iᵀ S_i from the left and from the right, (B, H, L, E) each."""
-    rightward, leftward = (clamped_exp(x.diff()).to(q.dtype) for x in (exclusive, -inclusive.flip(-1)))
-    L = q.shape[-2]
-    outputs = []
-    for order, weights, offset in ((range(L), rightward, -1), (reversed(range(L)), leftward.flip(-1), 0)):
-        state, y = q.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), v.new_empty(v.shape)
-        for t in order:
-            if 0 <= t + offset < L - 1:
-                state.mul_(weights[..., t + offset, None, None])
-            state.addcmul_(k[:, :, t, :, None], v[:, :, t, None, :])
-            y[:, :, t] = (q[:, :, t, None, :] @ state).squeeze(-2)
-        outputs.append(y)
-    return outputs
+def _recurrent_backward(grad, q, k, v, query_sum, key_sum, direction: int, with_sums: bool) -> list[Tensor]:
+    # Each gradient is such a product too; for k and v, the transposed triangle swaps queries and keys.
+    grad_q = _recurrent_forward(grad, v, k, query_sum, key_sum, direction)
+    grad_k = _recurrent_forward(v, grad, q, -key_sum, -query_sum, -direction)
+    grad_v = _recurrent_forward(k, q, grad, -key_sum, -query_sum, -direction)
+    if not with_sums:
+        return [grad_q, grad_k, grad_v]
+    grad_query, grad_key = (q * grad_q).sum(-1).double(), -(k * grad_k).sum(-1).double()
+    return [grad_q, grad_k, grad_v, grad_query.sum_to_size(query_sum.shape), grad_key.sum_to_size(key_sum.shape)]
 
 
 # The chunkwise form
 
 
-def _chunkwise_forward(q, k, v, exclusive, inclusive, scale, chunk_size, uniform) -> Tensor:
-    """The full form inside chunks of C tokens, plus the rest through a D×E state from each side, stacked to 2D×E. The
+def _chunkwise_forward(q, k, v, query_sums, key_sums, diagonal, scale, chunk_size, uniform, triangles) -> Tensor:
+    """The full form inside chunks of C tokens, plus the rest through a D×E state per triangle, stacked to TD×E. The
     backward pass recomputes states and C×C matrices, since storing them would take most of the memory. Both passes
     access long tensors in place, one block at a time: the system would have to zero the memory of a copy first."""
-    blocks, decay, states, (query_weights, _), _ = _chunks(k, v, exclusive, inclusive, chunk_size, uniform)
+    chunks = _Chunks(k, v, query_sums, key_sums, diagonal, chunk_size, uniform, triangles)
     y = torch.empty_like(v)
-    for block in blocks:
+    for block in chunks.blocks:
         Q = scale * block.of(q)
-        Y = (Q @ block.of(k).mT).mul_(decay(block)) @ block.of(v)
-        Y += _weigh_both_ways(Q, block.of(query_weights)) @ block.state(states)
+        Y = chunks.matrix(block, Q, block.of(k), chunks.weights(block)) @ block.of(v)
+        Y += chunks.weigh(Q, block.of(chunks.query_weights)) @ block.state(chunks.states)
         block.of(y).copy_(Y)
     return y
 
 
-def _chunkwise_backward(grad, q, k, v, exclusive, inclusive, scale, chunk_size, uniform, with_decays) -> list[Tensor]:
-    blocks, decay, states, weights, across = _chunks(k, v, exclusive, inclusive, chunk_size, uniform)
-    query_weights, key_weights = weights
+def _chunkwise_backward(
+    grad, q, k, v, query_sums, key_sums, diagonal, scale, chunk_size, uniform, triangles, with_sums
+) -> list[Tensor]:
+    chunks = _Chunks(k, v, query_sums, key_sums, diagonal, chunk_size, uniform, triangles)
+    query_weights, key_weights = chunks.query_weights, chunks.key_weights
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    if with_decays:
-        grad_cumulative = [q.new_empty(q.shape[:-1], dtype=torch.float64) for _ in range(2)]
-        grad_weights = [q.new_empty(*q.shape[:-1], 2) for _ in range(2)]
+    shape = *v.shape[:3], query_sums.shape[-1]
+    grad_sums = [v.new_empty(shape, dtype=torch.float64) for _ in range(2)]
+    grad_weights = [v.new_empty(shape) for _ in range(2)]
+    grad_diagonal = None if diagonal is None else torch.empty_like(diagonal)
     # What a chunk's queries read from a state flows back to all keys in it: the same scans in the other direction.
-    grad_states = _incoming_states(blocks, q, grad, scale * query_weights, across, (-1, 1))
-    for block in blocks:
-        Q, K, V, dY, M = scale * block.of(q), block.of(k), block.of(v), block.of(grad), decay(block)
-        S, dS = block.state(states), block.state(grad_states)
-        scores, grad_scores = (Q @ K.mT).mul_(M), dY @ V.mT
-        dV = scores.mT @ dY
-        if with_decays:
-            block.write(grad_cumulative, _cumulative_gradients(scores.mul_(grad_scores)))
-        grad_scores.mul_(M)
-        dQ, dK = grad_scores @ K, grad_scores.mT @ Q
-        dV += _weigh_both_ways(K, block.of(key_weights)) @ dS
+    grad_states = chunks.incoming_states(q, grad, scale * query_weights, sign=-1)
+    for block in chunks.blocks:
+        Q, K, V, dY, W = scale * block.of(q), block.of(k), block.of(v), block.of(grad), chunks.weights(block)
+        S, dS = block.state(chunks.states), block.state(grad_states)
+        matrix, grad_matrix = chunks.matrix(block, Q, K, W), dY @ V.mT
+        dV = matrix.mT @ dY
+        if diagonal is not None:
+            block.of(grad_diagonal).copy_(grad_matrix.diagonal(dim1=-2, dim2=-1))
+        if with_sums:
+            block.write(grad_sums, _sum_gradients(matrix.mul_(grad_matrix), triangles))
+        dQ, dK = _score_gradients(grad_matrix.mul_(W), Q, K, triangles)
+        dV += chunks.weigh(K, block.of(key_weights)) @ dS
         through_states = (Q, dQ, query_weights, dY @ S.mT), (K, dK, key_weights, V @ dS.mT)
-        for number, (x, dX, weight, both_ways) in enumerate(through_states):
-            if with_decays:
-                products = (x.unsqueeze(-2) * both_ways.unflatten(-1, (2, -1))).sum(-1)
+        for number, (x, dX, weights, by_triangle) in enumerate(through_states):
+            if with_sums:
+                products = (chunks.by_triangle(x) * by_triangle.unflatten(-1, (shape[-1], -1))).sum(-1)
                 block.of(grad_weights[number]).copy_(products)
-            for one_way, w in zip(both_ways.chunk(2, -1), block.of(weight).split(1, -1)):
-                dX.addcmul_(one_way, w)
+            chunks.add_weighed(dX, by_triangle, block.of(weights))
         block.write(grads, (dQ.mul_(scale), dK, dV))
-    if not with_decays:
+    others = [] if diagonal is None else [grad_diagonal]
+    if not with_sums:
         return [*grads]
-    # From the weights to their logarithms, and on to the cumulative sums: the backward pass of `_chunks`.
-    weighted = ((g * w).double().unbind(-1) for g, w in zip(grad_weights, weights))
-    (of_exclusive, of_until_end), (of_to_end, of_inclusive) = weighted
-    of_across = ((states * grad_states).sum((-2, -1)) * across[..., 0, 0]).double()
-    grad_exclusive, grad_inclusive = grad_cumulative
-    grad_exclusive += of_exclusive - of_to_end
-    grad_inclusive += of_inclusive - of_until_end
-    grad_end = _sum_by_chunk(of_until_end + of_to_end, chunk_size) + of_across
-    grad_start = _sum_by_chunk(of_exclusive + of_inclusive, chunk_size) + of_across
-    grad_end[..., :-1] -= grad_start[..., 1:]
-    grad_inclusive[..., _last_tokens(inclusive, chunk_size)] += grad_end
-    return [*grads, *(x.sum_to_size(exclusive.shape) for x in grad_cumulative)]
+    # From the weights to their logarithms, and on to the sums.
+    of_query, of_key = ((g * w).double() for g, w in zip(grad_weights, (query_weights, key_weights)))
+    products = (chunks.states * grad_states).unflatten(-2, (shape[-1], -1)).sum((-2, -1))  # (B, H, N, T)
+    of_across = (products * chunks.across).double()
+    grad_query, grad_key = grad_sums
+    grad_query += of_query
+    grad_key -= of_key
+    chunks.add_boundary_gradients(grad_query, -chunks.sum(of_query) - of_across, chunks.sum(of_key) + of_across)
+    return [*grads, *(x for x in _shaped_like(query_sums, key_sums, *grad_sums) if x is not None), *others]
 
 
-def _last_tokens(x: Tensor, chunk_size: int) -> Tensor:
-    length = x.shape[-1]
-    return torch.arange(chunk_size - 1, length + chunk_size - 1, chunk_size, device=x.device).clamp(max=length - 1)
+class _Chunks:
+    """What both passes read. At the boundary of two chunks, a state is decayed up to the query that reads it first.
 
-
-def _sum_by_chunk(x: Tensor, chunk_size: int) -> Tensor:  # (..., L) to (..., N)
-    return F.pad(x, (0, -x.shape[-1] % chunk_size)).unflatten(-1, (-1, chunk_size)).sum(-1)
-
-
-def _chunks(k, v, exclusive, inclusive, chunk_size, uniform) -> tuple:
-    """Restart the cumulative log decays in each chunk, and return what both passes read.
-
-    Returns:
-        blocks, decay: of all chunks, and a function from a block to its decay masks.
-        states: those that enter each chunk, (B, H, N, 2D, E).
-        weights: decay from an incoming state to a query, and from a key to an outgoing state, each from the left and
-            from the right, (B or 1, H or 1, L, 2).
-        across: decay of a state that crosses a chunk, (B or 1, H or 1, N, 1, 1).
+    Attributes:
+        blocks, weights: of all chunks, and a function from a block to its W.
+        query_weights, key_weights: from an incoming state to a query, and from a key to an outgoing state, both
+            (B or 1, H or 1, L, T).
+        across: decay of a state that crosses a chunk, (B or 1, H or 1, N, T).
+        states: those that enter each chunk, (B, H, N, TD, E).
     """
-    end = inclusive[..., _last_tokens(inclusive, chunk_size)]  # (B or 1, H or 1, N)
-    start = F.pad(end[..., :-1], (1, 0))
-    across = clamped_exp(end - start).to(k.dtype)[..., None, None]
-    start, end = (x.repeat_interleave(chunk_size, -1)[..., : inclusive.shape[-1]] for x in (start, end))
-    exclusive, inclusive, until_end, to_end = exclusive - start, inclusive - start, end - inclusive, end - exclusive
-    pairs = (exclusive, until_end), (to_end, inclusive)  # logarithms, none above 0
-    weights = [clamped_exp(torch.stack(pair, -1)).to(k.dtype) for pair in pairs]
-    blocks = _blocks(k, chunk_size)
-    states = _incoming_states(blocks, k, v, weights[1], across, (1, -1))
-    return blocks, _masks(blocks, exclusive, inclusive, k.dtype, uniform), states, weights, across
 
+    def __init__(self, k, v, query_sums, key_sums, diagonal, chunk_size: int, uniform: bool, triangles: str):
+        self.chunk_size, self.diagonal, self.triangles = chunk_size, diagonal, triangles
+        self.directions = DIRECTIONS[triangles]
+        length = v.shape[2]
+        self.first = torch.arange(0, length, chunk_size, device=v.device)
+        self.last = (self.first + chunk_size - 1).clamp(max=length - 1)
+        keys = query_sums if key_sums is None else key_sums
+        incoming, outgoing = [], []
+        for number, direction in enumerate(self.directions):
+            query, key = query_sums[..., number], keys[..., number]
+            entry = query[..., self.first if direction > 0 else self.last]
+            # Nothing reads what leaves the text; its weights only have to be finite.
+            end = torch.minimum(query, key)[..., -1:] if direction > 0 else torch.minimum(query, key)[..., :1]
+            incoming.append(entry)
+            outgoing.append(torch.cat([entry[..., 1:], end] if direction > 0 else [end, entry[..., :-1]], -1))
+        incoming, outgoing = torch.stack(incoming, -1), torch.stack(outgoing, -1)  # (B or 1, H or 1, N, T)
+        self.across = clamped_exp(outgoing - incoming).to(v.dtype)
+        entry, exit = (x.repeat_interleave(chunk_size, 2)[:, :, :length] for x in (incoming, outgoing))
+        self.query_weights = clamped_exp(query_sums - entry).to(v.dtype)
+        self.key_weights = clamped_exp(exit - keys).to(v.dtype)
+        self.blocks = _blocks(v, chunk_size)
+        if key_sums is None and triangles == "shared":  # both sums of a token must stay close
+            entry = entry[..., :1] * entry.new_tensor(self.directions)
+        own = [None if x is None else x - entry for x in (query_sums, key_sums)]  # restart in each chunk
+        self.weights = _weights(self.blocks, *own, diagonal, triangles, v.dtype, uniform)
+        self.states = self.incoming_states(k, v, self.key_weights)
 
-def _weigh_both_ways(x: Tensor, weights: Tensor) -> Tensor:
-    """(..., C, D) times weights from the left and from the right, (..., C, 2), concatenated: (..., C, 2D)."""
-    return (x.unsqueeze(-2) * weights.unsqueeze(-1)).flatten(-2)
+    def matrix(self, block: _Block, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+        """The C×C matrices of a block, (b, H, n, C, C)."""
+        scores = _scores(q, k, self.triangles)
+        matrix = scores * weights if scores.shape[1] < weights.shape[1] else scores.mul_(weights)
+        if self.diagonal is not None:
+            matrix.diagonal(dim1=-2, dim2=-1).copy_(block.of(self.diagonal))
+        return matrix
 
+    def by_triangle(self, x: Tensor) -> Tensor:
+        """What each triangle reads of q or k: (..., D) or (..., 2D) to (..., 1 or 2, D)."""
+        return x.unflatten(-1, (2, -1)) if self.triangles == "separate" else x.unsqueeze(-2)
 
-def _incoming_states(blocks: list[_Block], k, v, weights, across, directions: tuple[int, int]) -> Tensor:
-    """The states that enter each chunk from the left and from the right, stacked, (B, H, N, 2D, E)."""
-    count, D = blocks[-1].chunks.stop, k.shape[-1]
-    states = k.new_empty(*k.shape[:2], count, 2 * D, v.shape[-1])
-    for block in blocks:  # first each chunk's own
-        block.state(states).copy_(_weigh_both_ways(block.of(k), block.of(weights)).mT @ block.of(v))
-    for half, direction in zip(states.split(D, dim=-2), directions):
-        state = torch.zeros_like(half[:, :, 0])
-        for n in range(count)[::direction]:
-            following = torch.addcmul(half[:, :, n], state, across[:, :, n])
-            half[:, :, n] = state
-            state = following
-    return states
+    def weigh(self, x: Tensor, weights: Tensor) -> Tensor:
+        """q or k of each triangle times its weights, (..., C, T), side by side: (..., C, TD)."""
+        return (self.by_triangle(x) * weights.unsqueeze(-1)).flatten(-2)
+
+    def add_weighed(self, grad: Tensor, weighed: Tensor, weights: Tensor) -> None:
+        """Add the gradient of `weigh`, (b, H, n, C, TD) times the weights, to that of q or k, (b, G, n, C, ·)."""
+        count = len(self.directions)
+        targets = grad.chunk(2, -1) if self.triangles == "separate" else [grad] * count
+        for target, one, weight in zip(targets, weighed.chunk(count, -1), weights.split(1, -1)):
+            if grad.shape[1] == weighed.shape[1]:
+                target.addcmul_(one, weight)
+            else:
+                target += (one * weight).sum(1, keepdim=True)
+
+    def incoming_states(self, k: Tensor, v: Tensor, weights: Tensor, sign: int = 1) -> Tensor:
+        """The states that enter each chunk, (B, H, N, TD, E). sign: −1 for gradients, with q and ∂y in place of k and
+        v, which pass in the opposite direction."""
+        count = len(self.first)
+        width = k.shape[-1] * (1 if self.triangles == "separate" else len(self.directions))
+        states = v.new_empty(*v.shape[:2], count, width, v.shape[-1])
+        for block in self.blocks:  # first each chunk's own
+            block.state(states).copy_(self.weigh(block.of(k), block.of(weights)).mT @ block.of(v))
+        for number, (part, direction) in enumerate(zip(states.chunk(len(self.directions), -2), self.directions)):
+            state = torch.zeros_like(part[:, :, 0])
+            for n in range(count)[:: sign * direction]:
+                following = torch.addcmul(part[:, :, n], state, self.across[:, :, n, number, None, None])
+                part[:, :, n] = state
+                state = following
+        return states
+
+    def sum(self, x: Tensor) -> Tensor:  # (..., L, T) to (..., N, T)
+        return F.pad(x, (0, 0, 0, -x.shape[2] % self.chunk_size)).unflatten(2, (-1, self.chunk_size)).sum(3)
+
+    def add_boundary_gradients(self, grad_query: Tensor, incoming: Tensor, outgoing: Tensor) -> None:
+        """Add the gradients of what chunks take as their boundaries' sums to those of query_sums."""
+        for number, direction in enumerate(self.directions):
+            own, other = incoming[..., number], outgoing[..., number]
+            if direction > 0:
+                own[..., 1:] += other[..., :-1]
+            else:
+                own[..., :-1] += other[..., 1:]
+            grad_query[..., self.first if direction > 0 else self.last, number] += own
 
 
 # Custom operators hide kernels and the loops over tokens and blocks from torch.compile, which would unroll the loops.
@@ -345,9 +439,9 @@ def _incoming_states(blocks: list[_Block], k, v, weights, across, directions: tu
 
 def operator(forward: Callable, backward: Callable, inputs: str, empty: Callable[[Tensor], Tensor]) -> list[Callable]:
     """Register forward(q, k, v, ...) and its gradient as operators, and return both. `inputs` is their schema, tensors
-    first. `backward` takes the output's gradient, the inputs, and whether the log decays (all other floating-point
-    tensors) need gradients; it returns the gradients of q, k and v and, if so, of the log decays. `empty(x)` returns a
-    tensor laid out like the gradient of x, for q, k and v, and, for v, also like the output."""
+    first. `backward` takes the output's gradient, the inputs, and whether any other floating-point tensor (log decays)
+    needs a gradient; it returns the gradients of q, k and v and, if so, of all those. `empty(x)` returns a tensor laid
+    out like the gradient of x, for q, k and v, and, for v, also like the output."""
     name = re.sub(r"\W", "_", forward.__module__)  # a copy of this file in a Hub folder registers its own operators
     schemas = f"({inputs}) -> Tensor", f"(Tensor grad, {inputs}, bool with_decays) -> Tensor[]"
     run, run_backward = operators = [
@@ -373,12 +467,26 @@ def save_inputs(ctx, inputs: tuple, output: Tensor | None) -> None:
 
 def gradients(ctx, backward: Callable, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of an operator's inputs, from `backward` and what `save_inputs` saved."""
+    tensors = ctx.saved_tensors
     with torch.autocast(grad.device.type, enabled=False):
-        grads = backward(grad, *ctx.saved_tensors, *ctx.numbers, any(ctx.needs_input_grad[3:]))
-    return *grads, *[None] * (len(ctx.needs_input_grad) - len(grads))
+        grads = iter(backward(grad, *tensors, *ctx.numbers, any(ctx.needs_input_grad[3:])))
+    floating = (x is not None and x.is_floating_point() for x in tensors)
+    return *(next(grads, None) if x else None for x in floating), *[None] * len(ctx.numbers)
 
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor exclusive, Tensor inclusive"
-_recurrent, _ = operator(_recurrent_forward, _recurrent_backward, _INPUTS, lambda x: x.new_empty(x.shape))
-_INPUTS += ", float scale, SymInt chunk_size, bool uniform"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor query_sum, Tensor key_sum, int direction"
+_one_triangle, _ = operator(_recurrent_forward, _recurrent_backward, _INPUTS, lambda x: x.new_empty(x.shape))
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor query_sums, Tensor? key_sums, Tensor? diagonal"
+_INPUTS += ", float scale, SymInt chunk_size, bool uniform, str triangles"
 chunkwise, _ = operator(_chunkwise_forward, _chunkwise_backward, _INPUTS, torch.empty_like)
+
+
+def recurrent(q, k, v, query_sums, key_sums, diagonal, triangles: str) -> Tensor:
+    """The output, (B, H, L, E)."""
+    key_sums = query_sums if key_sums is None else key_sums
+    y = (q * k).sum(-1, keepdim=True) * v if diagonal is None else diagonal[..., None] * v
+    sides = (x.chunk(2, -1) if triangles == "separate" else [x] * 2 for x in (q, k))
+    for number, (side, direction) in enumerate(zip(zip(*sides), DIRECTIONS[triangles])):
+        side = (x.expand(-1, v.shape[1], -1, -1) for x in side)
+        y = y + _one_triangle(*side, v, query_sums[..., number], key_sums[..., number], direction)
+    return y

@@ -1,0 +1,284 @@
+"""The core of every bidirectional linear transformer with scalar decay: two triangles and a diagonal, times V.
+
+    y_i = Σ_{j<i} s · (q→_i·k→_j) e^{Q→_i − K→_j} w→_j v_j  +  δ_i v_i  +  Σ_{j>i} s · (q←_i·k←_j) e^{K←_j − Q←_i} w←_j v_j
+
+Each triangle has its own queries, keys, key weights w, and cumulative log decays: Q of queries, K of keys, both summed
+from left to right. Which decays lie between a key and a query is a question of where the sums of either begin and end:
+
+    up to the token       before the token
+    inclusive_t = Σ_{u≤t} log λ_u       exclusive_t = Σ_{u<t} log λ_u
+
+`definition` is this formula and nothing else; linear_attention_forms.py computes the same numbers faster, in three
+forms. LION (linear_attention.py) and Hydra (mixers.py) are callers that choose the sums, queries and diagonal.
+Shape letters: B batch, H heads, G heads of q and k, L length, D head size of q and k, E head size of v.
+"""
+
+import functools
+import logging
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .cpu import dropout
+from .linear_attention_forms import (
+    DIRECTIONS,
+    LOG_ZERO,
+    chunkwise,
+    clamped_exp,
+    matrix,
+    read_state,
+    recurrent,
+    sequence_starts,
+    write_state,
+)
+
+log = logging.getLogger(__name__)
+FORMS = ("auto", "full", "recurrent", "chunkwise")
+# "auto" takes the full form up to these lengths, without and with decay: where benchmarks/operator.py finds it no
+# slower than the chunkwise one, forward and backward in float32, on two cores of an AMD EPYC. For the kernels they are
+# estimated, not measured.
+FULL_UP_TO = {"pytorch": (64, 256), "triton": (128, 512)}
+
+
+class Triangle(NamedTuple):
+    """The past or the future keys: queries and keys, (B, G, L, D) with G a divisor of H; their cumulative log decays,
+    (B or 1, H, L), as `cumulative_log_decay` returns; and the logarithm of the keys' weights, (B, H, L), or None."""
+
+    q: Tensor
+    k: Tensor
+    query_sum: Tensor
+    key_sum: Tensor
+    log_weight: Tensor | None = None
+
+
+def two_sided_attention(
+    v: Tensor,
+    past: Triangle | None,
+    future: Triangle | None,
+    diagonal: Tensor,
+    *,
+    mask: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    left_state: Tensor | None = None,
+    right_state: Tensor | None = None,
+    scale: float = 1.0,
+    form: str = "auto",
+    chunk_size: int = 128,
+) -> Tensor:
+    """Compute the formula at the top of this file.
+
+    Args:
+        v: values, (B, H, L, E).
+        past, future: the triangles; None for none. Their sums must not make a weight of the decays exceed 1: for every
+            key before a query Q→_i ≤ K→_j, and for every key after it K←_j ≤ Q←_i.
+        diagonal: δ, (B, H, L). It may be of any sign, and is not masked.
+        mask: (B, L) bool, True at real tokens. Padding keys contribute nothing to the triangles.
+        seq_idx: (B, L) integers, the sequence that each token of a packed row belongs to, see `linear_attention`. Keys
+            of other sequences get no weight; queries and keys that are shifted across a boundary do not matter.
+        left_state, right_state: (B, H, D, E), states of the text before and after this segment. They are decayed by
+            e^{Q→_i}, and by e^{Q←_L − Q←_i} with L the last token.
+        scale, form, chunk_size: as in `linear_attention`.
+
+    Returns:
+        (B, H, L, E) in v's dtype. States and sums are float32 or better for any input dtype.
+
+    Raises ValueError for shapes that do not match, an unknown form, neither triangle, or states with packing.
+    """
+    given = [triangle for triangle in (past, future) if triangle is not None]
+    if not given:
+        raise ValueError("past and future are both None; give at least one triangle")
+    (B, H, L, E), (_, G, _, D) = v.shape, given[0].q.shape
+    shapes = [("mask", mask, (B, L)), ("seq_idx", seq_idx, (B, L)), ("diagonal", diagonal, (B, H, L))]
+    shapes += [("left_state", left_state, (B, H, D, E)), ("right_state", right_state, (B, H, D, E))]
+    for side, triangle in (("past", past), ("future", future)):
+        allowed = ((B, G, L, D),), ((B, G, L, D),), ((1, H, L), (B, H, L)), ((1, H, L), (B, H, L)), ((B, H, L),)
+        for name, x, expected in zip(Triangle._fields, triangle or (), allowed):
+            shapes.append((f"{side}.{name}", x, *expected))
+    check_shapes(*shapes)
+    check_options(mask, seq_idx, left_state, right_state, form, chunk_size)
+    if H % G:
+        raise ValueError(f"v must have a multiple of the {G} heads of q and k (got {H})")
+    for name, state, triangle in (("left_state", left_state, past), ("right_state", right_state, future)):
+        if state is not None and triangle is None:
+            raise ValueError(f"{name} has no triangle that reads it; omit it")
+
+    report_fallback(v, "two-sided attention other than LION's")
+    # The forms take q and k side by side, and future sums with the opposite sign.
+    shared = len(given) == 2 and past.q is future.q and past.k is future.k
+    triangles = "shared" if shared else "separate" if len(given) == 2 else "future" if past is None else "past"
+    signs = [1] * (past is not None) + [-1] * (future is not None)
+    q, k = (x[0] if shared else torch.cat(x, -1) for x in zip(*(triangle[:2] for triangle in given)))
+    query_sums, key_sums = (
+        torch.stack([sign * x.double().expand(-1, H, -1) for sign, x in zip(signs, pair)], -1)
+        for pair in zip(*(triangle[2:4] for triangle in given))
+    )
+    log_weights = None
+    if any(triangle.log_weight is not None for triangle in given):
+        weights = [v.new_zeros(B, H, L) if triangle.log_weight is None else triangle.log_weight for triangle in given]
+        log_weights = torch.stack(weights, -1)
+    return attend(
+        q, k, v, query_sums, key_sums, log_weights, diagonal, triangles, mask=mask, seq_idx=seq_idx, scale=scale,
+        left_state=left_state, right_state=right_state, form=resolve_form(form, L, True), chunk_size=chunk_size,
+    )  # fmt: skip
+
+
+def definition(v, past, future, diagonal, *, mask=None, scale=1.0) -> Tensor:
+    """Compute the formula at the top of this file literally, in O(L²); arguments as for `two_sided_attention`."""
+    L, H = v.shape[2], v.shape[1]
+    matrix = torch.diag_embed(diagonal)
+    for triangle, sign in ((past, 1), (future, -1)):
+        if triangle is not None:
+            q, k = (x.repeat_interleave(H // x.shape[1], 1) for x in triangle[:2])
+            exponent = sign * (triangle.query_sum[..., :, None] - triangle.key_sum[..., None, :])
+            if triangle.log_weight is not None:
+                exponent = exponent + triangle.log_weight[..., None, :]
+            inside = torch.ones(L, L, dtype=torch.bool, device=v.device).tril(-1)
+            inside = inside if sign > 0 else inside.mT
+            if mask is not None:
+                inside = inside & mask[:, None, None, :]
+            matrix = matrix + scale * (q @ k.mT) * torch.where(inside, exponent, -torch.inf).exp()
+    return matrix @ v
+
+
+class SegmentStates(NamedTuple):
+    """What one segment of a text passes to the others, in float32 or better."""
+
+    rightward: Tensor  # the state of its keys and values after its last token, (B, H, D, E)
+    leftward: Tensor  # the same before its first token
+    across: Tensor  # the decay of a state that crosses the segment to the right, (B or 1, H or 1, 1, 1)
+    across_leftward: Tensor  # to the left; the same in LION
+
+
+def two_sided_segment_states(v, past, future, past_total, future_total, *, mask=None) -> SegmentStates:
+    """Summarize one segment of a text, see `linear_attention.segment_states`; arguments as for `two_sided_attention`,
+    and the sum of all log decays of the segment in each direction, (B or 1, H, 1)."""
+    weights = [past_total - past.key_sum, future.key_sum]
+    with torch.autocast(v.device.type, enabled=False):
+        states = []
+        for triangle, log_weight in zip((past, future), weights):
+            if triangle.log_weight is not None:
+                log_weight = log_weight + triangle.log_weight
+            states.append(write_state(zero_masked(triangle.k, mask), log_weight, v))
+        across = (clamped_exp(total).to(states[0].dtype)[..., None] for total in (past_total, future_total))
+        return SegmentStates(*states, *across)
+
+
+# What the callers share
+
+
+def attend(
+    q, k, v, query_sums, key_sums, log_weights, diagonal, triangles, *, mask, seq_idx, left_state, right_state,
+    scale, form, chunk_size, dropout_p=0.0, uniform=False,
+) -> Tensor:  # fmt: skip
+    """Compute one of the forms, (B, H, L, E), for arguments as linear_attention_forms.py describes them, except that
+    query_sums may be None (no decay) and G any divisor of H; log_weights: (B, H, L, T) or None; uniform: all chunks
+    have the same decays; the others as for `two_sided_attention`."""
+    (B, H, L, _), G, dtype = v.shape, q.shape[1], v.dtype
+    if 1 < G < H:  # groups of heads become rows of the batch
+
+        def fold(x: Tensor | None) -> Tensor | None:
+            return (
+                None if x is None else x.expand(B, max(x.shape[1], G), *x.shape[2:]).unflatten(1, (G, -1)).flatten(0, 1)
+            )
+
+        mask, seq_idx = (None if x is None else x.repeat_interleave(G, 0) for x in (mask, seq_idx))
+        y = attend(
+            *map(fold, (q, k, v, query_sums, key_sums, log_weights, diagonal)), triangles, mask=mask, seq_idx=seq_idx,
+            left_state=fold(left_state), right_state=fold(right_state), scale=scale, form=form, chunk_size=chunk_size,
+            dropout_p=dropout_p, uniform=uniform,
+        )  # fmt: skip
+        return y.unflatten(0, (B, G)).flatten(1, 2)
+    if form != "full" and dtype in (torch.bfloat16, torch.float16):
+        q, k, v = q.float(), k.float(), v.float()  # states accumulate over the text
+    k = zero_masked(k, mask)
+    with torch.autocast(q.device.type, enabled=False):
+        if query_sums is None and (triangles != "shared" or form == "recurrent"):
+            query_sums = torch.zeros(1, 1, L, len(DIRECTIONS[triangles]), dtype=torch.float64, device=q.device)
+        query_sums = add_boundaries(query_sums, seq_idx, triangles)
+        key_sums = None if key_sums is None else add_boundaries(key_sums, seq_idx, triangles)
+        if log_weights is not None and form == "recurrent":  # in its sums they would scale a state up and down
+            k = (
+                k.unflatten(-1, (2 if triangles == "separate" else 1, -1))
+                * clamped_exp(log_weights).to(k.dtype)[..., None]
+            )
+            k = k.flatten(-2)
+            if triangles == "shared":
+                q, triangles = torch.cat([q, q], -1), "separate"
+        elif log_weights is not None:
+            key_sums = (query_sums if key_sums is None else key_sums) - log_weights.double().clamp(min=LOG_ZERO)
+        if query_sums is not None and (G < H or diagonal is not None):
+            query_sums, key_sums = (None if x is None else x.expand(-1, H, -1, -1) for x in (query_sums, key_sums))
+        operands = query_sums, key_sums, diagonal
+        if form == "full":
+            y = dropout(matrix(scale * q, k, *operands, triangles), dropout_p) @ v
+        elif form == "recurrent":
+            y = recurrent(scale * q, k, v, *operands, triangles)
+        elif query_sums is None:  # nothing decays, so one state serves the whole text
+            y = q @ (scale * (k.mT @ v))
+        else:
+            y = chunkwise(q, k, v, *operands, scale, min(chunk_size, L), uniform, triangles)
+        y = add_states(y, scale * q, query_sums, triangles, left_state, right_state)
+    return y.to(dtype)
+
+
+def add_boundaries(sums: Tensor | None, seq_idx: Tensor | None, triangles: str) -> Tensor | None:
+    """Let each boundary between packed sequences weigh e^LOG_ZERO, in sums, (B or 1, H or 1, L, T); None: no decay."""
+    if seq_idx is None:
+        return sums
+    boundaries = LOG_ZERO * sequence_starts(seq_idx).cumsum(-1)[:, None, :, None].double()
+    boundaries = boundaries * boundaries.new_tensor(DIRECTIONS[triangles])
+    return boundaries if sums is None else sums + boundaries
+
+
+def add_states(y, q, query_sums, triangles: str, left_state, right_state) -> Tensor:
+    """Add to y, (B, H, L, E), what the queries read from the states of other segments."""
+    past, future = q.chunk(2, -1) if triangles == "separate" else (q, q)
+    if left_state is not None:
+        y = y + read_state(past, None if query_sums is None else query_sums[..., 0], left_state)
+    if right_state is not None:
+        to_end = None if query_sums is None else query_sums[..., -1] - query_sums[..., -1:, -1]
+        y = y + read_state(future, to_end, right_state)
+    return y
+
+
+def resolve_form(form: str, length: int, decays: bool, dropout_p: float = 0.0, fused: bool = False) -> str:
+    """Resolve "auto"."""
+    full_up_to = FULL_UP_TO["triton" if fused else "pytorch"][decays]
+    return form if form != "auto" else "full" if dropout_p > 0 or length <= full_up_to else "chunkwise"
+
+
+def zero_masked(k: Tensor, mask: Tensor | None) -> Tensor:
+    return k if mask is None else k.masked_fill(~mask[:, None, :, None], 0)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    log.warning(message)
+
+
+def report_fallback(x: Tensor, what: str) -> None:
+    """Warn once that a GPU computes something in PyTorch because the kernels do not cover it."""
+    if x.is_cuda and not torch.compiler.is_compiling():
+        _warn_once(f"the GPU kernels do not cover {what}; PyTorch computes it, more slowly")
+
+
+def check_shapes(*named: tuple) -> None:
+    """Raise ValueError unless each (name, tensor or None, shape, ...) has one of its shapes."""
+    for name, x, *shapes in named:
+        if x is not None and tuple(x.shape) not in shapes:
+            raise ValueError(f"{name} must have the shape {' or '.join(map(str, shapes))} (got {tuple(x.shape)})")
+
+
+def check_options(mask, seq_idx, left_state, right_state, form: str, chunk_size: int) -> None:
+    """Raise ValueError for what no caller allows."""
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool (got {mask.dtype})")
+    if seq_idx is not None and seq_idx.is_floating_point():
+        raise ValueError(f"seq_idx must be integers (got {seq_idx.dtype})")
+    if seq_idx is not None and (left_state is not None or right_state is not None):
+        raise ValueError("left_state and right_state cannot be combined with seq_idx or normalize; omit the latter two")
+    if form not in FORMS:
+        raise ValueError(f"form must be one of {', '.join(FORMS)} (got {form})")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1 (got {chunk_size})")
