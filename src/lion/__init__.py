@@ -2,7 +2,6 @@
 
 from .configuration_lion import LionConfig
 from .linear_attention import linear_attention
-from .two_sided_attention import Triangle, two_sided_attention
 from .modeling_lion import (
     LionForMaskedLM,
     LionForQuestionAnswering,
@@ -11,6 +10,7 @@ from .modeling_lion import (
     LionModel,
     LionPreTrainedModel,
 )
+from .two_sided_attention import Triangle, two_sided_attention
 
 __all__ = [
     "LionConfig",
@@ -20,5 +20,7 @@ __all__ = [
     "LionForTokenClassification",
     "LionModel",
     "LionPreTrainedModel",
+    "Triangle",
     "linear_attention",
+    "two_sided_attention",
 ]

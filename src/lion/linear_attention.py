@@ -100,7 +100,7 @@ def linear_attention(
         if fused:
             size = 0 if form == "full" else chunk_size
             y = fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, size, dropout_p)
-            y = add_states(y, scale * q, sums, triangles, left_state, right_state)
+            y = add_states(y, q, sums, triangles, left_state, right_state, scale)
         else:
             y = attend(
                 q, k, v, sums, None, None, None, triangles, mask=mask, seq_idx=seq_idx, left_state=left_state,

@@ -14,6 +14,7 @@ sign. What the functions below take:
 Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, T triangles, N chunks, C chunk size.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -108,55 +109,56 @@ def _blocks(x: Tensor, chunk_size: int) -> list[_Block]:
 def _weights(blocks, query_sums, key_sums, diagonal, triangles, dtype, uniform) -> Callable[[_Block], Tensor]:
     """Return a function from a block to its W, (b or 1, H or 1, n or 1, C, C), computed once if uniform. On its
     diagonal W is 1, or 0 if a diagonal is given."""
-
-    def weights(part: Callable[[Tensor], Tensor]) -> Tensor:
-        if key_sums is None and triangles == "shared":
-            return _mirrored_weights(part(query_sums), dtype)
-        keys = part(query_sums if key_sums is None else key_sums)
-        return _triangle_weights(part(query_sums), keys, triangles, 0 if diagonal is None else -torch.inf, dtype)
-
+    compute = torch.promote_types(dtype, torch.float32)
+    if key_sums is None and triangles == "shared":
+        exclusive, inclusive = query_sums[..., 0], -query_sums[..., 1]
+        numbers = [*_split((exclusive + inclusive) / 2, compute), ((inclusive - exclusive) / 2).to(compute)]
+        function = _mirrored_weights
+    else:
+        pairs = zip(query_sums.unbind(-1), (query_sums if key_sums is None else key_sums).unbind(-1))
+        numbers = [number for pair in pairs for x in pair for number in _split(x, compute)]
+        function = functools.partial(_triangle_weights, triangles, 0 if diagonal is None else -torch.inf)
     if not uniform:
-        return lambda block: weights(block.of)
-    first = weights(lambda x: blocks[0].of(x)[:, :, :1])
+        return lambda block: function(*map(block.of, numbers)).to(dtype)
+    first = function(*(blocks[0].of(x)[:, :, :1] for x in numbers)).to(dtype)
 
     def cut(block: _Block) -> Tensor:  # to the last chunk's length
-        length = block.of(query_sums).shape[3]
-        return first[..., :length, :length]
+        length = block.tokens.stop - block.tokens.start
+        return first[..., :length, :length] if length < first.shape[-1] else first
 
     return cut
 
 
-def _mirrored_weights(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """W, (..., L, L), of both triangles if each sum, (..., L, 2), serves queries and keys. With m the mean of the two
-    (exclusive and inclusive), h half their difference, log W_ij = −|m_i − m_j| + h_j − h_i: none can overflow."""
-    exclusive, inclusive = sums[..., 0], -sums[..., 1]
-    compute = torch.promote_types(dtype, torch.float32)
-    middle, half = (exclusive + inclusive) / 2, ((inclusive - exclusive) / 2).to(compute)
-    log_weights = _differences(middle, middle, compute).abs_().neg_()
+def _split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two numbers of `dtype` for one in float64: far into a text, neighbours differ little and are far from 0."""
+    high = x.to(dtype)
+    return high, (x - high).to(dtype)
+
+
+def _differences(x_high: Tensor, x_low: Tensor, y_high: Tensor, y_low: Tensor) -> Tensor:
+    """x_i − y_j, (..., L, L), of numbers in two parts, (..., L)."""
+    return (x_high[..., :, None] - y_high[..., None, :]).add_(x_low[..., :, None]).sub_(y_low[..., None, :])
+
+
+def _mirrored_weights(high: Tensor, low: Tensor, half: Tensor) -> Tensor:
+    """W, (..., L, L), if each sum serves queries and keys, as in LION. With m the mean of the exclusive and the
+    inclusive sum, h half their difference, log W_ij = −|m_i − m_j| + h_j − h_i in both triangles: none can overflow."""
+    log_weights = _differences(high, low, high, low).abs_().neg_()
     log_weights.add_(half[..., None, :]).sub_(half[..., :, None])
-    return log_weights.clamp_(min=LOG_ZERO).exp_().to(dtype)
+    return log_weights.clamp_(min=LOG_ZERO).exp_()
 
 
-def _triangle_weights(query_sums, key_sums, triangles: str, log_diagonal: float, dtype: torch.dtype) -> Tensor:
-    """W, (..., L, L), from the sums of each triangle, (..., L, T)."""
-    pairs = zip(query_sums.unbind(-1), key_sums.unbind(-1))
-    log_weights, *future = (_differences(*pair, torch.promote_types(dtype, torch.float32)) for pair in pairs)
+def _triangle_weights(triangles: str, log_diagonal: float, *numbers: Tensor) -> Tensor:
+    """W, (..., L, L), from the sums of each triangle's queries and keys, in two parts."""
+    log_weights = _differences(*numbers[:4])
     lower = torch.ones(log_weights.shape[-2:], dtype=torch.bool, device=log_weights.device).tril()
-    if future:
-        log_weights = torch.where(lower, log_weights, *future)
+    if len(numbers) > 4:
+        log_weights = torch.where(lower, log_weights, _differences(*numbers[4:]))
     log_weights.clamp_(min=LOG_ZERO)
-    if not future:
+    if len(numbers) == 4:
         log_weights.masked_fill_(~lower if triangles == "past" else lower, -torch.inf)
     log_weights.diagonal(dim1=-2, dim2=-1).fill_(log_diagonal)
-    return log_weights.exp_().to(dtype)
-
-
-def _differences(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """x_i − y_j, (..., L, L), of float64 numbers, (..., L). Two numbers of `dtype` represent each: far into a text,
-    neighbours differ little and are far from 0."""
-    x_high, y_high = x.to(dtype), y.to(dtype)
-    x_low, y_low = (x - x_high).to(dtype), (y - y_high).to(dtype)
-    return (x_high[..., :, None] - y_high[..., None, :]).add_(x_low[..., :, None]).sub_(y_low[..., None, :])
+    return log_weights.exp_()
 
 
 def _scores(q: Tensor, k: Tensor, triangles: str) -> Tensor:
@@ -177,22 +179,36 @@ def _score_gradients(grad: Tensor, q: Tensor, k: Tensor, triangles: str) -> tupl
     return tuple(torch.cat(x, -1) for x in zip(*((side @ key, side.mT @ query) for side, query, key in sides)))
 
 
-def _sum_gradients(grad_log_weights: Tensor, triangles: str) -> tuple[Tensor, ...]:
-    """Turn ∂/∂ log W, (..., L, L), possibly overwritten, into ∂/∂ query_sums and ∂/∂ key_sums, (..., L, T) in float64.
-    An entry adds to its row what it subtracts from its column: sums rounded differently would leave a remainder."""
+def _sum_gradients(grad_log_weights: Tensor, triangles: str, one_sum: bool) -> list[Tensor]:
+    """Turn ∂/∂ log W, (..., L, L), possibly overwritten, into the gradients of T queries' sums and T keys' sums, or, if
+    they are one, of these T; each (..., L) in float64. An entry adds to its row what it subtracts from its column:
+    sums rounded differently would leave a remainder."""
     matrices = grad_log_weights.flatten(0, -3)
     size, sums = len(matrices), []
     if not torch.compiler.is_compiling():
         size = max(1, BLOCK_ENTRIES["cpu" if matrices.is_cpu else "cuda"] // matrices[0].numel())
     for few in matrices.split(size):
         few = few.double()
-        few.diagonal(dim1=-2, dim2=-1).zero_()
+        if not one_sum:  # otherwise the diagonal cancels
+            few.diagonal(dim1=-2, dim2=-1).zero_()
         rows, columns = [few.sum(-1)], [few.sum(-2)]
         if len(DIRECTIONS[triangles]) == 2:
             few.tril_()
             rows, columns = ([past := few.sum(dim), both - past] for dim, (both,) in ((-1, rows), (-2, columns)))
-        sums.append((torch.stack(rows, -1), torch.stack(columns, -1).neg_()))
-    return tuple(torch.cat(x).view(*grad_log_weights.shape[:-1], -1) for x in zip(*sums))
+        sums.append([x - y for x, y in zip(rows, columns)] if one_sum else [*rows, *(-x for x in columns)])
+    return [torch.cat(x).view(grad_log_weights.shape[:-1]) for x in zip(*sums)]
+
+
+def _empty_sum_gradients(x: Tensor, triangles: str, one_sum: bool) -> list[Tensor]:
+    """Tensors for what `_sum_gradients` returns, of x, (B, H, L, ·)."""
+    count = len(DIRECTIONS[triangles]) * (1 if one_sum else 2)
+    return [x.new_empty(x.shape[:3], dtype=torch.float64) for _ in range(count)]
+
+
+def _stack_sums(gradients: list[Tensor], query_sums: Tensor, key_sums: Tensor | None) -> list[Tensor]:
+    """The gradients of query_sums and, unless None, key_sums, in their shapes."""
+    given, T = [x for x in (query_sums, key_sums) if x is not None], query_sums.shape[-1]
+    return [torch.stack(gradients[i * T : (i + 1) * T], -1).sum_to_size(x.shape) for i, x in enumerate(given)]
 
 
 # The full form
@@ -214,7 +230,10 @@ class _Matrix(torch.autograd.Function):
         blocks = _blocks(output, q.shape[-2])
         weights = _weights(blocks, query_sums, key_sums, diagonal, triangles, scores.dtype, len(query_sums) == 1)
         for block in blocks:
-            torch.mul(block.of(scores), weights(block), out=block.of(output))
+            if output is scores:
+                block.of(scores).mul_(weights(block))
+            else:
+                torch.mul(block.of(scores), weights(block), out=block.of(output))
         if diagonal is not None:
             output.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
         ctx.save_for_backward(q, k, query_sums, key_sums, diagonal, output)
@@ -227,27 +246,19 @@ class _Matrix(torch.autograd.Function):
         q, k, query_sums, key_sums, diagonal, output = ctx.saved_tensors
         grad_q, grad_k = torch.empty_like(q), torch.empty_like(k)
         with_sums = any(ctx.needs_input_grad[2:4])
-        shape = *output.shape[:3], query_sums.shape[-1]
-        grad_sums = [q.new_empty(shape, dtype=torch.float64) for _ in range(2)]
+        grad_sums, one_sum = _empty_sum_gradients(output, ctx.triangles, key_sums is None), key_sums is None
         with torch.autocast(q.device.type, enabled=False):
             blocks = _blocks(output, q.shape[-2])
             of_sums = query_sums, key_sums, diagonal, ctx.triangles
             weights = _weights(blocks, *of_sums, output.dtype, len(query_sums) == 1)
             for block in blocks:
                 if with_sums:
-                    block.write(grad_sums, _sum_gradients(block.of(grad) * block.of(output), ctx.triangles))
+                    block.write(grad_sums, _sum_gradients(block.of(grad) * block.of(output), ctx.triangles, one_sum))
                 grad_scores = block.of(grad) * weights(block)
                 block.write((grad_q, grad_k), _score_gradients(grad_scores, block.of(q), block.of(k), ctx.triangles))
-        grad_sums = _shaped_like(query_sums, key_sums, *grad_sums) if with_sums else (None, None)
+        grad_query, grad_key = [*_stack_sums(grad_sums, query_sums, key_sums), None][:2] if with_sums else (None, None)
         grad_diagonal = None if diagonal is None else grad.diagonal(dim1=-2, dim2=-1).clone()
-        return grad_q, grad_k, *grad_sums, grad_diagonal, None
-
-
-def _shaped_like(query_sums, key_sums, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The gradients of query_sums and key_sums in their shapes."""
-    if key_sums is None:
-        return (grad_query + grad_key).sum_to_size(query_sums.shape), None
-    return grad_query.sum_to_size(query_sums.shape), grad_key.sum_to_size(key_sums.shape)
+        return grad_q, grad_k, grad_query, grad_key, grad_diagonal, None
 
 
 # The recurrent form
@@ -302,9 +313,9 @@ def _chunkwise_backward(
     chunks = _Chunks(k, v, query_sums, key_sums, diagonal, chunk_size, uniform, triangles)
     query_weights, key_weights = chunks.query_weights, chunks.key_weights
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    shape = *v.shape[:3], query_sums.shape[-1]
-    grad_sums = [v.new_empty(shape, dtype=torch.float64) for _ in range(2)]
-    grad_weights = [v.new_empty(shape) for _ in range(2)]
+    T, one_sum = query_sums.shape[-1], key_sums is None
+    grad_sums = _empty_sum_gradients(v, triangles, one_sum)
+    grad_weights = [v.new_empty(*v.shape[:3], T) for _ in range(2)]
     grad_diagonal = None if diagonal is None else torch.empty_like(diagonal)
     # What a chunk's queries read from a state flows back to all keys in it: the same scans in the other direction.
     grad_states = chunks.incoming_states(q, grad, scale * query_weights, sign=-1)
@@ -316,28 +327,29 @@ def _chunkwise_backward(
         if diagonal is not None:
             block.of(grad_diagonal).copy_(grad_matrix.diagonal(dim1=-2, dim2=-1))
         if with_sums:
-            block.write(grad_sums, _sum_gradients(matrix.mul_(grad_matrix), triangles))
+            block.write(grad_sums, _sum_gradients(matrix.mul_(grad_matrix), triangles, one_sum))
         dQ, dK = _score_gradients(grad_matrix.mul_(W), Q, K, triangles)
         dV += chunks.weigh(K, block.of(key_weights)) @ dS
         through_states = (Q, dQ, query_weights, dY @ S.mT), (K, dK, key_weights, V @ dS.mT)
         for number, (x, dX, weights, by_triangle) in enumerate(through_states):
             if with_sums:
-                products = (chunks.by_triangle(x) * by_triangle.unflatten(-1, (shape[-1], -1))).sum(-1)
+                products = (chunks.by_triangle(x) * by_triangle.unflatten(-1, (T, -1))).sum(-1)
                 block.of(grad_weights[number]).copy_(products)
             chunks.add_weighed(dX, by_triangle, block.of(weights))
         block.write(grads, (dQ.mul_(scale), dK, dV))
-    others = [] if diagonal is None else [grad_diagonal]
     if not with_sums:
         return [*grads]
     # From the weights to their logarithms, and on to the sums.
     of_query, of_key = ((g * w).double() for g, w in zip(grad_weights, (query_weights, key_weights)))
-    products = (chunks.states * grad_states).unflatten(-2, (shape[-1], -1)).sum((-2, -1))  # (B, H, N, T)
+    products = (chunks.states * grad_states).unflatten(-2, (T, -1)).sum((-2, -1))  # (B, H, N, T)
     of_across = (products * chunks.across).double()
-    grad_query, grad_key = grad_sums
-    grad_query += of_query
-    grad_key -= of_key
-    chunks.add_boundary_gradients(grad_query, -chunks.sum(of_query) - of_across, chunks.sum(of_key) + of_across)
-    return [*grads, *(x for x in _shaped_like(query_sums, key_sums, *grad_sums) if x is not None), *others]
+    of_incoming, of_outgoing = -chunks.sum(of_query) - of_across, chunks.sum(of_key) + of_across
+    for number in range(T):
+        grad_sums[number] += of_query[..., number]
+        grad_sums[number - T] -= of_key[..., number]
+        chunks.add_boundary_gradients(grad_sums[number], number, of_incoming[..., number], of_outgoing[..., number])
+    others = [] if diagonal is None else [grad_diagonal]
+    return [*grads, *_stack_sums(grad_sums, query_sums, key_sums), *others]
 
 
 class _Chunks:
@@ -412,26 +424,27 @@ class _Chunks:
         states = v.new_empty(*v.shape[:2], count, width, v.shape[-1])
         for block in self.blocks:  # first each chunk's own
             block.state(states).copy_(self.weigh(block.of(k), block.of(weights)).mT @ block.of(v))
-        for number, (part, direction) in enumerate(zip(states.chunk(len(self.directions), -2), self.directions)):
-            state = torch.zeros_like(part[:, :, 0])
+        parts = states.chunk(len(self.directions), -2)
+        for part, across, direction in zip(parts, self.across.unbind(-1), self.directions):
+            own, decays = part.unbind(2), across[..., None, None].unbind(2)
+            state = torch.zeros_like(own[0])
             for n in range(count)[:: sign * direction]:
-                following = torch.addcmul(part[:, :, n], state, self.across[:, :, n, number, None, None])
-                part[:, :, n] = state
+                following = torch.addcmul(own[n], state, decays[n])
+                own[n].copy_(state)
                 state = following
         return states
 
     def sum(self, x: Tensor) -> Tensor:  # (..., L, T) to (..., N, T)
         return F.pad(x, (0, 0, 0, -x.shape[2] % self.chunk_size)).unflatten(2, (-1, self.chunk_size)).sum(3)
 
-    def add_boundary_gradients(self, grad_query: Tensor, incoming: Tensor, outgoing: Tensor) -> None:
-        """Add the gradients of what chunks take as their boundaries' sums to those of query_sums."""
-        for number, direction in enumerate(self.directions):
-            own, other = incoming[..., number], outgoing[..., number]
-            if direction > 0:
-                own[..., 1:] += other[..., :-1]
-            else:
-                own[..., :-1] += other[..., 1:]
-            grad_query[..., self.first if direction > 0 else self.last, number] += own
+    def add_boundary_gradients(self, grad_sum: Tensor, number: int, incoming: Tensor, outgoing: Tensor) -> None:
+        """Add the gradients of what chunks take as their boundaries' sums, (B, H, N), to those of a triangle's
+        queries, (B, H, L)."""
+        forward = self.directions[number] > 0
+        neighbours = slice(1, None), slice(None, -1)
+        own, other = neighbours if forward else reversed(neighbours)
+        incoming[..., own] += outgoing[..., other]
+        grad_sum[..., self.first if forward else self.last] += incoming
 
 
 # Custom operators hide kernels and the loops over tokens and blocks from torch.compile, which would unroll the loops.

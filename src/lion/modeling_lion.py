@@ -22,6 +22,7 @@ from .linear_attention_forms import sequence_starts
 from .linear_attention_triton import fused_linear_attention  # noqa: F401
 from .mixers import MIXERS, Mixer
 from .triton_kernels import AVAILABLE  # noqa: F401
+from .two_sided_attention import two_sided_attention  # noqa: F401
 
 # Unused imports are here because transformers copies from a local Hub folder only what this file imports itself.
 

@@ -108,15 +108,18 @@ def two_sided_attention(
     shared = len(given) == 2 and past.q is future.q and past.k is future.k
     triangles = "shared" if shared else "separate" if len(given) == 2 else "future" if past is None else "past"
     signs = [1] * (past is not None) + [-1] * (future is not None)
-    q, k = (x[0] if shared else torch.cat(x, -1) for x in zip(*(triangle[:2] for triangle in given)))
-    query_sums, key_sums = (
-        torch.stack([sign * x.double().expand(-1, H, -1) for sign, x in zip(signs, pair)], -1)
-        for pair in zip(*(triangle[2:4] for triangle in given))
-    )
+    q, k = given[0].q, given[0].k
+    if triangles == "separate":
+        q, k = torch.cat([past.q, future.q], -1), torch.cat([past.k, future.k], -1)
+
+    def stacked(tensors: list[Tensor]) -> Tensor:  # (B or 1, H, L, T)
+        return torch.stack([x.expand(max(len(x) for x in tensors), H, L) for x in tensors], -1)
+
+    query_sums = stacked([sign * x.query_sum.double() for sign, x in zip(signs, given)])
+    key_sums = stacked([sign * x.key_sum.double() for sign, x in zip(signs, given)])
     log_weights = None
-    if any(triangle.log_weight is not None for triangle in given):
-        weights = [v.new_zeros(B, H, L) if triangle.log_weight is None else triangle.log_weight for triangle in given]
-        log_weights = torch.stack(weights, -1)
+    if any(x.log_weight is not None for x in given):
+        log_weights = stacked([v.new_zeros(B, H, L) if x.log_weight is None else x.log_weight for x in given])
     return attend(
         q, k, v, query_sums, key_sums, log_weights, diagonal, triangles, mask=mask, seq_idx=seq_idx, scale=scale,
         left_state=left_state, right_state=right_state, form=resolve_form(form, L, True), chunk_size=chunk_size,
@@ -218,7 +221,7 @@ def attend(
             y = q @ (scale * (k.mT @ v))
         else:
             y = chunkwise(q, k, v, *operands, scale, min(chunk_size, L), uniform, triangles)
-        y = add_states(y, scale * q, query_sums, triangles, left_state, right_state)
+        y = add_states(y, q, query_sums, triangles, left_state, right_state, scale)
     return y.to(dtype)
 
 
@@ -231,8 +234,11 @@ def add_boundaries(sums: Tensor | None, seq_idx: Tensor | None, triangles: str) 
     return boundaries if sums is None else sums + boundaries
 
 
-def add_states(y, q, query_sums, triangles: str, left_state, right_state) -> Tensor:
+def add_states(y, q, query_sums, triangles: str, left_state, right_state, scale: float) -> Tensor:
     """Add to y, (B, H, L, E), what the queries read from the states of other segments."""
+    if left_state is None and right_state is None:
+        return y
+    q = scale * q
     past, future = q.chunk(2, -1) if triangles == "separate" else (q, q)
     if left_state is not None:
         y = y + read_state(past, None if query_sums is None else query_sums[..., 0], left_state)
