@@ -5,7 +5,7 @@ from importlib import import_module
 from transformers import PretrainedConfig
 
 FORMS = ("auto", "full", "recurrent", "chunkwise")
-MIXERS = ("lion-lit", "lion-d", "lion-s", "softmax")  # the names of mixers.MIXERS
+MIXERS = ("lion-lit", "lion-d", "lion-s", "hydra", "softmax")  # the names of mixers.MIXERS
 
 
 class LionConfig(PretrainedConfig):
@@ -14,16 +14,21 @@ class LionConfig(PretrainedConfig):
     Args:
         vocab_size: rows of the word embedding matrix, preferably a multiple of 8.
         mixer: "lion-s" (a decay computed from each token), "lion-d" (one learned decay per head), "lion-lit" (no decay)
-            or "softmax" (BERT's attention).
+            "hydra" (two state space models and a diagonal, arXiv:2407.09941) or "softmax" (BERT's attention).
+        num_attention_heads: 12 if None; hydra has expand · hidden_size / headdim.
+        intermediate_size: width of the MLP, 3,072 if None; hydra has no MLP.
         attention_form: "auto", "full", "recurrent" or "chunkwise": equal results at different costs.
         chunk_size: tokens per chunk of the chunkwise form.
-        hidden_dropout_prob: dropout on the embeddings and on each block's output.
-        attention_probs_dropout_prob: dropout on the attention matrix; above 0, training needs the full form.
+        hidden_dropout_prob: dropout on the embeddings and, except in hydra, on each block's output.
+        attention_probs_dropout_prob: dropout on the attention matrix, 0.1 if None; above 0, training needs the full
+            form. hydra has none.
         classifier_dropout: dropout before a classification head; `hidden_dropout_prob` if None.
         classifier_pooling: input of the pooler: "cls", the first token; or "mean", the mean of all tokens, which needs
             less training where decay limits how far the first token sees.
         max_position_embeddings: the longest text of lion-lit and softmax; lion-d and lion-s have no such embeddings.
-        layer_norm_eps: ε of every LayerNorm except lion-lit's own.
+        layer_norm_eps: ε of every LayerNorm except lion-lit's own and those of hydra's layers.
+        expand, headdim, d_state, d_conv: of hydra: width of the heads relative to hidden_size, size of a head's values,
+            size of queries and keys, and width of the convolution over tokens, which is odd.
     """
 
     model_type = "lion"
@@ -36,14 +41,14 @@ class LionConfig(PretrainedConfig):
         vocab_size: int = 30528,
         hidden_size: int = 768,
         num_hidden_layers: int = 12,
-        num_attention_heads: int = 12,
-        intermediate_size: int = 3072,
+        num_attention_heads: int | None = None,
+        intermediate_size: int | None = None,
         mixer: str = "lion-s",
         attention_form: str = "auto",
         chunk_size: int = 128,
         hidden_act: str = "gelu",
         hidden_dropout_prob: float = 0.1,
-        attention_probs_dropout_prob: float = 0.1,
+        attention_probs_dropout_prob: float | None = None,
         classifier_dropout: float | None = None,
         classifier_pooling: str = "cls",
         max_position_embeddings: int = 512,
@@ -52,6 +57,10 @@ class LionConfig(PretrainedConfig):
         layer_norm_eps: float = 1e-12,
         pad_token_id: int = 0,
         tie_word_embeddings: bool = True,
+        expand: int = 2,
+        headdim: int = 64,
+        d_state: int = 64,
+        d_conv: int = 7,
         **kwargs,
     ):
         choices = {"mixer": MIXERS, "attention_form": FORMS, "classifier_pooling": ("cls", "mean")}
@@ -60,7 +69,22 @@ class LionConfig(PretrainedConfig):
                 raise ValueError(f"{name} must be one of {', '.join(choices[name])} (got {value})")
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1 (got {chunk_size})")
-        if hidden_size % num_attention_heads:
+        usual = {"num_attention_heads": 12, "intermediate_size": 3072, "attention_probs_dropout_prob": 0.1}
+        if mixer == "hydra":
+            if expand * hidden_size % headdim:
+                raise ValueError(f"headdim={headdim} must divide expand * hidden_size = {expand * hidden_size}")
+            if d_conv % 2 == 0:
+                raise ValueError(f"d_conv must be odd (got {d_conv})")
+            usual = {"num_attention_heads": expand * hidden_size // headdim, "intermediate_size": None}
+            usual["attention_probs_dropout_prob"] = 0.0
+        values = num_attention_heads, intermediate_size, attention_probs_dropout_prob
+        for name, value in zip(usual, values):
+            if mixer == "hydra" and value not in (None, usual[name]):
+                raise ValueError(f"hydra has {name}={usual[name]} (got {value}); omit it")
+        num_attention_heads, intermediate_size, attention_probs_dropout_prob = (
+            usual[name] if value is None else value for name, value in zip(usual, values)
+        )
+        if mixer != "hydra" and hidden_size % num_attention_heads:
             raise ValueError(f"hidden_size={hidden_size} is not divisible by num_attention_heads={num_attention_heads}")
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -79,6 +103,10 @@ class LionConfig(PretrainedConfig):
         self.type_vocab_size = type_vocab_size
         self.initializer_range = initializer_range
         self.layer_norm_eps = layer_norm_eps
+        self.expand = expand
+        self.headdim = headdim
+        self.d_state = d_state
+        self.d_conv = d_conv
         super().__init__(pad_token_id=pad_token_id, tie_word_embeddings=tie_word_embeddings, **kwargs)
 
     @property

@@ -7,6 +7,7 @@ import os
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 SLICE = 1024  # tokens that a layer processes at a time in inference: few enough to stay in cache and to reuse memory
@@ -19,7 +20,7 @@ def speed_up(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is nn.Dropout:
             module.__class__ = Dropout
-        elif hasattr(module, "split_heads"):
+        elif hasattr(module, "project_out"):
             module.__class__ = _faster(type(module), _Mixer)
         elif hasattr(module, "after_mixing"):
             module.__class__ = _faster(type(module), _Layer)
@@ -55,6 +56,39 @@ def dropout(x: Tensor, p: float) -> Tensor:
     draws = x.new_empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     kept = draws.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - 2**15
     return torch.where(kept, x, 0).mul_(2**16 / (2**16 - dropped))
+
+
+def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Convolve each channel of x, (B, L, C), over tokens with its own weight, (C, 1, W) with W odd, and zeros beyond
+    the text. torch would transpose x for `F.conv1d`; on a CPU, with tokens as the columns of an image that has channels
+    last in memory, oneDNN takes a sixth of the time, and less than two thirds with the backward pass below."""
+    if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
+        return F.conv1d(x.mT, weight.to(x.dtype), bias.to(x.dtype), padding="same", groups=len(weight)).mT
+    return _DepthwiseConv.apply(x.contiguous(), weight, bias)
+
+
+def _convolve_image(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    padding = 0, weight.shape[-1] // 2
+    return F.conv2d(x.mT.unsqueeze(2), weight.unsqueeze(2), bias, padding=padding, groups=len(weight)).squeeze(2).mT
+
+
+class _DepthwiseConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _convolve_image(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
+        x, weight = ctx.saved_tensors
+        grad, W = grad.contiguous(), weight.shape[-1]
+        image, grad_image = x.mT.unsqueeze(2), grad.mT.unsqueeze(2)
+        _, grad_weight, _ = torch.ops.aten.convolution_backward(
+            grad_image, image, weight.unsqueeze(2), None, [1, 1], [0, W // 2], [1, 1], False, [0, 0], len(weight),
+            [False, True, False],  # the others are faster below
+        )  # fmt: skip
+        return _convolve_image(grad, weight.flip(-1)), grad_weight.squeeze(2), grad.sum((0, 1))
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
@@ -112,11 +146,8 @@ class _Faster:
 
 
 class _Mixer(_Faster):
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.split_heads(linear(self.qkv, x))
-
-    def project_out(self, y: Tensor) -> Tensor:
-        return linear(self.out, self.norm(y))
+    def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return linear(layer, x)
 
 
 class _Layer(_Faster):

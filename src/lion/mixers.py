@@ -1,20 +1,65 @@
-"""What replaces BERT's self-attention: the three variants of LION (arXiv:2502.16249), and softmax as the baseline.
-Shape letters: B batch, L length, D hidden size, H heads."""
+"""What replaces BERT's self-attention: the three variants of LION (arXiv:2502.16249), Hydra (arXiv:2407.09941), and
+softmax as the baseline. Shape letters: B batch, L length, D hidden size, H heads, I width of all heads."""
+
+import math
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from .linear_attention import SegmentStates, attention_matrix, linear_attention, segment_states
-from .linear_attention_forms import sequence_starts
+from .cpu import depthwise_conv
+from .linear_attention import attention_matrix, linear_attention, segment_states
+from .linear_attention_forms import LOG_ZERO, cumulative_log_decay, sequence_starts
+from .two_sided_attention import SegmentStates, Triangle, two_sided_attention, two_sided_segment_states
 
 
 class Mixer(nn.Module):
-    """Projections to q, k and v, `mix`, and an output projection. A subclass adds what is particular to it."""
+    """What the encoder asks of a mixer. `forward` returns what the output projection maps back to the hidden size."""
 
     has_positions = False  # whether the encoder adds position embeddings
     has_states = False  # whether segments of a text can pass states to each other
+    has_mlp = True  # whether an MLP follows
+    halo = 0  # tokens of each neighbouring segment that a segment needs, besides the states
+
+    def init_parameters(self) -> None:
+        """Initialize the parameters that are not in a linear layer or a LayerNorm."""
+
+    def forward(self, x, mask, seq_idx, form, output_attentions=False, **states) -> tuple[Tensor, Tensor | None]:
+        """Mix the tokens of x, (B, L, D): (B, L, I), and the matrix, (B, H, L, L), if requested.
+
+        states: left_state and right_state of `linear_attention`, for segments of a long text; and halo, the numbers of
+        tokens of the neighbouring segments that x and mask begin and end with.
+        """
+        raise NotImplementedError
+
+    def project_out(self, y: Tensor) -> Tensor:
+        """Map what `forward` returned, (..., I), to the mixer's output, (..., D)."""
+        raise NotImplementedError
+
+    def segment_states(self, x: Tensor, mask: Tensor | None, halo: tuple[int, int]) -> SegmentStates:
+        """What a segment of a text, (B, L, D), passes to the others."""
+        raise NotImplementedError
+
+    @classmethod
+    def products_per_token(cls, config: PretrainedConfig, length: int) -> int:
+        """Count the multiplications of one layer's mixing per token of a text of this length."""
+        raise NotImplementedError
+
+    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """layer(x); cpu.py replaces this method."""
+        return layer(x)
+
+
+def count_widths(config: PretrainedConfig, length: int, states: int) -> int:
+    """Count the keys, or the entries of states, that each query reads in the configured form; "auto": the fewest."""
+    widths = {"full": length, "chunkwise": min(config.chunk_size, length) + states, "recurrent": states}
+    widths["auto"] = min(widths["full"], widths["chunkwise"])
+    return widths["full" if config.attention_probs_dropout_prob > 0 else config.attention_form]
+
+
+class Attention(Mixer):
+    """Projections to q, k and v, `mix`, and an output projection. A subclass adds what is particular to it."""
 
     def __init__(self, config: PretrainedConfig):
         super().__init__()
@@ -29,33 +74,23 @@ class Mixer(nn.Module):
     def add_parameters(self, hidden_size: int) -> None:
         """Create the parameters that only this mixer has."""
 
-    def init_parameters(self) -> None:
-        """Initialize the parameters that are not in a linear layer or a LayerNorm."""
-
     def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, **states) -> tuple[Tensor, Tensor | None]:
         """Return the heads' outputs, (B, H, L, D/H), and the attention matrix, (B, H, L, L), if requested."""
         raise NotImplementedError
 
     @classmethod
     def products_per_token(cls, config: PretrainedConfig, length: int) -> int:
-        """Count the multiplications of one layer's `mix` per token of a text of this length."""
         return 2 * config.hidden_size * length
-
-    def split_heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """Split (B, L, 3·D) into three tensors (B, H, L, D/H)."""
-        return tuple(x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in qkv.chunk(3, -1))
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return q, k and v, each (B, H, L, D/H)."""
-        return self.split_heads(self.qkv(x))
+        qkv = self.linear(self.qkv, x).chunk(3, -1)
+        return tuple(x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in qkv)
 
     def project_out(self, y: Tensor) -> Tensor:
-        """Map the concatenated heads, (..., D), to the mixer's output."""
-        return self.out(self.norm(y))
+        return self.linear(self.out, self.norm(y))
 
-    def forward(self, x, mask, seq_idx, form, output_attentions=False, **states):
-        """Return the heads before the output projection, (B, L, D), and the matrix, (B, H, L, L), if requested;
-        states: left_state and right_state of `linear_attention`, for segments of a long text."""
+    def forward(self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), **states):
         y, matrix = self.mix(x, *self.project(x), mask, seq_idx, form, output_attentions, **states)
         return y.transpose(1, 2).reshape(x.shape), matrix
 
@@ -64,7 +99,7 @@ class Mixer(nn.Module):
         return self.config.attention_probs_dropout_prob if self.training else 0.0
 
 
-class Softmax(Mixer):
+class Softmax(Attention):
     """BERT's attention."""
 
     has_positions = True
@@ -82,7 +117,7 @@ class Softmax(Mixer):
         return y, (scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)).softmax(-1)
 
 
-class LinearMixer(Mixer):
+class LinearMixer(Attention):
     """Linear attention; a subclass defines the decay λ."""
 
     has_states = True
@@ -100,8 +135,7 @@ class LinearMixer(Mixer):
         y = linear_attention(q, k, v, log_decay, **where, **how, **states)
         return y, attention_matrix(q, k, log_decay, **where) if output_attentions else None
 
-    def segment_states(self, x: Tensor, mask: Tensor | None) -> SegmentStates:
-        """What a segment of a text, (B, L, D), passes to the others."""
+    def segment_states(self, x: Tensor, mask: Tensor | None, halo: tuple[int, int]) -> SegmentStates:
         _, k, v = self.project(x)
         return segment_states(k, v, self.log_decay(x), mask=mask)
 
@@ -109,10 +143,7 @@ class LinearMixer(Mixer):
     def products_per_token(cls, config: PretrainedConfig, length: int) -> int:
         """Count L×L or C×C matrices and, except in the full form, two states per head; "auto": the cheaper form."""
         states = 2 * config.hidden_size // config.num_attention_heads
-        widths = {"full": length, "chunkwise": min(config.chunk_size, length) + states, "recurrent": states}
-        widths["auto"] = min(widths["full"], widths["chunkwise"])
-        form = "full" if config.attention_probs_dropout_prob > 0 else config.attention_form
-        return 2 * config.hidden_size * widths[form]
+        return 2 * config.hidden_size * count_widths(config, length, states)
 
 
 class LionLit(LinearMixer):
@@ -147,5 +178,112 @@ class LionS(LinearMixer):
         return F.logsigmoid(-self.decay(x).float()).mT
 
 
+class Hydra(Mixer):
+    """Two Mamba-2 scans, one in each direction and shifted by one token, and a diagonal: a quasiseparable matrix. Hwang
+    et al., "Hydra: Bidirectional State Space Models Through Generalized Matrix Mixers", arXiv:2407.09941. H heads of
+    size P share queries and keys of N numbers; W is the width of a convolution over tokens."""
+
+    has_states = True
+    has_mlp = False
+
+    def __init__(self, config: PretrainedConfig):
+        super().__init__()
+        self.config = config
+        D, N, W, H = config.hidden_size, config.d_state, config.d_conv, config.num_attention_heads
+        I = H * config.headdim  # noqa: E741
+        self.sizes = I, I + 4 * N, 2 * H  # of gate, convolved channels, step sizes
+        self.halo = (W - 1) // 2 + 1  # convolution and shift
+        self.in_proj = nn.Linear(D, sum(self.sizes), bias=False)
+        self.conv = nn.Conv1d(I + 4 * N, I + 4 * N, W, groups=I + 4 * N)
+        self.dt_bias = nn.Parameter(torch.zeros(H))
+        self.A_log = nn.Parameter(torch.zeros(H))
+        self.D = nn.Parameter(torch.ones(H))
+        self.fc_D = nn.Linear(I, H, bias=False)
+        self.norm = nn.RMSNorm(I, eps=1e-5)
+        self.out = nn.Linear(I, D, bias=False)
+
+    def init_parameters(self) -> None:
+        bound = self.config.d_conv**-0.5
+        for parameter in (self.conv.weight, self.conv.bias):
+            nn.init.uniform_(parameter, -bound, bound)
+        step = torch.empty_like(self.dt_bias).uniform_(math.log(0.001), math.log(0.1)).exp().clamp(min=1e-4)
+        self.dt_bias.copy_(step + (-(-step).expm1()).log())  # the inverse of softplus
+        nn.init.zeros_(self.A_log)
+        nn.init.ones_(self.D)
+        nn.init.ones_(self.norm.weight)
+
+    def project(self, x: Tensor, mask: Tensor | None, seq_idx: Tensor | None, halo: tuple[int, int]) -> tuple:
+        """Return the gate, (B, L, I), v, (B, H, L, P), past and future triangles, the sums of the log decays, (B, H, 1)
+        each, the diagonal, (B, H, L), and the mask; of the segment without its halo."""
+        before, length = halo[0], x.shape[1] - sum(halo)
+        own = slice(before, before + length)
+        z, xBC, dt = self.linear(self.in_proj, x).split(self.sizes, -1)
+        if mask is not None:  # so that tokens near a text's end see zeros, as beyond it
+            xBC = xBC.masked_fill(~mask[..., None], 0)
+        xBC = F.silu(self.convolve(xBC, seq_idx))
+        N = self.config.d_state
+        v, k, q, k_future, q_future = xBC.split([self.sizes[0], N, N, N, N], -1)
+        q = F.pad(q, (0, 0, 1, 0))[:, own, None].transpose(1, 2)  # the left neighbour's
+        q_future = F.pad(q_future, (0, 0, 0, 1))[:, before + 1 :][:, :length, None].transpose(1, 2)
+        k, k_future = (key[:, own, None].transpose(1, 2) for key in (k, k_future))  # (B, 1, L, N)
+        mask = None if mask is None else mask[:, own]
+        with torch.autocast(x.device.type, enabled=False):
+            step = F.softplus(dt[:, own].float().unflatten(-1, (2, -1)) + self.dt_bias.float())  # (B, L, 2, H)
+            if mask is not None:  # padding forgets nothing
+                step = step.masked_fill(~mask[..., None, None], 0)
+            log_weight = step.clamp(min=math.exp(LOG_ZERO)).log().permute(2, 0, 3, 1)  # (2, B, H, L)
+            log_decay = (step * -self.A_log.float().exp()).permute(2, 0, 3, 1)
+            (exclusive, inclusive), (exclusive_future, inclusive_future) = (
+                cumulative_log_decay(direction, length) for direction in log_decay
+            )
+        past = Triangle(q, k, exclusive, inclusive, log_weight[0])
+        future = Triangle(q_future, k_future, inclusive_future, exclusive_future, log_weight[1])
+        totals = inclusive[..., -1:], inclusive_future[..., -1:]
+        v = v[:, own]
+        diagonal = (self.linear(self.fc_D, v) + self.D).mT
+        return z[:, own], v.unflatten(-1, (self.D.numel(), -1)).transpose(1, 2), past, future, totals, diagonal, mask
+
+    def convolve(self, x: Tensor, seq_idx: Tensor | None) -> Tensor:
+        """The convolution over tokens, (B, L, ·), in which packed sequences do not see each other."""
+        if seq_idx is None:
+            return depthwise_conv(x, self.conv.weight, self.conv.bias)
+        B, L, _ = x.shape
+        gap = self.config.d_conv // 2  # zeros between sequences
+        place = torch.arange(L, device=x.device) + gap * sequence_starts(seq_idx).cumsum(1)  # (B, L)
+        width = int(place.max()) + 1
+        place = (place + width * torch.arange(B, device=x.device)[:, None]).flatten()
+        spread = x.new_zeros(B * width, x.shape[-1]).index_copy(0, place, x.flatten(0, 1)).unflatten(0, (B, width))
+        spread = depthwise_conv(spread, self.conv.weight, self.conv.bias)
+        return spread.flatten(0, 1).index_select(0, place).unflatten(0, (B, L))
+
+    def forward(self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), **states):
+        z, v, past, future, _, diagonal, mask = self.project(x, mask, seq_idx, halo)
+        where = {"mask": mask, "seq_idx": seq_idx}
+        y = two_sided_attention(
+            v, past, future, diagonal, **where, **states, form=form, chunk_size=self.config.chunk_size
+        )
+        matrix = None
+        if output_attentions:
+            if form in ("recurrent", "chunkwise"):
+                raise ValueError(f"the {form} form has no attention matrix; use attention_form='full'")
+            identity = torch.eye(v.shape[2], dtype=v.dtype, device=v.device).expand(*v.shape[:2], -1, -1)
+            matrix = two_sided_attention(identity, past, future, diagonal, **where, form="full")
+        return self.norm(y.transpose(1, 2).flatten(2)) * F.silu(z), matrix
+
+    def project_out(self, y: Tensor) -> Tensor:
+        return self.linear(self.out, y)
+
+    def segment_states(self, x: Tensor, mask: Tensor | None, halo: tuple[int, int]) -> SegmentStates:
+        _, v, past, future, totals, _, mask = self.project(x, mask, None, halo)
+        return two_sided_segment_states(v, past, future, *totals, mask=mask)
+
+    @classmethod
+    def products_per_token(cls, config: PretrainedConfig, length: int) -> int:
+        """Count two matrices of scores, which all heads share, and one per head; or states, two per head."""
+        N, width = config.d_state, config.num_attention_heads * config.headdim
+        states = 4 * N * width // (2 * N + width)  # in entries of those matrices
+        return (2 * N + width) * count_widths(config, length, states)
+
+
 # By name in a configuration; configuration_lion.py repeats the names, since transformers loads it without this file.
-MIXERS = {"lion-lit": LionLit, "lion-d": LionD, "lion-s": LionS, "softmax": Softmax}
+MIXERS = {"lion-lit": LionLit, "lion-d": LionD, "lion-s": LionS, "hydra": Hydra, "softmax": Softmax}

@@ -64,26 +64,40 @@ class LionEmbeddings(nn.Module):
             raise ValueError(f"{length} tokens are too many for {limit}; shorten the text or use lion-s")
 
 
-class LionLayer(GradientCheckpointingLayer):
-    """A mixer, then a GELU MLP, each followed by dropout, the residual sum and a LayerNorm."""
+class MixerLayer(GradientCheckpointingLayer):
+    """A mixer, the residual sum and a LayerNorm: a layer of Hydra."""
+
+    layer_norm_eps = 1e-5
 
     def __init__(self, config: LionConfig):
         super().__init__()
         self.attention = MIXERS[config.mixer](config)
-        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=self.layer_norm_eps or config.layer_norm_eps)
+
+    def forward(self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), **states):
+        """Return the layer's output, (B, L, D), and the attention matrix, (B, H, L, L), if requested."""
+        y, matrix = self.attention(x, mask, seq_idx, form, output_attentions, halo=halo, **states)
+        return self.after_mixing(x[:, halo[0] : x.shape[1] - halo[1]], y), matrix
+
+    def after_mixing(self, x: Tensor, y: Tensor) -> Tensor:
+        """Compute the layer's output from its input x and what was mixed, y, for each token on its own."""
+        return self.attention_norm(x + self.attention.project_out(y))
+
+
+class LionLayer(MixerLayer):
+    """A mixer, then a GELU MLP, each followed by dropout, the residual sum and a LayerNorm."""
+
+    layer_norm_eps = None  # the configuration's
+
+    def __init__(self, config: LionConfig):
+        super().__init__(config)
         self.mlp_in = nn.Linear(config.hidden_size, config.intermediate_size)
         self.act = ACT2FN[config.hidden_act]
         self.mlp_out = nn.Linear(config.intermediate_size, config.hidden_size)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, x, mask, seq_idx, form, output_attentions=False, **states):
-        """Return the layer's output, (B, L, D), and the attention matrix, (B, H, L, L), if requested."""
-        y, matrix = self.attention(x, mask, seq_idx, form, output_attentions, **states)
-        return self.after_mixing(x, y), matrix
-
     def after_mixing(self, x: Tensor, y: Tensor) -> Tensor:
-        """Compute the layer's output from its input x and the mixed heads y, (..., D), for each token on its own."""
         x = self.attention_norm(x + self.dropout(self.attention.project_out(y)))
         return self.mlp_norm(x + self.dropout(self.mlp(x)))
 
@@ -111,7 +125,7 @@ class LionPreTrainedModel(PreTrainedModel):
     config_class = LionConfig
     base_model_prefix = "lion"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["LionLayer"]
+    _no_split_modules = ["LionLayer", "MixerLayer"]
     _supports_sdpa = True
 
     def post_init(self) -> None:
@@ -139,7 +153,8 @@ class LionModel(LionPreTrainedModel):
     def __init__(self, config: LionConfig, add_pooling_layer: bool = True):
         super().__init__(config)
         self.embeddings = LionEmbeddings(config)
-        self.layers = nn.ModuleList(LionLayer(config) for _ in range(config.num_hidden_layers))
+        layer = LionLayer if MIXERS[config.mixer].has_mlp else MixerLayer
+        self.layers = nn.ModuleList(layer(config) for _ in range(config.num_hidden_layers))
         self.pooler = nn.Linear(config.hidden_size, config.hidden_size) if add_pooling_layer else None
         self.post_init()
 
@@ -225,7 +240,7 @@ class LionModel(LionPreTrainedModel):
         Raises ValueError for a mixer without states, training mode, or a text longer than the position embeddings.
         """
         if not MIXERS[self.config.mixer].has_states:
-            raise ValueError(f"{self.config.mixer} has no states to pass between segments; use a lion mixer")
+            raise ValueError(f"{self.config.mixer} has no states to pass between segments; use another mixer")
         if self.training:
             raise ValueError("encode_long is for inference; call model.eval() first")
         L, device = input_ids.shape[1], self.device
@@ -238,16 +253,24 @@ class LionModel(LionPreTrainedModel):
         def take(x: Tensor | None, segment: slice) -> Tensor | None:
             return None if x is None else x[:, segment].to(device)
 
-        def run(layer: LionLayer, x: Tensor) -> tuple[Tensor, None]:
-            passed = [layer.attention.segment_states(take(x, segment), take(mask, segment)) for segment in segments]
+        def run(layer: MixerLayer, x: Tensor) -> tuple[Tensor, None]:
+            size = layer.attention.halo
+            halos = [(min(size, segment.start), min(size, L - segment.stop)) for segment in segments]
+            wide = [slice(part.start - left, part.stop + right) for part, (left, right) in zip(segments, halos)]
+            passed = [
+                layer.attention.segment_states(take(x, part), take(mask, part), halo) for part, halo in zip(wide, halos)
+            ]
             lefts = [torch.zeros_like(passed[0].rightward)]
             for state in passed[:-1]:
                 lefts.append(lefts[-1] * state.across + state.rightward)
             right = torch.zeros_like(lefts[0])
-            for segment, left, state in reversed(list(zip(segments, lefts, passed))):
-                inputs = take(x, segment), take(mask, segment), None, form
-                x[:, segment], _ = layer(*inputs, left_state=left, right_state=right)
-                right = right * state.across + state.leftward
+            following = x[:, L:]  # the next segment's first tokens, before they were overwritten
+            for segment, part, halo, left, state in reversed(list(zip(segments, wide, halos, lefts, passed))):
+                inputs = torch.cat([x[:, part.start : segment.stop], following], 1).to(device)
+                following = x[:, segment.start : segment.start + size].clone()
+                states = {"left_state": left, "right_state": right}
+                x[:, segment], _ = layer(inputs, take(mask, part), None, form, halo=halo, **states)
+                right = right * state.across_leftward + state.leftward
             return x, None
 
         x = torch.empty(*input_ids.shape, self.config.hidden_size, dtype=self.dtype, device=input_ids.device)
