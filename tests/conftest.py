@@ -54,6 +54,14 @@ TINY_MODEL = {
 }
 
 
+def settings_of(mixer: str, **sizes) -> dict:
+    """The arguments of LionConfig for a model of these sizes with this mixer."""
+    if mixer == "hydra":  # which has no MLP, and heads of a given size
+        heads, _ = sizes.pop("num_attention_heads"), sizes.pop("intermediate_size", None)
+        sizes |= {"headdim": 2 * sizes["hidden_size"] // heads, "d_state": 8}
+    return {**sizes, "mixer": mixer}
+
+
 class Result(NamedTuple):
     returncode: int
     stdout: str
@@ -182,8 +190,8 @@ def write_checkpoint(tokenizer) -> Callable[..., Path]:
 
     def write(path: Path, mixer: str = "lion-s", edit: Callable[[dict], None] | None = None) -> Path:
         torch.manual_seed(MIXERS.index(mixer))
-        settings = {**TINY_MODEL, "mixer": mixer, "vocab_size": -(-len(tokenizer) // 8) * 8, "initializer_range": 0.3}
-        model = LionMLM(LionConfig(**settings), tokenizer)
+        sizes = {**TINY_MODEL, "vocab_size": -(-len(tokenizer) // 8) * 8, "initializer_range": 0.3}
+        model = LionMLM(LionConfig(**settings_of(**{**sizes, "mixer": mixer})), tokenizer)
         state = {
             "model": {f"model.{name}": tensor for name, tensor in model.model.state_dict().items()},
             "integrations": {"huggingface": model.get_metadata()},

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from conftest import MIXERS, TINY_MODEL, WORDS, sentences
+from conftest import MIXERS, TINY_MODEL, WORDS, sentences, settings_of
 
 from src.data.batches import (
     IGNORED,
@@ -152,9 +152,15 @@ def test_packed_rows_of_one_sample_have_room_for_two(tokenizer):
 
 def model(tokenizer, mixer: str) -> LionForMaskedLM:
     torch.manual_seed(0)
-    config = LionConfig(**{**TINY_MODEL, "mixer": mixer, "num_hidden_layers": 2, "initializer_range": 0.3},
-                        vocab_size=len(tokenizer), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
-    return LionForMaskedLM(config).double().train()
+    sizes = {
+        **TINY_MODEL,
+        "mixer": mixer,
+        "num_hidden_layers": 2,
+        "initializer_range": 0.3,
+        "vocab_size": len(tokenizer),
+    }
+    settings = settings_of(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return LionForMaskedLM(LionConfig(**settings)).double().train()
 
 
 def loss_and_gradients(network: LionForMaskedLM, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:

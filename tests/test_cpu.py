@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from src.lion import cpu
 from src.lion.configuration_lion import MIXERS, LionConfig
 from src.lion.cpu import Dropout, dropout, linear
-from src.lion.modeling_lion import LionForMaskedLM, LionLayer, LionModel
-from tests.conftest import ROOT
+from src.lion.modeling_lion import LionForMaskedLM, LionLayer, LionModel, MixerLayer
+from tests.conftest import ROOT, settings_of
 
 TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 
@@ -213,10 +213,11 @@ def test_a_traced_layer_accepts_every_length(convolutions):
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_a_model_is_sped_up_and_so_are_its_copies(mixer):
-    model = LionForMaskedLM(LionConfig(mixer=mixer, **TINY))
+    model = LionForMaskedLM(LionConfig(**settings_of(mixer, **TINY)))
     for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         layer = copied.lion.layers[0]
-        assert isinstance(layer, LionLayer) and isinstance(layer, cpu._Layer) and type(layer).__name__ == "LionLayer"
+        kind = LionLayer if layer.attention.has_mlp else MixerLayer
+        assert isinstance(layer, kind) and isinstance(layer, cpu._Layer) and type(layer).__name__ == kind.__name__
         assert isinstance(layer.attention, cpu._Mixer)
         assert {type(module) for module in copied.modules() if isinstance(module, nn.Dropout)} == {Dropout}
         assert {type(module) for module in copied.modules() if isinstance(module, nn.Linear)} == {nn.Linear}

@@ -23,7 +23,7 @@ from src.lion import LionConfig, LionForMaskedLM, LionForSequenceClassification
 from src.publish import commands as hub
 from src.publish import folder as hub_folder
 from src.publish.commands import digests
-from tests.conftest import MIXERS, ROOT, TINY_MODEL, VOCABULARY, environment
+from tests.conftest import MIXERS, ROOT, TINY_MODEL, VOCABULARY, environment, settings_of
 from tests.fake_hub import serve
 
 AUTO_CLASSES = (
@@ -47,8 +47,8 @@ def write_checkpoint(path: Path, tokenizer_folder: Path, kind: type, mixer: str 
         for file in tokenizer_folder.iterdir()
     }
     torch.manual_seed(0)
-    settings = {**TINY_MODEL, "mixer": mixer, "vocab_size": -(-len(VOCABULARY) // 8) * 8, "initializer_range": 0.3}
-    model = kind(LionConfig(**settings, **changes))
+    sizes = {**TINY_MODEL, "mixer": mixer, "vocab_size": -(-len(VOCABULARY) // 8) * 8, "initializer_range": 0.3}
+    model = kind(LionConfig(**settings_of(**sizes, **changes)))
     config = {"file_extension": ".json", "content": model.config.to_dict(), "class": f"modeling_lion.{kind.__name__}"}
     state = {
         "model": {f"model.{name}": tensor for name, tensor in model.state_dict().items()},

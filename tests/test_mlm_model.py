@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import MIXERS, TINY_MODEL, run
+from conftest import MIXERS, TINY_MODEL, run, settings_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from src.data.batches import split_batch
@@ -11,7 +11,7 @@ from src.mlm.model import LionMLM
 
 
 def build(tokenizer, **changes) -> LionMLM:
-    return LionMLM(LionConfig(**{**TINY_MODEL, "vocab_size": len(tokenizer), **changes}), tokenizer)
+    return LionMLM(LionConfig(**settings_of(**{**TINY_MODEL, "vocab_size": len(tokenizer), **changes})), tokenizer)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

@@ -25,9 +25,11 @@ from src.lion import (
 )
 from src.lion.configuration_lion import MIXERS
 from src.lion.linear_attention import definition
-from src.lion.mixers import Mixer
+from src.lion.mixers import MIXERS as MIXER_CLASSES
+from tests.conftest import settings_of
 
 LINEAR = tuple(mixer for mixer in MIXERS if mixer != "softmax")
+LION = ("lion-lit", "lion-d", "lion-s")
 WITH_POSITIONS = ("lion-lit", "softmax")
 WITH_DECAY = ("lion-d", "lion-s")
 MODELS = (
@@ -47,9 +49,16 @@ SIZES = {
 }
 
 
+HYDRA_SHAPES = {  # heads of 16, N = 8
+    "in_proj.weight": (2 * 64 + 4 * 8 + 2 * HEADS, D), "conv.weight": (64 + 4 * 8, 1, 7), "conv.bias": (64 + 4 * 8,),
+    "dt_bias": (HEADS,), "A_log": (HEADS,), "D": (HEADS,), "fc_D.weight": (HEADS, 64), "norm.weight": (64,),
+    "out.weight": (D, 64),
+}  # fmt: skip
+
+
 def build(mixer: str, kind: type = LionForMaskedLM, **changes):
     torch.manual_seed(0)
-    return kind(LionConfig(**{**SIZES, "mixer": mixer, "chunk_size": 8, **changes})).eval()
+    return kind(LionConfig(**settings_of(mixer, **{**SIZES, "chunk_size": 8, **changes}))).eval()
 
 
 def texts(batch: int = 3, length: int = 21, padded: bool = False, seed: int = 0) -> dict[str, Tensor]:
@@ -144,37 +153,48 @@ def test_each_mixer_has_exactly_its_own_parameters(mixer):
         "lion-d": {"decay": (HEADS,)},
         "lion-s": {"decay.weight": (HEADS, D), "decay.bias": (HEADS,)},
         "softmax": {},
-    }[mixer]
+    }
     common = {"qkv.weight": (3 * D, D), "qkv.bias": (3 * D,), "out.weight": (D, D), "out.bias": (D,)}
     for layer in range(LAYERS):
         prefix = f"lion.layers.{layer}.attention."
-        assert {name.removeprefix(prefix): s for name, s in shapes.items() if name.startswith(prefix)} == common | own
+        expected = HYDRA_SHAPES if mixer == "hydra" else common | own[mixer]
+        assert {name.removeprefix(prefix): s for name, s in shapes.items() if name.startswith(prefix)} == expected
+        assert (f"lion.layers.{layer}.mlp_in.weight" in shapes) == (mixer != "hydra")
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_every_norm_has_berts_epsilon_except_lion_lits(mixer):
+def test_every_norm_has_berts_epsilon_except_lion_lits_and_hydras(mixer):
     norms = {name: m.eps for name, m in build(mixer).named_modules() if isinstance(m, torch.nn.LayerNorm)}
-    lits = {f"lion.layers.{layer}.attention.norm" for layer in range(LAYERS)} if mixer == "lion-lit" else set()
-    assert lits <= norms.keys()
-    assert {name: 1e-5 if name in lits else 1e-12 for name in norms} == norms
+    larger = {"lion-lit": "attention.norm", "hydra": "attention_norm"}.get(mixer)
+    larger = {f"lion.layers.{layer}.{larger}" for layer in range(LAYERS)} if larger else set()
+    assert larger <= norms.keys()
+    assert {name: 1e-5 if name in larger else 1e-12 for name in norms} == norms
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_initial_weights_have_the_papers_distribution(mixer):
     model = build(mixer, hidden_size=64, num_attention_heads=64, num_hidden_layers=4, initializer_range=0.02)
     for name, parameter in model.named_parameters():
-        if name.endswith("attention.decay"):
+        if name.endswith(("attention.decay", "dt_bias", "conv.weight", "conv.bias")):
             continue
         if parameter.ndim == 2:
             assert abs(parameter.mean()) < 5 * 0.02 * parameter.numel() ** -0.5, name
             assert abs(parameter.std() - 0.02) < 5 * 0.02 * (2 * parameter.numel()) ** -0.5, name
         else:
-            is_norm_weight = "norm" in name.lower() and name.endswith("weight")
-            assert torch.equal(parameter, torch.full_like(parameter, float(is_norm_weight))), name
+            is_one = ("norm" in name.lower() and name.endswith("weight")) or name.endswith("attention.D")
+            assert torch.equal(parameter, torch.full_like(parameter, float(is_one))), name
     assert not model.lion.embeddings.word_embeddings.weight[0].any()
     if mixer == "lion-d":
         decays = torch.cat([layer.attention.decay for layer in model.lion.layers])  # 256 of N(0, 1)
         assert abs(decays.mean()) < 0.3 and abs(decays.std() - 1) < 0.2
+    if mixer == "hydra":
+        own = [layer.attention for layer in model.lion.layers]
+        steps = torch.stack([F.softplus(part.dt_bias).log() for part in own])  # U(log 0.001, log 0.1)
+        assert math.log(0.001) <= steps.min() + 1e-4 and steps.max() <= math.log(0.1) + 1e-4
+        assert abs(steps.mean() - math.log(0.01)) < 0.3 and not torch.equal(steps[0], steps[1])
+        convolutions = torch.stack([part.conv.weight for part in own])  # U(−1/√7, 1/√7)
+        assert 0.99 < convolutions.abs().max() * 7**0.5 <= 1 and abs(convolutions.std() * 21**0.5 - 1) < 0.05
+        assert not torch.equal(convolutions[0], convolutions[1])
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -198,7 +218,7 @@ def test_a_configuration_accepts_every_mixer_and_knows_its_positions():
 
 
 def test_an_invalid_configuration_is_refused():
-    with pytest.raises(ValueError, match=r"mixer.*lion-lit, lion-d, lion-s, softmax.*mamba"):
+    with pytest.raises(ValueError, match=r"mixer.*lion-lit, lion-d, lion-s, hydra, softmax.*mamba"):
         LionConfig(mixer="mamba")
     with pytest.raises(ValueError, match=r"classifier_pooling.*max"):
         LionConfig(classifier_pooling="max")
@@ -209,7 +229,7 @@ def test_an_invalid_configuration_is_refused():
 # What a mixer computes
 
 
-@pytest.mark.parametrize("mixer", LINEAR)
+@pytest.mark.parametrize("mixer", LION)
 def test_attention_equals_the_definition_with_the_mixers_decay(mixer):
     model, inputs = build(mixer, LionModel), texts(padded=True)
     with torch.no_grad():
@@ -261,7 +281,7 @@ def test_an_unknown_form_is_refused(mixer):
 
 
 @pytest.mark.parametrize("form", ["recurrent", "chunkwise"])
-@pytest.mark.parametrize("mixer", LINEAR)
+@pytest.mark.parametrize("mixer", LION)
 def test_attention_dropout_restricts_only_training_to_the_full_form(mixer, form):
     model, inputs = build(mixer, attention_probs_dropout_prob=0.1, attention_form=form), texts()
     logits = model(**inputs).logits
@@ -272,8 +292,13 @@ def test_attention_dropout_restricts_only_training_to_the_full_form(mixer, form)
     model(**inputs, attention_form="full")
 
 
-@pytest.mark.parametrize("which", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize(
+    "mixer, which",
+    [
+        *((mixer, "hidden_dropout_prob") for mixer in MIXERS),
+        *((mixer, "attention_probs_dropout_prob") for mixer in (*LION, "softmax")),
+    ],
+)
 def test_dropout_acts_only_in_training(mixer, which):
     model, inputs = build(mixer, LionModel, **{which: 0.3}), texts()
     with torch.no_grad():
@@ -760,8 +785,9 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(mixer,
     monkeypatch.setattr(cpu, "SLICE", 16)
     model = build(mixer, attention_form=form, hidden_dropout_prob=0.3).train()
     inputs, labels = texts(padded=True), draw_labels()
-    calls, split_heads = [], Mixer.split_heads
-    monkeypatch.setattr(Mixer, "split_heads", lambda *arguments: calls.append(1) or split_heads(*arguments))
+    mixer_class = MIXER_CLASSES[mixer]
+    calls, project = [], mixer_class.project
+    monkeypatch.setattr(mixer_class, "project", lambda *arguments: calls.append(1) or project(*arguments))
     torch.manual_seed(0)
     expected = gradients(model, model(**inputs, labels=labels).loss)
     assert len(calls) == LAYERS
@@ -780,14 +806,15 @@ def test_sliced_layers_give_the_same_outputs_and_hooks_see_complete_activations(
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         expected = model(**inputs).last_hidden_state
         monkeypatch.setattr(cpu, "SLICE", 16)
-        mlp = model.layers[0].mlp_in
-        forward, seen = mlp.forward, []
-        monkeypatch.setattr(mlp, "forward", lambda x: seen.append(tuple(x.shape)) or forward(x))
+        part = model.layers[0].attention.out if mixer == "hydra" else model.layers[0].mlp_in
+        forward, seen = part.forward, []
+        monkeypatch.setattr(part, "forward", lambda x: seen.append(tuple(x.shape)) or forward(x))
         torch.testing.assert_close(model(**inputs).last_hidden_state, expected)
-        assert seen == [(16, D), (16, D), (16, D), (15, D)]
-        mlp.register_forward_hook(lambda module, arguments, output: seen.append(tuple(output.shape)))
+        width = part.in_features
+        assert seen == [(16, width), (16, width), (16, width), (15, width)]
+        part.register_forward_hook(lambda module, arguments, output: seen.append(tuple(output.shape)))
         torch.testing.assert_close(model(**inputs).last_hidden_state, expected)
-        assert seen[4:] == [(3, 21, D), (3, 21, 64)]
+        assert seen[4:] == [(3, 21, width), (3, 21, part.out_features)]
 
 
 def test_the_mean_of_a_long_text_fits_in_float16():
@@ -810,6 +837,7 @@ def test_a_layer_compiles_as_one_graph(mixer, form):
             y, _ = run(x, mask, seq_idx, form)
         return y, *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])
 
+    torch.compiler.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for x, y in zip(outputs_and_gradients(compiled), outputs_and_gradients(layer)):
         torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)

@@ -88,7 +88,7 @@ def test_the_definition_equals_the_formula_in_loops():
     for b in range(2):
         for h in range(4):
             for i in range(6):
-                expected[b, h, i] = diagonal[b, h, i] * v[b, h, i]
+                expected[b, h, i] = diagonal[b, h, i] * mask[b, i] * v[b, h, i]
                 for j in range(6):
                     if i == j or not mask[b, j]:
                         continue

@@ -69,21 +69,22 @@ class LionConfig(PretrainedConfig):
                 raise ValueError(f"{name} must be one of {', '.join(choices[name])} (got {value})")
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1 (got {chunk_size})")
-        usual = {"num_attention_heads": 12, "intermediate_size": 3072, "attention_probs_dropout_prob": 0.1}
+        heads, mlp, dropout = 12, 3072, 0.1
         if mixer == "hydra":
             if expand * hidden_size % headdim:
-                raise ValueError(f"headdim={headdim} must divide expand * hidden_size = {expand * hidden_size}")
+                raise ValueError(f"expand * hidden_size = {expand * hidden_size} is not divisible by headdim={headdim}")
             if d_conv % 2 == 0:
                 raise ValueError(f"d_conv must be odd (got {d_conv})")
-            usual = {"num_attention_heads": expand * hidden_size // headdim, "intermediate_size": None}
-            usual["attention_probs_dropout_prob"] = 0.0
-        values = num_attention_heads, intermediate_size, attention_probs_dropout_prob
-        for name, value in zip(usual, values):
-            if mixer == "hydra" and value not in (None, usual[name]):
-                raise ValueError(f"hydra has {name}={usual[name]} (got {value}); omit it")
-        num_attention_heads, intermediate_size, attention_probs_dropout_prob = (
-            usual[name] if value is None else value for name, value in zip(usual, values)
-        )
+            heads, mlp, dropout = expand * hidden_size // headdim, None, 0.0
+            given = (num_attention_heads, heads), (intermediate_size, mlp), (attention_probs_dropout_prob, dropout)
+            names = "num_attention_heads", "intermediate_size", "attention_probs_dropout_prob"
+            for name, (value, only) in zip(names, given):
+                if value not in (None, only):
+                    raise ValueError(f"hydra has {name}={only} at this size (got {value}); omit it, or set it to null")
+        num_attention_heads = heads if num_attention_heads is None else num_attention_heads
+        intermediate_size = mlp if intermediate_size is None else intermediate_size
+        if attention_probs_dropout_prob is None:
+            attention_probs_dropout_prob = dropout
         if mixer != "hydra" and hidden_size % num_attention_heads:
             raise ValueError(f"hidden_size={hidden_size} is not divisible by num_attention_heads={num_attention_heads}")
         self.vocab_size = vocab_size

@@ -220,7 +220,7 @@ class Hydra(Mixer):
         z, xBC, dt = self.linear(self.in_proj, x).split(self.sizes, -1)
         if mask is not None:  # so that tokens near a text's end see zeros, as beyond it
             xBC = xBC.masked_fill(~mask[..., None], 0)
-        xBC = F.silu(self.convolve(xBC, seq_idx))
+        xBC = F.silu(depthwise_conv(xBC, self.conv.weight, self.conv.bias, seq_idx))
         N = self.config.d_state
         v, k, q, k_future, q_future = xBC.split([self.sizes[0], N, N, N, N], -1)
         q = F.pad(q, (0, 0, 1, 0))[:, own, None].transpose(1, 2)  # the left neighbour's
@@ -242,19 +242,6 @@ class Hydra(Mixer):
         v = v[:, own]
         diagonal = (self.linear(self.fc_D, v) + self.D).mT
         return z[:, own], v.unflatten(-1, (self.D.numel(), -1)).transpose(1, 2), past, future, totals, diagonal, mask
-
-    def convolve(self, x: Tensor, seq_idx: Tensor | None) -> Tensor:
-        """The convolution over tokens, (B, L, ·), in which packed sequences do not see each other."""
-        if seq_idx is None:
-            return depthwise_conv(x, self.conv.weight, self.conv.bias)
-        B, L, _ = x.shape
-        gap = self.config.d_conv // 2  # zeros between sequences
-        place = torch.arange(L, device=x.device) + gap * sequence_starts(seq_idx).cumsum(1)  # (B, L)
-        width = int(place.max()) + 1
-        place = (place + width * torch.arange(B, device=x.device)[:, None]).flatten()
-        spread = x.new_zeros(B * width, x.shape[-1]).index_copy(0, place, x.flatten(0, 1)).unflatten(0, (B, width))
-        spread = depthwise_conv(spread, self.conv.weight, self.conv.bias)
-        return spread.flatten(0, 1).index_select(0, place).unflatten(0, (B, L))
 
     def forward(self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), **states):
         z, v, past, future, _, diagonal, mask = self.project(x, mask, seq_idx, halo)

@@ -240,7 +240,7 @@ class LionModel(LionPreTrainedModel):
         Raises ValueError for a mixer without states, training mode, or a text longer than the position embeddings.
         """
         if not MIXERS[self.config.mixer].has_states:
-            raise ValueError(f"{self.config.mixer} has no states to pass between segments; use another mixer")
+            raise ValueError(f"{self.config.mixer} has no states to pass between segments; use a lion mixer or hydra")
         if self.training:
             raise ValueError("encode_long is for inference; call model.eval() first")
         L, device = input_ids.shape[1], self.device
@@ -264,10 +264,10 @@ class LionModel(LionPreTrainedModel):
             for state in passed[:-1]:
                 lefts.append(lefts[-1] * state.across + state.rightward)
             right = torch.zeros_like(lefts[0])
-            following = x[:, L:]  # the next segment's first tokens, before they were overwritten
+            following = x[:, L:].to(device)  # the next tokens, as many as a halo has, before they were overwritten
             for segment, part, halo, left, state in reversed(list(zip(segments, wide, halos, lefts, passed))):
-                inputs = torch.cat([x[:, part.start : segment.stop], following], 1).to(device)
-                following = x[:, segment.start : segment.start + size].clone()
+                inputs = torch.cat([x[:, part.start : segment.stop].to(device), following], 1)
+                following = inputs[:, halo[0] : halo[0] + size]
                 states = {"left_state": left, "right_state": right}
                 x[:, segment], _ = layer(inputs, take(mask, part), None, form, halo=halo, **states)
                 right = right * state.across_leftward + state.leftward

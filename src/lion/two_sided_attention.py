@@ -72,8 +72,8 @@ def two_sided_attention(
         v: values, (B, H, L, E).
         past, future: the triangles; None for none. Their sums must not make a weight of the decays exceed 1: for every
             key before a query Q→_i ≤ K→_j, and for every key after it K←_j ≤ Q←_i.
-        diagonal: δ, (B, H, L). It may be of any sign, and is not masked.
-        mask: (B, L) bool, True at real tokens. Padding keys contribute nothing to the triangles.
+        diagonal: δ, (B, H, L), of any sign.
+        mask: (B, L) bool, True at real tokens. Padding keys contribute nothing.
         seq_idx: (B, L) integers, the sequence that each token of a packed row belongs to, see `linear_attention`. Keys
             of other sequences get no weight; queries and keys that are shifted across a boundary do not matter.
         left_state, right_state: (B, H, D, E), states of the text before and after this segment. They are decayed by
@@ -117,6 +117,7 @@ def two_sided_attention(
 
     query_sums = stacked([sign * x.query_sum.double() for sign, x in zip(signs, given)])
     key_sums = stacked([sign * x.key_sum.double() for sign, x in zip(signs, given)])
+    diagonal = diagonal if mask is None else diagonal.masked_fill(~mask[:, None], 0)
     log_weights = None
     if any(x.log_weight is not None for x in given):
         log_weights = stacked([v.new_zeros(B, H, L) if x.log_weight is None else x.log_weight for x in given])
@@ -129,7 +130,7 @@ def two_sided_attention(
 def definition(v, past, future, diagonal, *, mask=None, scale=1.0) -> Tensor:
     """Compute the formula at the top of this file literally, in O(L²); arguments as for `two_sided_attention`."""
     L, H = v.shape[2], v.shape[1]
-    matrix = torch.diag_embed(diagonal)
+    matrix = torch.diag_embed(diagonal if mask is None else diagonal * mask[:, None])
     for triangle, sign in ((past, 1), (future, -1)):
         if triangle is not None:
             q, k = (x.repeat_interleave(H // x.shape[1], 1) for x in triangle[:2])
