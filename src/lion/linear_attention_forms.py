@@ -27,6 +27,7 @@ from torch.nn import functional as F
 # Lower bound of log weights: e^-60 is below every dtype's precision, and its products with ordinary numbers are not yet
 # denormal, which a CPU multiplies many times slower.
 LOG_ZERO = -60.0
+TILES, LOG_ZERO_OF_FACTOR = 4, -43.0  # see `_tile_factors`; the product of two factors is not yet denormal
 BLOCK_ENTRIES = {"cpu": 2**18, "cuda": 2**26}  # matrix entries to process at a time: to fit a CPU's cache or fill a GPU
 # In which direction a state passes the keys of each triangle.
 DIRECTIONS = {"shared": (1, -1), "separate": (1, -1), "past": (1,), "future": (-1,)}
@@ -79,8 +80,8 @@ class _Block(NamedTuple):
         return (x if len(x) == 1 else x[self.texts])[:, :, self.tokens].unflatten(2, (chunks, -1))
 
     def state(self, x: Tensor) -> Tensor:
-        """A view of this block of x, (B, H, N, ...): (b, H, n, ...)."""
-        return x[self.texts, :, self.chunks]
+        """A view of this block of x, (B or 1, H or 1, N, ...): (b or 1, H or 1, n, ...)."""
+        return (x if len(x) == 1 else x[self.texts])[:, :, self.chunks]
 
     def write(self, targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
         for target, value in zip(targets, values):
@@ -110,23 +111,52 @@ def _weights(blocks, query_sums, key_sums, diagonal, triangles, dtype, uniform) 
     """Return a function from a block to its W, (b or 1, H or 1, n or 1, C, C), computed once if uniform. On its
     diagonal W is 1, or 0 if a diagonal is given."""
     compute = torch.promote_types(dtype, torch.float32)
+    size = (blocks[0].tokens.stop - blocks[0].tokens.start) // (blocks[0].chunks.stop - blocks[0].chunks.start)  # C
+    tiles = None
     if key_sums is None and triangles == "shared":
         exclusive, inclusive = query_sums[..., 0], -query_sums[..., 1]
         numbers = [*_split((exclusive + inclusive) / 2, compute), ((inclusive - exclusive) / 2).to(compute)]
         function = _mirrored_weights
     else:
-        pairs = zip(query_sums.unbind(-1), (query_sums if key_sums is None else key_sums).unbind(-1))
+        keys = query_sums if key_sums is None else key_sums
+        pairs = zip(query_sums.unbind(-1), keys.unbind(-1))
         numbers = [number for pair in pairs for x in pair for number in _split(x, compute)]
         function = functools.partial(_triangle_weights, triangles, 0 if diagonal is None else -torch.inf)
-    if not uniform:
-        return lambda block: function(*map(block.of, numbers)).to(dtype)
-    first = function(*(blocks[0].of(x)[:, :, :1] for x in numbers)).to(dtype)
+        if not uniform and size % TILES == 0 and size >= 16 * TILES:
+            tiles = _tile_factors(query_sums, keys, size, DIRECTIONS[triangles], compute)
+    if uniform:
+        first = function(*(blocks[0].of(x)[:, :, :1] for x in numbers)).to(dtype)
 
-    def cut(block: _Block) -> Tensor:  # to the last chunk's length
+    def weights(block: _Block) -> Tensor:
         length = block.tokens.stop - block.tokens.start
-        return first[..., :length, :length] if length < first.shape[-1] else first
+        if uniform:
+            return first[..., :length, :length] if length < size else first  # the last chunk may be shorter
+        if tiles is None or length < size:
+            return function(*map(block.of, numbers)).to(dtype)
+        rows, columns = map(block.state, tiles)
+        output = (rows @ columns).unflatten(-1, (TILES, -1))  # (b, H, n, S, c, S, c)
+        on_diagonal = function(*(block.of(x).unflatten(-1, (TILES, -1)) for x in numbers))  # (b, H, n, S, c, c)
+        output.diagonal(dim1=-4, dim2=-2).copy_(on_diagonal.movedim(-3, -1))
+        return output.flatten(-2).flatten(-3, -2).to(dtype)
 
-    return cut
+    return weights
+
+
+def _tile_factors(query_sums, key_sums, size: int, directions: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """Outside the S = TILES tiles on its diagonal, W of a chunk is a product of one number per row and, in each row of
+    tiles, one per column, as of a state passed there: no exponential per entry. Returns the two factors of each
+    triangle, (B or 1, H or 1, N, S, c, T) and (B or 1, H or 1, N, S, T, C), of the complete chunks."""
+    complete = query_sums.shape[2] // size * size
+    query, key = (x[:, :, :complete].unflatten(2, (-1, size)).movedim(-1, 3) for x in (query_sums, key_sums))
+    query = query.unflatten(-1, (TILES, -1))  # (B or 1, H or 1, N, T, S, c)
+    entry = torch.stack([query[:, :, :, i, :, min(d, 0)] for i, d in enumerate(directions)], 3)  # first reader, (.., S)
+    rows, columns = (query - entry[..., None]), (entry[..., None] - key.unsqueeze(-2))  # (..., S, c), (..., S, C)
+    rows, columns = (x.to(dtype).clamp_(min=LOG_ZERO_OF_FACTOR).exp_() for x in (rows, columns))
+    tile = torch.arange(TILES, device=key.device)
+    key_tile = tile.repeat_interleave(size // TILES)
+    others = [key_tile >= tile[:, None] if direction > 0 else key_tile <= tile[:, None] for direction in directions]
+    columns.masked_fill_(torch.stack(others), 0)
+    return [rows.movedim(3, -1).contiguous(), columns.movedim(3, -2).contiguous()]
 
 
 def _split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -151,12 +181,13 @@ def _mirrored_weights(high: Tensor, low: Tensor, half: Tensor) -> Tensor:
 def _triangle_weights(triangles: str, log_diagonal: float, *numbers: Tensor) -> Tensor:
     """W, (..., L, L), from the sums of each triangle's queries and keys, in two parts."""
     log_weights = _differences(*numbers[:4])
-    lower = torch.ones(log_weights.shape[-2:], dtype=torch.bool, device=log_weights.device).tril()
+    upper = torch.full(log_weights.shape[-2:], -1e30, dtype=log_weights.dtype, device=log_weights.device).triu(1)
+    log_weights.add_(upper.mT if triangles == "future" else upper)
     if len(numbers) > 4:
-        log_weights = torch.where(lower, log_weights, _differences(*numbers[4:]))
-    log_weights.clamp_(min=LOG_ZERO)
-    if len(numbers) == 4:
-        log_weights.masked_fill_(~lower if triangles == "past" else lower, -torch.inf)
+        torch.maximum(log_weights, _differences(*numbers[4:]).add_(upper.mT), out=log_weights)
+        log_weights.clamp_(min=LOG_ZERO)
+    else:  # exact zeros outside the only triangle
+        log_weights.clamp_(min=LOG_ZERO).add_(upper.mT if triangles == "future" else upper)
     log_weights.diagonal(dim1=-2, dim2=-1).fill_(log_diagonal)
     return log_weights.exp_()
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from .cpu import depthwise_conv
+from .cpu import depthwise_conv, gated_norm
 from .linear_attention import attention_matrix, linear_attention, segment_states
 from .linear_attention_forms import LOG_ZERO, cumulative_log_decay, sequence_starts
 from .two_sided_attention import SegmentStates, Triangle, two_sided_attention, two_sided_segment_states
@@ -215,33 +215,30 @@ class Hydra(Mixer):
     def project(self, x: Tensor, mask: Tensor | None, seq_idx: Tensor | None, halo: tuple[int, int]) -> tuple:
         """Return the gate, (B, L, I), v, (B, H, L, P), past and future triangles, the sums of the log decays, (B, H, 1)
         each, the diagonal, (B, H, L), and the mask; of the segment without its halo."""
-        before, length = halo[0], x.shape[1] - sum(halo)
-        own = slice(before, before + length)
         z, xBC, dt = self.linear(self.in_proj, x).split(self.sizes, -1)
         if mask is not None:  # so that tokens near a text's end see zeros, as beyond it
             xBC = xBC.masked_fill(~mask[..., None], 0)
         xBC = F.silu(depthwise_conv(xBC, self.conv.weight, self.conv.bias, seq_idx))
         N = self.config.d_state
         v, k, q, k_future, q_future = xBC.split([self.sizes[0], N, N, N, N], -1)
-        q = F.pad(q, (0, 0, 1, 0))[:, own, None].transpose(1, 2)  # the left neighbour's
-        q_future = F.pad(q_future, (0, 0, 0, 1))[:, before + 1 :][:, :length, None].transpose(1, 2)
-        k, k_future = (key[:, own, None].transpose(1, 2) for key in (k, k_future))  # (B, 1, L, N)
-        mask = None if mask is None else mask[:, own]
+        q, q_future = F.pad(q, (0, 0, 1, -1)), F.pad(q_future, (0, 0, -1, 1))  # each token reads by its neighbour's
+        if any(halo):
+            own = slice(halo[0], x.shape[1] - halo[1])
+            z, dt, v, k, q, k_future, q_future = (y[:, own] for y in (z, dt, v, k, q, k_future, q_future))
+            mask = None if mask is None else mask[:, own]
         with torch.autocast(x.device.type, enabled=False):
-            step = F.softplus(dt[:, own].float().unflatten(-1, (2, -1)) + self.dt_bias.float())  # (B, L, 2, H)
+            step = F.softplus(dt.float().unflatten(-1, (2, -1)) + self.dt_bias.float())  # (B, L, 2, H)
             if mask is not None:  # padding forgets nothing
                 step = step.masked_fill(~mask[..., None, None], 0)
             log_weight = step.clamp(min=math.exp(LOG_ZERO)).log().permute(2, 0, 3, 1)  # (2, B, H, L)
             log_decay = (step * -self.A_log.float().exp()).permute(2, 0, 3, 1)
-            (exclusive, inclusive), (exclusive_future, inclusive_future) = (
-                cumulative_log_decay(direction, length) for direction in log_decay
-            )
-        past = Triangle(q, k, exclusive, inclusive, log_weight[0])
-        future = Triangle(q_future, k_future, inclusive_future, exclusive_future, log_weight[1])
+            exclusive, inclusive = cumulative_log_decay(log_decay[0], v.shape[1])
+            exclusive_future, inclusive_future = cumulative_log_decay(log_decay[1], v.shape[1])
+        past = Triangle(q[:, None], k[:, None], exclusive, inclusive, log_weight[0])
+        future = Triangle(q_future[:, None], k_future[:, None], inclusive_future, exclusive_future, log_weight[1])
         totals = inclusive[..., -1:], inclusive_future[..., -1:]
-        v = v[:, own]
         diagonal = (self.linear(self.fc_D, v) + self.D).mT
-        return z[:, own], v.unflatten(-1, (self.D.numel(), -1)).transpose(1, 2), past, future, totals, diagonal, mask
+        return z, v.unflatten(-1, (len(self.D), -1)).transpose(1, 2), past, future, totals, diagonal, mask
 
     def forward(self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), **states):
         z, v, past, future, _, diagonal, mask = self.project(x, mask, seq_idx, halo)
@@ -255,7 +252,7 @@ class Hydra(Mixer):
                 raise ValueError(f"the {form} form has no attention matrix; use attention_form='full'")
             identity = torch.eye(v.shape[2], dtype=v.dtype, device=v.device).expand(*v.shape[:2], -1, -1)
             matrix = two_sided_attention(identity, past, future, diagonal, **where, form="full")
-        return self.norm(y.transpose(1, 2).flatten(2)) * F.silu(z), matrix
+        return gated_norm(self.norm, y.transpose(1, 2).flatten(2), z), matrix
 
     def project_out(self, y: Tensor) -> Tensor:
         return self.linear(self.out, y)
