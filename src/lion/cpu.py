@@ -150,7 +150,7 @@ class _GatedNorm(torch.autograd.Function):
 
 
 def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(x.flatten(0, -2).split(64) for x in tensors))
+    return zip(*(x.flatten(0, -2).split(128) for x in tensors))
 
 
 def _normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -121,9 +121,11 @@ def _weights(blocks, query_sums, key_sums, diagonal, triangles, dtype, uniform) 
         keys = query_sums if key_sums is None else key_sums
         pairs = zip(query_sums.unbind(-1), keys.unbind(-1))
         numbers = [number for pair in pairs for x in pair for number in _split(x, compute)]
-        function = functools.partial(_triangle_weights, triangles, 0 if diagonal is None else -torch.inf)
+        function = functools.partial(_triangle_weights, triangles, float(diagonal is None))
         if not uniform and size % TILES == 0 and size >= 16 * TILES:
             tiles = _tile_factors(query_sums, keys, size, DIRECTIONS[triangles], compute)
+            complete = query_sums.shape[2] // size * size
+            tiled = torch.stack([x[:, :, :complete].unflatten(2, (-1, TILES, size // TILES)) for x in numbers], 3)
     if uniform:
         first = function(*(blocks[0].of(x)[:, :, :1] for x in numbers)).to(dtype)
 
@@ -135,7 +137,7 @@ def _weights(blocks, query_sums, key_sums, diagonal, triangles, dtype, uniform) 
             return function(*map(block.of, numbers)).to(dtype)
         rows, columns = map(block.state, tiles)
         output = (rows @ columns).unflatten(-1, (TILES, -1))  # (b, H, n, S, c, S, c)
-        on_diagonal = function(*(block.of(x).unflatten(-1, (TILES, -1)) for x in numbers))  # (b, H, n, S, c, c)
+        on_diagonal = function(*block.state(tiled).unbind(3))  # (b, H, n, S, c, c)
         output.diagonal(dim1=-4, dim2=-2).copy_(on_diagonal.movedim(-3, -1))
         return output.flatten(-2).flatten(-3, -2).to(dtype)
 
@@ -178,18 +180,20 @@ def _mirrored_weights(high: Tensor, low: Tensor, half: Tensor) -> Tensor:
     return log_weights.clamp_(min=LOG_ZERO).exp_()
 
 
-def _triangle_weights(triangles: str, log_diagonal: float, *numbers: Tensor) -> Tensor:
+def _triangle_weights(triangles: str, on_diagonal: float, *numbers: Tensor) -> Tensor:
     """W, (..., L, L), from the sums of each triangle's queries and keys, in two parts."""
     log_weights = _differences(*numbers[:4])
-    upper = torch.full(log_weights.shape[-2:], -1e30, dtype=log_weights.dtype, device=log_weights.device).triu(1)
-    log_weights.add_(upper.mT if triangles == "future" else upper)
+    L, like = log_weights.shape[-1], {"dtype": log_weights.dtype, "device": log_weights.device}
+    outside = torch.full((L, L), -1e30, **like)
+    outside = outside.tril(-1) if triangles == "future" else outside.triu(1)
+    log_weights.add_(outside)
     if len(numbers) > 4:
-        torch.maximum(log_weights, _differences(*numbers[4:]).add_(upper.mT), out=log_weights)
-        log_weights.clamp_(min=LOG_ZERO)
-    else:  # exact zeros outside the only triangle
-        log_weights.clamp_(min=LOG_ZERO).add_(upper.mT if triangles == "future" else upper)
-    log_weights.diagonal(dim1=-2, dim2=-1).fill_(log_diagonal)
-    return log_weights.exp_()
+        torch.maximum(log_weights, _differences(*numbers[4:]).add_(outside.flip(-1, -2)), out=log_weights)
+    weights = log_weights.clamp_(min=LOG_ZERO).exp_()
+    if len(numbers) == 4:  # exact zeros beside the only triangle
+        weights = weights.tril_() if triangles == "past" else weights.triu_()
+    weights.diagonal(dim1=-2, dim2=-1).fill_(on_diagonal)
+    return weights
 
 
 def _scores(q: Tensor, k: Tensor, triangles: str) -> Tensor:
@@ -333,7 +337,8 @@ def _chunkwise_forward(q, k, v, query_sums, key_sums, diagonal, scale, chunk_siz
     for block in chunks.blocks:
         Q = scale * block.of(q)
         Y = chunks.matrix(block, Q, block.of(k), chunks.weights(block)) @ block.of(v)
-        Y += chunks.weigh(Q, block.of(chunks.query_weights)) @ block.state(chunks.states)
+        if chunks.states is not None:
+            Y += chunks.weigh(Q, block.of(chunks.query_weights)) @ block.state(chunks.states)
         block.of(y).copy_(Y)
     return y
 
@@ -346,13 +351,14 @@ def _chunkwise_backward(
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     T, one_sum = query_sums.shape[-1], key_sums is None
     grad_sums = _empty_sum_gradients(v, triangles, one_sum)
-    grad_weights = [v.new_empty(*v.shape[:3], T) for _ in range(2)]
     grad_diagonal = None if diagonal is None else torch.empty_like(diagonal)
-    # What a chunk's queries read from a state flows back to all keys in it: the same scans in the other direction.
-    grad_states = chunks.incoming_states(q, grad, scale * query_weights, sign=-1)
+    with_states = chunks.states is not None
+    if with_states:
+        grad_weights = [v.new_empty(*v.shape[:3], T) for _ in range(2)]
+        # What a chunk's queries read from a state flows back to all keys in it: the same scans in the other direction.
+        grad_states = chunks.incoming_states(q, grad, scale * query_weights, sign=-1)
     for block in chunks.blocks:
         Q, K, V, dY, W = scale * block.of(q), block.of(k), block.of(v), block.of(grad), chunks.weights(block)
-        S, dS = block.state(chunks.states), block.state(grad_states)
         matrix, grad_matrix = chunks.matrix(block, Q, K, W), dY @ V.mT
         dV = matrix.mT @ dY
         if diagonal is not None:
@@ -360,8 +366,11 @@ def _chunkwise_backward(
         if with_sums:
             block.write(grad_sums, _sum_gradients(matrix.mul_(grad_matrix), triangles, one_sum))
         dQ, dK = _score_gradients(grad_matrix.mul_(W), Q, K, triangles)
-        dV += chunks.weigh(K, block.of(key_weights)) @ dS
-        through_states = (Q, dQ, query_weights, dY @ S.mT), (K, dK, key_weights, V @ dS.mT)
+        through_states = ()
+        if with_states:
+            S, dS = block.state(chunks.states), block.state(grad_states)
+            dV += chunks.weigh(K, block.of(key_weights)) @ dS
+            through_states = (Q, dQ, query_weights, dY @ S.mT), (K, dK, key_weights, V @ dS.mT)
         for number, (x, dX, weights, by_triangle) in enumerate(through_states):
             if with_sums:
                 products = (chunks.by_triangle(x) * by_triangle.unflatten(-1, (T, -1))).sum(-1)
@@ -370,15 +379,15 @@ def _chunkwise_backward(
         block.write(grads, (dQ.mul_(scale), dK, dV))
     if not with_sums:
         return [*grads]
-    # From the weights to their logarithms, and on to the sums.
-    of_query, of_key = ((g * w).double() for g, w in zip(grad_weights, (query_weights, key_weights)))
-    products = (chunks.states * grad_states).unflatten(-2, (T, -1)).sum((-2, -1))  # (B, H, N, T)
-    of_across = (products * chunks.across).double()
-    of_incoming, of_outgoing = -chunks.sum(of_query) - of_across, chunks.sum(of_key) + of_across
-    for number in range(T):
-        grad_sums[number] += of_query[..., number]
-        grad_sums[number - T] -= of_key[..., number]
-        chunks.add_boundary_gradients(grad_sums[number], number, of_incoming[..., number], of_outgoing[..., number])
+    if with_states:  # from the weights to their logarithms, and on to the sums
+        of_query, of_key = ((g * w).double() for g, w in zip(grad_weights, (query_weights, key_weights)))
+        products = (chunks.states * grad_states).unflatten(-2, (T, -1)).sum((-2, -1))  # (B, H, N, T)
+        of_across = (products * chunks.across).double()
+        of_incoming, of_outgoing = -chunks.sum(of_query) - of_across, chunks.sum(of_key) + of_across
+        for number in range(T):
+            grad_sums[number] += of_query[..., number]
+            grad_sums[number - T] -= of_key[..., number]
+            chunks.add_boundary_gradients(grad_sums[number], number, of_incoming[..., number], of_outgoing[..., number])
     others = [] if diagonal is None else [grad_diagonal]
     return [*grads, *_stack_sums(grad_sums, query_sums, key_sums), *others]
 
@@ -391,13 +400,18 @@ class _Chunks:
         query_weights, key_weights: from an incoming state to a query, and from a key to an outgoing state, both
             (B or 1, H or 1, L, T).
         across: decay of a state that crosses a chunk, (B or 1, H or 1, N, T).
-        states: those that enter each chunk, (B, H, N, TD, E).
+        states: those that enter each chunk, (B, H, N, TD, E). These four are None, or absent, if there is only one.
     """
 
     def __init__(self, k, v, query_sums, key_sums, diagonal, chunk_size: int, uniform: bool, triangles: str):
         self.chunk_size, self.diagonal, self.triangles = chunk_size, diagonal, triangles
         self.directions = DIRECTIONS[triangles]
         length = v.shape[2]
+        self.blocks = _blocks(v, chunk_size)
+        self.query_weights = self.key_weights = self.states = None
+        if length <= chunk_size:
+            self.weights = _weights(self.blocks, query_sums, key_sums, diagonal, triangles, v.dtype, uniform)
+            return
         self.first = torch.arange(0, length, chunk_size, device=v.device)
         self.last = (self.first + chunk_size - 1).clamp(max=length - 1)
         keys = query_sums if key_sums is None else key_sums
@@ -414,7 +428,6 @@ class _Chunks:
         entry, exit = (x.repeat_interleave(chunk_size, 2)[:, :, :length] for x in (incoming, outgoing))
         self.query_weights = clamped_exp(query_sums - entry).to(v.dtype)
         self.key_weights = clamped_exp(exit - keys).to(v.dtype)
-        self.blocks = _blocks(v, chunk_size)
         if key_sums is None and triangles == "shared":  # both sums of a token must stay close
             entry = entry[..., :1] * entry.new_tensor(self.directions)
         own = [None if x is None else x - entry for x in (query_sums, key_sums)]  # restart in each chunk
