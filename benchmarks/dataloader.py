@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--model", default="lion-s", choices=models.MODELS, help="(default: lion-s)")
     parser.add_argument("--batch", type=int, help="batch size of its step (default: 8 on a CPU, 128 on a GPU)")
-    parser.add_argument("--layers", type=int, default=12, help="(default: 12)")
+    parser.add_argument("--layers", type=int, default=12, help="of a transformer; hydra has 2n - 1 (default: 12)")
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
     a = parser.parse_args(argv)
@@ -61,9 +61,10 @@ def main(argv: list[str]) -> None:
     for row in rows:
         kind, speed = f"{row['kind']}{', packed' if row['packing'] else ''}", row["samples_per_second"]
         lines.append([kind, str(row["workers"]), f"{speed:,.0f}", f"×{speed / step:,.0f}", f"{row['padding']:.1%}"])
+    size = models.describe([a.model], a.layers, a.hidden)
     title = (
-        f"Batches of {a.loader_batch} samples of at most {a.max_seq_len} tokens; training {a.model}, {a.layers} layers "
-        f"of {a.hidden}, processes {step:,.1f} samples per second:"
+        f"Batches of {a.loader_batch} samples of at most {a.max_seq_len} tokens; training {a.model}, {size}, "
+        f"processes {step:,.1f} samples per second:"
     )
     rows.append({"model": a.model, "samples_per_second": step})
     measure.write(a.out, f"dataloader-{a.device}", title, measure.machine(a.device), [lines], rows)

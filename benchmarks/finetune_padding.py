@@ -19,7 +19,7 @@ from statistics import mean
 
 import torch
 
-from benchmarks import measure
+from benchmarks import measure, models
 from src import cli
 from src.glue.examples import read_task
 from src.glue.finetune import Batches, loader
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--length", type=int, default=128, help="fixed length (default: 128)")
     parser.add_argument("--batch", type=int, help="batch size (default: the task's)")
     parser.add_argument("--mixer", default="lion-s", help="(default: lion-s)")
-    parser.add_argument("--layers", type=int, default=12, help="(default: 12)")
+    parser.add_argument("--layers", type=int, default=12, help="of a transformer; hydra has 2n - 1 (default: 12)")
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
     parser.add_argument("--steps", type=int, default=20, help="batches to time (default: 20)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
     real = mean(int(batch["attention_mask"].sum()) / len(batch["attention_mask"]) for batch in batches)
     title = (
         f"{task.title}, {len(examples):,} texts of {real:.1f} tokens on average, "
-        f"batches of {a.batch or task.batch_size}, {a.mixer} of {a.layers} layers of {a.hidden}, "
+        f"batches of {a.batch or task.batch_size}, {a.mixer} of {models.describe([a.mixer], a.layers, a.hidden)}, "
         f"forward, backward and AdamW, over {len(batches)} of an epoch's {len(batched):,} batches:"
     )
     measure.write(a.out, f"finetune-padding-{a.device}", title, measure.machine(a.device), [lines], rows)
@@ -93,9 +93,8 @@ def widen(batch: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor
 def prepare(a: argparse.Namespace, vocabulary: int, labels: int):
     """Return a function that takes one step on a batch."""
     torch.manual_seed(0)
-    sizes = {"num_hidden_layers": a.layers, "hidden_size": a.hidden, "intermediate_size": 4 * a.hidden}
-    sizes |= {"vocab_size": -(-vocabulary // 8) * 8, "num_attention_heads": a.hidden // 64}
-    config = LionConfig(mixer=a.mixer, num_labels=labels, **sizes)
+    sizes = models.lion_sizes(a.mixer, a.layers, a.hidden)
+    config = LionConfig(mixer=a.mixer, num_labels=labels, vocab_size=-(-vocabulary // 8) * 8, **sizes)
     model = LionForSequenceClassification(config).to(a.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     half = torch.autocast("cuda", torch.bfloat16) if a.device == "cuda" else contextlib.nullcontext()

@@ -1,7 +1,8 @@
 """Latency and memory of encoders by length:  python benchmarks/inference.py [--device cuda] [--batch 1 64]
 
 One forward pass of each mixer and form, and of Hugging Face's BERT and ModernBERT, at base size on random tokens
-without padding; interleaved runs, medians. Writes a table, its numbers and a picture.
+without padding; interleaved runs, medians. For n layers of the others Hydra has 2n − 1, which are half as large. Writes a
+table, its numbers and a picture.
 """
 
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure
-from benchmarks.models import BERT, LINEAR, MODELS, MODERN_BERT, build, compile_layers
+from benchmarks.models import BERT, LINEAR, MODELS, MODERN_BERT, build, compile_layers, describe
 from src import cli, plots
 
 LONGEST = {"full": 4096, "recurrent": 2048, "chunkwise": 2**20, "auto": 2**20, "softmax": 32768}
@@ -31,7 +32,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS, help="(default: all)")
     forms = [form for form in LONGEST if form != "softmax"]
     parser.add_argument("--forms", nargs="+", choices=forms, help="(default: auto; auto full chunkwise on a GPU)")
-    parser.add_argument("--layers", type=int, default=12, help="(default: 12)")
+    parser.add_argument("--layers", type=int, default=12, help="of a transformer; hydra has 2n - 1 (default: 12)")
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
     parser.add_argument("--dtype", help="(default: bfloat16 on a GPU, float32 on a CPU)")
     parser.add_argument("--compile", action="store_true", help="torch.compile every model's layers")
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> None:
     size = (a.layers, a.hidden, a.lengths[-1], a.dtype, a.device, a.compile)
 
     cases = [(name, form) for name in a.models for form in (a.forms if name in LINEAR else ["softmax"])]
-    model = f"{a.layers} layers of {a.hidden}{', compiled' if a.compile else ''}, {a.dtype}"
+    model = f"{describe(a.models, a.layers, a.hidden)}{', compiled' if a.compile else ''}, {a.dtype}"
     weights = "with its weights" if a.device == "cuda" else "beyond its weights"
     title = f"One pass of an encoder of {model}; peak memory {weights}:"
     special = {"compiled": a.compile, a.dtype: a.dtype != usual}

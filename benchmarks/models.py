@@ -1,4 +1,7 @@
-"""The encoders to compare: ours, and Hugging Face's BERT and ModernBERT, equally deep and about as large."""
+"""The encoders to compare: ours, and Hugging Face's BERT and ModernBERT, equally deep and about as large. A layer of
+Hydra has no MLP and is half of another's, so Hydra has 2n − 1 layers for n of the others, as in its paper."""
+
+from collections.abc import Iterable
 
 import torch
 
@@ -11,33 +14,54 @@ MODELS = (BERT, MODERN_BERT, "softmax", *LINEAR)
 VOCABULARY = 30528
 
 
+def layer_count(name: str, layers: int) -> int:
+    """Return the number of layers of `name` that is comparable to `layers` of a transformer."""
+    return 2 * layers - 1 if name == "hydra" else layers
+
+
+def describe(names: Iterable[str], layers: int, hidden: int) -> str:
+    """Say how deep and wide the models are."""
+    names = list(names)
+    if names == ["hydra"]:
+        return f"{layer_count('hydra', layers)} layers of {hidden}"
+    hydra = f" ({layer_count('hydra', layers)} in hydra)" if "hydra" in names else ""
+    return f"{layers} layers{hydra} of {hidden}"
+
+
+def lion_sizes(mixer: str, layers: int, hidden: int) -> dict[str, int]:
+    """Return the sizes of a LionConfig that is comparable to a BERT of `layers` layers. Hydra derives its heads."""
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layer_count(mixer, layers)}
+    of_bert = {"num_attention_heads": hidden // 64, "intermediate_size": 4 * hidden}
+    return sizes if mixer == "hydra" else sizes | of_bert
+
+
 def build(
     name: str, layers: int, hidden: int, longest: int, dropout=0.0, form="auto", masked_lm=False
 ) -> torch.nn.Module:
     """Build the encoder `name` with random weights for texts of up to `longest` tokens, optionally with an MLM head."""
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 64,
-        "max_position_embeddings": max(512, longest),
-    }
-    of_bert = {"intermediate_size": 4 * hidden, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    tables = {"vocab_size": VOCABULARY, "max_position_embeddings": max(512, longest)}
+    if name in MIXERS:
+        of_attention = {} if name == "hydra" else {"attention_probs_dropout_prob": dropout}
+        config = LionConfig(
+            **tables, **lion_sizes(name, layers, hidden), mixer=name, attention_form=form,
+            hidden_dropout_prob=dropout, **of_attention,
+        )  # fmt: skip
+        return (LionForMaskedLM if masked_lm else LionModel)(config)
+    sizes = {**tables, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": hidden // 64}
     if name == BERT:
         from transformers import BertConfig, BertForMaskedLM, BertModel
 
-        return (BertForMaskedLM if masked_lm else BertModel)(BertConfig(**sizes, **of_bert, attn_implementation="sdpa"))
-    if name == MODERN_BERT:
-        from transformers import ModernBertConfig, ModernBertForMaskedLM, ModernBertModel
+        dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        config = BertConfig(**sizes, intermediate_size=4 * hidden, **dropouts, attn_implementation="sdpa")
+        return (BertForMaskedLM if masked_lm else BertModel)(config)
+    from transformers import ModernBertConfig, ModernBertForMaskedLM, ModernBertModel
 
-        # Its MLP has three matrices, so two thirds of BERT's width. It too predicts at labelled tokens only.
-        dropouts = {"embedding_dropout": dropout, "mlp_dropout": dropout, "attention_dropout": dropout}
-        tokens = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3, "pad_token_id": 0}
-        options = {"sparse_prediction": True, "reference_compile": False, "attn_implementation": "sdpa"}
-        config = ModernBertConfig(**sizes, intermediate_size=8 * hidden // 3, **dropouts, **tokens, **options)
-        return (ModernBertForMaskedLM if masked_lm else ModernBertModel)(config)
-    config = LionConfig(**sizes, **of_bert, mixer=name, attention_form=form)
-    return (LionForMaskedLM if masked_lm else LionModel)(config)
+    # Its MLP has three matrices, so two thirds of BERT's width. It too predicts at labelled tokens only.
+    dropouts = {"embedding_dropout": dropout, "mlp_dropout": dropout, "attention_dropout": dropout}
+    tokens = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3, "pad_token_id": 0}
+    options = {"sparse_prediction": True, "reference_compile": False, "attn_implementation": "sdpa"}
+    config = ModernBertConfig(**sizes, intermediate_size=8 * hidden // 3, **dropouts, **tokens, **options)
+    return (ModernBertForMaskedLM if masked_lm else ModernBertModel)(config)
 
 
 def compile_layers(model: torch.nn.Module) -> None:

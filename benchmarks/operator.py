@@ -1,6 +1,6 @@
 """Time and memory of the operator by length, compared with softmax attention:
 
-    python benchmarks/operator.py [--device cuda] [--lengths 128 1024 8192] [--dtype bfloat16]
+    python benchmarks/operator.py [--device cuda] [--lengths 128 1024 8192] [--dtype bfloat16] [--heads 24]
 
 Every form of every variant and `scaled_dot_product_attention` on one random input, forward and forward with backward;
 interleaved runs, medians. Writes a table, its numbers and a picture.
@@ -12,6 +12,10 @@ that launches the kernels, and on the device alone, by replaying a CUDA graph.
 
 Each time's floor is the longer of its bytes at a copy's rate and its operations at a matrix product's, both measured in
 the same run. q, k, v and the gradient are (B, L, H, D) in memory, as in the model; log decays are given, in float32.
+
+hydra is the attention of a Hydra layer: all heads share q and k, which differ between the directions, as do log decays
+and log weights; the diagonal is given. On a GPU it has no kernels. The 12 heads of 64 by default are LION's base size;
+--heads 24 is Hydra's.
 """
 
 import os
@@ -33,10 +37,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import measure
 from src import cli, plots
 from src.errors import first_line
-from src.lion import linear_attention
+from src.lion import Triangle, linear_attention, two_sided_attention
 from src.lion.cpu import keep_freed_memory
+from src.lion.linear_attention_forms import cumulative_log_decay
 
-VARIANTS = ("lion-lit", "lion-d", "lion-s")
+VARIANTS = ("lion-lit", "lion-d", "lion-s", "hydra")
 FORMS = {
     "cpu": ["full", "recurrent", "chunkwise"],
     "cuda": ["full", "chunkwise", "pytorch-full", "pytorch-chunkwise", "softmax-cudnn", "fla"],
@@ -61,7 +66,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--tokens", type=int, help="tokens of all texts, instead of --batch, so that all lengths fill a GPU"
     )
-    parser.add_argument("--heads", type=int, default=12, help="(default: 12)")
+    parser.add_argument("--heads", type=int, default=12, help="(default: 12; hydra's base size has 24)")
     parser.add_argument("--head_dim", type=int, default=64, help="(default: 64)")
     parser.add_argument(
         "--chunk_size", type=int, default=128, help="tokens per chunk of the chunkwise form (default: 128)"
@@ -86,10 +91,7 @@ def main(argv: list[str]) -> None:
     title = f"Attention of {a.heads} heads of {a.head_dim}, {texts}, {a.dtype}, chunks of {a.chunk_size}:"
     name = f"operator-{a.device}{'' if a.dtype == usual else f'-{a.dtype}'}"
 
-    cases = [SOFTMAX]
-    for form in a.forms:
-        variants = {"softmax-cudnn": ["softmax"], "fla": VARIANTS[1:]}.get(form, VARIANTS)
-        cases += [(form, variant) for variant in variants]
+    cases = [SOFTMAX] + [(form, variant) for form in a.forms for variant in variants(form, a.device)]
     rows: list[dict] = []
     for length in cli.progress(sorted(a.lengths), desc="lengths"):
         here = [case for case in cases if length <= longest[case[0]]]
@@ -105,6 +107,16 @@ def main(argv: list[str]) -> None:
     described = f"{a.heads} heads of {a.head_dim}, {texts}, {a.dtype}, {measure.device_name(a.device)}"
     draw(rows, a.out / f"{name}.png", f"Operator, {described}")
     print(f"picture  {a.out / name}.png")
+
+
+def variants(form: str, device: str) -> tuple[str, ...]:
+    """Return what a form computes."""
+    if form == "softmax-cudnn":
+        return ("softmax",)
+    if form == "fla":
+        return ("lion-d", "lion-s")
+    kernels = device == "cuda" and form in ("full", "chunkwise")
+    return tuple(variant for variant in VARIANTS if not (kernels and variant == "hydra"))
 
 
 def imports(module: str) -> bool:
@@ -174,7 +186,8 @@ def fill_peaks(rows: list[dict], a: argparse.Namespace) -> None:
 
 
 def at_a_glance(rows: list[dict]) -> list[list[str]]:
-    """Return one line per length: forward and backward time of the forms in use, and the memory of two of them."""
+    """Return one line per length: forward and backward time of the forms in use, and the memory of two of them.
+    "hydra / S" is hydra's time over that of S in the same form."""
     numbers = {(row["length"], row["form"], row["variant"]): row for row in rows}
     times = {
         "softmax": SOFTMAX,
@@ -186,20 +199,28 @@ def at_a_glance(rows: list[dict]) -> list[list[str]]:
         "full, S, PyTorch": ("pytorch-full", "lion-s"),
         "chunkwise, S, PyTorch": ("pytorch-chunkwise", "lion-s"),
         "fla, S": ("fla", "lion-s"),
+        "hydra": ("chunkwise", "hydra"),
+        "chunkwise, hydra, PyTorch": ("pytorch-chunkwise", "hydra"),
     }
     present = {(row["form"], row["variant"]) for row in rows}
-    times = {
-        title: case for title, case in times.items() if case in present or case[0] in ("softmax", "full", "chunkwise")
-    }
+    always = [(form, variant) for form in ("softmax", "full", "chunkwise") for variant in ("softmax", *VARIANTS[:3])]
+    times = {title: case for title, case in times.items() if case in present or case in always}
+    hydra = next((case for case in times.values() if case[1] == "hydra"), None)
     peaks = {"peak: softmax": times["softmax"], "chunkwise, S": times["S"]}
-    lines = [["length", *times, "softmax / S", *peaks]]
+    lines = [["length", *times, *(["hydra / S"] if hydra else []), "softmax / S", *peaks]]
     for length in dict.fromkeys(row["length"] for row in rows):
         here = {case: numbers.get((length, *case)) for case in times.values()}
         ratio = (here[times["S"]] or {}).get("softmax_over_this")
         milliseconds = [shown(row and best(row), "ms") for row in here.values()]
         memory = [here[case] and here[case]["peak_mib"] for case in peaks.values()]
         memory = ["-" if mib is None else f"{mib:.0f} MiB" for mib in memory]
-        lines.append([f"{length:,}", *milliseconds, "-" if ratio is None else f"×{ratio:.1f}", *memory])
+        ratios = ["-" if ratio is None else f"×{ratio:.1f}"]
+        if hydra:
+            own, beside = (
+                row and best(row) for row in (numbers.get((length, hydra[0], x)) for x in ("hydra", "lion-s"))
+            )
+            ratios.insert(0, f"×{own / beside:.2f}" if own and beside else "-")
+        lines.append([f"{length:,}", *milliseconds, *ratios, *memory])
     return lines
 
 
@@ -245,12 +266,18 @@ def prepare(form, variant, length, backward, batch, heads, head_dim, dtype, chun
         return torch.randn(*shape, generator=generator, device=device)
 
     half = getattr(torch, dtype)
-    q, k, v, grad = (draw_one(batch, length, heads, head_dim).to(half).transpose(1, 2) for _ in range(4))
-    log_decay = None
+    shared = 1 if variant == "hydra" else heads
+    q, k = (draw_one(batch, length, shared, head_dim).to(half).transpose(1, 2) for _ in range(2))
+    v, grad = (draw_one(batch, length, heads, head_dim).to(half).transpose(1, 2) for _ in range(2))
+    log_decay, of_hydra = None, []
     if variant in ("lion-d", "lion-s"):
         log_decay = F.logsigmoid(draw_one(*([heads] if variant == "lion-d" else [batch, length, heads])))
         log_decay = log_decay if variant == "lion-d" else log_decay.transpose(1, 2)
-    leaves = [x.requires_grad_(backward) for x in (q, k, v, log_decay) if x is not None]
+    if variant == "hydra":
+        of_hydra = [draw_one(batch, length, 1, head_dim).to(half).transpose(1, 2) for _ in range(2)]
+        steps = F.softplus(draw_one(batch, length, 2, heads) - 4.6).permute(2, 0, 3, 1)  # near 0.01, as initialized
+        of_hydra += [-steps, steps.log(), draw_one(batch, length, heads).mT]
+    leaves = [x.requires_grad_(backward) for x in (q, k, v, log_decay, *of_hydra) if x is not None]
 
     def run() -> None:
         if form.startswith("softmax"):
@@ -259,6 +286,8 @@ def prepare(form, variant, length, backward, batch, heads, head_dim, dtype, chun
         elif form == "fla":
             per_token = log_decay if log_decay.ndim == 3 else log_decay[None, :, None].expand(q.shape[:3])
             y = both_directions(q, k, v, per_token)
+        elif variant == "hydra":
+            y = hydra(q, k, v, *of_hydra, form=form.removeprefix("pytorch-"), chunk_size=chunk_size)
         elif form.startswith("pytorch-"):
             module = importlib.import_module("src.lion.linear_attention")
             use_triton, module.USE_TRITON = module.USE_TRITON, False
@@ -297,18 +326,30 @@ def both_directions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay
     return (outputs[0] + outputs[1]).transpose(1, 2) - diagonal
 
 
+def hydra(q, k, v, q_future, k_future, log_decays, log_weights, diagonal, **how) -> torch.Tensor:
+    """Compute the attention of a Hydra layer, but for the shift of its queries; log_decays and log_weights of both
+    directions, (2, B, H, L)."""
+    exclusive, inclusive = cumulative_log_decay(log_decays[0], v.shape[2])
+    exclusive_future, inclusive_future = cumulative_log_decay(log_decays[1], v.shape[2])
+    past = Triangle(q, k, exclusive, inclusive, log_weights[0])
+    future = Triangle(q_future, k_future, inclusive_future, exclusive_future, log_weights[1])
+    return two_sided_attention(v, past, future, diagonal, **how)
+
+
 def least(form, variant, length, backward, batch, heads, head_dim, dtype, chunk_size, device) -> tuple[float, float]:
     """Return the minimum bytes and matrix-product operations of a case, forward or with backward.
 
-    Operands are read and results written once: q, k, v, y, and in the backward pass q, k, v, dy, dq, dk, dv. There are
-    2 products with L×L or C×C matrices and 5 more in the backward pass; with D×E states an update and an output in each
-    direction and 10 more in the backward pass, or half of these without decay, as one state serves both directions.
+    Operands are read and results written once: q, k, v, y, and in the backward pass q, k, v, dy, dq, dk, dv; numbers per
+    token, such as log decays, in float32. There are 2 products with L×L or C×C matrices, q·k and one with v, and 5 more
+    in the backward pass, 3 of them for q and k; with D×E states an update and an output in each direction and 10 more in
+    the backward pass, or half of these without decay, as one state serves both directions. In hydra all heads share two
+    pairs of q and k.
     """
     tokens, size = batch * heads * length, getattr(torch, dtype).itemsize
-    moved = (11 if backward else 4) * tokens * head_dim * size
-    if variant == "lion-s":
-        moved += (3 if backward else 1) * tokens * 4
-    inside, states = 7 if backward else 2, 14 if backward else 4
+    pairs = 2 / heads if variant == "hydra" else 1  # of q and k, per head
+    moved = (5 + 6 * pairs if backward else 2 + 2 * pairs) * tokens * head_dim * size
+    moved += {"lion-s": 1, "hydra": 5}.get(variant, 0) * (3 if backward else 1) * tokens * 4
+    inside, states = 3 + 4 * pairs if backward else 1 + pairs, 14 if backward else 4
     if variant == "softmax" or form in ("full", "pytorch-full"):
         return moved, 2 * tokens * inside * length * head_dim
     if variant == "lion-lit":

@@ -3,7 +3,8 @@
     python benchmarks/train_step.py [--device cuda]
 
 Masked language modelling at base size on random tokens without padding. The models take steps in turn; medians and
-ratios. All have the same number of layers and about as many weights. Writes a table, its numbers and a picture.
+ratios. All have about as many weights and the same number of layers n, but Hydra 2n − 1, which are half as large.
+Writes a table, its numbers and a picture.
 """
 
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure
-from benchmarks.models import BERT, MODELS, MODERN_BERT, VOCABULARY, build, compile_layers
+from benchmarks.models import BERT, MODELS, MODERN_BERT, VOCABULARY, build, compile_layers, describe
 from src import cli, plots
 from src.lion.cpu import keep_freed_memory
 
@@ -29,11 +30,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS, help="(default: all)")
     parser.add_argument("--batch", type=int, help="texts per step (default: 8 on a CPU, 128 on a GPU)")
     parser.add_argument("--length", type=int, default=128, help="tokens per text (default: 128)")
-    parser.add_argument("--layers", type=int, default=12, help="(default: 12)")
+    parser.add_argument("--layers", type=int, default=12, help="of a transformer; hydra has 2n - 1 (default: 12)")
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
     parser.add_argument("--masked", type=float, default=0.3, help="masking rate (default: 0.3)")
     parser.add_argument(
-        "--dropout", type=float, default=0.1, help="everywhere, also on the attention matrix (default: 0.1)"
+        "--dropout",
+        type=float,
+        default=0.1,
+        help="everywhere, also on the attention matrix; in hydra on the embeddings only (default: 0.1)",
     )
     parser.add_argument("--precision", choices=("fp32", "amp_bf16"), help="(default: amp_bf16 on a GPU, fp32 on a CPU)")
     parser.add_argument("--form", default="auto", help="form of the operator (default: auto)")
@@ -62,16 +66,17 @@ def main(argv: list[str]) -> None:
         ratios = [f"×{seconds / times[other]:.2f}" for other in compared]
         rate = f"{a.batch * a.length / seconds:,.0f}"
         lines.append([name, f"{1000 * seconds:,.1f}", rate, f"{floor / seconds:.0%}", *ratios])
+    size = describe(a.models, a.layers, a.hidden)
     title = (
-        f"A training step (forward, backward, AdamW) of {a.layers} layers of {a.hidden}"
+        f"A training step (forward, backward, AdamW) of {size}"
         f"{', compiled' if a.compile else ''}, {a.batch} texts of {a.length} tokens, {a.masked:.0%} masked, "
-        f"dropout {a.dropout}, {a.precision}; the floor, {1000 * floor:,.1f} ms, is the time of the matrix products at "
-        "the rate of a large one, plus that of reading and writing the weights and moments:"
+        f"dropout {a.dropout}, {a.precision}; the floor, {1000 * floor:,.1f} ms, is the time of BERT's matrix products "
+        "at the rate of a large one, plus that of reading and writing its weights and moments:"
     )
     special = {"compiled": a.compile, str(a.length): a.length != 128, a.precision: a.precision != usual}
     name = "-".join(["train-step", a.device, *(word for word, present in special.items() if present)])
     measure.write(a.out, name, title, measure.machine(a.device), [lines], rows)
-    described = f"{a.layers} layers of {a.hidden}, {a.batch} texts of {a.length} tokens, {a.precision}"
+    described = f"{size}, {a.batch} texts of {a.length} tokens, {a.precision}"
     draw(times, floor, a.out / f"{name}.png", f"{described}, {measure.device_name(a.device)}")
     print(f"picture  {a.out / name}.png")
 

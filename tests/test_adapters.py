@@ -11,7 +11,8 @@ from src.checkpoints.adapters import config_from_published, state_dict_from_publ
 from src.errors import UserError
 from src.lion import LionForMaskedLM, LionForSequenceClassification
 
-FILES = sorted(PARITY.glob("*.safetensors"))
+FILES = [*sorted(PARITY.glob("*.safetensors")), *PARITY.glob("hydra/hydra-mlm.safetensors")]
+HYDRA = {"matrix_mixer_type": "hydra", "num_hidden_layers": 1, "num_attention_heads": 16, "intermediate_size": 3072}
 
 
 @needs_reference
@@ -41,6 +42,34 @@ def test_published_model_gives_its_published_outputs(path, form):
         torch.testing.assert_close(output.logits[real], tensors["out.mlm_logits"][real], atol=1e-5, rtol=1e-5)
         logits = classifier(**inputs, attention_form=form).logits
         torch.testing.assert_close(logits, tensors["out.cls_logits"], atol=1e-5, rtol=1e-5)
+
+
+def test_a_hydra_ignores_what_is_berts():
+    config = config_from_published({**HYDRA, "attention_probs_dropout_prob": 0.1, "chunk_size": 256, "qk_dim": 16})
+    assert (config.mixer, config.num_attention_heads, config.intermediate_size) == ("hydra", 24, None)
+    assert (config.attention_probs_dropout_prob, config.chunk_size) == (0.0, 128)
+    assert config_from_published({**HYDRA, "pool_all": True}).classifier_pooling == "mean"
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ({"matrix_mixer_type": "vandermonde"}, "matrix_mixer_type 'vandermonde' of theirs.pt must be hydra"),
+        ({"is_prenorm": True}, "theirs.pt has is_prenorm: true"),
+        ({"use_position_embeddings": True}, "theirs.pt has use_position_embeddings: true"),
+        ({"d_conv": 4}, r"d_conv must be odd \(got 4\)"),
+        ({"headdim": 100}, r"expand \* hidden_size = 1536 is not divisible by headdim=100"),
+    ],
+)
+def test_another_hydra_is_refused(setting, message):
+    with pytest.raises(UserError, match=message):
+        config_from_published({**HYDRA, **setting}, "theirs.pt")
+
+
+def test_initial_states_of_a_hydra_are_refused_by_name():
+    name = "bert.encoder.layer.0.layer.mixer.init_states"
+    with pytest.raises(UserError, match=name.replace(".", r"\.")):
+        state_dict_from_published({name: torch.zeros(1)}, config_from_published(HYDRA))
 
 
 def test_unknown_names_are_listed():

@@ -23,7 +23,7 @@ def test_the_vocabulary_is_the_tokenizers_rounded_up(tokenizer):
     ("changes", "max_seq_len", "words"),
     [
         ({"hiden_size": 64}, 64, ["unknown key model.hiden_size", "did you mean hidden_size?"]),
-        ({"mixer": "lion-x"}, 64, ["model", "lion-x", "lion-lit, lion-d, lion-s, softmax"]),
+        ({"mixer": "lion-x"}, 64, ["model", "lion-x", "lion-lit, lion-d, lion-s, hydra, softmax"]),
         ({"num_attention_heads": 3}, 64, ["model: hidden_size=32", "num_attention_heads=3"]),
         ({"vocab_size": 32}, 64, ["model.vocab_size=32", "tokenizer"]),
         ({"num_attention_heads": 0}, 64, ["model.num_attention_heads=0", "≥ 1"]),

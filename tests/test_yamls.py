@@ -24,7 +24,7 @@ def build(name: str, **changes: int) -> LionForMaskedLM:
 def test_the_docs_state_the_parameters_of_every_model(name):
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in build(name).parameters())
-    if name.endswith("-large"):
+    if name.endswith("-large") and name != "hydra-large":
         assert round(parameters, -6) == 335_000_000
     else:
         table = (ROOT / "docs/pretraining.md").read_text()

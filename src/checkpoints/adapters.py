@@ -1,4 +1,5 @@
-"""Stored settings and tensors → ours, also those of LIONS-EPFL/{BERT,LION-Lit,LION-D,LION-S}-{base,large}-mlm."""
+"""Stored settings and tensors → ours, also those of LIONS-EPFL/{BERT,LION-Lit,LION-D,LION-S}-{base,large}-mlm, and of
+Hydra: LIONS-EPFL/Hydra-large-mlm and goombalab/hydra."""
 
 import inspect
 import re
@@ -17,6 +18,7 @@ RULES = {
     "vocab_size": COUNT, "hidden_size": COUNT, "num_hidden_layers": COUNT, "num_attention_heads": COUNT,
     "intermediate_size": COUNT, "chunk_size": COUNT, "max_position_embeddings": COUNT, "type_vocab_size": COUNT,
     "hidden_dropout_prob": FRACTION, "attention_probs_dropout_prob": FRACTION, "classifier_dropout": FRACTION,
+    "expand": COUNT, "headdim": COUNT, "d_state": COUNT, "d_conv": COUNT,
     "initializer_range": NOT_NEGATIVE, "layer_norm_eps": NOT_NEGATIVE, "pad_token_id": NOT_NEGATIVE,
 }  # fmt: skip
 # Nothing else is taken from a stored config: other keys can name code that transformers would load (custom_pipelines).
@@ -29,6 +31,11 @@ MIXERS = {
     "lion-d": "lion-d", "nova-inputdep": "lion-s", "lion-s": "lion-s",
 }  # fmt: skip
 
+# Settings of Hydra's checkpoints that make it another encoder, which we do not have.
+OTHER_HYDRAS = {"is_prenorm": True, "use_position_embeddings": True}
+# BERT's settings, which are in those checkpoints but do not describe them.
+NOT_OF_HYDRA = {"num_attention_heads", "intermediate_size", "max_position_embeddings", "attention_probs_dropout_prob"}
+
 # Prefixes of the authors' names → ours. Query, key and value, which they store as three tensors, become one at the end.
 RENAMED = {
     "bert.embeddings.": "lion.embeddings.", "bert.pooler.dense.": "lion.pooler.",
@@ -40,6 +47,10 @@ RENAMED_IN_LAYER = {  # after "bert.encoder.layer.N."
     "attention.self.value.": "attention.value.", "attention.self.layer_norm.": "attention.norm.",
     "attention.self.ai": "attention.decay", "attention.self.Wa_i.": "attention.decay.",
     "attention.output.dense.": "attention.out.", "attention.output.LayerNorm.": "attention_norm.",
+    "layer.mixer.conv1d.": "attention.conv.", "layer.mixer.out_proj.": "attention.out.",
+    "layer.mixer.in_proj.": "attention.in_proj.", "layer.mixer.dt_bias": "attention.dt_bias",
+    "layer.mixer.A_log": "attention.A_log", "layer.mixer.D": "attention.D", "layer.mixer.fc_D.": "attention.fc_D.",
+    "layer.mixer.norm.": "attention.norm.", "layer.norm.": "attention_norm.",
     "intermediate.dense.": "mlp_in.", "output.dense.": "mlp_out.", "output.LayerNorm.": "mlp_norm.",
 }  # fmt: skip
 
@@ -60,13 +71,32 @@ def lion_config(config: dict[str, Any], source: str) -> LionConfig:
         raise UserError(f"the config of {source} is not valid ({first_line(error)})") from None
 
 
+def is_published(config: dict[str, Any]) -> bool:
+    """Whether a config is of a checkpoint of the paper's authors or of Hydra's."""
+    return "arch_type" in config or "matrix_mixer_type" in config
+
+
 def config_from_published(config: dict[str, Any], source: str = "the checkpoint") -> LionConfig:
-    """Convert their config to ours. Raises UserError for an unknown `arch_type` or values that LionConfig rejects."""
+    """Convert their config to ours. Raises UserError for an unknown `arch_type` or `matrix_mixer_type`, an encoder that
+    we do not have, or values that LionConfig rejects."""
+    if "arch_type" not in config and "matrix_mixer_type" in config:
+        return _config_of_hydra(config, source)
     arch = str(config.get("arch_type", "attention"))
     if arch not in MIXERS:
         raise UserError(f"arch_type {arch!r} of {source} must be one of {', '.join(MIXERS)}")
     same = {name: config[name] for name in SETTINGS - OURS if config.get(name) is not None}
     return lion_config({**same, "mixer": MIXERS[arch]}, source)
+
+
+def _config_of_hydra(config: dict[str, Any], source: str) -> LionConfig:
+    if (kind := config["matrix_mixer_type"]) != "hydra":
+        raise UserError(f"matrix_mixer_type {kind!r} of {source} must be hydra; its other mixers cannot be read")
+    for name, value in OTHER_HYDRAS.items():
+        if config.get(name) == value:
+            raise UserError(f"{source} has {name}: {str(value).lower()}, an encoder that cannot be read; use another")
+    same = {name: config[name] for name in SETTINGS - OURS - NOT_OF_HYDRA if config.get(name) is not None}
+    pooling = "mean" if config.get("pool_all") else "cls"
+    return lion_config({**same, "mixer": "hydra", "classifier_pooling": pooling}, source)
 
 
 def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Read models without running code from their files: ours, the paper's authors', Hub folders, and BERTs."""
+"""Read models without running code from their files: ours, the paper's authors', Hydra's, Hub folders, and BERTs."""
 
 import copy
 import json
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, BertModel, PreTrainedTokenizerBase
 
 from src import lion
-from src.checkpoints.adapters import config_from_published, lion_config, state_dict_from_published
+from src.checkpoints.adapters import config_from_published, is_published, lion_config, state_dict_from_published
 from src.checkpoints.safe_load import load_safely
 from src.errors import UserError, first_line
 
@@ -134,7 +134,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     dense = (isinstance(t, Tensor) and t.layout == torch.strided and not t.is_quantized for t in weights.values())
     if unusable := sorted(name for name, usable in zip(weights, dense) if not usable):
         raise UserError(f"{path} holds {', '.join(unusable)}, which are not dense tensors of numbers")
-    if "arch_type" in config:
+    if is_published(config):
         ours = config_from_published(config, str(path))
         weights = state_dict_from_published(weights, ours)
         class_name = "LionForSequenceClassification" if "classifier.weight" in weights else "LionForMaskedLM"

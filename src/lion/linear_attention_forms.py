@@ -11,7 +11,8 @@ sign. What the functions below take:
     query_sums, key_sums   (B or 1, H or 1, L, T) in float64; key_sums None: equal to query_sums, as in LION
     diagonal               δ, (B, H, L), or None for δ_i = q_i·k_i
 
-Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, T triangles, N chunks, C chunk size.
+Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, T triangles, N chunks, C chunk
+size.
 """
 
 import functools

@@ -227,11 +227,12 @@ class Hydra(Mixer):
             z, dt, v, k, q, k_future, q_future = (y[:, own] for y in (z, dt, v, k, q, k_future, q_future))
             mask = None if mask is None else mask[:, own]
         with torch.autocast(x.device.type, enabled=False):
-            step = F.softplus(dt.float().unflatten(-1, (2, -1)) + self.dt_bias.float())  # (B, L, 2, H)
+            wide = torch.promote_types(dt.dtype, torch.float32)
+            step = F.softplus(dt.to(wide).unflatten(-1, (2, -1)) + self.dt_bias)  # (B, L, 2, H)
             if mask is not None:  # padding forgets nothing
                 step = step.masked_fill(~mask[..., None, None], 0)
             log_weight = step.clamp(min=math.exp(LOG_ZERO)).log().permute(2, 0, 3, 1)  # (2, B, H, L)
-            log_decay = (step * -self.A_log.float().exp()).permute(2, 0, 3, 1)
+            log_decay = (step * -self.A_log.to(wide).exp()).permute(2, 0, 3, 1)
             exclusive, inclusive = cumulative_log_decay(log_decay[0], v.shape[1])
             exclusive_future, inclusive_future = cumulative_log_decay(log_decay[1], v.shape[1])
         past = Triangle(q[:, None], k[:, None], exclusive, inclusive, log_weight[0])

@@ -1,6 +1,6 @@
 """The core of every bidirectional linear transformer with scalar decay: two triangles and a diagonal, times V.
 
-    y_i = Σ_{j<i} s · (q→_i·k→_j) e^{Q→_i − K→_j} w→_j v_j  +  δ_i v_i  +  Σ_{j>i} s · (q←_i·k←_j) e^{K←_j − Q←_i} w←_j v_j
+    y_i = Σ_{j<i} s (q→_i·k→_j) e^{Q→_i − K→_j} w→_j v_j  +  δ_i v_i  +  Σ_{j>i} s (q←_i·k←_j) e^{K←_j − Q←_i} w←_j v_j
 
 Each triangle has its own queries, keys, key weights w, and cumulative log decays: Q of queries, K of keys, both summed
 from left to right. Which decays lie between a key and a query is a question of where the sums of either begin and end:
