@@ -3,6 +3,7 @@ covers against their recurrences."""
 
 import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from src.lion import Triangle, linear_attention, two_sided_attention
 from src.lion.linear_attention import definition as lion_definition
 from src.lion.linear_attention_forms import BLOCK_ENTRIES, cumulative_log_decay
-from src.lion.two_sided_attention import definition, two_sided_segment_states
+from src.lion.two_sided_attention import definition, report_fallback, two_sided_segment_states
 from tests.test_linear_attention import CHUNK, FORMS, LENGTHS, MASKS, distance, draw_mask
 
 D, E = 4, 6
@@ -128,6 +129,16 @@ def test_heads_may_share_queries_and_keys(form, structure, length, batch, heads,
     arguments = structure, length, batch, heads, groups, "holes"
     tensors, real = draw(*arguments)
     actual = outputs_and_gradients(two_sided_attention, structure, tensors, mask=real, form=form, chunk_size=CHUNK)
+    assert_equal(actual, reference(*arguments))
+
+
+@pytest.mark.parametrize("length, chunk_size", [(64, 64), (200, 64), (128, 128)])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("form", ["full", "chunkwise"])
+def test_chunks_in_tiles_have_the_outputs_and_gradients_of_the_definition(form, structure, length, chunk_size):
+    arguments = structure, length, 1, 3, 1, "holes"
+    tensors, real = draw(*arguments)
+    actual = outputs_and_gradients(two_sided_attention, structure, tensors, mask=real, form=form, chunk_size=chunk_size)
     assert_equal(actual, reference(*arguments))
 
 
@@ -291,7 +302,7 @@ def test_segments_give_the_outputs_of_one_call(form, mask):
 @pytest.mark.parametrize("structure", ["hydra", "scans"])
 @pytest.mark.parametrize("form", FORMS)
 def test_decays_and_weights_near_0_give_the_definitions_finite_numbers(form, structure, where, value, dtype):
-    tensors, _ = draw(structure, 40)
+    tensors, _ = draw(structure, 64)
     if where == "everywhere":
         tensors[3], tensors[7] = (torch.full_like(x, value) for x in (tensors[3], tensors[7]))
     elif where == "here and there":
@@ -305,7 +316,7 @@ def test_decays_and_weights_near_0_give_the_definitions_finite_numbers(form, str
         tensors[4][:, :, ::3] = tensors[8][:, :2] = value
     exact = [x.clamp(min=-60) if number in (3, 4, 7, 8) else x for number, x in enumerate(tensors)]
     expected = outputs_and_gradients(definition, structure, exact)
-    options = {"form": form, "chunk_size": CHUNK}
+    options = {"form": form, "chunk_size": 64 if form == "auto" else CHUNK}
     actual = outputs_and_gradients(two_sided_attention, structure, [x.to(dtype) for x in tensors], **options)
     assert all(x.isfinite().all() for x in actual)
     tolerance = 1e-9 if dtype == torch.float64 else 1e-4
@@ -352,11 +363,11 @@ def test_half_precision_is_accurate_to_two_digits(form, structure, dtype):
 @pytest.mark.parametrize("form", ["full", "recurrent", "chunkwise"])
 @pytest.mark.parametrize("structure", ["hydra", "past"])
 def test_a_compiled_operator_gives_the_same_numbers(form, structure):
-    tensors, mask = draw(structure, 33, mask="holes")
+    tensors, mask = draw(structure, 64, mask="holes")
     torch.compiler.reset()
     compiled = torch.compile(two_sided_attention, backend="aot_eager", fullgraph=True)
     actual = outputs_and_gradients(compiled, structure, tensors, mask=mask, form=form, chunk_size=CHUNK)
-    assert_equal(actual, reference(structure, 33, 2, 6, 1, "holes"))
+    assert_equal(actual, reference(structure, 64, 2, 6, 1, "holes"))
 
 
 # What does not fit
@@ -387,3 +398,11 @@ def test_heads_that_do_not_divide_and_states_that_nothing_reads_are_refused():
         two_sided_attention(v, *triangles("past", *sides), diagonal, right_state=v.new_zeros(2, 6, D, E))
     with pytest.raises(ValueError, match=r"right_state.*causal"):
         linear_attention(sides[0], sides[1], v, causal=True, right_state=v.new_zeros(2, 6, D, E))
+
+
+def test_a_gpu_is_told_once_what_its_kernels_do_not_cover(caplog):
+    """And a CPU never, for which there are none."""
+    report_fallback(torch.zeros(1), "a CPU")
+    for _ in range(2):
+        report_fallback(SimpleNamespace(is_cuda=True), "causal attention")
+    assert [record.message.split(":")[0] for record in caplog.records] == ["causal attention"]

@@ -63,7 +63,8 @@ def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | No
     """Convolve each channel of x, (B, L, C), over tokens with its own weight, (C, 1, W) with W odd, and zeros beyond
     the text; packed sequences, numbered by seq_idx, (B, L), do not see each other."""
     reach, length = weight.shape[-1] // 2, x.shape[1]
-    if x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling():
+    weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and not torch.compiler.is_compiling():
         if seq_idx is None:
             return _DepthwiseConv.apply(x.contiguous(), weight, bias)
         # With zeros between the sequences. Elsewhere this would wait for the GPU, or break the graph.
@@ -73,7 +74,6 @@ def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | No
         spread = x.new_zeros(len(x) * width, x.shape[-1]).index_copy(0, place, x.flatten(0, 1))
         y = _DepthwiseConv.apply(spread.unflatten(0, (len(x), width)), weight, bias)
         return y.flatten(0, 1).index_select(0, place).view(x.shape)
-    weight, bias = weight.to(x.dtype), bias.to(x.dtype)
     if seq_idx is None:
         return F.conv1d(x.mT, weight, bias, padding=reach, groups=len(weight)).mT
     padded = F.pad(x, (0, 0, reach, reach))
@@ -99,11 +99,11 @@ class _DepthwiseConv(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
-        image, grad_image = (y.mT.unsqueeze(2) for y in (x, grad))
+        image, grad_image = (y.float().mT.unsqueeze(2) for y in (x, grad))
         options = [1, 1], [0, weight.shape[-1] // 2], [1, 1], False, [0, 0], len(weight)
         of_weight_only = [False, True, False]  # the other two are slower there than below
         _, grad_weight, _ = torch.ops.aten.convolution_backward(
-            grad_image, image, weight.unsqueeze(2), None, *options, of_weight_only
+            grad_image, image, weight.float().unsqueeze(2), None, *options, of_weight_only
         )
         return _convolve_image(grad, weight.flip(-1), None), grad_weight.squeeze(2), grad.sum((0, 1))
 
@@ -115,10 +115,10 @@ def _convolve_image(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def gated_norm(norm: nn.RMSNorm, y: Tensor, z: Tensor) -> Tensor:
     """Compute norm(y) · SiLU(z), (..., I)."""
-    if y.device.type != "cpu" or {y.dtype, z.dtype} != {torch.float32} or torch.compiler.is_compiling():
-        wide = torch.promote_types(y.dtype, torch.float32)
+    wide = torch.promote_types(y.dtype, torch.float32)
+    if y.device.type != "cpu" or wide != torch.float32 or torch.compiler.is_compiling():
         return (norm(y.to(wide)) * F.silu(z.to(wide))).to(y.dtype)
-    return _GatedNorm.apply(y, z, norm.weight, norm.eps)
+    return _GatedNorm.apply(y, z, norm.weight.float(), norm.eps)
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -130,22 +130,23 @@ class _GatedNorm(torch.autograd.Function):
         ctx.eps = eps
         output = torch.empty_like(y)
         for out, y, z in _slices(output, y, z):  # noqa: B020
-            torch.mul(_normalize(y, eps)[0].mul_(weight), F.silu(z), out=out)
+            out.copy_(_normalize(y.float(), eps)[0].mul_(weight).mul_(F.silu(z.float())))
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         y, z, weight = ctx.saved_tensors
-        grad_y, grad_z, grad_weight = torch.empty_like(y), torch.empty_like(y), torch.zeros_like(weight)
+        grad_y, grad_z, grad_weight = torch.empty_like(y), torch.empty(z.shape, dtype=z.dtype), torch.zeros_like(weight)
         for dy, dz, y, z, grad in _slices(grad_y, grad_z, y, z, grad):  # noqa: B020
+            y, z, grad = y.float(), z.float(), grad.float()
             normalized, factor = _normalize(y, ctx.eps)
             gated = grad * F.silu(z)
             grad_weight += (gated * normalized).sum(0)
             gated.mul_(weight)
             dz.copy_(torch.ops.aten.silu_backward(grad * (normalized * weight), z))
             mean = (gated * normalized).mean(-1, keepdim=True)
-            torch.mul(gated.addcmul_(normalized, mean, value=-1), factor, out=dy)
+            dy.copy_(gated.addcmul_(normalized, mean, value=-1).mul_(factor))
         return grad_y, grad_z, grad_weight, None
 
 

@@ -193,19 +193,15 @@ def _choose_form(
     q, k, v, decays: bool, normalize: bool, form: str, dropout_p: float, causal: bool = False
 ) -> tuple[str, bool]:
     """Resolve "auto" and decide whether to use the kernels; PyTorch computes what they do not cover."""
-    fused = (
-        USE_TRITON
-        and form != "recurrent"
-        and not causal
-        and q.shape[1] == v.shape[1]
-        and 0 <= dropout_p < 1
-        and covers(q, k, v, extra_columns=int(normalize))
-    )
-    if not fused and USE_TRITON and form != "recurrent":
-        report_fallback(
-            q,
-            "causal"
-            if causal
-            else f"{q.shape[1]} and {v.shape[1]} heads of {q.shape[-1]} and {v.shape[-1]}, {q.dtype}",
-        )
+    if not USE_TRITON or form == "recurrent":
+        return resolve_form(form, q.shape[-2], decays, dropout_p), False
+    uncovered = {
+        "causal attention": causal,
+        "values with more heads than queries": q.shape[1] != v.shape[1],
+        f"dropout of {dropout_p}": not 0 <= dropout_p < 1,
+        f"heads of {q.shape[-1]} and {v.shape[-1]} in {q.dtype}": not covers(q, k, v, extra_columns=int(normalize)),
+    }
+    fused = not any(uncovered.values())
+    if not fused:
+        report_fallback(q, next(what for what, is_so in uncovered.items() if is_so))
     return resolve_form(form, q.shape[-2], decays, dropout_p, fused), fused

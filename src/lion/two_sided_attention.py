@@ -103,7 +103,7 @@ def two_sided_attention(
         if state is not None and triangle is None:
             raise ValueError(f"{name} has no triangle that reads it; omit it")
 
-    report_fallback(v, "two-sided attention other than LION's")
+    report_fallback(v, "two_sided_attention")
     # The forms take q and k side by side, and future sums with the opposite sign.
     shared = len(given) == 2 and past.q is future.q and past.k is future.k
     triangles = "shared" if shared else "separate" if len(given) == 2 else "future" if past is None else "past"
@@ -265,9 +265,9 @@ def _warn_once(message: str) -> None:
 
 
 def report_fallback(x: Tensor, what: str) -> None:
-    """Warn once that a GPU computes something in PyTorch because the kernels do not cover it."""
+    """Warn once that a GPU computes something in PyTorch for lack of a kernel."""
     if x.is_cuda and not torch.compiler.is_compiling():
-        _warn_once(f"the GPU kernels do not cover {what}; PyTorch computes it, more slowly")
+        _warn_once(f"{what}: computed in PyTorch, more slowly than by the GPU kernels, which do not cover it")
 
 
 def check_shapes(*named: tuple) -> None:
@@ -284,7 +284,7 @@ def check_options(mask, seq_idx, left_state, right_state, form: str, chunk_size:
     if seq_idx is not None and seq_idx.is_floating_point():
         raise ValueError(f"seq_idx must be integers (got {seq_idx.dtype})")
     if seq_idx is not None and (left_state is not None or right_state is not None):
-        raise ValueError("left_state and right_state cannot be combined with seq_idx or normalize; omit the latter two")
+        raise ValueError("left_state and right_state cannot be combined with seq_idx; omit it")
     if form not in FORMS:
         raise ValueError(f"form must be one of {', '.join(FORMS)} (got {form})")
     if chunk_size < 1:
