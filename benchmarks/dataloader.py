@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--model", default="lion-s", choices=models.MODELS, help="(default: lion-s)")
     parser.add_argument("--batch", type=int, help="batch size of its step (default: 8 on a CPU, 128 on a GPU)")
-    parser.add_argument("--layers", type=int, default=12, help="of a transformer; hydra has 2n - 1 (default: 12)")
+    parser.add_argument("--layers", type=int, default=12, help="(default: 12, that is 23 in hydra)")
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
     a = parser.parse_args(argv)

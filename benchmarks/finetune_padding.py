@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--length", type=int, default=128, help="fixed length (default: 128)")
     parser.add_argument("--batch", type=int, help="batch size (default: the task's)")
     parser.add_argument("--mixer", default="lion-s", help="(default: lion-s)")
-    parser.add_argument("--layers", type=int, default=12, help="of a transformer; hydra has 2n - 1 (default: 12)")
+    parser.add_argument("--layers", type=int, default=12, help="(default: 12, that is 23 in hydra)")
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
     parser.add_argument("--steps", type=int, default=20, help="batches to time (default: 20)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
@@ -93,7 +93,7 @@ def widen(batch: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor
 def prepare(a: argparse.Namespace, vocabulary: int, labels: int):
     """Return a function that takes one step on a batch."""
     torch.manual_seed(0)
-    sizes = models.lion_sizes(a.mixer, a.layers, a.hidden)
+    sizes = models.bert_sizes(a.mixer, a.layers, a.hidden)
     config = LionConfig(mixer=a.mixer, num_labels=labels, vocab_size=-(-vocabulary // 8) * 8, **sizes)
     model = LionForSequenceClassification(config).to(a.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)

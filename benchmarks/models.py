@@ -1,5 +1,5 @@
 """The encoders to compare: ours, and Hugging Face's BERT and ModernBERT, equally deep and about as large. A layer of
-Hydra has no MLP and is half of another's, so Hydra has 2n − 1 layers for n of the others, as in its paper."""
+Hydra has no MLP and is about half of another's, so Hydra has about twice as many."""
 
 from collections.abc import Iterable
 
@@ -12,11 +12,12 @@ BERT, MODERN_BERT = "Hugging Face BERT", "Hugging Face ModernBERT"
 LINEAR = tuple(name for name, mixer in MIXERS.items() if mixer.has_states)
 MODELS = (BERT, MODERN_BERT, "softmax", *LINEAR)
 VOCABULARY = 30528
+HYDRA_LAYERS = {12: 23, 24: 45}  # of base and large size, for those of BERT
 
 
 def layer_count(name: str, layers: int) -> int:
-    """Return the number of layers of `name` that is comparable to `layers` of a transformer."""
-    return 2 * layers - 1 if name == "hydra" else layers
+    """Return the number of layers of `name` that is comparable to `layers` of BERT."""
+    return HYDRA_LAYERS.get(layers, 2 * layers - 1) if name == "hydra" else layers
 
 
 def describe(names: Iterable[str], layers: int, hidden: int) -> str:
@@ -28,40 +29,37 @@ def describe(names: Iterable[str], layers: int, hidden: int) -> str:
     return f"{layers} layers{hydra} of {hidden}"
 
 
-def lion_sizes(mixer: str, layers: int, hidden: int) -> dict[str, int]:
-    """Return the sizes of a LionConfig that is comparable to a BERT of `layers` layers. Hydra derives its heads."""
-    sizes = {"hidden_size": hidden, "num_hidden_layers": layer_count(mixer, layers)}
+def bert_sizes(name: str, layers: int, hidden: int) -> dict[str, int]:
+    """Return the sizes of a configuration as BERT's, with heads of 64. Hydra derives its heads and has no MLP."""
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layer_count(name, layers)}
     of_bert = {"num_attention_heads": hidden // 64, "intermediate_size": 4 * hidden}
-    return sizes if mixer == "hydra" else sizes | of_bert
+    return sizes if name == "hydra" else sizes | of_bert
 
 
 def build(
     name: str, layers: int, hidden: int, longest: int, dropout=0.0, form="auto", masked_lm=False
 ) -> torch.nn.Module:
     """Build the encoder `name` with random weights for texts of up to `longest` tokens, optionally with an MLM head."""
-    tables = {"vocab_size": VOCABULARY, "max_position_embeddings": max(512, longest)}
-    if name in MIXERS:
-        of_attention = {} if name == "hydra" else {"attention_probs_dropout_prob": dropout}
-        config = LionConfig(
-            **tables, **lion_sizes(name, layers, hidden), mixer=name, attention_form=form,
-            hidden_dropout_prob=dropout, **of_attention,
-        )  # fmt: skip
-        return (LionForMaskedLM if masked_lm else LionModel)(config)
-    sizes = {**tables, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": hidden // 64}
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": max(512, longest), **bert_sizes(name, layers, hidden)}
     if name == BERT:
         from transformers import BertConfig, BertForMaskedLM, BertModel
 
         dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-        config = BertConfig(**sizes, intermediate_size=4 * hidden, **dropouts, attn_implementation="sdpa")
+        config = BertConfig(**sizes, **dropouts, attn_implementation="sdpa")
         return (BertForMaskedLM if masked_lm else BertModel)(config)
-    from transformers import ModernBertConfig, ModernBertForMaskedLM, ModernBertModel
+    if name == MODERN_BERT:
+        from transformers import ModernBertConfig, ModernBertForMaskedLM, ModernBertModel
 
-    # Its MLP has three matrices, so two thirds of BERT's width. It too predicts at labelled tokens only.
-    dropouts = {"embedding_dropout": dropout, "mlp_dropout": dropout, "attention_dropout": dropout}
-    tokens = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3, "pad_token_id": 0}
-    options = {"sparse_prediction": True, "reference_compile": False, "attn_implementation": "sdpa"}
-    config = ModernBertConfig(**sizes, intermediate_size=8 * hidden // 3, **dropouts, **tokens, **options)
-    return (ModernBertForMaskedLM if masked_lm else ModernBertModel)(config)
+        # Its MLP has three matrices, so two thirds of BERT's width. It too predicts at labelled tokens only.
+        sizes["intermediate_size"] = 8 * hidden // 3
+        dropouts = {"embedding_dropout": dropout, "mlp_dropout": dropout, "attention_dropout": dropout}
+        tokens = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3, "pad_token_id": 0}
+        options = {"sparse_prediction": True, "reference_compile": False, "attn_implementation": "sdpa"}
+        config = ModernBertConfig(**sizes, **dropouts, **tokens, **options)
+        return (ModernBertForMaskedLM if masked_lm else ModernBertModel)(config)
+    dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": None if name == "hydra" else dropout}
+    config = LionConfig(**sizes, **dropouts, mixer=name, attention_form=form)
+    return (LionForMaskedLM if masked_lm else LionModel)(config)
 
 
 def compile_layers(model: torch.nn.Module) -> None:

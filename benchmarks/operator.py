@@ -203,8 +203,10 @@ def at_a_glance(rows: list[dict]) -> list[list[str]]:
         "chunkwise, hydra, PyTorch": ("pytorch-chunkwise", "hydra"),
     }
     present = {(row["form"], row["variant"]) for row in rows}
-    always = [(form, variant) for form in ("softmax", "full", "chunkwise") for variant in ("softmax", *VARIANTS[:3])]
-    times = {title: case for title, case in times.items() if case in present or case in always}
+    always = ("softmax", "full", "chunkwise")
+    times = {
+        title: case for title, case in times.items() if case in present or (case[0] in always and case[1] != "hydra")
+    }
     hydra = next((case for case in times.values() if case[1] == "hydra"), None)
     peaks = {"peak: softmax": times["softmax"], "chunkwise, S": times["S"]}
     lines = [["length", *times, *(["hydra / S"] if hydra else []), "softmax / S", *peaks]]

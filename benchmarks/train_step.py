@@ -3,7 +3,7 @@
     python benchmarks/train_step.py [--device cuda]
 
 Masked language modelling at base size on random tokens without padding. The models take steps in turn; medians and
-ratios. All have about as many weights and the same number of layers n, but Hydra 2n − 1, which are half as large.
+ratios. All have about as many weights, and the same number of layers except Hydra: 23 smaller ones instead of 12.
 Writes a table, its numbers and a picture.
 """
 
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS, help="(default: all)")
     parser.add_argument("--batch", type=int, help="texts per step (default: 8 on a CPU, 128 on a GPU)")
     parser.add_argument("--length", type=int, default=128, help="tokens per text (default: 128)")
-    parser.add_argument("--layers", type=int, default=12, help="of a transformer; hydra has 2n - 1 (default: 12)")
+    parser.add_argument("--layers", type=int, default=12, help="(default: 12, that is 23 in hydra)")
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
     parser.add_argument("--masked", type=float, default=0.3, help="masking rate (default: 0.3)")
     parser.add_argument(

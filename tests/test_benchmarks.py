@@ -7,7 +7,7 @@ import pytest
 import torch
 from glue_files import write_glue
 
-from benchmarks import measure
+from benchmarks import measure, models
 from tests.conftest import run
 
 STEP = "--layers 1 --hidden 64 --batch 2"
@@ -32,18 +32,19 @@ def test_a_benchmark_writes_a_table_and_its_numbers(name, tmp_path):
     if name == "operator":
         cases = {(row["length"], row["form"], row["variant"]) for row in written["rows"]}
         assert {(row["length"], row["batch"]) for row in written["rows"]} == {(16, 4), (40, 1)}
-        assert len(cases) == len(written["rows"]) == 8
+        assert len(cases) == len(written["rows"]) == 10
         assert all(row["forward_ms"] > 0 and row["both_ms"] > 0 and row["peak_mib"] >= 0 for row in written["rows"])
         assert all(0 < row["forward_floor_ms"] < row["both_floor_ms"] for row in written["rows"])
+        assert (40, "chunkwise", "hydra") in cases and "| hydra / S |" in result.stdout
         assert (tmp_path / f"{stem}.png").stat().st_size > 1000
     elif name == "inference":
         cases = {(row["batch"], row["length"], row["model"], row["form"]) for row in written["rows"]}
-        assert len(cases) == len(written["rows"]) == 24
+        assert len(cases) == len(written["rows"]) == 28
         assert all(row["ms"] > 0 and row["peak_mib"] >= 0 for row in written["rows"])
         assert any(row["peak_mib"] > 0 for row in written["rows"])
         assert (tmp_path / f"{stem}.png").stat().st_size > 1000
     else:
-        names = ["Hugging Face BERT", "Hugging Face ModernBERT", "softmax", "lion-lit", "lion-d", "lion-s"]
+        names = ["Hugging Face BERT", "Hugging Face ModernBERT", "softmax", "lion-lit", "lion-d", "lion-s", "hydra"]
         assert [row["model"] for row in written["rows"]] == names
         assert all(row["ms"] > 0 and row["floor_ms"] > 0 for row in written["rows"])
         assert (tmp_path / f"{stem}.png").stat().st_size > 1000
@@ -72,6 +73,51 @@ def test_operator_cases_have_the_models_memory_layout(form, monkeypatch):
     assert [tuple(x.shape) for x in seen["leaves"]] == [(2, 3, 24, 8)] * 3 + [(2, 3, 24)] * (variant == "lion-s")
     assert all(x.transpose(1, 2).is_contiguous() and x.is_leaf for x in seen["leaves"])
     assert seen["y"].shape == seen["grad"].shape
+
+
+@pytest.mark.parametrize("form", ["full", "recurrent", "chunkwise", "pytorch-full", "pytorch-chunkwise"])
+def test_the_operator_of_hydra_has_gradients_of_all_its_operands(form, monkeypatch):
+    operator, seen = importlib.import_module("benchmarks.operator"), {}
+    grad = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *given: seen.update(leaves=given[1], grads=grad(*given)))
+    operator.prepare(form, "hydra", 24, True, 2, 3, 8, "float32", 16, "cpu")()
+    q, v, numbers = (2, 1, 24, 8), (2, 3, 24, 8), (2, 3, 24)
+    shapes = [q, q, v, q, q, (2, *numbers), (2, *numbers), numbers]  # of both directions: decays and weights
+    assert [tuple(x.shape) for x in seen["leaves"]] == shapes
+    assert all(x.isfinite().all() and x.any() for x in seen["grads"])
+
+
+def test_the_operator_of_hydra_shares_queries_and_keys_in_its_floor():
+    operator = importlib.import_module("benchmarks.operator")
+    B, H, L, N, C = 2, 3, 64, 8, 16
+    for backward, (values, scores, states), (wide, shared, numbers) in (
+        (False, (1, 2, 4), (2, 4, 5)),  # v, y; q and k of two directions; their log decays and weights, the diagonal
+        (True, (3, 8, 14), (5, 12, 15)),
+    ):
+        moved, operations = operator.least("chunkwise", "hydra", L, backward, B, H, N, "bfloat16", C, "cpu")
+        assert moved == pytest.approx(B * L * (2 * N * (H * wide + shared) + 4 * H * numbers))
+        assert operations == pytest.approx(2 * B * L * (C * N * (H * values + scores) + H * states * N * N))
+
+
+def test_the_kernels_do_not_compute_hydra():
+    operator = importlib.import_module("benchmarks.operator")
+    with_hydra = {form for form in operator.LONGEST["cuda"] if "hydra" in operator.variants(form, "cuda")}
+    assert {"pytorch-full", "pytorch-chunkwise"} <= with_hydra
+    assert not with_hydra & {"full", "chunkwise", "softmax-cudnn", "fla"}
+    assert all("hydra" in operator.variants(form, "cpu") for form in operator.FORMS["cpu"])
+
+
+def test_hydra_is_about_as_large_as_the_others():
+    with torch.device("meta"):
+        sizes = {
+            name: sum(x.numel() for x in models.build(name, 12, 768, 128, dropout=0.1).parameters())
+            for name in models.MODELS
+        }
+        hydra = models.build("hydra", 24, 1024, 128).config
+    assert hydra.num_hidden_layers == 45 and hydra.num_attention_heads == 32
+    assert all(size == pytest.approx(sizes["softmax"], rel=0.05) for size in sizes.values())
+    assert models.describe(["lion-s", "hydra"], 12, 768) == "12 layers (23 in hydra) of 768"
+    assert models.describe(["hydra"], 4, 256) == "7 layers of 256"
 
 
 def test_the_loader_is_timed_with_and_without_packing_and_workers_and_beside_a_step(tmp_path, shards, tokenizer_folder):
