@@ -62,7 +62,8 @@ def test_the_model_of_every_pretraining_yaml_can_be_built(path, tokenizer):
     config = pretrain(path)
     model = build_lion_config(config.model, tokenizer, config.max_seq_len)
     family = path.stem.split("-")
-    assert model.mixer == ("softmax" if family[0] == "bert" else "-".join(family[:2]))
+    own = {"bert": "softmax", "hydra": "hydra"}
+    assert model.mixer == own.get(family[0], "-".join(family[:2]))
     assert model.vocab_size % 8 == 0
     assert model.vocab_size >= len(tokenizer)
     build_scheduler(config.scheduler)
@@ -71,7 +72,7 @@ def test_the_model_of_every_pretraining_yaml_can_be_built(path, tokenizer):
 def test_each_mixer_has_a_base_and_a_tiny_yaml():
     names = {path.stem for path in PRETRAIN}
     assert {
-        f"{model}-{size}" for model in ("lion-lit", "lion-d", "lion-s", "bert") for size in ("base", "tiny")
+        f"{model}-{size}" for model in ("lion-lit", "lion-d", "lion-s", "hydra", "bert") for size in ("base", "tiny")
     } <= names
 
 

@@ -104,10 +104,11 @@ class LionConfig(PretrainedConfig):
         self.type_vocab_size = type_vocab_size
         self.initializer_range = initializer_range
         self.layer_norm_eps = layer_norm_eps
-        self.expand = expand
-        self.headdim = headdim
-        self.d_state = d_state
-        self.d_conv = d_conv
+        if mixer == "hydra":  # not in the settings of other mixers, by which earlier results are recognized
+            self.expand = expand
+            self.headdim = headdim
+            self.d_state = d_state
+            self.d_conv = d_conv
         super().__init__(pad_token_id=pad_token_id, tie_word_embeddings=tie_word_embeddings, **kwargs)
 
     @property

@@ -266,8 +266,10 @@ class LionModel(LionPreTrainedModel):
             right = torch.zeros_like(lefts[0])
             following = x[:, L:].to(device)  # the next tokens, as many as a halo has, before they were overwritten
             for segment, part, halo, left, state in reversed(list(zip(segments, wide, halos, lefts, passed))):
-                inputs = torch.cat([x[:, part.start : segment.stop].to(device), following], 1)
-                following = inputs[:, halo[0] : halo[0] + size]
+                inputs = x[:, part.start : segment.stop].to(device)
+                if size:
+                    inputs = torch.cat([inputs, following], 1)
+                    following = inputs[:, halo[0] : halo[0] + size]
                 states = {"left_state": left, "right_state": right}
                 x[:, segment], _ = layer(inputs, take(mask, part), None, form, halo=halo, **states)
                 right = right * state.across_leftward + state.leftward
