@@ -116,7 +116,7 @@ def test_packed_sequences_give_the_outputs_and_gradients_of_each_alone(form, dty
     model = build(LionModel).to(dtype)
     lengths = (1, 2, 9, 1, 3, 14)
     ids = torch.randint(1, 64, (2, sum(lengths)))
-    seq_idx = torch.repeat_interleave(torch.arange(6), torch.tensor(lengths)).expand(2, -1)
+    seq_idx = torch.repeat_interleave(torch.arange(6) % 2, torch.tensor(lengths)).expand(2, -1)  # only changes count
     packed = model(ids, seq_idx=seq_idx, attention_form=form).last_hidden_state
     alone = torch.cat([model(part, attention_form=form).last_hidden_state for part in ids.split(lengths, 1)], 1)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-9

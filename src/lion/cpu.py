@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from .linear_attention_forms import sequence_starts
+
 SLICE = 1024  # tokens that a layer processes at a time in inference: few enough to stay in cache and to reuse memory
 MIN_TOKENS, MIN_WEIGHTS = 1024, 2**19  # below these, oneDNN is no faster, as it reorders the weights on every call
 
@@ -64,11 +66,12 @@ def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | No
     the text; packed sequences, numbered by seq_idx, (B, L), do not see each other."""
     reach, length = weight.shape[-1] // 2, x.shape[1]
     weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+    number = None if seq_idx is None else sequence_starts(seq_idx).cumsum(1)  # (B, L)
     if x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and not torch.compiler.is_compiling():
         if seq_idx is None:
             return _DepthwiseConv.apply(x.contiguous(), weight, bias)
         # With zeros between the sequences. Elsewhere this would wait for the GPU, or break the graph.
-        place = torch.arange(length) + reach * (F.pad(seq_idx.diff(dim=1), (1, 0)) != 0).cumsum(1)  # (B, L)
+        place = torch.arange(length) + reach * number
         width = int(place.max()) + 1
         place = (place + width * torch.arange(len(x))[:, None]).flatten()
         spread = x.new_zeros(len(x) * width, x.shape[-1]).index_copy(0, place, x.flatten(0, 1))
@@ -76,11 +79,9 @@ def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | No
         return y.flatten(0, 1).index_select(0, place).view(x.shape)
     if seq_idx is None:
         return F.conv1d(x.mT, weight, bias, padding=reach, groups=len(weight)).mT
-    padded = F.pad(x, (0, 0, reach, reach))
-    number = F.pad(seq_idx, (reach, reach))
-    y = bias.expand_as(x)
+    padded, numbers, y = F.pad(x, (0, 0, reach, reach)), F.pad(number, (reach, reach)), bias.expand_as(x)
     for place in range(2 * reach + 1):
-        same = number[:, place : place + length, None] == seq_idx[..., None]
+        same = numbers[:, place : place + length, None] == number[..., None]
         y = y + weight[:, 0, place] * padded[:, place : place + length].where(same, 0)
     return y
 
