@@ -1,8 +1,8 @@
 """Latency and memory of encoders by length:  python benchmarks/inference.py [--device cuda] [--batch 1 64]
 
 One forward pass of each mixer and form, and of Hugging Face's BERT and ModernBERT, at base size on random tokens
-without padding; interleaved runs, medians. All have the same number of layers except Hydra: 23 smaller ones instead of 12.
-Writes a table, its numbers and a picture.
+without padding; interleaved runs, medians. All have the same number of layers except Hydra: 23 smaller ones instead of
+12. Writes a table, its numbers and a picture.
 """
 
 import os

@@ -341,9 +341,9 @@ def hydra(q, k, v, q_future, k_future, log_decays, log_weights, diagonal, **how)
 def least(form, variant, length, backward, batch, heads, head_dim, dtype, chunk_size, device) -> tuple[float, float]:
     """Return the minimum bytes and matrix-product operations of a case, forward or with backward.
 
-    Operands are read and results written once: q, k, v, y, and in the backward pass q, k, v, dy, dq, dk, dv; numbers per
-    token, such as log decays, in float32. There are 2 products with L×L or C×C matrices, q·k and one with v, and 5 more
-    in the backward pass, 3 of them for q and k; with D×E states an update and an output in each direction and 10 more in
+    Operands are read and results written once: q, k, v, y, and in the backward pass q, k, v, dy, dq, dk, dv; numbers
+    per token, such as log decays, in float32. There are 2 products with L×L or C×C matrices, q·k and one with v, and 5
+    more in the backward pass, 3 of them for q and k; with D×E states an update and an output in each direction and 10 more in
     the backward pass, or half of these without decay, as one state serves both directions. In hydra all heads share two
     pairs of q and k.
     """

@@ -33,7 +33,7 @@ def draw():
 
 def scan(q, k, v, transitions, weights, reverse: bool = False) -> Tensor:
     """S_i = Λ_i S_{i−1} + γ_i k_i v_iᵀ, y_i = S_iᵀ q_i, from left to right or from right to left, (B, H, L, E).
-    transitions: Λ, (B or 1, H, L or 1) or with a D×D matrix in place of each number; weights: γ, (B or 1, H, L or 1)."""
+    transitions: Λ, (B or 1, H, L or 1), numbers or D×D matrices; weights: γ, (B or 1, H, L or 1)."""
     q, k = (x.expand(B, H, L, -1) for x in (q, k))
     if transitions.ndim == 3:
         transitions = transitions[..., None, None] * torch.eye(q.shape[-1], dtype=q.dtype)

@@ -220,6 +220,16 @@ def test_a_causal_call_reads_no_key_after_its_query(form, decay, groups, normali
         torch.testing.assert_close(x, y, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_groups_keep_their_own_decays_however_few_texts_a_block_holds(causal, monkeypatch):
+    monkeypatch.setitem(BLOCK_ENTRIES, "cpu", 1)
+    (v, q, k, a, *_), _ = draw("lion", 33, groups=3)
+    wide = [x.repeat_interleave(2, 1) for x in (q, k)]
+    expected = lion_definition(*wide, v, a[0, :, 0], causal=causal)
+    actual = linear_attention(q, k, v, a[0, :, 0], causal=causal, form="chunkwise", chunk_size=CHUNK)
+    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_of_the_future_reaches_a_causal_call_not_even_infinity(form):
     (v, q, k, a, *_), _ = draw("lion", 33, groups=6)
@@ -379,8 +389,9 @@ def test_a_compiled_operator_gives_the_same_numbers(form, structure):
         (lambda v, past, future, diagonal: (v, None, None, diagonal), "past and future are both None"),
         (lambda v, past, future, diagonal: (v, past, future, diagonal[:, :1]), r"diagonal.*\(2, 6, 7\).*\(2, 1, 7\)"),
         (lambda v, past, future, diagonal: (v[:, :5], past, future, diagonal[:, :5]), r"past.query_sum.*\(1, 5, 7\)"),
-        (lambda v, past, future, diagonal: (v, past, future._replace(k=past.k[..., :3]), diagonal), r"future.k.*\(2, 1, 7, 4\)"),
-        (lambda v, past, future, diagonal: (v, past._replace(log_weight=diagonal[..., :3]), future, diagonal), r"past.log_weight"),
+        (lambda v, past, future, diagonal: (v[0], past, future, diagonal), r"v must be .*\(6, 7, 6\)"),
+        (lambda v, past, future, d: (v, past, future._replace(k=past.k[..., :3]), d), r"future.k.*\(2, 1, 7, 4\)"),
+        (lambda v, past, future, d: (v, past._replace(log_weight=d[..., :3]), future, d), r"past.log_weight"),
     ],
 )  # fmt: skip
 def test_invalid_arguments_are_named(change, message):

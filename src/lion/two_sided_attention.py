@@ -88,6 +88,9 @@ def two_sided_attention(
     given = [triangle for triangle in (past, future) if triangle is not None]
     if not given:
         raise ValueError("past and future are both None; give at least one triangle")
+    for name, x in (("v", v), ("q", given[0].q)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be (batch, heads, length, head_dim) (got {tuple(x.shape)})")
     (B, H, L, E), (_, G, _, D) = v.shape, given[0].q.shape
     shapes = [("mask", mask, (B, L)), ("seq_idx", seq_idx, (B, L)), ("diagonal", diagonal, (B, H, L))]
     shapes += [("left_state", left_state, (B, H, D, E)), ("right_state", right_state, (B, H, D, E))]
@@ -179,7 +182,7 @@ def attend(
     query_sums may be None (no decay) and G any divisor of H; log_weights: (B, H, L, T) or None; uniform: all chunks
     have the same decays; the others as for `two_sided_attention`."""
     (B, H, L, _), G, dtype = v.shape, q.shape[1], v.dtype
-    if 1 < G < H:  # groups of heads become rows of the batch
+    if 1 < G < H:  # groups of heads become rows of the batch, whose decays differ
 
         def fold(x: Tensor | None) -> Tensor | None:
             return (
@@ -190,7 +193,7 @@ def attend(
         y = attend(
             *map(fold, (q, k, v, query_sums, key_sums, log_weights, diagonal)), triangles, mask=mask, seq_idx=seq_idx,
             left_state=fold(left_state), right_state=fold(right_state), scale=scale, form=form, chunk_size=chunk_size,
-            dropout_p=dropout_p, uniform=uniform,
+            dropout_p=dropout_p,
         )  # fmt: skip
         return y.unflatten(0, (B, G)).flatten(1, 2)
     if form != "full" and dtype in (torch.bfloat16, torch.float16):
