@@ -31,8 +31,8 @@ MIXERS = {
     "lion-d": "lion-d", "nova-inputdep": "lion-s", "lion-s": "lion-s",
 }  # fmt: skip
 
-# Settings of Hydra's checkpoints that make it another encoder, which we do not have.
-OTHER_HYDRAS = {"is_prenorm": True, "use_position_embeddings": True}
+# Settings of Hydra's checkpoints that, if true, make it another encoder, which we do not have.
+OTHER_HYDRAS = ("is_prenorm", "use_position_embeddings")
 # BERT's settings, which are in those checkpoints but do not describe them.
 NOT_OF_HYDRA = {"num_attention_heads", "intermediate_size", "max_position_embeddings", "attention_probs_dropout_prob"}
 
@@ -91,9 +91,9 @@ def config_from_published(config: dict[str, Any], source: str = "the checkpoint"
 def _config_of_hydra(config: dict[str, Any], source: str) -> LionConfig:
     if (kind := config["matrix_mixer_type"]) != "hydra":
         raise UserError(f"matrix_mixer_type {kind!r} of {source} must be hydra; its other mixers cannot be read")
-    for name, value in OTHER_HYDRAS.items():
-        if config.get(name) == value:
-            raise UserError(f"{source} has {name}: {str(value).lower()}, an encoder that cannot be read; use another")
+    for name in OTHER_HYDRAS:
+        if config.get(name):
+            raise UserError(f"{source} has {name}: true, an encoder that cannot be read; use another")
     same = {name: config[name] for name in SETTINGS - OURS - NOT_OF_HYDRA if config.get(name) is not None}
     pooling = "mean" if config.get("pool_all") else "cls"
     return lion_config({**same, "mixer": "hydra", "classifier_pooling": pooling}, source)
