@@ -127,37 +127,32 @@ class _GatedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(y, z, weight)
-        ctx.eps = eps
-        output = torch.empty_like(y)
-        for out, y, z in _slices(output, y, z):  # noqa: B020
-            out.copy_(_normalize(y.float(), eps)[0].mul_(weight).mul_(F.silu(z.float())))
+        output, factors = torch.empty_like(y), y.new_empty(*y.shape[:-1], 1, dtype=torch.float32)
+        for out, factor, y_slice, z_slice in _slices(output, factors, y, z):
+            wide = y_slice.float()
+            factor.copy_(wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_())
+            out.copy_((wide * factor).mul_(weight).mul_(F.silu(z_slice.float())))
+        ctx.save_for_backward(y, z, weight, factors)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        y, z, weight = ctx.saved_tensors
+        y, z, weight, factors = ctx.saved_tensors
         grad_y, grad_z, grad_weight = torch.empty_like(y), torch.empty(z.shape, dtype=z.dtype), torch.zeros_like(weight)
-        for dy, dz, y, z, grad in _slices(grad_y, grad_z, y, z, grad):  # noqa: B020
-            y, z, grad = y.float(), z.float(), grad.float()
-            normalized, factor = _normalize(y, ctx.eps)
-            gated = grad * F.silu(z)
-            grad_weight += (gated * normalized).sum(0)
-            gated.mul_(weight)
-            dz.copy_(torch.ops.aten.silu_backward(grad * (normalized * weight), z))
-            mean = (gated * normalized).mean(-1, keepdim=True)
-            dy.copy_(gated.addcmul_(normalized, mean, value=-1).mul_(factor))
+        for dy, dz, factor, y, z, grad in _slices(grad_y, grad_z, factors, y, z, grad):  # noqa: B020
+            normalized, z, grad = y.float() * factor, z.float(), grad.float()
+            gated = F.silu(z).mul_(grad)
+            product = gated * normalized
+            grad_weight += product.sum(0)
+            mean = (product @ weight).div_(len(weight))[:, None]
+            dy.copy_(gated.mul_(weight).addcmul_(normalized, mean, value=-1).mul_(factor))
+            dz.copy_(torch.ops.aten.silu_backward(normalized.mul_(weight).mul_(grad), z))
         return grad_y, grad_z, grad_weight, None
 
 
 def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(x.flatten(0, -2).split(128) for x in tensors))
-
-
-def _normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    factor = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return x * factor, factor
+    return zip(*(x.flatten(0, -2).split(256) for x in tensors))
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:

@@ -206,9 +206,7 @@ def _scores(q: Tensor, k: Tensor, triangles: str) -> Tensor:
 
 
 def _score_gradients(grad: Tensor, q: Tensor, k: Tensor, triangles: str) -> tuple[Tensor, ...]:
-    """∂q and ∂k from ∂scores of all heads, (b, H, ..., L, L), with zeros outside the triangles."""
-    if grad.shape[1] > q.shape[1]:
-        grad = grad.sum(1, keepdim=True)
+    """∂q and ∂k from ∂scores, (b, G, ..., L, L)."""
     if triangles != "separate":
         return grad @ k, grad.mT @ q
     sides = zip((grad.tril(-1), grad.triu(1)), q.chunk(2, -1), k.chunk(2, -1))
@@ -222,7 +220,7 @@ def _sum_gradients(grad_log_weights: Tensor, triangles: str, one_sum: bool) -> l
     matrices = grad_log_weights.flatten(0, -3)
     size, sums = len(matrices), []
     if not torch.compiler.is_compiling():
-        size = max(1, BLOCK_ENTRIES["cpu" if matrices.is_cpu else "cuda"] // matrices[0].numel())
+        size = max(1, 2 * BLOCK_ENTRIES["cpu" if matrices.is_cpu else "cuda"] // matrices[0].numel())
     for few in matrices.split(size):
         few = few.double()
         if not one_sum:  # otherwise the diagonal cancels
@@ -287,11 +285,18 @@ class _Matrix(torch.autograd.Function):
             blocks = _blocks(output, q.shape[-2])
             of_sums = query_sums, key_sums, diagonal, ctx.triangles
             weights = _weights(blocks, *of_sums, output.dtype, len(query_sums) == 1)
+            shared = grad.new_empty(len(q), 1, *grad.shape[2:]) if q.shape[1] < grad.shape[1] else None
             for block in blocks:
                 if with_sums:
                     block.write(grad_sums, _sum_gradients(block.of(grad) * block.of(output), ctx.triangles, one_sum))
                 grad_scores = block.of(grad) * weights(block)
-                block.write((grad_q, grad_k), _score_gradients(grad_scores, block.of(q), block.of(k), ctx.triangles))
+                if shared is None:
+                    pair = _score_gradients(grad_scores, block.of(q), block.of(k), ctx.triangles)
+                    block.write((grad_q, grad_k), pair)
+                else:
+                    torch.sum(grad_scores, 1, keepdim=True, out=block.of(shared))
+            if shared is not None:
+                grad_q, grad_k = _score_gradients(shared, q, k, ctx.triangles)
         grad_query, grad_key = [*_stack_sums(grad_sums, query_sums, key_sums), None][:2] if with_sums else (None, None)
         grad_diagonal = None if diagonal is None else grad.diagonal(dim1=-2, dim2=-1).clone()
         return grad_q, grad_k, grad_query, grad_key, grad_diagonal, None
@@ -333,11 +338,12 @@ def _chunkwise_forward(q, k, v, query_sums, key_sums, diagonal, scale, chunk_siz
     """The full form inside chunks of C tokens, plus the rest through a D×E state per triangle, stacked to TD×E. The
     backward pass recomputes states and C×C matrices, since storing them would take most of the memory. Both passes
     access long tensors in place, one block at a time: the system would have to zero the memory of a copy first."""
-    chunks = _Chunks(k, v, query_sums, key_sums, diagonal, chunk_size, uniform, triangles)
+    chunks = _Chunks(q, k, v, query_sums, key_sums, diagonal, scale, chunk_size, uniform, triangles)
     y = torch.empty_like(v)
     for block in chunks.blocks:
         Q = scale * block.of(q)
-        Y = chunks.matrix(block, Q, block.of(k), chunks.weights(block)) @ block.of(v)
+        W = chunks.weights(block)
+        Y = chunks.matrix(block, Q, block.of(k), W, overwrite=not uniform) @ block.of(v)
         if chunks.states is not None:
             Y += chunks.weigh(Q, block.of(chunks.query_weights)) @ block.state(chunks.states)
         block.of(y).copy_(Y)
@@ -347,7 +353,7 @@ def _chunkwise_forward(q, k, v, query_sums, key_sums, diagonal, scale, chunk_siz
 def _chunkwise_backward(
     grad, q, k, v, query_sums, key_sums, diagonal, scale, chunk_size, uniform, triangles, with_sums
 ) -> list[Tensor]:
-    chunks = _Chunks(k, v, query_sums, key_sums, diagonal, chunk_size, uniform, triangles)
+    chunks = _Chunks(q, k, v, query_sums, key_sums, diagonal, scale, chunk_size, uniform, triangles)
     query_weights, key_weights = chunks.query_weights, chunks.key_weights
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     T, one_sum = query_sums.shape[-1], key_sums is None
@@ -366,7 +372,12 @@ def _chunkwise_backward(
             block.of(grad_diagonal).copy_(grad_matrix.diagonal(dim1=-2, dim2=-1))
         if with_sums:
             block.write(grad_sums, _sum_gradients(matrix.mul_(grad_matrix), triangles, one_sum))
-        dQ, dK = _score_gradients(grad_matrix.mul_(W), Q, K, triangles)
+        grad_scores = grad_matrix.mul_(W)
+        if chunks.shared is None:
+            dQ, dK = _score_gradients(grad_scores, Q, K, triangles)
+        else:
+            torch.sum(grad_scores, 1, keepdim=True, out=chunks.shared_scores(block))
+            dQ, dK = torch.zeros_like(Q), torch.zeros_like(K)
         through_states = ()
         if with_states:
             S, dS = block.state(chunks.states), block.state(grad_states)
@@ -378,6 +389,10 @@ def _chunkwise_backward(
                 block.of(grad_weights[number]).copy_(products)
             chunks.add_weighed(dX, by_triangle, block.of(weights))
         block.write(grads, (dQ.mul_(scale), dK, dV))
+    for block in chunks.shared_blocks:
+        dQ, dK = _score_gradients(chunks.shared_scores(block), scale * block.of(q), block.of(k), triangles)
+        block.of(grads[0]).add_(dQ, alpha=scale)
+        block.of(grads[1]).add_(dK)
     if not with_sums:
         return [*grads]
     if with_states:  # from the weights to their logarithms, and on to the sums
@@ -398,17 +413,22 @@ class _Chunks:
 
     Attributes:
         blocks, weights: of all chunks, and a function from a block to its W.
+        shared: the scores that all heads share, (B, 1, L, C), computed in larger blocks, `shared_blocks`; or None.
         query_weights, key_weights: from an incoming state to a query, and from a key to an outgoing state, both
             (B or 1, H or 1, L, T).
         across: decay of a state that crosses a chunk, (B or 1, H or 1, N, T).
         states: those that enter each chunk, (B, H, N, TD, E). These four are None, or absent, if there is only one.
     """
 
-    def __init__(self, k, v, query_sums, key_sums, diagonal, chunk_size: int, uniform: bool, triangles: str):
+    def __init__(self, q, k, v, query_sums, key_sums, diagonal, scale, chunk_size: int, uniform: bool, triangles: str):
         self.chunk_size, self.diagonal, self.triangles = chunk_size, diagonal, triangles
         self.directions = DIRECTIONS[triangles]
         length = v.shape[2]
-        self.blocks = _blocks(v, chunk_size)
+        self.blocks, self.shared, self.shared_blocks = _blocks(v, chunk_size), None, []
+        if q.shape[1] < v.shape[1]:
+            self.shared, self.shared_blocks = q.new_empty(*q.shape[:3], chunk_size), _blocks(q, chunk_size)
+            for block in self.shared_blocks:
+                self.shared_scores(block).copy_(_scores(scale * block.of(q), block.of(k), triangles))
         self.query_weights = self.key_weights = self.states = None
         if length <= chunk_size:
             self.weights = _weights(self.blocks, query_sums, key_sums, diagonal, triangles, v.dtype, uniform)
@@ -435,10 +455,18 @@ class _Chunks:
         self.weights = _weights(self.blocks, *own, diagonal, triangles, v.dtype, uniform)
         self.states = self.incoming_states(k, v, self.key_weights)
 
-    def matrix(self, block: _Block, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-        """The C×C matrices of a block, (b, H, n, C, C)."""
-        scores = _scores(q, k, self.triangles)
-        matrix = scores * weights if scores.shape[1] < weights.shape[1] else scores.mul_(weights)
+    def shared_scores(self, block: _Block) -> Tensor:
+        """A view of a block of the scores that all heads share, (b, 1, n, C, C)."""
+        scores = block.of(self.shared)
+        return scores[..., : scores.shape[-2]]  # the last chunk may be shorter
+
+    def matrix(self, block: _Block, q: Tensor, k: Tensor, weights: Tensor, overwrite: bool = False) -> Tensor:
+        """The C×C matrices of a block, (b, H, n, C, C), in the memory of the weights or in new."""
+        if self.shared is None:
+            matrix = _scores(q, k, self.triangles).mul_(weights)
+        else:
+            scores = self.shared_scores(block)
+            matrix = torch.mul(scores, weights, out=weights if overwrite and len(weights) == len(scores) else None)
         if self.diagonal is not None:
             matrix.diagonal(dim1=-2, dim2=-1).copy_(block.of(self.diagonal))
         return matrix
