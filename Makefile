@@ -16,7 +16,7 @@ help:  ## list the targets
 demo: $(VENV)/installed  ## prepare text, pretrain, fine-tune, export and fill masks (MODEL=lion-d-tiny chooses another model)
 	$(VENV)/bin/python -m src.demo --model $(MODEL)
 
-compare: $(VENV)/installed  ## compare LION-LIT, LION-D, LION-S and BERT, trained for longer than the demo
+compare: $(VENV)/installed  ## compare LION-LIT, LION-D, LION-S, Hydra and BERT, trained for longer than the demo
 	$(VENV)/bin/python -m src.demo --compare --out demo/compare --train_examples 12000 max_duration=92160sp
 
 test: $(VENV)/installed  ## run all tests

@@ -15,7 +15,7 @@ the same run. q, k, v and the gradient are (B, L, H, D) in memory, as in the mod
 
 hydra is the attention of a Hydra layer: all heads share q and k, which differ between the directions, as do log decays
 and log weights; the diagonal is given. On a GPU it has no kernels. The 12 heads of 64 by default are LION's base size;
---heads 24 is Hydra's.
+--heads 24 is Hydra's; files of other numbers than 12 have it in their names.
 """
 
 import os
@@ -89,7 +89,8 @@ def main(argv: list[str]) -> None:
     facts |= {"copied": f"{rates.bytes / 1e9:,.0f} GB/s", "multiplied": f"{rates.operations / 1e12:,.1f} TFLOP/s"}
     texts = f"{a.tokens:,} tokens" if a.tokens else f"batch {a.batch}"
     title = f"Attention of {a.heads} heads of {a.head_dim}, {texts}, {a.dtype}, chunks of {a.chunk_size}:"
-    name = f"operator-{a.device}{'' if a.dtype == usual else f'-{a.dtype}'}"
+    unusual = [a.dtype] * (a.dtype != usual) + [f"{a.heads}-heads"] * (a.heads != 12)
+    name = "-".join(["operator", a.device, *unusual])
 
     cases = [SOFTMAX] + [(form, variant) for form in a.forms for variant in variants(form, a.device)]
     rows: list[dict] = []
@@ -341,11 +342,11 @@ def hydra(q, k, v, q_future, k_future, log_decays, log_weights, diagonal, **how)
 def least(form, variant, length, backward, batch, heads, head_dim, dtype, chunk_size, device) -> tuple[float, float]:
     """Return the minimum bytes and matrix-product operations of a case, forward or with backward.
 
-    Operands are read and results written once: q, k, v, y, and in the backward pass q, k, v, dy, dq, dk, dv; numbers
-    per token, such as log decays, in float32. There are 2 products with L×L or C×C matrices, q·k and one with v, and 5
-    more in the backward pass, 3 of them for q and k; with D×E states an update and an output in each direction and 10 more in
-    the backward pass, or half of these without decay, as one state serves both directions. In hydra all heads share two
-    pairs of q and k.
+    Operands are read and results written once: q, k, v, y, and in the backward pass q, k, v, dy, dq, dk, dv;
+    numbers per token, such as log decays, in float32. There are 2 products with L×L or C×C matrices, q·k and one
+    with v, and 5 more in the backward pass, 3 of them for q and k; with D×E states an update and an output in each
+    direction and 10 more in the backward pass, or half of these without decay, as one state serves both directions.
+    In hydra all heads share two pairs of q and k.
     """
     tokens, size = batch * heads * length, getattr(torch, dtype).itemsize
     pairs = 2 / heads if variant == "hydra" else 1  # of q and k, per head

@@ -13,7 +13,9 @@ from tests.conftest import run
 STEP = "--layers 1 --hidden 64 --batch 2"
 # What is given to a command, and the name of what it writes.
 SMALL = {
-    "operator": ("--lengths 16 40 --tokens 64 --forms chunkwise --heads 2 --head_dim 8 --rounds 1", "operator-cpu"),
+    "operator": (
+        "--lengths 16 40 --tokens 64 --forms chunkwise --heads 2 --head_dim 8 --rounds 1", "operator-cpu-2-heads",
+    ),
     "inference": (
         "--lengths 16 40 --batch 1 2 --layers 1 --hidden 64 --rounds 1 --dtype bfloat16", "inference-cpu-bfloat16"
     ),

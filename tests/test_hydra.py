@@ -173,6 +173,9 @@ def test_a_gated_norm_is_a_norm_times_silu():
     y, z = (torch.randn(3, 150, 24).requires_grad_() for _ in range(2))
     actual, expected = gated_norm(norm, y, z), norm(y) * F.silu(z)
     torch.testing.assert_close(actual, expected)
+    with torch.no_grad():
+        for form in (y.clone(), y.clone().mT.contiguous().mT):
+            torch.testing.assert_close(gated_norm(norm, form, z), expected)
     leaves = (y, z, norm.weight)
     gradients = (torch.autograd.grad(x.sin().sum(), leaves) for x in (actual, expected))
     for a, b in zip(*gradients):

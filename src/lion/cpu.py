@@ -115,11 +115,25 @@ def _convolve_image(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gated_norm(norm: nn.RMSNorm, y: Tensor, z: Tensor) -> Tensor:
-    """Compute norm(y) · SiLU(z), (..., I)."""
+    """Compute norm(y) · SiLU(z), (..., I). In inference the result may take y's memory."""
     wide = torch.promote_types(y.dtype, torch.float32)
     if y.device.type != "cpu" or wide != torch.float32 or torch.compiler.is_compiling():
         return (norm(y.to(wide)) * F.silu(z.to(wide))).to(y.dtype)
-    return _GatedNorm.apply(y, z, norm.weight.float(), norm.eps)
+    if torch.is_grad_enabled():
+        return _GatedNorm.apply(y, z, norm.weight.float(), norm.eps)
+    output = y if y.is_contiguous() else torch.empty(y.shape, dtype=y.dtype)
+    _gated_norm(output, y, z, norm.weight.float(), norm.eps)
+    return output
+
+
+def _gated_norm(output: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Write the result to output, and return the factor of each token, (..., 1)."""
+    factors = y.new_empty(*y.shape[:-1], 1, dtype=torch.float32)
+    for out, factor, y_slice, z_slice in _slices(output, factors, y, z):
+        wide = y_slice.float()
+        factor.copy_(wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_())
+        out.copy_((wide * factor).mul_(weight).mul_(F.silu(z_slice.float())))
+    return factors
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -127,19 +141,15 @@ class _GatedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-        output, factors = torch.empty_like(y), y.new_empty(*y.shape[:-1], 1, dtype=torch.float32)
-        for out, factor, y_slice, z_slice in _slices(output, factors, y, z):
-            wide = y_slice.float()
-            factor.copy_(wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_())
-            out.copy_((wide * factor).mul_(weight).mul_(F.silu(z_slice.float())))
-        ctx.save_for_backward(y, z, weight, factors)
+        output = torch.empty(y.shape, dtype=y.dtype)
+        ctx.save_for_backward(y, z, weight, _gated_norm(output, y, z, weight, eps))
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         y, z, weight, factors = ctx.saved_tensors
-        grad_y, grad_z, grad_weight = torch.empty_like(y), torch.empty(z.shape, dtype=z.dtype), torch.zeros_like(weight)
+        grad_y, grad_z, grad_weight = *(torch.empty(x.shape, dtype=x.dtype) for x in (y, z)), torch.zeros_like(weight)
         for dy, dz, factor, y, z, grad in _slices(grad_y, grad_z, factors, y, z, grad):  # noqa: B020
             normalized, z, grad = y.float() * factor, z.float(), grad.float()
             gated = F.silu(z).mul_(grad)
@@ -195,6 +205,18 @@ def _is_convolved(layer: nn.Module, x: Tensor) -> bool:
     )
 
 
+def _may_slice(module: nn.Module, x: Tensor) -> bool:
+    """Whether to process tokens in slices: not in training, where activation checkpointing, by recomputing the layer,
+    would draw dropout masks in a different order, nor with hooks, which expect complete activations."""
+    return (
+        not module.training
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and x.device.type == "cpu"
+        and not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    )
+
+
 @functools.cache
 def _faster(kind: type, methods: type) -> type:
     return kind if issubclass(kind, methods) else type(kind.__name__, (methods, kind), {"_parts": (kind, methods)})
@@ -213,19 +235,26 @@ class _Mixer(_Faster):
     def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
         return linear(layer, x)
 
+    def project_in(self, x: Tensor, mask: Tensor | None, seq_idx: Tensor | None) -> tuple[Tensor, ...]:
+        """Hydra's, of a long text in slices with the tokens that the convolution reads beside them."""
+        if seq_idx is not None or not _may_slice(self, x) or x.shape[1] <= SLICE:
+            return super().project_in(x, mask, seq_idx)
+        length = x.shape[1]
+        outputs: list[Tensor] = []
+        for first in range(0, length, SLICE):
+            start, stop = max(first - self.halo, 0), min(first + SLICE + self.halo, length)
+            parts = super().project_in(x[:, start:stop], None if mask is None else mask[:, start:stop], None)
+            outputs = outputs or [part.new_empty(len(x), length, part.shape[-1]) for part in parts]
+            for output, part in zip(outputs, parts):
+                own = output[:, first : first + SLICE]
+                own.copy_(part[:, first - start :][:, : own.shape[1]])
+        return tuple(outputs)
+
 
 class _Layer(_Faster):
     def after_mixing(self, x: Tensor, y: Tensor) -> Tensor:
-        """Process x and y, (B, L, D), in slices, but not in training, where activation checkpointing, by recomputing
-        the layer, would draw dropout masks in a different order, nor with hooks, which expect complete activations."""
-        if (
-            self.training
-            or torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or x.device.type != "cpu"
-            or x.shape[0] * x.shape[1] <= SLICE
-            or any(module._forward_hooks or module._forward_pre_hooks for module in self.modules())
-        ):
+        """Process x and y, (B, L, D), in slices."""
+        if not _may_slice(self, x) or x.shape[0] * x.shape[1] <= SLICE:
             return super().after_mixing(x, y)
         output = x.new_empty(x.shape)
         slices = (z.flatten(0, 1).split(SLICE) for z in (output, x, y))

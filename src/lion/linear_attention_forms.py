@@ -220,7 +220,7 @@ def _sum_gradients(grad_log_weights: Tensor, triangles: str, one_sum: bool) -> l
     matrices = grad_log_weights.flatten(0, -3)
     size, sums = len(matrices), []
     if not torch.compiler.is_compiling():
-        size = max(1, 2 * BLOCK_ENTRIES["cpu" if matrices.is_cpu else "cuda"] // matrices[0].numel())
+        size = max(1, BLOCK_ENTRIES["cpu" if matrices.is_cpu else "cuda"] // matrices[0].numel())
     for few in matrices.split(size):
         few = few.double()
         if not one_sum:  # otherwise the diagonal cancels

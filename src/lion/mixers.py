@@ -212,13 +212,18 @@ class Hydra(Mixer):
         nn.init.ones_(self.D)
         nn.init.ones_(self.norm.weight)
 
-    def project(self, x: Tensor, mask: Tensor | None, seq_idx: Tensor | None, halo: tuple[int, int]) -> tuple:
-        """Return the gate, (B, L, I), v, (B, H, L, P), past and future triangles, the sums of the log decays, (B, H, 1)
-        each, the diagonal, (B, H, L), and the mask; of the segment without its halo."""
+    def project_in(self, x: Tensor, mask: Tensor | None, seq_idx: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gate, (B, L, I), the convolved channels, and the step sizes before softplus; cpu.py replaces this
+        method."""
         z, xBC, dt = self.linear(self.in_proj, x).split(self.sizes, -1)
         if mask is not None:  # so that tokens near a text's end see zeros, as beyond it
             xBC = xBC.masked_fill(~mask[..., None], 0)
-        xBC = F.silu(depthwise_conv(xBC, self.conv.weight, self.conv.bias, seq_idx))
+        return z, F.silu(depthwise_conv(xBC, self.conv.weight, self.conv.bias, seq_idx)), dt
+
+    def project(self, x: Tensor, mask: Tensor | None, seq_idx: Tensor | None, halo: tuple[int, int]) -> tuple:
+        """Return the gate, (B, L, I), v, (B, H, L, P), past and future triangles, the sums of the log decays, (B, H, 1)
+        each, the diagonal, (B, H, L), and the mask; of the segment without its halo."""
+        z, xBC, dt = self.project_in(x, mask, seq_idx)
         N = self.config.d_state
         v, k, q, k_future, q_future = xBC.split([self.sizes[0], N, N, N, N], -1)
         q, q_future = F.pad(q, (0, 0, 1, -1)), F.pad(q_future, (0, 0, -1, 1))  # each token reads by its neighbour's
