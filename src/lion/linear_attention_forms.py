@@ -113,7 +113,7 @@ def _weights(blocks, query_sums, key_sums, diagonal, triangles, dtype, uniform) 
     diagonal W is 1, or 0 if a diagonal is given."""
     compute = torch.promote_types(dtype, torch.float32)
     size = (blocks[0].tokens.stop - blocks[0].tokens.start) // (blocks[0].chunks.stop - blocks[0].chunks.start)  # C
-    tiles = None
+    tiles = tiled = first = None
     if key_sums is None and triangles == "shared":
         exclusive, inclusive = query_sums[..., 0], -query_sums[..., 1]
         numbers = [*_split((exclusive + inclusive) / 2, compute), ((inclusive - exclusive) / 2).to(compute)]
