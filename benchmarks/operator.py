@@ -15,7 +15,7 @@ the same run. q, k, v and the gradient are (B, L, H, D) in memory, as in the mod
 
 hydra is the attention of a Hydra layer: all heads share q and k, which differ between the directions, as do log decays
 and log weights; the diagonal is given. On a GPU it has no kernels. The 12 heads of 64 by default are LION's base size;
---heads 24 is Hydra's; files of other numbers than 12 have it in their names.
+--heads 24 is Hydra's. The names of the files then include the number of heads.
 """
 
 import os

@@ -461,7 +461,7 @@ class _Chunks:
         return scores[..., : scores.shape[-2]]  # the last chunk may be shorter
 
     def matrix(self, block: _Block, q: Tensor, k: Tensor, weights: Tensor, overwrite: bool = False) -> Tensor:
-        """The C×C matrices of a block, (b, H, n, C, C), in the memory of the weights or in new."""
+        """The C×C matrices of a block, (b, H, n, C, C), possibly in the memory of the weights."""
         if self.shared is None:
             matrix = _scores(q, k, self.triangles).mul_(weights)
         else:
