@@ -278,14 +278,17 @@ class _Matrix(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, query_sums, key_sums, diagonal, output = ctx.saved_tensors
-        grad_q, grad_k = torch.empty_like(q), torch.empty_like(k)
         with_sums = any(ctx.needs_input_grad[2:4])
         grad_sums, one_sum = _empty_sum_gradients(output, ctx.triangles, key_sums is None), key_sums is None
         with torch.autocast(q.device.type, enabled=False):
             blocks = _blocks(output, q.shape[-2])
             of_sums = query_sums, key_sums, diagonal, ctx.triangles
             weights = _weights(blocks, *of_sums, output.dtype, len(query_sums) == 1)
-            shared = grad.new_empty(len(q), 1, *grad.shape[2:]) if q.shape[1] < grad.shape[1] else None
+            shared = None  # the gradient of scores that all heads share, (B, 1, L, L)
+            if q.shape[1] < grad.shape[1]:
+                shared = grad.new_empty(len(q), 1, *grad.shape[2:])
+            else:
+                grad_q, grad_k = torch.empty_like(q), torch.empty_like(k)
             for block in blocks:
                 if with_sums:
                     block.write(grad_sums, _sum_gradients(block.of(grad) * block.of(output), ctx.triangles, one_sum))
