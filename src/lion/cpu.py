@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import math
 import os
 from collections.abc import Iterator
 
@@ -50,15 +51,28 @@ class Dropout(nn.Dropout):
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """Zero each entry of x, (...), independently with probability p, and divide the others by 1 − p. On a CPU torch
-    draws one number per entry, on one core, which takes a tenth of a training step at base size. Here 64 random bits
-    serve four entries, and p is rounded to a multiple of 2^-16."""
-    dropped = round(p * 2**16)
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or not 0 < dropped < 2**16:
+    """Zero each entry of x, (...), independently with probability p, and divide the others by 1 − p."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or not 0 < round(p * 2**16) < 2**16:
         return F.dropout(x, p)
-    draws = x.new_empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    kept = draws.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - 2**15
-    return torch.where(kept, x, 0).mul_(2**16 / (2**16 - dropped))
+    kept, factor = draw_kept(x.shape, p, x.device)
+    return (x * kept).mul_(factor)
+
+
+def draw_kept(shape: torch.Size, p: float, device: torch.device) -> tuple[Tensor, float]:
+    """Draw which entries dropout keeps, as 1 and 0 in bytes, and return by what it multiplies them. On a CPU torch
+    draws one number per entry, on one core, which takes a tenth of a training step at base size. Here 64 random bits
+    serve four entries, and p is rounded to a multiple of 2^-16. A product with bytes takes a sixth of the time of
+    `torch.where`."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout must be from 0 to 1 (got {p})")
+    dropped = round(p * 2**16)
+    factor = 2**16 / (2**16 - dropped) if dropped < 2**16 else 0.0
+    if device.type != "cpu" or torch.compiler.is_compiling():
+        return (torch.rand(shape, device=device) >= dropped / 2**16).byte(), factor
+    size = math.prod(shape)
+    draws = torch.empty(-(-size // 4), dtype=torch.int64).random_(-(2**63), None)
+    kept = torch.empty(size, dtype=torch.uint8)
+    return torch.ge(draws.view(torch.int16)[:size], dropped - 2**15, out=kept).view(shape), factor
 
 
 def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | None = None) -> Tensor:
@@ -131,8 +145,9 @@ def _gated_norm(output: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float
     factors = y.new_empty(*y.shape[:-1], 1, dtype=torch.float32)
     for out, factor, y_slice, z_slice in _slices(output, factors, y, z):
         wide = y_slice.float()
-        factor.copy_(wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_())
-        out.copy_((wide * factor).mul_(weight).mul_(F.silu(z_slice.float())))
+        norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        factor.copy_(norms.square_().div_(wide.shape[-1]).add_(eps).rsqrt_())
+        torch.mul((wide * factor).mul_(weight), F.silu(z_slice.float()), out=out)
     return factors
 
 
@@ -156,8 +171,8 @@ class _GatedNorm(torch.autograd.Function):
             product = gated * normalized
             grad_weight += product.sum(0)
             mean = (product @ weight).div_(len(weight))[:, None]
-            dy.copy_(gated.mul_(weight).addcmul_(normalized, mean, value=-1).mul_(factor))
-            dz.copy_(torch.ops.aten.silu_backward(normalized.mul_(weight).mul_(grad), z))
+            torch.mul(gated.mul_(weight).addcmul_(normalized, mean, value=-1), factor, out=dy)
+            torch.ops.aten.silu_backward(normalized.mul_(weight).mul_(grad), z, grad_input=dz)
         return grad_y, grad_z, grad_weight, None
 
 

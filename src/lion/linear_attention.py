@@ -23,13 +23,12 @@ import os
 import torch
 from torch import Tensor
 
-from .linear_attention_forms import cumulative_log_decay, matrix, write_state
+from .linear_attention_forms import cumulative_log_decay, write_state
 from .linear_attention_triton import covers, fused_linear_attention
 from .two_sided_attention import (
     FULL_UP_TO,  # noqa: F401
     SegmentStates,
     Triangle,
-    add_boundaries,
     add_states,
     attend,
     check_options,
@@ -133,8 +132,11 @@ def definition(q, k, v, log_decay=None, *, mask=None, scale=None, normalize=Fals
 def attention_matrix(q, k, log_decay=None, *, mask=None, seq_idx=None, scale=None) -> Tensor:
     """Compute the matrix s·QKᵀ⊙M, (B, H, L, L), zero in the columns of padding, for arguments of `linear_attention`."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    sums = add_boundaries(_signed_sums(log_decay, q.shape[-2]), seq_idx, "shared")
-    return matrix(scale * q, zero_masked(k, mask), sums, None, None, "shared")
+    identity = torch.eye(q.shape[-2], dtype=q.dtype, device=q.device).expand(*q.shape[:2], -1, -1)
+    return attend(
+        q, k, identity, _signed_sums(log_decay, q.shape[-2]), None, None, None, "shared", mask=mask, seq_idx=seq_idx,
+        left_state=None, right_state=None, scale=scale, form="full", chunk_size=0,
+    )  # fmt: skip
 
 
 def segment_states(k, v, log_decay=None, *, mask=None) -> SegmentStates:

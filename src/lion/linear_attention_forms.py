@@ -17,7 +17,7 @@ size.
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -108,9 +108,9 @@ def _blocks(x: Tensor, chunk_size: int) -> list[_Block]:
     ]
 
 
-def _weights(blocks, query_sums, key_sums, diagonal, triangles, dtype, uniform) -> Callable[[_Block], Tensor]:
-    """Return a function from a block to its W, (b or 1, H or 1, n or 1, C, C), computed once if uniform. On its
-    diagonal W is 1, or 0 if a diagonal is given."""
+def _weights(blocks, query_sums, key_sums, diagonal, triangles, dtype, uniform) -> Iterator[Tensor]:
+    """Return each block's W, (b or 1, H or 1, n or 1, C, C), computed once if uniform. On its diagonal W is 1, or 0 if
+    a diagonal is given."""
     compute = torch.promote_types(dtype, torch.float32)
     size = (blocks[0].tokens.stop - blocks[0].tokens.start) // (blocks[0].chunks.stop - blocks[0].chunks.start)  # C
     tiles = tiled = first = None
@@ -142,7 +142,7 @@ def _weights(blocks, query_sums, key_sums, diagonal, triangles, dtype, uniform) 
         output.diagonal(dim1=-4, dim2=-2).copy_(on_diagonal.movedim(-3, -1))
         return output.flatten(-2).flatten(-3, -2).to(dtype)
 
-    return weights
+    return map(weights, blocks)
 
 
 def _tile_factors(query_sums, key_sums, size: int, directions: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -233,78 +233,6 @@ def _sum_gradients(grad_log_weights: Tensor, triangles: str, one_sum: bool) -> l
     return [torch.cat(x).view(grad_log_weights.shape[:-1]) for x in zip(*sums)]
 
 
-def _empty_sum_gradients(x: Tensor, triangles: str, one_sum: bool) -> list[Tensor]:
-    """Tensors for what `_sum_gradients` returns, of x, (B, H, L, ·)."""
-    count = len(DIRECTIONS[triangles]) * (1 if one_sum else 2)
-    return [x.new_empty(x.shape[:3], dtype=torch.float64) for _ in range(count)]
-
-
-def _stack_sums(gradients: list[Tensor], query_sums: Tensor, key_sums: Tensor | None) -> list[Tensor]:
-    """The gradients of query_sums and, unless None, key_sums, in their shapes."""
-    given, T = [x for x in (query_sums, key_sums) if x is not None], query_sums.shape[-1]
-    return [torch.stack(gradients[i * T : (i + 1) * T], -1).sum_to_size(x.shape) for i, x in enumerate(given)]
-
-
-# The full form
-
-
-def matrix(q, k, query_sums, key_sums, diagonal, triangles: str) -> Tensor:
-    """The matrix that multiplies v, (B, H, L, L); without sums nothing decays."""
-    return q @ k.mT if query_sums is None else _Matrix.apply(q, k, query_sums, key_sums, diagonal, triangles)
-
-
-class _Matrix(torch.autograd.Function):
-    """Its backward pass recomputes W instead of storing it."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, query_sums: Tensor, key_sums, diagonal, triangles: str) -> Tensor:
-        scores = _scores(q, k, triangles)
-        heads = max(scores.shape[1], query_sums.shape[1])
-        output = scores if scores.shape[1] == heads else scores.new_empty(scores.shape[0], heads, *scores.shape[2:])
-        blocks = _blocks(output, q.shape[-2])
-        weights = _weights(blocks, query_sums, key_sums, diagonal, triangles, scores.dtype, len(query_sums) == 1)
-        for block in blocks:
-            if output is scores:
-                block.of(scores).mul_(weights(block))
-            else:
-                torch.mul(block.of(scores), weights(block), out=block.of(output))
-        if diagonal is not None:
-            output.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
-        ctx.save_for_backward(q, k, query_sums, key_sums, diagonal, output)
-        ctx.triangles = triangles
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, query_sums, key_sums, diagonal, output = ctx.saved_tensors
-        with_sums = any(ctx.needs_input_grad[2:4])
-        grad_sums, one_sum = _empty_sum_gradients(output, ctx.triangles, key_sums is None), key_sums is None
-        with torch.autocast(q.device.type, enabled=False):
-            blocks = _blocks(output, q.shape[-2])
-            of_sums = query_sums, key_sums, diagonal, ctx.triangles
-            weights = _weights(blocks, *of_sums, output.dtype, len(query_sums) == 1)
-            shared = None  # the gradient of scores that all heads share, (B, 1, L, L)
-            if q.shape[1] < grad.shape[1]:
-                shared = grad.new_empty(len(q), 1, *grad.shape[2:])
-            else:
-                grad_q, grad_k = torch.empty_like(q), torch.empty_like(k)
-            for block in blocks:
-                if with_sums:
-                    block.write(grad_sums, _sum_gradients(block.of(grad) * block.of(output), ctx.triangles, one_sum))
-                grad_scores = block.of(grad) * weights(block)
-                if shared is None:
-                    pair = _score_gradients(grad_scores, block.of(q), block.of(k), ctx.triangles)
-                    block.write((grad_q, grad_k), pair)
-                else:
-                    torch.sum(grad_scores, 1, keepdim=True, out=block.of(shared))
-            if shared is not None:
-                grad_q, grad_k = _score_gradients(shared, q, k, ctx.triangles)
-        grad_query, grad_key = [*_stack_sums(grad_sums, query_sums, key_sums), None][:2] if with_sums else (None, None)
-        grad_diagonal = None if diagonal is None else grad.diagonal(dim1=-2, dim2=-1).clone()
-        return grad_q, grad_k, grad_query, grad_key, grad_diagonal, None
-
-
 # The recurrent form
 
 
@@ -334,47 +262,92 @@ def _recurrent_backward(grad, q, k, v, query_sum, key_sum, direction: int, with_
     return [grad_q, grad_k, grad_v, grad_query.sum_to_size(query_sum.shape), grad_key.sum_to_size(key_sum.shape)]
 
 
-# The chunkwise form
+# The full and the chunkwise form
 
 
-def _chunkwise_forward(q, k, v, query_sums, key_sums, diagonal, scale, chunk_size, uniform, triangles) -> Tensor:
+class _Full(torch.autograd.Function):
+    """One chunk per text. W takes longer to compute than to read and is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, query_sums, key_sums, diagonal, kept, factor: float, scale: float, triangles: str):
+        tensors = q, k, v, query_sums, key_sums, diagonal
+        ctx.options = scale, v.shape[2], len(query_sums) == 1, triangles, factor
+        weights: list[Tensor] = []
+        y = _multiply(_Chunks(*tensors, *ctx.options, kept), weights if any(ctx.needs_input_grad) else None)
+        ctx.save_for_backward(*tensors, kept, *weights)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        tensors, kept, weights = saved[:6], saved[6], saved[7:]
+        with torch.autocast(grad.device.type, enabled=False):
+            chunks = _Chunks(*tensors, *ctx.options, kept, weights)
+            grads = _gradients(chunks, grad, any(ctx.needs_input_grad[3:6]))
+        return *grads, None, None, None, None
+
+
+def full(q, k, v, query_sums, key_sums, diagonal, kept, factor: float, scale: float, triangles: str) -> Tensor:
+    """The output, (B, H, L, E). kept: 1 for the entries of the matrix that dropout keeps, 0 for others, (B, H, L, L),
+    or None, and the factor by which it multiplies them."""
+    return _Full.apply(q, k, v, query_sums, key_sums, diagonal, kept, factor, scale, triangles)
+
+
+def _chunkwise_forward(*inputs) -> Tensor:
     """The full form inside chunks of C tokens, plus the rest through a D×E state per triangle, stacked to TD×E. The
-    backward pass recomputes states and C×C matrices, since storing them would take most of the memory. Both passes
-    access long tensors in place, one block at a time: the system would have to zero the memory of a copy first."""
-    chunks = _Chunks(q, k, v, query_sums, key_sums, diagonal, scale, chunk_size, uniform, triangles)
-    y = torch.empty_like(v)
-    for block in chunks.blocks:
-        Q = scale * block.of(q)
-        W = chunks.weights(block)
-        Y = chunks.matrix(block, Q, block.of(k), W, overwrite=not uniform) @ block.of(v)
+    backward pass recomputes states and C×C matrices, since storing them would take most of the memory."""
+    return _multiply(_Chunks(*inputs))
+
+
+def _chunkwise_backward(grad: Tensor, *inputs) -> list[Tensor]:
+    *inputs, with_sums = inputs
+    return [x for x in _gradients(_Chunks(*inputs), grad, with_sums) if x is not None]
+
+
+# Both passes access long tensors in place, one block at a time: the system would have to zero the memory of a copy.
+
+
+def _multiply(chunks: "_Chunks", keep: list[Tensor] | None = None) -> Tensor:
+    """The output; appends each block's W to `keep`."""
+    y = torch.empty_like(chunks.v)
+    for block, W in zip(chunks.blocks, chunks.weights):
+        if keep is not None:
+            keep.append(W)
+        Q = chunks.scale * block.of(chunks.q)
+        Y = chunks.matrix(block, Q, block.of(chunks.k), W, overwrite=keep is None) @ block.of(chunks.v)
         if chunks.states is not None:
             Y += chunks.weigh(Q, block.of(chunks.query_weights)) @ block.state(chunks.states)
         block.of(y).copy_(Y)
     return y
 
 
-def _chunkwise_backward(
-    grad, q, k, v, query_sums, key_sums, diagonal, scale, chunk_size, uniform, triangles, with_sums
-) -> list[Tensor]:
-    chunks = _Chunks(q, k, v, query_sums, key_sums, diagonal, scale, chunk_size, uniform, triangles)
+def _gradients(chunks: "_Chunks", grad: Tensor, with_sums: bool) -> list[Tensor | None]:
+    """The gradients of q, k, v and, with_sums, of both sums and the diagonal; None of what is None."""
+    q, k, v, diagonal, scale, triangles = (
+        chunks.q, chunks.k, chunks.v, chunks.diagonal, chunks.scale, chunks.triangles
+    )  # fmt: skip
+    query_sums, key_sums = chunks.sums
     query_weights, key_weights = chunks.query_weights, chunks.key_weights
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     T, one_sum = query_sums.shape[-1], key_sums is None
-    grad_sums = _empty_sum_gradients(v, triangles, one_sum)
+    grad_sums = [v.new_empty(v.shape[:3], dtype=torch.float64) for _ in range(T if one_sum else 2 * T)]
     grad_diagonal = None if diagonal is None else torch.empty_like(diagonal)
     with_states = chunks.states is not None
     if with_states:
         grad_weights = [v.new_empty(*v.shape[:3], T) for _ in range(2)]
         # What a chunk's queries read from a state flows back to all keys in it: the same scans in the other direction.
         grad_states = chunks.incoming_states(q, grad, scale * query_weights, sign=-1)
-    for block in chunks.blocks:
-        Q, K, V, dY, W = scale * block.of(q), block.of(k), block.of(v), block.of(grad), chunks.weights(block)
+    for block, W in zip(chunks.blocks, chunks.weights):
+        Q, K, V, dY = scale * block.of(q), block.of(k), block.of(v), block.of(grad)
         matrix, grad_matrix = chunks.matrix(block, Q, K, W), dY @ V.mT
         dV = matrix.mT @ dY
+        products = matrix.mul_(grad_matrix) if with_sums else None
+        grad_matrix = chunks.drop(block, grad_matrix)
         if diagonal is not None:
             block.of(grad_diagonal).copy_(grad_matrix.diagonal(dim1=-2, dim2=-1))
         if with_sums:
-            block.write(grad_sums, _sum_gradients(matrix.mul_(grad_matrix), triangles, one_sum))
+            block.write(grad_sums, _sum_gradients(products, triangles, one_sum))
         grad_scores = grad_matrix.mul_(W)
         if chunks.shared is None:
             dQ, dK = _score_gradients(grad_scores, Q, K, triangles)
@@ -397,7 +370,7 @@ def _chunkwise_backward(
         block.of(grads[0]).add_(dQ, alpha=scale)
         block.of(grads[1]).add_(dK)
     if not with_sums:
-        return [*grads]
+        return [*grads, None, None, None]
     if with_states:  # from the weights to their logarithms, and on to the sums
         of_query, of_key = ((g * w).double() for g, w in zip(grad_weights, (query_weights, key_weights)))
         products = (chunks.states * grad_states).unflatten(-2, (T, -1)).sum((-2, -1))  # (B, H, N, T)
@@ -407,15 +380,17 @@ def _chunkwise_backward(
             grad_sums[number] += of_query[..., number]
             grad_sums[number - T] -= of_key[..., number]
             chunks.add_boundary_gradients(grad_sums[number], number, of_incoming[..., number], of_outgoing[..., number])
-    others = [] if diagonal is None else [grad_diagonal]
-    return [*grads, *_stack_sums(grad_sums, query_sums, key_sums), *others]
+    of_sums = [torch.stack(grad_sums[:T], -1).sum_to_size(query_sums.shape), None]
+    if not one_sum:
+        of_sums[1] = torch.stack(grad_sums[T:], -1).sum_to_size(key_sums.shape)
+    return [*grads, *of_sums, grad_diagonal]
 
 
 class _Chunks:
     """What both passes read. At the boundary of two chunks, a state is decayed up to the query that reads it first.
 
     Attributes:
-        blocks, weights: of all chunks, and a function from a block to its W.
+        blocks, weights: of all chunks, and an iterator of each block's W.
         shared: the scores that all heads share, (B, 1, L, C), computed in larger blocks, `shared_blocks`; or None.
         query_weights, key_weights: from an incoming state to a query, and from a key to an outgoing state, both
             (B or 1, H or 1, L, T).
@@ -423,8 +398,13 @@ class _Chunks:
         states: those that enter each chunk, (B, H, N, TD, E). These four are None, or absent, if there is only one.
     """
 
-    def __init__(self, q, k, v, query_sums, key_sums, diagonal, scale, chunk_size: int, uniform: bool, triangles: str):
-        self.chunk_size, self.diagonal, self.triangles = chunk_size, diagonal, triangles
+    def __init__(
+        self, q, k, v, query_sums, key_sums, diagonal, scale, chunk_size: int, uniform: bool, triangles: str,
+        factor: float = 1.0, kept: Tensor | None = None, weights: Iterable[Tensor] | None = None,
+    ):  # fmt: skip
+        self.q, self.k, self.v, self.sums, self.diagonal = q, k, v, (query_sums, key_sums), diagonal
+        self.scale, self.chunk_size, self.uniform, self.triangles = scale, chunk_size, uniform, triangles
+        self.factor, self.kept = factor, kept
         self.directions = DIRECTIONS[triangles]
         length = v.shape[2]
         self.blocks, self.shared, self.shared_blocks = _blocks(v, chunk_size), None, []
@@ -434,7 +414,9 @@ class _Chunks:
                 self.shared_scores(block).copy_(_scores(scale * block.of(q), block.of(k), triangles))
         self.query_weights = self.key_weights = self.states = None
         if length <= chunk_size:
-            self.weights = _weights(self.blocks, query_sums, key_sums, diagonal, triangles, v.dtype, uniform)
+            if weights is None:
+                weights = _weights(self.blocks, query_sums, key_sums, diagonal, triangles, v.dtype, uniform)
+            self.weights = weights
             return
         self.first = torch.arange(0, length, chunk_size, device=v.device)
         self.last = (self.first + chunk_size - 1).clamp(max=length - 1)
@@ -469,10 +451,15 @@ class _Chunks:
             matrix = _scores(q, k, self.triangles).mul_(weights)
         else:
             scores = self.shared_scores(block)
-            matrix = torch.mul(scores, weights, out=weights if overwrite and len(weights) == len(scores) else None)
+            overwrite = overwrite and not self.uniform and len(weights) == len(scores)
+            matrix = torch.mul(scores, weights, out=weights if overwrite else None)
         if self.diagonal is not None:
             matrix.diagonal(dim1=-2, dim2=-1).copy_(block.of(self.diagonal))
-        return matrix
+        return self.drop(block, matrix)
+
+    def drop(self, block: _Block, matrix: Tensor) -> Tensor:
+        """Dropout of a block's matrices, (b, H, 1, C, C), or of their gradients."""
+        return matrix if self.kept is None else (matrix * block.of(self.kept)).mul_(self.factor)
 
     def by_triangle(self, x: Tensor) -> Tensor:
         """What each triangle reads of q or k: (..., D) or (..., 2D) to (..., 1 or 2, D)."""

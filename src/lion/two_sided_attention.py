@@ -20,13 +20,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cpu import dropout
+from .cpu import draw_kept, dropout
 from .linear_attention_forms import (
     DIRECTIONS,
     LOG_ZERO,
     chunkwise,
     clamped_exp,
-    matrix,
+    full,
     read_state,
     recurrent,
     sequence_starts,
@@ -214,11 +214,16 @@ def attend(
                 q, triangles = torch.cat([q, q], -1), "separate"
         elif log_weights is not None:
             key_sums = (query_sums if key_sums is None else key_sums) - log_weights.double().clamp(min=LOG_ZERO)
-        if query_sums is not None and (G < H or diagonal is not None):
-            query_sums, key_sums = (None if x is None else x.expand(-1, H, -1, -1) for x in (query_sums, key_sums))
+        given = [x for x in (query_sums, key_sums) if x is not None]
+        if given and (G < H or diagonal is not None):
+            rows = max(map(len, given))
+            query_sums, key_sums = *(x.expand(rows, H, -1, -1) for x in given), *[None] * (2 - len(given))
         operands = query_sums, key_sums, diagonal
-        if form == "full":
-            y = dropout(matrix(scale * q, k, *operands, triangles), dropout_p) @ v
+        if form == "full" and query_sums is None:
+            y = dropout(scale * q @ k.mT, dropout_p) @ v
+        elif form == "full":
+            kept, factor = draw_kept((B, H, L, L), dropout_p, v.device) if dropout_p > 0 else (None, 1.0)
+            y = full(q, k, v, *operands, kept, factor, scale, triangles)
         elif form == "recurrent":
             y = recurrent(scale * q, k, v, *operands, triangles)
         elif query_sums is None:  # nothing decays, so one state serves the whole text
