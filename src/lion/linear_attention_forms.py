@@ -108,9 +108,9 @@ def _blocks(x: Tensor, chunk_size: int) -> list[_Block]:
     ]
 
 
-def _weights(blocks, query_sums, key_sums, diagonal, triangles, dtype, uniform) -> Iterator[Tensor]:
-    """Return each block's W, (b or 1, H or 1, n or 1, C, C), computed once if uniform. On its diagonal W is 1, or 0 if
-    a diagonal is given."""
+def _weights(blocks, query_sums, key_sums, diagonal, triangles, dtype, uniform) -> Iterator[tuple[Tensor, ...]]:
+    """Return what `_assemble` makes each block's W from, computed once if uniform. On its diagonal W is 1, or 0 if a
+    diagonal is given."""
     compute = torch.promote_types(dtype, torch.float32)
     size = (blocks[0].tokens.stop - blocks[0].tokens.start) // (blocks[0].chunks.stop - blocks[0].chunks.start)  # C
     tiles = tiled = first = None
@@ -130,19 +130,26 @@ def _weights(blocks, query_sums, key_sums, diagonal, triangles, dtype, uniform) 
     if uniform:
         first = function(*(blocks[0].of(x)[:, :, :1] for x in numbers)).to(dtype)
 
-    def weights(block: _Block) -> Tensor:
+    def weights(block: _Block) -> tuple[Tensor, ...]:
         length = block.tokens.stop - block.tokens.start
         if uniform:
-            return first[..., :length, :length] if length < size else first  # the last chunk may be shorter
+            return (first[..., :length, :length] if length < size else first,)  # the last chunk may be shorter
         if tiles is None or length < size:
-            return function(*map(block.of, numbers)).to(dtype)
-        rows, columns = map(block.state, tiles)
-        output = (rows @ columns).unflatten(-1, (TILES, -1))  # (b, H, n, S, c, S, c)
-        on_diagonal = function(*block.state(tiled).unbind(3))  # (b, H, n, S, c, c)
-        output.diagonal(dim1=-4, dim2=-2).copy_(on_diagonal.movedim(-3, -1))
-        return output.flatten(-2).flatten(-3, -2).to(dtype)
+            return (function(*map(block.of, numbers)).to(dtype),)
+        return *map(block.state, tiles), function(*block.state(tiled).unbind(3))
 
     return map(weights, blocks)
+
+
+def _assemble(parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """W of a block, (b or 1, H or 1, n or 1, C, C), given as such, or as factors, (b, H, n, S, c, T) and
+    (b, H, n, S, T, C), and the S tiles on its diagonal, (b, H, n, S, c, c)."""
+    if len(parts) == 1:
+        return parts[0]
+    rows, columns, on_diagonal = parts
+    W = (rows @ columns).unflatten(-1, (TILES, -1))  # (b, H, n, S, c, S, c)
+    W.diagonal(dim1=-4, dim2=-2).copy_(on_diagonal.movedim(-3, -1))
+    return W.flatten(-2).flatten(-3, -2).to(dtype)
 
 
 def _tile_factors(query_sums, key_sums, size: int, directions: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -266,22 +273,25 @@ def _recurrent_backward(grad, q, k, v, query_sum, key_sum, direction: int, with_
 
 
 class _Full(torch.autograd.Function):
-    """One chunk per text. W takes longer to compute than to read and is kept for the backward pass."""
+    """One chunk per text. What W is made from takes longer to compute than to read: the backward pass finds it kept."""
 
     @staticmethod
     def forward(ctx, q, k, v, query_sums, key_sums, diagonal, kept, factor: float, scale: float, triangles: str):
         tensors = q, k, v, query_sums, key_sums, diagonal
         ctx.options = scale, v.shape[2], len(query_sums) == 1, triangles, factor
-        weights: list[Tensor] = []
+        weights: list[tuple[Tensor, ...]] = []
         y = _multiply(_Chunks(*tensors, *ctx.options, kept), weights if any(ctx.needs_input_grad) else None)
-        ctx.save_for_backward(*tensors, kept, *weights)
+        ctx.blocks = len(weights)
+        ctx.save_for_backward(*tensors, kept, *(x for parts in weights for x in parts))
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        tensors, kept, weights = saved[:6], saved[6], saved[7:]
+        tensors, kept, parts = saved[:6], saved[6], saved[7:]
+        count = len(parts) // ctx.blocks
+        weights = [parts[i : i + count] for i in range(0, len(parts), count)]
         with torch.autocast(grad.device.type, enabled=False):
             chunks = _Chunks(*tensors, *ctx.options, kept, weights)
             grads = _gradients(chunks, grad, any(ctx.needs_input_grad[3:6]))
@@ -308,14 +318,16 @@ def _chunkwise_backward(grad: Tensor, *inputs) -> list[Tensor]:
 # Both passes access long tensors in place, one block at a time: the system would have to zero the memory of a copy.
 
 
-def _multiply(chunks: "_Chunks", keep: list[Tensor] | None = None) -> Tensor:
-    """The output; appends each block's W to `keep`."""
+def _multiply(chunks: "_Chunks", keep: list[tuple[Tensor, ...]] | None = None) -> Tensor:
+    """The output; appends to `keep` what each block's W is made from."""
     y = torch.empty_like(chunks.v)
-    for block, W in zip(chunks.blocks, chunks.weights):
+    for block, parts in zip(chunks.blocks, chunks.weights):
         if keep is not None:
-            keep.append(W)
-        Q = chunks.scale * block.of(chunks.q)
-        Y = chunks.matrix(block, Q, block.of(chunks.k), W, overwrite=keep is None) @ block.of(chunks.v)
+            keep.append(parts)
+        Q, W = chunks.scale * block.of(chunks.q), _assemble(parts, y.dtype)
+        Y = chunks.matrix(block, Q, block.of(chunks.k), W, overwrite=keep is None or len(parts) > 1) @ block.of(
+            chunks.v
+        )
         if chunks.states is not None:
             Y += chunks.weigh(Q, block.of(chunks.query_weights)) @ block.state(chunks.states)
         block.of(y).copy_(Y)
@@ -338,8 +350,8 @@ def _gradients(chunks: "_Chunks", grad: Tensor, with_sums: bool) -> list[Tensor 
         grad_weights = [v.new_empty(*v.shape[:3], T) for _ in range(2)]
         # What a chunk's queries read from a state flows back to all keys in it: the same scans in the other direction.
         grad_states = chunks.incoming_states(q, grad, scale * query_weights, sign=-1)
-    for block, W in zip(chunks.blocks, chunks.weights):
-        Q, K, V, dY = scale * block.of(q), block.of(k), block.of(v), block.of(grad)
+    for block, parts in zip(chunks.blocks, chunks.weights):
+        Q, K, V, dY, W = scale * block.of(q), block.of(k), block.of(v), block.of(grad), _assemble(parts, v.dtype)
         matrix, grad_matrix = chunks.matrix(block, Q, K, W), dY @ V.mT
         dV = matrix.mT @ dY
         products = matrix.mul_(grad_matrix) if with_sums else None
@@ -390,7 +402,7 @@ class _Chunks:
     """What both passes read. At the boundary of two chunks, a state is decayed up to the query that reads it first.
 
     Attributes:
-        blocks, weights: of all chunks, and an iterator of each block's W.
+        blocks, weights: of all chunks, and what each block's W is made from.
         shared: the scores that all heads share, (B, 1, L, C), computed in larger blocks, `shared_blocks`; or None.
         query_weights, key_weights: from an incoming state to a query, and from a key to an outgoing state, both
             (B or 1, H or 1, L, T).
@@ -400,7 +412,7 @@ class _Chunks:
 
     def __init__(
         self, q, k, v, query_sums, key_sums, diagonal, scale, chunk_size: int, uniform: bool, triangles: str,
-        factor: float = 1.0, kept: Tensor | None = None, weights: Iterable[Tensor] | None = None,
+        factor: float = 1.0, kept: Tensor | None = None, weights: Iterable[tuple[Tensor, ...]] | None = None,
     ):  # fmt: skip
         self.q, self.k, self.v, self.sums, self.diagonal = q, k, v, (query_sums, key_sums), diagonal
         self.scale, self.chunk_size, self.uniform, self.triangles = scale, chunk_size, uniform, triangles

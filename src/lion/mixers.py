@@ -47,8 +47,11 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        """layer(x); cpu.py replaces this method."""
+        """layer(x); cpu.py replaces this method and the next."""
         return layer(x)
+
+    def split_linear(self, layer: nn.Linear, x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+        return layer(x).split(sizes, -1)
 
 
 def count_widths(config: PretrainedConfig, length: int, states: int) -> int:
@@ -191,7 +194,7 @@ class Hydra(Mixer):
         self.config = config
         D, N, W, H = config.hidden_size, config.d_state, config.d_conv, config.num_attention_heads
         I = H * config.headdim  # noqa: E741
-        self.sizes = I, I + 4 * N, 2 * H  # of gate, convolved channels, step sizes
+        self.sizes = I, I, 4 * N, 2 * H  # of gate, values, queries and keys, step sizes
         self.halo = (W - 1) // 2 + 1  # convolution and shift
         self.in_proj = nn.Linear(D, sum(self.sizes), bias=False)
         self.conv = nn.Conv1d(I + 4 * N, I + 4 * N, W, groups=I + 4 * N)
@@ -212,20 +215,25 @@ class Hydra(Mixer):
         nn.init.ones_(self.D)
         nn.init.ones_(self.norm.weight)
 
-    def project_in(self, x: Tensor, mask: Tensor | None, seq_idx: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gate, (B, L, I), the convolved channels, and the step sizes before softplus; cpu.py replaces this
-        method."""
-        z, xBC, dt = self.linear(self.in_proj, x).split(self.sizes, -1)
-        if mask is not None:  # so that tokens near a text's end see zeros, as beyond it
-            xBC = xBC.masked_fill(~mask[..., None], 0)
-        return z, F.silu(depthwise_conv(xBC, self.conv.weight, self.conv.bias, seq_idx)), dt
+    def project_in(self, x: Tensor, mask: Tensor | None, seq_idx: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the gate, (B, L, I), the values, the queries and keys, both convolved, and the step sizes before
+        softplus; cpu.py replaces this method."""
+        I, _, *others = self.sizes  # noqa: E741
+        z, v, qk = self.split_linear(self.in_proj, x, (I, I, sum(others)))
+        qk, dt = qk.split(others, -1)
+        weight, bias = self.conv.weight.split([I, others[0]]), self.conv.bias.split([I, others[0]])
+        convolved = []
+        for y, of_y, bias_of_y in zip((v, qk), weight, bias):
+            if mask is not None:  # so that tokens near a text's end see zeros, as beyond it
+                y = y.masked_fill(~mask[..., None], 0)
+            convolved.append(F.silu(depthwise_conv(y, of_y, bias_of_y, seq_idx)))
+        return z, *convolved, dt
 
     def project(self, x: Tensor, mask: Tensor | None, seq_idx: Tensor | None, halo: tuple[int, int]) -> tuple:
         """Return the gate, (B, L, I), v, (B, H, L, P), past and future triangles, the sums of the log decays, (B, H, 1)
         each, the diagonal, (B, H, L), and the mask; of the segment without its halo."""
-        z, xBC, dt = self.project_in(x, mask, seq_idx)
-        N = self.config.d_state
-        v, k, q, k_future, q_future = xBC.split([self.sizes[0], N, N, N, N], -1)
+        z, v, qk, dt = self.project_in(x, mask, seq_idx)
+        k, q, k_future, q_future = qk.chunk(4, -1)
         q, q_future = F.pad(q, (0, 0, 1, -1)), F.pad(q_future, (0, 0, -1, 1))  # each token reads by its neighbour's
         if any(halo):
             own = slice(halo[0], x.shape[1] - halo[1])
