@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from src.lion import cpu
 from src.lion.configuration_lion import MIXERS, LionConfig
-from src.lion.cpu import Dropout, dropout, linear
+from src.lion.cpu import Dropout, dropout, linear, split_linear
 from src.lion.modeling_lion import LionForMaskedLM, LionLayer, LionModel, MixerLayer
 from tests.conftest import ROOT, settings_of
 
@@ -64,6 +64,28 @@ def test_a_convolution_has_the_output_and_gradients_of_the_linear_layer(shape, o
     for actual, wanted in zip((y, *grads), (expected, *expected_grads)):
         assert actual.stride() == wanted.stride()
         torch.testing.assert_close(actual, wanted, rtol=0, atol=5e-6 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("shape", [(1024,), (3, 401), (7,), (2, 1)])
+def test_parts_of_a_layer_have_its_outputs_and_gradients(shape, convolutions):
+    sizes = 701, 800, 19
+    dense, x = layer(outputs=sum(sizes), bias=False), torch.randn(*shape, 768, requires_grad=True)
+    expected = F.linear(x, dense.weight).split(sizes, -1)
+    grads = [torch.randn_like(part) for part in expected]
+    expected_grads = torch.autograd.grad(expected, [x, dense.weight], grads)
+    parts = split_linear(dense, x, sizes)
+    assert len(convolutions) == (2 if x[..., 0].numel() >= 1024 else 0)  # the large ones
+    assert all(part.is_contiguous() for part in parts)
+    actual = *parts, *torch.autograd.grad(parts, [x, dense.weight], grads)
+    for one, wanted in zip(actual, (*expected, *expected_grads), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=0, atol=5e-6 * wanted.abs().max().item())
+
+
+def test_a_hooked_layer_is_called_for_its_parts():
+    dense, calls = layer(32, 48, bias=False), []
+    dense.register_forward_hook(lambda *_: calls.append(1))
+    parts = split_linear(dense, x := torch.randn(5, 32), (16, 32))
+    assert calls and all(torch.equal(*pair) for pair in zip(parts, F.linear(x, dense.weight).split((16, 32), -1)))
 
 
 def test_repeated_runs_give_the_same_bits(two_threads):

@@ -687,6 +687,28 @@ def test_dropout_zeroes_entries_of_the_matrix_and_scales_up_the_others(form, dec
     assert abs(kept[near].float().mean() - 0.75) < 0.05
 
 
+@pytest.mark.parametrize("heads", [2, 1])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_gradients_pass_the_entries_that_dropout_keeps(decay, heads):
+    (q, k, v, log_decay), _ = draw(decay, 33, 2, 2)
+    q, k = q[:, :heads], k[:, :heads]  # heads may share queries and keys
+    one_hot = torch.eye(33, dtype=torch.float64).expand(2, 2, 33, 33)
+    inputs = [x.detach().requires_grad_() for x in (q, k, v, log_decay) if x is not None]
+
+    def dropped(v: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return linear_attention(*inputs[:2], v, *inputs[3:], form="full", dropout_p=0.25)
+
+    factors = (dropped(one_hot) != 0).double() / 0.75
+    plain = linear_attention(*inputs[:2], one_hot, *inputs[3:], form="full")
+    expected = (plain * factors) @ inputs[2]
+    y = dropped(inputs[2])
+    torch.testing.assert_close(y, expected, atol=1e-9, rtol=1e-9)
+    probe = torch.randn_like(y)
+    pairs = zip(*(torch.autograd.grad(x, inputs, probe) for x in (y, expected)))
+    assert all(distance(*pair) < 1e-9 for pair in pairs)
+
+
 # What does not fit
 
 

@@ -230,6 +230,17 @@ def test_groups_keep_their_own_decays_however_few_texts_a_block_holds(causal, mo
     torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.parametrize("groups", [1, 6])
+@pytest.mark.parametrize("form", FORMS)
+def test_texts_with_the_same_decays_may_have_their_own_key_weights(form, groups, monkeypatch):
+    monkeypatch.setitem(BLOCK_ENTRIES, "cpu", 1)  # one text per block
+    tensors, _ = draw("hydra", 33, groups=groups)
+    for number in (3, 7):
+        tensors[number] = tensors[number][:1]
+    expected = outputs_and_gradients(definition, "hydra", tensors)
+    assert_equal(outputs_and_gradients(two_sided_attention, "hydra", tensors, form=form, chunk_size=CHUNK), expected)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_of_the_future_reaches_a_causal_call_not_even_infinity(form):
     (v, q, k, a, *_), _ = draw("lion", 33, groups=6)
