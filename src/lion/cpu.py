@@ -305,21 +305,6 @@ class _Mixer(_Faster):
     def split_linear(self, layer: nn.Module, x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
         return split_linear(layer, x, sizes)
 
-    def project_in(self, x: Tensor, mask: Tensor | None, seq_idx: Tensor | None) -> tuple[Tensor, ...]:
-        """Hydra's, of a long text in slices with the tokens that the convolution reads beside them."""
-        if seq_idx is not None or not _may_slice(self, x) or x.shape[1] <= SLICE:
-            return super().project_in(x, mask, seq_idx)
-        length = x.shape[1]
-        outputs: list[Tensor] = []
-        for first in range(0, length, SLICE):
-            start, stop = max(first - self.halo, 0), min(first + SLICE + self.halo, length)
-            parts = super().project_in(x[:, start:stop], None if mask is None else mask[:, start:stop], None)
-            outputs = outputs or [part.new_empty(len(x), length, part.shape[-1]) for part in parts]
-            for output, part in zip(outputs, parts):
-                own = output[:, first : first + SLICE]
-                own.copy_(part[:, first - start :][:, : own.shape[1]])
-        return tuple(outputs)
-
 
 class _Layer(_Faster):
     def after_mixing(self, x: Tensor, y: Tensor) -> Tensor:

@@ -217,7 +217,7 @@ class Hydra(Mixer):
 
     def project_in(self, x: Tensor, mask: Tensor | None, seq_idx: Tensor | None) -> tuple[Tensor, ...]:
         """Return the gate, (B, L, I), the values, the queries and keys, both convolved, and the step sizes before
-        softplus; cpu.py replaces this method."""
+        softplus."""
         I, _, *others = self.sizes  # noqa: E741
         z, v, qk = self.split_linear(self.in_proj, x, (I, I, sum(others)))
         qk, dt = qk.split(others, -1)
@@ -226,7 +226,7 @@ class Hydra(Mixer):
         for y, of_y, bias_of_y in zip((v, qk), weight, bias):
             if mask is not None:  # so that tokens near a text's end see zeros, as beyond it
                 y = y.masked_fill(~mask[..., None], 0)
-            convolved.append(F.silu(depthwise_conv(y, of_y, bias_of_y, seq_idx)))
+            convolved.append(F.silu(depthwise_conv(y, of_y, bias_of_y, seq_idx), inplace=not torch.is_grad_enabled()))
         return z, *convolved, dt
 
     def project(self, x: Tensor, mask: Tensor | None, seq_idx: Tensor | None, halo: tuple[int, int]) -> tuple:
