@@ -273,7 +273,7 @@ def _recurrent_backward(grad, q, k, v, query_sum, key_sum, direction: int, with_
 
 
 class _Full(torch.autograd.Function):
-    """One chunk per text. What W is made from takes longer to compute than to read: the backward pass finds it kept."""
+    """One chunk per text. For the backward pass it keeps what W is made from: reading is faster than computing it."""
 
     @staticmethod
     def forward(ctx, q, k, v, query_sums, key_sums, diagonal, kept, factor: float, scale: float, triangles: str):
@@ -325,9 +325,8 @@ def _multiply(chunks: "_Chunks", keep: list[tuple[Tensor, ...]] | None = None) -
         if keep is not None:
             keep.append(parts)
         Q, W = chunks.scale * block.of(chunks.q), _assemble(parts, y.dtype)
-        Y = chunks.matrix(block, Q, block.of(chunks.k), W, overwrite=keep is None or len(parts) > 1) @ block.of(
-            chunks.v
-        )
+        overwrite = keep is None or len(parts) > 1
+        Y = chunks.matrix(block, Q, block.of(chunks.k), W, overwrite) @ block.of(chunks.v)
         if chunks.states is not None:
             Y += chunks.weigh(Q, block.of(chunks.query_weights)) @ block.state(chunks.states)
         block.of(y).copy_(Y)
@@ -336,10 +335,8 @@ def _multiply(chunks: "_Chunks", keep: list[tuple[Tensor, ...]] | None = None) -
 
 def _gradients(chunks: "_Chunks", grad: Tensor, with_sums: bool) -> list[Tensor | None]:
     """The gradients of q, k, v and, with_sums, of both sums and the diagonal; None of what is None."""
-    q, k, v, diagonal, scale, triangles = (
-        chunks.q, chunks.k, chunks.v, chunks.diagonal, chunks.scale, chunks.triangles
-    )  # fmt: skip
-    query_sums, key_sums = chunks.sums
+    q, k, v, (query_sums, key_sums), diagonal = chunks.q, chunks.k, chunks.v, chunks.sums, chunks.diagonal
+    scale, triangles = chunks.scale, chunks.triangles
     query_weights, key_weights = chunks.query_weights, chunks.key_weights
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     T, one_sum = query_sums.shape[-1], key_sums is None

@@ -51,6 +51,7 @@ class Mixer(nn.Module):
         return layer(x)
 
     def split_linear(self, layer: nn.Linear, x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """layer(x) in parts."""
         return layer(x).split(sizes, -1)
 
 
