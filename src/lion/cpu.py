@@ -238,7 +238,7 @@ def _from_pixels(image: Tensor, like: Tensor) -> Tensor:
 
 
 def _is_plain(layer: nn.Module, x: Tensor) -> bool:
-    """Whether `layer` is nn.Linear, not replaced, wrapped or hooked, and x is float32 on a CPU, and nothing traces it."""
+    """Whether `layer` is nn.Linear, not replaced, wrapped or hooked, x is float32 on a CPU, and nothing traces it."""
     if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False  # before any size is read, which would add a guard
     return (
