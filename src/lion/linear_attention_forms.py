@@ -326,7 +326,7 @@ def _multiply(chunks: "_Chunks", keep: list[tuple[Tensor, ...]] | None = None) -
             keep.append(parts)
         Q, W = chunks.scale * block.of(chunks.q), _assemble(parts, y.dtype)
         overwrite = keep is None or len(parts) > 1
-        Y = chunks.matrix(block, Q, block.of(chunks.k), W, overwrite) @ block.of(chunks.v)
+        Y = chunks.drop(block, chunks.matrix(block, Q, block.of(chunks.k), W, overwrite)) @ block.of(chunks.v)
         if chunks.states is not None:
             Y += chunks.weigh(Q, block.of(chunks.query_weights)) @ block.state(chunks.states)
         block.of(y).copy_(Y)
@@ -349,14 +349,12 @@ def _gradients(chunks: "_Chunks", grad: Tensor, with_sums: bool) -> list[Tensor 
         grad_states = chunks.incoming_states(q, grad, scale * query_weights, sign=-1)
     for block, parts in zip(chunks.blocks, chunks.weights):
         Q, K, V, dY, W = scale * block.of(q), block.of(k), block.of(v), block.of(grad), _assemble(parts, v.dtype)
-        matrix, grad_matrix = chunks.matrix(block, Q, K, W), dY @ V.mT
-        dV = matrix.mT @ dY
-        products = matrix.mul_(grad_matrix) if with_sums else None
-        grad_matrix = chunks.drop(block, grad_matrix)
+        matrix, grad_matrix = chunks.matrix(block, Q, K, W), chunks.drop(block, dY @ V.mT)
+        dV = chunks.drop(block, matrix).mT @ dY
         if diagonal is not None:
             block.of(grad_diagonal).copy_(grad_matrix.diagonal(dim1=-2, dim2=-1))
         if with_sums:
-            block.write(grad_sums, _sum_gradients(products, triangles, one_sum))
+            block.write(grad_sums, _sum_gradients(matrix.mul_(grad_matrix), triangles, one_sum))
         grad_scores = grad_matrix.mul_(W)
         if chunks.shared is None:
             dQ, dK = _score_gradients(grad_scores, Q, K, triangles)
@@ -464,7 +462,7 @@ class _Chunks:
             matrix = torch.mul(scores, weights, out=weights if overwrite else None)
         if self.diagonal is not None:
             matrix.diagonal(dim1=-2, dim2=-1).copy_(block.of(self.diagonal))
-        return self.drop(block, matrix)
+        return matrix
 
     def drop(self, block: _Block, matrix: Tensor) -> Tensor:
         """Dropout of a block's matrices, (b, H, 1, C, C), or of their gradients."""
