@@ -142,9 +142,9 @@ def _weights(blocks, query_sums, key_sums, diagonal, triangles, dtype, uniform) 
 
 
 def _assemble(parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """W of a block, (b or 1, H or 1, n or 1, C, C), given as such, or as factors, (b, H, n, S, c, T) and
-    (b, H, n, S, T, C), and the S tiles on its diagonal, (b, H, n, S, c, c)."""
-    if len(parts) == 1:
+    """W of a block, (b or 1, H or 1, n or 1, C, C), given as such (then perhaps with the block's matrices), or as
+    factors, (b, H, n, S, c, T) and (b, H, n, S, T, C), and the S tiles on its diagonal, (b, H, n, S, c, c)."""
+    if len(parts) < 3:
         return parts[0]
     rows, columns, on_diagonal = parts
     W = (rows @ columns).unflatten(-1, (TILES, -1))  # (b, H, n, S, c, S, c)
@@ -319,14 +319,14 @@ def _chunkwise_backward(grad: Tensor, *inputs) -> list[Tensor]:
 
 
 def _multiply(chunks: "_Chunks", keep: list[tuple[Tensor, ...]] | None = None) -> Tensor:
-    """The output; appends to `keep` what each block's W is made from."""
+    """The output; appends to `keep` what the backward pass needs of each block."""
     y = torch.empty_like(chunks.v)
     for block, parts in zip(chunks.blocks, chunks.weights):
-        if keep is not None:
-            keep.append(parts)
         Q, W = chunks.scale * block.of(chunks.q), _assemble(parts, y.dtype)
-        overwrite = keep is None or len(parts) > 1
-        Y = chunks.drop(block, chunks.matrix(block, Q, block.of(chunks.k), W, overwrite)) @ block.of(chunks.v)
+        matrix = chunks.matrix(block, Q, block.of(chunks.k), W, overwrite=keep is None or len(parts) > 1)
+        if keep is not None:  # if all texts have the same W, there is room for the matrix
+            keep.append((W, matrix) if chunks.uniform else parts)
+        Y = chunks.drop(block, matrix) @ block.of(chunks.v)
         if chunks.states is not None:
             Y += chunks.weigh(Q, block.of(chunks.query_weights)) @ block.state(chunks.states)
         block.of(y).copy_(Y)
@@ -349,12 +349,14 @@ def _gradients(chunks: "_Chunks", grad: Tensor, with_sums: bool) -> list[Tensor 
         grad_states = chunks.incoming_states(q, grad, scale * query_weights, sign=-1)
     for block, parts in zip(chunks.blocks, chunks.weights):
         Q, K, V, dY, W = scale * block.of(q), block.of(k), block.of(v), block.of(grad), _assemble(parts, v.dtype)
-        matrix, grad_matrix = chunks.matrix(block, Q, K, W), chunks.drop(block, dY @ V.mT)
+        matrix = parts[1] if len(parts) == 2 else chunks.matrix(block, Q, K, W)
+        grad_matrix = chunks.drop(block, dY @ V.mT)
         dV = chunks.drop(block, matrix).mT @ dY
         if diagonal is not None:
             block.of(grad_diagonal).copy_(grad_matrix.diagonal(dim1=-2, dim2=-1))
         if with_sums:
-            block.write(grad_sums, _sum_gradients(matrix.mul_(grad_matrix), triangles, one_sum))
+            products = torch.mul(matrix, grad_matrix, out=None if len(parts) == 2 else matrix)
+            block.write(grad_sums, _sum_gradients(products, triangles, one_sum))
         grad_scores = grad_matrix.mul_(W)
         if chunks.shared is None:
             dQ, dK = _score_gradients(grad_scores, Q, K, triangles)
