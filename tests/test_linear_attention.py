@@ -748,7 +748,7 @@ def shapes(**changes) -> dict[str, Tensor]:
         ({"seq_idx": torch.zeros(2, 7)}, r"seq_idx.*integers.*float32"),
         ({"left_state": torch.zeros(2, 3, D, D)}, r"left_state.*\(2, 3, 4, 6\).*\(2, 3, 4, 4\)"),
         ({"right_state": torch.zeros(2, 3, E)}, r"right_state.*\(2, 3, 4, 6\).*\(2, 3, 6\)"),
-        ({"right_state": torch.zeros(2, 3, D, E), "normalize": True}, r"right_state.*normalize"),
+        ({"right_state": torch.zeros(2, 3, D, E), "normalize": True}, rf"right_state.*{E + 1}\)"),
         (
             {"left_state": torch.zeros(2, 3, D, E), "seq_idx": torch.zeros(2, 7, dtype=torch.long)},
             r"left_state.*seq_idx",

@@ -11,19 +11,21 @@ from torch import Tensor
 from src.config import Rule, check_value
 from src.errors import UserError, first_line
 from src.lion import LionConfig
+from src.lion.configuration_lion import OPTIONS
 
 ARGUMENTS = inspect.get_annotations(LionConfig.__init__)  # name → type
 COUNT, FRACTION, NOT_NEGATIVE = Rule(at_least=1), Rule(at_least=0, below=1), Rule(at_least=0)
 RULES = {
     "vocab_size": COUNT, "hidden_size": COUNT, "num_hidden_layers": COUNT, "num_attention_heads": COUNT,
-    "intermediate_size": COUNT, "chunk_size": COUNT, "max_position_embeddings": COUNT, "type_vocab_size": COUNT,
+    "intermediate_size": COUNT, "chunk_size": COUNT, "max_position_embeddings": COUNT, "type_vocab_size": NOT_NEGATIVE,
     "hidden_dropout_prob": FRACTION, "attention_probs_dropout_prob": FRACTION, "classifier_dropout": FRACTION,
     "expand": COUNT, "headdim": COUNT, "d_state": COUNT, "d_conv": COUNT,
-    "initializer_range": NOT_NEGATIVE, "layer_norm_eps": NOT_NEGATIVE, "pad_token_id": NOT_NEGATIVE,
+    "short_conv": NOT_NEGATIVE, "rope_theta": Rule(above=0), "initializer_range": NOT_NEGATIVE, "layer_norm_eps": NOT_NEGATIVE, "pad_token_id": NOT_NEGATIVE,
 }  # fmt: skip
 # Nothing else is taken from a stored config: other keys can name code that transformers would load (custom_pipelines).
 SETTINGS = {*ARGUMENTS, "num_labels", "id2label", "label2id", "problem_type"}
-OURS = {"mixer", "attention_form", "chunk_size", "classifier_pooling", "tie_word_embeddings"}  # not in the authors'
+# Not in the authors' config.
+OURS = {"mixer", "attention_form", "chunk_size", "classifier_pooling", "tie_word_embeddings", *OPTIONS}
 
 # The authors' `arch_type` → our mixer.
 MIXERS = {

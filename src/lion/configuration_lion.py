@@ -1,11 +1,25 @@
 """The configuration of a LION encoder."""
 
+import math
 from importlib import import_module
 
 from transformers import PretrainedConfig
 
 FORMS = ("auto", "full", "recurrent", "chunkwise")
 MIXERS = ("lion-lit", "lion-d", "lion-s", "hydra", "softmax")  # the names of mixers.MIXERS
+DECAYING, LINEAR = ("lion-d", "lion-s"), ("lion-lit", "lion-d", "lion-s")
+PROJECTED = (*LINEAR, "softmax")
+# Options beyond BERT's: the mixers that have them.
+OPTIONS = {
+    "norm": MIXERS, "normalization": MIXERS, "bias": MIXERS, "position_embedding": MIXERS, "rope_theta": PROJECTED,
+    "mlp": PROJECTED, "short_conv": PROJECTED, "value_gate": PROJECTED, "feature_map": LINEAR,
+    "normalize_rows": LINEAR, "decay_horizon": DECAYING, "key_weight": DECAYING, "separate_decays": DECAYING,
+}  # fmt: skip
+CHOICES = {
+    "mixer": MIXERS, "attention_form": FORMS, "classifier_pooling": ("cls", "mean"), "norm": ("post", "pre"),
+    "normalization": ("layernorm", "rmsnorm"), "mlp": ("gelu", "geglu"), "feature_map": ("none", "silu", "sigmoid"),
+    "position_embedding": (None, "learned", "rope", "none"), "key_weight": ("none", "linear", "sqrt"),
+}  # fmt: skip
 
 
 class LionConfig(PretrainedConfig):
@@ -27,6 +41,23 @@ class LionConfig(PretrainedConfig):
             less training where decay limits how far the first token sees.
         max_position_embeddings: the longest text of lion-lit and softmax; lion-d and lion-s have no such embeddings.
         layer_norm_eps: ε of every LayerNorm except lion-lit's own and those of hydra's layers.
+        norm: "post", a norm after each residual sum; or "pre", one before each mixer and MLP, and a last one. As the
+            embeddings are normalized, the first mixer has none.
+        normalization: "layernorm" or "rmsnorm", which does not subtract the mean.
+        bias: whether linear layers and norms have a bias. Decays and the decoder always do.
+        mlp: "gelu", or "geglu", which multiplies by a gate (Shazeer, arXiv:2002.05202); both use `hidden_act`.
+        position_embedding: "learned", "rope" (rotated q and k; Su et al., arXiv:2104.09864; not in hydra) or "none";
+            None: learned in lion-lit and softmax, none in the others.
+        rope_theta: base of the wavelengths of "rope".
+        short_conv: width of a depthwise convolution over tokens of q, k and v, which is odd; 0: none.
+        value_gate: multiply the normalized outputs of the heads by SiLU of a projection, as Mamba-2 and Hydra do.
+        feature_map: of q and k: "none"; "silu", (SiLU(x) + ½) / ‖SiLU(x) + ½‖, as in LION's image models; "sigmoid".
+        normalize_rows: divide by the sums of the rows of the attention matrix, which needs a feature map.
+        decay_horizon: [lo, hi], tokens that the heads see at the start, spread geometrically: head h of H starts with
+            λ = 1 − 1/τ, τ = lo · (hi/lo)^(h/(H−1)). None: λ is about ½, a horizon of two tokens, as published.
+        key_weight: weight of a key with decay λ: "none"; "linear", 2(1 − λ), as in gated RFA; or "sqrt", the root of
+            4/3 · (1 − λ²). A sum over more keys is larger; for λ = ½ both weights are 1.
+        separate_decays: whether past and future keys have decays of their own.
         expand, headdim, d_state, d_conv: of hydra: width of the heads relative to hidden_size, size of a head's values,
             size of queries and keys, and width of the convolution over tokens, which is odd.
     """
@@ -35,6 +66,10 @@ class LionConfig(PretrainedConfig):
     # transformers' own method resolves aliases, of which there are none here. It hides reads from torch.compile, which
     # would then run a second model with a different mixer on the first model's graph.
     __getattribute__ = object.__getattribute__
+    # Defaults of the options are not in the settings of a model, by which earlier results are recognized.
+    norm, normalization, bias, mlp, position_embedding, rope_theta = "post", "layernorm", True, "gelu", None, 10000.0
+    short_conv, value_gate, feature_map, normalize_rows = 0, False, "none", False
+    decay_horizon, key_weight, separate_decays = None, "none", False
 
     def __init__(
         self,
@@ -61,32 +96,70 @@ class LionConfig(PretrainedConfig):
         headdim: int = 64,
         d_state: int = 64,
         d_conv: int = 7,
+        norm: str = norm,
+        normalization: str = normalization,
+        bias: bool = bias,
+        mlp: str = mlp,
+        position_embedding: str | None = position_embedding,
+        rope_theta: float = rope_theta,
+        short_conv: int = short_conv,
+        value_gate: bool = value_gate,
+        feature_map: str = feature_map,
+        normalize_rows: bool = normalize_rows,
+        decay_horizon: list | None = decay_horizon,
+        key_weight: str = key_weight,
+        separate_decays: bool = separate_decays,
         **kwargs,
     ):
-        choices = {"mixer": MIXERS, "attention_form": FORMS, "classifier_pooling": ("cls", "mean")}
-        for name, value in zip(choices, (mixer, attention_form, classifier_pooling)):
-            if value not in choices[name]:
-                raise ValueError(f"{name} must be one of {', '.join(choices[name])} (got {value})")
+        given = locals()
+        for name, choices in CHOICES.items():
+            if given[name] not in choices:
+                names = ("null" if choice is None else choice for choice in choices)
+                raise ValueError(f"{name} must be one of {', '.join(names)} (got {given[name]})")
+        options = {name: given[name] for name in OPTIONS if given[name] != getattr(LionConfig, name)}
+        for name in options:
+            if mixer not in OPTIONS[name]:
+                raise ValueError(f"{mixer} has no {name}; omit it, or use {', '.join(OPTIONS[name])}")
+        if mixer == "hydra" and position_embedding == "rope":
+            raise ValueError("hydra has no queries to rotate by position_embedding: rope; use learned or none")
+        if short_conv != 0 and (short_conv < 0 or short_conv % 2 == 0):
+            raise ValueError(f"short_conv must be 0 or odd (got {short_conv})")
+        if normalize_rows and feature_map == "none":
+            raise ValueError(
+                "normalize_rows divides by sums, which a feature_map keeps above 0; set it to silu or sigmoid"
+            )
+        if normalize_rows and position_embedding == "rope":
+            raise ValueError("normalize_rows divides by sums, which rope does not keep above 0; omit one")
+        if separate_decays and key_weight != "none":
+            raise ValueError("key_weight needs one decay per key, and separate_decays gives it two; omit one")
+        if decay_horizon is not None:
+            decay_horizon = options["decay_horizon"] = _checked_horizon(decay_horizon)
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1 (got {chunk_size})")
-        heads, mlp, dropout = 12, 3072, 0.1
+        heads, width, dropout = 12, 3072, 0.1
         if mixer == "hydra":
             if expand * hidden_size % headdim:
                 raise ValueError(f"expand * hidden_size = {expand * hidden_size} is not divisible by headdim={headdim}")
             if d_conv % 2 == 0:
                 raise ValueError(f"d_conv must be odd (got {d_conv})")
-            heads, mlp, dropout = expand * hidden_size // headdim, None, 0.0
-            given = (num_attention_heads, heads), (intermediate_size, mlp), (attention_probs_dropout_prob, dropout)
-            names = "num_attention_heads", "intermediate_size", "attention_probs_dropout_prob"
-            for name, (value, only) in zip(names, given):
+            heads, width, dropout = expand * hidden_size // headdim, None, 0.0
+            only_values = {
+                "num_attention_heads": heads,
+                "intermediate_size": width,
+                "attention_probs_dropout_prob": dropout,
+            }
+            for name, only in only_values.items():
+                value = given[name]
                 if value not in (None, only):
                     raise ValueError(f"hydra has {name}={only} at this size (got {value}); omit it, or set it to null")
         num_attention_heads = heads if num_attention_heads is None else num_attention_heads
-        intermediate_size = mlp if intermediate_size is None else intermediate_size
+        intermediate_size = width if intermediate_size is None else intermediate_size
         if attention_probs_dropout_prob is None:
             attention_probs_dropout_prob = dropout
         if mixer != "hydra" and hidden_size % num_attention_heads:
             raise ValueError(f"hidden_size={hidden_size} is not divisible by num_attention_heads={num_attention_heads}")
+        if position_embedding == "rope" and hidden_size // num_attention_heads % 2:
+            raise ValueError(f"rope rotates pairs of channels, and a head has {hidden_size // num_attention_heads}")
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_hidden_layers = num_hidden_layers
@@ -109,10 +182,25 @@ class LionConfig(PretrainedConfig):
             self.headdim = headdim
             self.d_state = d_state
             self.d_conv = d_conv
+        for name, value in options.items():
+            setattr(self, name, value)
         super().__init__(pad_token_id=pad_token_id, tie_word_embeddings=tie_word_embeddings, **kwargs)
 
     @property
     def has_positions(self) -> bool:
-        """Whether the mixer uses position embeddings."""
+        """Whether the model has learned position embeddings."""
+        if self.position_embedding is not None:
+            return self.position_embedding == "learned"
         # transformers loads a Hub folder's configuration without mixers.py, so the model there asks its mixer instead.
         return import_module(".mixers", __package__).MIXERS[self.mixer].has_positions
+
+
+def _checked_horizon(horizon) -> list[float]:
+    """Return [lo, hi] as numbers. Raises ValueError."""
+    try:
+        low, high = map(float, horizon)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not 1 < low <= high < math.inf:
+        raise ValueError(f"decay_horizon must be [lo, hi], tokens with 1 < lo ≤ hi (got {horizon})")
+    return [low, high]

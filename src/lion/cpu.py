@@ -75,11 +75,11 @@ def draw_kept(shape: torch.Size, p: float, device: torch.device) -> tuple[Tensor
     return torch.ge(draws.view(torch.int16)[:size], dropped - 2**15, out=kept).view(shape), factor
 
 
-def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | None = None) -> Tensor:
+def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None = None) -> Tensor:
     """Convolve each channel of x, (B, L, C), over tokens with its own weight, (C, 1, W) with W odd, and zeros beyond
     the text; packed sequences, numbered by seq_idx, (B, L), do not see each other."""
     reach, length = weight.shape[-1] // 2, x.shape[1]
-    weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     number = None if seq_idx is None else sequence_starts(seq_idx).cumsum(1)  # (B, L)
     if x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and not torch.compiler.is_compiling():
         if seq_idx is None:
@@ -93,7 +93,8 @@ def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | No
         return y.flatten(0, 1).index_select(0, place).view(x.shape)
     if seq_idx is None:
         return F.conv1d(x.mT, weight, bias, padding=reach, groups=len(weight)).mT
-    padded, numbers, y = F.pad(x, (0, 0, reach, reach)), F.pad(number, (reach, reach)), bias.expand_as(x)
+    padded, numbers = F.pad(x, (0, 0, reach, reach)), F.pad(number, (reach, reach))
+    y = torch.zeros_like(x) if bias is None else bias.expand_as(x)
     for place in range(2 * reach + 1):
         same = numbers[:, place : place + length, None] == number[..., None]
         y = y + weight[:, 0, place] * padded[:, place : place + length].where(same, 0)
@@ -105,13 +106,13 @@ class _DepthwiseConv(torch.autograd.Function):
     takes a sixth of the time, and with the gradients below less than half."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         return _convolve_image(x, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         image, grad_image = (y.float().mT.unsqueeze(2) for y in (x, grad))
@@ -120,7 +121,8 @@ class _DepthwiseConv(torch.autograd.Function):
         _, grad_weight, _ = torch.ops.aten.convolution_backward(
             grad_image, image, weight.float().unsqueeze(2), None, *options, of_weight_only
         )
-        return _convolve_image(grad, weight.flip(-1), None), grad_weight.squeeze(2), grad.sum((0, 1))
+        grad_bias = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None
+        return _convolve_image(grad, weight.flip(-1), None), grad_weight.squeeze(2), grad_bias
 
 
 def _convolve_image(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -294,14 +296,14 @@ def _rebuild(kind: type, methods: type) -> nn.Module:
 
 
 class _Faster:
+    def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return linear(layer, x)
+
     def __reduce_ex__(self, protocol: int) -> tuple:  # copies and pickles could not find the class by its name
         return _rebuild, self._parts, self.__dict__
 
 
 class _Mixer(_Faster):
-    def linear(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return linear(layer, x)
-
     def split_linear(self, layer: nn.Module, x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
         return split_linear(layer, x, sizes)
 
@@ -316,6 +318,3 @@ class _Layer(_Faster):
         for output_slice, x_slice, y_slice in zip(*slices):
             output_slice.copy_(super().after_mixing(x_slice, y_slice))
         return output
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return linear(self.mlp_out, self.act(linear(self.mlp_in, x)))

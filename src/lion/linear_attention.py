@@ -48,6 +48,7 @@ def linear_attention(
     v: Tensor,
     log_decay: Tensor | None = None,
     *,
+    log_decay_future: Tensor | None = None,
     mask: Tensor | None = None,
     seq_idx: Tensor | None = None,
     left_state: Tensor | None = None,
@@ -65,11 +66,13 @@ def linear_attention(
         q, k, v: queries and keys, (B, G, L, D), and values, (B, H, L, E). G may be any divisor of H: each head of q and
             k then serves H/G heads of v.
         log_decay: log λ ≤ 0: None for λ = 1 (LION-LIT), (H,) for one per head (LION-D), or (B, H, L) (LION-S).
+        log_decay_future: the decays of keys after a query, if they are not those of log_decay.
         mask: (B, L) bool, True at real tokens. Padding keys contribute nothing.
         seq_idx: (B, L) integers, the sequence that each token of a packed row belongs to; each sequence gets the same
             output as on its own. A new sequence starts where the number changes. From FlashAttention's offsets:
             `torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), cu_seqlens.diff())[None]`.
-        left_state, right_state: (B, H, D, E), states of the text before and after this segment, see `segment_states`.
+        left_state, right_state: (B, H, D, E), states of the text before and after this segment, see `segment_states`;
+            with normalize (B, H, D, E + 1).
         scale: s in the formula; D^-1/2 if None.
         normalize: divide each y_i by its row sum Σ_j s·(q_i·k_j)·M_ij + 1e-6.
         causal: omit the keys after each query, j > i.
@@ -80,46 +83,53 @@ def linear_attention(
     Returns:
         (B, H, L, E) in v's dtype. States and log decays are summed in float32 or better for any input dtype.
 
-    Raises ValueError for shapes that do not match, an unknown form, dropout in a form without a matrix, or states
-    combined with packing or normalization, or from the right with `causal`.
+    Raises ValueError for shapes that do not match, an unknown form, dropout in a form without a matrix, states
+    combined with packing, states or decays from the right with `causal`, or decays for future keys only.
     """
-    _check(q, k, v, log_decay, mask, seq_idx, left_state, right_state, normalize, causal, form, chunk_size, dropout_p)
-    dtype = v.dtype
+    _check(
+        q, k, v, log_decay, log_decay_future, mask, seq_idx, left_state, right_state, normalize, causal, form,
+        chunk_size, dropout_p,
+    )  # fmt: skip
+    dtype, separate = v.dtype, log_decay_future is not None
     decays = log_decay is not None or seq_idx is not None or causal
-    form, fused = _choose_form(q, k, v, decays, normalize, form, dropout_p, causal)
-    if normalize:  # a column of ones in V receives the row sum, which accumulates over the text
+    form, fused = _choose_form(q, k, v, decays, normalize, form, dropout_p, causal, separate)
+    if normalize:
         if dtype in (torch.bfloat16, torch.float16):
             q, k, v = q.float(), k.float(), v.float()
-        v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
+        v = _with_ones(v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     triangles, sums = "past" if causal else "shared", None
     with torch.autocast(q.device.type, enabled=False):
         if not fused or left_state is not None or right_state is not None:  # the kernels sum decays themselves
-            sums = _signed_sums(log_decay, q.shape[-2], causal)
+            sums = _signed_sums(log_decay, q.shape[-2], causal, log_decay_future)
         if fused:
             size = 0 if form == "full" else chunk_size
             y = fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, size, dropout_p)
             y = add_states(y, q, sums, triangles, left_state, right_state, scale)
         else:
             y = attend(
-                q, k, v, sums, None, None, None, triangles, mask=mask, seq_idx=seq_idx, left_state=left_state,
-                right_state=right_state, scale=scale, form=form, chunk_size=chunk_size, dropout_p=dropout_p,
-                uniform=log_decay is not None and log_decay.ndim == 1 and seq_idx is None,
+                q, k, v, sums, sums if separate else None, None, None, triangles, mask=mask, seq_idx=seq_idx,
+                left_state=left_state, right_state=right_state, scale=scale, form=form, chunk_size=chunk_size,
+                dropout_p=dropout_p, uniform=_is_uniform(log_decay, log_decay_future) and seq_idx is None,
             )  # fmt: skip
     if normalize:
         y = y[..., :-1] / (y[..., -1:] + 1e-6)
     return y.to(dtype)
 
 
-def definition(q, k, v, log_decay=None, *, mask=None, scale=None, normalize=False, causal=False) -> Tensor:
+def definition(
+    q, k, v, log_decay=None, *, log_decay_future=None, mask=None, scale=None, normalize=False, causal=False
+) -> Tensor:
     """Compute the formula at the top of this file literally, in O(L³); arguments as for `linear_attention`."""
     L = q.shape[-2]
     i, j, t = torch.meshgrid(*[torch.arange(L, device=q.device)] * 3, indexing="ij")
-    between = ((j <= t) & (t < i)) | ((i < t) & (t <= j))  # the decay of token t acts between j and i
     scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if log_decay is not None:
-        per_token = log_decay if log_decay.ndim == 3 else log_decay[None, :, None].expand(1, -1, L)
-        scores = scores * torch.where(between, per_token[:, :, None, None, :], 0).sum(-1).exp()
+    # The decays of the tokens t act between j and i.
+    of_future = log_decay if log_decay_future is None else log_decay_future
+    for decays, between in ((log_decay, (j <= t) & (t < i)), (of_future, (i < t) & (t <= j))):
+        if decays is not None:
+            per_token = decays if decays.ndim == 3 else decays[None, :, None].expand(1, -1, L)
+            scores = scores * torch.where(between, per_token[:, :, None, None, :], 0).sum(-1).exp()
     if mask is not None:
         scores = scores * mask[:, None, None, :]
     if causal:
@@ -129,76 +139,105 @@ def definition(q, k, v, log_decay=None, *, mask=None, scale=None, normalize=Fals
     return scores @ v
 
 
-def attention_matrix(q, k, log_decay=None, *, mask=None, seq_idx=None, scale=None) -> Tensor:
+def attention_matrix(
+    q, k, log_decay=None, *, log_decay_future=None, mask=None, seq_idx=None, scale=None, normalize=False
+) -> Tensor:
     """Compute the matrix s·QKᵀ⊙M, (B, H, L, L), zero in the columns of padding, for arguments of `linear_attention`."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     identity = torch.eye(q.shape[-2], dtype=q.dtype, device=q.device).expand(*q.shape[:2], -1, -1)
-    return attend(
-        q, k, identity, _signed_sums(log_decay, q.shape[-2]), None, None, None, "shared", mask=mask, seq_idx=seq_idx,
-        left_state=None, right_state=None, scale=scale, form="full", chunk_size=0,
+    sums = _signed_sums(log_decay, q.shape[-2], log_decay_future=log_decay_future)
+    matrix = attend(
+        q, k, identity, sums, None if log_decay_future is None else sums, None, None, "shared", mask=mask,
+        seq_idx=seq_idx, left_state=None, right_state=None, scale=scale, form="full", chunk_size=0,
     )  # fmt: skip
+    return matrix / (matrix.sum(-1, keepdim=True) + 1e-6) if normalize else matrix
 
 
-def segment_states(k, v, log_decay=None, *, mask=None) -> SegmentStates:
+def segment_states(k, v, log_decay=None, *, log_decay_future=None, mask=None, normalize=False) -> SegmentStates:
     """Summarize one segment of a text that does not fit in memory; arguments as for `linear_attention`. Go through the
     segments from left to right and update `left = left * across + rightward` after each, then from right to left and
     update `right = right * across + leftward`. With both states from before a segment's own update,
     `linear_attention(..., left_state=left, right_state=right)` on it returns its part of the text's output."""
+    if normalize:
+        v = _with_ones(v)
     if log_decay is None:
         with torch.autocast(k.device.type, enabled=False):
             state = write_state(zero_masked(k, mask), None, v)
         across = state.new_ones(1, 1, 1, 1)
         return SegmentStates(state, state, across, across)
-    exclusive, inclusive = cumulative_log_decay(log_decay, k.shape[-2])
-    total = inclusive[..., -1:]
+    exclusive, total = cumulative_log_decay(log_decay, k.shape[-2])
+    inclusive = total
+    if log_decay_future is not None:
+        _, inclusive = cumulative_log_decay(log_decay_future, k.shape[-2])
     past, future = Triangle(k, k, exclusive, exclusive), Triangle(k, k, inclusive, inclusive)
-    return two_sided_segment_states(v, past, future, total, total, mask=mask)
+    return two_sided_segment_states(v, past, future, total[..., -1:], inclusive[..., -1:], mask=mask)
 
 
-def _signed_sums(log_decay: Tensor | None, length: int, causal: bool = False) -> Tensor | None:
+def _with_ones(v: Tensor) -> Tensor:
+    """v with a column of ones, which receives the row sums, (B, H, L, E + 1)."""
+    return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
+
+
+def _is_uniform(*log_decays: Tensor | None) -> bool:
+    """Whether there are decays, and all tokens have the same."""
+    return log_decays[0] is not None and all(x is None or x.ndim == 1 for x in log_decays)
+
+
+def _signed_sums(
+    log_decay: Tensor | None, length: int, causal: bool = False, log_decay_future: Tensor | None = None
+) -> Tensor | None:
     """The decays as linear_attention_forms.py reads them, (B or 1, H, L, T): exclusive for past, inclusive for future
     keys."""
     if log_decay is None:
         return None
     exclusive, inclusive = cumulative_log_decay(log_decay, length)
+    if log_decay_future is not None:
+        _, inclusive = cumulative_log_decay(log_decay_future, length)
+        rows = max(len(exclusive), len(inclusive))
+        exclusive, inclusive = (x.expand(rows, -1, -1) for x in (exclusive, inclusive))
     return torch.stack([exclusive] if causal else [exclusive, -inclusive], -1)
 
 
 def _check(
-    q, k, v, log_decay, mask, seq_idx, left_state, right_state, normalize, causal, form, chunk_size, dropout_p
-) -> None:
+    q, k, v, log_decay, log_decay_future, mask, seq_idx, left_state, right_state, normalize, causal, form, chunk_size,
+    dropout_p,
+) -> None:  # fmt: skip
     """Raise ValueError if the arguments are inconsistent."""
     for name, x in (("q", q), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} must be (batch, heads, length, head_dim) (got {tuple(x.shape)})")
     (B, G, L, D), (H, E) = q.shape, (v.shape[1], v.shape[-1])
     H = H if H % G == 0 else G
+    state = B, H, D, E + int(normalize)
     check_shapes(
         ("k", k, (B, G, L, D)),
         ("v", v, (B, H, L, E)),
         ("log_decay", log_decay, (H,), (B, H, L)),
+        ("log_decay_future", log_decay_future, (H,), (B, H, L)),
         ("mask", mask, (B, L)),
         ("seq_idx", seq_idx, (B, L)),
-        ("left_state", left_state, (B, H, D, E)),
-        ("right_state", right_state, (B, H, D, E)),
+        ("left_state", left_state, state),
+        ("right_state", right_state, state),
     )
     check_options(mask, seq_idx, left_state, right_state, form, chunk_size)
-    if normalize and (left_state is not None or right_state is not None):
-        raise ValueError("left_state and right_state cannot be combined with normalize; omit it")
-    if causal and right_state is not None:
-        raise ValueError("right_state cannot be combined with causal, which reads no keys to the right; omit one")
+    if log_decay is None and log_decay_future is not None:
+        raise ValueError("log_decay_future needs log_decay; give both, zeros for none")
+    for name, of_future in (("right_state", right_state), ("log_decay_future", log_decay_future)):
+        if causal and of_future is not None:
+            raise ValueError(f"{name} cannot be combined with causal, which reads no keys to the right; omit one")
     if dropout_p > 0 and form not in ("auto", "full"):
         raise ValueError(f"attention dropout exists only in the full form; set it to 0 for the {form} form")
 
 
 def _choose_form(
-    q, k, v, decays: bool, normalize: bool, form: str, dropout_p: float, causal: bool = False
+    q, k, v, decays: bool, normalize: bool, form: str, dropout_p: float, causal: bool = False, separate: bool = False
 ) -> tuple[str, bool]:
     """Resolve "auto" and decide whether to use the kernels; PyTorch computes what they do not cover."""
     if not USE_TRITON or form == "recurrent":
         return resolve_form(form, q.shape[-2], decays, dropout_p), False
     uncovered = {
         "causal attention": causal,
+        "decays per direction": separate,
         "values with more heads than queries": q.shape[1] != v.shape[1],
         f"dropout of {dropout_p}": not 0 <= dropout_p < 1,
         f"heads of {q.shape[-1]} and {v.shape[-1]} in {q.dtype}": not covers(q, k, v, extra_columns=int(normalize)),

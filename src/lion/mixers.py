@@ -14,6 +14,13 @@ from .linear_attention_forms import LOG_ZERO, cumulative_log_decay, sequence_sta
 from .two_sided_attention import SegmentStates, Triangle, two_sided_attention, two_sided_segment_states
 
 
+def build_norm(config: PretrainedConfig, eps: float) -> nn.Module:
+    """The configured normalization of hidden states."""
+    if config.normalization == "rmsnorm":
+        return nn.RMSNorm(config.hidden_size, eps)
+    return nn.LayerNorm(config.hidden_size, eps, bias=config.bias)
+
+
 class Mixer(nn.Module):
     """What the encoder asks of a mixer. `forward` returns what the output projection maps back to the hidden size."""
 
@@ -25,11 +32,14 @@ class Mixer(nn.Module):
     def init_parameters(self) -> None:
         """Initialize the parameters that are not in a linear layer or a LayerNorm."""
 
-    def forward(self, x, mask, seq_idx, form, output_attentions=False, **states) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), rotation=None, **states
+    ) -> tuple[Tensor, Tensor | None]:
         """Mix the tokens of x, (B, L, D): (B, L, I), and the matrix, (B, H, L, L), if requested.
 
-        states: left_state and right_state of `linear_attention`, for segments of a long text; and halo, the numbers of
-        tokens of the neighbouring segments that x and mask begin and end with.
+        rotation: of `rotate`, if the model has rotary position embeddings. For segments of a long text, states are
+        left_state and right_state of `linear_attention`, and halo are the numbers of tokens of the neighbouring
+        segments that x and mask begin and end with.
         """
         raise NotImplementedError
 
@@ -37,8 +47,8 @@ class Mixer(nn.Module):
         """Map what `forward` returned, (..., I), to the mixer's output, (..., D)."""
         raise NotImplementedError
 
-    def segment_states(self, x: Tensor, mask: Tensor | None, halo: tuple[int, int]) -> SegmentStates:
-        """What a segment of a text, (B, L, D), passes to the others."""
+    def segment_states(self, x: Tensor, mask: Tensor | None, halo=(0, 0), rotation=None) -> SegmentStates:
+        """What a segment of a text, (B, L, D), passes to the others; arguments as for `forward`."""
         raise NotImplementedError
 
     @classmethod
@@ -67,16 +77,26 @@ class Attention(Mixer):
 
     def __init__(self, config: PretrainedConfig):
         super().__init__()
-        D = config.hidden_size
+        D, W = config.hidden_size, config.short_conv
         self.config = config
         self.num_heads = config.num_attention_heads
-        self.qkv = nn.Linear(D, 3 * D)
+        self.qkv = nn.Linear(D, 3 * D, bias=config.bias)
         self.norm = nn.Identity()  # before the output projection
         self.add_parameters(D)
-        self.out = nn.Linear(D, D)
+        self.out = nn.Linear(D, D, bias=config.bias)
+        self.halo = W // 2
+        self.conv = nn.Conv1d(3 * D, 3 * D, W, groups=3 * D, bias=False) if W else None
+        self.gate = nn.Linear(D, D, bias=config.bias) if config.value_gate else None
+        if config.value_gate:
+            self.norm = nn.RMSNorm(D, eps=1e-5)
 
     def add_parameters(self, hidden_size: int) -> None:
         """Create the parameters that only this mixer has."""
+
+    def init_parameters(self) -> None:
+        if self.conv is not None:  # each token for itself
+            nn.init.zeros_(self.conv.weight)
+            nn.init.ones_(self.conv.weight[..., self.halo])
 
     def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, **states) -> tuple[Tensor, Tensor | None]:
         """Return the heads' outputs, (B, H, L, D/H), and the attention matrix, (B, H, L, L), if requested."""
@@ -86,21 +106,57 @@ class Attention(Mixer):
     def products_per_token(cls, config: PretrainedConfig, length: int) -> int:
         return 2 * config.hidden_size * length
 
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return q, k and v, each (B, H, L, D/H)."""
-        qkv = self.linear(self.qkv, x).chunk(3, -1)
-        return tuple(x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in qkv)
+    def project(self, x, mask, seq_idx, halo=(0, 0), rotation=None) -> tuple[Tensor, ...]:
+        """Return q, k and v, each (B, H, L, D/H), and x and mask, of the segment without its halo."""
+        qkv = self.linear(self.qkv, x)
+        if self.conv is not None:
+            if mask is not None:  # so that tokens near a text's end see zeros, as beyond it
+                qkv = qkv.masked_fill(~mask[..., None], 0)
+            qkv = depthwise_conv(qkv, self.conv.weight, None, seq_idx)
+        if any(halo):
+            own = slice(halo[0], x.shape[1] - halo[1])
+            qkv, x, mask = qkv[:, own], x[:, own], None if mask is None else mask[:, own]
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in qkv.chunk(3, -1))
+        q, k = FEATURE_MAPS[self.config.feature_map](q), FEATURE_MAPS[self.config.feature_map](k)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        return q, k, v, x, mask
 
     def project_out(self, y: Tensor) -> Tensor:
-        return self.linear(self.out, self.norm(y))
+        return self.linear(self.out, y if self.gate is not None else self.norm(y))
 
-    def forward(self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), **states):
-        y, matrix = self.mix(x, *self.project(x), mask, seq_idx, form, output_attentions, **states)
-        return y.transpose(1, 2).reshape(x.shape), matrix
+    def forward(self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), rotation=None, **states):
+        q, k, v, x, mask = self.project(x, mask, seq_idx, halo, rotation)
+        y, matrix = self.mix(x, q, k, v, mask, seq_idx, form, output_attentions, **states)
+        y = y.transpose(1, 2).reshape(x.shape)
+        return y if self.gate is None else gated_norm(self.norm, y, self.linear(self.gate, x)), matrix
 
     @property
     def dropout_p(self) -> float:
         return self.config.attention_probs_dropout_prob if self.training else 0.0
+
+
+def positive_map(x: Tensor) -> Tensor:
+    """(SiLU(x) + ½) / ‖SiLU(x) + ½‖ over the last dimension: every entry is positive."""
+    return F.normalize(F.silu(x) + 0.5, dim=-1)
+
+
+FEATURE_MAPS = {"none": lambda x: x, "silu": positive_map, "sigmoid": torch.sigmoid}
+
+
+def rotation(position_ids: Tensor, size: int, theta: float) -> Tensor:
+    """Return the cosines and sines, (2, B or 1, 1, L, size/2), by which `rotate` turns heads of this size at these
+    positions, (B or 1, L)."""
+    powers = torch.arange(0, size, 2, dtype=torch.float64, device=position_ids.device) / size
+    angles = position_ids[:, None, :, None] * theta**-powers  # float32 would be inexact far into a text
+    return torch.stack([angles.cos(), angles.sin()]).float()
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotate channels i and D/2 + i of x, (B, H, L, D), by their angle (rotary position embeddings, as in Llama)."""
+    cosine, sine = rotation.to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
 
 
 class Softmax(Attention):
@@ -127,21 +183,41 @@ class LinearMixer(Attention):
     has_states = True
 
     def log_decay(self, x: Tensor) -> Tensor | None:
-        """log λ in float32: None, (H,) or (B, H, L)."""
+        """log λ in float32: None, (H,) or (B, H, L); if past and future keys have their own, 2H instead of H."""
         return None
+
+    def decays(self, x: Tensor) -> dict[str, Tensor | None]:
+        """The decays as arguments of `linear_attention`."""
+        log_decay = self.log_decay(x)
+        if not self.config.separate_decays:
+            return {"log_decay": log_decay}
+        return dict(zip(("log_decay", "log_decay_future"), log_decay.chunk(2, max(log_decay.ndim - 2, 0))))
+
+    def weigh(self, k: Tensor, log_decay: Tensor | None) -> Tensor:
+        """Multiply the keys, (B, H, L, D/H), by `key_weight`."""
+        if self.config.key_weight == "none":
+            return k
+        if self.config.key_weight == "linear":
+            weights = -2 * log_decay.expm1()
+        else:
+            weights = (-4 / 3 * (2 * log_decay).expm1()).sqrt()
+        return k * (weights[:, None, None] if weights.ndim == 1 else weights[..., None]).to(k.dtype)
 
     def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, **states):
         if output_attentions and form in ("recurrent", "chunkwise"):
             raise ValueError(f"the {form} form has no attention matrix; use attention_form='full'")
-        log_decay = self.log_decay(x)
-        where = {"mask": mask, "seq_idx": seq_idx}
+        decays = self.decays(x)
+        k = self.weigh(k, decays["log_decay"])
+        what = {**decays, "mask": mask, "seq_idx": seq_idx, "normalize": self.config.normalize_rows}
         how = {"form": form, "chunk_size": self.config.chunk_size, "dropout_p": self.dropout_p}
-        y = linear_attention(q, k, v, log_decay, **where, **how, **states)
-        return y, attention_matrix(q, k, log_decay, **where) if output_attentions else None
+        y = linear_attention(q, k, v, **what, **how, **states)
+        return y, attention_matrix(q, k, **what) if output_attentions else None
 
-    def segment_states(self, x: Tensor, mask: Tensor | None, halo: tuple[int, int]) -> SegmentStates:
-        _, k, v = self.project(x)
-        return segment_states(k, v, self.log_decay(x), mask=mask)
+    def segment_states(self, x: Tensor, mask: Tensor | None, halo=(0, 0), rotation=None) -> SegmentStates:
+        _, k, v, x, mask = self.project(x, mask, None, halo, rotation)
+        decays = self.decays(x)
+        k = self.weigh(k, decays["log_decay"])
+        return segment_states(k, v, **decays, mask=mask, normalize=self.config.normalize_rows)
 
     @classmethod
     def products_per_token(cls, config: PretrainedConfig, length: int) -> int:
@@ -156,27 +232,51 @@ class LionLit(LinearMixer):
     has_positions = True
 
     def add_parameters(self, hidden_size: int) -> None:
-        self.norm = nn.LayerNorm(hidden_size)
+        self.norm = build_norm(self.config, eps=1e-5)
 
 
-class LionD(LinearMixer):
+class DecayingMixer(LinearMixer):
+    """Linear attention whose logits of λ, one per head and possibly per direction, start with a bias."""
+
+    @property
+    def num_decays(self) -> int:
+        return self.num_heads * (2 if self.config.separate_decays else 1)
+
+    def initial_logits(self) -> Tensor | None:
+        """logit λ at the start, (num_decays,), from `decay_horizon`; None as published."""
+        if self.config.decay_horizon is None:
+            return None
+        low, high = self.config.decay_horizon
+        horizons = torch.logspace(math.log(low), math.log(high), self.num_heads, math.e, dtype=torch.float64)
+        return (horizons - 1).log().float().repeat(self.num_decays // self.num_heads)
+
+
+class LionD(DecayingMixer):
     """One learned decay per head, λ = σ(α_h)."""
 
     def add_parameters(self, hidden_size: int) -> None:
-        self.decay = nn.Parameter(torch.randn(self.num_heads))
+        self.decay = nn.Parameter(torch.randn(self.num_decays))
 
     def init_parameters(self) -> None:
+        super().init_parameters()
         nn.init.normal_(self.decay)
+        if (logits := self.initial_logits()) is not None:
+            self.decay.copy_(logits)
 
     def log_decay(self, x: Tensor) -> Tensor:
         return F.logsigmoid(self.decay.float())
 
 
-class LionS(LinearMixer):
+class LionS(DecayingMixer):
     """A decay computed from each token, λ = σ(−(w_h·x_t + b_h))."""
 
     def add_parameters(self, hidden_size: int) -> None:
-        self.decay = nn.Linear(hidden_size, self.num_heads)
+        self.decay = nn.Linear(hidden_size, self.num_decays)
+
+    def init_parameters(self) -> None:
+        super().init_parameters()
+        if (logits := self.initial_logits()) is not None:
+            self.decay.bias.copy_(-logits)
 
     def log_decay(self, x: Tensor) -> Tensor:
         return F.logsigmoid(-self.decay(x).float()).mT
@@ -255,7 +355,7 @@ class Hydra(Mixer):
         diagonal = (self.linear(self.fc_D, v) + self.D).mT
         return z, v.unflatten(-1, (len(self.D), -1)).transpose(1, 2), past, future, totals, diagonal, mask
 
-    def forward(self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), **states):
+    def forward(self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), rotation=None, **states):
         z, v, past, future, _, diagonal, mask = self.project(x, mask, seq_idx, halo)
         where = {"mask": mask, "seq_idx": seq_idx}
         y = two_sided_attention(
@@ -272,7 +372,7 @@ class Hydra(Mixer):
     def project_out(self, y: Tensor) -> Tensor:
         return self.linear(self.out, y)
 
-    def segment_states(self, x: Tensor, mask: Tensor | None, halo: tuple[int, int]) -> SegmentStates:
+    def segment_states(self, x: Tensor, mask: Tensor | None, halo=(0, 0), rotation=None) -> SegmentStates:
         _, v, past, future, totals, _, mask = self.project(x, mask, None, halo)
         return two_sided_segment_states(v, past, future, *totals, mask=mask)
 

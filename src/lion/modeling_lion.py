@@ -20,7 +20,7 @@ from .cpu import speed_up
 from .linear_attention import SegmentStates  # noqa: F401
 from .linear_attention_forms import sequence_starts
 from .linear_attention_triton import fused_linear_attention  # noqa: F401
-from .mixers import MIXERS, Mixer
+from .mixers import MIXERS, Mixer, build_norm, rotation
 from .triton_kernels import AVAILABLE  # noqa: F401
 from .two_sided_attention import two_sided_attention  # noqa: F401
 
@@ -34,25 +34,23 @@ class LionEmbeddings(nn.Module):
         super().__init__()
         D = config.hidden_size
         self.word_embeddings = nn.Embedding(config.vocab_size, D, padding_idx=config.pad_token_id)
-        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, D)
-        has_positions = MIXERS[config.mixer].has_positions
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, D) if has_positions else None
-        self.LayerNorm = nn.LayerNorm(D, eps=config.layer_norm_eps)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, D) if config.type_vocab_size else None
+        kind = config.position_embedding
+        learned = MIXERS[config.mixer].has_positions if kind is None else kind == "learned"
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, D) if learned else None
+        self.LayerNorm = build_norm(config, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.mixer = config.mixer
 
-    def forward(self, input_ids, inputs_embeds, token_type_ids, position_ids, seq_idx=None) -> Tensor:
+    def forward(self, input_ids, inputs_embeds, token_type_ids, position_ids=None) -> Tensor:
         x = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds  # (B, L, D)
-        L = x.shape[1]
-        types = self.token_type_embeddings
-        x = x + (types.weight[0] if token_type_ids is None else types(token_type_ids))
+        if (types := self.token_type_embeddings) is not None:
+            x = x + (types.weight[0] if token_type_ids is None else types(token_type_ids))
         if self.position_embeddings is not None:
             if position_ids is None:
-                position_ids = torch.arange(L, device=x.device)[None]
-                if seq_idx is not None:  # from the start of each packed sequence
-                    position_ids = position_ids - (position_ids * sequence_starts(seq_idx)).cummax(1).values
-                if L > self.position_embeddings.num_embeddings:  # packed sequences may each be short enough
-                    self.check_length(int(position_ids.max()) + 1)
+                position_ids = torch.arange(x.shape[1], device=x.device)[None]
+            if x.shape[1] > self.position_embeddings.num_embeddings:  # packed sequences may each be short enough
+                self.check_length(int(position_ids.max()) + 1)
             x = x + self.position_embeddings(position_ids)
         return self.dropout(self.LayerNorm(x))
 
@@ -65,54 +63,75 @@ class LionEmbeddings(nn.Module):
 
 
 class MixerLayer(GradientCheckpointingLayer):
-    """A mixer, the residual sum and a LayerNorm: a layer of Hydra."""
+    """A mixer, the residual sum and a norm: a layer of Hydra."""
 
     layer_norm_eps = 1e-5
 
-    def __init__(self, config: LionConfig):
+    def __init__(self, config: LionConfig, is_first: bool = False):
         super().__init__()
         self.attention = MIXERS[config.mixer](config)
-        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=self.layer_norm_eps or config.layer_norm_eps)
+        self.pre_norm = config.norm == "pre"
+        eps = self.layer_norm_eps or config.layer_norm_eps
+        self.attention_norm = nn.Identity() if self.pre_norm and is_first else build_norm(config, eps)
 
-    def forward(self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), **states):
+    def forward(self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), **options):
         """Return the layer's output, (B, L, D), and the attention matrix, (B, H, L, L), if requested."""
-        y, matrix = self.attention(x, mask, seq_idx, form, output_attentions, halo=halo, **states)
+        y, matrix = self.attention(self.before_mixing(x), mask, seq_idx, form, output_attentions, halo=halo, **options)
         return self.after_mixing(x[:, halo[0] : x.shape[1] - halo[1]], y), matrix
+
+    def before_mixing(self, x: Tensor) -> Tensor:
+        """Compute the mixer's input."""
+        return self.attention_norm(x) if self.pre_norm else x
 
     def after_mixing(self, x: Tensor, y: Tensor) -> Tensor:
         """Compute the layer's output from its input x and what was mixed, y, for each token on its own."""
-        return self.attention_norm(x + self.attention.project_out(y))
+        x = x + self.attention.project_out(y)
+        return x if self.pre_norm else self.attention_norm(x)
 
 
 class LionLayer(MixerLayer):
-    """A mixer, then a GELU MLP, each followed by dropout, the residual sum and a LayerNorm."""
+    """A mixer, then an MLP, each followed by dropout, the residual sum and a norm; or preceded by the norm."""
 
     layer_norm_eps = None  # the configuration's
 
-    def __init__(self, config: LionConfig):
-        super().__init__(config)
-        self.mlp_in = nn.Linear(config.hidden_size, config.intermediate_size)
+    def __init__(self, config: LionConfig, is_first: bool = False):
+        super().__init__(config, is_first)
+        self.gated = config.mlp == "geglu"
+        width = config.intermediate_size
+        self.mlp_in = nn.Linear(config.hidden_size, 2 * width if self.gated else width, bias=config.bias)
         self.act = ACT2FN[config.hidden_act]
-        self.mlp_out = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp_out = nn.Linear(width, config.hidden_size, bias=config.bias)
+        self.mlp_norm = build_norm(config, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def after_mixing(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.attention_norm(x + self.dropout(self.attention.project_out(y)))
+        y = self.dropout(self.attention.project_out(y))
+        if self.pre_norm:
+            x = x + y
+            return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        x = self.attention_norm(x + y)
         return self.mlp_norm(x + self.dropout(self.mlp(x)))
 
     def mlp(self, x: Tensor) -> Tensor:
-        return self.mlp_out(self.act(self.mlp_in(x)))
+        x = self.linear(self.mlp_in, x)
+        if self.gated:
+            x, gate = x.chunk(2, -1)
+            return self.linear(self.mlp_out, self.act(x) * gate)
+        return self.linear(self.mlp_out, self.act(x))
+
+    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """layer(x); cpu.py replaces this method."""
+        return layer(x)
 
 
 class LionMLMHead(nn.Module):
-    """Dense, GELU, LayerNorm, then the word embeddings as the output matrix, and a bias."""
+    """Dense, GELU, norm, then the word embeddings as the output matrix, and a bias."""
 
     def __init__(self, config: LionConfig):
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
         self.act = ACT2FN[config.hidden_act]
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.norm = build_norm(config, config.layer_norm_eps)
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -140,9 +159,10 @@ class LionPreTrainedModel(PreTrainedModel):
                 nn.init.zeros_(module.bias)
             if getattr(module, "padding_idx", None) is not None:
                 nn.init.zeros_(module.weight[module.padding_idx])
-        elif isinstance(module, nn.LayerNorm):
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             nn.init.ones_(module.weight)
-            nn.init.zeros_(module.bias)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
         elif isinstance(module, Mixer):
             module.init_parameters()
 
@@ -154,8 +174,10 @@ class LionModel(LionPreTrainedModel):
         super().__init__(config)
         self.embeddings = LionEmbeddings(config)
         layer = LionLayer if MIXERS[config.mixer].has_mlp else MixerLayer
-        self.layers = nn.ModuleList(layer(config) for _ in range(config.num_hidden_layers))
-        self.pooler = nn.Linear(config.hidden_size, config.hidden_size) if add_pooling_layer else None
+        self.layers = nn.ModuleList(layer(config, is_first=number == 0) for number in range(config.num_hidden_layers))
+        self.final_norm = build_norm(config, config.layer_norm_eps) if config.norm == "pre" else None
+        D = config.hidden_size
+        self.pooler = nn.Linear(D, D, bias=config.bias) if add_pooling_layer else None
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -198,15 +220,36 @@ class LionModel(LionPreTrainedModel):
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return_dict = config.return_dict if return_dict is None else return_dict
         mask = None if attention_mask is None else attention_mask.bool()
+        length = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+        if position_ids is None:
+            position_ids = self._positions(0, length, seq_idx)
+        rotation = self._rotation(position_ids)
         x, hidden_states, matrices = self._run_layers(
-            self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids, seq_idx),
-            lambda layer, x: layer(x, mask, seq_idx, form, output_attentions),
+            self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids),
+            lambda layer, x: layer(x, mask, seq_idx, form, output_attentions, rotation=rotation),
             output_hidden_states,
         )
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+            hidden_states = hidden_states and (*hidden_states[:-1], x)
         matrices = matrices if output_attentions else None
         pooled = None if self.pooler is None else torch.tanh(self.pooler(self._pooled(x, mask)))
         output = modeling_outputs.BaseModelOutputWithPooling(x, pooled, hidden_states, matrices)
         return output if return_dict else output.to_tuple()
+
+    def _positions(self, start: int, stop: int, seq_idx: Tensor | None = None) -> Tensor:
+        """The positions of tokens, (B or 1, L), from the start of each packed sequence."""
+        position_ids = torch.arange(start, stop, device=self.device)[None]
+        if seq_idx is not None:
+            position_ids = position_ids - (position_ids * sequence_starts(seq_idx)).cummax(1).values
+        return position_ids
+
+    def _rotation(self, position_ids: Tensor) -> Tensor | None:
+        """The rotation of q and k at these positions, if they are rotated; see mixers.py."""
+        config = self.config
+        if config.position_embedding != "rope":
+            return None
+        return rotation(position_ids, config.hidden_size // config.num_attention_heads, config.rope_theta)
 
     def _run_layers(self, x: Tensor, run: Callable, output_hidden_states: bool = False):
         """Pass x through each layer by `run(layer, x)`. Return the last state, all if requested, and the matrices."""
@@ -257,29 +300,36 @@ class LionModel(LionPreTrainedModel):
             size = layer.attention.halo
             halos = [(min(size, segment.start), min(size, L - segment.stop)) for segment in segments]
             wide = [slice(part.start - left, part.stop + right) for part, (left, right) in zip(segments, halos)]
-            passed = [
-                layer.attention.segment_states(take(x, part), take(mask, part), halo) for part, halo in zip(wide, halos)
-            ]
+            rotations = [self._rotation(self._positions(segment.start, segment.stop)) for segment in segments]
+            passed = []
+            for part, halo, angles in zip(wide, halos, rotations):
+                inputs = layer.before_mixing(take(x, part))
+                passed.append(layer.attention.segment_states(inputs, take(mask, part), halo, angles))
             lefts = [torch.zeros_like(passed[0].rightward)]
             for state in passed[:-1]:
                 lefts.append(lefts[-1] * state.across + state.rightward)
             right = torch.zeros_like(lefts[0])
             following = x[:, L:].to(device)  # the next tokens, as many as a halo has, before they were overwritten
-            for segment, part, halo, left, state in reversed(list(zip(segments, wide, halos, lefts, passed))):
+            steps = list(zip(segments, wide, halos, rotations, lefts, passed))
+            for segment, part, halo, angles, left, state in reversed(steps):
                 inputs = x[:, part.start : segment.stop].to(device)
                 if size:
                     inputs = torch.cat([inputs, following], 1)
                     following = inputs[:, halo[0] : halo[0] + size]
                 states = {"left_state": left, "right_state": right}
-                x[:, segment], _ = layer(inputs, take(mask, part), None, form, halo=halo, **states)
+                x[:, segment], _ = layer(inputs, take(mask, part), None, form, halo=halo, rotation=angles, **states)
                 right = right * state.across_leftward + state.leftward
             return x, None
 
         x = torch.empty(*input_ids.shape, self.config.hidden_size, dtype=self.dtype, device=input_ids.device)
         for segment in segments:
-            positions = torch.arange(segment.start, segment.stop, device=device)[None]
+            positions = self._positions(segment.start, segment.stop)
             x[:, segment] = self.embeddings(take(input_ids, segment), None, take(token_type_ids, segment), positions)
-        return self._run_layers(x, run)[0]
+        x = self._run_layers(x, run)[0]
+        if self.final_norm is not None:
+            for segment in segments:
+                x[:, segment] = self.final_norm(take(x, segment))
+        return x
 
     def _pooled(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The first token, or the mean of the real ones, (B, D)."""

@@ -1,0 +1,288 @@
+"""The options of an encoder beyond BERT's: each against its formula, and all of them in every form, masked, packed, in
+segments, saved and compiled."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from src.lion import LionConfig, LionForMaskedLM, LionModel
+from src.lion.configuration_lion import OPTIONS
+from src.lion.linear_attention import definition
+from src.lion.mixers import MIXERS
+
+V, D, HEADS, LENGTH = 64, 32, 4, 23
+FORMS = ("full", "recurrent", "chunkwise")
+MODERN = {"norm": "pre", "mlp": "geglu", "position_embedding": "rope", "bias": False, "type_vocab_size": 0}
+# Cases together use each option with each mixer that has it.
+CASES = {
+    "softmax-modern": ("softmax", MODERN),
+    "softmax-rest": ("softmax", {"normalization": "rmsnorm", "short_conv": 5, "value_gate": True}),
+    "softmax-none": ("softmax", {"position_embedding": "none", "short_conv": 3}),
+    "lit-modern": ("lion-lit", {**MODERN, "short_conv": 3, "value_gate": True}),
+    "lit-rows": ("lion-lit", {"feature_map": "sigmoid", "normalize_rows": True, "normalization": "rmsnorm"}),
+    "d-modern": ("lion-d", {**MODERN, "decay_horizon": [2, 64], "key_weight": "linear", "normalization": "rmsnorm"}),
+    "d-rest": (
+        "lion-d",
+        {"short_conv": 5, "value_gate": True, "feature_map": "silu", "normalize_rows": True, "separate_decays": True},
+    ),
+    "s-modern": ("lion-s", {**MODERN, "decay_horizon": [2, 64], "key_weight": "sqrt", "short_conv": 5}),
+    "s-rest": (
+        "lion-s",
+        {"value_gate": True, "feature_map": "silu", "normalize_rows": True, "separate_decays": True, "norm": "pre"},
+    ),
+    "s-learned": ("lion-s", {"position_embedding": "learned", "feature_map": "sigmoid", "normalization": "rmsnorm"}),
+    "hydra": ("hydra", {"norm": "pre", "normalization": "rmsnorm", "position_embedding": "learned"}),
+    "hydra-bias": ("hydra", {"bias": False, "headdim": 16, "d_state": 8}),
+}
+WITH_STATES = [name for name, (mixer, _) in CASES.items() if mixer != "softmax"]
+
+
+def build(case: str, kind: type = LionForMaskedLM, **changes):
+    mixer, options = CASES[case]
+    torch.manual_seed(0)
+    sizes = {"vocab_size": V, "hidden_size": D, "num_hidden_layers": 3, "max_position_embeddings": 64, "chunk_size": 8}
+    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.2}
+    sizes |= (
+        {"headdim": 16, "d_state": 8} if mixer == "hydra" else {"num_attention_heads": HEADS, "intermediate_size": 48}
+    )
+    model = kind(LionConfig(mixer=mixer, **{**sizes, **options, **changes}))
+    with torch.no_grad():  # away from 0 and 1, so that every parameter counts
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or "conv" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def draw(batch: int = 2, length: int = LENGTH) -> Tensor:
+    return torch.randint(1, V, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def test_the_cases_use_every_option_with_every_mixer_that_has_it():
+    used = {(name, mixer) for mixer, options in CASES.values() for name in options}
+    possible = {(name, mixer) for name, mixers in OPTIONS.items() for mixer in mixers}
+    assert possible - used <= {("rope_theta", mixer) for mixer in MIXERS} | {("bias", "hydra")}
+
+
+# Each option against its formula
+
+
+def reference(model: LionModel, ids: Tensor) -> Tensor:
+    """The encoder for one text without padding, (L,) to (L, D), one step after the other, in float64."""
+    config, state = model.config, {name: x.double() for name, x in model.state_dict().items()}
+
+    def norm(x: Tensor, name: str, eps: float = config.layer_norm_eps) -> Tensor:
+        if config.normalization == "rmsnorm":
+            return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * state[f"{name}.weight"]
+        x = x - x.mean(-1, keepdim=True)
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * state[f"{name}.weight"] + bias(name)
+
+    def bias(name: str) -> Tensor | float:
+        return state.get(f"{name}.bias", 0.0)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ state[f"{name}.weight"].mT + bias(name)
+
+    L, pre = len(ids), config.norm == "pre"
+    x = state["embeddings.word_embeddings.weight"][ids]
+    if config.type_vocab_size:
+        x = x + state["embeddings.token_type_embeddings.weight"][0]
+    kind = config.position_embedding or ("learned" if config.mixer in ("lion-lit", "softmax") else "none")
+    if kind == "learned":
+        x = x + state["embeddings.position_embeddings.weight"][:L]
+    x = norm(x, "embeddings.LayerNorm")
+    for number in range(config.num_hidden_layers):
+        at = f"layers.{number}"
+        u = norm(x, f"{at}.attention_norm") if pre and number else x
+        qkv = linear(u, f"{at}.attention.qkv")
+        if W := config.short_conv:
+            weight, padded = state[f"{at}.attention.conv.weight"][:, 0], F.pad(qkv, (0, 0, W // 2, W // 2))
+            qkv = sum(weight[:, tap] * padded[tap : tap + L] for tap in range(W))
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(0, 1) for y in qkv.chunk(3, -1))  # (H, L, D/H)
+        if config.feature_map == "silu":
+            q, k = (y / (1 + (-y).exp()) + 0.5 for y in (q, k))
+            q, k = (y / y.square().sum(-1, keepdim=True).sqrt() for y in (q, k))
+        if config.feature_map == "sigmoid":
+            q, k = (1 / (1 + (-y).exp()) for y in (q, k))
+        if kind == "rope":
+            size = q.shape[-1]
+            for y in (q, k):
+                turned = y.clone()
+                for position in range(L):
+                    for i in range(size // 2):
+                        angle = position * config.rope_theta ** (-2 * i / size)
+                        pair = y[:, position, i], y[:, position, i + size // 2]
+                        turned[:, position, i] = pair[0] * math.cos(angle) - pair[1] * math.sin(angle)
+                        turned[:, position, i + size // 2] = pair[1] * math.cos(angle) + pair[0] * math.sin(angle)
+                y.copy_(turned)
+        if config.mixer == "softmax":
+            y = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+        else:
+            decays = {}
+            if config.mixer == "lion-d":
+                past, *future = state[f"{at}.attention.decay"].sigmoid().log().split(HEADS)
+            elif config.mixer == "lion-s":
+                past, *future = (1 - linear(u, f"{at}.attention.decay").sigmoid()).log().mT.split(HEADS)
+            if config.mixer != "lion-lit":
+                decays = dict(zip(("log_decay", "log_decay_future"), (past, *future)))
+                decays = {name: y if y.ndim == 1 else y[None] for name, y in decays.items()}
+                λ = past.exp() if past.ndim == 2 else past.exp()[:, None]
+                weight = {"none": 1 + 0 * λ, "linear": 2 * (1 - λ), "sqrt": (4 / 3 * (1 - λ * λ)).sqrt()}
+                k = k * weight[config.key_weight][..., None]
+            y = definition(q[None], k[None], v[None], **decays, normalize=config.normalize_rows)[0]
+        y = y.transpose(0, 1).flatten(1)
+        if config.value_gate:
+            y = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * state[f"{at}.attention.norm.weight"]
+            y = y * F.silu(linear(u, f"{at}.attention.gate"))
+        elif config.mixer == "lion-lit":
+            y = norm(y, f"{at}.attention.norm", 1e-5)
+        x = x + linear(y, f"{at}.attention.out")
+        x = x if pre else norm(x, f"{at}.attention_norm")
+        u = linear(norm(x, f"{at}.mlp_norm") if pre else x, f"{at}.mlp_in")
+        u = F.gelu(u.chunk(2, -1)[0]) * u.chunk(2, -1)[1] if config.mlp == "geglu" else F.gelu(u)
+        x = x + linear(u, f"{at}.mlp_out")
+        x = x if pre else norm(x, f"{at}.mlp_norm")
+    return norm(x, "final_norm") if pre else x
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "hydra" not in name])
+def test_an_encoder_equals_its_formulas(case):
+    model, ids = build(case, LionModel), draw()
+    with torch.no_grad():
+        expected = torch.stack([reference(model, text) for text in ids])
+        # Decays and rotations are float32.
+        torch.testing.assert_close(model.double()(ids).last_hidden_state, expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("mixer", ["lion-d", "lion-s"])
+@pytest.mark.parametrize("separate", [False, True])
+def test_horizons_are_spread_over_the_heads(mixer, separate):
+    config = LionConfig(
+        mixer=mixer, hidden_size=D, num_attention_heads=HEADS, num_hidden_layers=1, decay_horizon=[2, 128],
+        separate_decays=separate, vocab_size=V,
+    )  # fmt: skip
+    attention = LionModel(config).layers[0].attention
+    λ = attention.log_decay(torch.zeros(1, 1, D)).exp().flatten()
+    horizons = torch.tensor([2.0, 8.0, 32.0, 128.0]).repeat(1 + separate)
+    torch.testing.assert_close(1 / (1 - λ), horizons, rtol=1e-4, atol=0)
+
+
+# All of them, in every way that a model is used
+
+
+@pytest.mark.parametrize("form", ["recurrent", "chunkwise", "auto"])
+@pytest.mark.parametrize("case", WITH_STATES)
+def test_every_form_gives_the_same_logits_and_gradients(case, form):
+    model, ids = build(case), draw()
+    mask = torch.ones_like(ids)
+    mask[0, 17:] = 0
+    labels = ids.where(mask.bool(), -100)
+    results = []
+    for one in (form, "full"):
+        output = model(ids, attention_mask=mask, labels=labels, attention_form=one)
+        grads = torch.autograd.grad(output.loss, list(model.parameters()), allow_unused=True)
+        results.append([output.logits * mask[..., None], *(grad for grad in grads if grad is not None)])
+    for actual, expected in zip(*results):
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("form", ["full", "auto", "chunkwise", "recurrent"])
+@pytest.mark.parametrize("case", CASES)
+def test_padding_and_packing_change_no_output(case, form):
+    model, texts = build(case, LionModel), [draw(1, length)[0] for length in (9, 1, 13)]
+    alone = torch.cat([model(text[None], attention_form=form).last_hidden_state[0] for text in texts])
+    packed = torch.cat(texts)[None]
+    seq_idx = torch.repeat_interleave(torch.arange(3), torch.tensor([9, 1, 13]))[None]
+    y = model(packed, seq_idx=seq_idx, attention_form=form).last_hidden_state[0]
+    torch.testing.assert_close(y, alone, atol=1e-5, rtol=1e-5)
+    batch, mask = torch.zeros(3, 15, dtype=torch.long), torch.zeros(3, 15, dtype=torch.long)
+    for row, text in enumerate(texts):
+        batch[row, : len(text)], mask[row, : len(text)] = text, 1
+    y = model(batch, attention_mask=mask, attention_form=form).last_hidden_state[mask.bool()]
+    torch.testing.assert_close(y, alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("segment_length", [1, 5, LENGTH])
+@pytest.mark.parametrize("case", WITH_STATES)
+def test_a_long_text_in_segments_gives_the_outputs_of_one_call(case, segment_length):
+    model, ids = build(case, LionModel), draw()
+    mask = torch.ones_like(ids)
+    mask[0, 17:] = 0
+    expected = model(ids, attention_mask=mask).last_hidden_state
+    actual = model.encode_long(ids, mask, segment_length=segment_length)
+    real = mask.bool()
+    torch.testing.assert_close(actual[real], expected[real], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_saved_model_has_its_options(case, tmp_path):
+    model, ids = build(case), draw()
+    model.save_pretrained(tmp_path)
+    loaded = LionForMaskedLM.from_pretrained(tmp_path)
+    for name in OPTIONS:
+        assert getattr(loaded.config, name) == getattr(model.config, name)
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_attention_matrix_is_that_of_the_outputs(case):
+    model = build(case, LionModel)
+    attention = model.layers[1].attention
+    x = torch.randn(2, LENGTH, D)
+    options = {"rotation": model._rotation(model._positions(0, LENGTH))}
+    y, matrix = attention(x, None, None, "full", True, **options)
+    assert matrix.shape == (2, attention.config.num_attention_heads, LENGTH, LENGTH)
+    if case.startswith("hydra") or attention.gate is not None:
+        return
+    v = attention.project(x, None, None)[2]
+    torch.testing.assert_close(y, (matrix @ v).transpose(1, 2).flatten(2), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["softmax-modern", "lit-modern", "d-rest", "s-modern", "s-rest"])
+def test_an_encoder_compiles_as_one_graph(case):
+    model, ids = build(case, LionModel), draw()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    expected = model(ids).last_hidden_state
+    torch.testing.assert_close(compiled(ids).last_hidden_state, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameter_has_a_gradient(case):
+    model, ids = build(case).train(), draw()
+    model(ids, labels=ids).loss.backward()
+    missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert not missing
+
+
+def test_the_defaults_are_not_in_the_settings():
+    assert not OPTIONS.keys() & LionConfig().to_dict().keys()
+    assert LionConfig(short_conv=5).to_dict()["short_conv"] == 5
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"mixer": "softmax", "feature_map": "silu"}, "softmax has no feature_map.*lion-lit"),
+        ({"mixer": "lion-lit", "decay_horizon": [2, 8]}, "lion-lit has no decay_horizon.*lion-s"),
+        ({"mixer": "hydra", "short_conv": 3}, "hydra has no short_conv"),
+        ({"mixer": "hydra", "position_embedding": "rope"}, "rope"),
+        ({"short_conv": 4}, "short_conv must be 0 or odd"),
+        ({"short_conv": -1}, "short_conv must be 0 or odd"),
+        ({"norm": "middle"}, "norm must be one of post, pre"),
+        ({"position_embedding": "sine"}, "position_embedding must be one of null, learned, rope, none"),
+        ({"decay_horizon": [1, 8]}, "decay_horizon must be"),
+        ({"decay_horizon": [8, 2]}, "decay_horizon must be"),
+        ({"decay_horizon": 8}, "decay_horizon must be"),
+        ({"decay_horizon": [2, float("inf")]}, "decay_horizon must be"),
+        ({"normalize_rows": True}, "feature_map"),
+        ({"normalize_rows": True, "feature_map": "silu", "position_embedding": "rope"}, "normalize_rows.*rope"),
+        ({"key_weight": "linear", "separate_decays": True}, "key_weight.*separate_decays"),
+        ({"hidden_size": 36, "num_attention_heads": 12, "position_embedding": "rope"}, "rope rotates pairs"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        LionConfig(**settings)
