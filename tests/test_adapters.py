@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+import transformers
 from conftest import PARITY, needs_reference
 from safetensors import safe_open
 
 from src.checkpoints.adapters import config_from_published, state_dict_from_published
+from src.checkpoints.reading import read_folder
 from src.errors import UserError
 from src.lion import LionForMaskedLM, LionForSequenceClassification
 
@@ -107,3 +109,71 @@ def test_an_invalid_config_is_reported(setting):
 def test_unknown_architecture_is_refused():
     with pytest.raises(UserError, match="hydra"):
         config_from_published({"arch_type": "hydra"})
+
+
+MODERN = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "global_attn_every_n_layers": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1,
+    "sep_token_id": 2, "initializer_range": 0.2, "reference_compile": False,
+}  # fmt: skip
+
+
+def modernbert(folder, kind: str = "ModernBertForMaskedLM", **changes):
+    torch.manual_seed(0)
+    config = transformers.ModernBertConfig(**{**MODERN, **changes})
+    model = getattr(transformers, kind)._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:  # norms and biases, which would all be 1 and 0
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("changes", [{}, {f"{part}_bias": True for part in ("attention", "mlp", "norm", "classifier")}])
+def test_a_modernbert_gives_its_logits(changes, tmp_path):
+    theirs, ours = modernbert(tmp_path, **changes), read_folder(tmp_path).build()
+    for batch, length in ((1, 1), (2, 7), (3, 33), (1, 150)):
+        ids, mask = torch.randint(3, 96, (batch, length)), torch.ones(batch, length, dtype=torch.long)
+        mask[0, length - length // 3 :] = 0
+        expected, actual = (model(ids, attention_mask=mask).logits[mask.bool()] for model in (theirs, ours))
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+
+
+def test_a_modernbert_without_head_lacks_only_the_head(tmp_path):
+    modernbert(tmp_path, "ModernBertModel")
+    weights = read_folder(tmp_path).weights
+    missing = LionForMaskedLM(read_folder(tmp_path).config).state_dict().keys() - weights.keys()
+    assert missing == {"head.dense.weight", "head.norm.weight", "head.decoder.weight", "head.decoder.bias"}
+    assert not weights.keys() - LionForMaskedLM(read_folder(tmp_path).config).state_dict().keys()
+
+
+def test_a_modernbert_written_by_transformers_5_is_read(tmp_path):
+    modernbert(tmp_path)
+    expected = read_folder(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("global_attn_every_n_layers", "global_rope_theta", "local_rope_theta"):
+        del config[name]
+    config["layer_types"] = ["full_attention"] * 3
+    config["rope_parameters"] = {"full_attention": {"rope_type": "default", "rope_theta": 160000.0}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_folder(tmp_path).config.to_dict() == expected.config.to_dict()
+    config["layer_types"][1] = "sliding_attention"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="local attention"):
+        read_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"global_attn_every_n_layers": 3}, "local attention"),
+        ({"mlp_bias": True}, "biases in some"),
+        ({"decoder_bias": False}, "biases in some"),
+        ({"classifier_activation": "relu"}, "different activations"),
+    ],
+)
+def test_a_modernbert_that_cannot_be_built_is_refused(changes, words, tmp_path):
+    modernbert(tmp_path, **changes)
+    with pytest.raises(UserError, match=words):
+        read_folder(tmp_path)

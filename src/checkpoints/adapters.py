@@ -55,6 +55,16 @@ RENAMED_IN_LAYER = {  # after "bert.encoder.layer.N."
     "layer.mixer.norm.": "attention.norm.", "layer.norm.": "attention_norm.",
     "intermediate.dense.": "mlp_in.", "output.dense.": "mlp_out.", "output.LayerNorm.": "mlp_norm.",
 }  # fmt: skip
+# The same of ModernBERT.
+RENAMED_MODERN = {
+    "model.embeddings.tok_embeddings.": "lion.embeddings.word_embeddings.",
+    "model.embeddings.norm.": "lion.embeddings.LayerNorm.", "model.final_norm.": "lion.final_norm.",
+    "head.dense.": "head.dense.", "head.norm.": "head.norm.", "decoder.": "head.decoder.",
+}  # fmt: skip
+RENAMED_IN_MODERN_LAYER = {  # after "model.layers.N."
+    "attn_norm.": "attention_norm.", "attn.Wqkv.": "attention.qkv.", "attn.Wo.": "attention.out.",
+    "mlp_norm.": "mlp_norm.", "mlp.Wi.": "mlp_in.", "mlp.Wo.": "mlp_out.",
+}  # fmt: skip
 
 
 def check_argument(name: str, value: Any) -> None:
@@ -111,19 +121,12 @@ def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> d
     unused = {"cls.seq_relationship.": True, "cls.predictions.": classifies, "bert.pooler.": predicts}
     unused["bert.embeddings.position_embeddings."] = not config.has_positions
     prefixes = tuple(prefix for prefix, omit in unused.items() if omit)
-    ours, unknown = {}, []
-    for name, tensor in state.items():
-        if name.endswith("position_ids") or name == "cls.predictions.bias" or name.startswith(prefixes):
-            continue
-        layer = re.match(r"bert\.encoder\.layer\.(\d+)\.", name)
-        table, prefix = (RENAMED_IN_LAYER, f"lion.layers.{layer[1]}.") if layer else (RENAMED, "")
-        part = name.removeprefix(layer[0]) if layer else name
-        if theirs := next(filter(part.startswith, table), None):
-            ours[prefix + table[theirs] + part.removeprefix(theirs)] = tensor
-        else:
-            unknown.append(name)
-    if unknown:
-        raise UserError(f"the checkpoint holds tensors that no LION model has: {', '.join(sorted(unknown))}")
+    used = {
+        name: tensor
+        for name, tensor in state.items()
+        if not (name.endswith("position_ids") or name == "cls.predictions.bias" or name.startswith(prefixes))
+    }
+    ours = _renamed(used, RENAMED, "bert.encoder.layer.", RENAMED_IN_LAYER)
     if predicts and "cls.predictions.bias" in state:
         bias = ours.setdefault("head.decoder.bias", state["cls.predictions.bias"])
         if not torch.equal(bias.double(), state["cls.predictions.bias"].double()):
@@ -136,3 +139,51 @@ def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> d
                 raise UserError(f"{', '.join(names)} of the checkpoint must have the same shape")
             ours[query.replace(".query.", ".qkv.")] = torch.cat([ours.pop(name) for name in names])
     return ours
+
+
+def _renamed(
+    state: dict[str, Tensor], names: dict[str, str], layers: str, names_in_layer: dict[str, str]
+) -> dict[str, Tensor]:
+    """Return tensors under our names, by their prefixes; `layers` is the prefix of layers and their numbers."""
+    ours, unknown = {}, []
+    for name, tensor in state.items():
+        layer = re.match(rf"{re.escape(layers)}(\d+)\.", name)
+        table, prefix = (names_in_layer, f"lion.layers.{layer[1]}.") if layer else (names, "")
+        part = name.removeprefix(layer[0]) if layer else name
+        if theirs := next(filter(part.startswith, table), None):
+            ours[prefix + table[theirs] + part.removeprefix(theirs)] = tensor
+        else:
+            unknown.append(name)
+    if unknown:
+        raise UserError(f"the checkpoint holds tensors that no LION model has: {', '.join(sorted(unknown))}")
+    return ours
+
+
+def config_from_modernbert(config: dict[str, Any], source: str) -> LionConfig:
+    """Convert a ModernBERT's config to ours. Raises UserError if some layers have local attention, or only some layers
+    have biases: such a model cannot be built."""
+    # transformers 5 stores a type per layer and parameters per type, earlier versions one number for each.
+    types = set(config.get("layer_types") or ())
+    if types - {"full_attention"} or (not types and config["global_attn_every_n_layers"] != 1):
+        raise UserError(f"{source} has layers with local attention, which no LION model has; use a ModernBERT without")
+    biases = {name: bool(config[f"{name}_bias"]) for name in ("attention", "mlp", "norm", "classifier")}
+    if len(set(biases.values())) > 1 or not config["decoder_bias"]:
+        raise UserError(f"{source} has biases in some of its layers only, which no LION model has; use another")
+    if config["classifier_activation"] != config["hidden_activation"]:
+        raise UserError(f"{source} has different activations in its layers and its head; use another")
+    rope = (config.get("rope_parameters") or {}).get("full_attention", {})
+    same = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"
+    same += "initializer_range", "pad_token_id", "max_position_embeddings", "classifier_pooling"
+    renamed = {
+        "hidden_act": "hidden_activation", "layer_norm_eps": "norm_eps", "hidden_dropout_prob": "mlp_dropout",
+        "attention_probs_dropout_prob": "attention_dropout", "classifier_dropout": "classifier_dropout",
+    }  # fmt: skip
+    ours = {name: config[name] for name in same} | {name: config[theirs] for name, theirs in renamed.items()}
+    ours |= {"mixer": "softmax", "norm": "pre", "mlp": "geglu", "position_embedding": "rope", "type_vocab_size": 0}
+    ours |= {"bias": biases["mlp"], "rope_theta": rope.get("rope_theta", config["global_rope_theta"])}
+    return lion_config(ours, source)
+
+
+def state_dict_from_modernbert(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a ModernBERT's tensors under our names. Raises UserError with the names of those that are unknown."""
+    return _renamed(state, RENAMED_MODERN, "model.layers.", RENAMED_IN_MODERN_LAYER)

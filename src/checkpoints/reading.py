@@ -11,10 +11,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer, BertModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, BertModel, ModernBertForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from src import lion
-from src.checkpoints.adapters import config_from_published, is_published, lion_config, state_dict_from_published
+from src.checkpoints.adapters import (
+    config_from_modernbert,
+    config_from_published,
+    is_published,
+    lion_config,
+    state_dict_from_modernbert,
+    state_dict_from_published,
+)
 from src.checkpoints.safe_load import load_safely
 from src.errors import UserError, first_line
 
@@ -145,12 +152,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_folder(folder: Path) -> Checkpoint:
-    """Read one of our Hub folders, or a BERT for the softmax mixer. Raises UserError for others."""
+    """Read one of our Hub folders, or a BERT or ModernBERT for the softmax mixer. Raises UserError for others."""
     try:
         config = json.loads((folder / "config.json").read_text())
         kind = config.get("model_type")
-        if kind == "bert":
-            return _read_bert(folder)
+        if kind in READERS:
+            return READERS[kind](folder)
         weights = load_file(folder / "model.safetensors")
     except FileNotFoundError:
         raise UserError(f"{folder} holds no config.json or model.safetensors; give a Hub folder or a BERT") from None
@@ -164,17 +171,35 @@ def read_folder(folder: Path) -> Checkpoint:
 
 
 def _read_bert(folder: Path) -> Checkpoint:
-    try:
-        model, info = BertModel.from_pretrained(folder, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{folder} cannot be read as a BERT ({first_line(error)}); copy it again") from None
+    model, missing = _load(BertModel, folder, "BERT", may_lack="pooler.")
     if model.config.position_embedding_type != "absolute" or model.config.is_decoder:
         raise UserError(f"{folder} is not a plain BERT, but a decoder or one with relative positions; give another")
-    if missing := sorted(name for name in info["missing_keys"] if not name.startswith("pooler.")):
-        raise UserError(f"{folder} lacks weights of BERT: {', '.join(missing)}")
     config = config_from_published(model.config.to_dict(), str(folder))
-    weights = {f"bert.{name}": t for name, t in model.state_dict().items() if name not in info["missing_keys"]}
+    weights = {f"bert.{name}": t for name, t in model.state_dict().items() if name not in missing}
     return Checkpoint(folder, "LionForMaskedLM", config, state_dict_from_published(weights, config))
+
+
+def _read_modernbert(folder: Path) -> Checkpoint:
+    of_head = ("head.", "decoder.")  # both, or neither
+    model, missing = _load(ModernBertForMaskedLM, folder, "ModernBERT", may_lack=of_head)
+    config = config_from_modernbert(model.config.to_dict(), str(folder))
+    weights = {name: t for name, t in model.state_dict().items() if not (missing and name.startswith(of_head))}
+    return Checkpoint(folder, "LionForMaskedLM", config, state_dict_from_modernbert(weights))
+
+
+READERS = {"bert": _read_bert, "modernbert": _read_modernbert}
+
+
+def _load(kind: type, folder: Path, name: str, may_lack: str | tuple[str, ...]) -> tuple[PreTrainedModel, list[str]]:
+    """Load a model of transformers. Return it and the weights that the folder lacks. Raises UserError."""
+    try:
+        model, info = kind.from_pretrained(folder, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{folder} cannot be read as a {name} ({first_line(error)}); copy it again") from None
+    missing = sorted(info["missing_keys"])
+    if needed := [part for part in missing if not part.startswith(may_lack)]:
+        raise UserError(f"{folder} lacks weights of {name}: {', '.join(needed)}")
+    return model, missing
 
 
 def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str) -> None:
