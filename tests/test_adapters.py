@@ -123,7 +123,7 @@ def modernbert(folder, kind: str = "ModernBertForMaskedLM", **changes):
     config = transformers.ModernBertConfig(**{**MODERN, **changes})
     model = getattr(transformers, kind)._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.ndim == 1:  # norms and biases, which would all be 1 and 0
                 parameter.add_(0.3 * torch.randn_like(parameter))
     model.save_pretrained(folder)

@@ -169,6 +169,52 @@ def test_horizons_are_spread_over_the_heads(mixer, separate):
     torch.testing.assert_close(1 / (1 - λ), horizons, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("case", ["d-rest", "s-rest", "s-modern"])
+def test_widening_changes_the_slower_half_of_the_heads_and_only_them(case):
+    model = build(case, LionModel)
+    model.config.decay_horizon = [4, 400]
+    ids = torch.randint(V, (8, 128), generator=torch.Generator().manual_seed(0))
+
+    def measure() -> list[Tensor]:
+        found = []
+
+        def read(layer, inputs, output):
+            decays = layer.attention.log_decays(layer.before_mixing(inputs[0]))
+            found.append(-1 / decays.double().mean((0, 2)).view(-1, HEADS))
+
+        hooks = [layer.register_forward_hook(read) for layer in model.layers]
+        model(ids)
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    before, weights = measure(), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.widen_horizons()
+    for number, (old, new) in enumerate(zip(before, measure())):
+        if number == 0:  # whose input is the same
+            slower = old.argsort(1)[:, HEADS // 2 :]
+            expected = model.layers[0].attention.horizons()[HEADS // 2 :].expand_as(slower)
+            torch.testing.assert_close(new.gather(1, slower), expected, rtol=1e-5, atol=0)
+            faster = old.argsort(1)[:, : HEADS // 2]
+            assert torch.equal(new.gather(1, faster), old.gather(1, faster))
+        assert (new.amax(1) > 399).all()
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, weights[name])}
+    kind = "decay" if case.startswith("d") else "decay.bias"
+    assert changed == {f"layers.{number}.attention.{kind}" for number in range(3)}
+    for name in changed:
+        assert ((model.state_dict()[name] != weights[name]).view(-1, HEADS).sum(1) == HEADS // 2).all()
+
+
+def test_widening_never_narrows_a_horizon():
+    model = build("d-modern", LionModel, decay_horizon=[2, 4])
+    for layer in model.layers:
+        layer.attention.decay.data = torch.tensor([0.0, 1.0, 5.0, 7.0])  # horizons of 148 and 1,097 tokens
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.widen_horizons()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[name])
+
+
 # All of them, in every way that a model is used
 
 

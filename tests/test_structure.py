@@ -10,7 +10,7 @@ from conftest import ROOT
 
 FILES = [*sorted((ROOT / "src").rglob("*.py")), *sorted(ROOT.glob("*.py"))]
 SCRIPTS = {"main", "glue", "src.hub", "src.convert_dataset", "src.train_tokenizer"}
-COMMANDS = {"mlm", "glue", "demo"}
+COMMANDS = {"mlm", "glue", "horizons", "demo"}
 # Each room may import itself, the rooms below it, and what every command uses (modules directly in src).
 BELOW = {
     "lion": set(),

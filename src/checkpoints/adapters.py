@@ -20,7 +20,8 @@ RULES = {
     "intermediate_size": COUNT, "chunk_size": COUNT, "max_position_embeddings": COUNT, "type_vocab_size": NOT_NEGATIVE,
     "hidden_dropout_prob": FRACTION, "attention_probs_dropout_prob": FRACTION, "classifier_dropout": FRACTION,
     "expand": COUNT, "headdim": COUNT, "d_state": COUNT, "d_conv": COUNT,
-    "short_conv": NOT_NEGATIVE, "rope_theta": Rule(above=0), "initializer_range": NOT_NEGATIVE, "layer_norm_eps": NOT_NEGATIVE, "pad_token_id": NOT_NEGATIVE,
+    "short_conv": NOT_NEGATIVE, "rope_theta": Rule(above=0),
+    "initializer_range": NOT_NEGATIVE, "layer_norm_eps": NOT_NEGATIVE, "pad_token_id": NOT_NEGATIVE,
 }  # fmt: skip
 # Nothing else is taken from a stored config: other keys can name code that transformers would load (custom_pipelines).
 SETTINGS = {*ARGUMENTS, "num_labels", "id2label", "label2id", "problem_type"}

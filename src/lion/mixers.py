@@ -51,6 +51,14 @@ class Mixer(nn.Module):
         """What a segment of a text, (B, L, D), passes to the others; arguments as for `forward`."""
         raise NotImplementedError
 
+    def values(self, x: Tensor) -> Tensor:
+        """What the matrix multiplies, (B, H, L, ·)."""
+        raise NotImplementedError
+
+    def log_decays(self, x: Tensor) -> Tensor | None:
+        """log λ of the heads, (B, H, L), or if both directions have their own, (B, 2H, L); None: no decay."""
+        return None
+
     @classmethod
     def products_per_token(cls, config: PretrainedConfig, length: int) -> int:
         """Count the multiplications of one layer's mixing per token of a text of this length."""
@@ -121,6 +129,9 @@ class Attention(Mixer):
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         return q, k, v, x, mask
+
+    def values(self, x: Tensor) -> Tensor:
+        return self.project(x, None, None)[2]
 
     def project_out(self, y: Tensor) -> Tensor:
         return self.linear(self.out, y if self.gate is not None else self.norm(y))
@@ -193,6 +204,12 @@ class LinearMixer(Attention):
             return {"log_decay": log_decay}
         return dict(zip(("log_decay", "log_decay_future"), log_decay.chunk(2, max(log_decay.ndim - 2, 0))))
 
+    def log_decays(self, x: Tensor) -> Tensor | None:
+        log_decay = self.log_decay(x)
+        if log_decay is None or log_decay.ndim == 3:
+            return log_decay
+        return log_decay[:, None].expand(len(x), -1, x.shape[1])
+
     def weigh(self, k: Tensor, log_decay: Tensor | None) -> Tensor:
         """Multiply the keys, (B, H, L, D/H), by `key_weight`."""
         if self.config.key_weight == "none":
@@ -242,13 +259,36 @@ class DecayingMixer(LinearMixer):
     def num_decays(self) -> int:
         return self.num_heads * (2 if self.config.separate_decays else 1)
 
+    def horizons(self) -> Tensor:
+        """The configured horizons of the heads in tokens, (H,)."""
+        low, high = self.config.decay_horizon
+        return torch.logspace(math.log(low), math.log(high), self.num_heads, math.e, dtype=torch.float64)
+
     def initial_logits(self) -> Tensor | None:
         """logit λ at the start, (num_decays,), from `decay_horizon`; None as published."""
         if self.config.decay_horizon is None:
             return None
-        low, high = self.config.decay_horizon
-        horizons = torch.logspace(math.log(low), math.log(high), self.num_heads, math.e, dtype=torch.float64)
-        return (horizons - 1).log().float().repeat(self.num_decays // self.num_heads)
+        return (self.horizons() - 1).log().float().repeat(self.num_decays // self.num_heads)
+
+    def add_to_logits(self, amount: Tensor) -> None:
+        """Add an amount to each decay's logit, (num_decays,)."""
+        raise NotImplementedError
+
+    def widen(self, x: Tensor) -> None:
+        """Widen the horizons of the slower half of the heads to those configured, and leave the other heads as they
+        are. A head's horizon is −1 / mean(log λ) over the tokens of x, (B, L, D)."""
+        log_decay = self.log_decays(x).double().transpose(0, 1).flatten(1).cpu()  # (num_decays, tokens)
+        logits = log_decay - (-log_decay.expm1()).clamp(min=1e-300).log()
+        directions = log_decay.mean(-1).view(-1, self.num_heads)
+        slower = directions.argsort(dim=1)[:, -((self.num_heads + 1) // 2) :]
+        targets = torch.zeros_like(directions).scatter(1, slower, self.horizons()[-slower.shape[1] :].expand_as(slower))
+        targets = targets.flatten()
+        low, high = torch.zeros_like(targets), torch.full_like(targets, 50.0)
+        for _ in range(50):  # bisection
+            middle = (low + high) / 2
+            reached = -1 / F.logsigmoid(logits + middle[:, None]).mean(-1) >= targets
+            low, high = low.where(reached, middle), middle.where(reached, high)
+        self.add_to_logits(high.where(-1 / log_decay.mean(-1) < targets, 0))
 
 
 class LionD(DecayingMixer):
@@ -262,6 +302,9 @@ class LionD(DecayingMixer):
         nn.init.normal_(self.decay)
         if (logits := self.initial_logits()) is not None:
             self.decay.copy_(logits)
+
+    def add_to_logits(self, amount: Tensor) -> None:
+        self.decay.add_(amount.to(self.decay))
 
     def log_decay(self, x: Tensor) -> Tensor:
         return F.logsigmoid(self.decay.float())
@@ -277,6 +320,9 @@ class LionS(DecayingMixer):
         super().init_parameters()
         if (logits := self.initial_logits()) is not None:
             self.decay.bias.copy_(-logits)
+
+    def add_to_logits(self, amount: Tensor) -> None:
+        self.decay.bias.sub_(amount.to(self.decay.bias))
 
     def log_decay(self, x: Tensor) -> Tensor:
         return F.logsigmoid(-self.decay(x).float()).mT
@@ -371,6 +417,13 @@ class Hydra(Mixer):
 
     def project_out(self, y: Tensor) -> Tensor:
         return self.linear(self.out, y)
+
+    def values(self, x: Tensor) -> Tensor:
+        return self.project(x, None, None, (0, 0))[1]
+
+    def log_decays(self, x: Tensor) -> Tensor:
+        _, _, past, future, *_ = self.project(x, None, None, (0, 0))
+        return torch.cat([past.key_sum - past.query_sum, future.query_sum - future.key_sum], 1)
 
     def segment_states(self, x: Tensor, mask: Tensor | None, halo=(0, 0), rotation=None) -> SegmentStates:
         _, v, past, future, totals, _, mask = self.project(x, mask, None, halo)

@@ -237,6 +237,21 @@ class LionModel(LionPreTrainedModel):
         output = modeling_outputs.BaseModelOutputWithPooling(x, pooled, hidden_states, matrices)
         return output if return_dict else output.to_tuple()
 
+    @torch.no_grad()
+    def widen_horizons(self) -> None:
+        """Widen the horizons of the slower half of each layer's heads to those of `decay_horizon`, and leave the other
+        heads as they are; for a trained model that is to read longer texts. Horizons are measured on random tokens."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.config.vocab_size, (8, 128), generator=generator).to(self.device)
+        positions = self._positions(0, ids.shape[1])
+        rotation = self._rotation(positions)
+
+        def run(layer: MixerLayer, x: Tensor) -> tuple[Tensor, None]:
+            layer.attention.widen(layer.before_mixing(x))
+            return layer(x, None, None, "auto", rotation=rotation)
+
+        self._run_layers(self.embeddings(ids, None, None, positions), run)
+
     def _positions(self, start: int, stop: int, seq_idx: Tensor | None = None) -> Tensor:
         """The positions of tokens, (B or 1, L), from the start of each packed sequence."""
         position_ids = torch.arange(start, stop, device=self.device)[None]

@@ -100,6 +100,9 @@ class MaskedLM(Task):
             weights = {part: tensor for part, tensor in random if part.startswith("head.")} | weights
         load_all(model.model, weights, name)
         log.info(f"weights of {name}{'' if has_head else ', with a new head'}")
+        if checkpoint is None and (horizon := config.model.get("decay_horizon")) is not None:
+            model.model.lion.widen_horizons()
+            log.info(f"horizons of the slower half of the heads: widened, at most to {horizon[1]:g} tokens")
         return model
 
     def build_loaders(self, device_batch_size: int) -> "tuple[DataSpec, DataSpec]":

@@ -1,0 +1,64 @@
+"""How far the heads of a model see, measured on rows of tokens."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from src.cli import progress
+from src.lion import LionModel
+
+DISTANCES = (10, 100, 1000)
+
+
+def token_rows(texts: Iterator[str], tokenizer: Any, length: int) -> Iterator[list[int]]:
+    """Yield rows of this many tokens: the texts end to end, each with its special tokens."""
+    row: list[int] = []
+    for text in texts:
+        row += tokenizer(text)["input_ids"]
+        while len(row) >= length:
+            yield row[:length]
+            row = row[length:]
+
+
+def measure(model: LionModel, rows: list[list[int]]) -> dict[str, Any]:
+    """Return, as means over rows of token ids: `horizons`, a list of heads per layer (null: no decay; if both
+    directions have decays of their own, first those of past keys); `shares`, per distance and layer; and `gradients`,
+    per distance. Distances are those of DISTANCES that are less than a row's length."""
+    length = len(rows[0])
+    distances = [distance for distance in DISTANCES if distance < length]
+    apart = (torch.arange(length)[:, None] - torch.arange(length)).abs()
+    log_decays: list[list[Tensor]] = [[] for _ in model.layers]
+    shares: list[list[Tensor]] = [[] for _ in model.layers]
+
+    def read(number: int, layer, inputs, output):
+        """Measure a layer in a hook, so that only one layer's matrix is in memory."""
+        y, matrix = output
+        x = layer.before_mixing(inputs[0])
+        if (decays := layer.attention.log_decays(x)) is not None:
+            log_decays[number].append(decays.double().mean((0, 2)))
+        weights = matrix.abs() * layer.attention.values(x).norm(dim=-1)[:, :, None]
+        total = weights.sum(-1)
+        far = [weights.masked_fill(apart <= distance, 0).sum(-1) / total for distance in distances]
+        shares[number].append(torch.stack([share.mean() for share in far]) if far else torch.empty(0))
+        return y, None
+
+    gradients = []
+    hooks = [layer.register_forward_hook(partial(read, number)) for number, layer in enumerate(model.layers)]
+    for row in progress(rows, desc="rows", unit=" rows"):
+        with torch.no_grad():
+            model(torch.tensor([row]), output_attentions=True, attention_form="full")
+    for hook in hooks:
+        hook.remove()
+    for row in rows:
+        embeddings = model.get_input_embeddings()(torch.tensor([row])).detach().requires_grad_()
+        state = model(inputs_embeds=embeddings).last_hidden_state[0, 0]
+        probe = torch.randn(state.shape, generator=torch.Generator().manual_seed(0))
+        norms = torch.autograd.grad((state * probe).sum(), embeddings)[0][0].norm(dim=-1)
+        gradients.append(norms[distances] / norms[0])
+    horizons = [(-1 / torch.stack(parts).mean(0)).tolist() if parts else None for parts in log_decays]
+    of_layers = torch.stack([torch.stack(parts).mean(0) for parts in shares], 1).tolist()
+    means = torch.stack(gradients).log().mean(0).exp().tolist()  # they differ by orders of magnitude
+    return {"horizons": horizons, "shares": dict(zip(distances, of_layers)), "gradients": dict(zip(distances, means))}
