@@ -2,7 +2,7 @@
 
 Docstrings of the installed packages → tokenizer → shards of tokens → pretraining → fine-tuning on two tasks, with and
 without pretraining → Hub folder → filled masks, by the commands of a full run. Finished steps are reused, interrupted
-ones resume.
+ones resume. With --compare, several models are pretrained and fine-tuned, each with one or more seeds.
 """
 
 import argparse
@@ -19,9 +19,11 @@ from pathlib import Path
 
 from src import cli
 from src.data.convert import is_validation
+from src.data.readers import find_files
 from src.data.workers import usable_cores
 from src.demo import tasks
-from src.demo.corpus import build_corpus
+from src.demo.comparison import print_comparison
+from src.demo.corpus import build_corpus, join_documents
 from src.errors import UserError
 from src.files import LATEST, write_atomically
 from src.tables import markdown
@@ -30,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("lion-lit-tiny", "lion-d-tiny", "lion-s-tiny", "hydra-tiny", "bert-tiny")
 FROM_SCRATCH = "-from-scratch"  # suffix of fine-tuning runs without pretraining
 MAX_SEQ_LEN = 32  # of yamls/pretrain/tiny.yaml
+SEEDS = (17, 19)  # of the first run: pretraining, fine-tuning
 TRIAL_STEPS = 6  # per precision, after one to warm up
 VAL_FRACTION = 0.04  # enough validation text for a thousand examples of each task
 IS_VALIDATION = functools.partial(is_validation, fraction=VAL_FRACTION)
@@ -37,24 +40,50 @@ IS_VALIDATION = functools.partial(is_validation, fraction=VAL_FRACTION)
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m src.demo", description=__doc__.split("\n\n")[1])
-    parser.add_argument("--model", default="lion-s-tiny", help="a config of yamls/pretrain (default: lion-s-tiny)")
-    parser.add_argument("--compare", action="store_true", help=f"compare {', '.join(MODELS)}")
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for all outputs (default: demo)")
-    parser.add_argument("--vocab_size", type=int, default=8192, help="tokens of the vocabulary (default: 8192)")
-    parser.add_argument("--train_examples", type=int, default=8000, help="of each labelled task (default: 8000)")
-    parser.add_argument("--dev_examples", type=int, default=1000, help="of each labelled task (default: 1000)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the pretraining config")
+    add = parser.add_argument
+    add("--model", default="lion-s-tiny", help="a config of yamls/pretrain (default: lion-s-tiny)")
+    add("--out", type=Path, default=Path("demo"), help="folder for all outputs (default: demo)")
+    add("--vocab_size", type=int, default=8192, help="tokens of the vocabulary (default: 8192)")
+    add("--train_examples", type=int, default=8000, help="of each labelled task (default: 8000)")
+    add("--dev_examples", type=int, default=1000, help="of each labelled task (default: 1000)")
+    add("--compare", action="store_true", help="compare models, by default " + ", ".join(MODELS))
+    add("--models", nargs="+", metavar="NAME", help="with --compare: configs of yamls/pretrain, or paths of others")
+    add("--seeds", type=int, default=1, help="with --compare: runs of each model (default: 1)")
+    add("--pretrain_only", action="store_true", help="with --compare: omit the tasks")
+    add("--data_files", nargs="+", metavar="GLOB", help="with --pretrain_only: your own text")
+    add("--length", type=int, default=MAX_SEQ_LEN, help="with --pretrain_only: tokens of a row, documents end to end")
+    add("overrides", nargs="*", metavar="key=value", help="changes to the pretraining config")
     options = parser.parse_args(argv)
-    known = sorted(path.stem for path in (ROOT / "yamls/pretrain").glob("*-tiny.yaml"))
-    if options.model not in known:
-        raise UserError(f"--model {options.model} must be one of {', '.join(known)}")
-    models = MODELS if options.compare else (options.model,)
+    options.overrides += [name for name in options.models or () if "=" in name]  # which follow the names
+    for name, needed in NEEDED.items():
+        if getattr(options, name) != parser.get_default(name) and not getattr(options, needed):
+            raise UserError(f"--{name} needs --{needed}; add it")
+    if options.seeds < 1 or options.length < 3:
+        raise UserError(f"--seeds {options.seeds} and --length {options.length} must be at least 1 and 3")
     demo = Demo(options)
+    names = [name for name in options.models or MODELS if "=" not in name] if options.compare else [options.model]
+    models = [demo.name(name) for name in names]
     demo.prepare_data()
-    for model in models:
-        demo.pretrain(model)
-        demo.finetune(model)
-    demo.print_results(models)
+    for number in range(options.seeds):
+        for model in models:
+            demo.pretrain(model, number)
+            if not options.pretrain_only:
+                demo.finetune(model, number)
+        if options.compare:
+            runs = {model: [run_name(model, seed) for seed in range(number + 1)] for model in models}
+            print_comparison(options.out, runs)
+    demo.print_end(models)
+
+
+NEEDED = {  # options → the one that they are for
+    "models": "compare", "seeds": "compare", "pretrain_only": "compare", "data_files": "pretrain_only",
+    "length": "pretrain_only",
+}  # fmt: skip
+
+
+def run_name(model: str, number: int) -> str:
+    """Return the name of a model's run; that of the first seed is the model's."""
+    return model if number == 0 else f"{model}-seed-{SEEDS[0] + number}"
 
 
 class Demo:
@@ -66,7 +95,19 @@ class Demo:
         self.corpus, self.tokenizer, self.shards = out / "corpus.jsonl", out / "tokenizer", out / "token-shards"
         self.tasks, self.pretrained, self.finetuned = out / "glue", out / "pretrained", out / "finetuned"
         self.exported = out / "exported"
+        self.yamls: dict[str, Path] = {}  # name of a model → its config
+        self.filled = ""
         self.seconds: dict[str, float] = {}
+
+    def name(self, model: str) -> str:
+        """Return the name of a model, given as that or as the path of its config. Raises UserError."""
+        path = Path(model) if model.endswith(".yaml") else ROOT / f"yamls/pretrain/{model}.yaml"
+        if not path.is_file() or path.stem in self.yamls:
+            known = ", ".join(sorted(path.stem for path in (ROOT / "yamls/pretrain").glob("*-tiny.yaml")))
+            problem = "is named twice; omit one" if path.is_file() else f"must be one of {known}, or a YAML file"
+            raise UserError(f"model {model} {problem}")
+        self.yamls[path.stem] = path.resolve()
+        return path.stem
 
     def step(self, title: str, outputs: Sequence[Path], action: Callable[[], object]) -> None:
         """Announce a step, do it unless its outputs exist, and time it."""
@@ -79,19 +120,31 @@ class Demo:
         self.seconds[title] = time.monotonic() - start
 
     def prepare_data(self) -> None:
-        text, size = ["--data_files", self.corpus], self.options.vocab_size
-        self.step("text", [self.corpus], lambda: build_corpus(self.corpus))
-        command = ["src/train_tokenizer.py", *text, "--vocab_size", size, "--out", self.tokenizer]
+        options, corpus, outputs = self.options, self.corpus, []
+        joined = options.length != MAX_SEQ_LEN or options.data_files
+        if options.data_files:
+            text = ["--data_files", *find_files(options.data_files)]
+        else:
+            self.step("text", [corpus], lambda: build_corpus(corpus))
+            if joined:
+                corpus = self.out / "documents.jsonl"
+                self.step("documents", [corpus], lambda: join_documents(self.corpus, corpus))
+            text = ["--data_files", corpus]
+        command = ["src/train_tokenizer.py", *text, "--vocab_size", options.vocab_size, "--out", self.tokenizer]
         imports = functools.partial(importlib.import_module, "src.lion")  # for `choose_precision`
         self.step("tokenizer", [self.tokenizer / "tokenizer.json"], lambda: run(command, meanwhile=imports))
         missing = [split for split in ("train", "val") if not (self.shards / split).exists()]
         convert = ["src/convert_dataset.py", *text, "--splits", *missing, "--val_fraction", VAL_FRACTION]
-        convert += ["--tokenizer", self.tokenizer, "--max_seq_len", MAX_SEQ_LEN, "--out_root", self.shards]
-        files = [self.tasks / task / f"{split}.tsv" for task in tasks.TASKS for split in ("train", "dev")]
-        sizes = (self.options.train_examples, self.options.dev_examples)
-        label = functools.partial(tasks.write_tasks, self.corpus, self.tasks, IS_VALIDATION, *sizes)
-        outputs = [self.shards / "train", self.shards / "val", *files]
-        self.step("shards, labelled tasks", outputs, lambda: run(*([convert] if missing else []), meanwhile=label))
+        rows = "--concat_tokens" if joined else "--max_seq_len"
+        convert += ["--tokenizer", self.tokenizer, rows, options.length, "--out_root", self.shards]
+        label, title = None, "shards"
+        if not options.pretrain_only:
+            title = "shards, labelled tasks"
+            outputs = [self.tasks / task / f"{split}.tsv" for task in tasks.TASKS for split in ("train", "dev")]
+            sizes = (options.train_examples, options.dev_examples)
+            label = functools.partial(tasks.write_tasks, corpus, self.tasks, IS_VALIDATION, *sizes)
+        outputs += [self.shards / "train", self.shards / "val"]
+        self.step(title, outputs, lambda: run(*([convert] if missing else []), meanwhile=label))
 
     def precision(self, config: Sequence[str] = ()) -> list[str]:
         """Return the precision as an argument. It is chosen once, so that a resumed run keeps it."""
@@ -100,17 +153,26 @@ class Demo:
             write_atomically(path, choose_precision(config, self.options.vocab_size) or "")
         return [f"precision={precision}"] if (precision := path.read_text()) else []
 
-    def pretrain(self, model: str) -> None:
-        config = [str(ROOT / f"yamls/pretrain/{model}.yaml"), f"save_folder={self.pretrained / model}"]
-        config += [f"data_local={self.shards}", f"tokenizer_name={self.tokenizer}", *self.options.overrides]
-        self.step(f"pretraining {model}", [], lambda: run(["main.py", *config, *self.precision(config)]))
+    def pretrain(self, model: str, number: int) -> None:
+        name, options = run_name(model, number), self.options
+        config = [str(self.yamls[model]), f"save_folder={self.pretrained / name}"]
+        config += [f"data_local={self.shards}", f"tokenizer_name={self.tokenizer}"]
+        if number:
+            config += [f"run_name={name}", f"seed={SEEDS[0] + number}"]
+        if options.length != MAX_SEQ_LEN:
+            config += [f"max_seq_len={options.length}", f"model.max_position_embeddings={options.length}"]
+        config += options.overrides
+        self.step(f"pretraining {name}", [], lambda: run(["main.py", *config, *self.precision(config)]))
 
-    def finetune(self, model: str) -> None:
+    def finetune(self, model: str, number: int) -> None:
         """Fine-tune the pretrained encoder on both tasks. Unless models are compared, do so with random weights at the
         same time, and meanwhile export the encoder and fill masks."""
+        model = run_name(model, number)
         checkpoint, exported = self.pretrained / model / LATEST, self.exported / model
         config = ["glue.py", "yamls/finetune-glue/demo.yaml", f"glue_dir={self.tasks}"]
         config += [f"starting_checkpoint_load_path={checkpoint}", *self.precision()]
+        if number:
+            config += [f"tasks.{task}.seeds=[{SEEDS[1] + number}]" for task in ("word_order", "continuation")]
         pretrained, baseline = (
             [*config, f"base_run_name={name}", f"save_folder={self.finetuned / name}"]
             for name in (model, f"{model}{FROM_SCRATCH}")
@@ -139,36 +201,38 @@ class Demo:
             raise SystemExit(1)
         self.filled = f"{done.stdout}  (hidden words: {', '.join(words)})"
 
-    def print_results(self, models: Sequence[str]) -> None:
-        """Print a table, draw curves and scores, and name their files and the seconds of each step."""
+    def print_end(self, models: Sequence[str]) -> None:
+        """Print the results, unless several models are compared, and name the outputs and the seconds of each step."""
+        if not self.options.compare:
+            self.print_results(models[0])
+        print(f"runs     {self.pretrained}, {self.finetuned}  (tensorboard --logdir {self.pretrained})")
+        if not self.options.compare:
+            print(f"export   {self.exported / models[0]}")
+        self.seconds["total"] = sum(self.seconds.values())
+        print("\n" + "\n".join(f"{title:40}{seconds:6.0f} s" for title, seconds in self.seconds.items()), flush=True)
+
+    def print_results(self, model: str) -> None:
+        """Print a table of the model with and without pretraining, and draw curves and scores."""
         from src import plots
         from src.jobs import report
         from src.mlm.task import CURVES
 
         lines, runs = [], []
-        for model in models:
-            summary = json.loads((self.pretrained / model / "summary.json").read_text())
-            for name, result in (model, summary["after"]), (f"{model}{FROM_SCRATCH}", summary["before"]):
-                if (path := self.finetuned / name / "report.json").exists():
-                    runs.append((name, rows := json.loads(path.read_text())["tasks"]))
-                    scores = (f"{100 * row['mean']:.2f}" for row in rows)
-                    seconds = f"{summary['seconds']:.0f} s" if name == model else "-"
-                    lines.append([name, f"{summary['parameters']:,}", f"{result['accuracy']:.2%}", *scores, seconds])
+        summary = json.loads((self.pretrained / model / "summary.json").read_text())
+        for name, result in (model, summary["after"]), (f"{model}{FROM_SCRATCH}", summary["before"]):
+            runs.append((name, rows := json.loads((self.finetuned / name / "report.json").read_text())["tasks"]))
+            scores = (f"{100 * row['mean']:.2f}" for row in rows)
+            seconds = f"{summary['seconds']:.0f} s" if name == model else "-"
+            lines.append([name, f"{summary['parameters']:,}", f"{result['accuracy']:.2%}", *scores, seconds])
         majority = (f"{100 * row['majority']:.2f}" for row in rows)
         lines.append(["*baseline*", "-", f"{summary['after']['most_frequent_token']:.2%}", *majority, "-"])
         titles = (f"{row['title']}, {row['metrics'][0]}" for row in rows)
         lines.insert(0, ["model", "parameters", "masked accuracy", *titles, "pretraining"])
         table, curves, scores = (self.out / name for name in ("results.md", "curves.png", "scores.png"))
         table.write_text(f"{markdown(lines)}\n\nBaseline: always the most frequent token or the majority class.\n")
-        folders = [(model, self.pretrained / model) for model in models]
-        plots.curves(folders, CURVES, curves, "Pretraining on docstrings")
+        plots.curves([(model, self.pretrained / model)], CURVES, curves, "Pretraining on docstrings")
         report.draw(runs, scores, "Fine-tuning on tasks made from docstrings")
         print(f"\n{table.read_text()}\nresults  {table}, {curves}, {scores}")
-        print(f"runs     {self.pretrained}, {self.finetuned}  (tensorboard --logdir {self.pretrained})")
-        if not self.options.compare:
-            print(f"export   {self.exported / models[0]}")
-        self.seconds["total"] = sum(self.seconds.values())
-        print("\n" + "\n".join(f"{title:40}{seconds:6.0f} s" for title, seconds in self.seconds.items()), flush=True)
 
 
 def choose_precision(arguments: Sequence[str], vocab_size: int) -> str | None:

@@ -11,8 +11,10 @@ import ast
 import gc
 import importlib.util
 import inspect
+import itertools
 import json
 import multiprocessing
+import operator
 import os
 import re
 import sysconfig
@@ -158,6 +160,14 @@ def documentation(tree: ast.Module) -> list[str]:
         elif not isinstance(node, ast.JoinedStr):
             nodes += ast.iter_child_nodes(node)
     return [text for *_, text in sorted(found)]
+
+
+def join_documents(corpus: Path, out: Path) -> None:
+    """Write the passages of each source file as one document, for rows that are longer than a passage."""
+    with corpus.open(encoding="utf-8") as file:
+        passages = itertools.groupby(map(json.loads, file), key=operator.itemgetter("source"))
+        documents = [{"text": "\n".join(row["text"] for row in rows), "source": source} for source, rows in passages]
+    write_atomically(out, "".join(json.dumps(document) + "\n" for document in documents))
 
 
 def split_paragraphs(text: str) -> list[str]:

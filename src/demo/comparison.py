@@ -1,0 +1,81 @@
+"""What a comparison of models prints and draws: means and standard deviations over the seeds of each model."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from src.tables import markdown
+
+BASE = "bert-tiny"  # training times are relative to its, if it is among the models
+
+
+def print_comparison(out: Path, runs: Mapping[str, Sequence[str]]) -> None:
+    """Write results.md, results.json, curves.png and scores.png from the finished runs of each model below `out`."""
+    from src import plots
+    from src.mlm.task import CURVES
+
+    models = {model: [read(out, name) for name in names] for model, names in runs.items()}
+    first = next(iter(models.values()))[0]
+    base = mean(run["seconds"] for run in models[BASE]) if BASE in models else None
+    lines = [["model", "parameters", "masked accuracy", *first["tasks"], "training time"]]
+    for model, results in models.items():
+        scores = [spread([run["tasks"][task]["score"] for run in results]) for task in first["tasks"]]
+        seconds = [run["seconds"] for run in results]
+        time = f"{mean(seconds):,.0f} s" if base is None else f"×{mean(seconds) / base:.2f}"
+        accuracy = spread([run["accuracy"] for run in results])
+        lines.append([model, f"{results[0]['parameters']:,}", f"{accuracy}%", *scores, time])
+    majority = (f"{task['majority']:.2f}" for task in first["tasks"].values())
+    lines.append(["*baseline*", "-", f"{first['most_frequent_token']:.2f}%", *majority, "-"])
+    count = len(next(iter(runs.values())))
+    deviation = f"Mean ± standard deviation of {count} seeds. " if count > 1 else ""
+    about = f"{deviation}Training time is that of pretraining{'' if base is None else f', relative to {BASE}'}."
+    about += " *baseline*: always the most frequent token or the majority class."
+    table, data, curves, picture = (out / n for n in ("results.md", "results.json", "curves.png", "scores.png"))
+    table.write_text(f"{markdown(lines)}\n\n{about}\n")
+    data.write_text(json.dumps(models, indent=1) + "\n")
+    plots.curves([(model, out / "pretrained" / names[0]) for model, names in runs.items()], CURVES, curves, "")
+    draw(models, picture)
+    print(f"\n{table.read_text()}\nresults  {table}, {data}, {curves}, {picture}", flush=True)
+
+
+def read(out: Path, name: str) -> dict[str, Any]:
+    """Return what a finished run scored, in percent: masked accuracy and, if it was fine-tuned, its tasks."""
+    summary = json.loads((out / "pretrained" / name / "summary.json").read_text())
+    report, tasks = out / "finetuned" / name / "report.json", {}
+    for row in json.loads(report.read_text())["tasks"] if report.exists() else ():
+        title = f"{row['title']}, {row['metrics'][0]}"
+        tasks[title] = {"score": 100 * row["mean"], "majority": 100 * row["majority"]}
+    after = summary["after"]
+    measured = {name: 100 * after[name] for name in ("accuracy", "most_frequent_token")}
+    return {"run": name, **measured, "loss": after["loss"], "tasks": tasks} | {
+        name: summary[name] for name in ("parameters", "seconds")
+    }
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return mean ± standard deviation."""
+    return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+
+
+def draw(models: Mapping[str, Sequence[dict[str, Any]]], picture: Path) -> None:
+    """Draw one plot for masked accuracy, each task and time: a bar per model and a dot per seed."""
+    from src import plots
+
+    first = next(iter(models.values()))[0]
+    measures = {"masked accuracy, %": lambda run: run["accuracy"]}
+    measures |= {task: lambda run, task=task: run["tasks"][task]["score"] for task in first["tasks"]}
+    measures["seconds of pretraining"] = lambda run: run["seconds"]
+    figure, axes = plots.subplots(columns=len(measures), width=3.5)
+    for axis, (title, measure) in zip(axes[0], measures.items()):
+        values = {model: [measure(run) for run in runs] for model, runs in models.items()}
+        for number, (shade, (model, seeds)) in enumerate(zip(plots.colors(values), values.items())):
+            axis.bar(number, mean(seeds), 0.85, color=shade, alpha=0.85, label=model)
+            axis.plot([number] * len(seeds), seeds, "k.", markersize=4)
+        plots.label_axes(axis, title, "", "")
+        axis.set_xticks([])
+        if "seconds" not in title:  # the differences matter, and no score is near 0
+            lowest, highest = (f(value for seeds in values.values() for value in seeds) for f in (min, max))
+            axis.set_ylim(max(0, lowest - 0.5 * (highest - lowest) - 1), highest + 0.05 * (highest - lowest) + 0.5)
+    plots.save(figure, picture)
