@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -10,7 +11,10 @@ import pytest
 from conftest import ROOT, environment
 
 from src.data.convert import is_validation
-from src.demo.__main__ import MAX_SEQ_LEN, VAL_FRACTION, choose_precision
+from src.demo.__main__ import MAX_SEQ_LEN, VAL_FRACTION, choose_precision, main
+from src.demo.comparison import print_comparison
+from src.demo.corpus import join_documents
+from src.errors import UserError
 from src.mlm.task import PretrainConfig
 from src.training.config import load_config
 
@@ -129,7 +133,66 @@ def test_a_second_run_uses_what_is_finished(demo):
     assert table in second.stdout
 
 
-def test_an_unknown_model_is_refused(tmp_path):
-    done = run_demo("--model", "lion-x-tiny", "--out", str(tmp_path / "demo"))
-    assert done.returncode == 2 and "lion-s-tiny" in done.stderr and "Traceback" not in done.stderr
+@pytest.mark.slow
+def test_configs_are_compared_on_ones_own_text_with_several_seeds(tmp_path):
+    write_corpus(tmp_path / "texts.jsonl")
+    (tmp_path / "lion-d-other.yaml").write_text(f"inherit: {ROOT}/yamls/pretrain/lion-d-tiny.yaml\nrun_name: other\n")
+    out = tmp_path / "out"
+    command = ["--compare", "--models", str(tmp_path / "lion-d-other.yaml"), *TINY, "precision=fp32", "--seeds", "2"]
+    command += ["--pretrain_only", "--data_files", str(tmp_path / "texts.jsonl"), "--length", "48", "--out", str(out)]
+    done = run_demo(*command, "--vocab_size", "200")
+    assert done.returncode == 0, done.stderr
+    results = json.loads((out / "results.json").read_text())["lion-d-other"]
+    assert [run["run"] for run in results] == ["lion-d-other", "lion-d-other-seed-18"]
+    assert results[0]["loss"] != results[1]["loss"]
+    assert re.search(r"lion-d-other +\| +[\d,]+ \| +\d+\.\d\d ± \d\.\d\d% \|", done.stdout)
+    config = (out / "pretrained/lion-d-other-seed-18/config.yaml").read_text()
+    assert "max_seq_len: 48\n" in config and "seed: 18\n" in config
+    assert not (out / "finetuned").exists()
+    for picture in ("curves.png", "scores.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_comparison_has_means_deviations_and_times_relative_to_bert(tmp_path, capsys):
+    runs = {"lion-s-tiny": ["lion-s-tiny", "lion-s-tiny-seed-18"], "bert-tiny": ["bert-tiny", "bert-tiny-seed-18"]}
+    for number, name in enumerate(name for names in runs.values() for name in names):
+        for kind in ("pretrained", "finetuned"):
+            (tmp_path / kind / name).mkdir(parents=True)
+        after = {"accuracy": 0.3 + 0.01 * number, "most_frequent_token": 0.06, "loss": 4.0}
+        summary = {"parameters": 1000 + number, "seconds": 90.0 + 10 * number, "after": after}
+        (tmp_path / "pretrained" / name / "summary.json").write_text(json.dumps(summary))
+        (tmp_path / "pretrained" / name / "metrics.jsonl").write_text("")
+        tasks = [{"title": "Order", "metrics": ["matthews"], "mean": 0.5 + 0.02 * number, "majority": 0.0}]
+        (tmp_path / "finetuned" / name / "report.json").write_text(json.dumps({"tasks": tasks}))
+    print_comparison(tmp_path, runs)
+    table = capsys.readouterr().out
+    assert re.search(r"lion-s-tiny +\| +1,000 \| +30\.50 ± 0\.71% \| +51\.00 ± 1\.41 \| +×0\.83 \|", table)
+    assert re.search(r"bert-tiny +\| +1,002 \| +32\.50 ± 0\.71% \| +55\.00 ± 1\.41 \| +×1\.00 \|", table)
+    assert re.search(r"\*baseline\* \| +- \| +6\.00% \| +0\.00 \| +- \|", table)
+    assert "of 2 seeds" in table
+
+
+def test_passages_of_a_file_become_a_document(tmp_path):
+    rows = [("one", "a"), ("two", "a"), ("three", "b"), ("four", "a")]
+    lines = "".join(json.dumps({"text": text, "source": source}) + "\n" for text, source in rows)
+    (tmp_path / "corpus.jsonl").write_text(lines)
+    join_documents(tmp_path / "corpus.jsonl", tmp_path / "documents.jsonl")
+    documents = [json.loads(line)["text"] for line in (tmp_path / "documents.jsonl").read_text().splitlines()]
+    assert documents == ["one\ntwo", "three", "four"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "lion-x-tiny"], "lion-x-tiny must be one of .*lion-s-tiny"),
+        (["--compare", "--models", "nowhere.yaml"], "nowhere.yaml must be one of"),
+        (["--compare", "--models", "lion-d-tiny", "lion-d-tiny"], "lion-d-tiny is named twice"),
+        (["--seeds", "2"], "--seeds needs --compare"),
+        (["--compare", "--length", "64"], "--length needs --pretrain_only"),
+        (["--compare", "--seeds", "0"], "at least 1"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_is_written(arguments, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        main([*arguments, "--out", str(tmp_path / "demo")])
     assert not (tmp_path / "demo").exists()
