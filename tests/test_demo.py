@@ -168,7 +168,7 @@ def test_a_comparison_has_means_deviations_and_times_relative_to_bert(tmp_path, 
     table = capsys.readouterr().out
     assert re.search(r"lion-s-tiny +\| +1,000 \| +30\.50 ± 0\.71% \| +51\.00 ± 1\.41 \| +×0\.83 \|", table)
     assert re.search(r"bert-tiny +\| +1,002 \| +32\.50 ± 0\.71% \| +55\.00 ± 1\.41 \| +×1\.00 \|", table)
-    assert re.search(r"\*baseline\* \| +- \| +6\.00% \| +0\.00 \| +- \|", table)
+    assert re.search(r"\*baseline\* +\| +- \| +6\.00% \| +0\.00 \| +- \|", table)
     assert "of 2 seeds" in table
 
 
