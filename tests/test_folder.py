@@ -34,6 +34,10 @@ FILES = {
     "README.md", "proof.json", "config.json", "model.safetensors", "configuration_lion.py", "modeling_lion.py",
     "linear_attention.py", "linear_attention_triton.py", "tokenizer.json", "tokenizer_config.json",
 }  # fmt: skip
+OPTIONS = {  # of the folder "options", a lion-s
+    "norm": "pre", "mlp": "geglu", "position_embedding": "rope", "bias": False, "short_conv": 3, "value_gate": True,
+    "decay_horizon": [2.0, 64.0], "separate_decays": True, "type_vocab_size": 0,
+}  # fmt: skip
 SENTENCE = "the old dog sees a [MASK] ."
 
 
@@ -62,7 +66,7 @@ def write_checkpoint(path: Path, tokenizer_folder: Path, kind: type, mixer: str 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, tokenizer_folder):
-    """made(name): a checkpoint of a mixer, or "classifier", and its exported folder; made once per name."""
+    """made(name): a checkpoint of a mixer, "classifier" or "options", and its exported folder; made once per name."""
     work, done = tmp_path_factory.mktemp("hub"), {}
 
     def make(name: str = "lion-s") -> tuple[Path, Path]:
@@ -71,6 +75,8 @@ def made(tmp_path_factory, tokenizer_folder):
             if name == "classifier":
                 labels = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
                 write_checkpoint(checkpoint, tokenizer_folder, LionForSequenceClassification, **labels)
+            elif name == "options":
+                write_checkpoint(checkpoint, tokenizer_folder, LionForMaskedLM, **OPTIONS)
             else:
                 write_checkpoint(checkpoint, tokenizer_folder, LionForMaskedLM, name)
             hub.export(checkpoint, work / name)
@@ -94,12 +100,13 @@ def verify(checkpoint: Path, folder: Path) -> float:
 # What export writes
 
 
-@pytest.mark.parametrize("name", [*MIXERS, "classifier"])
+@pytest.mark.parametrize("name", [*MIXERS, "classifier", "options"])
 def test_a_folder_contains_weights_config_code_and_proof(made, name):
     checkpoint, folder = made(name)
     assert {path.name for path in folder.iterdir()} >= FILES
     config = json.loads((folder / "config.json").read_text())
-    assert config["mixer"] == ("lion-s" if name == "classifier" else name)
+    assert config["mixer"] == (name if name in MIXERS else "lion-s")
+    assert config.items() >= (OPTIONS if name == "options" else {}).items()
     assert config["model_type"] == "lion"
     for value in config["auto_map"].values():
         module, attribute = value.split(".")
@@ -368,7 +375,7 @@ for dtype in (torch.bfloat16, torch.float16):
 """
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", [*MIXERS, "options"])
 def test_every_auto_class_and_precision_loads_the_folder_and_what_it_saves_loads_again(made, mixer, tmp_path):
     lines = [line.split() for line in outside(USE, made(mixer)[1], tmp_path).splitlines()]
     shapes = {line[0]: line[1:] for line in lines[: len(AUTO_CLASSES)]}
@@ -413,8 +420,16 @@ with torch.no_grad():
 """
 
 
-def test_a_folder_encodes_a_long_text_in_segments(made, tmp_path):
-    assert outside(LONG, made()[1], tmp_path).strip() == "True"
+@pytest.mark.parametrize("name", ["lion-s", "options"])
+def test_a_folder_encodes_a_long_text_in_segments(made, name, tmp_path):
+    assert outside(LONG, made(name)[1], tmp_path).strip() == "True"
+
+
+def test_the_card_names_options(made):
+    lines = (made("options")[1] / "README.md").read_text().splitlines()
+    options = next(line for line in lines if line.startswith("- options: "))
+    assert "norm pre" in options and "decay_horizon [2.0, 64.0]" in options and "short_conv 3" in options
+    assert not any(line.startswith("- options: ") for line in (made()[1] / "README.md").read_text().splitlines())
 
 
 TRAINER = f"""{HEAD}

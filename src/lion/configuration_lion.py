@@ -186,6 +186,10 @@ class LionConfig(PretrainedConfig):
             setattr(self, name, value)
         super().__init__(pad_token_id=pad_token_id, tie_word_embeddings=tie_word_embeddings, **kwargs)
 
+    def options(self) -> dict:
+        """The options that differ from their defaults."""
+        return {name: getattr(self, name) for name in OPTIONS if name in vars(self)}
+
     @property
     def has_positions(self) -> bool:
         """Whether the model has learned position embeddings."""

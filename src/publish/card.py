@@ -54,6 +54,7 @@ def model_card(checkpoint: "Checkpoint", name: str, scores: Facts | None = None)
         title=title,
         name=name,
         checkpoint=checkpoint,
+        options=", ".join(f"{name} {value}" for name, value in checkpoint.config.options().items()),
         # The decoder's weights are the word embeddings and count once.
         parameters=sum(t.numel() for part, t in checkpoint.weights.items() if part != "head.decoder.weight"),
         spec=spec,
