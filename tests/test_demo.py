@@ -138,7 +138,17 @@ def test_configs_are_compared_on_ones_own_text_with_several_seeds(tmp_path):
     write_corpus(tmp_path / "texts.jsonl")
     (tmp_path / "lion-d-other.yaml").write_text(f"inherit: {ROOT}/yamls/pretrain/lion-d-tiny.yaml\nrun_name: other\n")
     out = tmp_path / "out"
-    command = ["--compare", "--models", str(tmp_path / "lion-d-other.yaml"), *TINY, "precision=fp32", "--seeds", "2"]
+    command = [
+        "--compare",
+        "--models",
+        str(tmp_path / "lion-d-other.yaml"),
+        *TINY,
+        "precision=fp32",
+        "--seeds",
+        "2",
+        "--jobs",
+        "2",
+    ]
     command += ["--pretrain_only", "--data_files", str(tmp_path / "texts.jsonl"), "--length", "48", "--out", str(out)]
     done = run_demo(*command, "--vocab_size", "200")
     assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from src import cli
@@ -50,6 +51,7 @@ def main(argv: list[str]) -> None:
     add("--models", nargs="+", metavar="NAME", help="with --compare: configs of yamls/pretrain, or paths of others")
     add("--seeds", type=int, default=1, help="with --compare: runs of each model (default: 1)")
     add("--pretrain_only", action="store_true", help="with --compare: omit the tasks")
+    add("--jobs", type=int, default=1, help="with --pretrain_only: runs at a time, which share the cores (default: 1)")
     add("--data_files", nargs="+", metavar="GLOB", help="with --pretrain_only: your own text")
     add("--length", type=int, default=MAX_SEQ_LEN, help="with --pretrain_only: tokens of a row, documents end to end")
     add("overrides", nargs="*", metavar="key=value", help="changes to the pretraining config")
@@ -58,27 +60,37 @@ def main(argv: list[str]) -> None:
     for name, needed in NEEDED.items():
         if getattr(options, name) != parser.get_default(name) and not getattr(options, needed):
             raise UserError(f"--{name} needs --{needed}; add it")
-    if options.seeds < 1 or options.length < 3:
-        raise UserError(f"--seeds {options.seeds} and --length {options.length} must be at least 1 and 3")
+    for name, least in (("seeds", 1), ("jobs", 1), ("length", 3)):
+        if (value := getattr(options, name)) < least:
+            raise UserError(f"--{name} {value} must be at least {least}")
     demo = Demo(options)
     names = [name for name in options.models or MODELS if "=" not in name] if options.compare else [options.model]
     models = [demo.name(name) for name in names]
     demo.prepare_data()
-    for number in range(options.seeds):
-        for model in models:
-            demo.pretrain(model, number)
-            if not options.pretrain_only:
-                demo.finetune(model, number)
-        if options.compare:
-            runs = {model: [run_name(model, seed) for seed in range(number + 1)] for model in models}
-            print_comparison(options.out, runs)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        rounds = [[pool.submit(demo.train, model, number) for model in models] for number in range(options.seeds)]
+        try:
+            for number, round in enumerate(rounds):
+                for done in round:
+                    done.result()
+                if options.compare:
+                    runs = {model: [run_name(model, seed) for seed in range(number + 1)] for model in models}
+                    print_comparison(options.out, runs)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in RUNNING:
+                process.terminate()
+            raise
     demo.print_end(models)
 
 
 NEEDED = {  # options → the one that they are for
     "models": "compare", "seeds": "compare", "pretrain_only": "compare", "data_files": "pretrain_only",
-    "length": "pretrain_only",
+    "length": "pretrain_only", "jobs": "pretrain_only",
 }  # fmt: skip
+
+
+RUNNING: set[subprocess.Popen] = set()
 
 
 def run_name(model: str, number: int) -> str:
@@ -153,6 +165,11 @@ class Demo:
             write_atomically(path, choose_precision(config, self.options.vocab_size) or "")
         return [f"precision={precision}"] if (precision := path.read_text()) else []
 
+    def train(self, model: str, number: int) -> None:
+        self.pretrain(model, number)
+        if not self.options.pretrain_only:
+            self.finetune(model, number)
+
     def pretrain(self, model: str, number: int) -> None:
         name, options = run_name(model, number), self.options
         config = [str(self.yamls[model]), f"save_folder={self.pretrained / name}"]
@@ -162,6 +179,9 @@ class Demo:
         if options.length != MAX_SEQ_LEN:
             config += [f"max_seq_len={options.length}", f"model.max_position_embeddings={options.length}"]
         config += options.overrides
+        if options.jobs > 1:
+            config += ["progress_bar=false"]
+            os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // options.jobs))
         self.step(f"pretraining {name}", [], lambda: run(["main.py", *config, *self.precision(config)]))
 
     def finetune(self, model: str, number: int) -> None:
@@ -276,6 +296,7 @@ def run(*commands: Sequence[object], meanwhile: Callable[[], None] | None = None
         print(f"$ python {' '.join(words)}", flush=True)
         program = [str(ROOT / word) if word.endswith((".py", ".yaml")) else word for word in words]
         processes.append(subprocess.Popen([sys.executable, *program]))
+        RUNNING.add(processes[-1])
     try:
         if meanwhile is not None:
             meanwhile()
