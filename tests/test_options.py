@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from src.lion import LionConfig, LionForMaskedLM, LionModel
 from src.lion.configuration_lion import OPTIONS
+from src.lion.cpu import rotate
 from src.lion.linear_attention import definition
-from src.lion.mixers import MIXERS
+from src.lion.mixers import MIXERS, rotation
 
 V, D, HEADS, LENGTH = 64, 32, 4, 23
 FORMS = ("full", "recurrent", "chunkwise")
@@ -332,3 +333,24 @@ def test_the_defaults_are_not_in_the_settings():
 def test_an_option_that_cannot_be_is_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         LionConfig(**settings)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_rotation_has_the_gradients_of_its_formula(dtype, transposed):
+    x = torch.randn(2, 3, 7, 8).to(dtype)
+    x = x.transpose(1, 2).contiguous().transpose(1, 2) if transposed else x
+    angles = rotation(torch.arange(7)[None] + torch.tensor([[0], [5]]), 8, 100.0)
+    probe, results = torch.randn(x.shape).to(dtype), []
+    for form in ("fast", "formula"):
+        y = x.detach().requires_grad_()
+        if form == "fast":
+            turned = rotate(y, angles)
+        else:
+            numbers = torch.complex(*y.to(torch.promote_types(dtype, torch.float32)).chunk(2, -1))
+            numbers = numbers * torch.complex(*angles)
+            turned = torch.cat([numbers.real, numbers.imag], -1).to(dtype)
+        results.append((turned, torch.autograd.grad((turned * probe).sum(), y)[0]))
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-6
+    for actual, expected in zip(*results):
+        torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)

@@ -130,6 +130,39 @@ def _convolve_image(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.conv2d(x.mT.unsqueeze(2), weight.unsqueeze(2), bias, padding=padding, groups=len(weight)).squeeze(2).mT
 
 
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotate channels i and D/2 + i of x, (B, H, L, D), by an angle, as rotary position embeddings do in Llama and
+    ModernBERT. rotation: its cosines and sines, (2, B or 1, 1, L, D/2)."""
+    cosine, sine = rotation.to(x.dtype)
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _Rotation.apply(x, cosine, sine)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+
+class _Rotation(torch.autograd.Function):
+    """Without the temporary tensors that autograd would keep and concatenate."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return _rotate(x, cosine, sine)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cosine, sine = ctx.saved_tensors
+        return _rotate(grad, cosine, -sine), None, None
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    (first, second), (y_first, y_second) = x.chunk(2, -1), y.chunk(2, -1)
+    torch.mul(first, cosine, out=y_first).addcmul_(second, sine, value=-1)
+    torch.mul(second, cosine, out=y_second).addcmul_(first, sine)
+    return y
+
+
 def gated_norm(norm: nn.RMSNorm, y: Tensor, z: Tensor) -> Tensor:
     """Compute norm(y) · SiLU(z), (..., I). In inference the result may take y's memory."""
     wide = torch.promote_types(y.dtype, torch.float32)

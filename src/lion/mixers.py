@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from .cpu import depthwise_conv, gated_norm
+from .cpu import depthwise_conv, gated_norm, rotate
 from .linear_attention import attention_matrix, linear_attention, segment_states
 from .linear_attention_forms import LOG_ZERO, cumulative_log_decay, sequence_starts
 from .two_sided_attention import SegmentStates, Triangle, two_sided_attention, two_sided_segment_states
@@ -161,13 +161,6 @@ def rotation(position_ids: Tensor, size: int, theta: float) -> Tensor:
     powers = torch.arange(0, size, 2, dtype=torch.float64, device=position_ids.device) / size
     angles = position_ids[:, None, :, None] * theta**-powers  # float32 would be inexact far into a text
     return torch.stack([angles.cos(), angles.sin()]).float()
-
-
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotate channels i and D/2 + i of x, (B, H, L, D), by their angle (rotary position embeddings, as in Llama)."""
-    cosine, sine = rotation.to(x.dtype)
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
 
 
 class Softmax(Attention):
