@@ -12,7 +12,7 @@ from src.lion import LionConfig, LionForMaskedLM, LionModel
 from src.lion.configuration_lion import OPTIONS
 from src.lion.cpu import rotate
 from src.lion.linear_attention import definition
-from src.lion.mixers import MIXERS, rotation
+from src.lion.mixers import MIXERS, rotation, spread_horizons
 
 V, D, HEADS, LENGTH = 64, 32, 4, 23
 FORMS = ("full", "recurrent", "chunkwise")
@@ -194,7 +194,7 @@ def test_widening_changes_the_slower_half_of_the_heads_and_only_them(case):
     for number, (old, new) in enumerate(zip(before, measure())):
         if number == 0:  # whose input is the same
             slower = old.argsort(1)[:, HEADS // 2 :]
-            expected = model.layers[0].attention.horizons()[HEADS // 2 :].expand_as(slower)
+            expected = spread_horizons(model.config)[HEADS // 2 :].expand_as(slower)
             torch.testing.assert_close(new.gather(1, slower), expected, rtol=1e-5, atol=0)
             faster = old.argsort(1)[:, : HEADS // 2]
             assert torch.equal(new.gather(1, faster), old.gather(1, faster))

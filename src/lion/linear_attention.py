@@ -106,9 +106,9 @@ def linear_attention(
             size = 0 if form == "full" else chunk_size
             y = fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, size, dropout_p)
             y = add_states(y, q, sums, triangles, left_state, right_state, scale)
-        else:
+        else:  # if decays are separate, sums of keys and queries; torch.compile refuses one tensor in both places
             y = attend(
-                q, k, v, sums, sums if separate else None, None, None, triangles, mask=mask, seq_idx=seq_idx,
+                q, k, v, sums, sums.clone() if separate else None, None, None, triangles, mask=mask, seq_idx=seq_idx,
                 left_state=left_state, right_state=right_state, scale=scale, form=form, chunk_size=chunk_size,
                 dropout_p=dropout_p, uniform=_is_uniform(log_decay, log_decay_future) and seq_idx is None,
             )  # fmt: skip
@@ -147,7 +147,7 @@ def attention_matrix(
     identity = torch.eye(q.shape[-2], dtype=q.dtype, device=q.device).expand(*q.shape[:2], -1, -1)
     sums = _signed_sums(log_decay, q.shape[-2], log_decay_future=log_decay_future)
     matrix = attend(
-        q, k, identity, sums, None if log_decay_future is None else sums, None, None, "shared", mask=mask,
+        q, k, identity, sums, None if log_decay_future is None else sums.clone(), None, None, "shared", mask=mask,
         seq_idx=seq_idx, left_state=None, right_state=None, scale=scale, form="full", chunk_size=0,
     )  # fmt: skip
     return matrix / (matrix.sum(-1, keepdim=True) + 1e-6) if normalize else matrix

@@ -80,6 +80,17 @@ def count_widths(config: PretrainedConfig, length: int, states: int) -> int:
     return widths["full" if config.attention_probs_dropout_prob > 0 else config.attention_form]
 
 
+class ShortConv(nn.Conv1d):
+    """A depthwise convolution over W tokens, which starts as the identity."""
+
+    def __init__(self, channels: int, width: int):
+        super().__init__(channels, channels, width, groups=channels, bias=False)
+
+    def init_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.ones_(self.weight[..., self.kernel_size[0] // 2])
+
+
 class Attention(Mixer):
     """Projections to q, k and v, `mix`, and an output projection. A subclass adds what is particular to it."""
 
@@ -93,18 +104,13 @@ class Attention(Mixer):
         self.add_parameters(D)
         self.out = nn.Linear(D, D, bias=config.bias)
         self.halo = W // 2
-        self.conv = nn.Conv1d(3 * D, 3 * D, W, groups=3 * D, bias=False) if W else None
+        self.conv = ShortConv(3 * D, W) if W else None
         self.gate = nn.Linear(D, D, bias=config.bias) if config.value_gate else None
         if config.value_gate:
             self.norm = nn.RMSNorm(D, eps=1e-5)
 
     def add_parameters(self, hidden_size: int) -> None:
         """Create the parameters that only this mixer has."""
-
-    def init_parameters(self) -> None:
-        if self.conv is not None:  # each token for itself
-            nn.init.zeros_(self.conv.weight)
-            nn.init.ones_(self.conv.weight[..., self.halo])
 
     def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, **states) -> tuple[Tensor, Tensor | None]:
         """Return the heads' outputs, (B, H, L, D/H), and the attention matrix, (B, H, L, L), if requested."""
@@ -245,36 +251,38 @@ class LionLit(LinearMixer):
         self.norm = build_norm(self.config, eps=1e-5)
 
 
+def count_decays(config: PretrainedConfig) -> int:
+    """One per head, or one per head and direction."""
+    return config.num_attention_heads * (2 if config.separate_decays else 1)
+
+
+def spread_horizons(config: PretrainedConfig) -> Tensor:
+    """The horizons of `decay_horizon` in tokens, (H,)."""
+    low, high = map(math.log, config.decay_horizon)
+    return torch.logspace(low, high, config.num_attention_heads, math.e, dtype=torch.float64)
+
+
+def initial_logits(config: PretrainedConfig) -> Tensor:
+    """logit λ, (H,) or (2H,), of `decay_horizon`."""
+    return (spread_horizons(config) - 1).log().repeat(count_decays(config) // config.num_attention_heads)
+
+
 class DecayingMixer(LinearMixer):
-    """Linear attention whose logits of λ, one per head and possibly per direction, start with a bias."""
-
-    @property
-    def num_decays(self) -> int:
-        return self.num_heads * (2 if self.config.separate_decays else 1)
-
-    def horizons(self) -> Tensor:
-        """The configured horizons of the heads in tokens, (H,)."""
-        low, high = self.config.decay_horizon
-        return torch.logspace(math.log(low), math.log(high), self.num_heads, math.e, dtype=torch.float64)
-
-    def initial_logits(self) -> Tensor | None:
-        """logit λ at the start, (num_decays,), from `decay_horizon`; None as published."""
-        if self.config.decay_horizon is None:
-            return None
-        return (self.horizons() - 1).log().float().repeat(self.num_decays // self.num_heads)
+    """Linear attention with decays λ = σ(logits)."""
 
     def add_to_logits(self, amount: Tensor) -> None:
-        """Add an amount to each decay's logit, (num_decays,)."""
+        """Add an amount to each logit, (H,) or (2H,)."""
         raise NotImplementedError
 
     def widen(self, x: Tensor) -> None:
         """Widen the horizons of the slower half of the heads to those configured, and leave the other heads as they
         are. A head's horizon is −1 / mean(log λ) over the tokens of x, (B, L, D)."""
-        log_decay = self.log_decays(x).double().transpose(0, 1).flatten(1).cpu()  # (num_decays, tokens)
+        log_decay = self.log_decays(x).double().transpose(0, 1).flatten(1).cpu()  # (H or 2H, tokens)
         logits = log_decay - (-log_decay.expm1()).clamp(min=1e-300).log()
         directions = log_decay.mean(-1).view(-1, self.num_heads)
         slower = directions.argsort(dim=1)[:, -((self.num_heads + 1) // 2) :]
-        targets = torch.zeros_like(directions).scatter(1, slower, self.horizons()[-slower.shape[1] :].expand_as(slower))
+        wanted = spread_horizons(self.config)[-slower.shape[1] :]
+        targets = torch.zeros_like(directions).scatter(1, slower, wanted.expand_as(slower))
         targets = targets.flatten()
         low, high = torch.zeros_like(targets), torch.full_like(targets, 50.0)
         for _ in range(50):  # bisection
@@ -288,13 +296,12 @@ class LionD(DecayingMixer):
     """One learned decay per head, λ = σ(α_h)."""
 
     def add_parameters(self, hidden_size: int) -> None:
-        self.decay = nn.Parameter(torch.randn(self.num_decays))
+        self.decay = nn.Parameter(torch.randn(count_decays(self.config)))
 
     def init_parameters(self) -> None:
-        super().init_parameters()
         nn.init.normal_(self.decay)
-        if (logits := self.initial_logits()) is not None:
-            self.decay.copy_(logits)
+        if self.config.decay_horizon is not None:
+            self.decay.copy_(initial_logits(self.config))
 
     def add_to_logits(self, amount: Tensor) -> None:
         self.decay.add_(amount.to(self.decay))
@@ -303,16 +310,23 @@ class LionD(DecayingMixer):
         return F.logsigmoid(self.decay.float())
 
 
+class DecayLayer(nn.Linear):
+    """w_h·x_t + b_h, from (..., D) to (..., H) or (..., 2H)."""
+
+    def __init__(self, config: PretrainedConfig):
+        super().__init__(config.hidden_size, count_decays(config))
+        self.config = config
+
+    def init_parameters(self) -> None:
+        if self.config.decay_horizon is not None:
+            self.bias.copy_(-initial_logits(self.config))
+
+
 class LionS(DecayingMixer):
     """A decay computed from each token, λ = σ(−(w_h·x_t + b_h))."""
 
     def add_parameters(self, hidden_size: int) -> None:
-        self.decay = nn.Linear(hidden_size, self.num_decays)
-
-    def init_parameters(self) -> None:
-        super().init_parameters()
-        if (logits := self.initial_logits()) is not None:
-            self.decay.bias.copy_(-logits)
+        self.decay = DecayLayer(self.config)
 
     def add_to_logits(self, amount: Tensor) -> None:
         self.decay.bias.sub_(amount.to(self.decay.bias))

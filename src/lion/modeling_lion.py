@@ -20,7 +20,7 @@ from .cpu import speed_up
 from .linear_attention import SegmentStates  # noqa: F401
 from .linear_attention_forms import sequence_starts
 from .linear_attention_triton import fused_linear_attention  # noqa: F401
-from .mixers import MIXERS, Mixer, build_norm, rotation
+from .mixers import MIXERS, build_norm, rotation
 from .triton_kernels import AVAILABLE  # noqa: F401
 from .two_sided_attention import two_sided_attention  # noqa: F401
 
@@ -163,7 +163,8 @@ class LionPreTrainedModel(PreTrainedModel):
             nn.init.ones_(module.weight)
             if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, Mixer):
+        # transformers 5 calls this only for modules with parameters of their own.
+        if hasattr(module, "init_parameters"):
             module.init_parameters()
 
 
