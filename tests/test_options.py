@@ -278,7 +278,7 @@ def test_the_attention_matrix_is_that_of_the_outputs(case):
     model = build(case, LionModel)
     attention = model.layers[1].attention
     x = torch.randn(2, LENGTH, D)
-    options = {"rotation": model._rotation(model._positions(0, LENGTH))}
+    options = {"rotation": model._rotation(torch.arange(LENGTH)[None])}
     y, matrix = attention(x, None, None, "full", True, **options)
     assert matrix.shape == (2, attention.config.num_attention_heads, LENGTH, LENGTH)
     if case.startswith("hydra") or attention.gate is not None:

@@ -221,9 +221,9 @@ class LionModel(LionPreTrainedModel):
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return_dict = config.return_dict if return_dict is None else return_dict
         mask = None if attention_mask is None else attention_mask.bool()
-        length = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
         if position_ids is None:
-            position_ids = self._positions(0, length, seq_idx)
+            tokens = input_ids if inputs_embeds is None else inputs_embeds
+            position_ids = positions(0, tokens.shape[1], tokens.device, seq_idx)
         rotation = self._rotation(position_ids)
         x, hidden_states, matrices = self._run_layers(
             self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids),
@@ -244,21 +244,17 @@ class LionModel(LionPreTrainedModel):
         heads as they are; for a trained model that is to read longer texts. Horizons are measured on random tokens."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.config.vocab_size, (8, 128), generator=generator).to(self.device)
-        positions = self._positions(0, ids.shape[1])
-        rotation = self._rotation(positions)
+        position_ids = positions(0, ids.shape[1], self.device)
+        rotation = self._rotation(position_ids)
 
         def run(layer: MixerLayer, x: Tensor) -> tuple[Tensor, None]:
             layer.attention.widen(layer.before_mixing(x))
             return layer(x, None, None, "auto", rotation=rotation)
 
-        self._run_layers(self.embeddings(ids, None, None, positions), run)
-
-    def _positions(self, start: int, stop: int, seq_idx: Tensor | None = None) -> Tensor:
-        """The positions of tokens, (B or 1, L), from the start of each packed sequence."""
-        position_ids = torch.arange(start, stop, device=self.device)[None]
-        if seq_idx is not None:
-            position_ids = position_ids - (position_ids * sequence_starts(seq_idx)).cummax(1).values
-        return position_ids
+        training = self.training
+        self.eval()
+        self._run_layers(self.embeddings(ids, None, None, position_ids), run)
+        self.train(training)
 
     def _rotation(self, position_ids: Tensor) -> Tensor | None:
         """The rotation of q and k at these positions, if they are rotated; see mixers.py."""
@@ -312,35 +308,37 @@ class LionModel(LionPreTrainedModel):
         def take(x: Tensor | None, segment: slice) -> Tensor | None:
             return None if x is None else x[:, segment].to(device)
 
+        def places(segment: slice) -> Tensor:
+            return positions(segment.start, segment.stop, device)
+
         def run(layer: MixerLayer, x: Tensor) -> tuple[Tensor, None]:
             size = layer.attention.halo
             halos = [(min(size, segment.start), min(size, L - segment.stop)) for segment in segments]
             wide = [slice(part.start - left, part.stop + right) for part, (left, right) in zip(segments, halos)]
-            rotations = [self._rotation(self._positions(segment.start, segment.stop)) for segment in segments]
             passed = []
-            for part, halo, angles in zip(wide, halos, rotations):
-                inputs = layer.before_mixing(take(x, part))
+            for segment, part, halo in zip(segments, wide, halos):
+                inputs, angles = layer.before_mixing(take(x, part)), self._rotation(places(segment))
                 passed.append(layer.attention.segment_states(inputs, take(mask, part), halo, angles))
             lefts = [torch.zeros_like(passed[0].rightward)]
             for state in passed[:-1]:
                 lefts.append(lefts[-1] * state.across + state.rightward)
             right = torch.zeros_like(lefts[0])
             following = x[:, L:].to(device)  # the next tokens, as many as a halo has, before they were overwritten
-            steps = list(zip(segments, wide, halos, rotations, lefts, passed))
-            for segment, part, halo, angles, left, state in reversed(steps):
+            for segment, part, halo, left, state in reversed(list(zip(segments, wide, halos, lefts, passed))):
                 inputs = x[:, part.start : segment.stop].to(device)
                 if size:
                     inputs = torch.cat([inputs, following], 1)
                     following = inputs[:, halo[0] : halo[0] + size]
                 states = {"left_state": left, "right_state": right}
-                x[:, segment], _ = layer(inputs, take(mask, part), None, form, halo=halo, rotation=angles, **states)
+                states["rotation"] = self._rotation(places(segment))
+                x[:, segment], _ = layer(inputs, take(mask, part), None, form, halo=halo, **states)
                 right = right * state.across_leftward + state.leftward
             return x, None
 
         x = torch.empty(*input_ids.shape, self.config.hidden_size, dtype=self.dtype, device=input_ids.device)
         for segment in segments:
-            positions = self._positions(segment.start, segment.stop)
-            x[:, segment] = self.embeddings(take(input_ids, segment), None, take(token_type_ids, segment), positions)
+            types = take(token_type_ids, segment)
+            x[:, segment] = self.embeddings(take(input_ids, segment), None, types, places(segment))
         x = self._run_layers(x, run)[0]
         if self.final_norm is not None:
             for segment in segments:
@@ -355,6 +353,14 @@ class LionModel(LionPreTrainedModel):
             return x.mean(1)
         wide = torch.promote_types(x.dtype, torch.float32)  # the sum over a long text would overflow float16
         return ((x * mask[..., None]).sum(1, dtype=wide) / mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
+
+
+def positions(start: int, stop: int, device: torch.device, seq_idx: Tensor | None = None) -> Tensor:
+    """The positions of tokens, (B or 1, L), from the start of each packed sequence."""
+    position_ids = torch.arange(start, stop, device=device)[None]
+    if seq_idx is not None:
+        position_ids = position_ids - (position_ids * sequence_starts(seq_idx)).cummax(1).values
+    return position_ids
 
 
 def _head_forward(method: Callable[..., ModelOutput]) -> Callable[..., ModelOutput | tuple]:
