@@ -181,7 +181,7 @@ def config_from_modernbert(config: dict[str, Any], source: str) -> LionConfig:
     }  # fmt: skip
     ours = {name: config[name] for name in same} | {name: config[theirs] for name, theirs in renamed.items()}
     ours |= {"mixer": "softmax", "norm": "pre", "mlp": "geglu", "position_embedding": "rope", "type_vocab_size": 0}
-    ours |= {"bias": biases["mlp"], "rope_theta": rope.get("rope_theta", config["global_rope_theta"])}
+    ours |= {"bias": biases["mlp"], "rope_theta": rope.get("rope_theta") or config["global_rope_theta"]}
     return lion_config(ours, source)
 
 

@@ -30,7 +30,7 @@ class Mixer(nn.Module):
     halo = 0  # tokens of each neighbouring segment that a segment needs, besides the states
 
     def init_parameters(self) -> None:
-        """Initialize the parameters that are not in a linear layer or a LayerNorm."""
+        """Initialize the mixer's own parameters; `_init_weights` has initialized its layers."""
 
     def forward(
         self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), rotation=None, **states
@@ -80,17 +80,6 @@ def count_widths(config: PretrainedConfig, length: int, states: int) -> int:
     return widths["full" if config.attention_probs_dropout_prob > 0 else config.attention_form]
 
 
-class ShortConv(nn.Conv1d):
-    """A depthwise convolution over W tokens, which starts as the identity."""
-
-    def __init__(self, channels: int, width: int):
-        super().__init__(channels, channels, width, groups=channels, bias=False)
-
-    def init_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-        nn.init.ones_(self.weight[..., self.kernel_size[0] // 2])
-
-
 class Attention(Mixer):
     """Projections to q, k and v, `mix`, and an output projection. A subclass adds what is particular to it."""
 
@@ -104,7 +93,7 @@ class Attention(Mixer):
         self.add_parameters(D)
         self.out = nn.Linear(D, D, bias=config.bias)
         self.halo = W // 2
-        self.conv = ShortConv(3 * D, W) if W else None
+        self.conv = nn.Conv1d(3 * D, 3 * D, W, groups=3 * D, bias=False) if W else None
         self.gate = nn.Linear(D, D, bias=config.bias) if config.value_gate else None
         if config.value_gate:
             self.norm = nn.RMSNorm(D, eps=1e-5)
@@ -256,15 +245,16 @@ def count_decays(config: PretrainedConfig) -> int:
     return config.num_attention_heads * (2 if config.separate_decays else 1)
 
 
-def spread_horizons(config: PretrainedConfig) -> Tensor:
-    """The horizons of `decay_horizon` in tokens, (H,)."""
-    low, high = map(math.log, config.decay_horizon)
-    return torch.logspace(low, high, config.num_attention_heads, math.e, dtype=torch.float64)
+def spread_horizons(config: PretrainedConfig) -> list[float]:
+    """The horizons of `decay_horizon` in tokens, one per head."""
+    (low, high), H = config.decay_horizon, config.num_attention_heads
+    return [low * (high / low) ** (h / max(H - 1, 1)) for h in range(H)]
 
 
-def initial_logits(config: PretrainedConfig) -> Tensor:
-    """logit λ, (H,) or (2H,), of `decay_horizon`."""
-    return (spread_horizons(config) - 1).log().repeat(count_decays(config) // config.num_attention_heads)
+def initial_logits(config: PretrainedConfig) -> list[float]:
+    """logit λ of each decay for the horizons of `decay_horizon`."""
+    logits = [math.log(horizon - 1) for horizon in spread_horizons(config)]
+    return logits * (count_decays(config) // len(logits))
 
 
 class DecayingMixer(LinearMixer):
@@ -281,7 +271,7 @@ class DecayingMixer(LinearMixer):
         logits = log_decay - (-log_decay.expm1()).clamp(min=1e-300).log()
         directions = log_decay.mean(-1).view(-1, self.num_heads)
         slower = directions.argsort(dim=1)[:, -((self.num_heads + 1) // 2) :]
-        wanted = spread_horizons(self.config)[-slower.shape[1] :]
+        wanted = log_decay.new_tensor(spread_horizons(self.config)[-slower.shape[1] :])
         targets = torch.zeros_like(directions).scatter(1, slower, wanted.expand_as(slower))
         targets = targets.flatten()
         low, high = torch.zeros_like(targets), torch.full_like(targets, 50.0)
@@ -301,7 +291,7 @@ class LionD(DecayingMixer):
     def init_parameters(self) -> None:
         nn.init.normal_(self.decay)
         if self.config.decay_horizon is not None:
-            self.decay.copy_(initial_logits(self.config))
+            self.decay.copy_(torch.tensor(initial_logits(self.config)))
 
     def add_to_logits(self, amount: Tensor) -> None:
         self.decay.add_(amount.to(self.decay))
@@ -310,23 +300,13 @@ class LionD(DecayingMixer):
         return F.logsigmoid(self.decay.float())
 
 
-class DecayLayer(nn.Linear):
-    """w_h·x_t + b_h, from (..., D) to (..., H) or (..., 2H)."""
-
-    def __init__(self, config: PretrainedConfig):
-        super().__init__(config.hidden_size, count_decays(config))
-        self.config = config
-
-    def init_parameters(self) -> None:
-        if self.config.decay_horizon is not None:
-            self.bias.copy_(-initial_logits(self.config))
-
-
 class LionS(DecayingMixer):
     """A decay computed from each token, λ = σ(−(w_h·x_t + b_h))."""
 
     def add_parameters(self, hidden_size: int) -> None:
-        self.decay = DecayLayer(self.config)
+        self.decay = nn.Linear(hidden_size, count_decays(self.config))
+        if self.config.decay_horizon is not None:
+            self.decay.initial_bias = [-logit for logit in initial_logits(self.config)]  # for `_init_weights`
 
     def add_to_logits(self, amount: Tensor) -> None:
         self.decay.bias.sub_(amount.to(self.decay.bias))

@@ -20,7 +20,7 @@ from .cpu import speed_up
 from .linear_attention import SegmentStates  # noqa: F401
 from .linear_attention_forms import sequence_starts
 from .linear_attention_triton import fused_linear_attention  # noqa: F401
-from .mixers import MIXERS, build_norm, rotation
+from .mixers import MIXERS, Mixer, build_norm, rotation
 from .triton_kernels import AVAILABLE  # noqa: F401
 from .two_sided_attention import two_sided_attention  # noqa: F401
 
@@ -157,14 +157,18 @@ class LionPreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
             if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(module.bias)
+            if hasattr(module, "initial_bias"):
+                module.bias.copy_(torch.tensor(module.initial_bias))
             if getattr(module, "padding_idx", None) is not None:
                 nn.init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             nn.init.ones_(module.weight)
             if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(module.bias)
-        # transformers 5 calls this only for modules with parameters of their own.
-        if hasattr(module, "init_parameters"):
+        elif isinstance(module, nn.Conv1d):  # a short convolution starts as the identity
+            nn.init.zeros_(module.weight)
+            nn.init.ones_(module.weight[..., module.kernel_size[0] // 2])
+        elif isinstance(module, Mixer):  # transformers 5 omits mixers without parameters of their own
             module.init_parameters()
 
 
