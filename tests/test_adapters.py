@@ -153,7 +153,7 @@ def test_a_modernbert_written_by_transformers_5_is_read(tmp_path):
     expected = read_folder(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for name in ("global_attn_every_n_layers", "global_rope_theta", "local_rope_theta"):
-        del config[name]
+        config.pop(name, None)
     config["layer_types"] = ["full_attention"] * 3
     config["rope_parameters"] = {"full_attention": {"rope_type": "default", "rope_theta": 160000.0}}
     (tmp_path / "config.json").write_text(json.dumps(config))

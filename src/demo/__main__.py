@@ -13,6 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -109,6 +110,7 @@ class Demo:
         self.exported = out / "exported"
         self.yamls: dict[str, Path] = {}  # name of a model → its config
         self.filled = ""
+        self.lock = threading.Lock()  # of --jobs
         self.seconds: dict[str, float] = {}
 
     def name(self, model: str) -> str:
@@ -161,8 +163,9 @@ class Demo:
     def precision(self, config: Sequence[str] = ()) -> list[str]:
         """Return the precision as an argument. It is chosen once, so that a resumed run keeps it."""
         path = self.out / "precision"
-        if not path.exists():
-            write_atomically(path, choose_precision(config, self.options.vocab_size) or "")
+        with self.lock:
+            if not path.exists():
+                write_atomically(path, choose_precision(config, self.options.vocab_size) or "")
         return [f"precision={precision}"] if (precision := path.read_text()) else []
 
     def train(self, model: str, number: int) -> None:
