@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import ROOT, TINY_MODEL, run, sentences, write_jsonl
+from conftest import TINY_MODEL, sentences, write_jsonl
 
 from src.checkpoints.reading import read_folder
 from src.errors import UserError
@@ -60,17 +60,16 @@ def test_spread_horizons_see_further():
     assert far["shares"][10][0] > 0.2 > near["shares"][10][0]
 
 
-def test_the_command_measures_a_hub_folder(folder, tmp_path):
+def test_the_command_measures_a_hub_folder(folder, tmp_path, capsys):
     data = write_jsonl(tmp_path / "data.jsonl", sentences(40))
     out = tmp_path / "out" / "horizons"
-    given = ["--checkpoint", folder, "--data_files", data, "--length", 120, "--out", out]
-    done = run("src/horizons/__main__.py", *given, PYTHONPATH=str(ROOT))  # as python -m src.horizons
-    assert done.returncode == 0, done.stderr
+    main(["--checkpoint", str(folder), "--data_files", str(data), "--length", "120", "--out", str(out)])
+    printed = capsys.readouterr().out
     result = json.loads((out / "horizons.json").read_text())
     assert result["length"] == 120 and result["rows"] == 4 and result["shares"].keys() == {"10", "100"}
     assert len(result["horizons"]) == read_folder(folder).config.num_hidden_layers
     assert (out / "horizons.png").read_bytes().startswith(b"\x89PNG")
-    assert "gradient relative to a token's own" in done.stdout and str(out / "horizons.png") in done.stdout
+    assert "gradient relative to a token's own" in printed and str(out / "horizons.png") in printed
 
 
 @pytest.mark.parametrize(

@@ -128,3 +128,17 @@ def test_a_run_starts_from_a_checkpoint_of_the_papers_authors(tmp_path, write_co
     with torch.no_grad():
         logits = model(**inputs).logits
     torch.testing.assert_close(logits[real], tensors["out.mlm_logits"][real], atol=1e-5, rtol=1e-5)
+
+
+def test_the_slower_heads_of_a_start_are_widened_unless_a_run_resumes(folder, tmp_path, write_config, caplog):
+    start = {"pretrained_checkpoint": str(folder), "decay_horizon": [8, 512]}
+    run = task(write_config(tmp_path, model=start))
+    expected = load_file(folder / "model.safetensors")
+    with caplog.at_level("INFO"):
+        widened, resumed = (run.build_model(checkpoint).model for checkpoint in (None, folder))
+    assert caplog.text.count("at most to 512 tokens") == 1
+    for name, tensor in expected.items():
+        assert torch.equal(resumed.state_dict()[name], tensor)
+        assert torch.equal(widened.state_dict()[name], tensor) == (name != "lion.layers.0.attention.decay.bias")
+    wider = widened.lion.layers[0].attention.decay.bias - expected["lion.layers.0.attention.decay.bias"]
+    assert sorted(wider.sign().tolist()) == [-1, 0]  # of two heads, the slower one

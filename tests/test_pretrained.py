@@ -101,26 +101,6 @@ def test_pretraining_starts_from_a_hugging_face_bert_with_a_new_head(tmp_path, w
     assert torch.equal(trained["model.lion.layers.0.mlp_in.weight"], bert.encoder.layer[0].intermediate.dense.weight)
 
 
-def test_a_start_gets_wider_horizons_once(folder, tmp_path, write_config):
-    start = {"pretrained_checkpoint": str(folder), "decay_horizon": [8, 512]}
-    config = write_config(tmp_path, model=start, max_duration="1ba", loggers={})
-    frozen = ["optimizer.lr=0", "optimizer.weight_decay=0"]
-    result = run("main.py", config, *frozen)
-    assert result.returncode == 0, result.stderr
-    assert "at most to 512 tokens" in result.stderr
-    name = "lion.layers.0.attention.decay.bias"
-    expected, trained = (
-        read_pretrained(str(path), "key").weights for path in (folder, tmp_path / "run" / "latest-rank0.pt")
-    )
-    wider = trained[name] - expected[name]
-    assert sorted(wider.sign().tolist()) == [-1, 0]  # of two heads, the slower one
-    assert all(torch.equal(trained[part], tensor) for part, tensor in expected.items() if part != name)
-    prolonged = run("main.py", config, *frozen, "max_duration=2ba")
-    assert "resuming from step 1" in prolonged.stderr and "512 tokens" not in prolonged.stderr
-    resumed = read_pretrained(str(tmp_path / "run" / "latest-rank0.pt"), "key").weights
-    assert torch.equal(resumed[name], trained[name])
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
