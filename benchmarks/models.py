@@ -9,7 +9,9 @@ from src.lion import LionConfig, LionForMaskedLM, LionModel
 from src.lion.mixers import MIXERS
 
 BERT, MODERN_BERT = "Hugging Face BERT", "Hugging Face ModernBERT"
-LINEAR = tuple(name for name, mixer in MIXERS.items() if mixer.has_states)
+# Mixer and options, as in yamls/pretrain.
+PLUS = {"lion-s-plus": ("lion-s", {"position_embedding": "rope", "decay_horizon": [2, 256]})}
+LINEAR = (*(name for name, mixer in MIXERS.items() if mixer.has_states), *PLUS)
 MODELS = (BERT, MODERN_BERT, "softmax", *LINEAR)
 VOCABULARY = 30528
 HYDRA_LAYERS = {12: 23, 24: 45}  # of base and large size, for those of BERT
@@ -58,7 +60,8 @@ def build(
         config = ModernBertConfig(**sizes, **dropouts, **tokens, **options)
         return (ModernBertForMaskedLM if masked_lm else ModernBertModel)(config)
     dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": None if name == "hydra" else dropout}
-    config = LionConfig(**sizes, **dropouts, mixer=name, attention_form=form)
+    mixer, options = PLUS.get(name, (name, {}))
+    config = LionConfig(**sizes, **dropouts, **options, mixer=mixer, attention_form=form)
     return (LionForMaskedLM if masked_lm else LionModel)(config)
 
 

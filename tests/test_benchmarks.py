@@ -47,6 +47,7 @@ def test_a_benchmark_writes_a_table_and_its_numbers(name, tmp_path):
         assert (tmp_path / f"{stem}.png").stat().st_size > 1000
     else:
         names = ["Hugging Face BERT", "Hugging Face ModernBERT", "softmax", "lion-lit", "lion-d", "lion-s", "hydra"]
+        names.append("lion-s-plus")
         assert [row["model"] for row in written["rows"]] == names
         assert all(row["ms"] > 0 and row["floor_ms"] > 0 for row in written["rows"])
         assert (tmp_path / f"{stem}.png").stat().st_size > 1000

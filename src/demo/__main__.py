@@ -31,7 +31,7 @@ from src.files import LATEST, write_atomically
 from src.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = ("lion-lit-tiny", "lion-d-tiny", "lion-s-tiny", "hydra-tiny", "bert-tiny")
+MODELS = ("lion-lit-tiny", "lion-d-tiny", "lion-s-tiny", "lion-s-plus-tiny", "hydra-tiny", "bert-tiny")
 FROM_SCRATCH = "-from-scratch"  # suffix of fine-tuning runs without pretraining
 MAX_SEQ_LEN = 32  # of yamls/pretrain/tiny.yaml
 SEEDS = (17, 19)  # of the first run: pretraining, fine-tuning
