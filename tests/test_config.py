@@ -62,7 +62,7 @@ def test_the_model_of_every_pretraining_yaml_can_be_built(path, tokenizer):
     config = pretrain(path)
     model = build_lion_config(config.model, tokenizer, config.max_seq_len)
     family = path.stem.split("-")
-    own = {"bert": "softmax", "hydra": "hydra"}
+    own = {"bert": "softmax", "modern": "softmax", "hydra": "hydra"}
     assert model.mixer == own.get(family[0], "-".join(family[:2]))
     assert model.vocab_size % 8 == 0
     assert model.vocab_size >= len(tokenizer)

@@ -202,7 +202,7 @@ def test_recomputing_layers_in_the_backward_pass_changes_nothing(finished, tmp_p
     from src.lion.mixers import Attention
 
     calls, project = [], Attention.project
-    monkeypatch.setattr(Attention, "project", lambda self, x: calls.append(self.training) or project(self, x))
+    monkeypatch.setattr(Attention, "project", lambda self, *x: calls.append(self.training) or project(self, *x))
     for name, again in (("once", False), ("twice", True)):
         calls.append(name)
         main.main(

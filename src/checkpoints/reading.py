@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer, BertModel, ModernBertForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, BertModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from src import lion
 from src.checkpoints.adapters import (
@@ -171,17 +171,21 @@ def read_folder(folder: Path) -> Checkpoint:
 
 
 def _read_bert(folder: Path) -> Checkpoint:
-    model, missing = _load(BertModel, folder, "BERT", may_lack="pooler.")
+    model, missing = _load(BertModel, folder, "BERT")
     if model.config.position_embedding_type != "absolute" or model.config.is_decoder:
         raise UserError(f"{folder} is not a plain BERT, but a decoder or one with relative positions; give another")
+    _check_complete(folder, "BERT", missing, may_lack="pooler.")
     config = config_from_published(model.config.to_dict(), str(folder))
     weights = {f"bert.{name}": t for name, t in model.state_dict().items() if name not in missing}
     return Checkpoint(folder, "LionForMaskedLM", config, state_dict_from_published(weights, config))
 
 
 def _read_modernbert(folder: Path) -> Checkpoint:
+    from transformers import ModernBertForMaskedLM  # whose import starts processes that compile
+
     of_head = ("head.", "decoder.")  # both, or neither
-    model, missing = _load(ModernBertForMaskedLM, folder, "ModernBERT", may_lack=of_head)
+    model, missing = _load(ModernBertForMaskedLM, folder, "ModernBERT")
+    _check_complete(folder, "ModernBERT", missing, may_lack=of_head)
     config = config_from_modernbert(model.config.to_dict(), str(folder))
     weights = {name: t for name, t in model.state_dict().items() if not (missing and name.startswith(of_head))}
     return Checkpoint(folder, "LionForMaskedLM", config, state_dict_from_modernbert(weights))
@@ -190,16 +194,18 @@ def _read_modernbert(folder: Path) -> Checkpoint:
 READERS = {"bert": _read_bert, "modernbert": _read_modernbert}
 
 
-def _load(kind: type, folder: Path, name: str, may_lack: str | tuple[str, ...]) -> tuple[PreTrainedModel, list[str]]:
+def _load(kind: type, folder: Path, name: str) -> tuple[PreTrainedModel, list[str]]:
     """Load a model of transformers. Return it and the weights that the folder lacks. Raises UserError."""
     try:
         model, info = kind.from_pretrained(folder, output_loading_info=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{folder} cannot be read as a {name} ({first_line(error)}); copy it again") from None
-    missing = sorted(info["missing_keys"])
+    return model, sorted(info["missing_keys"])
+
+
+def _check_complete(folder: Path, name: str, missing: list[str], may_lack: str | tuple[str, ...]) -> None:
     if needed := [part for part in missing if not part.startswith(may_lack)]:
         raise UserError(f"{folder} lacks weights of {name}: {', '.join(needed)}")
-    return model, missing
 
 
 def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str) -> None:
