@@ -18,15 +18,16 @@ def print_comparison(out: Path, runs: Mapping[str, Sequence[str]]) -> None:
 
     models = {model: [read(out, name) for name in names] for model, names in runs.items()}
     first = next(iter(models.values()))[0]
+    tasks = shared_tasks(models)
     base = mean(run["seconds"] for run in models[BASE]) if BASE in models else None
-    lines = [["model", "parameters", "masked accuracy", *first["tasks"], "training time"]]
+    lines = [["model", "parameters", "masked accuracy", *tasks, "training time"]]
     for model, results in models.items():
-        scores = [spread([run["tasks"][task]["score"] for run in results]) for task in first["tasks"]]
+        scores = [spread([run["tasks"][task]["score"] for run in results]) for task in tasks]
         seconds = [run["seconds"] for run in results]
         time = f"{mean(seconds):,.0f} s" if base is None else f"×{mean(seconds) / base:.2f}"
         accuracy = spread([run["accuracy"] for run in results])
         lines.append([model, f"{results[0]['parameters']:,}", f"{accuracy}%", *scores, time])
-    majority = (f"{task['majority']:.2f}" for task in first["tasks"].values())
+    majority = (f"{first['tasks'][task]['majority']:.2f}" for task in tasks)
     lines.append(["*baseline*", "-", f"{first['most_frequent_token']:.2f}%", *majority, "-"])
     count = len(next(iter(runs.values())))
     deviation = f"Mean ± standard deviation of {count} seeds. " if count > 1 else ""
@@ -54,6 +55,12 @@ def read(out: Path, name: str) -> dict[str, Any]:
     }
 
 
+def shared_tasks(models: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
+    """Return the tasks that every run was fine-tuned on."""
+    first, *others = (run["tasks"] for runs in models.values() for run in runs)
+    return [task for task in first if all(task in tasks for tasks in others)]
+
+
 def spread(values: Sequence[float]) -> str:
     """Return mean ± standard deviation."""
     return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
@@ -63,9 +70,8 @@ def draw(models: Mapping[str, Sequence[dict[str, Any]]], picture: Path) -> None:
     """Draw one plot for masked accuracy, each task and time: a bar per model and a dot per seed."""
     from src import plots
 
-    first = next(iter(models.values()))[0]
     measures = {"masked accuracy, %": lambda run: run["accuracy"]}
-    measures |= {task: lambda run, task=task: run["tasks"][task]["score"] for task in first["tasks"]}
+    measures |= {task: lambda run, task=task: run["tasks"][task]["score"] for task in shared_tasks(models)}
     measures["seconds of pretraining"] = lambda run: run["seconds"]
     figure, axes = plots.subplots(columns=len(measures), width=3.5)
     for axis, (title, measure) in zip(axes[0], measures.items()):
