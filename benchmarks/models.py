@@ -1,20 +1,33 @@
 """The encoders to compare: ours, and Hugging Face's BERT and ModernBERT, equally deep and about as large. A layer of
 Hydra has no MLP and is about half of another's, so Hydra has about twice as many."""
 
+import argparse
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
 
+from src.config import read_file
 from src.lion import LionConfig, LionForMaskedLM, LionModel
 from src.lion.mixers import MIXERS
 
 BERT, MODERN_BERT = "Hugging Face BERT", "Hugging Face ModernBERT"
-# Mixer and options, as in yamls/pretrain.
-PLUS = {"lion-s-plus": ("lion-s", {"position_embedding": "rope", "decay_horizon": [2, 256]})}
-LINEAR = (*(name for name, mixer in MIXERS.items() if mixer.has_states), *PLUS)
+PLUS = "lion-s-plus"
+PRETRAIN = Path(__file__).resolve().parents[1] / "yamls/pretrain"
+LINEAR = (*(name for name, mixer in MIXERS.items() if mixer.has_states), PLUS)
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+SIZES += ("hidden_dropout_prob", "attention_probs_dropout_prob")  # the benchmark's, not a config's
 MODELS = (BERT, MODERN_BERT, "softmax", *LINEAR)
 VOCABULARY = 30528
 HYDRA_LAYERS = {12: 23, 24: 45}  # of base and large size, for those of BERT
+
+
+def model_name(name: str) -> str:
+    """Return `name`, an argument, if it is one of MODELS or an existing pretraining config."""
+    if name not in MODELS and not (name.endswith(".yaml") and Path(name).is_file()):
+        raise argparse.ArgumentTypeError(f"{name!r} must be a pretraining config or one of {', '.join(MODELS)}")
+    return name
 
 
 def layer_count(name: str, layers: int) -> int:
@@ -29,6 +42,17 @@ def describe(names: Iterable[str], layers: int, hidden: int) -> str:
         return f"{layer_count('hydra', layers)} layers of {hidden}"
     hydra = f" ({layer_count('hydra', layers)} in hydra)" if "hydra" in names else ""
     return f"{layers} layers{hydra} of {hidden}"
+
+
+def lion_arguments(name: str, hidden: int) -> dict:
+    """Return the arguments of LionConfig that make the model `name`: its mixer, or those of its config but the sizes.
+    An MLP that is narrower than BERT's stays so in proportion."""
+    if name != PLUS and not name.endswith(".yaml"):
+        return {"mixer": name}
+    given = OmegaConf.to_container(read_file(PRETRAIN / f"{PLUS}-base.yaml" if name == PLUS else Path(name)))["model"]
+    config = LionConfig(**given)
+    width = config.intermediate_size and config.intermediate_size * hidden // config.hidden_size
+    return {key: value for key, value in given.items() if key not in SIZES} | {"intermediate_size": width}
 
 
 def bert_sizes(name: str, layers: int, hidden: int) -> dict[str, int]:
@@ -60,8 +84,7 @@ def build(
         config = ModernBertConfig(**sizes, **dropouts, **tokens, **options)
         return (ModernBertForMaskedLM if masked_lm else ModernBertModel)(config)
     dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": None if name == "hydra" else dropout}
-    mixer, options = PLUS.get(name, (name, {}))
-    config = LionConfig(**sizes, **dropouts, **options, mixer=mixer, attention_form=form)
+    config = LionConfig(**{**sizes, **dropouts, **lion_arguments(name, hidden)}, attention_form=form)
     return (LionForMaskedLM if masked_lm else LionModel)(config)
 
 

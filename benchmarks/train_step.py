@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure
-from benchmarks.models import BERT, MODELS, MODERN_BERT, VOCABULARY, build, compile_layers, describe
+from benchmarks.models import BERT, MODELS, MODERN_BERT, VOCABULARY, build, compile_layers, describe, model_name
 from src import cli, plots
 from src.lion.cpu import keep_freed_memory
 
@@ -27,7 +27,8 @@ from src.lion.cpu import keep_freed_memory
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS, help="(default: all)")
+    about = "names, or pretraining configs, whose options are taken and whose sizes are not (default: all names)"
+    parser.add_argument("--models", nargs="+", default=MODELS, type=model_name, metavar="NAME", help=about)
     parser.add_argument("--batch", type=int, help="texts per step (default: 8 on a CPU, 128 on a GPU)")
     parser.add_argument("--length", type=int, default=128, help="tokens per text (default: 128)")
     parser.add_argument("--layers", type=int, default=12, help="(default: 12, that is 23 in hydra)")
@@ -56,6 +57,7 @@ def main(argv: list[str]) -> None:
     steps = {name: step for name, step in steps.items() if step}
     print(f"{a.rounds} rounds of {len(steps)} steps …", file=sys.stderr, flush=True)
     times = measure.interleaved(steps, a.device, a.rounds, 600, failed)
+    times = {Path(name).stem if name.endswith(".yaml") else name: seconds for name, seconds in times.items()}
     floor = least_seconds(a)
     rows = [{"model": name, "ms": 1000 * seconds, "floor_ms": 1000 * floor} for name, seconds in times.items()]
     rows += [{"model": name, "error": error} for name, error in failed.items()]

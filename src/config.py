@@ -88,7 +88,7 @@ def load(schema: type[Config], script: str, argv: list[str], example: str = "", 
     if malformed := [pair for pair in overrides if "=" not in pair]:
         raise UserError(f"{malformed[0]!r} must have the form key=value")
     try:
-        given = OmegaConf.to_container(OmegaConf.merge(_read(Path(path)), OmegaConf.from_dotlist(overrides)))
+        given = OmegaConf.to_container(OmegaConf.merge(read_file(Path(path)), OmegaConf.from_dotlist(overrides)))
         _check_keys(given, schema)
         config = OmegaConf.merge(OmegaConf.structured(schema), _expand_home(given))
         if missing := [name for name, value in _flatten(OmegaConf.to_container(config)).items() if value == REQUIRED]:
@@ -108,8 +108,8 @@ def load(schema: type[Config], script: str, argv: list[str], example: str = "", 
     return config
 
 
-def _read(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
-    """Read a YAML file and merge it over the one it inherits."""
+def read_file(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
+    """Return a YAML file merged over the one that it inherits. Raises UserError."""
     try:
         if not path.is_file():
             raise UserError(f"{path} is not a file; give the path of a YAML config, e.g. one in yamls/")
@@ -126,7 +126,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
         raise UserError(f"{path}: inherit must name one file, not {base}")
     if path.resolve() in seen:
         raise UserError(f"{path} inherits itself; remove one `inherit:`")
-    return OmegaConf.merge(_read(path.parent / base, (*seen, path.resolve())), config)
+    return OmegaConf.merge(read_file(path.parent / base, (*seen, path.resolve())), config)
 
 
 def _check_keys(given: dict[str, Any], schema: type) -> None:

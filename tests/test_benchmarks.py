@@ -3,6 +3,7 @@
 import importlib
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,11 @@ SMALL = {
         "--models 'Hugging Face BERT' softmax lion-s-plus hydra --lengths 16 40 --batch 1 2 --layers 1 --hidden 64 "
         "--rounds 1 --dtype bfloat16", "inference-cpu-bfloat16",
     ),
-    "train_step": (f"{STEP} --rounds 1 --precision amp_bf16", "train-step-cpu-amp_bf16"),
+    "train_step": (
+        "--models 'Hugging Face BERT' 'Hugging Face ModernBERT' softmax hydra yamls/ablation/lion-d-rope.yaml "
+        f"{STEP} --rounds 1 --precision amp_bf16",
+        "train-step-cpu-amp_bf16",
+    ),
 }  # fmt: skip
 
 
@@ -48,8 +53,7 @@ def test_a_benchmark_writes_a_table_and_its_numbers(name, tmp_path):
         assert any(row["peak_mib"] > 0 for row in written["rows"])
         assert (tmp_path / f"{stem}.png").stat().st_size > 1000
     else:
-        names = ["Hugging Face BERT", "Hugging Face ModernBERT", "softmax", "lion-lit", "lion-d", "lion-s", "hydra"]
-        names.append("lion-s-plus")
+        names = ["Hugging Face BERT", "Hugging Face ModernBERT", "softmax", "hydra", "lion-d-rope"]
         assert [row["model"] for row in written["rows"]] == names
         assert all(row["ms"] > 0 and row["floor_ms"] > 0 for row in written["rows"])
         assert (tmp_path / f"{stem}.png").stat().st_size > 1000
@@ -112,13 +116,17 @@ def test_the_kernels_do_not_compute_hydra():
     assert all("hydra" in operator.variants(form, "cpu") for form in operator.FORMS["cpu"])
 
 
-def test_hydra_is_about_as_large_as_the_others():
+def test_the_models_and_the_configs_of_the_ablation_are_about_as_large_as_each_other():
+    configs = [str(path) for path in Path(__file__).parents[1].glob("yamls/ablation/*.yaml")]
     with torch.device("meta"):
         sizes = {
             name: sum(x.numel() for x in models.build(name, 12, 768, 128, dropout=0.1).parameters())
-            for name in models.MODELS
+            for name in (*models.MODELS, *configs)
         }
         hydra = models.build("hydra", 24, 1024, 128).config
+        gate = models.build(next(name for name in configs if name.endswith("-gate.yaml")), 12, 768, 128).config
+    assert configs and all(sizes[name] == pytest.approx(sizes["lion-s"], rel=0.02) for name in configs)
+    assert gate.value_gate and (gate.hidden_size, gate.intermediate_size) == (768, 2688)
     assert hydra.num_hidden_layers == 45 and hydra.num_attention_heads == 32
     assert all(size == pytest.approx(sizes["softmax"], rel=0.05) for size in sizes.values())
     assert models.describe(["lion-s", "hydra"], 12, 768) == "12 layers (23 in hydra) of 768"
