@@ -67,7 +67,8 @@ def test_the_command_measures_a_hub_folder(folder, tmp_path, capsys):
     printed = capsys.readouterr().out
     result = json.loads((out / "horizons.json").read_text())
     assert result["length"] == 120 and result["rows"] == 4 and result["shares"].keys() == {"10", "100"}
-    assert len(result["horizons"]) == read_folder(folder).config.num_hidden_layers
+    assert len(result["horizons"]) == len(result["initial_horizons"]) == read_folder(folder).config.num_hidden_layers
+    assert result["horizons"] != result["initial_horizons"]
     assert (out / "horizons.png").read_bytes().startswith(b"\x89PNG")
     assert "gradient relative to a token's own" in printed and str(out / "horizons.png") in printed
 

@@ -2,10 +2,11 @@
 
     python -m src.horizons --checkpoint runs/lion-s-base/latest-rank0.pt --data_files 'texts/*.txt' --out horizons
 
-A head's horizon is −1 / mean(log λ): after so many tokens, its decay leaves 1/e of a state. The share of an output from
-beyond a distance d is Σ |A_ij|·‖v_j‖ over the keys with |i − j| > d, divided by the sum over all keys, where A is the
-head's matrix and v are its values. The gradient at a distance is that of the first token's final state with respect to
-the embedding of the token at that distance, relative to the gradient with respect to its own.
+A head's horizon is −1 / mean(log λ): after so many tokens, its decay leaves 1/e of a state. The picture also shows the
+horizons of a new model with the same configuration, which is how training began, or would have. The share of an output
+from beyond a distance d is Σ |A_ij|·‖v_j‖ over the keys with |i − j| > d, divided by the sum over all keys, where A is
+the head's matrix and v are its values. The gradient at a distance is that of the first token's final state with respect
+to the embedding of the token at that distance, relative to the gradient with respect to its own.
 """
 
 import argparse
@@ -61,7 +62,9 @@ def main(argv: list[str]) -> None:
     rows = list(itertools.islice(token_rows(texts, tokenizer, length), options.rows))
     if not rows:
         raise UserError(f"--data_files hold fewer than {length} tokens; give more text, or a smaller --length")
+    new = LionModel(read.config, add_pooling_layer=False).eval()
     result = {"checkpoint": options.checkpoint, "length": length, "rows": len(rows), **measure(model, rows)}
+    result["initial_horizons"] = measure(new, rows[:1])["horizons"]
     options.out.mkdir(parents=True, exist_ok=True)
     write_json(options.out / "horizons.json", result)
     draw(result, options.out / "horizons.png")

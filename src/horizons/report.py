@@ -22,8 +22,12 @@ def text(result: dict[str, Any]) -> str:
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw horizons per layer and head, and shares per layer."""
     figure, axes = plots.subplots(1, 2, result["checkpoint"])
-    for number, horizons in enumerate(result["horizons"], 1):
-        axes[0, 0].plot([number] * len(horizons or ()), horizons or (), "o", alpha=0.6, color=plots.OTHERS[0])
+    tint = plots.OTHERS[-1]
+    series = (("initial_horizons", "before training", "none", -0.1), ("horizons", "after training", tint, 0.1))
+    for name, label, fill, shift in series:
+        points = [(layer + shift, x) for layer, horizons in enumerate(result[name], 1) for x in horizons or ()]
+        if points:
+            axes[0, 0].plot(*zip(*points), "o", alpha=0.6, color=tint, markerfacecolor=fill, label=label)
     plots.label_axes(axes[0, 0], "horizon per head", "layer", "tokens")
     axes[0, 0].set_yscale("log")
     axes[0, 0].yaxis.set_major_formatter("{x:,g}")
