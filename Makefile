@@ -3,6 +3,7 @@
 VENV  ?= .venv
 MODEL ?= lion-s-tiny
 SEEDS ?= 1
+JOBS  ?= 1
 # The first Python that the pinned packages support, 3.10 to 3.12; PYTHON=... overrides the search.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.10 python3 python; do \
 	command -v $$python >/dev/null 2>&1 && \
@@ -17,8 +18,8 @@ help:  ## list the targets
 demo: $(VENV)/installed  ## prepare text, pretrain, fine-tune, export and fill masks (MODEL=lion-d-tiny chooses another model)
 	$(VENV)/bin/python -m src.demo --model $(MODEL)
 
-compare: $(VENV)/installed  ## compare all mixers, trained for longer than the demo (SEEDS=3 trains each three times)
-	$(VENV)/bin/python -m src.demo --compare --seeds $(SEEDS) --out demo/compare --train_examples 12000 max_duration=92160sp
+compare: $(VENV)/installed  ## compare all mixers, trained for longer than the demo (SEEDS=3 trains each three times, JOBS=2 two at a time)
+	$(VENV)/bin/python -m src.demo --compare --seeds $(SEEDS) --jobs $(JOBS) --out demo/compare --train_examples 12000 max_duration=92160sp
 
 test: $(VENV)/installed  ## run all tests
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
     add("--models", nargs="+", metavar="NAME", help="with --compare: configs of yamls/pretrain, or paths of others")
     add("--seeds", type=int, default=1, help="with --compare: runs of each model (default: 1)")
     add("--pretrain_only", action="store_true", help="with --compare: omit the tasks")
-    add("--jobs", type=int, default=1, help="with --pretrain_only: runs at a time, which share the cores (default: 1)")
+    add("--jobs", type=int, default=1, help="with --compare: runs at a time, which share the cores (default: 1)")
     add("--data_files", nargs="+", metavar="GLOB", help="with --pretrain_only: your own text")
     add("--length", type=int, default=MAX_SEQ_LEN, help="with --pretrain_only: tokens of a row, documents end to end")
     add("overrides", nargs="*", metavar="key=value", help="changes to the pretraining config")
@@ -86,8 +86,8 @@ def main(argv: list[str]) -> None:
 
 
 NEEDED = {  # options → the one that they are for
-    "models": "compare", "seeds": "compare", "pretrain_only": "compare", "data_files": "pretrain_only",
-    "length": "pretrain_only", "jobs": "pretrain_only",
+    "models": "compare", "seeds": "compare", "jobs": "compare", "pretrain_only": "compare",
+    "data_files": "pretrain_only", "length": "pretrain_only",
 }  # fmt: skip
 
 
@@ -168,6 +168,13 @@ class Demo:
                 write_atomically(path, choose_precision(config, self.options.vocab_size) or "")
         return [f"precision={precision}"] if (precision := path.read_text()) else []
 
+    def share_cores(self) -> list[str]:
+        """Divide the cores among --jobs. Return arguments of a command that runs beside others."""
+        if self.options.jobs == 1:
+            return []
+        os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // self.options.jobs))
+        return ["progress_bar=false"]
+
     def train(self, model: str, number: int) -> None:
         self.pretrain(model, number)
         if not self.options.pretrain_only:
@@ -181,10 +188,7 @@ class Demo:
             config += [f"run_name={name}", f"seed={SEEDS[0] + number}"]
         if options.length != MAX_SEQ_LEN:
             config += [f"max_seq_len={options.length}", f"model.max_position_embeddings={options.length}"]
-        config += options.overrides
-        if options.jobs > 1:
-            config += ["progress_bar=false"]
-            os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // options.jobs))
+        config += [*options.overrides, *self.share_cores()]
         self.step(f"pretraining {name}", [], lambda: run(["main.py", *config, *self.precision(config)]))
 
     def finetune(self, model: str, number: int) -> None:
@@ -201,6 +205,7 @@ class Demo:
             for name in (model, f"{model}{FROM_SCRATCH}")
         )
         if self.options.compare:
+            pretrained += self.share_cores()
             return self.step(f"fine-tuning {model}", [], lambda: run(pretrained))
         baseline += ["from_scratch=true", "progress_bar=false"]
         action, option = ("verify", "--folder") if exported.exists() else ("export", "--out")

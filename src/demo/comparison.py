@@ -67,21 +67,21 @@ def spread(values: Sequence[float]) -> str:
 
 
 def draw(models: Mapping[str, Sequence[dict[str, Any]]], picture: Path) -> None:
-    """Draw one plot for masked accuracy, each task and time: a bar per model and a dot per seed."""
+    """Draw a plot for masked accuracy, each task and time: a row per model, with a dot per seed, mean and deviation."""
     from src import plots
 
     measures = {"masked accuracy, %": lambda run: run["accuracy"]}
     measures |= {task: lambda run, task=task: run["tasks"][task]["score"] for task in shared_tasks(models)}
     measures["seconds of pretraining"] = lambda run: run["seconds"]
-    figure, axes = plots.subplots(columns=len(measures), width=3.5)
+    figure, axes = plots.subplots(columns=len(measures), width=3.5, height=0.3 * len(models) + 1)
+    rows = range(len(models))
     for axis, (title, measure) in zip(axes[0], measures.items()):
-        values = {model: [measure(run) for run in runs] for model, runs in models.items()}
-        for number, (shade, (model, seeds)) in enumerate(zip(plots.colors(values), values.items())):
-            axis.bar(number, mean(seeds), 0.85, color=shade, alpha=0.85, label=model)
-            axis.plot([number] * len(seeds), seeds, "k.", markersize=4)
+        for row, (model, runs) in zip(rows, models.items()):
+            seeds = [measure(run) for run in runs]
+            deviation = stdev(seeds) if len(seeds) > 1 else None
+            axis.errorbar(mean(seeds), row, xerr=deviation, fmt="o", color=plots.color(model), capsize=3)
+            axis.plot(seeds, [row] * len(seeds), "k.", markersize=3)
         plots.label_axes(axis, title, "", "")
-        axis.set_xticks([])
-        if "seconds" not in title:  # the differences matter, and no score is near 0
-            lowest, highest = (f(value for seeds in values.values() for value in seeds) for f in (min, max))
-            axis.set_ylim(max(0, lowest - 0.5 * (highest - lowest) - 1), highest + 0.05 * (highest - lowest) + 0.5)
+        axis.set_yticks(rows, models if axis is axes[0, 0] else ["" for _ in rows])
+        axis.invert_yaxis()
     plots.save(figure, picture)
