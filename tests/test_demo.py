@@ -134,33 +134,35 @@ def test_a_second_run_uses_what_is_finished(demo):
 
 
 @pytest.mark.slow
-def test_configs_are_compared_on_ones_own_text_with_several_seeds(tmp_path):
+def test_horizons_are_compared_on_ones_own_text_with_several_seeds(tmp_path):
+    """By `benchmarks/horizons.py`, which runs `python -m src.demo --compare` with configs of its own."""
     write_corpus(tmp_path / "texts.jsonl")
-    (tmp_path / "lion-d-other.yaml").write_text(f"inherit: {ROOT}/yamls/pretrain/lion-d-tiny.yaml\nrun_name: other\n")
-    out = tmp_path / "out"
-    command = [
-        "--compare",
-        "--models",
-        str(tmp_path / "lion-d-other.yaml"),
-        *TINY,
-        "precision=fp32",
-        "--seeds",
-        "2",
-        "--jobs",
-        "2",
-    ]
-    command += ["--pretrain_only", "--data_files", str(tmp_path / "texts.jsonl"), "--length", "48", "--out", str(out)]
-    done = run_demo(*command, "--vocab_size", "200")
+    command = ["--mixers", "lion-d", "--starts", "2-to-L", "--lengths", "48", "--seeds", "2", "--jobs", "2"]
+    command += ["--data_files", "texts.jsonl", "--val_fraction", "0.1", "--vocab_size", "200", "--out", "out"]
+    script = str(ROOT / "benchmarks/horizons.py")
+    command = [sys.executable, script, *command, "--tokens", "8192", "eval_interval=2ba", *TINY[2:3], *TINY[5:]]
+    command.append("precision=fp32")
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
-    results = json.loads((out / "results.json").read_text())["lion-d-other"]
-    assert [run["run"] for run in results] == ["lion-d-other", "lion-d-other-seed-18"]
+    out = tmp_path / "out/48"
+    results = json.loads((out / "results.json").read_text())["lion-d-2-to-L"]
+    assert [run["run"] for run in results] == ["lion-d-2-to-L", "lion-d-2-to-L-seed-18"]
     assert results[0]["loss"] != results[1]["loss"]
-    assert re.search(r"lion-d-other +\| +[\d,]+ \| +\d+\.\d\d ± \d\.\d\d% \|", done.stdout)
-    config = (out / "pretrained/lion-d-other-seed-18/config.yaml").read_text()
-    assert "max_seq_len: 48\n" in config and "seed: 18\n" in config
+    assert re.search(r"lion-d-2-to-L +\| +[\d,]+ \| +\d+\.\d\d ± \d\.\d\d% \|", done.stdout)
+    config = (out / "pretrained/lion-d-2-to-L-seed-18/config.yaml").read_text()
+    assert "max_seq_len: 48\n" in config and "seed: 18\n" in config and "decay_horizon:\n  - 2\n  - 48\n" in config
     assert not (out / "finetuned").exists()
-    for picture in ("curves.png", "scores.png"):
-        assert (out / picture).read_bytes().startswith(b"\x89PNG")
+    samples = {}
+    for split in ("train", "val"):
+        index = json.loads((out / f"token-shards/{split}/index.json").read_text())
+        samples[split] = sum(shard["samples"] for shard in index["shards"])
+    assert 0.05 < samples["val"] / sum(samples.values()) < 0.15
+    rows = json.loads((tmp_path / "out/results.json").read_text())["rows"]
+    expected = [run["accuracy"] for run in results]
+    assert rows == [{"mixer": "lion-d", "start": "2-to-L", "length": 48, "accuracy": expected}]
+    assert re.search(r"\| lion-d \| +2 to L \| +\d+\.\d\d ± \d\.\d\d% \|", done.stdout)
+    for picture in (out / "curves.png", out / "scores.png", tmp_path / "out/results.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_comparison_has_means_deviations_and_times_relative_to_bert(tmp_path, capsys):
@@ -198,6 +200,7 @@ def test_passages_of_a_file_become_a_document(tmp_path):
         (["--compare", "--models", "nowhere.yaml"], "nowhere.yaml must be one of"),
         (["--compare", "--models", "lion-d-tiny", "lion-d-tiny"], "lion-d-tiny is named twice"),
         (["--seeds", "2"], "--seeds needs --compare"),
+        (["--compare", "--val_fraction", "0.1"], "--val_fraction needs --data_files"),
         (["--compare", "--length", "64"], "--length needs --pretrain_only"),
         (["--compare", "--seeds", "0"], "at least 1"),
     ],

@@ -54,6 +54,12 @@ def main(argv: list[str]) -> None:
     add("--pretrain_only", action="store_true", help="with --compare: omit the tasks")
     add("--jobs", type=int, default=1, help="with --compare: runs at a time, which share the cores (default: 1)")
     add("--data_files", nargs="+", metavar="GLOB", help="with --pretrain_only: your own text")
+    add(
+        "--val_fraction",
+        type=float,
+        default=VAL_FRACTION,
+        help="with --data_files: of it, to evaluate on (default: 0.04)",
+    )
     add("--length", type=int, default=MAX_SEQ_LEN, help="with --pretrain_only: tokens of a row, documents end to end")
     add("overrides", nargs="*", metavar="key=value", help="changes to the pretraining config")
     options = parser.parse_args(argv)
@@ -87,7 +93,7 @@ def main(argv: list[str]) -> None:
 
 NEEDED = {  # options → the one that they are for
     "models": "compare", "seeds": "compare", "jobs": "compare", "pretrain_only": "compare",
-    "data_files": "pretrain_only", "length": "pretrain_only",
+    "data_files": "pretrain_only", "length": "pretrain_only", "val_fraction": "data_files",
 }  # fmt: skip
 
 
@@ -148,7 +154,7 @@ class Demo:
         imports = functools.partial(importlib.import_module, "src.lion")  # for `choose_precision`
         self.step("tokenizer", [self.tokenizer / "tokenizer.json"], lambda: run(command, meanwhile=imports))
         missing = [split for split in ("train", "val") if not (self.shards / split).exists()]
-        convert = ["src/convert_dataset.py", *text, "--splits", *missing, "--val_fraction", VAL_FRACTION]
+        convert = ["src/convert_dataset.py", *text, "--splits", *missing, "--val_fraction", options.val_fraction]
         rows = "--concat_tokens" if joined else "--max_seq_len"
         convert += ["--tokenizer", self.tokenizer, rows, options.length, "--out_root", self.shards]
         label, title = None, "shards"
