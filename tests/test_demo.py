@@ -209,3 +209,18 @@ def test_a_mistake_is_named_before_anything_is_written(arguments, words, tmp_pat
     with pytest.raises(UserError, match=words):
         main([*arguments, "--out", str(tmp_path / "demo")])
     assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.parametrize(
+    ("prepared", "words"),
+    [
+        ({}, "prepared without --length; repeat that, or choose another --out"),
+        ({"length": 48}, "prepared with --length 48; repeat"),
+        ({"length": 64, "vocab_size": 200}, "prepared with --vocab_size 200; repeat"),
+    ],
+)
+def test_data_that_other_options_prepared_are_not_used(prepared, words, tmp_path):
+    usual = {"vocab_size": 8192, "length": None, "data_files": None, "val_fraction": VAL_FRACTION}
+    (tmp_path / "prepared.json").write_text(json.dumps(usual | prepared))
+    with pytest.raises(UserError, match=words):
+        main(["--compare", "--pretrain_only", "--length", "64", "--out", str(tmp_path)])

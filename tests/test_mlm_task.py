@@ -142,3 +142,6 @@ def test_the_slower_heads_of_a_start_are_widened_unless_a_run_resumes(folder, tm
         assert torch.equal(widened.state_dict()[name], tensor) == (name != "lion.layers.0.attention.decay.bias")
     wider = widened.lion.layers[0].attention.decay.bias - expected["lion.layers.0.attention.decay.bias"]
     assert sorted(wider.sign().tolist()) == [-1, 0]  # of two heads, the slower one
+    widened.config.save_pretrained(folder)  # as of a model trained with this horizon
+    again = run.build_model(None).model
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in expected.items())

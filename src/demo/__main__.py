@@ -27,7 +27,7 @@ from src.demo import tasks
 from src.demo.comparison import print_comparison
 from src.demo.corpus import build_corpus, join_documents
 from src.errors import UserError
-from src.files import LATEST, write_atomically
+from src.files import LATEST, check_writable, write_atomically, write_json
 from src.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +36,7 @@ FROM_SCRATCH = "-from-scratch"  # suffix of fine-tuning runs without pretraining
 MAX_SEQ_LEN = 32  # of yamls/pretrain/tiny.yaml
 SEEDS = (17, 19)  # of the first run: pretraining, fine-tuning
 TRIAL_STEPS = 6  # per precision, after one to warm up
+PREPARING = ("vocab_size", "length", "data_files", "val_fraction")  # options that the data depend on
 VAL_FRACTION = 0.04  # enough validation text for a thousand examples of each task
 IS_VALIDATION = functools.partial(is_validation, fraction=VAL_FRACTION)
 
@@ -60,7 +61,11 @@ def main(argv: list[str]) -> None:
         default=VAL_FRACTION,
         help="with --data_files: of it, to evaluate on (default: 0.04)",
     )
-    add("--length", type=int, default=MAX_SEQ_LEN, help="with --pretrain_only: tokens of a row, documents end to end")
+    add(
+        "--length",
+        type=int,
+        help="with --pretrain_only: tokens of a row, documents end to end (default: 32, truncated)",
+    )
     add("overrides", nargs="*", metavar="key=value", help="changes to the pretraining config")
     options = parser.parse_args(argv)
     options.overrides += [name for name in options.models or () if "=" in name]  # which follow the names
@@ -68,11 +73,12 @@ def main(argv: list[str]) -> None:
         if getattr(options, name) != parser.get_default(name) and not getattr(options, needed):
             raise UserError(f"--{name} needs --{needed}; add it")
     for name, least in (("seeds", 1), ("jobs", 1), ("length", 3)):
-        if (value := getattr(options, name)) < least:
+        if (value := getattr(options, name)) is not None and value < least:
             raise UserError(f"--{name} {value} must be at least {least}")
     demo = Demo(options)
     names = [name for name in options.models or MODELS if "=" not in name] if options.compare else [options.model]
     models = [demo.name(name) for name in names]
+    demo.check_prepared()
     demo.prepare_data()
     with ThreadPoolExecutor(options.jobs) as pool:
         rounds = [[pool.submit(demo.train, model, number) for model in models] for number in range(options.seeds)]
@@ -85,8 +91,10 @@ def main(argv: list[str]) -> None:
                     print_comparison(options.out, runs)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in RUNNING:
-                process.terminate()
+            with STARTING:
+                STOPPING.set()
+                for process in RUNNING:
+                    process.terminate()
             raise
     demo.print_end(models)
 
@@ -98,6 +106,7 @@ NEEDED = {  # options → the one that they are for
 
 
 RUNNING: set[subprocess.Popen] = set()
+STARTING, STOPPING = threading.Lock(), threading.Event()  # once stopping, no process starts
 
 
 def run_name(model: str, number: int) -> str:
@@ -139,9 +148,22 @@ class Demo:
             action()
         self.seconds[title] = time.monotonic() - start
 
+    def check_prepared(self) -> None:
+        """Raise UserError if `--out` holds data that were prepared with other options."""
+        path, now = self.out / "prepared.json", {name: getattr(self.options, name) for name in PREPARING}
+        before = json.loads(path.read_text()) if path.exists() else now
+        if changed := [name for name in PREPARING if before[name] != now[name]]:
+            name, value = changed[0], before[changed[0]]
+            was = f"without --{name}" if value is None else f"with --{name} {value}"
+            raise UserError(f"the data in {self.out} were prepared {was}; repeat that, or choose another --out")
+        check_writable("--out", self.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_json(path, now)
+
     def prepare_data(self) -> None:
+        """Make the tokenizer, the shards and, unless only pretraining is wanted, the labelled tasks."""
         options, corpus, outputs = self.options, self.corpus, []
-        joined = options.length != MAX_SEQ_LEN or options.data_files
+        joined = options.length or options.data_files
         if options.data_files:
             text = ["--data_files", *find_files(options.data_files)]
         else:
@@ -156,7 +178,7 @@ class Demo:
         missing = [split for split in ("train", "val") if not (self.shards / split).exists()]
         convert = ["src/convert_dataset.py", *text, "--splits", *missing, "--val_fraction", options.val_fraction]
         rows = "--concat_tokens" if joined else "--max_seq_len"
-        convert += ["--tokenizer", self.tokenizer, rows, options.length, "--out_root", self.shards]
+        convert += ["--tokenizer", self.tokenizer, rows, options.length or MAX_SEQ_LEN, "--out_root", self.shards]
         label, title = None, "shards"
         if not options.pretrain_only:
             title = "shards, labelled tasks"
@@ -192,7 +214,7 @@ class Demo:
         config += [f"data_local={self.shards}", f"tokenizer_name={self.tokenizer}"]
         if number:
             config += [f"run_name={name}", f"seed={SEEDS[0] + number}"]
-        if options.length != MAX_SEQ_LEN:
+        if options.length not in (None, MAX_SEQ_LEN):
             config += [f"max_seq_len={options.length}", f"model.max_position_embeddings={options.length}"]
         config += [*options.overrides, *self.share_cores()]
         self.step(f"pretraining {name}", [], lambda: run(["main.py", *config, *self.precision(config)]))
@@ -309,8 +331,11 @@ def run(*commands: Sequence[object], meanwhile: Callable[[], None] | None = None
         words = [str(word).removeprefix(f"{ROOT}/") for word in command]
         print(f"$ python {' '.join(words)}", flush=True)
         program = [str(ROOT / word) if word.endswith((".py", ".yaml")) else word for word in words]
-        processes.append(subprocess.Popen([sys.executable, *program]))
-        RUNNING.add(processes[-1])
+        with STARTING:
+            if STOPPING.is_set():
+                raise SystemExit(1)
+            processes.append(subprocess.Popen([sys.executable, *program]))
+            RUNNING.add(processes[-1])
     try:
         if meanwhile is not None:
             meanwhile()

@@ -3,7 +3,7 @@
     python -m src.horizons --checkpoint runs/lion-s-base/latest-rank0.pt --data_files 'texts/*.txt' --out horizons
 
 A head's horizon is −1 / mean(log λ): after so many tokens, its decay leaves 1/e of a state. The picture also shows the
-horizons of a new model with the same configuration, which is how training began, or would have. The share of an output
+horizons of a new model with the same configuration, which is where training starts. The share of an output
 from beyond a distance d is Σ |A_ij|·‖v_j‖ over the keys with |i − j| > d, divided by the sum over all keys, where A is
 the head's matrix and v are its values. The gradient at a distance is that of the first token's final state with respect
 to the embedding of the token at that distance, relative to the gradient with respect to its own.
@@ -41,6 +41,8 @@ def main(argv: list[str]) -> None:
             raise UserError(f"--{name} {getattr(options, name)} must be at least {least}")
     files = find_files(options.data_files)
     check_writable("--out", options.out)
+    import torch
+
     from src.checkpoints.reading import load_all, read_pretrained
     from src.data.tokenizers import load_tokenizer
     from src.horizons.measure import measure, token_rows
@@ -62,6 +64,7 @@ def main(argv: list[str]) -> None:
     rows = list(itertools.islice(token_rows(texts, tokenizer, length), options.rows))
     if not rows:
         raise UserError(f"--data_files hold fewer than {length} tokens; give more text, or a smaller --length")
+    torch.manual_seed(0)
     new = LionModel(read.config, add_pooling_layer=False).eval()
     result = {"checkpoint": options.checkpoint, "length": length, "rows": len(rows), **measure(model, rows)}
     result["initial_horizons"] = measure(new, rows[:1])["horizons"]

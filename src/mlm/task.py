@@ -100,7 +100,8 @@ class MaskedLM(Task):
             weights = {part: tensor for part, tensor in random if part.startswith("head.")} | weights
         load_all(model.model, weights, name)
         log.info(f"weights of {name}{'' if has_head else ', with a new head'}")
-        if checkpoint is None and (horizon := config.model.get("decay_horizon")) is not None:
+        horizon = model.model.config.decay_horizon
+        if checkpoint is None and "decay_horizon" in config.model and horizon not in (None, start.config.decay_horizon):
             model.model.lion.widen_horizons()
             log.info(f"horizons of the slower half of the heads: widened, at most to {horizon[1]:g} tokens")
         return model
