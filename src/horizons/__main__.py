@@ -3,10 +3,10 @@
     python -m src.horizons --checkpoint runs/lion-s-base/latest-rank0.pt --data_files 'texts/*.txt' --out horizons
 
 A head's horizon is −1 / mean(log λ): after so many tokens, its decay leaves 1/e of a state. The picture also shows the
-horizons of a new model with the same configuration, which is where training starts. The share of an output
-from beyond a distance d is Σ |A_ij|·‖v_j‖ over the keys with |i − j| > d, divided by the sum over all keys, where A is
-the head's matrix and v are its values. The gradient at a distance is that of the first token's final state with respect
-to the embedding of the token at that distance, relative to the gradient with respect to its own.
+horizons of a new model with the same configuration. The share of an output from beyond a distance d is Σ |A_ij|·‖v_j‖
+over the keys with |i − j| > d, divided by the sum over all keys, where A is the head's matrix and v are its values. The
+gradient at a distance is that of the first token's final state with respect to the embedding of the token at that
+distance, relative to the gradient with respect to its own.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
 
     from src.checkpoints.reading import load_all, read_pretrained
     from src.data.tokenizers import load_tokenizer
-    from src.horizons.measure import measure, token_rows
+    from src.horizons.measure import measure, measure_horizons, token_rows
     from src.lion import LionModel
 
     read = read_pretrained(options.checkpoint, "--checkpoint")
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
     torch.manual_seed(0)
     new = LionModel(read.config, add_pooling_layer=False).eval()
     result = {"checkpoint": options.checkpoint, "length": length, "rows": len(rows), **measure(model, rows)}
-    result["initial_horizons"] = measure(new, rows[:1])["horizons"]
+    result["initial_horizons"] = measure_horizons(new, rows[0])
     options.out.mkdir(parents=True, exist_ok=True)
     write_json(options.out / "horizons.json", result)
     draw(result, options.out / "horizons.png")
