@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import measure
 from src import cli, plots
-from src.demo.comparison import spread
+from src.tables import spread
 
 ROOT = Path(__file__).resolve().parents[1]
 STARTS = {  # name → horizons of the heads at the start, for rows of L tokens
@@ -82,10 +82,10 @@ def compare(options: argparse.Namespace, length: int) -> list[dict[str, Any]]:
     command += ["--models", *(path.resolve() for path in models.values())]
     command += [f"max_duration={options.tokens // length}sp", f"global_train_batch_size={batch}"]
     command += [f"device_train_microbatch_size={batch}", f"device_eval_batch_size={4 * batch}", *options.overrides]
-    if status := subprocess.run(
-        [sys.executable, *map(str, command)], env=os.environ | {"PYTHONPATH": str(ROOT)}
-    ).returncode:
-        raise SystemExit(status)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *map(str, command)], env=environment)
+    if done.returncode:
+        raise SystemExit(done.returncode)
     results = json.loads((out / "results.json").read_text())
     return [
         {"mixer": mixer, "start": start, "length": length, "accuracy": [run["accuracy"] for run in results[path.stem]]}

@@ -1,5 +1,13 @@
 """Markdown tables that are readable as plain text."""
 
+from collections.abc import Sequence
+from statistics import mean, stdev
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return mean ± standard deviation, of a single value the value."""
+    return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+
 
 def markdown(lines: list[list[str]]) -> str:
     """Return a table with aligned columns, numbers to the right; the first line is its header."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from src.tables import markdown
+from src.tables import markdown, spread
 
 BASE = "bert-tiny"  # training times are relative to its, if it is among the models
 
@@ -59,11 +59,6 @@ def shared_tasks(models: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
     """Return the tasks that every run was fine-tuned on."""
     first, *others = (run["tasks"] for runs in models.values() for run in runs)
     return [task for task in first if all(task in tasks for tasks in others)]
-
-
-def spread(values: Sequence[float]) -> str:
-    """Return mean ± standard deviation."""
-    return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
 
 
 def draw(models: Mapping[str, Sequence[dict[str, Any]]], picture: Path) -> None:
