@@ -39,6 +39,12 @@ TRIAL_STEPS = 6  # per precision, after one to warm up
 PREPARING = ("vocab_size", "length", "data_files", "val_fraction")  # options that the data depend on
 VAL_FRACTION = 0.04  # enough validation text for a thousand examples of each task
 IS_VALIDATION = functools.partial(is_validation, fraction=VAL_FRACTION)
+NEEDED = {  # options → the one that they are for
+    "models": "compare", "seeds": "compare", "jobs": "compare", "pretrain_only": "compare",
+    "data_files": "pretrain_only", "length": "pretrain_only", "val_fraction": "data_files",
+}  # fmt: skip
+RUNNING: set[subprocess.Popen] = set()
+STARTING, STOPPING = threading.Lock(), threading.Event()  # once stopping, no process starts
 
 
 def main(argv: list[str]) -> None:
@@ -99,16 +105,6 @@ def main(argv: list[str]) -> None:
     demo.print_end(models)
 
 
-NEEDED = {  # options → the one that they are for
-    "models": "compare", "seeds": "compare", "jobs": "compare", "pretrain_only": "compare",
-    "data_files": "pretrain_only", "length": "pretrain_only", "val_fraction": "data_files",
-}  # fmt: skip
-
-
-RUNNING: set[subprocess.Popen] = set()
-STARTING, STOPPING = threading.Lock(), threading.Event()  # once stopping, no process starts
-
-
 def run_name(model: str, number: int) -> str:
     """Return the name of a model's run; that of the first seed is the model's."""
     return model if number == 0 else f"{model}-seed-{SEEDS[0] + number}"
@@ -126,7 +122,7 @@ class Demo:
         self.yamls: dict[str, Path] = {}  # name of a model → its config
         self.filled = ""
         self.lock = threading.Lock()  # of --jobs
-        self.seconds: dict[str, float] = {}
+        self.begin, self.seconds = time.monotonic(), {}
 
     def name(self, model: str) -> str:
         """Return the name of a model, given as that or as the path of its config. Raises UserError."""
@@ -154,7 +150,8 @@ class Demo:
         before = json.loads(path.read_text()) if path.exists() else now
         if changed := [name for name in PREPARING if before[name] != now[name]]:
             name, value = changed[0], before[changed[0]]
-            was = f"without --{name}" if value is None else f"with --{name} {value}"
+            shown = " ".join(value) if isinstance(value, list) else value
+            was = f"without --{name}" if value is None else f"with --{name} {shown}"
             raise UserError(f"the data in {self.out} were prepared {was}; repeat that, or choose another --out")
         check_writable("--out", self.out)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -264,7 +261,7 @@ class Demo:
         print(f"runs     {self.pretrained}, {self.finetuned}  (tensorboard --logdir {self.pretrained})")
         if not self.options.compare:
             print(f"export   {self.exported / models[0]}")
-        self.seconds["total"] = sum(self.seconds.values())
+        self.seconds["total"] = time.monotonic() - self.begin  # steps overlap with --jobs
         print("\n" + "\n".join(f"{title:40}{seconds:6.0f} s" for title, seconds in self.seconds.items()), flush=True)
 
     def print_results(self, model: str) -> None:
