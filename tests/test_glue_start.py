@@ -64,6 +64,16 @@ def test_every_tensor_of_the_encoder_is_loaded(config, checkpoint, name):
         assert tuple(model.config.id2label.values()) == GLUE[name].labels
 
 
+def test_the_horizons_of_a_start_are_widened_but_not_those_of_a_model_trained_with_them(config):
+    start = read_start(config("model.decay_horizon=[8,512]"))
+    encoder = build_model(start, GLUE["rte"]).lion
+    widened = {name for name, tensor in start.weights.items() if not torch.equal(encoder.state_dict()[name], tensor)}
+    assert widened == {"layers.0.attention.decay.bias"}
+    start.stored = encoder.config
+    own = build_model(start, GLUE["rte"]).lion.state_dict()
+    assert all(torch.equal(own[name], tensor) for name, tensor in start.weights.items())
+
+
 def test_from_scratch_takes_the_sizes_and_no_weights(config, checkpoint):
     start = read_start(config("from_scratch=true"))
     assert start.weights is None

@@ -359,7 +359,7 @@ def test_mixers_with_decay_read_texts_longer_than_the_configured_positions(mixer
 def test_a_text_longer_than_the_position_table_is_refused(mixer):
     model = build(mixer)
     assert model(texts(length=POSITIONS)["input_ids"]).logits.shape[1] == POSITIONS
-    with pytest.raises(ValueError, match=rf"{POSITIONS + 1} tokens.*{mixer}.*{POSITIONS} positions.*max_position"):
+    with pytest.raises(ValueError, match=rf"{POSITIONS + 1} tokens.*{mixer}.*{POSITIONS} position embeddings"):
         model(texts(length=POSITIONS + 1)["input_ids"])
 
 
@@ -485,7 +485,9 @@ def test_hidden_states_are_the_embeddings_and_every_layers_output(mixer, kind):
     states = model(**inputs, output_hidden_states=True).hidden_states
     encoder = model if kind is LionModel else model.lion
     assert len(states) == LAYERS + 1
-    torch.testing.assert_close(states[0], encoder.embeddings(inputs["input_ids"], None, inputs["token_type_ids"], None))
+    places = torch.arange(inputs["input_ids"].shape[1])[None]
+    embeddings = encoder.embeddings(inputs["input_ids"], None, inputs["token_type_ids"], places)
+    torch.testing.assert_close(states[0], embeddings)
     assert torch.equal(states[-1], encoder(**inputs).last_hidden_state)
 
 

@@ -216,6 +216,14 @@ def test_widening_never_narrows_a_horizon():
         assert torch.equal(tensor, weights[name])
 
 
+@pytest.mark.parametrize("case, horizon", [("s-rest", None), ("lit-modern", [2, 8]), ("hydra", [2, 8])])
+def test_only_configured_horizons_of_decays_are_widened(case, horizon):
+    model = build(case, LionModel)
+    model.config.decay_horizon = horizon
+    with pytest.raises(ValueError, match="only lion-d and lion-s with a decay_horizon"):
+        model.widen_horizons()
+
+
 # All of them, in every way that a model is used
 
 
@@ -315,7 +323,8 @@ def test_the_defaults_are_not_in_the_settings():
         ({"mixer": "softmax", "feature_map": "silu"}, "softmax has no feature_map.*lion-lit"),
         ({"mixer": "lion-lit", "decay_horizon": [2, 8]}, "lion-lit has no decay_horizon.*lion-s"),
         ({"mixer": "hydra", "short_conv": 3}, "hydra has no short_conv"),
-        ({"mixer": "hydra", "position_embedding": "rope"}, "rope"),
+        ({"mixer": "hydra", "position_embedding": "rope"}, "hydra cannot rotate"),
+        ({"rope_theta": 100.0}, "rope_theta needs position_embedding: rope"),
         ({"short_conv": 4}, "short_conv must be 0 or odd"),
         ({"short_conv": -1}, "short_conv must be 0 or odd"),
         ({"norm": "middle"}, "norm must be one of post, pre"),

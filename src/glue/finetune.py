@@ -25,7 +25,7 @@ from src.jobs.pool import StepReporter
 from src.lion import LionConfig, LionForSequenceClassification
 from src.training import registry
 from src.training.run_log import RunLog
-from src.training.text_model import build_lion_config, build_tokenizer, lion_arguments
+from src.training.text_model import build_lion_config, build_tokenizer, lion_arguments, widen_horizons
 from src.training.trainer import AutocastModel, build_trainer
 
 
@@ -37,6 +37,7 @@ class Start:
     weights: dict[str, Tensor] | None
     tokenizer: PreTrainedTokenizerBase
     name: str
+    stored: LionConfig | None = None  # of the weights
 
     def digest(self) -> dict[str, Any]:
         """Return what results depend on, whatever its source: model settings, weights and vocabulary."""
@@ -54,11 +55,12 @@ def read_start(config: FinetuneConfig, path: str | None = None) -> Start:
     """Read `path`, or else the starting checkpoint, or draw random weights. Raises UserError if that fails."""
     name = path or config.starting_checkpoint_load_path
     given = build_tokenizer(config.tokenizer_name, config.max_seq_len) if config.tokenizer_name else None
-    arguments, weights, own, source = {}, None, None, "random weights"
+    arguments, weights, own, source, stored = {}, None, None, "random weights", None
     if name is not None:
         pretrained = read_pretrained(name, "starting_checkpoint_load_path")
         # The vocabulary size and padding token come from the checkpoint.
-        arguments, weights = lion_arguments(pretrained.config.to_dict()), pretrained.encoder()
+        stored, weights = pretrained.config, pretrained.encoder()
+        arguments = lion_arguments(stored.to_dict())
         own, source = pretrained.load_tokenizer(), name
         if config.from_scratch and path is None:
             weights, source = None, f"random weights, with the sizes of {name}"
@@ -68,7 +70,7 @@ def read_start(config: FinetuneConfig, path: str | None = None) -> Start:
             raise UserError(f"{name} has no tokenizer; set tokenizer_name")
     tokenizer = given or own
     settings = build_lion_config({**arguments, **config.model}, tokenizer, config.max_seq_len)
-    return Start(settings.to_dict(), weights, tokenizer, source)
+    return Start(settings.to_dict(), weights, tokenizer, source, stored)
 
 
 def build_model(start: Start, task: Task) -> LionForSequenceClassification:
@@ -80,6 +82,7 @@ def build_model(start: Start, task: Task) -> LionForSequenceClassification:
         own = model.lion.state_dict()
         pooler = {name: tensor for name, tensor in own.items() if name.startswith("pooler.")}
         load_all(model.lion, {**pooler, **start.weights}, start.name)
+        widen_horizons(model.lion, start.stored)
     return model
 
 

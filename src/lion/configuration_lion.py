@@ -27,9 +27,9 @@ class LionConfig(PretrainedConfig):
 
     Args:
         vocab_size: rows of the word embedding matrix, preferably a multiple of 8.
-        mixer: "lion-s" (a decay computed from each token), "lion-d" (one learned decay per head), "lion-lit" (no decay)
+        mixer: "lion-s" (a decay computed from each token), "lion-d" (one learned decay per head), "lion-lit" (none),
             "hydra" (two state space models and a diagonal, arXiv:2407.09941) or "softmax" (BERT's attention).
-        num_attention_heads: 12 if None; hydra has expand · hidden_size / headdim.
+        num_attention_heads: 12 if None; in hydra, expand · hidden_size / headdim.
         intermediate_size: width of the MLP, 3,072 if None; hydra has no MLP.
         attention_form: "auto", "full", "recurrent" or "chunkwise": equal results at different costs.
         chunk_size: tokens per chunk of the chunkwise form.
@@ -39,24 +39,26 @@ class LionConfig(PretrainedConfig):
         classifier_dropout: dropout before a classification head; `hidden_dropout_prob` if None.
         classifier_pooling: input of the pooler: "cls", the first token; or "mean", the mean of all tokens, which needs
             less training where decay limits how far the first token sees.
-        max_position_embeddings: the longest text of lion-lit and softmax; lion-d and lion-s have no such embeddings.
-        layer_norm_eps: ε of every LayerNorm except lion-lit's own and those of hydra's layers.
+        max_position_embeddings: the longest text of a model with learned position embeddings; others have no limit.
+        layer_norm_eps: ε of every norm except lion-lit's own, that of value_gate and those of hydra's layers.
         norm: "post", a norm after each residual sum; or "pre", one before each mixer and MLP, and a last one. As the
             embeddings are normalized, the first mixer has none.
         normalization: "layernorm" or "rmsnorm", which does not subtract the mean.
-        bias: whether linear layers and norms have a bias. Decays and the decoder always do.
+        bias: whether linear layers and LayerNorms have a bias. The decays and the decoder always do.
         mlp: "gelu", or "geglu", which multiplies by a gate (Shazeer, arXiv:2002.05202); both use `hidden_act`.
         position_embedding: "learned", "rope" (rotated q and k; Su et al., arXiv:2104.09864; not in hydra) or "none";
             None: learned in lion-lit and softmax, none in the others.
         rope_theta: base of the wavelengths of "rope".
         short_conv: width of a depthwise convolution over tokens of q, k and v, which is odd; 0: none.
-        value_gate: multiply the normalized outputs of the heads by SiLU of a projection, as Mamba-2 and Hydra do.
+        value_gate: normalize the outputs of the heads (RMSNorm) and multiply them by SiLU of a projection, as Mamba-2
+            and Hydra do.
         feature_map: of q and k: "none"; "silu", (SiLU(x) + ½) / ‖SiLU(x) + ½‖, as in LION's image models; "sigmoid".
         normalize_rows: divide by the sums of the rows of the attention matrix, which needs a feature map.
         decay_horizon: [lo, hi], tokens that the heads see at the start, spread geometrically: head h of H starts with
             λ = 1 − 1/τ, τ = lo · (hi/lo)^(h/(H−1)). None: λ is about ½, a horizon of two tokens, as published.
-        key_weight: weight of a key with decay λ: "none"; "linear", 2(1 − λ), as in gated RFA; or "sqrt", the root of
-            4/3 · (1 − λ²). A sum over more keys is larger; for λ = ½ both weights are 1.
+        key_weight: weight of a key with decay λ: "none"; "linear", 2(1 − λ), as in gated RFA (Peng et al.,
+            arXiv:2103.02143); or "sqrt", the root of 4/3 · (1 − λ²). A sum over more keys is larger; for λ = ½ both
+            weights are 1.
         separate_decays: whether past and future keys have decays of their own.
         expand, headdim, d_state, d_conv: of hydra: width of the heads relative to hidden_size, size of a head's values,
             size of queries and keys, and width of the convolution over tokens, which is odd.
@@ -121,7 +123,9 @@ class LionConfig(PretrainedConfig):
             if mixer not in OPTIONS[name]:
                 raise ValueError(f"{mixer} has no {name}; omit it, or use {', '.join(OPTIONS[name])}")
         if mixer == "hydra" and position_embedding == "rope":
-            raise ValueError("hydra has no queries to rotate by position_embedding: rope; use learned or none")
+            raise ValueError("hydra cannot rotate its queries and keys (position_embedding: rope); use learned or none")
+        if "rope_theta" in options and position_embedding != "rope":
+            raise ValueError("rope_theta needs position_embedding: rope; set it, or omit rope_theta")
         if short_conv != 0 and (short_conv < 0 or short_conv % 2 == 0):
             raise ValueError(f"short_conv must be 0 or odd (got {short_conv})")
         if normalize_rows and feature_map == "none":

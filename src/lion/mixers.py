@@ -37,9 +37,9 @@ class Mixer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Mix the tokens of x, (B, L, D): (B, L, I), and the matrix, (B, H, L, L), if requested.
 
-        rotation: of `rotate`, if the model has rotary position embeddings. For segments of a long text, states are
-        left_state and right_state of `linear_attention`, and halo are the numbers of tokens of the neighbouring
-        segments that x and mask begin and end with.
+        rotation: what the function of this name returns, if the model has rotary position embeddings. For segments of
+        a long text, states are left_state and right_state of `linear_attention`, and halo are the numbers of tokens of
+        the neighbouring segments that x and mask begin and end with.
         """
         raise NotImplementedError
 
@@ -190,7 +190,7 @@ class LinearMixer(Attention):
         log_decay = self.log_decay(x)
         if not self.config.separate_decays:
             return {"log_decay": log_decay}
-        return dict(zip(("log_decay", "log_decay_future"), log_decay.chunk(2, max(log_decay.ndim - 2, 0))))
+        return dict(zip(("log_decay", "log_decay_future"), log_decay.chunk(2, 0 if log_decay.ndim == 1 else 1)))
 
     def log_decays(self, x: Tensor) -> Tensor | None:
         log_decay = self.log_decay(x)

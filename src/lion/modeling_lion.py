@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
-from .configuration_lion import LionConfig
+from .configuration_lion import DECAYING, LionConfig
 from .cpu import speed_up
 from .linear_attention import SegmentStates  # noqa: F401
 from .linear_attention_forms import sequence_starts
@@ -42,13 +42,11 @@ class LionEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.mixer = config.mixer
 
-    def forward(self, input_ids, inputs_embeds, token_type_ids, position_ids=None) -> Tensor:
+    def forward(self, input_ids, inputs_embeds, token_type_ids, position_ids) -> Tensor:
         x = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds  # (B, L, D)
         if (types := self.token_type_embeddings) is not None:
             x = x + (types.weight[0] if token_type_ids is None else types(token_type_ids))
         if self.position_embeddings is not None:
-            if position_ids is None:
-                position_ids = torch.arange(x.shape[1], device=x.device)[None]
             if x.shape[1] > self.position_embeddings.num_embeddings:  # packed sequences may each be short enough
                 self.check_length(int(position_ids.max()) + 1)
             x = x + self.position_embeddings(position_ids)
@@ -58,8 +56,8 @@ class LionEmbeddings(nn.Module):
         """Raise ValueError for a text longer than the position embeddings, if there are any."""
         longest = length if self.position_embeddings is None else self.position_embeddings.num_embeddings
         if longest < length:
-            limit = f"{self.mixer} with {longest} positions (max_position_embeddings)"
-            raise ValueError(f"{length} tokens are too many for {limit}; shorten the text or use lion-s")
+            limit = f"{self.mixer} with {longest} position embeddings (max_position_embeddings)"
+            raise ValueError(f"{length} tokens are too many for {limit}; shorten the text or use a model without them")
 
 
 class MixerLayer(GradientCheckpointingLayer):
@@ -209,7 +207,8 @@ class LionModel(LionPreTrainedModel):
         Args:
             input_ids: (B, L) token ids; or `inputs_embeds`, (B, L, D), instead.
             attention_mask: (B, L), 1 or True at real tokens; None if all are real.
-            token_type_ids, position_ids: (B, L); 0, and 0 … L−1, if None. Only some mixers use positions.
+            token_type_ids, position_ids: (B, L); 0, and 0 … L−1, if None. Positions are for learned
+                embeddings and rope.
             output_attentions: also return each layer's matrix, (B, H, L, L): s·QKᵀ⊙M, or softmax's probabilities.
             attention_form: the operator's form for this call, overriding the configuration.
             seq_idx: (B, L) integers, the sequence that each token of a packed row belongs to, see `linear_attention`;
@@ -245,7 +244,12 @@ class LionModel(LionPreTrainedModel):
     @torch.no_grad()
     def widen_horizons(self) -> None:
         """Widen the horizons of the slower half of each layer's heads to those of `decay_horizon`, and leave the other
-        heads as they are; for a trained model that is to read longer texts. Horizons are measured on random tokens."""
+        heads as they are; for a trained model that is to read longer texts. Horizons are measured on random tokens.
+        Raises ValueError for a mixer other than lion-d and lion-s, or without `decay_horizon`."""
+        if self.config.mixer not in DECAYING or self.config.decay_horizon is None:
+            raise ValueError(
+                "only lion-d and lion-s with a decay_horizon have horizons to widen; set config.decay_horizon"
+            )
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.config.vocab_size, (8, 128), generator=generator).to(self.device)
         position_ids = positions(0, ids.shape[1], self.device)

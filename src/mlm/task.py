@@ -77,7 +77,7 @@ class MaskedLM(Task):
         """Return a model with random weights, or with the encoder, and any head, of `model.pretrained_checkpoint`."""
         from src.checkpoints.reading import load_all, read_pretrained
         from src.mlm.model import LionMLM
-        from src.training.text_model import build_lion_config, build_tokenizer, lion_arguments
+        from src.training.text_model import build_lion_config, build_tokenizer, lion_arguments, widen_horizons
 
         config = self.config
         self.tokenizer = build_tokenizer(config.tokenizer_name, config.max_seq_len, ("mask_token", "pad_token"))
@@ -100,10 +100,8 @@ class MaskedLM(Task):
             weights = {part: tensor for part, tensor in random if part.startswith("head.")} | weights
         load_all(model.model, weights, name)
         log.info(f"weights of {name}{'' if has_head else ', with a new head'}")
-        horizon = model.model.config.decay_horizon
-        if checkpoint is None and "decay_horizon" in config.model and horizon not in (None, start.config.decay_horizon):
-            model.model.lion.widen_horizons()
-            log.info(f"horizons of the slower half of the heads: widened, at most to {horizon[1]:g} tokens")
+        if checkpoint is None:  # a resumed run's are widened already
+            widen_horizons(model.model.lion, start.config)
         return model
 
     def build_loaders(self, device_batch_size: int) -> "tuple[DataSpec, DataSpec]":

@@ -7,10 +7,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
 
 from src.checkpoints.adapters import ARGUMENTS, check_argument
+from src.cli import log
 from src.config import Rule, check_known, check_value
 from src.data.tokenizers import load_tokenizer
 from src.errors import UserError
-from src.lion import LionConfig
+from src.lion import LionConfig, LionModel
 from src.lion.mixers import MIXERS
 
 
@@ -44,6 +45,15 @@ def build_lion_config(arguments: Mapping[str, Any], tokenizer: PreTrainedTokeniz
     if dropout and form not in ("auto", "full") and MIXERS[config.mixer].has_states:
         raise UserError(f"model.attention_probs_dropout_prob={dropout} needs the full form, not {form}; set it to 0")
     return config
+
+
+def widen_horizons(model: LionModel, stored: LionConfig) -> None:
+    """Widen the horizons of a model with the weights of a trained one, whose configuration is `stored`, if its own
+    `decay_horizon` is another."""
+    horizon = model.config.decay_horizon
+    if horizon not in (None, stored.decay_horizon):
+        model.widen_horizons()
+        log.info(f"horizons of the slower half of the heads: widened, at most to {horizon[1]:g} tokens")
 
 
 def lion_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
