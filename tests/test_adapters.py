@@ -169,7 +169,7 @@ def test_a_modernbert_written_by_transformers_5_is_read(tmp_path):
     [
         ({"global_attn_every_n_layers": 3}, "local attention"),
         ({"mlp_bias": True}, "biases in some"),
-        ({"decoder_bias": False}, "biases in some"),
+        ({"decoder_bias": False}, "decoder without bias"),
         ({"classifier_activation": "relu"}, "different activations"),
     ],
 )

@@ -168,7 +168,9 @@ def config_from_modernbert(config: dict[str, Any], source: str) -> LionConfig:
     if types - {"full_attention"} or (not types and config["global_attn_every_n_layers"] != 1):
         raise UserError(f"{source} has layers with local attention, which no LION model has; use a ModernBERT without")
     biases = {name: bool(config[f"{name}_bias"]) for name in ("attention", "mlp", "norm", "classifier")}
-    if len(set(biases.values())) > 1 or not config["decoder_bias"]:
+    if not config["decoder_bias"]:
+        raise UserError(f"{source} has a decoder without bias, which no LION model has; use another")
+    if len(set(biases.values())) > 1:
         raise UserError(f"{source} has biases in some of its layers only, which no LION model has; use another")
     if config["classifier_activation"] != config["hidden_activation"]:
         raise UserError(f"{source} has different activations in its layers and its head; use another")

@@ -181,12 +181,12 @@ def _read_bert(folder: Path) -> Checkpoint:
 
 
 def _read_modernbert(folder: Path) -> Checkpoint:
-    from transformers import ModernBertForMaskedLM  # whose import starts processes that compile
+    from transformers import ModernBertConfig, ModernBertForMaskedLM  # whose import starts processes that compile
 
     of_head = ("head.", "decoder.")  # both, or neither
+    config = config_from_modernbert(ModernBertConfig.from_pretrained(folder).to_dict(), str(folder))
     model, missing = _load(ModernBertForMaskedLM, folder, "ModernBERT")
     _check_complete(folder, "ModernBERT", missing, may_lack=of_head)
-    config = config_from_modernbert(model.config.to_dict(), str(folder))
     weights = {name: t for name, t in model.state_dict().items() if not (missing and name.startswith(of_head))}
     return Checkpoint(folder, "LionForMaskedLM", config, state_dict_from_modernbert(weights))
 
