@@ -30,9 +30,9 @@ def model_name(name: str) -> str:
     return name
 
 
-def layer_count(name: str, layers: int) -> int:
-    """Return the number of layers of `name` that is comparable to `layers` of BERT."""
-    return HYDRA_LAYERS.get(layers, 2 * layers - 1) if name == "hydra" else layers
+def layer_count(mixer: str, layers: int) -> int:
+    """Return the number of layers with this mixer that is comparable to `layers` of BERT."""
+    return HYDRA_LAYERS.get(layers, 2 * layers - 1) if mixer == "hydra" else layers
 
 
 def describe(names: Iterable[str], layers: int, hidden: int) -> str:
@@ -55,18 +55,20 @@ def lion_arguments(name: str, hidden: int) -> dict:
     return {key: value for key, value in given.items() if key not in SIZES} | {"intermediate_size": width}
 
 
-def bert_sizes(name: str, layers: int, hidden: int) -> dict[str, int]:
+def bert_sizes(mixer: str, layers: int, hidden: int) -> dict[str, int]:
     """Return the sizes of a configuration as BERT's, with heads of 64. Hydra derives its heads and has no MLP."""
-    sizes = {"hidden_size": hidden, "num_hidden_layers": layer_count(name, layers)}
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layer_count(mixer, layers)}
     of_bert = {"num_attention_heads": hidden // 64, "intermediate_size": 4 * hidden}
-    return sizes if name == "hydra" else sizes | of_bert
+    return sizes if mixer == "hydra" else sizes | of_bert
 
 
 def build(
     name: str, layers: int, hidden: int, longest: int, dropout=0.0, form="auto", masked_lm=False
 ) -> torch.nn.Module:
     """Build the encoder `name` with random weights for texts of up to `longest` tokens, optionally with an MLM head."""
-    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": max(512, longest), **bert_sizes(name, layers, hidden)}
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": max(512, longest)}
+    if name in (BERT, MODERN_BERT):
+        sizes |= bert_sizes(name, layers, hidden)
     if name == BERT:
         from transformers import BertConfig, BertForMaskedLM, BertModel
 
@@ -83,8 +85,11 @@ def build(
         options = {"sparse_prediction": True, "reference_compile": False, "attn_implementation": "sdpa"}
         config = ModernBertConfig(**sizes, **dropouts, **tokens, **options)
         return (ModernBertForMaskedLM if masked_lm else ModernBertModel)(config)
-    dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": None if name == "hydra" else dropout}
-    config = LionConfig(**{**sizes, **dropouts, **lion_arguments(name, hidden)}, attention_form=form)
+    arguments = lion_arguments(name, hidden)
+    mixer = arguments["mixer"]
+    sizes |= bert_sizes(mixer, layers, hidden)
+    dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": None if mixer == "hydra" else dropout}
+    config = LionConfig(**{**sizes, **dropouts, **arguments}, attention_form=form)
     return (LionForMaskedLM if masked_lm else LionModel)(config)
 
 
