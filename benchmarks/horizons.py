@@ -81,7 +81,8 @@ def compare(options: argparse.Namespace, length: int) -> list[dict[str, Any]]:
             command += [f"--{name}", *(value if isinstance(value, list) else [value])]
     command += ["--models", *(path.resolve() for path in models.values())]
     command += [f"max_duration={options.tokens // length}sp", f"global_train_batch_size={batch}"]
-    command += [f"device_train_microbatch_size={batch}", f"device_eval_batch_size={4 * batch}", *options.overrides]
+    command += [f"device_train_microbatch_size={batch}", f"device_eval_batch_size={4 * batch}"]
+    command += ["eval_first=false", "eval_interval=1dur", *options.overrides]  # only the last evaluation is used
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *map(str, command)], env=environment)
     if done.returncode:

@@ -140,7 +140,7 @@ def test_horizons_are_compared_on_ones_own_text_with_several_seeds(tmp_path):
     command = ["--mixers", "lion-d", "--starts", "2-to-L", "--lengths", "48", "--seeds", "2", "--jobs", "2"]
     command += ["--data_files", "texts.jsonl", "--val_fraction", "0.1", "--vocab_size", "200", "--out", "out"]
     script = str(ROOT / "benchmarks/horizons.py")
-    command = [sys.executable, script, *command, "--tokens", "8192", "eval_interval=2ba", *TINY[2:3], *TINY[5:]]
+    command = [sys.executable, script, *command, "--tokens", "8192", *TINY[2:3], *TINY[5:]]
     command.append("precision=fp32")
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
