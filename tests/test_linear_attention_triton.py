@@ -352,7 +352,8 @@ def test_float32_is_accurate_to_five_digits_far_into_a_text(form, slow_at_the_en
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dtype": torch.float64}, {"d": 65}, {"e": 65}, {"e": 64, "normalize": True}, {"e": 129, "dtype": torch.bfloat16}, {"form": "recurrent"},
+        {"dtype": torch.float64}, {"d": 65}, {"e": 65}, {"e": 64, "normalize": True},
+        {"e": 64, "normalize": True, "dtype": torch.bfloat16}, {"e": 129, "dtype": torch.bfloat16}, {"form": "recurrent"},
         {"form": "full", "dropout_p": 1.0}, {"v_dtype": torch.bfloat16}, {"fused": False},
     ],
     ids=str,

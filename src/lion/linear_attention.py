@@ -92,10 +92,10 @@ def linear_attention(
     )  # fmt: skip
     dtype, separate = v.dtype, log_decay_future is not None
     decays = log_decay is not None or seq_idx is not None or causal
+    if normalize and dtype in (torch.bfloat16, torch.float16):
+        q, k, v = q.float(), k.float(), v.float()
     form, fused = _choose_form(q, k, v, decays, normalize, form, dropout_p, causal, separate)
     if normalize:
-        if dtype in (torch.bfloat16, torch.float16):
-            q, k, v = q.float(), k.float(), v.float()
         v = _with_ones(v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     triangles, sums = "past" if causal else "shared", None
@@ -156,7 +156,7 @@ def attention_matrix(
 def segment_states(k, v, log_decay=None, *, log_decay_future=None, mask=None, normalize=False) -> SegmentStates:
     """Summarize one segment of a text that does not fit in memory; arguments as for `linear_attention`. Go through the
     segments from left to right and update `left = left * across + rightward` after each, then from right to left and
-    update `right = right * across + leftward`. With both states from before a segment's own update,
+    update `right = right * across_leftward + leftward`. With both states from before a segment's own update,
     `linear_attention(..., left_state=left, right_state=right)` on it returns its part of the text's output."""
     if normalize:
         v = _with_ones(v)
@@ -240,7 +240,7 @@ def _choose_form(
         "decays per direction": separate,
         "values with more heads than queries": q.shape[1] != v.shape[1],
         f"dropout of {dropout_p}": not 0 <= dropout_p < 1,
-        f"heads of {q.shape[-1]} and {v.shape[-1]} in {q.dtype}": not covers(q, k, v, extra_columns=int(normalize)),
+        f"heads of {q.shape[-1]} and {v.shape[-1] + normalize} in {q.dtype}": not covers(q, k, v, int(normalize)),
     }
     fused = not any(uncovered.values())
     if not fused:
