@@ -1,5 +1,5 @@
-"""What spread horizons are worth: masked accuracy of LION-D and LION-S whose decays start as published, or spread over
-the heads, trained on rows of several lengths for the same number of tokens:
+"""What spread horizons are worth: masked accuracy of LION-D, LION-S and LION-S+ whose decays start as published, or
+spread over the heads, trained on rows of several lengths for the same number of tokens:
 
     python benchmarks/horizons.py --out horizons [--data_files 'texts/*.jsonl']
 
@@ -24,6 +24,7 @@ from src import cli, plots
 from src.tables import spread
 
 ROOT = Path(__file__).resolve().parents[1]
+MIXERS = ("lion-d", "lion-s", "lion-s-plus")
 STARTS = {  # name → horizons of the heads at the start, for rows of L tokens
     "published": lambda length: None,
     "2-to-L": lambda length: [2, length],
@@ -35,7 +36,7 @@ STEP_TOKENS = 2048
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--mixers", nargs="+", default=["lion-d", "lion-s"], choices=("lion-d", "lion-s"), help="(default: both)")
+    add("--mixers", nargs="+", default=MIXERS, choices=MIXERS, help="(default: all)")
     add("--starts", nargs="+", default=list(STARTS), choices=STARTS, help="horizons at the start (default: all)")
     add("--lengths", nargs="+", type=int, default=[32, 128, 512], help="tokens of a row (default: 32 128 512)")
     add("--tokens", type=int, default=2**20, help="of a run; a step takes 2048 (default: 1048576)")
