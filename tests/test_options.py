@@ -6,13 +6,14 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from src.lion import LionConfig, LionForMaskedLM, LionModel
 from src.lion.configuration_lion import OPTIONS
 from src.lion.cpu import rotate
 from src.lion.linear_attention import definition
-from src.lion.mixers import MIXERS, rotation, spread_horizons
+from src.lion.mixers import FEATURE_MAPS, MIXERS, rotation, spread_horizons
 
 V, D, HEADS, LENGTH = 64, 32, 4, 23
 FORMS = ("full", "recurrent", "chunkwise")
@@ -170,11 +171,12 @@ def test_horizons_are_spread_over_the_heads(mixer, separate):
     torch.testing.assert_close(1 / (1 - λ), horizons, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("case", ["d-rest", "s-rest", "s-modern"])
+@pytest.mark.parametrize("case", ["d-rest", "s-rest", "s-modern", "s-learned"])
 def test_widening_changes_the_slower_half_of_the_heads_and_only_them(case):
     model = build(case, LionModel)
     model.config.decay_horizon = [4, 400]
-    ids = torch.randint(V, (8, 128), generator=torch.Generator().manual_seed(0))
+    length = 64 if case == "s-learned" else 128  # all its positions
+    ids = torch.randint(V, (8, length), generator=torch.Generator().manual_seed(0))
 
     def measure() -> list[Tensor]:
         found = []
@@ -204,6 +206,23 @@ def test_widening_changes_the_slower_half_of_the_heads_and_only_them(case):
     assert changed == {f"layers.{number}.attention.{kind}" for number in range(3)}
     for name in changed:
         assert ((model.state_dict()[name] != weights[name]).view(-1, HEADS).sum(1) == HEADS // 2).all()
+
+
+def test_one_head_has_the_geometric_mean_of_the_horizons():
+    assert spread_horizons(LionConfig(num_attention_heads=1, decay_horizon=[2, 128])) == [16]
+
+
+def test_a_feature_map_keeps_the_precision_of_autocast_on_a_gpu():
+    with FakeTensorMode(), torch.autocast("cuda", torch.bfloat16):
+        x = torch.empty(2, 3, 4, 8, dtype=torch.bfloat16, device="cuda")
+        assert all(feature_map(x).dtype == torch.bfloat16 for feature_map in FEATURE_MAPS.values())
+
+
+def test_key_weights_of_a_decay_that_rounds_to_1_have_finite_gradients():
+    mixer = LionModel(LionConfig(mixer="lion-d", num_hidden_layers=1, key_weight="sqrt")).layers[0].attention
+    log_decay = torch.tensor([-0.0, -1e-30, -1.0], requires_grad=True)
+    mixer.weigh(torch.ones(1, 3, 2, 4), log_decay).sum().backward()
+    assert log_decay.grad.isfinite().all()
 
 
 def test_widening_never_narrows_a_horizon():

@@ -144,7 +144,7 @@ class Attention(Mixer):
 
 def positive_map(x: Tensor) -> Tensor:
     """(SiLU(x) + ½) / ‖SiLU(x) + ½‖ over the last dimension: every entry is positive."""
-    return F.normalize(F.silu(x) + 0.5, dim=-1)
+    return F.normalize(F.silu(x) + 0.5, dim=-1).to(x.dtype)  # autocast on a GPU normalizes in float32
 
 
 FEATURE_MAPS = {"none": lambda x: x, "silu": positive_map, "sigmoid": torch.sigmoid}
@@ -205,7 +205,7 @@ class LinearMixer(Attention):
         if self.config.key_weight == "linear":
             weights = -2 * log_decay.expm1()
         else:
-            weights = (-4 / 3 * (2 * log_decay).expm1()).sqrt()
+            weights = (-4 / 3 * (2 * log_decay).expm1()).clamp(min=1e-12).sqrt()  # whose gradient is infinite at 0
         return k * (weights[:, None, None] if weights.ndim == 1 else weights[..., None]).to(k.dtype)
 
     def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, **states):
@@ -246,9 +246,9 @@ def count_decays(config: PretrainedConfig) -> int:
 
 
 def spread_horizons(config: PretrainedConfig) -> list[float]:
-    """The horizons of `decay_horizon` in tokens, one per head."""
+    """The horizons of `decay_horizon` in tokens, one per head; a single head has their geometric mean."""
     (low, high), H = config.decay_horizon, config.num_attention_heads
-    return [low * (high / low) ** (h / max(H - 1, 1)) for h in range(H)]
+    return [low * (high / low) ** (h / (H - 1) if H > 1 else 0.5) for h in range(H)]
 
 
 def initial_logits(config: PretrainedConfig) -> list[float]:

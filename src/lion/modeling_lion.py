@@ -251,7 +251,9 @@ class LionModel(LionPreTrainedModel):
                 "only lion-d and lion-s with a decay_horizon have horizons to widen; set config.decay_horizon"
             )
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(self.config.vocab_size, (8, 128), generator=generator).to(self.device)
+        table = self.embeddings.position_embeddings
+        length = 128 if table is None else min(128, table.num_embeddings)
+        ids = torch.randint(self.config.vocab_size, (8, length), generator=generator).to(self.device)
         position_ids = positions(0, ids.shape[1], self.device)
         rotation = self._rotation(position_ids)
 
