@@ -74,7 +74,9 @@ def main(argv: list[str]) -> None:
     )
     add("overrides", nargs="*", metavar="key=value", help="changes to the pretraining config")
     options = parser.parse_args(argv)
-    options.overrides += [name for name in options.models or () if "=" in name]  # which follow the names
+    named = options.models or (MODELS if options.compare else [options.model])
+    names = [name for name in named if "=" not in name or name.endswith(".yaml")]
+    options.overrides += [name for name in named if name not in names]  # which follow the names
     for name, needed in NEEDED.items():
         if getattr(options, name) != parser.get_default(name) and not getattr(options, needed):
             raise UserError(f"--{name} needs --{needed}; add it")
@@ -82,7 +84,6 @@ def main(argv: list[str]) -> None:
         if (value := getattr(options, name)) is not None and value < least:
             raise UserError(f"--{name} {value} must be at least {least}")
     demo = Demo(options)
-    names = [name for name in options.models or MODELS if "=" not in name] if options.compare else [options.model]
     models = [demo.name(name) for name in names]
     demo.check_prepared()
     demo.prepare_data()
@@ -148,7 +149,7 @@ class Demo:
         """Raise UserError if `--out` holds data that were prepared with other options."""
         path, now = self.out / "prepared.json", {name: getattr(self.options, name) for name in PREPARING}
         before = json.loads(path.read_text()) if path.exists() else now
-        if changed := [name for name in PREPARING if before[name] != now[name]]:
+        if changed := [name for name in PREPARING if before.get(name, now[name]) != now[name]]:
             name, value = changed[0], before[changed[0]]
             shown = " ".join(value) if isinstance(value, list) else value
             was = f"without --{name}" if value is None else f"with --{name} {shown}"
@@ -162,7 +163,8 @@ class Demo:
         options, corpus, outputs = self.options, self.corpus, []
         joined = options.length or options.data_files
         if options.data_files:
-            text = ["--data_files", *find_files(options.data_files)]
+            find_files(options.data_files)  # which names a pattern that matches nothing
+            text = ["--data_files", *options.data_files]
         else:
             self.step("text", [corpus], lambda: build_corpus(corpus))
             if joined:
@@ -276,7 +278,8 @@ class Demo:
             runs.append((name, rows := json.loads((self.finetuned / name / "report.json").read_text())["tasks"]))
             scores = (f"{100 * row['mean']:.2f}" for row in rows)
             seconds = f"{summary['seconds']:.0f} s" if name == model else "-"
-            lines.append([name, f"{summary['parameters']:,}", f"{result['accuracy']:.2%}", *scores, seconds])
+            accuracy = f"{result['accuracy']:.2%}" if result else "-"  # with eval_first=false
+            lines.append([name, f"{summary['parameters']:,}", accuracy, *scores, seconds])
         majority = (f"{100 * row['majority']:.2f}" for row in rows)
         lines.append(["*baseline*", "-", f"{summary['after']['most_frequent_token']:.2%}", *majority, "-"])
         titles = (f"{row['title']}, {row['metrics'][0]}" for row in rows)
@@ -302,7 +305,10 @@ def choose_precision(arguments: Sequence[str], vocab_size: int) -> str | None:
     if config.precision or torch.cuda.is_available():
         return config.precision
     keep_freed_memory()
-    model = LionForMaskedLM(LionConfig(vocab_size=vocab_size, **config.model))
+    try:
+        model = LionForMaskedLM(LionConfig(**{**config.model, "vocab_size": vocab_size}))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"model: {error}") from None
     ids = torch.randint(vocab_size, (config.global_train_batch_size, config.max_seq_len))
     labels = ids.where(torch.rand(ids.shape) < config.mlm_probability, -100)
     seconds: dict[str, list[float]] = {"fp32": [], "amp_bf16": []}

@@ -52,6 +52,9 @@ def main(argv: list[str]) -> None:
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else read.load_tokenizer()
     if tokenizer is None:
         raise UserError(f"{options.checkpoint} has no tokenizer; name it as --tokenizer")
+    if len(tokenizer) > read.config.vocab_size:
+        problem = f"the tokenizer has {len(tokenizer)} tokens, but the model {read.config.vocab_size}"
+        raise UserError(f"{problem}; name the tokenizer it was trained with as --tokenizer")
     tokenizer.model_max_length = sys.maxsize  # or it would warn of long texts, which are cut into rows
     model = LionModel(read.config, add_pooling_layer=False).eval()
     weights = {name: x for name, x in read.encoder().items() if not name.startswith("pooler.")}

@@ -57,26 +57,28 @@ def measure(model: LionModel, rows: list[list[int]]) -> dict[str, Any]:
     `gradients`, per distance. Distances are those of DISTANCES that are less than a row's length."""
     length = len(rows[0])
     distances = [distance for distance in DISTANCES if distance < length]
-    apart = (torch.arange(length)[:, None] - torch.arange(length)).abs()
+    places = torch.arange(length, dtype=torch.int32)
+    apart = (places[:, None] - places).abs()
     shares: list[list[Tensor]] = [[] for _ in model.layers]
 
     def read(number: int, layer, inputs, output):
         """Measure a layer in a hook, so that only one layer's matrix is in memory."""
         y, matrix = output
-        x = layer.before_mixing(inputs[0])
-        weights = matrix.abs() * layer.attention.values(x).norm(dim=-1)[:, :, None]
-        total = weights.sum(-1)
-        far = [weights.masked_fill(apart <= distance, 0).sum(-1) / total for distance in distances]
-        shares[number].append(torch.stack([share.mean() for share in far]) if far else torch.empty(0))
+        sizes = layer.attention.values(layer.before_mixing(inputs[0])).norm(dim=-1)
+        of_heads = []
+        for row, size in zip(matrix[0], sizes[0]):  # of one head at a time, to save memory
+            weights = row.abs() * size
+            total = weights.sum(-1)
+            of_heads.append([(weights.masked_fill_(apart <= d, 0).sum(-1) / total).mean() for d in distances])
+        shares[number].append(torch.tensor(of_heads).mean(0))
         return y, None
 
     gradients = []
-    hooks = [layer.register_forward_hook(partial(read, number)) for number, layer in enumerate(model.layers)]
-    with reading_horizons(model) as horizons, torch.no_grad():
+    with contextlib.ExitStack() as hooks, reading_horizons(model) as horizons, torch.no_grad():
+        for number, layer in enumerate(model.layers):
+            hooks.callback(layer.register_forward_hook(partial(read, number)).remove)
         for row in progress(rows, desc="rows", unit=" rows"):
             model(torch.tensor([row]), output_attentions=True, attention_form="full")
-    for hook in hooks:
-        hook.remove()
     for row in rows:
         embeddings = model.get_input_embeddings()(torch.tensor([row])).detach().requires_grad_()
         state = model(inputs_embeds=embeddings).last_hidden_state[0, 0]
