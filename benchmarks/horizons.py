@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import torch
+
 from benchmarks import measure
 from src import cli, plots
 from src.tables import spread
@@ -59,7 +61,9 @@ def main(argv: list[str]) -> None:
         f"Masked accuracy after {options.tokens:,} tokens of {text} in rows of L tokens, mean ± standard deviation of "
         f"{options.seeds} seeds:"
     )
-    measure.write(options.out, "results", title, measure.machine("cpu"), [lines], rows)
+    measure.write(
+        options.out, "results", title, measure.machine("cuda" if torch.cuda.is_available() else "cpu"), [lines], rows
+    )
     draw(rows, options.out / "results.png")
     print(f"picture  {options.out / 'results.png'}")
 

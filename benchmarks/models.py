@@ -17,7 +17,8 @@ PLUS = "lion-s-plus"
 PRETRAIN = Path(__file__).resolve().parents[1] / "yamls/pretrain"
 LINEAR = (*(name for name, mixer in MIXERS.items() if mixer.has_states), PLUS)
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-SIZES += ("hidden_dropout_prob", "attention_probs_dropout_prob")  # the benchmark's, not a config's
+SIZES += ("hidden_dropout_prob", "attention_probs_dropout_prob", "vocab_size", "attention_form")
+SIZES += ("pretrained_checkpoint",)  # the benchmark's, not a config's
 MODELS = (BERT, MODERN_BERT, "softmax", *LINEAR)
 VOCABULARY = 30528
 HYDRA_LAYERS = {12: 23, 24: 45}  # of base and large size, for those of BERT
@@ -37,7 +38,7 @@ def layer_count(mixer: str, layers: int) -> int:
 
 def describe(names: Iterable[str], layers: int, hidden: int) -> str:
     """Say how deep and wide the models are."""
-    names = list(names)
+    names = [name if name in (BERT, MODERN_BERT) else lion_arguments(name, hidden)["mixer"] for name in names]
     if names == ["hydra"]:
         return f"{layer_count('hydra', layers)} layers of {hidden}"
     hydra = f" ({layer_count('hydra', layers)} in hydra)" if "hydra" in names else ""
@@ -49,10 +50,13 @@ def lion_arguments(name: str, hidden: int) -> dict:
     An MLP that is narrower than BERT's stays so in proportion."""
     if name != PLUS and not name.endswith(".yaml"):
         return {"mixer": name}
-    given = OmegaConf.to_container(read_file(PRETRAIN / f"{PLUS}-base.yaml" if name == PLUS else Path(name)))["model"]
+    path = PRETRAIN / f"{PLUS}-base.yaml" if name == PLUS else Path(name)
+    given = OmegaConf.to_container(read_file(path)).get("model", {})
+    given = {key: value for key, value in given.items() if key != "pretrained_checkpoint"}
     config = LionConfig(**given)
     width = config.intermediate_size and config.intermediate_size * hidden // config.hidden_size
-    return {key: value for key, value in given.items() if key not in SIZES} | {"intermediate_size": width}
+    own = {key: value for key, value in given.items() if key not in SIZES}
+    return own | {"mixer": config.mixer, "intermediate_size": width}
 
 
 def bert_sizes(mixer: str, layers: int, hidden: int) -> dict[str, int]:
