@@ -20,17 +20,7 @@ COLORS = {
     "lion-lit": "#e69f00", "lion-d": "#009e73", "lion-s": "#0072b2", "lion-s-plus": "#cc79a7", "hydra": "#56b4e9",
     "softmax": "#d55e00", "bert": "#d55e00", "hugging face bert": "#7f7f7f", "modernbert": "#000000",
 }  # fmt: skip
-OTHERS = (
-    "#8c564b",
-    "#17becf",
-    "#bcbd22",
-    "#9467bd",
-    "#1b4f3a",
-    "#ff9896",
-    "#aa3377",
-    "#4b4b9b",
-    "#98df8a",
-)  # in order of appearance
+OTHERS = "#8c564b #17becf #bcbd22 #9467bd #1b4f3a #ff9896 #aa3377 #4b4b9b #98df8a".split()  # in order of appearance
 FAMILY = re.compile(rf"({'|'.join(sorted(COLORS, key=len, reverse=True))})(?![a-z])")
 
 

@@ -22,7 +22,7 @@ def text(result: dict[str, Any]) -> str:
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw horizons per layer and head, and shares per layer."""
     figure, axes = plots.subplots(1, 2, result["checkpoint"])
-    tint = plots.OTHERS[-1]
+    tint = plots.OTHERS[3]
     series = (("initial_horizons", "before training", "none", -0.1), ("horizons", "after training", tint, 0.1))
     for name, label, fill, shift in series:
         points = [(layer + shift, x) for layer, horizons in enumerate(result[name], 1) for x in horizons or ()]
