@@ -1,5 +1,6 @@
 """What spread horizons are worth: masked accuracy of LION-D, LION-S and LION-S+ whose decays start as published, or
-spread over the heads, trained on rows of several lengths for the same number of tokens:
+spread over the heads, without or with weights of the keys, trained on rows of several lengths for the same number of
+tokens:
 
     python benchmarks/horizons.py --out horizons [--data_files 'texts/*.jsonl']
 
@@ -27,10 +28,11 @@ from src.tables import spread
 
 ROOT = Path(__file__).resolve().parents[1]
 MIXERS = ("lion-d", "lion-s", "lion-s-plus")
-STARTS = {  # name → horizons of the heads at the start, for rows of L tokens
-    "published": lambda length: None,
-    "2-to-L": lambda length: [2, length],
-    "8-to-8L": lambda length: [8, 8 * length],
+STARTS = {  # name → model options, for rows of L tokens
+    "published": lambda length: {"decay_horizon": None},
+    "2-to-L": lambda length: {"decay_horizon": [2, length]},
+    "8-to-8L": lambda length: {"decay_horizon": [8, 8 * length]},
+    "2-to-L-weighed": lambda length: {"decay_horizon": [2, length], "key_weight": "linear"},
 }
 STEP_TOKENS = 2048
 
@@ -77,7 +79,8 @@ def compare(options: argparse.Namespace, length: int) -> list[dict[str, Any]]:
     }
     for (mixer, start), path in models.items():
         config = [f"inherit: {ROOT}/yamls/pretrain/{mixer}-tiny.yaml", f"run_name: {path.stem}", "model:"]
-        path.write_text("\n".join([*config, f"  decay_horizon: {json.dumps(STARTS[start](length))}", ""]))
+        settings = [f"  {name}: {json.dumps(value)}" for name, value in STARTS[start](length).items()]
+        path.write_text("\n".join([*config, *settings, ""]))
     batch = max(1, STEP_TOKENS // length)
     given = {name: getattr(options, name) for name in ("seeds", "jobs", "data_files", "val_fraction", "vocab_size")}
     command = ["-m", "src.demo", "--compare", "--pretrain_only", "--out", out.resolve(), "--length", length]

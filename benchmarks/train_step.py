@@ -46,6 +46,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=9, help="steps per model (default: 9)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
     a = parser.parse_args(argv)
+    if len({Path(name).stem for name in a.models}) < len(a.models):
+        parser.error("--models must have different names; rename a config")
     a.batch = a.batch or (8 if a.device == "cpu" else 128)
     usual = "fp32" if a.device == "cpu" else "amp_bf16"
     a.precision = a.precision or usual
