@@ -104,7 +104,7 @@ def compare(options: argparse.Namespace, length: int) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]], picture: Path) -> None:
     """Draw a plot per mixer: masked accuracy against the length of rows, a line per start with standard deviations."""
-    mixers, starts = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mixer", "start"))
+    mixers, starts, ticks = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mixer", "start", "length"))
     figure, axes = plots.subplots(columns=len(mixers))
     for axis, mixer in zip(axes[0], mixers):
         for start, shade in zip(starts, ("black", *plots.OTHERS)):
@@ -114,7 +114,7 @@ def draw(rows: list[dict[str, Any]], picture: Path) -> None:
             axis.errorbar(lengths, means, deviations, fmt="o-", color=shade, capsize=3, label=start.replace("-", " "))
         plots.label_axes(axis, mixer, "tokens of a row", "masked accuracy, %")
         axis.set_xscale("log", base=2)
-        axis.set_xticks(lengths, lengths)
+        axis.set_xticks(ticks, ticks)
     plots.save(figure, picture)
 
 

@@ -137,6 +137,7 @@ def test_the_slower_heads_of_a_start_are_widened_unless_a_run_resumes(folder, tm
     with caplog.at_level("INFO"):
         widened, resumed = (run.build_model(checkpoint).model for checkpoint in (None, folder))
     assert caplog.text.count("at most to 512 tokens") == 1
+    assert caplog.text.count("model.key_weight=linear") == 1
     for name, tensor in expected.items():
         assert torch.equal(resumed.state_dict()[name], tensor)
         assert torch.equal(widened.state_dict()[name], tensor) == (name != "lion.layers.0.attention.decay.bias")

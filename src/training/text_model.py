@@ -54,6 +54,8 @@ def widen_horizons(model: LionModel, stored: LionConfig) -> None:
     if horizon not in (None, stored.decay_horizon):
         model.widen_horizons()
         log.info(f"horizons of the slower half of the heads: widened, at most to {horizon[1]:g} tokens")
+        if model.config.key_weight == "none":
+            log.warning("wider sums are larger, which can stall training; model.key_weight=linear keeps their size")
 
 
 def lion_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
