@@ -116,8 +116,8 @@ def _weights(blocks, query_sums, key_sums, diagonal, triangles, dtype, uniform) 
     tiles = tiled = first = None
     if key_sums is None and triangles == "shared":
         exclusive, inclusive = query_sums[..., 0], -query_sums[..., 1]
-        numbers = [*_split((exclusive + inclusive) / 2, compute), ((inclusive - exclusive) / 2).to(compute)]
-        function = _mirrored_weights
+        numbers = split_sums(exclusive, inclusive, compute)
+        function = mirrored_weights
     else:
         keys = query_sums if key_sums is None else key_sums
         pairs = zip(query_sums.unbind(-1), keys.unbind(-1))
@@ -180,7 +180,12 @@ def _differences(x_high: Tensor, x_low: Tensor, y_high: Tensor, y_low: Tensor) -
     return (x_high[..., :, None] - y_high[..., None, :]).add_(x_low[..., :, None]).sub_(y_low[..., None, :])
 
 
-def _mirrored_weights(high: Tensor, low: Tensor, half: Tensor) -> Tensor:
+def split_sums(exclusive: Tensor, inclusive: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What `mirrored_weights` takes for sums, (..., L), in float64."""
+    return *_split((exclusive + inclusive) / 2, dtype), ((inclusive - exclusive) / 2).to(dtype)
+
+
+def mirrored_weights(high: Tensor, low: Tensor, half: Tensor) -> Tensor:
     """W, (..., L, L), if each sum serves queries and keys, as in LION. With m the mean of the exclusive and the
     inclusive sum, h half their difference, log W_ij = −|m_i − m_j| + h_j − h_i in both triangles: none can overflow."""
     log_weights = _differences(high, low, high, low).abs_().neg_()

@@ -1,0 +1,194 @@
+"""Linear attention over the patches of an image, read in several orders: the masks of the orders are averaged, and each
+row is divided by its sum.
+
+    y_i = Σ_j A_ij v_j / (Σ_j A_ij + 1e-6)        A_ij = s · (q_i · k_j) · mean over the orders o of M^o(π_o(i), π_o(j))
+
+M is the mask of linear_attention.py with the decays of the order o, and π_o(t) the place of token t in it. LION♮ has two
+orders, `snakes`; Afzal et al., "Linear Attention for Efficient Bidirectional Sequence Modeling", arXiv:2502.16249.
+Shape letters: B batch, H heads, L tokens, O orders, D head size of q and k, E head size of v.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .linear_attention import definition, linear_attention
+from .linear_attention_forms import BLOCK_ENTRIES, cumulative_log_decay, mirrored_weights, split_sums
+from .two_sided_attention import check_shapes, resolve_form
+
+EPSILON = 1e-6
+
+
+def snakes(height: int, width: int, prefix: int = 1, device: torch.device | None = None) -> Tensor:
+    """Return two orders of height × width patches, (2, prefix + height · width): the raster number of the token at each
+    place. One snake runs through the rows, the first from left to right; the other through the columns, the first from
+    top to bottom. `prefix` tokens that are not patches come first in both."""
+    raster = torch.arange(height * width, device=device).view(height, width)
+    orders = []
+    for lines in (raster, raster.mT):
+        lines = lines.clone()
+        lines[1::2] = lines[1::2].flip(-1)
+        orders.append(torch.cat([torch.arange(prefix, device=device), prefix + lines.flatten()]))
+    return torch.stack(orders)
+
+
+def linear_attention_in_orders(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    orders: Tensor,
+    *,
+    scale: float | None = None,
+    form: str = "auto",
+    chunk_size: int = 128,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Compute the formula at the top of this file.
+
+    Args:
+        q, k, v: queries and keys, (B, H, L, D), and values, (B, H, L, E), in any one order, such as raster order.
+        log_decay: log λ ≤ 0, (O·H,) for one per head or (B, O·H, L) for one per head and token: the heads of the first
+            order, then those of the second, …
+        orders: (O, L) integers, the token at each place.
+        scale, form, chunk_size, dropout_p: as for `linear_attention`.
+
+    Returns:
+        (B, H, L, E) in v's dtype. Half precision is computed in float32.
+
+    Raises ValueError for shapes that do not match, and as `linear_attention` does.
+    """
+    (B, H, L, D), O = q.shape, len(orders)  # noqa: E741
+    check_shapes(
+        ("orders", orders, (O, L)),
+        ("k", k, (B, H, L, D)),
+        ("v", v, (B, H, L, v.shape[-1])),
+        ("log_decay", log_decay, (O * H,), (B, O * H, L)),
+    )
+    dtype = v.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    q, k, v = q.to(wide), k.to(wide), v.to(wide)
+    scale = D**-0.5 if scale is None else scale
+    form = resolve_form(form, L, True, dropout_p)
+    with torch.autocast(q.device.type, enabled=False):
+        if form == "full" and dropout_p == 0:
+            return _Full.apply(q, k, v, _sums(log_decay, orders, H), places(orders), scale).to(dtype)
+        # Each order as heads of their own. Their rows are added before they are divided.
+        v = torch.cat([v, v.new_ones(B, H, L, 1)], -1)
+        q, k, v = (x[:, :, orders].transpose(1, 2).flatten(1, 2) for x in (q, k, v))  # (B, O·H, L, ·)
+        if log_decay.ndim == 3:
+            log_decay = _in_order(log_decay, orders)
+        y = linear_attention(
+            q, k, v, log_decay, scale=scale, form=form, chunk_size=chunk_size, dropout_p=dropout_p
+        ).unflatten(1, (O, H))
+        places_of = places(orders)[None, :, None, :, None].expand(y.shape)
+        y = y.gather(3, places_of).mean(1)
+        return (y[..., :-1] / (y[..., -1:] + EPSILON)).to(dtype)
+
+
+def definition_in_orders(q, k, v, log_decay, orders, *, scale=None) -> Tensor:
+    """Compute the formula at the top of this file literally; arguments as for `linear_attention_in_orders`."""
+    matrix = matrix_in_orders(q, k, log_decay, orders, scale=scale)
+    return matrix @ v
+
+
+def matrix_in_orders(q, k, log_decay, orders, *, scale=None) -> Tensor:
+    """Compute A_ij / (Σ_j A_ij + 1e-6), (B, H, L, L), literally; arguments as for `linear_attention_in_orders`."""
+    (B, H, L, D), matrix = q.shape, 0
+    identity = torch.eye(L, dtype=q.dtype, device=q.device).expand(B, H, L, L)
+    for number, order in enumerate(orders):
+        decays = log_decay.chunk(len(orders), -1 if log_decay.ndim == 1 else 1)[number]
+        decays = decays if decays.ndim == 1 else decays[..., order]
+        in_order = definition(q[:, :, order], k[:, :, order], identity, decays, scale=scale)
+        place = order.argsort()
+        matrix = matrix + in_order[:, :, place][..., place] / len(orders)
+    return matrix / (matrix.sum(-1, keepdim=True) + EPSILON)
+
+
+def places(orders: Tensor) -> Tensor:
+    """Return the place of each token, (O, L), for the token at each place, (O, L)."""
+    numbers = torch.arange(orders.shape[1], device=orders.device).expand_as(orders)
+    return torch.empty_like(orders).scatter_(1, orders, numbers)
+
+
+def _in_order(log_decay: Tensor, orders: Tensor) -> Tensor:
+    """Bring decays, (B, O·H, L), into the order of their heads."""
+    index = orders.repeat_interleave(log_decay.shape[1] // len(orders), 0)
+    return log_decay.gather(2, index.expand_as(log_decay))
+
+
+def _sums(log_decay: Tensor, orders: Tensor, heads: int) -> Tensor:
+    """The cumulative log decays along each order as _Full reads them, (2, B or 1, O, H, L): exclusive and inclusive."""
+    if log_decay.ndim == 3:
+        log_decay = _in_order(log_decay, orders)
+    sums = torch.stack(cumulative_log_decay(log_decay, orders.shape[1])).unflatten(2, (len(orders), heads))
+    return sums.gather(-1, places(orders)[:, None].expand(sums.shape))
+
+
+class _Full(torch.autograd.Function):
+    """The L×L matrices, for a few images at a time, whose matrices fit the cache."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sums, place, scale: float) -> Tensor:
+        B, H, L, _ = q.shape
+        y, totals, uniform, kept = torch.empty_like(v), q.new_empty(B, H, L, 1), sums.shape[1] == 1, []
+        numbers = split_sums(*sums, q.dtype)
+        for some in _blocks(q):
+            if not (uniform and kept):
+                kept.append(mirrored_weights(*(x if uniform else x[some] for x in numbers)))  # (b or 1, O, H, L, L)
+            matrix = (scale * q[some] @ k[some].mT).mul_(kept[-1].mean(1))
+            totals[some] = matrix.sum(-1, keepdim=True).add_(EPSILON)
+            y[some] = (matrix @ v[some]).div_(totals[some])
+        ctx.scale, ctx.uniform = scale, uniform
+        ctx.save_for_backward(q, k, v, y, totals, place, *kept)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, y, totals, place, *kept = ctx.saved_tensors
+        with torch.autocast(grad.device.type, enabled=False):
+            grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
+            of_numerator = grad / totals
+            of_total = -(of_numerator * y).sum(-1, keepdim=True)
+            past = place[:, None, :, None] > place[:, None, None, :]  # (O, 1, L, L)
+            summed, grad_sums = 0, []
+            for number, some in enumerate(_blocks(q)):
+                weights = kept[0 if ctx.uniform else number]
+                W = weights.mean(1)
+                scores = ctx.scale * q[some] @ k[some].mT
+                grad_v[some] = (scores * W).mT @ of_numerator[some]
+                of_matrix = (of_numerator[some] @ v[some].mT).add_(of_total[some])
+                scores.mul_(of_matrix)
+                of_matrix.mul_(W).mul_(ctx.scale)
+                grad_q[some], grad_k[some] = of_matrix @ k[some], of_matrix.mT @ q[some]
+                if not ctx.needs_input_grad[3]:
+                    continue
+                if ctx.uniform:
+                    summed = summed + scores.sum(0, keepdim=True)
+                else:
+                    grad_sums.append(_sum_gradients(scores[:, None] * weights / weights.shape[1], past))
+            if not ctx.needs_input_grad[3]:
+                return grad_q, grad_k, grad_v, None, None, None
+            if ctx.uniform:
+                grad_sums = [_sum_gradients(summed[:, None] * kept[0] / kept[0].shape[1], past)]
+            return grad_q, grad_k, grad_v, torch.cat(grad_sums, 1), None, None
+
+
+def _blocks(q: Tensor) -> list[slice]:
+    """Cut the images of q, (B, H, L, D), into blocks."""
+    B, H, L, _ = q.shape
+    if torch.compiler.is_compiling():
+        return [slice(0, B)]
+    size = max(1, BLOCK_ENTRIES["cpu" if q.is_cpu else "cuda"] // (H * L * L))
+    return [slice(first, min(first + size, B)) for first in range(0, B, size)]
+
+
+def _sum_gradients(of_log_weights: Tensor, past: Tensor) -> Tensor:
+    """Turn ∂/∂ log W, (b, O, H, L, L), into the gradients of the sums, (2, b, O, H, L), in float64. An entry adds to its
+    row what it subtracts from its column: sums rounded differently would leave a remainder."""
+    of_log_weights = of_log_weights.double()
+    both = of_log_weights.sum(-1) - of_log_weights.sum(-2)
+    of_log_weights.mul_(past)
+    exclusive = of_log_weights.sum(-1) - of_log_weights.sum(-2)
+    return torch.stack([exclusive, exclusive - both])
