@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from src.lion import patch_orders
-from src.lion.patch_orders import definition_in_orders, linear_attention_in_orders, places, snakes
+from src.lion.patch_orders import definition_in_orders, linear_attention_in_orders, matrix_in_orders, places, snakes
 
 SNAKES = {  # (height, width) → raster numbers of the patches along the rows and along the columns
     (4, 4): ("0 1 2 3 7 6 5 4 8 9 10 11 15 14 13 12", "0 4 8 12 13 9 5 1 2 6 10 14 15 11 7 3"),
@@ -53,8 +53,10 @@ def test_every_form_is_the_definition(monkeypatch, kind, form, grid, batch, head
     y = linear_attention_in_orders(*inputs, orders, form=form, chunk_size=4)
     grads = torch.autograd.grad(y, inputs, upstream)
     torch.testing.assert_close(y, expected, atol=1e-10, rtol=1e-9)
+    q, k, v, log_decay = inputs
+    torch.testing.assert_close(matrix_in_orders(q, k, log_decay, orders) @ v, expected, atol=1e-10, rtol=1e-9)
     for name, grad, want in zip("qkvd", grads, wanted):
-        torch.testing.assert_close(grad, want, atol=1e-9, rtol=1e-8, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(grad, want, atol=1e-9, rtol=1e-8, msg=f"the gradient of {name} differs")
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])

@@ -1,4 +1,4 @@
-"""The configuration of a LION encoder."""
+"""The configurations of LION encoders: of texts, LionConfig, and of images, LionVisionConfig."""
 
 import math
 from importlib import import_module
@@ -17,12 +17,42 @@ OPTIONS = {
 }  # fmt: skip
 CHOICES = {
     "mixer": MIXERS, "attention_form": FORMS, "classifier_pooling": ("cls", "mean"), "norm": ("post", "pre"),
-    "normalization": ("layernorm", "rmsnorm"), "mlp": ("gelu", "geglu"), "feature_map": ("none", "silu", "sigmoid"),
-    "position_embedding": (None, "learned", "rope", "none"), "key_weight": ("none", "linear", "sqrt"),
+    "normalization": ("layernorm", "rmsnorm"), "mlp": ("gelu", "geglu"), "patch_order": ("raster", "snakes"),
+    "feature_map": ("none", "silu", "sigmoid", "elu"), "position_embedding": (None, "learned", "rope", "none"), "key_weight": ("none", "linear", "sqrt"),
 }  # fmt: skip
 
 
-class LionConfig(PretrainedConfig):
+class LayersConfig(PretrainedConfig):
+    """What the configurations of encoders of texts and of images share."""
+
+    # transformers' own method resolves aliases, of which there are none here. It hides reads from torch.compile, which
+    # would then run a second model with a different mixer on the first model's graph.
+    __getattribute__ = object.__getattribute__
+    # Defaults of the options are not in the settings of a model, by which earlier results are recognized.
+    norm, normalization, bias, mlp, position_embedding, rope_theta = "post", "layernorm", True, "gelu", None, 10000.0
+    short_conv, value_gate, feature_map, normalize_rows = 0, False, "none", False
+    decay_horizon, key_weight, separate_decays = None, "none", False
+    output_norm = True  # of lion-lit
+    num_orders, num_prefix_tokens = 1, 0  # of an image's patches, and tokens before them
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether the model has learned position embeddings."""
+        if self.position_embedding is not None:
+            return self.position_embedding == "learned"
+        # transformers loads a Hub folder's configuration without mixers.py, so the model there asks its mixer instead.
+        return import_module(".mixers", __package__).MIXERS[self.mixer].has_positions
+
+
+def check_choices(given: dict) -> None:
+    """Raise ValueError if a setting is none of its CHOICES."""
+    for name, choices in CHOICES.items():
+        if name in given and given[name] not in choices:
+            names = ("null" if choice is None else choice for choice in choices)
+            raise ValueError(f"{name} must be one of {', '.join(names)} (got {given[name]})")
+
+
+class LionConfig(LayersConfig):
     """Sizes and options of a LION encoder (arXiv:2502.16249; BERT, Devlin et al. 2018). Defaults are the base size.
 
     Args:
@@ -65,13 +95,6 @@ class LionConfig(PretrainedConfig):
     """
 
     model_type = "lion"
-    # transformers' own method resolves aliases, of which there are none here. It hides reads from torch.compile, which
-    # would then run a second model with a different mixer on the first model's graph.
-    __getattribute__ = object.__getattribute__
-    # Defaults of the options are not in the settings of a model, by which earlier results are recognized.
-    norm, normalization, bias, mlp, position_embedding, rope_theta = "post", "layernorm", True, "gelu", None, 10000.0
-    short_conv, value_gate, feature_map, normalize_rows = 0, False, "none", False
-    decay_horizon, key_weight, separate_decays = None, "none", False
 
     def __init__(
         self,
@@ -98,26 +121,23 @@ class LionConfig(PretrainedConfig):
         headdim: int = 64,
         d_state: int = 64,
         d_conv: int = 7,
-        norm: str = norm,
-        normalization: str = normalization,
-        bias: bool = bias,
-        mlp: str = mlp,
-        position_embedding: str | None = position_embedding,
-        rope_theta: float = rope_theta,
-        short_conv: int = short_conv,
-        value_gate: bool = value_gate,
-        feature_map: str = feature_map,
-        normalize_rows: bool = normalize_rows,
-        decay_horizon: list | None = decay_horizon,
-        key_weight: str = key_weight,
-        separate_decays: bool = separate_decays,
+        norm: str = LayersConfig.norm,
+        normalization: str = LayersConfig.normalization,
+        bias: bool = LayersConfig.bias,
+        mlp: str = LayersConfig.mlp,
+        position_embedding: str | None = None,
+        rope_theta: float = LayersConfig.rope_theta,
+        short_conv: int = LayersConfig.short_conv,
+        value_gate: bool = LayersConfig.value_gate,
+        feature_map: str = LayersConfig.feature_map,
+        normalize_rows: bool = LayersConfig.normalize_rows,
+        decay_horizon: list | None = None,
+        key_weight: str = LayersConfig.key_weight,
+        separate_decays: bool = LayersConfig.separate_decays,
         **kwargs,
     ):
         given = locals()
-        for name, choices in CHOICES.items():
-            if given[name] not in choices:
-                names = ("null" if choice is None else choice for choice in choices)
-                raise ValueError(f"{name} must be one of {', '.join(names)} (got {given[name]})")
+        check_choices(given)
         options = {name: given[name] for name in OPTIONS if given[name] != getattr(LionConfig, name)}
         for name in options:
             if mixer not in OPTIONS[name]:
@@ -137,7 +157,7 @@ class LionConfig(PretrainedConfig):
         if separate_decays and key_weight != "none":
             raise ValueError("key_weight needs one decay per key, and separate_decays gives it two; omit one")
         if decay_horizon is not None:
-            decay_horizon = options["decay_horizon"] = _checked_horizon(decay_horizon)
+            decay_horizon = options["decay_horizon"] = checked_horizon(decay_horizon)
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1 (got {chunk_size})")
         heads, width, dropout = 12, 3072, 0.1
@@ -194,16 +214,132 @@ class LionConfig(PretrainedConfig):
         """The options that differ from their defaults."""
         return {name: getattr(self, name) for name in OPTIONS if name in vars(self)}
 
+
+class LionVisionConfig(LayersConfig):
+    """Sizes and options of a LION image encoder (arXiv:2502.16249; ViT, Dosovitskiy et al., arXiv:2010.11929). Defaults
+    are the base size with patches of 16×16 pixels.
+
+    Args:
+        image_size: pixels of a square image, or [height, width]; with learned positions, other sizes have them resized.
+        patch_size: pixels of a patch in each direction; images are multiples of it.
+        mixer: "lion-s" (a decay computed from each token), "lion-d" (one learned decay per head), "lion-lit" (none) or
+            "softmax" (ViT).
+        patch_order: "raster"; or "snakes", one through rows and one through columns, whose masks are averaged (LION♮).
+            lion-lit and softmax have no order.
+        class_token: whether the features of an image are those of the class token; otherwise they are the mean of all
+            tokens. The token is there in either case.
+        distillation_token: whether a second token with a classifier of its own learns from a teacher (DeiT, Touvron et
+            al., arXiv:2012.12877).
+        position_embedding: "learned" or "none"; None: learned in lion-lit and softmax, none in the others.
+        feature_map: of q and k; None: "elu", ELU(x) + 1, in lion-lit; "silu", (SiLU(x) + ½) / ‖SiLU(x) + ½‖, in lion-d
+            and lion-s. Their attention divides by the sums of rows.
+        drop_path_rate: chance with which the last layer drops a residual branch for an image; earlier layers have
+            less, the first 0 (Huang et al., arXiv:1603.09382).
+        layer_scale_init: initial factors of the residual branches' channels (Touvron et al., arXiv:2103.17239); None:
+            no factors.
+        intermediate_size: width of the MLP; 4 · hidden_size if None.
+        attention_form, chunk_size, decay_horizon, and the others: as in LionConfig.
+    """
+
+    model_type = "lion-vision"
+    norm, output_norm, separate_decays = "pre", False, False
+
+    def __init__(
+        self,
+        image_size: int | list = 224,
+        patch_size: int = 16,
+        num_channels: int = 3,
+        hidden_size: int = 768,
+        num_hidden_layers: int = 12,
+        num_attention_heads: int = 12,
+        intermediate_size: int | None = None,
+        mixer: str = "lion-s",
+        patch_order: str = "raster",
+        class_token: bool = True,
+        distillation_token: bool = False,
+        position_embedding: str | None = None,
+        feature_map: str | None = None,
+        decay_horizon: list | None = None,
+        attention_form: str = "auto",
+        chunk_size: int = 128,
+        hidden_act: str = "gelu",
+        hidden_dropout_prob: float = 0.0,
+        attention_probs_dropout_prob: float = 0.0,
+        drop_path_rate: float = 0.0,
+        layer_scale_init: float | None = None,
+        initializer_range: float = 0.02,
+        layer_norm_eps: float = 1e-6,
+        **kwargs,
+    ):
+        linear = mixer in LINEAR
+        if feature_map is None:
+            feature_map = "elu" if mixer == "lion-lit" else "silu" if linear else "none"
+        given = locals()
+        check_choices(given)
+        if mixer not in PROJECTED:
+            raise ValueError(f"images have no mixer {mixer}; use {', '.join(PROJECTED)}")
+        if position_embedding == "rope":
+            raise ValueError("images have no rope; set position_embedding to learned or none")
+        if linear == (feature_map == "none"):
+            raise ValueError(f"{mixer} of images cannot have feature_map={feature_map}; omit it")
+        if decay_horizon is not None:
+            if mixer not in DECAYING:
+                raise ValueError(f"{mixer} has no decay_horizon; omit it, or use {', '.join(DECAYING)}")
+            decay_horizon = checked_horizon(decay_horizon)
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1 (got {chunk_size})")
+        if hidden_size % num_attention_heads:
+            raise ValueError(f"hidden_size={hidden_size} is not divisible by num_attention_heads={num_attention_heads}")
+        if not 0 <= drop_path_rate < 1:
+            raise ValueError(f"drop_path_rate must be from 0 to below 1 (got {drop_path_rate})")
+        sides = [image_size] * 2 if isinstance(image_size, int) else list(image_size)
+        if len(sides) != 2 or any(side < patch_size or side % patch_size for side in sides):
+            raise ValueError(f"image_size={image_size} is not divisible by patch_size={patch_size}")
+        self.image_size = image_size
+        self.patch_size = patch_size
+        self.num_channels = num_channels
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.intermediate_size = 4 * hidden_size if intermediate_size is None else intermediate_size
+        self.mixer = mixer
+        self.patch_order = patch_order
+        self.class_token = class_token
+        self.distillation_token = distillation_token
+        self.position_embedding = position_embedding
+        self.feature_map = feature_map
+        self.normalize_rows = linear
+        self.decay_horizon = decay_horizon
+        self.attention_form = attention_form
+        self.chunk_size = chunk_size
+        self.hidden_act = hidden_act
+        self.hidden_dropout_prob = hidden_dropout_prob
+        self.attention_probs_dropout_prob = attention_probs_dropout_prob
+        self.drop_path_rate = drop_path_rate
+        self.layer_scale_init = layer_scale_init
+        self.initializer_range = initializer_range
+        self.layer_norm_eps = layer_norm_eps
+        kwargs.pop("normalize_rows", None)  # stored, and follows from the mixer
+        super().__init__(**kwargs)
+
     @property
-    def has_positions(self) -> bool:
-        """Whether the model has learned position embeddings."""
-        if self.position_embedding is not None:
-            return self.position_embedding == "learned"
-        # transformers loads a Hub folder's configuration without mixers.py, so the model there asks its mixer instead.
-        return import_module(".mixers", __package__).MIXERS[self.mixer].has_positions
+    def grid(self) -> tuple[int, int]:
+        """Patches of an image, vertically and horizontally."""
+        height, width = [self.image_size] * 2 if isinstance(self.image_size, int) else self.image_size
+        return height // self.patch_size, width // self.patch_size
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens before the patches."""
+        return 2 if self.distillation_token else 1
+
+    @property
+    def num_orders(self) -> int:
+        """Orders of patches with decays of their own."""
+        return 2 if self.patch_order == "snakes" else 1
 
 
-def _checked_horizon(horizon) -> list[float]:
+def checked_horizon(horizon) -> list[float]:
     """Return [lo, hi] as numbers. Raises ValueError."""
     try:
         low, high = map(float, horizon)

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from .cpu import depthwise_conv, gated_norm, rotate
 from .linear_attention import attention_matrix, linear_attention, segment_states
 from .linear_attention_forms import LOG_ZERO, cumulative_log_decay, sequence_starts
+from .patch_orders import linear_attention_in_orders, matrix_in_orders
 from .two_sided_attention import SegmentStates, Triangle, two_sided_attention, two_sided_segment_states
 
 
@@ -147,7 +148,7 @@ def positive_map(x: Tensor) -> Tensor:
     return F.normalize(F.silu(x) + 0.5, dim=-1).to(x.dtype)  # autocast on a GPU normalizes in float32
 
 
-FEATURE_MAPS = {"none": lambda x: x, "silu": positive_map, "sigmoid": torch.sigmoid}
+FEATURE_MAPS = {"none": lambda x: x, "silu": positive_map, "sigmoid": torch.sigmoid, "elu": lambda x: F.elu(x) + 1}
 
 
 def rotation(position_ids: Tensor, size: int, theta: float) -> Tensor:
@@ -208,10 +209,14 @@ class LinearMixer(Attention):
             weights = (-4 / 3 * (2 * log_decay).expm1()).clamp(min=1e-12).sqrt()  # whose gradient is infinite at 0
         return k * (weights[:, None, None] if weights.ndim == 1 else weights[..., None]).to(k.dtype)
 
-    def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, **states):
+    def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, orders=None, **states):
         if output_attentions and form in ("recurrent", "chunkwise"):
             raise ValueError(f"the {form} form has no attention matrix; use attention_form='full'")
         decays = self.decays(x)
+        if orders is not None and decays["log_decay"] is not None:
+            how = {"form": form, "chunk_size": self.config.chunk_size, "dropout_p": self.dropout_p}
+            y = linear_attention_in_orders(q, k, v, decays["log_decay"], orders, **how)
+            return y, matrix_in_orders(q, k, decays["log_decay"], orders) if output_attentions else None
         k = self.weigh(k, decays["log_decay"])
         what = {**decays, "mask": mask, "seq_idx": seq_idx, "normalize": self.config.normalize_rows}
         how = {"form": form, "chunk_size": self.config.chunk_size, "dropout_p": self.dropout_p}
@@ -232,17 +237,18 @@ class LinearMixer(Attention):
 
 
 class LionLit(LinearMixer):
-    """No decay, λ = 1, and a LayerNorm of the result."""
+    """No decay, λ = 1, and for texts a LayerNorm of the result."""
 
     has_positions = True
 
     def add_parameters(self, hidden_size: int) -> None:
-        self.norm = build_norm(self.config, eps=1e-5)
+        if self.config.output_norm:
+            self.norm = build_norm(self.config, eps=1e-5)
 
 
 def count_decays(config: PretrainedConfig) -> int:
-    """One per head, or one per head and direction."""
-    return config.num_attention_heads * (2 if config.separate_decays else 1)
+    """One per head, or one per head and direction, or one per head and order of patches."""
+    return config.num_attention_heads * (2 if config.separate_decays else 1) * config.num_orders
 
 
 def spread_horizons(config: PretrainedConfig) -> list[float]:
@@ -312,7 +318,9 @@ class LionS(DecayingMixer):
         self.decay.bias.sub_(amount.to(self.decay.bias))
 
     def log_decay(self, x: Tensor) -> Tensor:
-        return F.logsigmoid(-self.decay(x).float()).mT
+        log_decay = F.logsigmoid(-self.decay(x).float()).mT
+        prefix = self.config.num_prefix_tokens  # which do not decay
+        return F.pad(log_decay[..., prefix:], (prefix, 0)) if prefix else log_decay
 
 
 class Hydra(Mixer):

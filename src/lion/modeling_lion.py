@@ -20,7 +20,8 @@ from .cpu import speed_up
 from .linear_attention import SegmentStates  # noqa: F401
 from .linear_attention_forms import sequence_starts
 from .linear_attention_triton import fused_linear_attention  # noqa: F401
-from .mixers import MIXERS, Mixer, build_norm, rotation
+from .mixers import MIXERS, build_norm, rotation
+from .patch_orders import snakes  # noqa: F401
 from .triton_kernels import AVAILABLE  # noqa: F401
 from .two_sided_attention import two_sided_attention  # noqa: F401
 
@@ -152,7 +153,7 @@ class LionPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=self.config.initializer_range)
+            self._draw(module.weight)
             if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(module.bias)
             if hasattr(module, "initial_bias"):
@@ -166,8 +167,22 @@ class LionPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.Conv1d):  # a short convolution starts as the identity
             nn.init.zeros_(module.weight)
             nn.init.ones_(module.weight[..., module.kernel_size[0] // 2])
-        elif isinstance(module, Mixer):  # transformers 5 omits mixers without parameters of their own
+        elif hasattr(module, "init_parameters"):  # transformers 5 omits mixers without parameters of their own
             module.init_parameters()
+
+    def _draw(self, weight: Tensor) -> None:
+        """Draw the initial weights of a linear layer or of embeddings."""
+        nn.init.normal_(weight, std=self.config.initializer_range)
+
+    def _run_layers(self, x: Tensor, run: Callable, output_hidden_states: bool = False):
+        """Pass x through each layer by `run(layer, x)`. Return the last state, all if requested, and the matrices."""
+        hidden_states, matrices = (x,) if output_hidden_states else None, ()
+        for layer in self.layers:
+            x, matrix = run(layer, x)
+            matrices += (matrix,)
+            if output_hidden_states:
+                hidden_states += (x,)
+        return x, hidden_states, matrices
 
 
 class LionModel(LionPreTrainedModel):
@@ -272,16 +287,6 @@ class LionModel(LionPreTrainedModel):
         if config.position_embedding != "rope":
             return None
         return rotation(position_ids, config.hidden_size // config.num_attention_heads, config.rope_theta)
-
-    def _run_layers(self, x: Tensor, run: Callable, output_hidden_states: bool = False):
-        """Pass x through each layer by `run(layer, x)`. Return the last state, all if requested, and the matrices."""
-        hidden_states, matrices = (x,) if output_hidden_states else None, ()
-        for layer in self.layers:
-            x, matrix = run(layer, x)
-            matrices += (matrix,)
-            if output_hidden_states:
-                hidden_states += (x,)
-        return x, hidden_states, matrices
 
     @torch.no_grad()
     def encode_long(
@@ -440,7 +445,7 @@ class LionForMaskedLM(_Headed):
         if labelled is not None:
             x = x.flatten(0, 1).index_select(0, labelled)
         logits = self.head(x)
-        loss = None if labels is None else _cross_entropy(logits.flatten(0, -2), labels.flatten())
+        loss = None if labels is None else cross_entropy(logits.flatten(0, -2), labels.flatten())
         return modeling_outputs.MaskedLMOutput(loss, logits, output.hidden_states, output.attentions)
 
 
@@ -485,7 +490,7 @@ class LionForTokenClassification(_Classifier):
         """Classify tokens. Other arguments: `LionModel.forward`; labels: (B, L) class indices, or -100."""
         output = encode()
         logits = self.classifier(self.dropout(output.last_hidden_state))  # (B, L, num_labels)
-        loss = None if labels is None else _cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = None if labels is None else cross_entropy(logits.flatten(0, 1), labels.flatten())
         return modeling_outputs.TokenClassifierOutput(loss, logits, output.hidden_states, output.attentions)
 
 
@@ -508,7 +513,7 @@ class LionForQuestionAnswering(_Headed):
 
 def _span_loss(logits: Tensor, positions: Tensor) -> Tensor:
     positions = positions.flatten()
-    return _cross_entropy(logits, positions.masked_fill((positions < 0) | (positions >= logits.shape[1]), -100))
+    return cross_entropy(logits, positions.masked_fill((positions < 0) | (positions >= logits.shape[1]), -100))
 
 
 def labelled_positions(labels: Tensor) -> Tensor:
@@ -516,6 +521,6 @@ def labelled_positions(labels: Tensor) -> Tensor:
     return (labels.flatten() != -100).nonzero().squeeze(1)
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean over the labels that are not -100, in float32; 0 without any, where F.cross_entropy returns NaN."""
     return F.cross_entropy(logits.float(), labels, reduction="sum") / (labels != -100).sum().clamp(min=1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .linear_attention import definition, linear_attention
+from .linear_attention import attention_matrix, definition, linear_attention
 from .linear_attention_forms import BLOCK_ENTRIES, cumulative_log_decay, mirrored_weights, split_sums
 from .two_sided_attention import check_shapes, resolve_form
 
@@ -88,21 +88,23 @@ def linear_attention_in_orders(
 
 def definition_in_orders(q, k, v, log_decay, orders, *, scale=None) -> Tensor:
     """Compute the formula at the top of this file literally; arguments as for `linear_attention_in_orders`."""
-    matrix = matrix_in_orders(q, k, log_decay, orders, scale=scale)
-    return matrix @ v
+
+    def matrix(q, k, log_decay, scale) -> Tensor:
+        return definition(q, k, torch.eye(q.shape[2], dtype=q.dtype, device=q.device), log_decay, scale=scale)
+
+    return matrix_in_orders(q, k, log_decay, orders, scale=scale, matrix=matrix) @ v
 
 
-def matrix_in_orders(q, k, log_decay, orders, *, scale=None) -> Tensor:
-    """Compute A_ij / (Σ_j A_ij + 1e-6), (B, H, L, L), literally; arguments as for `linear_attention_in_orders`."""
-    (B, H, L, D), matrix = q.shape, 0
-    identity = torch.eye(L, dtype=q.dtype, device=q.device).expand(B, H, L, L)
-    for number, order in enumerate(orders):
-        decays = log_decay.chunk(len(orders), -1 if log_decay.ndim == 1 else 1)[number]
+def matrix_in_orders(q, k, log_decay, orders, *, scale=None, matrix=attention_matrix) -> Tensor:
+    """Compute A_ij / (Σ_j A_ij + 1e-6), (B, H, L, L); arguments as for `linear_attention_in_orders`, and what computes
+    the matrix of one order."""
+    average = 0
+    dim = -1 if log_decay.ndim == 1 else 1
+    for order, place, decays in zip(orders, places(orders), log_decay.chunk(len(orders), dim)):
         decays = decays if decays.ndim == 1 else decays[..., order]
-        in_order = definition(q[:, :, order], k[:, :, order], identity, decays, scale=scale)
-        place = order.argsort()
-        matrix = matrix + in_order[:, :, place][..., place] / len(orders)
-    return matrix / (matrix.sum(-1, keepdim=True) + EPSILON)
+        in_order = matrix(q[:, :, order], k[:, :, order], decays, scale=scale)
+        average = average + in_order[:, :, place][..., place] / len(orders)
+    return average / (average.sum(-1, keepdim=True) + EPSILON)
 
 
 def places(orders: Tensor) -> Tensor:
