@@ -10,10 +10,12 @@ from torch import Tensor
 
 from src.config import Rule, check_value
 from src.errors import UserError, first_line
-from src.lion import LionConfig
+from src.lion import LionConfig, LionVisionConfig
 from src.lion.configuration_lion import OPTIONS
 
-ARGUMENTS = inspect.get_annotations(LionConfig.__init__)  # name → type
+# name → type
+ARGUMENTS = inspect.get_annotations(LionConfig.__init__)
+IMAGE_ARGUMENTS = inspect.get_annotations(LionVisionConfig.__init__)
 COUNT, FRACTION, NOT_NEGATIVE = Rule(at_least=1), Rule(at_least=0, below=1), Rule(at_least=0)
 RULES = {
     "vocab_size": COUNT, "hidden_size": COUNT, "num_hidden_layers": COUNT, "num_attention_heads": COUNT,
@@ -21,10 +23,12 @@ RULES = {
     "hidden_dropout_prob": FRACTION, "attention_probs_dropout_prob": FRACTION, "classifier_dropout": FRACTION,
     "expand": COUNT, "headdim": COUNT, "d_state": COUNT, "d_conv": COUNT,
     "short_conv": NOT_NEGATIVE, "rope_theta": Rule(above=0),
+    "image_size": COUNT, "patch_size": COUNT, "num_channels": COUNT, "drop_path_rate": FRACTION,
     "initializer_range": NOT_NEGATIVE, "layer_norm_eps": NOT_NEGATIVE, "pad_token_id": NOT_NEGATIVE,
 }  # fmt: skip
 # Nothing else is taken from a stored config: other keys can name code that transformers would load (custom_pipelines).
-SETTINGS = {*ARGUMENTS, "num_labels", "id2label", "label2id", "problem_type"}
+LABELS = {"num_labels", "id2label", "label2id", "problem_type"}
+SETTINGS = {*ARGUMENTS, *LABELS}
 # Not in the authors' config.
 OURS = {"mixer", "attention_form", "chunk_size", "classifier_pooling", "tie_word_embeddings", *OPTIONS}
 
@@ -71,15 +75,16 @@ RENAMED_IN_MODERN_LAYER = {  # after "model.layers.N."
 def check_argument(name: str, value: Any) -> None:
     """Raise UserError for a value of the wrong type or out of bounds. `name` may be dotted: model.mixer."""
     argument = name.rsplit(".", 1)[-1]
-    check_value(name, value, ARGUMENTS[argument], RULES.get(argument, Rule()))
+    check_value(name, value, {**IMAGE_ARGUMENTS, **ARGUMENTS}[argument], RULES.get(argument, Rule()))
 
 
-def lion_config(config: dict[str, Any], source: str) -> LionConfig:
-    """Return a stored config as a LionConfig. Raises UserError for values that LionConfig rejects."""
+def lion_config(config: dict[str, Any], source: str, kind: type = LionConfig) -> LionConfig | LionVisionConfig:
+    """Return a stored config as one of ours. Raises UserError for values that it rejects."""
+    arguments = ARGUMENTS if kind is LionConfig else IMAGE_ARGUMENTS
     try:
-        for name in sorted(ARGUMENTS.keys() & config.keys()):
+        for name in sorted(arguments.keys() & config.keys()):
             check_argument(name, config[name])
-        return LionConfig(**{name: config[name] for name in SETTINGS & config.keys()})
+        return kind(**{name: config[name] for name in {*arguments, *LABELS} & config.keys()})
     except Exception as error:  # arithmetic can also raise anything for a value of the right type
         raise UserError(f"the config of {source} is not valid ({first_line(error)})") from None
 
@@ -127,11 +132,16 @@ def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> d
         for name, tensor in state.items()
         if not (name.endswith("position_ids") or name == "cls.predictions.bias" or name.startswith(prefixes))
     }
-    ours = _renamed(used, RENAMED, "bert.encoder.layer.", RENAMED_IN_LAYER)
+    ours = renamed(used, RENAMED, "bert.encoder.layer.", RENAMED_IN_LAYER)
     if predicts and "cls.predictions.bias" in state:
         bias = ours.setdefault("head.decoder.bias", state["cls.predictions.bias"])
         if not torch.equal(bias.double(), state["cls.predictions.bias"].double()):
             raise UserError("cls.predictions.bias and cls.predictions.decoder.bias are one tensor here, but differ")
+    return join_qkv(ours)
+
+
+def join_qkv(ours: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replace query, key and value of each layer by one tensor. Raises UserError if their shapes differ."""
     for query in [name for name in ours if ".attention.query." in name]:
         names = [query.replace(".query.", f".{part}.") for part in ("query", "key", "value")]
         if all(name in ours for name in names):
@@ -142,7 +152,7 @@ def state_dict_from_published(state: dict[str, Tensor], config: LionConfig) -> d
     return ours
 
 
-def _renamed(
+def renamed(
     state: dict[str, Tensor], names: dict[str, str], layers: str, names_in_layer: dict[str, str]
 ) -> dict[str, Tensor]:
     """Return tensors under our names, by their prefixes; `layers` is the prefix of layers and their numbers."""
@@ -189,4 +199,4 @@ def config_from_modernbert(config: dict[str, Any], source: str) -> LionConfig:
 
 def state_dict_from_modernbert(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a ModernBERT's tensors under our names. Raises UserError with the names of those that are unknown."""
-    return _renamed(state, RENAMED_MODERN, "model.layers.", RENAMED_IN_MODERN_LAYER)
+    return renamed(state, RENAMED_MODERN, "model.layers.", RENAMED_IN_MODERN_LAYER)

@@ -1,6 +1,6 @@
 """LION: bidirectional encoders with linear attention (arXiv:2502.16249). Needs only torch and transformers."""
 
-from .configuration_lion import LionConfig
+from .configuration_lion import LionConfig, LionVisionConfig
 from .linear_attention import linear_attention
 from .modeling_lion import (
     LionForMaskedLM,
@@ -10,17 +10,23 @@ from .modeling_lion import (
     LionModel,
     LionPreTrainedModel,
 )
+from .modeling_lion_vision import LionForImageClassification, LionImageModel
+from .patch_orders import linear_attention_in_orders
 from .two_sided_attention import Triangle, two_sided_attention
 
 __all__ = [
     "LionConfig",
+    "LionForImageClassification",
     "LionForMaskedLM",
     "LionForQuestionAnswering",
     "LionForSequenceClassification",
     "LionForTokenClassification",
+    "LionImageModel",
     "LionModel",
     "LionPreTrainedModel",
+    "LionVisionConfig",
     "Triangle",
     "linear_attention",
+    "linear_attention_in_orders",
     "two_sided_attention",
 ]

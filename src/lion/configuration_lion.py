@@ -228,8 +228,9 @@ class LionVisionConfig(LayersConfig):
             lion-lit and softmax have no order.
         class_token: whether the features of an image are those of the class token; otherwise they are the mean of all
             tokens. The token is there in either case.
-        distillation_token: whether a second token with a classifier of its own learns from a teacher (DeiT, Touvron et
-            al., arXiv:2012.12877).
+        distillation_token: whether there is a second token, which learns from a teacher (DeiT, Touvron et al.,
+            arXiv:2012.12877).
+        distillation_classifier: whether that token has a classifier of its own; None: if there is one.
         position_embedding: "learned" or "none"; None: learned in lion-lit and softmax, none in the others.
         feature_map: of q and k; None: "elu", ELU(x) + 1, in lion-lit; "silu", (SiLU(x) + ½) / ‖SiLU(x) + ½‖, in lion-d
             and lion-s. Their attention divides by the sums of rows.
@@ -257,6 +258,7 @@ class LionVisionConfig(LayersConfig):
         patch_order: str = "raster",
         class_token: bool = True,
         distillation_token: bool = False,
+        distillation_classifier: bool | None = None,
         position_embedding: str | None = None,
         feature_map: str | None = None,
         decay_horizon: list | None = None,
@@ -306,6 +308,11 @@ class LionVisionConfig(LayersConfig):
         self.patch_order = patch_order
         self.class_token = class_token
         self.distillation_token = distillation_token
+        if distillation_classifier and not distillation_token:
+            raise ValueError("distillation_classifier needs distillation_token; set it too")
+        self.distillation_classifier = (
+            distillation_token if distillation_classifier is None else distillation_classifier
+        )
         self.position_embedding = position_embedding
         self.feature_map = feature_map
         self.normalize_rows = linear

@@ -226,7 +226,7 @@ class LionForImageClassification(LionImagePreTrainedModel):
             return nn.Linear(D, classes) if classes else nn.Identity()
 
         self.classifier = classifier()
-        self.distillation_classifier = classifier() if self.config.distillation_token else None
+        self.distillation_classifier = classifier() if self.config.distillation_classifier else None
 
     def reset_classifier(self, num_labels: int) -> None:
         """Replace the classifier by a new one; for 0 classes, the logits are the features, (B, D)."""
