@@ -1,14 +1,16 @@
-"""Read models without running code from their files: ours, the paper's authors', Hydra's, Hub folders, and BERTs."""
+"""Read models without running code from their files: ours, the paper's authors', Hydra's, DeiT's, Hub folders, BERTs
+and ViTs."""
 
 import copy
 import json
 import tempfile
+from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, BertModel, PreTrainedModel, PreTrainedTokenizerBase
@@ -22,10 +24,18 @@ from src.checkpoints.adapters import (
     state_dict_from_modernbert,
     state_dict_from_published,
 )
+from src.checkpoints.image_adapters import (
+    config_from_release,
+    config_from_vit,
+    settings_from_shapes,
+    state_dict_from_release,
+    state_dict_from_vit,
+)
 from src.checkpoints.safe_load import load_safely
 from src.errors import UserError, first_line
 
-MODELS = tuple(name for name in lion.__all__ if name == "LionModel" or name.startswith("LionFor"))
+MODELS = tuple(name for name in lion.__all__ if name.endswith("Model") or name.startswith("LionFor"))
+TEXT, IMAGE = lion.LionConfig, lion.LionVisionConfig
 # Other tokenizer files are rejected: they can be code, or refer to code (adapter_config.json, modules.json).
 TOKENIZER_FILES = {
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -42,7 +52,7 @@ class Checkpoint:
 
     path: Path  # a file or a folder
     class_name: str  # of the model, one of MODELS
-    config: lion.LionConfig
+    config: lion.LionConfig | lion.LionVisionConfig
     weights: dict[str, Tensor]
     tokenizer: dict[str, dict[str, Any]] = field(default_factory=dict)  # of a file, see `tokenizer_files`
     timestamp: dict[str, int] = field(default_factory=dict)  # batch, sample, …; empty in weights-only checkpoints
@@ -59,8 +69,13 @@ class Checkpoint:
         load_all(model, self.weights, str(self.path))
         return model.eval()
 
+    @property
+    def reads(self) -> str:
+        """What the model reads."""
+        return "images" if isinstance(self.config, IMAGE) else "texts"
+
     def encoder(self) -> dict[str, Tensor]:
-        """Return the weights of LionModel, under its names."""
+        """Return the weights of LionModel or LionImageModel, under its names."""
         return {name.removeprefix("lion."): tensor for name, tensor in self.weights.items() if name.startswith("lion.")}
 
     def tokenizer_files(self) -> dict[str, bytes]:
@@ -98,11 +113,16 @@ class Checkpoint:
                 raise UserError(f"{problem}; name another as tokenizer_name, or as --tokenizer of hub.py") from None
 
 
-def read_pretrained(name: str, key: str) -> Checkpoint:
-    """Read what training starts from: a file, folder or Hub repository. Raises UserError naming it and its `key`."""
+def read_pretrained(name: str, key: str, reads: str = "texts") -> Checkpoint:
+    """Read what training starts from: a file, folder or Hub repository. Raises UserError naming it and its `key`, also
+    for a model that reads something else than `reads`: "texts" or "images"."""
     path = Path(name)
     if not path.exists():
-        if path.suffix in (".pt", ".bin") or name.count("/") > 1 or name.startswith((".", "/", "~")):
+        if (
+            path.suffix in (".pt", ".pth", ".bin", ".safetensors")
+            or name.count("/") > 1
+            or name.startswith((".", "/", "~"))
+        ):
             raise UserError(f"{key}: {name} is not a file or folder; fix its path")
         from huggingface_hub import snapshot_download
 
@@ -115,14 +135,22 @@ def read_pretrained(name: str, key: str) -> Checkpoint:
     if path.is_dir() and not (path / "config.json").is_file() and len(files := list(path.glob("*.pt"))) == 1:
         path = files[0]  # the paper's authors publish theirs this way
     read = read_folder(path) if path.is_dir() else read_checkpoint(path)
+    if read.reads != reads:
+        raise UserError(f"{key}: {name} reads {read.reads}; give a model that reads {reads}")
     if not read.encoder():  # a LionModel, whose names have no prefix
         read.weights = {f"lion.{part}": tensor for part, tensor in read.weights.items()}
     return read
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint of main.py or glue.py, or one of the paper's authors. Raises UserError for others."""
+    """Read a checkpoint of main.py, glue.py or vision.py, or one of the paper's authors or DeiT's scripts. Raises
+    UserError for others."""
+    if path.suffix == ".safetensors":
+        return _read_release(path)
     loaded = load_safely(path)
+    if isinstance(loaded, dict) and "state" not in loaded and isinstance(loaded.get("model"), dict):
+        given = vars(loaded["args"]) if isinstance(loaded.get("args"), Namespace) else {}
+        return _from_scripts(path, loaded["model"], settings_from_shapes(loaded["model"], given, str(path)))
     try:
         state = loaded["state"]
         stored = state["integrations"]["huggingface"]
@@ -138,9 +166,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         }
     except Exception:  # whatever the objects in some other kind of file raise
         raise UserError(f"{path} is not a Composer checkpoint of a transformers model") from None
-    dense = (isinstance(t, Tensor) and t.layout == torch.strided and not t.is_quantized for t in weights.values())
-    if unusable := sorted(name for name, usable in zip(weights, dense) if not usable):
-        raise UserError(f"{path} holds {', '.join(unusable)}, which are not dense tensors of numbers")
+    _check_dense(path, weights)
     if is_published(config):
         ours = config_from_published(config, str(path))
         weights = state_dict_from_published(weights, ours)
@@ -148,11 +174,42 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(path, class_name, ours, weights, published=path.name, **facts)
     if class_name not in MODELS:
         raise UserError(f"{path} holds a {class_name}; only models of this project can be read")
-    return Checkpoint(path, class_name, lion_config(config, str(path)), weights, **facts)
+    kind = getattr(lion, class_name).config_class
+    return Checkpoint(path, class_name, lion_config(config, str(path), kind), weights, **facts)
+
+
+def _check_dense(path: Path, weights: dict[str, Any]) -> None:
+    """Raise UserError unless all are dense tensors of numbers."""
+    dense = (isinstance(t, Tensor) and t.layout == torch.strided and not t.is_quantized for t in weights.values())
+    if unusable := sorted(name for name, usable in zip(weights, dense) if not usable):
+        raise UserError(f"{path} holds {', '.join(unusable)}, which are not dense tensors of numbers")
+
+
+def _read_release(path: Path) -> Checkpoint:
+    """Read an image model of the paper's authors from a safetensors file with its settings in the metadata."""
+    try:
+        with safe_open(path, "pt") as file:
+            settings = json.loads((file.metadata() or {}).get("config", "null"))
+            names = [name for name in file.keys() if name.startswith("model.")]  # noqa: SIM118
+            state = {name.removeprefix("model."): file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({first_line(error)}); copy it again") from None
+    if not isinstance(settings, dict) or not state:
+        raise UserError(f"{path} has no settings in its metadata (config) or no tensors model.*; give another file")
+    return _from_scripts(path, state, settings)
+
+
+def _from_scripts(path: Path, state: dict[str, Tensor], settings: dict[str, Any]) -> Checkpoint:
+    """An image model under the names of the authors' and DeiT's scripts."""
+    _check_dense(path, state)
+    config = config_from_release(settings, str(path))
+    weights = state_dict_from_release(state, config)
+    return Checkpoint(path, "LionForImageClassification", config, weights, published=path.name)
 
 
 def read_folder(folder: Path) -> Checkpoint:
-    """Read one of our Hub folders, or a BERT or ModernBERT for the softmax mixer. Raises UserError for others."""
+    """Read one of our Hub folders, or a BERT, ModernBERT, ViT or DeiT for the softmax mixer. Raises UserError for
+    others."""
     try:
         config = json.loads((folder / "config.json").read_text())
         kind = config.get("model_type")
@@ -163,7 +220,10 @@ def read_folder(folder: Path) -> Checkpoint:
         raise UserError(f"{folder} holds no config.json or model.safetensors; give a Hub folder or a BERT") from None
     except (SafetensorError, AttributeError, ValueError) as error:
         raise UserError(f"{folder} cannot be read ({error}); export it again") from None
-    if kind != "lion":
+    if kind == IMAGE.model_type:
+        class_name = (config.get("architectures") or ["LionForImageClassification"])[0]
+        return Checkpoint(folder, class_name, lion_config(config, str(folder), IMAGE), weights)
+    if kind != TEXT.model_type:
         raise UserError(f"{folder} holds a {kind} model, not one of ours")
     if STORED_POSITIONS in config:
         config["max_position_embeddings"] = config[STORED_POSITIONS]
@@ -191,7 +251,14 @@ def _read_modernbert(folder: Path) -> Checkpoint:
     return Checkpoint(folder, "LionForMaskedLM", config, state_dict_from_modernbert(weights))
 
 
-READERS = {"bert": _read_bert, "modernbert": _read_modernbert}
+def _read_vit(folder: Path) -> Checkpoint:
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    ours = config_from_vit(config, weights, str(folder))
+    return Checkpoint(folder, "LionForImageClassification", ours, state_dict_from_vit(weights))
+
+
+READERS = {"bert": _read_bert, "modernbert": _read_modernbert, "vit": _read_vit, "deit": _read_vit}
 
 
 def _load(kind: type, folder: Path, name: str) -> tuple[PreTrainedModel, list[str]]:

@@ -1,5 +1,6 @@
 """Check checkpoint files, and load them without running code from them. Torch is imported only to load."""
 
+import argparse
 import contextlib
 import datetime
 import io
@@ -45,9 +46,15 @@ def _load(file: Path | io.BytesIO) -> Any:
     import numpy
     import torch
 
-    # RNG states and times in a checkpoint consist of these, besides tensors and plain containers. NumPy 1 and 2 use
-    # different names for the module of the same functions.
-    harmless: list[Any] = [datetime.timedelta, torch.torch_version.TorchVersion, numpy.ndarray, numpy.dtype]
+    # RNG states, times and arguments in a checkpoint consist of these, besides tensors and plain containers. NumPy 1
+    # and 2 use different names for the module of the same functions.
+    harmless: list[Any] = [
+        argparse.Namespace,
+        datetime.timedelta,
+        torch.torch_version.TorchVersion,
+        numpy.ndarray,
+        numpy.dtype,
+    ]
     harmless += [type(numpy.dtype(name)) for name in ("uint32", "int64", "float32", "float64")]
     for name in ("_reconstruct", "scalar"):
         function = getattr(numpy._core.multiarray, name)

@@ -18,7 +18,8 @@ OPTIONS = {
 CHOICES = {
     "mixer": MIXERS, "attention_form": FORMS, "classifier_pooling": ("cls", "mean"), "norm": ("post", "pre"),
     "normalization": ("layernorm", "rmsnorm"), "mlp": ("gelu", "geglu"), "patch_order": ("raster", "snakes"),
-    "feature_map": ("none", "silu", "sigmoid", "elu"), "position_embedding": (None, "learned", "rope", "none"), "key_weight": ("none", "linear", "sqrt"),
+    "feature_map": ("none", "silu", "sigmoid", "elu"), "position_embedding": (None, "learned", "rope", "none"),
+    "key_weight": ("none", "linear", "sqrt"),
 }  # fmt: skip
 
 

@@ -168,8 +168,8 @@ class LionImageModel(LionImagePreTrainedModel):
     def get_intermediate_layers(
         self, pixel_values: Tensor, layers: int | Sequence[int] = 1, *, norm: bool = True, reshape: bool = False
     ) -> list[Tensor]:
-        """Return the patches' states after the last `layers` layers, or after those of these numbers from 0: (B, h·w, D)
-        each, or (B, D, h, w) to reshape, after the last norm unless norm is False."""
+        """Return the patches' states after the last `layers` layers, or after those of these numbers from 0: (B, h·w,
+        D) each, or (B, D, h, w) to reshape, after the last norm unless norm is False."""
         count = self.config.num_hidden_layers
         numbers = range(count - layers, count) if isinstance(layers, int) else layers
         _, states, _ = self._encode(pixel_values, self.config.attention_form, True)

@@ -3,8 +3,8 @@ row is divided by its sum.
 
     y_i = Σ_j A_ij v_j / (Σ_j A_ij + 1e-6)        A_ij = s · (q_i · k_j) · mean over the orders o of M^o(π_o(i), π_o(j))
 
-M is the mask of linear_attention.py with the decays of the order o, and π_o(t) the place of token t in it. LION♮ has two
-orders, `snakes`; Afzal et al., "Linear Attention for Efficient Bidirectional Sequence Modeling", arXiv:2502.16249.
+M is the mask of linear_attention.py with the decays of the order o, and π_o(t) the place of token t in it. LION♮ has
+two orders, `snakes`; Afzal et al., "Linear Attention for Efficient Bidirectional Sequence Modeling", arXiv:2502.16249.
 Shape letters: B batch, H heads, L tokens, O orders, D head size of q and k, E head size of v.
 """
 
@@ -187,8 +187,8 @@ def _blocks(q: Tensor) -> list[slice]:
 
 
 def _sum_gradients(of_log_weights: Tensor, past: Tensor) -> Tensor:
-    """Turn ∂/∂ log W, (b, O, H, L, L), into the gradients of the sums, (2, b, O, H, L), in float64. An entry adds to its
-    row what it subtracts from its column: sums rounded differently would leave a remainder."""
+    """Turn ∂/∂ log W, (b, O, H, L, L), into the gradients of the sums, (2, b, O, H, L), in float64. An entry adds to
+    its row what it subtracts from its column: sums rounded differently would leave a remainder."""
     of_log_weights = of_log_weights.double()
     both = of_log_weights.sum(-1) - of_log_weights.sum(-2)
     of_log_weights.mul_(past)
