@@ -274,6 +274,8 @@ class LionVisionConfig(LayersConfig):
         layer_norm_eps: float = 1e-6,
         **kwargs,
     ):
+        if position_embedding is None:
+            position_embedding = "learned" if mixer in ("lion-lit", "softmax") else "none"
         linear = mixer in LINEAR
         if feature_map is None:
             feature_map = "elu" if mixer == "lion-lit" else "silu" if linear else "none"

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import modeling_outputs
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 from transformers.utils import ModelOutput
 
 from .configuration_lion import LionVisionConfig
@@ -25,6 +27,10 @@ from .triton_kernels import AVAILABLE  # noqa: F401
 from .two_sided_attention import two_sided_attention  # noqa: F401
 
 # Unused imports are here because transformers copies from a local Hub folder only what this file imports itself.
+
+# In transformers 4, pipeline() loads an image processor only for configurations listed here; a folder names its class.
+if transformers.__version__ < "5":
+    IMAGE_PROCESSOR_MAPPING.register(LionVisionConfig, (None, None), exist_ok=True)
 
 
 class LionImageEmbeddings(nn.Module):
