@@ -55,6 +55,7 @@ class Checkpoint:
     config: lion.LionConfig | lion.LionVisionConfig
     weights: dict[str, Tensor]
     tokenizer: dict[str, dict[str, Any]] = field(default_factory=dict)  # of a file, see `tokenizer_files`
+    processor: dict[str, Any] = field(default_factory=dict)  # settings of an image processor
     timestamp: dict[str, int] = field(default_factory=dict)  # batch, sample, …; empty in weights-only checkpoints
     run_name: str | None = None
     optimizers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # class → settings per parameter group

@@ -332,6 +332,10 @@ class LionVisionConfig(LayersConfig):
         kwargs.pop("normalize_rows", None)  # stored, and follows from the mixer
         super().__init__(**kwargs)
 
+    def options(self) -> dict:
+        """Options that are not the paper's."""
+        return {} if self.decay_horizon is None else {"decay_horizon": self.decay_horizon}
+
     @property
     def grid(self) -> tuple[int, int]:
         """Patches of an image, vertically and horizontally."""

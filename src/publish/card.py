@@ -43,7 +43,7 @@ def model_card(checkpoint: "Checkpoint", name: str, scores: Facts | None = None)
         eval_results=[EvalResult(**each) for each in results] or None,
         license=None if checkpoint.published else "apache-2.0",
         library_name="transformers",
-        pipeline_tag=spec.pipeline_tag if checkpoint.tokenizer else None,
+        pipeline_tag=spec.pipeline_tag if checkpoint.tokenizer or spec.reads == "images" else None,
         tags=["lion", "linear-attention", checkpoint.config.mixer],
         datasets=[dataset] if dataset else None,
     )

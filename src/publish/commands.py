@@ -61,7 +61,7 @@ def export(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     print(f"{out} gives the checkpoint's logits in plain transformers (largest difference {difference:.1e})")
-    if published and not read.tokenizer:
+    if published and read.reads == "texts" and not read.tokenizer:
         log.info(f"{out} has no tokenizer, since the checkpoint has none; import again with --tokenizer to add one")
 
 

@@ -1,6 +1,5 @@
 """A Hub folder: written from a checkpoint, and compared with it in a process that has only torch and transformers."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,36 +9,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DataCollatorWithPadding
 
 from src import lion
-from src.checkpoints.adapters import SETTINGS
-from src.checkpoints.reading import STORED_POSITIONS, Checkpoint, read_folder
-from src.cli import log
+from src.checkpoints.adapters import IMAGE_ARGUMENTS, SETTINGS
+from src.checkpoints.reading import Checkpoint, read_folder
 from src.errors import UserError, reason
+from src.publish.inputs import ImageInputs, TextInputs
 from src.publish.spec import EXPORTS, ExportSpec
 
 CODE = Path(lion.__file__).parent
-AUTO_MAP = {spec.auto_class: f"modeling_lion.{name}" for name, spec in EXPORTS.items()}
+INPUTS = {"texts": TextInputs, "images": ImageInputs}
 TOLERANCE = 1e-5  # largest difference of a logit; relative to the largest logit if that is above 1
 SAME_NUMBERS = {"attention_form", "chunk_size"}  # settings that change only the cost
-NO_LIMIT = 2**31 - 1  # as max_position_embeddings: sentence-transformers needs a number that fits a 64-bit integer
 
 
 def write(checkpoint: Checkpoint, out: Path) -> None:
-    """Write config.json with auto_map, model.safetensors, the modelling code, and the tokenizer's files."""
-    model, files = checkpoint.build(), checkpoint.tokenizer_files()
+    """Write config.json with auto_map, model.safetensors, the modelling code, and the files of the tokenizer or of the
+    image processor."""
+    model = checkpoint.build()
     config = model.config
-    if files:
-        tokenizer_config = json.loads(files.get("tokenizer_config.json", b"{}"))
-        limit = config.max_position_embeddings if config.has_positions else int(1e30)  # transformers' "no limit"
-        files["tokenizer_config.json"] = json.dumps({**tokenizer_config, "model_max_length": limit}, indent=2).encode()
-        # pipeline() finds no tokenizer for an architecture it does not know, unless the config names one.
-        config.tokenizer_class = tokenizer_config.get("tokenizer_class")
-    if not config.has_positions:
-        setattr(config, STORED_POSITIONS, config.max_position_embeddings)
-        config.max_position_embeddings = NO_LIMIT
-    config.auto_map = {"AutoConfig": "configuration_lion.LionConfig", **AUTO_MAP}
+    files = INPUTS[checkpoint.reads](checkpoint).files(config)
+    config.auto_map = auto_map(checkpoint.reads)
     config.architectures = [checkpoint.class_name]
     model.save_pretrained(out, safe_serialization=True, max_shard_size="50GB")  # the Hub's limit for a file
     files |= {file.name: file.read_bytes() for file in CODE.glob("*.py") if file.name != "__init__.py"}
@@ -47,30 +37,28 @@ def write(checkpoint: Checkpoint, out: Path) -> None:
         (out / name).write_bytes(content)
 
 
+def auto_map(reads: str) -> dict[str, str]:
+    """Which class in which file transformers loads, for models of texts or of images."""
+    specs = {name: spec for name, spec in EXPORTS.items() if spec.reads == reads}
+    config = getattr(lion, next(iter(specs))).config_class.__name__
+    classes = {spec.auto_class: f"{spec.module}.{name}" for name, spec in specs.items()}
+    return {"AutoConfig": f"configuration_lion.{config}", **classes}
+
+
 def verify(checkpoint: Checkpoint, folder: Path, python: str = sys.executable) -> float:
     """Return how far a folder's logits, from a new process of `python`, are from the checkpoint's. Raises UserError."""
     stored = read_folder(folder)
-    model, tokenizer, spec = checkpoint.build(), checkpoint.load_tokenizer(), EXPORTS[checkpoint.class_name]
+    model, spec, prepared = checkpoint.build(), EXPORTS[checkpoint.class_name], INPUTS[checkpoint.reads](checkpoint)
     own, differing = model.config, different_tensors(model.state_dict(), stored.weights)
-    differing += sorted(n for n in SETTINGS - SAME_NUMBERS if getattr(own, n, None) != getattr(stored.config, n, None))
+    names = {name for name in {*vars(own), *SETTINGS} - SAME_NUMBERS if name in SETTINGS or name in IMAGE_ARGUMENTS}
+    differing += sorted(n for n in names if getattr(own, n, None) != getattr(stored.config, n, None))
     if differing:
         raise UserError(f"{folder} differs from {checkpoint.path} in {', '.join(differing)}; export it again")
-    inputs, tokens, max_length = spec.example_inputs(own), None, min(own.max_position_embeddings, 128)
-    if tokenizer is not None:
-        batch = [dict(tokenizer(*text, truncation=True, max_length=max_length)) for text in spec.examples]
-        inputs = dict(DataCollatorWithPadding(tokenizer)(batch))
-        tokens = {"tokens": batch, "vocabulary": tokenizer.get_vocab()}
-    given = {"inputs": inputs, "texts": spec.examples, "max_length": max_length, "long": "the " * 9000}
+    given = prepared.given()
     report = _run_probe(folder, spec, given, python)
-    if report["tokens"] is not None:
-        trained = own.max_position_embeddings if tokenizer is None else tokenizer.model_max_length
-        _check_limits(folder, own, trained, report)
-    if tokens is None and report["tokens"] is not None:
-        log.info(f"the tokens of {folder} are not compared: {checkpoint.path} has no tokenizer; pass --tokenizer")
-    elif tokens != report["tokens"]:
-        raise UserError(f"{folder} and its checkpoint tokenize differently; export it again")
+    prepared.check(folder, report)
     with torch.no_grad():
-        expected = model(**inputs)
+        expected = model(**given["inputs"])
     difference = largest_difference(expected, report["outputs"])
     if not difference <= TOLERANCE * max(1.0, *(tensor.abs().max().item() for tensor in expected.values())):
         raise UserError(f"the logits of {folder} differ from the checkpoint's by {difference:.1e}; export it again")
@@ -109,17 +97,3 @@ def _run_probe(folder: Path, spec: ExportSpec, given: dict[str, Any], python: st
             last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
             raise UserError(f"{folder} does not load in plain transformers: {last}")
         return torch.load(f"{work}/report.pt", weights_only=True)
-
-
-def _check_limits(folder: Path, config: lion.LionConfig, trained: int, report: dict[str, Any]) -> None:
-    """Raise UserError unless texts are truncated to the position table, if any, or as earlier versions did."""
-    own = config.max_position_embeddings
-    table = own if config.has_positions else NO_LIMIT
-    full, read, positions = report["long"], report["long_truncated"], report["max_position_embeddings"]
-    if (read, positions) == (min(full, table), table):
-        return
-    right = f"{table:,} tokens" if config.has_positions else "texts of any length"
-    what = f"{folder} limits texts to {min(read, positions):,} tokens, but {config.mixer} reads {right}"
-    if read not in (min(full, trained), min(full, table)) or positions not in (own, table):
-        raise UserError(f"{what}; export it again")
-    log.info(f"{what}; it is from an earlier version, export it again to change that")

@@ -33,10 +33,13 @@ class ExportSpec:
     # Metrics that the card reports: key in metrics.jsonl → label, format, and type in the metadata (None: not there).
     metrics: dict[str, tuple[str, str, str | None]] = field(default_factory=dict)
     processor: str = "AutoTokenizer"  # the transformers class that prepares its inputs
+    reads: str = "texts"  # or "images"
+    module: str = "modeling_lion"
     examples: tuple = TEXTS  # processor inputs, to compare a folder with its checkpoint
     example_inputs: Callable[[LionConfig], dict[str, Tensor]] = example_tokens  # model inputs, if there is no processor
 
 
+IMAGES = {"processor": "AutoImageProcessor", "reads": "images", "module": "modeling_lion_vision", "examples": ()}
 EXPORTS = {
     "LionModel": ExportSpec("AutoModel"),
     "LionForMaskedLM": ExportSpec(
@@ -54,4 +57,17 @@ EXPORTS = {
     ),
     "LionForTokenClassification": ExportSpec("AutoModelForTokenClassification", "token-classification"),
     "LionForQuestionAnswering": ExportSpec("AutoModelForQuestionAnswering", "question-answering"),
+    "LionImageModel": ExportSpec("AutoModel", **IMAGES),
+    "LionForImageClassification": ExportSpec(
+        "AutoModelForImageClassification",
+        "image-classification",
+        'classify("picture.jpg")',
+        metrics={
+            "eval/Top1": ("top-1 accuracy", "{:.2%}", "accuracy"),
+            "eval/Top5": ("top-5 accuracy", "{:.2%}", None),
+            "eval/MajorityAccuracy": ("accuracy of always predicting the most frequent class", "{:.2%}", None),
+            "eval/CrossEntropy": ("loss", "{:.3f}", "cross entropy"),
+        },
+        **IMAGES,
+    ),
 }

@@ -1,0 +1,146 @@
+"""What a Hub folder holds besides weights and code, and how it is compared with its checkpoint: for models of texts and
+of images."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import DataCollatorWithPadding
+
+from src.checkpoints.reading import STORED_POSITIONS, Checkpoint
+from src.cli import log
+from src.errors import UserError
+from src.lion import LionConfig, LionVisionConfig
+from src.publish.spec import EXPORTS
+
+NO_LIMIT = 2**31 - 1  # as max_position_embeddings: sentence-transformers needs a number that fits a 64-bit integer
+PREPROCESSOR = "preprocessor_config.json"
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's channels
+PIXEL_TOLERANCE = 1e-6  # of what a folder's processor makes of an image
+
+
+class TextInputs:
+    """A tokenizer, if the checkpoint has one."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.checkpoint = checkpoint
+        self.tokenizer = self.tokens = None
+
+    def files(self, config: LionConfig) -> dict[str, bytes]:
+        """Return the folder's other files, and change the config that is stored with them."""
+        files = self.checkpoint.tokenizer_files()
+        if files:
+            tokenizer_config = json.loads(files.get("tokenizer_config.json", b"{}"))
+            limit = config.max_position_embeddings if config.has_positions else int(1e30)  # transformers' "no limit"
+            limited = {**tokenizer_config, "model_max_length": limit}
+            files["tokenizer_config.json"] = json.dumps(limited, indent=2).encode()
+            # pipeline() finds no tokenizer for an architecture it does not know, unless the config names one.
+            config.tokenizer_class = tokenizer_config.get("tokenizer_class")
+        if not config.has_positions:
+            setattr(config, STORED_POSITIONS, config.max_position_embeddings)
+            config.max_position_embeddings = NO_LIMIT
+        return files
+
+    def given(self) -> dict[str, Any]:
+        """Return what the folder is given to compute in its own process; "inputs" are the model's."""
+        own, spec = self.checkpoint.config, EXPORTS[self.checkpoint.class_name]
+        inputs, max_length = spec.example_inputs(own), min(own.max_position_embeddings, 128)
+        self.tokenizer = tokenizer = self.checkpoint.load_tokenizer()
+        if tokenizer is not None:
+            batch = [dict(tokenizer(*text, truncation=True, max_length=max_length)) for text in spec.examples]
+            inputs = dict(DataCollatorWithPadding(tokenizer)(batch))
+            self.tokens = {"tokens": batch, "vocabulary": tokenizer.get_vocab()}
+        return {"inputs": inputs, "texts": spec.examples, "max_length": max_length, "long": "the " * 9000}
+
+    def check(self, folder: Path, report: dict[str, Any]) -> None:
+        """Raise UserError unless the folder's process tokenized as the checkpoint does."""
+        if report["tokens"] is not None:
+            self._check_limits(folder, report)
+        if self.tokens is None and report["tokens"] is not None:
+            path = self.checkpoint.path
+            log.info(f"the tokens of {folder} are not compared: {path} has no tokenizer; pass --tokenizer")
+        elif self.tokens != report["tokens"]:
+            raise UserError(f"{folder} and its checkpoint tokenize differently; export it again")
+
+    def _check_limits(self, folder: Path, report: dict[str, Any]) -> None:
+        """Raise UserError unless texts are truncated to the position table, if any, or as earlier versions did."""
+        config = self.checkpoint.config
+        own = config.max_position_embeddings
+        trained = own if self.tokenizer is None else self.tokenizer.model_max_length
+        table = own if config.has_positions else NO_LIMIT
+        full, read, positions = report["long"], report["long_truncated"], report["max_position_embeddings"]
+        if (read, positions) == (min(full, table), table):
+            return
+        right = f"{table:,} tokens" if config.has_positions else "texts of any length"
+        what = f"{folder} limits texts to {min(read, positions):,} tokens, but {config.mixer} reads {right}"
+        if read not in (min(full, trained), min(full, table)) or positions not in (own, table):
+            raise UserError(f"{what}; export it again")
+        log.info(f"{what}; it is from an earlier version, export it again to change that")
+
+
+class ImageInputs:
+    """An image processor."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.checkpoint = checkpoint
+        self.pixels = None
+
+    def files(self, config: LionVisionConfig) -> dict[str, bytes]:
+        """Return the folder's other files."""
+        return {PREPROCESSOR: f"{json.dumps(self.settings(), indent=2)}\n".encode()}
+
+    def settings(self) -> dict[str, Any]:
+        """The processor's settings: the checkpoint's own, or those of ImageNet."""
+        return self.checkpoint.processor or processor_settings(self.checkpoint.config.image_size)
+
+    def given(self) -> dict[str, Any]:
+        """Return what the folder is given to compute in its own process; "inputs" are the model's."""
+        from PIL import Image
+        from transformers import CLIPImageProcessor
+
+        images = example_images()
+        pictures = [Image.fromarray(image.numpy()) for image in images]
+        pixels = CLIPImageProcessor(**self.settings())(pictures, return_tensors="pt")["pixel_values"]
+        channels = self.checkpoint.config.num_channels
+        if channels == 3:
+            self.pixels = pixels
+        else:  # which no processor makes
+            pixels = pixels.repeat(1, -(-channels // 3), 1, 1)[:, :channels].contiguous()
+        return {"inputs": {"pixel_values": pixels}, "images": images}
+
+    def check(self, folder: Path, report: dict[str, Any]) -> None:
+        """Raise UserError unless the folder's processor makes the same of images."""
+        if self.pixels is None:
+            return
+        difference = (report["pixels"] - self.pixels).abs().max().item()
+        if not difference <= PIXEL_TOLERANCE:
+            problem = f"the image processor of {folder} differs from the checkpoint's by {difference:.1e}"
+            raise UserError(f"{problem}; export it again")
+
+
+def processor_settings(
+    image_size: int | list[int], crop_pct: float = 0.875, mean: Sequence[float] = MEAN, std: Sequence[float] = STD
+) -> dict[str, Any]:
+    """The settings of transformers' CLIPImageProcessor: resize the shorter side bicubically to image_size / crop_pct,
+    crop the centre, and normalize."""
+    height, width = [image_size] * 2 if isinstance(image_size, int) else image_size
+    return {
+        "image_processor_type": "CLIPImageProcessor", "do_convert_rgb": True, "do_resize": True,
+        "size": {"shortest_edge": round(min(height, width) / crop_pct)}, "resample": 3, "do_center_crop": True,
+        "crop_size": {"height": height, "width": width}, "do_rescale": True, "rescale_factor": 1 / 255,
+        "do_normalize": True, "image_mean": list(mean), "image_std": list(std),
+    }  # fmt: skip
+
+
+def example_images() -> list[Tensor]:
+    """Five pictures of different shapes, (height, width, 3) or grey (height, width), in bytes."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (224, 224, 3), (333, 500, 3), (500, 251, 3), (97, 64, 3), (120, 161)
+    smooth = [torch.rand(1, 3, 5, 5, generator=generator) for _ in shapes]
+    images = [F.interpolate(x, shape[:2], mode="bicubic")[0].clamp(0, 1) for x, shape in zip(smooth, shapes)]
+    images = [(255 * x).round().byte().permute(1, 2, 0).contiguous() for x in images]
+    return [image if len(shape) == 3 else image[..., 0].contiguous() for image, shape in zip(images, shapes)]
