@@ -23,7 +23,7 @@ RULES = {
     "hidden_dropout_prob": FRACTION, "attention_probs_dropout_prob": FRACTION, "classifier_dropout": FRACTION,
     "expand": COUNT, "headdim": COUNT, "d_state": COUNT, "d_conv": COUNT,
     "short_conv": NOT_NEGATIVE, "rope_theta": Rule(above=0),
-    "image_size": COUNT, "patch_size": COUNT, "num_channels": COUNT, "drop_path_rate": FRACTION,
+    "patch_size": COUNT, "num_channels": COUNT, "drop_path_rate": FRACTION,
     "initializer_range": NOT_NEGATIVE, "layer_norm_eps": NOT_NEGATIVE, "pad_token_id": NOT_NEGATIVE,
 }  # fmt: skip
 # Nothing else is taken from a stored config: other keys can name code that transformers would load (custom_pipelines).

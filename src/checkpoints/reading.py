@@ -31,6 +31,7 @@ from src.checkpoints.image_adapters import (
     state_dict_from_release,
     state_dict_from_vit,
 )
+from src.checkpoints.processors import processor_settings, read_processor
 from src.checkpoints.safe_load import load_safely
 from src.errors import UserError, first_line
 
@@ -44,6 +45,7 @@ TOKENIZER_FILES = {
 # In the folder of a mixer without a position table, max_position_embeddings tells other programs, such as
 # sentence-transformers, that there is no limit; this key of config.json holds the checkpoint's own value.
 STORED_POSITIONS = "original_max_position_embeddings"
+PREPROCESSOR = "preprocessor_config.json"  # the file of a folder's image processor
 
 
 @dataclass
@@ -55,11 +57,15 @@ class Checkpoint:
     config: lion.LionConfig | lion.LionVisionConfig
     weights: dict[str, Tensor]
     tokenizer: dict[str, dict[str, Any]] = field(default_factory=dict)  # of a file, see `tokenizer_files`
-    processor: dict[str, Any] = field(default_factory=dict)  # settings of an image processor
+    processor: dict[str, Any] = field(default_factory=dict)  # settings of a CLIPImageProcessor; empty for texts
     timestamp: dict[str, int] = field(default_factory=dict)  # batch, sample, …; empty in weights-only checkpoints
     run_name: str | None = None
     optimizers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # class → settings per parameter group
     published: str | None = None  # the source, if the paper's authors published it; None for ours
+
+    def __post_init__(self) -> None:
+        if self.reads == "images" and not self.processor:
+            self.processor = processor_settings(self.config.image_size)
 
     def build(self) -> "lion.LionPreTrainedModel":
         """Return the model with its weights. Raises UserError naming tensors that are missing, unused or wrong."""
@@ -158,9 +164,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
         class_name = stored["model"]["config"]["class"].rsplit(".", 1)[-1]
         config = dict(stored["model"]["config"]["content"])
         weights = {name.removeprefix("model."): tensor for name, tensor in state["model"].items()}
+        weights |= _averaged(dict(state.get("algorithms") or ()))
         counts = state.get("timestamp", {}).get("Timestamp", {}).items()
         facts = {
             "tokenizer": dict(stored.get("tokenizer") or {}),
+            "processor": dict(stored.get("image_processor") or {}),
             "timestamp": {unit: count for unit, count in counts if isinstance(count, int)},
             "run_name": str(state["run_name"]) if state.get("run_name") else None,
             "optimizers": {name: kept["param_groups"] for name, kept in (state.get("optimizers") or {}).items()},
@@ -177,6 +185,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise UserError(f"{path} holds a {class_name}; only models of this project can be read")
     kind = getattr(lion, class_name).config_class
     return Checkpoint(path, class_name, lion_config(config, str(path), kind), weights, **facts)
+
+
+def _averaged(algorithms: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
+    """Return the moving averages of weights by Composer's EMA, which are what a run evaluates, or nothing."""
+    ema = algorithms.get("EMA", {})
+    if not ema.get("ema_started") or ema["ema_weights_active"]:
+        return {}
+    kept = ema["ema_model"]["named_parameters_dict"]
+    return {name.removeprefix("module.").removeprefix("model."): tensor for name, tensor in kept.items()}
 
 
 def _check_dense(path: Path, weights: dict[str, Any]) -> None:
@@ -223,7 +240,7 @@ def read_folder(folder: Path) -> Checkpoint:
         raise UserError(f"{folder} cannot be read ({error}); export it again") from None
     if kind == IMAGE.model_type:
         class_name = (config.get("architectures") or ["LionForImageClassification"])[0]
-        return Checkpoint(folder, class_name, lion_config(config, str(folder), IMAGE), weights)
+        return Checkpoint(folder, class_name, lion_config(config, str(folder), IMAGE), weights, **_processor(folder))
     if kind != TEXT.model_type:
         raise UserError(f"{folder} holds a {kind} model, not one of ours")
     if STORED_POSITIONS in config:
@@ -256,7 +273,18 @@ def _read_vit(folder: Path) -> Checkpoint:
     config = json.loads((folder / "config.json").read_text())
     weights = load_file(folder / "model.safetensors")
     ours = config_from_vit(config, weights, str(folder))
-    return Checkpoint(folder, "LionForImageClassification", ours, state_dict_from_vit(weights))
+    weights = state_dict_from_vit(weights)
+    return Checkpoint(folder, "LionForImageClassification", ours, weights, **_processor(folder))
+
+
+def _processor(folder: Path) -> dict[str, dict[str, Any]]:
+    """A folder's image processor, as an argument of Checkpoint. Raises UserError."""
+    try:
+        return {"processor": read_processor(json.loads((folder / PREPROCESSOR).read_text()), str(folder))}
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"{folder / PREPROCESSOR} is corrupt ({first_line(error)}); export the folder again") from None
 
 
 READERS = {"bert": _read_bert, "modernbert": _read_modernbert, "vit": _read_vit, "deit": _read_vit}

@@ -24,10 +24,8 @@ from src.data.tokenizers import vocabulary_digest
 from src.errors import UserError, first_line
 
 
-class StreamingTextDataset(StreamingDataset):
-    """Samples of MDS shards: `text` or `tokens`, and "sample": (epoch, index), the index over all streams."""
-
-    epoch = 0
+class StreamingSamples(StreamingDataset):
+    """Samples of MDS shards, which are prepared once."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -38,6 +36,12 @@ class StreamingTextDataset(StreamingDataset):
         if blocking or self.cache_limit or shard_id not in self.prepared:
             super().prepare_shard(shard_id, blocking)
             self.prepared.add(shard_id)
+
+
+class StreamingTextDataset(StreamingSamples):
+    """Samples of MDS shards: `text` or `tokens`, and "sample": (epoch, index), the index over all streams."""
+
+    epoch = 0
 
     def _resume_incr_epoch(self) -> tuple[int, int]:
         self.epoch, sample_in_epoch = super()._resume_incr_epoch()

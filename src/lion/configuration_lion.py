@@ -248,7 +248,7 @@ class LionVisionConfig(LayersConfig):
 
     def __init__(
         self,
-        image_size: int | list = 224,
+        image_size: list | int = 224,
         patch_size: int = 16,
         num_channels: int = 3,
         hidden_size: int = 768,
@@ -297,8 +297,10 @@ class LionVisionConfig(LayersConfig):
             raise ValueError(f"hidden_size={hidden_size} is not divisible by num_attention_heads={num_attention_heads}")
         if not 0 <= drop_path_rate < 1:
             raise ValueError(f"drop_path_rate must be from 0 to below 1 (got {drop_path_rate})")
-        sides = [image_size] * 2 if isinstance(image_size, int) else list(image_size)
-        if len(sides) != 2 or any(side < patch_size or side % patch_size for side in sides):
+        sides = image_size if isinstance(image_size, list | tuple) else [image_size] * 2
+        if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+            raise ValueError(f"image_size={image_size} must be a number of pixels, or [height, width]")
+        if any(side % patch_size for side in sides):
             raise ValueError(f"image_size={image_size} is not divisible by patch_size={patch_size}")
         self.image_size = image_size
         self.patch_size = patch_size

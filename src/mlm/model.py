@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from src.lion import LionConfig, LionForMaskedLM
 from src.lion.mixers import MIXERS
 from src.lion.modeling_lion import labelled_positions
+from src.training.metrics import MajorityAccuracy
 from src.training.trainer import AutocastModel
 
 
@@ -32,18 +33,8 @@ class MaskedAccuracy(Metric):
         return self.correct / self.total
 
 
-class MostFrequentTokenAccuracy(Metric):
-    """Accuracy of always predicting the most frequent label: the baseline of masked accuracy."""
-
-    def __init__(self, vocab_size: int):
-        super().__init__()
-        self.add_state("counts", default=torch.zeros(vocab_size, dtype=torch.long), dist_reduce_fx="sum")
-
-    def update(self, logits: Tensor, labels: Tensor) -> None:
-        self.counts += torch.bincount(labels[labels >= 0], minlength=len(self.counts))
-
-    def compute(self) -> Tensor:
-        return self.counts.max() / self.counts.sum().clamp(min=1)
+class MostFrequentTokenAccuracy(MajorityAccuracy):
+    """The baseline of masked accuracy."""
 
 
 class LionMLM(AutocastModel):

@@ -60,6 +60,7 @@ class MaskedLM(Task):
     def __init__(self, config: PretrainConfig):
         super().__init__(config)
         self.max_tokens_per_sample = config.max_seq_len
+        self.sample = f"up to {config.max_seq_len} tokens each"
         self.datasets = (config.train_loader.dataset, config.eval_loader.dataset)
         self.max_seq_len = max(dataset.max_seq_len for dataset in self.datasets)
 

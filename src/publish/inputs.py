@@ -2,7 +2,6 @@
 of images."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DataCollatorWithPadding
 
-from src.checkpoints.reading import STORED_POSITIONS, Checkpoint
+from src.checkpoints.reading import PREPROCESSOR, STORED_POSITIONS, Checkpoint
 from src.cli import log
 from src.errors import UserError
 from src.lion import LionConfig, LionVisionConfig
 from src.publish.spec import EXPORTS
 
 NO_LIMIT = 2**31 - 1  # as max_position_embeddings: sentence-transformers needs a number that fits a 64-bit integer
-PREPROCESSOR = "preprocessor_config.json"
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's channels
 PIXEL_TOLERANCE = 1e-6  # of what a folder's processor makes of an image
 
 
@@ -91,11 +88,7 @@ class ImageInputs:
 
     def files(self, config: LionVisionConfig) -> dict[str, bytes]:
         """Return the folder's other files."""
-        return {PREPROCESSOR: f"{json.dumps(self.settings(), indent=2)}\n".encode()}
-
-    def settings(self) -> dict[str, Any]:
-        """The processor's settings: the checkpoint's own, or those of ImageNet."""
-        return self.checkpoint.processor or processor_settings(self.checkpoint.config.image_size)
+        return {PREPROCESSOR: f"{json.dumps(self.checkpoint.processor, indent=2)}\n".encode()}
 
     def given(self) -> dict[str, Any]:
         """Return what the folder is given to compute in its own process; "inputs" are the model's."""
@@ -104,7 +97,7 @@ class ImageInputs:
 
         images = example_images()
         pictures = [Image.fromarray(image.numpy()) for image in images]
-        pixels = CLIPImageProcessor(**self.settings())(pictures, return_tensors="pt")["pixel_values"]
+        pixels = CLIPImageProcessor(**self.checkpoint.processor)(pictures, return_tensors="pt")["pixel_values"]
         channels = self.checkpoint.config.num_channels
         if channels == 3:
             self.pixels = pixels
@@ -120,20 +113,6 @@ class ImageInputs:
         if not difference <= PIXEL_TOLERANCE:
             problem = f"the image processor of {folder} differs from the checkpoint's by {difference:.1e}"
             raise UserError(f"{problem}; export it again")
-
-
-def processor_settings(
-    image_size: int | list[int], crop_pct: float = 0.875, mean: Sequence[float] = MEAN, std: Sequence[float] = STD
-) -> dict[str, Any]:
-    """The settings of transformers' CLIPImageProcessor: resize the shorter side bicubically to image_size / crop_pct,
-    crop the centre, and normalize."""
-    height, width = [image_size] * 2 if isinstance(image_size, int) else image_size
-    return {
-        "image_processor_type": "CLIPImageProcessor", "do_convert_rgb": True, "do_resize": True,
-        "size": {"shortest_edge": round(min(height, width) / crop_pct)}, "resample": 3, "do_center_crop": True,
-        "crop_size": {"height": height, "width": width}, "do_rescale": True, "rescale_factor": 1 / 255,
-        "do_normalize": True, "image_mean": list(mean), "image_std": list(std),
-    }  # fmt: skip
 
 
 def example_images() -> list[Tensor]:

@@ -1,6 +1,8 @@
 """Name → object: the optimizers, schedules, algorithms, callbacks and loggers that a config may name."""
 
 import inspect
+import math
+import re
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping
@@ -11,7 +13,7 @@ from typing import Any
 
 import torch
 from composer import State, Time, Timestamp, TimeUnit, callbacks, loggers, optim
-from composer.algorithms import GradientClipping
+from composer.algorithms import EMA, GradientClipping
 from composer.distributed.mosaic_parallelism import BACKWARD_PREFETCH_MAP, SHARDING_MAP
 from composer.utils import FSDPConfig
 from torch import nn
@@ -56,15 +58,50 @@ class WarmupStableDecayScheduler(optim.ComposerScheduler):
         return self.warmup(state, ssr) * (1 - decayed * (1 - self.alpha_f))
 
 
+class CosineOverRunScheduler(optim.ComposerScheduler):
+    """timm's schedule, which DeiT uses: linear from `alpha_i` over `t_warmup`, then a half-wave of the cosine, from 1 to
+    `alpha_f`, that began with the run. All are fractions of the rate. `per_epoch`: set it once an epoch, as those
+    scripts do; the run's duration must then be in epochs."""
+
+    def __init__(self, t_warmup: str = "0ba", alpha_i: float = 0.0, alpha_f: float = 0.0, per_epoch: bool = False):
+        self.warmup = optim.LinearScheduler(alpha_i, 1.0, t_warmup) if not t_warmup.startswith("0") else None
+        self.alpha_f, self.per_epoch = alpha_f, per_epoch
+
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
+        epochs = state.max_duration.unit == TimeUnit.EPOCH
+        if self.per_epoch:
+            if not epochs:
+                raise ValueError("per_epoch needs max_duration in epochs (ep)")
+            epoch, steps = state.timestamp.epoch.value, int(state.dataloader_len)
+            now = Timestamp(epoch=epoch, batch=epoch * steps)
+            state = SimpleNamespace(timestamp=now, max_duration=state.max_duration, dataloader_len=state.dataloader_len)
+        if self.warmup is not None and (rate := self.warmup(state, ssr)) < 1:
+            return rate
+        if epochs:  # Composer would count whole ones
+            elapsed = state.timestamp.batch.value / (state.max_duration.value * int(state.dataloader_len))
+        else:
+            elapsed = state.get_elapsed_duration().value
+        return self.alpha_f + (1 - self.alpha_f) * (1 + math.cos(math.pi * min(elapsed, 1.0))) / 2
+
+
+def lamb(params: Any, lr: float = 4e-3, betas: tuple = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0):
+    """LAMB (You et al., arXiv:1904.00962) as DeiT III uses it: timm's, without a limit on gradients."""
+    from timm.optim import Lamb
+
+    return Lamb(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=None)
+
+
 REGISTRY: dict[str, dict[str, Callable]] = {
-    "optimizer": {"decoupled_adamw": FusedDecoupledAdamW, "adamw": partial(torch.optim.AdamW, fused=True)},
+    "optimizer": {
+        "decoupled_adamw": FusedDecoupledAdamW, "adamw": partial(torch.optim.AdamW, fused=True), "lamb": lamb,
+    },
     "scheduler": {
         "linear_decay_with_warmup": optim.LinearWithWarmupScheduler,
         "cosine_with_warmup": optim.CosineAnnealingWithWarmupScheduler,
         "constant": optim.ConstantScheduler, "constant_with_warmup": optim.ConstantWithWarmupScheduler,
-        "warmup_stable_decay": WarmupStableDecayScheduler,
+        "warmup_stable_decay": WarmupStableDecayScheduler, "cosine_over_run": CosineOverRunScheduler,
     },
-    "algorithms": {"gradient_clipping": GradientClipping},
+    "algorithms": {"gradient_clipping": GradientClipping, "ema": EMA},
     "callbacks": {
         "early_stopper": ResumableEarlyStopper, "lr_monitor": callbacks.LRMonitor,
         "memory_monitor": callbacks.MemoryMonitor, "memory_snapshot": callbacks.MemorySnapshot,
@@ -77,11 +114,13 @@ REGISTRY: dict[str, dict[str, Callable]] = {
         "tensorboard": TensorBoard, "wandb": loggers.WandBLogger,
     },
 }  # fmt: skip
+OF_GROUPS = ("filter_bias_norm_wd=False", "layer_lr_decay=None")  # arguments of `build_optimizer` itself
 RULES = {  # of arguments that Composer would not check before the first step
     "clipping_type": Rule(choices=("adaptive", "norm", "value")),
     "clipping_threshold": Rule(above=0),
     "t_warmup": Rule(units=tuple(TIME_UNITS), at_least=0),
     "decay": Rule(above=0, at_most=1),
+    "half_life": Rule(units=("ba", "ep"), above=0),
     "sharding_strategy": Rule(choices=tuple(SHARDING_MAP)),
     "backward_prefetch": Rule(choices=tuple(BACKWARD_PREFETCH_MAP)),
     "state_dict_type": Rule(choices=("full",)),  # a checkpoint is one file
@@ -90,16 +129,41 @@ RULES = {  # of arguments that Composer would not check before the first step
 
 
 def build_optimizer(section: Mapping[str, Any], model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer. `filter_bias_norm_wd: true` exempts biases and norms from weight decay."""
+    """Return an optimizer. `filter_bias_norm_wd: true` exempts biases and norms from weight decay, and whatever else a
+    model names. `layer_lr_decay: 0.75` multiplies the rate by that for each layer below the top (arXiv:2106.08254)."""
     section, betas = dict(section), section.get("betas", (0.9, 0.98))
     name, exempt = section.pop("name", None), section.pop("filter_bias_norm_wd", False)
+    layer_decay = section.pop("layer_lr_decay", None)
     if not (isinstance(betas, list | tuple) and len(betas) == 2):
         raise UserError(f"optimizer.betas={betas!r} must be two numbers, such as [0.9, 0.98]")
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not exempt:
-        return build("optimizer", name, section, params=parameters)
-    decayed, free = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
-    return build("optimizer", name, section, params=[{"params": decayed}, {"params": free, "weight_decay": 0.0}])
+    if layer_decay is not None:
+        check_value("optimizer.layer_lr_decay", layer_decay, rule=Rule(above=0, at_most=1))
+        check_value("optimizer.lr", section.get("lr"), rule=Rule(at_least=0.0))
+    own = getattr(model, "model", model)
+    free = own.no_weight_decay() if hasattr(own, "no_weight_decay") else set()
+    groups: dict[tuple, dict[str, Any]] = {}
+    for parameter_name, parameter in own.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        decays = not exempt or (parameter.ndim >= 2 and parameter_name not in free)
+        scale = (
+            1.0 if layer_decay is None else layer_decay ** layers_above(parameter_name, own.config.num_hidden_layers)
+        )
+        group = groups.setdefault((-scale, not decays), {"params": []})
+        group["params"].append(parameter)
+        group |= {} if decays else {"weight_decay": 0.0}
+        group |= {} if layer_decay is None else {"lr": section["lr"] * scale}
+    if not exempt and layer_decay is None:
+        return build("optimizer", name, section, params=[p for group in groups.values() for p in group["params"]])
+    return build("optimizer", name, section, params=[groups[key] for key in sorted(groups)])
+
+
+def layers_above(name: str, layers: int) -> int:
+    """Return how many layers, counting heads as one, are above that of a parameter: layers + 1 for embeddings."""
+    if "embeddings." in name:
+        return layers + 1
+    layer = re.search(r"\blayers\.(\d+)\.", name)
+    return layers - int(layer[1]) if layer else 0
 
 
 def build_scheduler(section: Mapping[str, Any], max_duration: str = "1ep") -> optim.ComposerScheduler:
@@ -164,7 +228,7 @@ def describe_arguments() -> str:
     described |= {f"{kind}: {name}": factory for kind, named in REGISTRY.items() for name, factory in named.items()}
     lines = ["arguments of everything chosen by name (in `callbacks` and the like, as name: {argument: value}):\n"]
     for name, factory in described.items():
-        shown = [*arguments_of(factory).values(), *(["filter_bias_norm_wd=False"] if "optimizer:" in name else [])]
+        shown = [*arguments_of(factory).values(), *(OF_GROUPS if "optimizer:" in name else [])]
         words = textwrap.fill(", ".join(shown) or "no arguments", 104)
         lines += [f"  {name}", textwrap.indent(words, " " * 8)]
     return "\n".join(lines)

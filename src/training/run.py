@@ -75,7 +75,7 @@ def train(task: Task, folder: Path) -> None:
     train_data, eval_data = task.build_loaders(device_batch)
     startup.done("data")
     title = config.run_name if config.progress_bar else ""
-    run_log = RunLog(folder, config.log_interval, title, task.curves, task.statistics)
+    run_log = RunLog(folder, config.log_interval, title, task.curves, task.statistics, task.counts)
     writer = CheckpointWriter(folder, config.save_interval, config.save_num_checkpoints_to_keep)
     composer_trainer = trainer.build_trainer(
         model,
@@ -105,7 +105,7 @@ def train(task: Task, folder: Path) -> None:
     startup.done("trainer")
     model_title, data_title = task.describe(model)
     log.info(f"{config.run_name}: {model_title}, {parameters:,} parameters, on {device} in {precision}")
-    log.info(f"data: {data_title}, up to {task.max_tokens_per_sample} tokens each")
+    log.info(f"data: {data_title}, {task.sample}")
     steps_per_epoch = len(train_data.dataloader)
     now, end, tokens = state.timestamp, state.max_duration, batch * task.max_tokens_per_sample
     per_step = {"ba": 1, "sp": batch, "tok": tokens, "ep": 1 / steps_per_epoch}[end.unit.value]

@@ -31,12 +31,20 @@ class RunLog(LoggerDestination):
     "seconds", "eval": {metric: value}}. A resumed run drops the lines after its checkpoint. If a line cannot be
     written, the run continues without it and warns once. Without a title there is no progress bar."""
 
-    def __init__(self, folder: Path, interval: str, title: str = "", curves: Sequence[Curve] = (), statistics=None):
+    def __init__(
+        self,
+        folder: Path,
+        interval: str,
+        title: str = "",
+        curves: Sequence[Curve] = (),
+        statistics: Any = None,
+        counts: str = "tokens",
+    ):
         self.path = folder / METRICS
         self.interval = Time.from_timestring(interval).value
         self.title = title
         self.train_curves = [curve for curve in curves if curve.train_key not in (None, TRAIN_LOSS)]
-        self.statistics = statistics  # of a Task
+        self.statistics, self.counts = statistics, counts  # of a Task
         self.latest: dict[str, float] = {}
         self.losses: list[float] = []
         self.last_line = self.first_step = ()  # `_counts` at the previous line, and after this process's first step
@@ -79,11 +87,12 @@ class RunLog(LoggerDestination):
             self.losses.clear()
         # Log the time left once, after ten steps or twenty seconds, not counting the slow first step.
         self.first_step = self.first_step or _counts(state)
-        steps, _, tokens, seconds = (now - first for now, first in zip(_counts(state), self.first_step))
+        steps, samples, tokens, seconds = (now - first for now, first in zip(_counts(state), self.first_step))
         if not self.estimated and last is not None and seconds and (steps >= 10 or seconds >= 20):
             self.estimated = True
             minutes = math.ceil((last - batch) * seconds / steps / 60)
-            log.info(f"about {minutes // 60}:{minutes % 60:02} hours left at {tokens / seconds:,.0f} tokens/s")
+            rate = (tokens if self.counts == "tokens" else samples) / seconds
+            log.info(f"about {minutes // 60}:{minutes % 60:02} hours left at {rate:,.0f} {self.counts}/s")
         if self.bar is not None:
             self.bar.total = last
             self.bar.set_postfix_str(self._postfix(), refresh=False)

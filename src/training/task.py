@@ -29,6 +29,8 @@ class Task(ABC):
     command: str  # the script, for messages
     curves: tuple[Curve, ...]  # drawn and summarized; the evaluation with the lowest first curve is the best
     max_tokens_per_sample: int
+    sample: str  # a sample in words, such as "up to 128 tokens each"
+    counts: str = "tokens"  # whose number per second is reported; otherwise a name of samples
     statistics: Any = None  # counts of the training data, saved as attributes; `shares()` goes to the metrics
 
     def __init__(self, config: Any):

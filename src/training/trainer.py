@@ -22,6 +22,7 @@ class AutocastModel(HuggingFaceModel):
     """A HuggingFaceModel that can compute in bfloat16 on a CPU, where Composer has no mixed precision of its own."""
 
     cpu_bfloat16 = False
+    processor: Mapping[str, Any] | None = None  # settings of the image processor, if the model reads images
 
     def autocast(self) -> torch.autocast:
         return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.cpu_bfloat16)
@@ -34,6 +35,8 @@ class AutocastModel(HuggingFaceModel):
         """Return what a checkpoint records about the model: its own class, even after FSDP has wrapped it."""
         metadata, model = super().get_metadata(), getattr(self.model, "module", self.model)
         metadata["model"]["config"]["class"] = f"{type(model).__module__}.{type(model).__name__}"
+        if self.processor is not None:
+            metadata["image_processor"] = dict(self.processor)
         return metadata
 
 

@@ -1,0 +1,50 @@
+"""Settings of image processors: what is done to a picture before a model reads it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from src.errors import UserError
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's channels
+# Stored classes whose settings mean what CLIPImageProcessor's mean; a crop is theirs only if they name it.
+SAME_MEANING = ("CLIPImageProcessor", "ViTImageProcessor", "DeiTImageProcessor", "BitImageProcessor")
+
+
+def processor_settings(
+    image_size: int | Sequence[int], crop_pct: float = 0.875, mean: Sequence[float] = MEAN, std: Sequence[float] = STD
+) -> dict[str, Any]:
+    """Return the settings of transformers' CLIPImageProcessor: resize the shorter side bicubically to image_size /
+    crop_pct, crop the centre, and normalize. For [height, width], the greater decides the shorter side."""
+    height, width = [image_size] * 2 if isinstance(image_size, int) else image_size
+    return {
+        "image_processor_type": "CLIPImageProcessor", "do_convert_rgb": True, "do_resize": True,
+        "size": {"shortest_edge": round(max(height, width) / crop_pct)}, "resample": 3, "do_center_crop": True,
+        "crop_size": {"height": height, "width": width}, "do_rescale": True, "rescale_factor": 1 / 255,
+        "do_normalize": True, "image_mean": list(mean), "image_std": list(std),
+    }  # fmt: skip
+
+
+def read_processor(stored: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the settings of CLIPImageProcessor that do what a folder's preprocessor_config.json says. Raises UserError
+    for another processor than those of ViT, DeiT and ConvNeXT."""
+    kind = str(stored.get("image_processor_type") or stored.get("feature_extractor_type"))
+    kind = kind.removesuffix("Fast").replace("FeatureExtractor", "ImageProcessor")
+    try:
+        mean, std = stored.get("image_mean", MEAN), stored.get("image_std", STD)
+        size, resample = stored["size"], stored.get("resample", 3)
+        if kind == "ConvNextImageProcessor":
+            short = size if isinstance(size, int) else size["shortest_edge"]
+            if short < 384:
+                return processor_settings(short, stored.get("crop_pct", 224 / 256), mean, std) | {"resample": resample}
+            size = {"height": short, "width": short}
+        elif kind not in SAME_MEANING:
+            raise UserError(f"{source} has a {kind}, which is unknown; write a preprocessor_config.json of ViT's")
+        size = {"height": size, "width": size} if isinstance(size, int) else dict(size)
+        crop = stored.get("crop_size")
+        crop = {"height": crop, "width": crop} if isinstance(crop, int) else crop
+        cropped = bool(crop) and stored.get("do_center_crop", kind == "CLIPImageProcessor")
+        settings = processor_settings(1, 1, mean, std) | {"size": size, "resample": resample}
+        return settings | {"do_center_crop": cropped, "crop_size": crop if cropped else size}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"the image processor of {source} has unusable settings ({type(error).__name__}: {error})"
+        raise UserError(f"{problem}; export the folder again") from None

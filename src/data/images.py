@@ -1,0 +1,343 @@
+"""Labelled images from folders, MDS shards, Parquet, the Hub, CIFAR and MNIST: as stored, with random access."""
+
+import gzip
+import io
+import json
+import pickle
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from src.cli import log
+from src.data.config import check_split
+from src.errors import UserError, first_line, reason
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # torchvision's
+SECOND_SPLITS = ("val", "validation", "valid", "test")  # names of the split that is not for training
+RAW = bytes | np.ndarray  # a file's content, or pixels: (height, width) or (height, width, 3), uint8
+
+
+class Images(ABC):
+    """Labelled images. `classes` are the names of their labels, `source` is what the user gave."""
+
+    classes: list[str]
+    source: str
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> tuple[RAW, int, str]:
+        """Return an image as stored, its label, and its name for messages."""
+
+
+class FolderImages(Images):
+    """SPLIT/CLASS/*, with classes in alphabetical order."""
+
+    def __init__(self, folder: Path):
+        self.source, self.folder = str(folder), folder
+        self.classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        files, labels, empty = [], [], []
+        for label, name in enumerate(self.classes):
+            found = sorted(str(p.relative_to(folder)) for p in (folder / name).rglob("*") if _is_image(p))
+            files += found
+            labels += [label] * len(found)
+            if not found:
+                empty.append(name)
+        if empty:
+            shown = ", ".join(empty[:5]) + (", …" if len(empty) > 5 else "")
+            raise UserError(f"{folder}: no images in class {shown}; add some or remove the folder")
+        # Arrays, since each loader worker would copy a list of a million strings as it counts references.
+        self.files = np.array([file.encode() for file in files])
+        self.labels = np.array(labels, np.int32)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[RAW, int, str]:
+        path = self.folder / self.files[index].decode()
+        try:
+            return path.read_bytes(), int(self.labels[index]), str(path)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({reason(error)}); restore or remove it") from None
+
+
+class ArrayImages(Images):
+    """Pixels in memory."""
+
+    def __init__(self, source: str, pixels: np.ndarray, labels: Sequence[int], classes: list[str]):
+        self.source, self.pixels, self.labels, self.classes = source, pixels, labels, classes
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[RAW, int, str]:
+        return self.pixels[index], int(self.labels[index]), f"image {index} of {self.source}"
+
+
+class TableImages(Images):
+    """A table of the datasets library: a Hub dataset, or Parquet files."""
+
+    def __init__(self, source: str, table: Any):
+        import datasets
+
+        self.source, features = source, table.features
+        image = next((name for name, kind in features.items() if isinstance(kind, datasets.Image)), None)
+        image = image or next((name for name in ("image", "img") if name in features), None)
+        label = next((name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)), None)
+        label = label or next((name for name in ("label", "fine_label") if name in features), None)
+        if image is None or label is None:
+            raise UserError(f"{source}: no columns image and label (its columns are {', '.join(features)})")
+        if isinstance(features[image], datasets.Image):
+            table = table.cast_column(image, datasets.Image(decode=False))
+        self.table, self.image, self.label = table.select_columns([image, label]), image, label
+        kind = features[label]
+        if isinstance(kind, datasets.ClassLabel):
+            self.classes = list(kind.names)
+        else:
+            self.classes = [str(number) for number in range(max(table.unique(label)) + 1)]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> tuple[RAW, int, str]:
+        row, name = self.table[int(index)], f"row {index} of {self.source}"
+        image = row[self.image]
+        if isinstance(image, dict):  # {"bytes": …, "path": …}
+            content, path = image.get("bytes"), image.get("path")
+            image = content if content is not None else Path(path).read_bytes() if path else b""
+        return image, int(row[self.label]), name
+
+
+class ShardImages(Images):
+    """MDS shards with the columns `image` and `label`, or `x` and `y` of streaming's own converters."""
+
+    def __init__(self, local: Path, remote: str | None, split: str):
+        from src.data.streaming import StreamingSamples
+
+        self.source = f"{remote or local}/{split}"
+        try:
+            self.shards = StreamingSamples(local=str(local), remote=remote, split=split, batch_size=1)
+        except Exception as error:  # from clients of s3, gs and oci
+            raise UserError(f"cannot read the shards of {self.source}: {first_line(error)}") from None
+        columns = self.shards.shards[0].column_names
+        names = [(image, label) for image, label in (("image", "label"), ("x", "y")) if {image, label} <= {*columns}]
+        if not names:
+            raise UserError(f"{self.source}: no columns image and label, only {', '.join(columns)}; convert it again")
+        self.image, self.label = names[0]
+        self.classes = _stored_classes(Path(local, split))
+        if not self.classes:
+            log.info(f"{self.source}: reading all labels to count the classes, since split.json does not name them")
+            count = 1 + max(self.shards[index][self.label] for index in range(self.shards.num_samples))
+            self.classes = [str(number) for number in range(count)]
+
+    def __len__(self) -> int:
+        return self.shards.num_samples
+
+    def __getitem__(self, index: int) -> tuple[RAW, int, str]:
+        row = self.shards[int(index)]
+        image, name = row[self.image], f"sample {index} of {self.source}"
+        return image if isinstance(image, bytes) else np.asarray(image), int(row[self.label]), name
+
+
+def open_images(name: str, split: str, remote: str | None = None, key: str = "data_local") -> Images:
+    """Open a split of a folder, whose content decides what it is, or of a Hub dataset. Raises UserError naming `key`.
+
+    A folder holds one of: SPLIT/CLASS/*; shards of src/convert_dataset.py --images; Parquet files; CIFAR-10 or -100,
+    python or binary; MNIST's files. In those of CIFAR, MNIST and the Hub, val is whatever the second split is called."""
+    folder = Path(name)
+    if remote is not None or (folder / split / "index.json").is_file():
+        if remote is None:
+            check_split(key, folder, split)
+        return _not_empty(ShardImages(folder, remote, split), key)
+    if not folder.is_dir():
+        if name.count("/") > 1 or name.startswith((".", "/", "~")):
+            raise UserError(f"{key}: {name} is not a folder; fix its path")
+        return _not_empty(TableImages(f"{split} of {name}", _load_hub(name, split, key)), key)
+    if (folder / split).is_dir() and any(path.is_dir() for path in (folder / split).iterdir()):
+        return _not_empty(FolderImages(folder / split), key)
+    for reader in (_parquet, _cifar, _mnist):
+        if (images := reader(folder, split)) is not None:
+            return _not_empty(images, key)
+    splits = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir())) or "none"
+    found = f"{folder} has no {split}/CLASS/*, shards, Parquet files, CIFAR or MNIST (its folders: {splits})"
+    raise UserError(f"{key}: {found}; name a folder of labelled images, or a split that it has")
+
+
+def decode(content: RAW, name: str) -> Image.Image:
+    """Return a picture as RGB, turned upright as its EXIF data asks; transparency becomes white. Raises UserError naming
+    an empty, truncated or unreadable one."""
+    if isinstance(content, np.ndarray):
+        return Image.fromarray(content).convert("RGB")
+    if not content:
+        raise UserError(f"{name} is empty; replace or remove it")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about odd metadata
+            image = Image.open(io.BytesIO(content))
+            image = ImageOps.exif_transpose(image)
+            return _to_rgb(image)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, UnidentifiedImageError) as error:
+        raise UserError(f"{name} is not a readable image ({first_line(error)}); replace or remove it") from None
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith(("I", "F")):  # 16 bits or more per channel
+        pixels = np.asarray(image, np.float64)
+        top = 65535 if image.mode.startswith("I") else max(pixels.max(), 1e-9)
+        return Image.fromarray((255 * pixels / top).clip(0, 255).round().astype(np.uint8)).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        background = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(background, image).convert("RGB")
+    return image.convert("RGB")
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
+
+
+def _not_empty(images: Images, key: str) -> Images:
+    if not len(images):
+        raise UserError(f"{key}: {images.source} holds no images; choose another folder or split")
+    return images
+
+
+def _stored_classes(folder: Path) -> list[str]:
+    """The names of the classes that src/convert_dataset.py wrote beside shards."""
+    try:
+        return [str(name) for name in json.loads((folder / "split.json").read_text())["classes"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _load_hub(name: str, split: str, key: str) -> Any:
+    import datasets
+
+    wanted = [split, *(other for other in SECOND_SPLITS if split in SECOND_SPLITS)]
+    try:
+        available = datasets.get_dataset_split_names(name)
+        chosen = next((one for one in wanted if one in available), None)
+        if chosen is not None:
+            return datasets.load_dataset(name, split=chosen)
+    except Exception as error:  # whatever the Hub client raises
+        found = f"not a folder, and cannot be loaded from the Hugging Face Hub ({first_line(error)})"
+        raise UserError(f"{key}: {name} is {found}; fix its path or name") from None
+    raise UserError(f"{key}: {name} has no split {split}; its splits are {', '.join(available)}")
+
+
+def _parquet(folder: Path, split: str) -> Images | None:
+    files = sorted(folder.rglob("*.parquet"))
+    names = [split, *(other for other in SECOND_SPLITS if split in SECOND_SPLITS)]
+    for name in names:
+        of_split = [str(f) for f in files if f.name.startswith(name) or name in f.relative_to(folder).parts[:-1]]
+        if of_split:
+            import datasets
+
+            try:
+                return TableImages(f"{folder}/{name}", datasets.load_dataset("parquet", data_files=of_split)["train"])
+            except UserError:
+                raise
+            except Exception as error:  # whatever pyarrow and datasets raise
+                found = f"the Parquet files of {name} in {folder} cannot be read ({first_line(error)})"
+                raise UserError(f"{found}; copy them again") from None
+    return None
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Loads pickles of dictionaries, lists, strings and numpy arrays, and refuses everything else."""
+
+    ALLOWED = {
+        ("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"),
+        ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"),
+    }  # fmt: skip
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"it would execute {module}.{name}")
+        return super().find_class(module, name)
+
+
+def _cifar(folder: Path, split: str) -> Images | None:
+    """CIFAR-10 and CIFAR-100 as distributed, in the folder or one below it."""
+    train = split == "train"
+    for place in (folder, *sorted(path for path in folder.iterdir() if path.is_dir())):
+        batches = sorted(place.glob("data_batch_?")) if train else [place / "test_batch"]
+        hundred = place / ("train" if train else "test")
+        binary = sorted(place.glob("data_batch_?.bin")) if train else [place / "test_batch.bin"]
+        hundred_binary = place / ("train.bin" if train else "test.bin")
+        if batches and batches[0].is_file():
+            return _cifar_python(place, batches, b"labels", "batches.meta", b"label_names")
+        if hundred.is_file() and (place / "meta").is_file():
+            return _cifar_python(place, [hundred], b"fine_labels", "meta", b"fine_label_names")
+        if binary and binary[0].is_file():
+            return _cifar_binary(place, binary, 1, "batches.meta.txt")
+        if hundred_binary.is_file():
+            return _cifar_binary(place, [hundred_binary], 2, "fine_label_names.txt")
+    return None
+
+
+def _cifar_python(place: Path, files: list[Path], labels: bytes, meta: str, names: bytes) -> Images:
+    def load(path: Path) -> dict:
+        try:
+            with path.open("rb") as file:
+                return _ArraysOnly(file, encoding="bytes").load()
+        except (pickle.UnpicklingError, OSError, EOFError, ValueError, AttributeError, TypeError, IndexError) as error:
+            raise UserError(f"{path} is not a file of CIFAR ({first_line(error)}); copy it again") from None
+
+    try:
+        read = [load(file) for file in files]
+        pixels = np.concatenate([np.asarray(one[b"data"], np.uint8) for one in read])
+        numbers = [int(label) for one in read for label in one[labels]]
+        classes = [name.decode() for name in load(place / meta)[names]]
+        pixels = pixels.reshape(len(numbers), 3, 32, 32).transpose(0, 2, 3, 1)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{place} is not CIFAR as distributed ({first_line(error)}); copy it again") from None
+    return ArrayImages(str(place), pixels, numbers, classes)
+
+
+def _cifar_binary(place: Path, files: list[Path], label_bytes: int, names: str) -> Images:
+    rows = []
+    for file in files:
+        content = np.frombuffer(file.read_bytes(), np.uint8)
+        if not len(content) or len(content) % (label_bytes + 3072):
+            raise UserError(f"{file} is truncated: {len(content)} bytes are no full rows; copy it again")
+        rows.append(content.reshape(-1, label_bytes + 3072))
+    table = np.concatenate(rows)
+    labels = table[:, label_bytes - 1].astype(np.int32)  # of two labels, the finer is the second
+    stored = (place / names).read_text().split() if (place / names).is_file() else []
+    classes = stored or [str(number) for number in range(int(labels.max()) + 1)]
+    return ArrayImages(str(place), table[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels, classes)
+
+
+def _mnist(folder: Path, split: str) -> Images | None:
+    """MNIST's files, and those of data in its format, gzipped or not, in the folder or below."""
+    stem = "train" if split == "train" else "t10k"
+    images = sorted(folder.rglob(f"{stem}-images?idx3-ubyte*"))
+    labels = sorted(folder.rglob(f"{stem}-labels?idx1-ubyte*"))
+    if not images or not labels:
+        return None
+    pixels, numbers = read_idx(images[0]), read_idx(labels[0])
+    if pixels.ndim != 3 or numbers.shape != pixels.shape[:1]:
+        raise UserError(f"{images[0]} has {len(pixels)} images, {labels[0]} {len(numbers)} labels; copy them again")
+    classes = [str(number) for number in range(int(numbers.max(initial=0)) + 1)]
+    return ArrayImages(str(images[0]), pixels, numbers.astype(np.int32), classes)
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """Return the array of a file in MNIST's format, IDX, of bytes; .gz is decompressed. Raises UserError."""
+    try:
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+        dimensions = content[3]
+        shape = np.frombuffer(content, ">i4", dimensions, 4)
+        if content[:3] != b"\0\0\x08":
+            raise ValueError("it is not in IDX format, with bytes")
+        return np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
+    except (OSError, EOFError, ValueError, IndexError) as error:
+        raise UserError(f"{path} cannot be read ({first_line(error)}); copy it again") from None

@@ -1,0 +1,182 @@
+"""Image classification: the task that `src/training/run.py` runs."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from src.cli import log
+from src.config import check_known
+from src.data.config import check_split
+from src.errors import UserError
+from src.training.task import Curve, Task
+from src.vision.config import VisionConfig
+
+if TYPE_CHECKING:
+    from composer import DataSpec
+
+    from src.checkpoints.reading import Checkpoint
+    from src.data.images import Images
+    from src.lion import LionVisionConfig
+    from src.vision.model import LionImageClassifier
+
+CURVES = (
+    Curve("loss", "loss", "eval/CrossEntropy", "loss/train/total", unit="nats per image"),
+    Curve("top1", "top-1 accuracy", "eval/Top1", percent=True),
+    Curve("top5", "top-5 accuracy", "eval/Top5", percent=True),
+    Curve("majority", "most frequent class", "eval/MajorityAccuracy", percent=True, baseline=True),
+)
+
+
+class Vision(Task):
+    """Train an image classifier."""
+
+    command = "vision.py"
+    curves = CURVES
+    counts = "images"
+
+    def __init__(self, config: VisionConfig):
+        from src.checkpoints.processors import processor_settings
+
+        super().__init__(config)
+        self.processor = processor_settings(config.image_size, config.crop_pct, config.mean, config.std)
+        self.sample = f"images of {config.size[0]}×{config.size[1]} pixels"
+
+    def check_paths(self) -> None:
+        config = self.config
+        for loader in (config.train_loader, config.eval_loader):
+            if (Path(config.data_local, loader.split) / "index.json").is_file() and config.data_remote is None:
+                check_split("data_local", Path(config.data_local), loader.split)
+        start, resumes = config.load_path, any(Path(config.save_folder).glob("ep*-rank0.pt"))
+        if not (start is None or resumes or "://" in start or Path(start).is_file()):
+            raise UserError(f"load_path={start} is not a file; give a checkpoint or omit load_path")
+
+    def build_model(self, checkpoint: Path | None) -> "LionImageClassifier":
+        """Return a model with random weights, or with those of `model.pretrained_checkpoint`."""
+        from src.checkpoints.reading import read_pretrained
+        from src.lion import LionForImageClassification
+        from src.vision.model import LionImageClassifier, token_count
+        from src.vision.teachers import read_teacher
+
+        config = self.config
+        self.data = {loader.split: self.open(loader.split) for loader in (config.train_loader, config.eval_loader)}
+        train, evaluation = (self.data[loader.split] for loader in (config.train_loader, config.eval_loader))
+        classes = train.classes
+        if evaluation.classes != classes[: len(evaluation.classes)]:
+            differing = sorted({*classes} ^ {*evaluation.classes}) or evaluation.classes
+            found = f"the classes of {evaluation.source} differ from those of {train.source}"
+            raise UserError(f"data_local: {found} ({', '.join(differing[:5])}); use the same in both")
+        section = dict(config.model)
+        start = section.pop("pretrained_checkpoint", None)
+        read = None
+        if start is not None:
+            read = read_pretrained(str(checkpoint or start), "model.pretrained_checkpoint", reads="images")
+            section = {**image_arguments(read.config.to_dict()), **section}
+        model = LionForImageClassification(build_vision_config(section, config.image_size, classes))
+        if read is not None:
+            log.info(f"weights of {checkpoint or start}{load_weights(model, read)}")
+        self.max_tokens_per_sample = token_count(model.config, config.size)
+        teacher = None
+        if (name := config.distillation.teacher) is not None:
+            teacher = read_teacher(name, classes, self.processor)
+            log.info(f"teacher: {name}, {config.distillation.kind} distillation")
+        for part in config.freeze:
+            frozen = [parameter for name, parameter in model.named_parameters() if part in name]
+            if not frozen:
+                raise UserError(f"freeze: no parameter has {part} in its name; omit it")
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+        return LionImageClassifier(model, self.processor, config.loss, config.distillation, teacher)
+
+    def open(self, split: str) -> "Images":
+        from src.data.images import open_images
+
+        return open_images(self.config.data_local, split, self.config.data_remote)
+
+    def build_loaders(self, device_batch_size: int) -> "tuple[DataSpec, DataSpec]":
+        from composer import DataSpec
+
+        from src.data import image_loader
+        from src.data.image_transforms import Augmentation, Evaluation
+
+        config = self.config
+        train, evaluation = (self.data[loader.split] for loader in (config.train_loader, config.eval_loader))
+        transform = Evaluation(self.processor)
+        augmentation = Augmentation(config.augmentation, transform, config.size)
+        mixing = image_loader.Mixing(config.mixing, len(train.classes), config.loss.smoothing, config.seed)
+        loaders = (
+            image_loader.train_loader(
+                image_loader.ImageDataset(train, augmentation, config.seed),
+                config.train_loader,
+                device_batch_size,
+                mixing,
+            ),
+            image_loader.eval_loader(
+                image_loader.ImageDataset(evaluation, transform), config.eval_loader, config.device_eval_batch_size
+            ),
+        )
+        tokens = self.max_tokens_per_sample
+        count = {"get_num_tokens_in_batch": lambda batch: tokens * len(batch["labels"])}
+        return tuple(DataSpec(loader, **count) for loader in loaders)
+
+    def describe(self, model: "LionImageClassifier") -> tuple[str, str]:
+        sizes, train = model.config, self.data[self.config.train_loader.split]
+        order = f" in {sizes.patch_order}" if sizes.num_orders > 1 else ""
+        title = f"{sizes.mixer}{order}, {sizes.num_hidden_layers} layers of {sizes.hidden_size}"
+        return title, f"{len(train):,} images in {len(train.classes):,} classes of {train.source}"
+
+
+def build_vision_config(
+    arguments: dict[str, Any], image_size: int | list[int], classes: list[str]
+) -> "LionVisionConfig":
+    """Return the configuration of a classifier. Raises UserError for arguments that it does not have or rejects."""
+    from transformers.activations import ACT2FN
+
+    from src.checkpoints.adapters import IMAGE_ARGUMENTS, check_argument
+    from src.config import Rule, check_value
+    from src.lion import LionVisionConfig
+
+    check_known("model", arguments, IMAGE_ARGUMENTS)
+    for name, value in arguments.items():
+        check_argument(f"model.{name}", value)
+    check_value("model.hidden_act", arguments.get("hidden_act", "gelu"), rule=Rule(choices=tuple(ACT2FN)))
+    if arguments.get("num_channels", 3) != 3:
+        raise UserError(f"model.num_channels={arguments['num_channels']}: vision.py reads all images as RGB; omit it")
+    names = {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
+    try:
+        return LionVisionConfig(**{**arguments, "image_size": image_size}, **names)
+    except ValueError as error:
+        raise UserError(f"model: {error}") from None
+
+
+def image_arguments(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return those settings of a stored configuration that are arguments of LionVisionConfig, but for the image size."""
+    from src.checkpoints.adapters import IMAGE_ARGUMENTS
+
+    return {name: settings[name] for name in IMAGE_ARGUMENTS if name in settings and name != "image_size"}
+
+
+def load_weights(model: Any, start: "Checkpoint") -> str:
+    """Load a checkpoint into a model: position embeddings are resized to its images, and a classifier of other classes
+    stays random. Return what is new, in words. Raises UserError for weights that do not fit."""
+    from src.checkpoints.reading import load_all
+    from src.lion.modeling_lion_vision import resize_positions
+
+    own, weights, notes = model.config, dict(start.weights), ""
+    name = "lion.embeddings.position_embeddings.weight"
+    if name in weights and own.has_positions and own.grid != start.config.grid:
+        weights[name] = resize_positions(weights[name], start.config.grid, own.grid, own.num_prefix_tokens)
+        notes += f", position embeddings resized from {start.config.grid} to {own.grid} patches"
+    random = model.state_dict()
+    same_classes = own.id2label == start.config.id2label or _unnamed(start.config) == own.num_labels
+    heads = [head for head in random if head.startswith(("classifier.", "distillation_classifier."))]
+    if not same_classes or any(head not in weights for head in heads):
+        weights = {part: tensor for part, tensor in weights.items() if part.startswith("lion.")}
+        weights |= {head: random[head] for head in heads}
+        notes += ", with a new classifier"
+    load_all(model, weights, str(start.path))
+    return notes
+
+
+def _unnamed(config: "LionVisionConfig") -> int | None:
+    """The number of a model's classes if they have no names."""
+    unnamed = all(name == f"LABEL_{number}" for number, name in config.id2label.items())
+    return config.num_labels if unnamed else None
