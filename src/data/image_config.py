@@ -1,5 +1,6 @@
 """Config of augmentation, mixing and image loaders. Imports nothing slow."""
 
+import re
 from dataclasses import dataclass
 
 from src.config import key
@@ -37,6 +38,9 @@ class AugmentationConfig:
             bounds = getattr(self, name)
             if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
                 raise UserError(f"augmentation.{name}={bounds} must be two numbers above 0, the smaller first")
+        if not re.fullmatch(r"(-?((m|n|mmax|inc)\d+|(p|mstd)\d+(\.\d+)?))+", self.magnitude):
+            problem = f"augmentation.magnitude={self.magnitude!r} is not timm's notation"
+            raise UserError(f"{problem}; give one such as m9-mstd0.5-inc1")
 
 
 @dataclass

@@ -104,7 +104,15 @@ class Mixing:
         return weight * pixels + (1 - weight) * pixels.flip(0), weight
 
 
-def train_loader(dataset: ImageDataset, config: ImageLoaderConfig, batch_size: int, mixing: Mixing) -> DataLoader:
+class ImageLoader(DataLoader):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        try:
+            yield from super().__iter__()
+        except UserError as error:  # a worker's has its traceback before the sentence
+            raise UserError(str(error).rsplit("UserError: ", 1)[-1].strip()) from None
+
+
+def train_loader(dataset: ImageDataset, config: ImageLoaderConfig, batch_size: int, mixing: Mixing) -> ImageLoader:
     """Return batches of `batch_size` augmented and mixed images for this device. Raises UserError if there is none."""
     draws = Draws(dataset, dataset.seed, config.repeats, dist.get_world_size(), dist.get_global_rank())
     if not len(draws) or (config.drop_last and len(draws) < batch_size):
@@ -113,13 +121,13 @@ def train_loader(dataset: ImageDataset, config: ImageLoaderConfig, batch_size: i
     return _loader(dataset, config, batch_size, sampler=draws, collate_fn=mixing)
 
 
-def eval_loader(dataset: ImageDataset, config: ImageLoaderConfig, batch_size: int) -> DataLoader:
+def eval_loader(dataset: ImageDataset, config: ImageLoaderConfig, batch_size: int) -> ImageLoader:
     """Return batches of images for this device; Composer drops those by which devices exceed the data."""
     return _loader(dataset, config, batch_size, sampler=dist.get_sampler(dataset))
 
 
-def _loader(dataset: ImageDataset, config: ImageLoaderConfig, batch_size: int, **options: Any) -> DataLoader:
-    return DataLoader(
+def _loader(dataset: ImageDataset, config: ImageLoaderConfig, batch_size: int, **options: Any) -> ImageLoader:
+    return ImageLoader(
         dataset,
         batch_size=batch_size,
         num_workers=config.num_workers,

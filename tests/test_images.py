@@ -1,0 +1,220 @@
+"""Sources of labelled images: each kind, odd pictures, and files that are broken or hostile."""
+
+import gzip
+import io
+import json
+import pickle
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from src.data.images import decode, open_images, read_idx
+from src.errors import UserError
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)
+LABELS = [0, 1, 1, 0, 1, 0]
+
+
+def encoded(pixels, form="PNG", **options) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, form, **options)
+    return file.getvalue()
+
+
+def check(images, classes, pixels=PIXELS, labels=LABELS):
+    """The given classes, and the given pictures with their labels, in any order."""
+    assert images.classes == classes and len(images) == len(labels)
+    read = [
+        (np.asarray(decode(content, name)).tobytes(), label)
+        for content, label, name in map(images.__getitem__, range(len(images)))
+    ]
+    assert sorted(read) == sorted((x.tobytes(), label) for x, label in zip(pixels, labels))
+
+
+def write_folder(folder, names=("cat", "dog")):
+    for number, (pixels, label) in enumerate(zip(PIXELS, LABELS)):
+        path = folder / names[label] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(pixels))
+
+
+def test_folder(tmp_path):
+    write_folder(tmp_path / "train")
+    (tmp_path / "train" / "cat" / "notes.txt").write_text("not an image")
+    (tmp_path / "train" / "cat" / "more").mkdir()
+    (tmp_path / "train" / "cat" / "0.png").rename(tmp_path / "train" / "cat" / "more" / "0.PNG")
+    (tmp_path / "train" / ".hidden").mkdir()
+    images = open_images(str(tmp_path), "train")
+    check(images, ["cat", "dog"])
+    assert images[0][2].startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize("names", [["cat", "dog"], None])
+def test_parquet(tmp_path, names):
+    import datasets
+
+    label = datasets.ClassLabel(names=names) if names else datasets.Value("int64")
+    features = datasets.Features({"image": datasets.Image(), "label": label})
+    rows = {"image": [{"bytes": encoded(x), "path": None} for x in PIXELS], "label": LABELS}
+    (tmp_path / "data").mkdir()
+    datasets.Dataset.from_dict(rows, features).to_parquet(tmp_path / "data" / "validation-00000-of-00001.parquet")
+    check(open_images(str(tmp_path), "val"), names or ["0", "1"])
+    with pytest.raises(UserError, match="no train/CLASS"):
+        open_images(str(tmp_path), "train")
+    (tmp_path / "data" / "train.parquet").write_bytes(b"PAR1 and nothing")
+    with pytest.raises(UserError, match=r"the Parquet files of train .* cannot be read"):
+        open_images(str(tmp_path), "train")
+
+
+def test_shards(tmp_path):
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(tmp_path / "train"), columns={"image": "bytes", "label": "int"}) as writer:
+        for pixels, label in zip(PIXELS, LABELS):
+            writer.write({"image": encoded(pixels), "label": label})
+    (tmp_path / "train" / "split.json").write_text(json.dumps({"classes": ["cat", "dog"]}))
+    check(open_images(str(tmp_path), "train"), ["cat", "dog"])
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "png", "pil"])
+def test_shards_of_streamings_own_converters(tmp_path, kind):
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(tmp_path / "val"), columns={"i": "int", "x": kind, "y": "int"}) as writer:
+        for number, (pixels, label) in enumerate(zip(PIXELS, LABELS)):
+            writer.write({"i": number, "x": Image.fromarray(pixels), "y": label})
+    images = open_images(str(tmp_path), "val")
+    if kind == "jpeg":
+        assert len(images) == 6 and images.classes == ["0", "1"]
+    else:
+        check(images, ["0", "1"])
+
+
+def cifar_rows():
+    return PIXELS.transpose(0, 3, 1, 2).reshape(6, 3072)
+
+
+@pytest.mark.parametrize("hundred", [False, True])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_cifar_in_python_and_binary_layout(tmp_path, hundred, split):
+    folder = tmp_path / "python" / ("cifar-100-python" if hundred else "cifar-10-batches-py")
+    binary = tmp_path / "binary" / ("cifar-100-binary" if hundred else "cifar-10-batches-bin")
+    folder.mkdir(parents=True)
+    binary.mkdir(parents=True)
+    rows, meta = cifar_rows(), ("meta", b"fine_label_names") if hundred else ("batches.meta", b"label_names")
+    labels = {b"fine_labels": LABELS, b"coarse_labels": [7] * 6} if hundred else {b"labels": LABELS}
+    files = {
+        ("train", True): "train",
+        ("train", False): "data_batch_1",
+        ("val", True): "test",
+        ("val", False): "test_batch",
+    }
+    file = files[split, hundred]
+    (folder / file).write_bytes(pickle.dumps({b"data": rows, **labels}, protocol=2))
+    (folder / meta[0]).write_bytes(pickle.dumps({meta[1]: [b"cat", b"dog"]}, protocol=2))
+    if not hundred and split == "train":
+        (folder / file).write_bytes(pickle.dumps({b"data": rows[:3], b"labels": LABELS[:3]}, protocol=2))
+        (folder / "data_batch_2").write_bytes(pickle.dumps({b"data": rows[3:], b"labels": LABELS[3:]}, protocol=2))
+    check(open_images(str(tmp_path / "python"), split), ["cat", "dog"])
+    content = b"".join(bytes([7, label] if hundred else [label]) + row.tobytes() for label, row in zip(LABELS, rows))
+    (binary / f"{file}.bin").write_bytes(content)
+    check(open_images(str(tmp_path / "binary"), split), ["0", "1"])
+    (binary / ("fine_label_names.txt" if hundred else "batches.meta.txt")).write_text("cat\ndog\n\n")
+    check(open_images(str(tmp_path / "binary"), split), ["cat", "dog"])
+    (binary / f"{file}.bin").write_bytes(content[:-5])
+    with pytest.raises(UserError, match="truncated"):
+        open_images(str(tmp_path / "binary"), split)
+
+
+def test_cifar_is_read_without_executing_it(tmp_path):
+    class Hostile:
+        def __reduce__(self):
+            return (exec, ("raise SystemExit('executed')",))
+
+    (tmp_path / "data_batch_1").write_bytes(pickle.dumps(Hostile()))
+    with pytest.raises(UserError, match=r"it would execute builtins\.exec"):
+        open_images(str(tmp_path), "train")
+    (tmp_path / "data_batch_1").write_bytes(b"no pickle")
+    with pytest.raises(UserError, match="is not a file of CIFAR"):
+        open_images(str(tmp_path), "train")
+
+
+def idx(array) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes() + array.tobytes()
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_mnist(tmp_path, compress):
+    grey, labels = PIXELS[..., 0], np.array(LABELS, np.uint8)
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for name, array in (("t10k-images-idx3-ubyte", grey), ("t10k-labels-idx1-ubyte", labels)):
+        content = gzip.compress(idx(array)) if compress else idx(array)
+        (folder / (name + ".gz" * compress)).write_bytes(content)
+    check(open_images(str(tmp_path), "val"), ["0", "1"], [np.repeat(x[..., None], 3, -1) for x in grey])
+    broken = tmp_path / "broken-idx3-ubyte"
+    broken.write_bytes(idx(grey)[:-1])
+    with pytest.raises(UserError, match="cannot be read"):
+        read_idx(broken)
+
+
+def test_hub_dataset(tmp_path, monkeypatch):
+    import datasets
+
+    features = datasets.Features({"img": datasets.Image(), "fine_label": datasets.ClassLabel(names=["cat", "dog"])})
+    rows = {"img": [{"bytes": encoded(x), "path": None} for x in PIXELS], "fine_label": LABELS}
+    table = datasets.Dataset.from_dict(rows, features)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["train", "test"])
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: {"test": table}[split])
+    check(open_images("uoft-cs/cifar100", "val"), ["cat", "dog"])
+    with pytest.raises(UserError, match="no split extra; its splits are train, test"):
+        open_images("uoft-cs/cifar100", "extra")
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "P", "CMYK", "RGBA", "LA", "I;16", "I", "F"])
+def test_every_mode_becomes_rgb(mode):
+    grey = Image.fromarray(PIXELS[0, ..., 0])
+    if mode == "I;16":
+        image = Image.fromarray(PIXELS[0, ..., 0].astype(np.uint16) * 257)
+    else:
+        image = grey.convert(mode)
+        if mode == "I":
+            image = image.point(lambda value: value * 257)
+    form = {"CMYK": "TIFF", "F": "TIFF", "I": "TIFF"}.get(mode, "PNG")
+    file = io.BytesIO()
+    image.save(file, form)
+    read = decode(file.getvalue(), "it")
+    assert read.mode == "RGB"
+    if mode not in ("1", "F"):
+        assert np.abs(np.asarray(read).astype(int) - np.asarray(grey.convert("RGB")).astype(int)).max() <= 3
+
+
+def test_transparency_becomes_white_and_exif_turns():
+    clear = np.zeros((4, 6, 4), np.uint8)
+    assert (np.asarray(decode(encoded(clear), "it")) == 255).all()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned by 90°
+    assert decode(encoded(PIXELS[0, :20], "JPEG", exif=exif), "it").size == (20, 32)
+
+
+@pytest.mark.parametrize("content, problem", [
+    (b"", "cat/7.jpg is empty"),
+    (b"no picture at all", "cat/7.jpg is not a readable image"),
+    (encoded(PIXELS[0], "JPEG")[:300], "cat/7.jpg is not a readable image"),
+    (encoded(PIXELS[0])[:-200], "cat/7.jpg is not a readable image"),
+])  # fmt: skip
+def test_broken_images_are_named(content, problem):
+    with pytest.raises(UserError, match=problem):
+        decode(content, "cat/7.jpg")
+
+
+def test_mistakes_in_the_place(tmp_path):
+    with pytest.raises(UserError, match=r"data_local: \./nothing is not a folder"):
+        open_images("./nothing", "train")
+    write_folder(tmp_path / "train")
+    with pytest.raises(UserError, match=r"no val/CLASS.*\(its folders: train\)"):
+        open_images(str(tmp_path), "val")
+    (tmp_path / "train" / "zebra").mkdir()
+    with pytest.raises(UserError, match="no images in class zebra; add some or remove the folder"):
+        open_images(str(tmp_path), "train")
