@@ -1,6 +1,7 @@
 """Teachers for distillation: any image classifier, of this project, transformers or timm."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +9,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from src.checkpoints.processors import MEAN, STD, processor_settings, read_processor
+from src.checkpoints.processors import MEAN, STD, read_processor
 from src.checkpoints.reading import PREPROCESSOR, read_pretrained
 from src.errors import UserError, first_line
 from src.lion import LionVisionConfig
+
+KEY = "distillation.teacher"
+Size = tuple[int, int] | None  # (height, width) that a teacher reads; None: any
 
 
 class Teacher:
     """A frozen classifier that sees the student's augmented images, normalized and resized as it was trained."""
 
-    def __init__(self, model: nn.Module, size: tuple[int, int] | None, processor: Mapping[str, Any], student: Mapping):
-        """`size`: (height, width) that the teacher reads; None: any. `processor`, `student`: settings of the two image
-        processors, whose mean and standard deviation count."""
-        self.model = model.eval().requires_grad_(False)
-        self.size = size
+    def __init__(self, model: nn.Module, size: Size, processor: Mapping[str, Any], student: Mapping[str, Any]):
+        """`processor`, `student`: settings of the two image processors, of which mean and standard deviation count."""
+        self.model, self.size = model.eval().requires_grad_(False), size
         mean, std = (torch.tensor(processor[name]).view(-1, 1, 1) for name in ("image_mean", "image_std"))
         own_mean, own_std = (torch.tensor(student[name]).view(-1, 1, 1) for name in ("image_mean", "image_std"))
         self.factor, self.shift = own_std / std, (own_mean - mean) / std
@@ -42,75 +44,60 @@ class Teacher:
 def read_teacher(name: str, classes: list[str], student: Mapping[str, Any]) -> Teacher:
     """Return the teacher of a file, a folder, a name on the Hub, or in timm. Raises UserError for an unknown one, or one
     of other classes."""
-    key = "distillation.teacher"
     if not Path(name).exists() and "/" not in name:
-        model, size, processor = _read_timm(name, key)
+        model, size, processor, labels = _read_timm(name)
+    elif _is_of_transformers(name):
+        model, size, processor, labels = _read_transformers(name)
     else:
-        model, size, processor = _read_classifier(name, key)
-    count, labels = processor.pop("classes")
-    if count != len(classes):
-        raise UserError(f"{key}: {name} has {count} classes, and the data {len(classes)}; name another")
-    named = labels and not all(label.startswith("LABEL_") for label in labels)
-    if named and set(labels) == set(classes) and labels != classes:
-        raise UserError(f"{key}: {name} has the same classes in another order; name another")
+        read = read_pretrained(name, KEY, reads="images")
+        config, processor, model = read.config, read.processor, read.build()
+        size = tuple(side * config.patch_size for side in config.grid) if config.has_positions else None
+        labels = [config.id2label[number] for number in range(config.num_labels)]
+    if len(labels) != len(classes):
+        raise UserError(f"{KEY}: {name} has {len(labels)} classes, and the data {len(classes)}; name another")
+    if labels != classes and sorted(labels) == sorted(classes):
+        raise UserError(f"{KEY}: {name} has the same classes in another order; name another")
     return Teacher(model, size, processor, student)
 
 
-def _read_timm(name: str, key: str) -> tuple[nn.Module, tuple[int, int], dict[str, Any]]:
+def _read_timm(name: str) -> tuple[nn.Module, Size, dict[str, Any], list[str]]:
     import timm
 
     try:
         model = timm.create_model(name, pretrained=True)
     except Exception as error:  # an unknown name, or whatever the Hub client raises
-        raise UserError(f"{key}: timm cannot load {name} ({first_line(error)}); name a folder or another") from None
+        raise UserError(f"{KEY}: timm cannot load {name} ({first_line(error)}); name a folder or another") from None
     data = timm.data.resolve_data_config({}, model=model)
-    processor = {"image_mean": list(data["mean"]), "image_std": list(data["std"]), "classes": (model.num_classes, [])}
-    return model, tuple(data["input_size"][1:]), processor
+    processor = {"image_mean": list(data["mean"]), "image_std": list(data["std"])}
+    return model, tuple(data["input_size"][1:]), processor, [""] * model.num_classes
 
 
-def _read_classifier(name: str, key: str) -> tuple[nn.Module, tuple[int, int] | None, dict[str, Any]]:
-    from transformers import AutoConfig, AutoModelForImageClassification
+def _is_of_transformers(name: str) -> bool:
+    """Whether a folder or Hub name has a model of transformers and not one of this project."""
+    from transformers import AutoConfig
 
-    kind = None
+    if Path(name).is_file():
+        return False
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False) if not Path(name).is_file() else None
-    except Exception:  # one of ours, which transformers does not know, or none at all
-        config = None
-    if config is not None and config.model_type != LionVisionConfig.model_type:
-        try:
-            model = AutoModelForImageClassification.from_pretrained(name, trust_remote_code=False)
-        except Exception as error:  # whatever transformers and the Hub client raise
-            raise UserError(f"{key}: {name} is not an image classifier ({first_line(error)}); name another") from None
-        kind = config.id2label
-        side = getattr(config, "image_size", None)
-        processor = _processor_of(name)
-        crop = processor["crop_size"]
-        sides = side if isinstance(side, list | tuple) else [side or crop.get("height"), side or crop.get("width")]
-        size = tuple(sides) if all(sides) else None
-    else:
-        checkpoint = read_pretrained(name, key, reads="images")
-        model, processor, config = checkpoint.build(), dict(checkpoint.processor), checkpoint.config
-        size = tuple(side * config.patch_size for side in config.grid) if config.has_positions else None
-        kind = config.id2label
-    processor["classes"] = (len(kind), [kind[number] for number in range(len(kind))])
-    return model, size, processor
+        return AutoConfig.from_pretrained(name, trust_remote_code=False).model_type != LionVisionConfig.model_type
+    except Exception:  # an unknown kind, or no model at all
+        return False
 
 
-def _processor_of(name: str) -> dict[str, Any]:
-    """The processor of a folder or Hub model; ImageNet's mean and standard deviation if it has none that is known."""
-    import json
-
+def _read_transformers(name: str) -> tuple[nn.Module, Size, dict[str, Any], list[str]]:
+    from transformers import AutoModelForImageClassification
     from transformers.utils import cached_file
 
-    path = cached_file(name, PREPROCESSOR, _raise_exceptions_for_missing_entries=False)
-    if path is None:
-        return processor_settings(224, mean=MEAN, std=STD)
-    stored = json.loads(Path(path).read_text())
     try:
-        return read_processor(stored, name)
-    except UserError:  # only the mean and the standard deviation count
-        mean, std = stored.get("image_mean", MEAN), stored.get("image_std", STD)
-        return processor_settings(224, mean=mean, std=std)
-
-
-Reader = Callable[[str, str], tuple[nn.Module, tuple[int, int] | None, dict[str, Any]]]
+        model = AutoModelForImageClassification.from_pretrained(name, trust_remote_code=False)
+        path = cached_file(name, PREPROCESSOR, _raise_exceptions_for_missing_entries=False)
+        stored = json.loads(Path(path).read_text()) if path else {}
+    except Exception as error:  # whatever transformers and the Hub client raise
+        raise UserError(f"{KEY}: {name} is not an image classifier ({first_line(error)}); name another") from None
+    processor = {"image_mean": stored.get("image_mean", MEAN), "image_std": stored.get("image_std", STD)}
+    side = getattr(model.config, "image_size", None)
+    if side is None and stored:
+        crop = read_processor(stored, name)["crop_size"]
+        side = [crop["height"], crop["width"]]
+    size = None if side is None else tuple(side) if isinstance(side, list | tuple) else (side, side)
+    return model, size, processor, [model.config.id2label[number] for number in range(model.config.num_labels)]
