@@ -1,7 +1,10 @@
 """Name → object: every name and argument is checked, and a mistake is reported with the nearest known name."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from composer import Time, Timestamp, TimeUnit
 from composer.algorithms import GradientClipping
 from composer.callbacks import LRMonitor, SpeedMonitor
 from composer.loggers import FileLogger
@@ -13,7 +16,7 @@ from composer.optim import (
 from conftest import TINY_MODEL
 
 from src.errors import UserError
-from src.lion import LionConfig, LionForMaskedLM
+from src.lion import LionConfig, LionForImageClassification, LionForMaskedLM, LionVisionConfig
 from src.training import registry
 from src.training.registry import FusedDecoupledAdamW
 
@@ -31,7 +34,7 @@ def optimizer(model, **changes):
     ("changes", "words"),
     [
         ({"name": "adamW"}, ["optimizer", "'adamW'", "did you mean adamw?"]),
-        ({"name": "lamb9"}, ["optimizer", "choose from adamw, decoupled_adamw"]),
+        ({"name": "sgd9"}, ["optimizer", "choose from adamw, decoupled_adamw, lamb"]),
         ({"name": None}, ["optimizer", "None"]),
         ({"leraning_rate": 1}, ["unknown key optimizer.leraning_rate"]),
         ({"beta": [0.9, 0.98]}, ["unknown key optimizer.beta", "did you mean betas?"]),
@@ -168,3 +171,76 @@ def test_algorithms_callbacks_and_loggers_are_built_unless_they_are_false(tmp_pa
         == registry.build_all("loggers", {})
         == []
     )
+
+
+def rates(scheduler, epochs=10, steps=7) -> list[float]:
+    """The factor at each step of a run."""
+    found = []
+    for step in range(epochs * steps):
+        now = Timestamp(epoch=step // steps, batch=step, batch_in_epoch=step % steps)
+        elapsed = Time(now.epoch.value / epochs, TimeUnit.DURATION)
+        state = SimpleNamespace(
+            timestamp=now,
+            max_duration=Time(epochs, "ep"),
+            dataloader_len=Time(steps, "ba"),
+            get_elapsed_duration=lambda elapsed=elapsed: elapsed,
+        )
+        found.append(scheduler(state))
+    return found
+
+
+@pytest.mark.parametrize("per_epoch", [False, True])
+def test_cosine_over_run_is_timms(per_epoch):
+    from timm.scheduler import CosineLRScheduler
+
+    section = {"name": "cosine_over_run", "t_warmup": "3ep", "alpha_i": 0.001, "alpha_f": 0.01, "per_epoch": per_epoch}
+    scheduler = registry.build_scheduler(section, "10ep")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 2.0)
+    unit = 1 if per_epoch else 7
+    timms = CosineLRScheduler(optimizer, 10 * unit, lr_min=0.02, warmup_t=3 * unit, warmup_lr_init=0.002)
+    expected = []
+    for step in range(70):
+        timms.step(step // 7 if per_epoch else step)
+        expected.append(optimizer.param_groups[0]["lr"] / 2.0)
+    assert rates(scheduler) == pytest.approx(expected, rel=1e-6)
+
+
+def test_cosine_over_run_per_epoch_needs_epochs():
+    with pytest.raises(UserError, match="scheduler: cosine_over_run rejects these arguments: per_epoch needs"):
+        registry.build_scheduler({"name": "cosine_over_run", "per_epoch": True}, "10ba")
+    assert rates(registry.build_scheduler({"name": "cosine_over_run"}, "10ep"))[0] == 1
+
+
+def test_lamb_is_timms_without_a_limit_on_gradients(model):
+    from timm.optim import Lamb
+
+    built = optimizer(model, name="lamb", filter_bias_norm_wd=True)
+    assert isinstance(built, Lamb) and built.defaults["max_grad_norm"] is None
+    assert [group["weight_decay"] for group in built.param_groups] == [0.1, 0.0]
+
+
+@pytest.fixture
+def image_model():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 32}
+    return LionForImageClassification(LionVisionConfig(**sizes, mixer="lion-lit", layer_scale_init=1e-4))
+
+
+def test_layer_lr_decay_lowers_the_rate_of_each_layer_below(image_model):
+    built = optimizer(image_model, layer_lr_decay=0.5, filter_bias_norm_wd=True)
+    found = {id(p): group["lr"] / 1e-3 for group in built.param_groups for p in group["params"]}
+    assert len(found) == len(list(image_model.parameters()))
+    for name, parameter in image_model.named_parameters():
+        depth = 4 if "embeddings" in name else 3 - int(name.split(".")[2]) if ".layers." in name else 0
+        assert found[id(parameter)] == pytest.approx(0.5**depth), name
+
+
+def test_image_models_name_what_else_weight_decay_omits(image_model):
+    built = optimizer(image_model, filter_bias_norm_wd=True)
+    free = {id(p) for p in built.param_groups[1]["params"]}
+    names = {name for name, parameter in image_model.named_parameters() if id(parameter) in free}
+    assert {
+        "lion.embeddings.position_embeddings.weight",
+        "lion.embeddings.class_token",
+        "lion.layers.0.scales",
+    } <= names
+    assert not any(name.endswith(("qkv.weight", "projection.weight", "classifier.weight")) for name in names)

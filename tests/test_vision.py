@@ -1,0 +1,253 @@
+"""Image classification as a user runs it: run outputs, resuming with every augmentation on, ranks, mistakes, evaluation,
+Hub folders."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import warm
+import yaml
+from conftest import ROOT, assert_one_sentence, run
+from PIL import Image
+
+import vision
+from src.checkpoints.reading import read_checkpoint
+from src.errors import UserError
+from src.training.config import load_config
+from src.vision.config import VisionConfig
+from src.vision.task import Vision
+
+pytestmark = pytest.mark.slow  # most tests need a run
+CLASSES = ("blue", "green", "red")
+MODEL = {
+    "mixer": "lion-s", "patch_order": "snakes", "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "drop_path_rate": 0.2, "initializer_range": 0.1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory) -> Path:
+    """A folder with the splits train and val, of 24 and 9 noisy pictures, each in a colour that is its class."""
+    folder, draw = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    for split, count in (("train", 8), ("val", 3)):
+        for label, name in enumerate(CLASSES):
+            (folder / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = draw.integers(0, 100, (14, 18, 3), dtype=np.uint8)
+                pixels[..., 2 - label] += 120
+                Image.fromarray(pixels).save(folder / split / name / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def write_config(pictures):
+    """write_config(folder, key=value, ...) → a tiny config with all of DeiT's augmentation that saves to folder/run."""
+
+    def write(folder: Path, **changes) -> Path:
+        config = {
+            "inherit": str(ROOT / "yamls" / "vision" / "recipe.yaml"),
+            "run_name": "tiny", "model": MODEL, "data_local": str(pictures), "image_size": 12,
+            "train_loader": {"num_workers": 0}, "eval_loader": {"num_workers": 0},
+            "algorithms": {"ema": {"half_life": "3ba"}, "gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 1.0}},
+            "scheduler": {"t_warmup": "1ep"}, "augmentation": {"erasing": 0.5, "jitter": 0.1}, "loggers": {}, "callbacks": {},
+            "max_duration": "3ep", "global_train_batch_size": 6, "device_train_microbatch_size": 3,
+            "device_eval_batch_size": 4, "eval_interval": "3ba", "save_interval": "3ba", "log_interval": "1ba",
+            "save_num_checkpoints_to_keep": -1, "device": "cpu", "progress_bar": False, "save_folder": str(folder / "run"),
+        }  # fmt: skip
+        path = folder / "tiny.yaml"
+        path.write_text(yaml.safe_dump({**config, **changes}))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def config_file(tmp_path, write_config) -> Path:
+    return write_config(tmp_path)
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(folder: Path) -> list[dict]:
+    """The metrics that do not depend on the clock."""
+    timed = ("seconds", "samples_per_second", "tokens_per_second")
+    return [{name: value for name, value in line.items() if name not in timed} for line in metrics(folder)]
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Everything numeric that a checkpoint restores: weights, averages and the optimizer's state."""
+    state = torch.load(path, weights_only=False)["state"]
+    ema = dict(state["algorithms"])["EMA"]["ema_model"]["named_parameters_dict"]
+    (optimizer,) = state["optimizers"].values()
+    kept = {f"{name}.{part}": x for name, each in optimizer["state"].items() for part, x in each.items()}
+    return {**state["model"], **{f"ema.{name}": x for name, x in ema.items()}, **kept}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, write_config) -> tuple[Path, Path]:
+    """Config file and save_folder of a run of 12 steps in 3 epochs."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = write_config(folder)
+    vision.main([str(config)])
+    return config, folder / "run"
+
+
+def test_a_run_writes_what_every_run_writes(finished, capsys):
+    config, folder = finished
+    lines = metrics(folder)
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
+    assert [line["step"] for line in lines if "eval" in line] == [3, 6, 9, 12]
+    assert set(lines[-1]["eval"]) == {f"eval/{name}" for name in ("CrossEntropy", "Top1", "Top5", "MajorityAccuracy")}
+    assert lines[-1]["eval"]["eval/MajorityAccuracy"] == pytest.approx(1 / 3)
+    assert lines[-2]["samples"] == 72 and (folder / "curves.png").is_file()
+    vision.main([str(config)])
+    printed = capsys.readouterr().out
+    assert "top-1 accuracy" in printed and "next: python src/hub.py export" in printed
+
+
+@pytest.mark.parametrize(("step", "workers"), [(3, 2), (6, 0), (8, 1)])
+def test_a_killed_run_resumes_bit_identically(finished, tmp_path, step, workers):
+    """In the middle of the first epoch with other workers, after an epoch and a half, and at an epoch's last step."""
+    config, before = finished
+    if step == 8:  # a run that saved at the last step of an epoch
+        whole = tmp_path / "whole"
+        vision.main([str(config), f"save_folder={whole}", "save_interval=4ba"])
+        assert numbers(whole) == numbers(before)
+        before = whole
+    folder = tmp_path / "run"
+    shutil.copytree(before, folder, symlinks=True)
+    (folder / "summary.json").unlink()
+    for path in folder.glob("ep*.pt"):
+        if int(path.name.split("-")[1][2:]) > step:
+            path.unlink()
+    vision.main([str(config), f"save_folder={folder}", f"train_loader.num_workers={workers}"])
+    assert numbers(folder) == numbers(before)
+    expected, found = tensors(before / "latest-rank0.pt"), tensors(folder / "latest-rank0.pt")
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def test_what_is_evaluated_and_exported_are_the_averaged_weights(finished, pictures, tmp_path, capsys):
+    _, folder = finished
+    from src.vision.evaluate import evaluate
+
+    read = read_checkpoint(folder / "latest-rank0.pt")
+    state = torch.load(folder / "latest-rank0.pt", weights_only=False)["state"]
+    ema = dict(state["algorithms"])["EMA"]["ema_model"]["named_parameters_dict"]
+    assert all(torch.equal(read.weights[name.removeprefix("model.")], tensor) for name, tensor in ema.items())
+    assert not torch.equal(read.weights["classifier.weight"], state["model"]["model.classifier.weight"])
+    evaluate([str(folder / "latest-rank0.pt"), "--data", str(pictures), "--num_workers", "0", "--out", str(tmp_path)])
+    report, last = json.loads((tmp_path / "report.json").read_text()), metrics(folder)[-1]["eval"]
+    assert report["top1"] == pytest.approx(last["eval/Top1"]) and report["top5"] == pytest.approx(last["eval/Top5"])
+    assert report["loss"] == pytest.approx(last["eval/CrossEntropy"], abs=1e-5)
+    assert sum(map(sum, report["confusion"])) == 9 and (tmp_path / "confusion.png").is_file()
+    assert "| blue" in capsys.readouterr().out
+
+
+VARIANTS = {
+    "lion-lit": {"patch_order": "raster"}, "lion-d": {"patch_order": "raster"}, "lion-s": {"patch_order": "raster"},
+    "lion-d snakes": {}, "lion-s snakes": {}, "softmax": {"patch_order": "raster"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_ranks_train_as_one(tmp_path, write_config, variant):
+    """With augmentation, and without what depends on a device's batch: mixing, and dropped paths."""
+    model = {**MODEL, **VARIANTS[variant], "mixer": variant.split()[0], "drop_path_rate": 0.0}
+    same = {"model": model, "mixing": {"chance": 0.0}, "max_duration": "3ba", "hf_export": None}
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    vision.main([str(write_config(tmp_path / "one", **same))])
+    two = write_config(tmp_path / "two", **same)
+    statuses, output = warm.run_ranks(2, "vision.py", two, output=tmp_path / "output")
+    assert statuses == [0, 0], output
+    one, two = (numbers(tmp_path / name / "run") for name in ("one", "two"))
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (one, two)]
+    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert two[-1]["eval"] == pytest.approx(one[-1]["eval"], rel=1e-5)
+
+
+def test_a_hub_folder_classifies_pictures(finished, pictures, tmp_path):
+    _, folder = finished
+    done = run("src/hub.py", "export", "--checkpoint", folder / "latest-rank0.pt", "--out", tmp_path / "my-model")
+    assert done.returncode == 0, done.stderr
+    card = (tmp_path / "my-model" / "README.md").read_text()
+    assert "pipeline_tag: image-classification" in card and "top-1 accuracy" in card and "classes: 3" in card
+    config = json.loads((tmp_path / "my-model" / "config.json").read_text())
+    assert list(config["id2label"].values()) == list(CLASSES)
+    from transformers import pipeline
+
+    classify = pipeline("image-classification", model=str(tmp_path / "my-model"), trust_remote_code=True)
+    found = classify(str(pictures / "val" / "red" / "0.png"))
+    assert {each["label"] for each in found} == set(CLASSES)
+    fine = ["model={pretrained_checkpoint: " + str(tmp_path / "my-model") + "}", "image_size=16", "max_duration=1ba"]
+    yaml_file = tmp_path / "fine.yaml"
+    content = yaml.safe_load((finished[0]).read_text())
+    yaml_file.write_text(yaml.safe_dump({**content, "model": {}, "save_folder": str(tmp_path / "fine")}))
+    vision.main([str(yaml_file), *fine])
+    assert metrics(tmp_path / "fine")[-1]["step"] == 1
+
+
+def test_mistakes_end_in_one_sentence(config_file, pictures, tmp_path, checkpoint):
+    assert_one_sentence(
+        run("vision.py", config_file, "data_local=./no/pictures"), "data_local: ./no/pictures is not a folder"
+    )
+    (tmp_path / "classes" / "train" / "empty").mkdir(parents=True)
+    broken = tmp_path / "broken"
+    shutil.copytree(pictures, broken)
+    (broken / "train" / "red" / "3.png").write_bytes(b"")
+    other = tmp_path / "other"
+    shutil.copytree(pictures, other)
+    (other / "val" / "red").rename(other / "val" / "violet")
+    for override, words in {
+        f"data_local={tmp_path / 'classes'}": "no images in class empty; add some or remove the folder",
+        f"data_local={broken}": "red/3.png is empty; replace or remove it",
+        f"data_local={other}": "(red, violet); use the same in both",
+        "eval_loader.split=test": "test/CLASS",
+        "image_size=13": "image_size=13 is not divisible by patch_size=4",
+        "image_size=big": "image_size=big must be a number of pixels, or [height, width]",
+        "model.image_size=3": "set image_size instead",
+        f"model.pretrained_checkpoint={checkpoint}": "reads texts; give a model that reads images",
+        "model.mixr=lion-d": "unknown key model.mixr; did you mean mixer?",
+        "freeze=[attention.decai]": "freeze: no parameter has attention.decai in its name",
+        "loss.kind=binary": "loss.smoothing makes every class a target",
+        "global_train_batch_size=30": "24 images per device, fewer than a batch of 30",
+        "augmentation.policy=autoaugment": "augmentation.policy=autoaugment must be one of",
+        "std=[1,1,0]": "std=[1.0, 1.0, 0.0] must be three numbers above 0",
+    }.items():
+        with pytest.raises(UserError) as error:
+            vision.main([str(config_file), override, f"save_folder={tmp_path / words[:9]}"])
+        assert words in str(error.value), override
+
+
+def test_frozen_decays_stay_as_they_were(tmp_path, write_config):
+    config = write_config(tmp_path, max_duration="2ba", freeze=["attention.decay"])
+    task = Vision(load_config(VisionConfig, "vision.py", "", [str(config)]))
+    torch.manual_seed(17)
+    model = task.build_model(None).model
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert frozen and all("attention.decay" in name for name in frozen)
+    vision.main([str(config)])
+    after = torch.load(tmp_path / "run" / "latest-rank0.pt", weights_only=False)["state"]["model"]
+    assert not torch.equal(after["model.classifier.weight"], before["classifier.weight"])
+    spread = [float(after[f"model.{name}"].float().std()) for name in frozen if name.endswith("weight")]
+    assert spread and all(0.05 < each < 0.2 for each in spread)  # random weights, never decayed
+
+
+def test_distillation_from_a_run(finished, tmp_path, write_config):
+    _, teacher = finished
+    for kind, token in (("hard", True), ("soft", False)):
+        folder = tmp_path / kind
+        folder.mkdir()
+        distillation = {"teacher": str(teacher / "latest-rank0.pt"), "kind": kind}
+        model = {**MODEL, "distillation_token": token}
+        vision.main([str(write_config(folder, distillation=distillation, model=model, max_duration="2ba"))])
+        read = read_checkpoint(folder / "run" / "latest-rank0.pt")
+        assert ("distillation_classifier.weight" in read.weights) == token
+        assert not any("teacher" in name for name in read.weights)
