@@ -1,12 +1,8 @@
-"""Text → MDS shards: plan one job per split, then write the splits one after the other.
-A split is written to a hidden folder and renamed when it is complete. An interrupted conversion resumes with the same
-command and writes the shards that an uninterrupted one would have written."""
+"""Text → MDS shards: what the splits of a command hold; src/data/splits.py starts and resumes them."""
 
 import contextlib
 import hashlib
 import os
-import shutil
-import sys
 import time
 from argparse import Namespace
 from collections import Counter
@@ -20,11 +16,12 @@ import numpy as np
 from src.cli import log, progress
 from src.data.corpora import Files, HubDataset
 from src.data.readers import STANDARD_INPUT, Batch, file_kind, find_files, grouped
+from src.data.splits import Split, check_folders, start_or_resume, unfinished, write_all
 from src.data.token_rows import Packer, RowMaker
 from src.data.tokenizers import check_path, load_tokenizer
 from src.data.workers import in_order
-from src.errors import UserError, reason
-from src.files import check_writable, write_json
+from src.errors import UserError
+from src.files import write_json
 
 if TYPE_CHECKING:  # takes seconds to import, and worker processes do not need it
     from src.data.shards import ShardWriter
@@ -46,22 +43,8 @@ def convert(options: Namespace) -> None:
     """Write the splits that a command line of src/convert_dataset.py asks for. Raises UserError."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes of --num_workers are the parallelism
     files = check(options)
-    try:
-        jobs = plan(options, files)
-        try:
-            for job in jobs:
-                write_split(job, options)
-        except (UserError, OSError):
-            discard_if_empty(jobs, options)
-            raise
-    except KeyboardInterrupt:
-        if all(path.is_file() for path in files):
-            raise
-        log.info("interrupted; standard input and pipes cannot be read again, so the same command starts over")
-        sys.exit(130)
-    except OSError as error:
-        found = f"cannot write {options.out_root}: {reason(error)}"
-        raise UserError(f"{found}; free disk space and repeat the command, or choose another --out_root") from None
+    resumable = all(path.is_file() for path in files)
+    write_all(lambda: plan(options, files), lambda split: write_split(split, options), options, resumable)
 
 
 def check(options: Namespace) -> list[Path]:
@@ -89,21 +72,8 @@ def check(options: Namespace) -> list[Path]:
             raise UserError(message)
     if options.tokenizer is not None:
         check_path(options.tokenizer, "--tokenizer")
-    check_writable("--out_root", Path(options.out_root))
-    folders = [Path(options.out_root, split) for split in options.splits]
-    if not any(unfinished(folder).exists() for folder in folders):  # else a finished split may be this command's own
-        for folder in folders:
-            check_absent(folder, options)
+    check_folders(options)
     return files
-
-
-def check_absent(folder: Path, options: Namespace) -> None:
-    if folder.exists() and not options.overwrite:
-        raise UserError(f"{folder} already exists; choose another --out_root, or give --overwrite to replace it")
-
-
-def unfinished(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.unfinished")
 
 
 def is_validation(text: str, fraction: float) -> bool:
@@ -136,28 +106,22 @@ def prepare(rows: RowMaker | None, fraction: float | None, validation: bool, gro
 
 
 @dataclass
-class Job:
-    """A split to write."""
-
-    folder: Path
-    source: Files | HubDataset
+class TextSplit(Split):
     validation: bool  # whether it is the validation split
     limit: int | None  # maximum number of documents
     rows: RowMaker | None  # None: it holds text
-    command: dict[str, Any]  # every option that the shards depend on
-    progress: dict[str, Any] | None  # left by an earlier process
 
 
-def plan(options: Namespace, files: list[Path]) -> list[Job]:
+def plan(options: Namespace, files: list[Path]) -> list[TextSplit]:
     """Return the splits to write, with their folders created; none is created if this raises UserError."""
-    from src.data.shards import read_progress, start
+    from src.data.shards import read_progress
 
     rows = None
     if options.tokenizer is not None:
         mode = "concat_tokens" if options.concat_tokens else "max_seq_len"
         rows = RowMaker.of(load_tokenizer(options.tokenizer), mode, getattr(options, mode))
     source = Files(files, options) if files else None
-    jobs = []
+    splits = []
     for split in options.splits:
         folder, (hub_split, limit) = Path(options.out_root, split), SPLITS[split]
         if not files:
@@ -165,55 +129,11 @@ def plan(options: Namespace, files: list[Path]) -> list[Job]:
         command = {**source.description, **{name: getattr(options, name) for name in SHARD_OPTIONS}}
         command["tokenizer"] = rows and rows.tokenizer_digest
         before = read_progress(unfinished(folder))
-        jobs.append(Job(folder, source, hub_split == "validation", limit, rows, command, before))
-    # A command starts all its splits before it writes the first, so a finished split next to a started one is its own.
-    resumed = [job.progress["splits"] for job in jobs if job.progress and job.progress["command"] == job.command]
-    for job in list(jobs):
-        if job.progress is None and job.folder.exists() and any(job.folder.name in splits for splits in resumed):
-            log.info(f"{job.folder}: already written by the same command")
-            jobs.remove(job)
-    for job in jobs:
-        job.progress = resumable_progress(job, options)
-    for job in jobs:
-        if job.progress is None:
-            job.progress = start(unfinished(job.folder), job.command, options.splits, job.source.stamps)
-    return jobs
+        splits.append(TextSplit(folder, source, command, before, hub_split == "validation", limit, rows))
+    return start_or_resume(splits, options)
 
 
-def resumable_progress(job: Job, options: Namespace) -> dict[str, Any] | None:
-    """Return an earlier process's progress if it is of use. Raises UserError if shards or a split would be lost."""
-    check_absent(job.folder, options)
-    if job.progress is None or not job.progress["shards"]:
-        return None
-    before, now = job.progress["command"], job.command
-    if differing := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
-        names = [f"--{name}" if hasattr(options, name) else f"the {name.replace('_', ' ')}" for name in differing]
-        why = f"with different options ({', '.join(names)})"
-    elif job.source.stamps and (changed := job.source.changed(job.progress["stamps"], job.progress["state"]["last"])):
-        why = f"{changed} has changed since"
-    else:
-        return job.progress
-    if not options.overwrite:
-        found = f"{unfinished(job.folder)} holds an earlier conversion, but {why}"
-        raise UserError(f"{found}; repeat the earlier command on its original data, or give --overwrite to start over")
-    return None
-
-
-def discard_if_empty(jobs: list[Job], options: Namespace) -> None:
-    """After an error, remove the folders of a command that has written neither a split nor a shard."""
-    from src.data.shards import read_progress
-
-    left = [read_progress(unfinished(job.folder)) for job in jobs]
-    if len(jobs) < len(options.splits) or any(progress is None or progress["shards"] for progress in left):
-        log.info(f"{options.out_root} keeps what is complete, and the same command resumes")
-        return
-    for job in jobs:
-        shutil.rmtree(unfinished(job.folder))
-    with contextlib.suppress(OSError):  # it holds other files
-        Path(options.out_root).rmdir()
-
-
-def write_split(job: Job, options: Namespace) -> None:
+def write_split(job: TextSplit, options: Namespace) -> None:
     """Write a split. It appears under its final name once it is complete."""
     from src.data.shards import ShardWriter, publish
 
@@ -241,7 +161,7 @@ def write_split(job: Job, options: Namespace) -> None:
     log.info(f"{job.folder}: {in_words(summary)}")
 
 
-def write_shards(job: Job, writer: "ShardWriter", options: Namespace) -> Counter:
+def write_shards(job: TextSplit, writer: "ShardWriter", options: Namespace) -> Counter:
     """Write the remaining documents of a split; return the counts since its start."""
     state = job.progress["state"] or {"place": None, "counts": {}, "waiting": None}
     counts, rows, source = Counter(state["counts"]), job.rows, job.source

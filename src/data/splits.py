@@ -1,0 +1,121 @@
+"""Writing the splits of a conversion, one after the other, whatever they hold: planned first, then resumed or started.
+A split is written to a hidden folder and renamed when it is complete. An interrupted conversion resumes with the same
+command and writes the shards that an uninterrupted one would have written."""
+
+import contextlib
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from src.cli import log
+from src.errors import UserError, reason
+from src.files import check_writable
+
+
+@dataclass
+class Split:
+    """A split to write. `source` has stamps and `changed(stamps, position)`, unless its stamps are None."""
+
+    folder: Path
+    source: Any
+    command: dict[str, Any]  # every option that the shards depend on
+    progress: dict[str, Any] | None  # left by an earlier process
+
+
+def check_folders(options: Namespace) -> None:
+    """Raise UserError unless the splits can be written, or resumed."""
+    check_writable("--out_root", Path(options.out_root))
+    folders = [Path(options.out_root, split) for split in options.splits]
+    if not any(unfinished(folder).exists() for folder in folders):  # else a finished split may be this command's own
+        for folder in folders:
+            check_absent(folder, options)
+
+
+def check_absent(folder: Path, options: Namespace) -> None:
+    if folder.exists() and not options.overwrite:
+        raise UserError(f"{folder} already exists; choose another --out_root, or give --overwrite to replace it")
+
+
+def unfinished(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.unfinished")
+
+
+def write_all(
+    plan: Callable[[], list[Split]], write: Callable[[Any], None], options: Namespace, resumable: bool
+) -> None:
+    """Plan and write all splits. Raises UserError; ends with status 130 at Ctrl-C. `resumable`: whether the sources can
+    be read again."""
+    try:
+        splits = plan()
+        try:
+            for split in splits:
+                write(split)
+        except (UserError, OSError):
+            discard_if_empty(splits, options)
+            raise
+    except KeyboardInterrupt:
+        if resumable:
+            raise
+        log.info("interrupted; standard input and pipes cannot be read again, so the same command starts over")
+        sys.exit(130)
+    except OSError as error:
+        found = f"cannot write {options.out_root}: {reason(error)}"
+        raise UserError(f"{found}; free disk space and repeat the command, or choose another --out_root") from None
+
+
+def start_or_resume(splits: Sequence[Split], options: Namespace) -> list[Split]:
+    """Return the splits that are left to write, with their folders created; none is created if this raises UserError."""
+    from src.data.shards import start
+
+    # A command starts all its splits before it writes the first, so a finished split next to a started one is its own.
+    resumed = [
+        split.progress["splits"] for split in splits if split.progress and split.progress["command"] == split.command
+    ]
+    left = list(splits)
+    for split in splits:
+        if split.progress is None and split.folder.exists() and any(split.folder.name in names for names in resumed):
+            log.info(f"{split.folder}: already written by the same command")
+            left.remove(split)
+    for split in left:
+        split.progress = resumable_progress(split, options)
+    for split in left:
+        if split.progress is None:
+            split.progress = start(unfinished(split.folder), split.command, options.splits, split.source.stamps)
+    return left
+
+
+def resumable_progress(split: Split, options: Namespace) -> dict[str, Any] | None:
+    """Return an earlier process's progress if it is of use. Raises UserError if shards or a split would be lost."""
+    check_absent(split.folder, options)
+    if split.progress is None or not split.progress["shards"]:
+        return None
+    (before, now), stamps = (split.progress["command"], split.command), split.progress["stamps"]
+    if differing := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
+        names = [f"--{name}" if hasattr(options, name) else f"the {name.replace('_', ' ')}" for name in differing]
+        why = f"with different options ({', '.join(names)})"
+    elif split.source.stamps and (changed := split.source.changed(stamps, split.progress["state"]["last"])):
+        why = f"{changed} has changed since"
+    else:
+        return split.progress
+    if not options.overwrite:
+        found = f"{unfinished(split.folder)} holds an earlier conversion, but {why}"
+        raise UserError(f"{found}; repeat the earlier command on its original data, or give --overwrite to start over")
+    return None
+
+
+def discard_if_empty(splits: list[Split], options: Namespace) -> None:
+    """After an error, remove the folders of a command that has written neither a split nor a shard."""
+    from src.data.shards import read_progress
+
+    left = [read_progress(unfinished(split.folder)) for split in splits]
+    if len(splits) < len(options.splits) or any(progress is None or progress["shards"] for progress in left):
+        log.info(f"{options.out_root} keeps what is complete, and the same command resumes")
+        return
+    for split in splits:
+        shutil.rmtree(unfinished(split.folder))
+    with contextlib.suppress(OSError):  # it holds other files
+        Path(options.out_root).rmdir()
