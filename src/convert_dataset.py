@@ -1,8 +1,9 @@
-"""Write text as MDS shards: a dataset of the Hugging Face Hub, or your own files.
+"""Write text or labelled images as MDS shards: a dataset of the Hugging Face Hub, or your own files.
 
 python src/convert_dataset.py --dataset allenai/c4 --data_subset en --splits train_small val --out_root ./my-copy-c4
 python src/convert_dataset.py --data_files 'texts/*.jsonl.gz' --val_fraction 0.01 --out_root ./my-texts
 zcat texts/*.gz | python src/convert_dataset.py --data_files - --splits train --out_root ./my-texts
+python src/convert_dataset.py --images ./imagenet --out_root ./my-imagenet
 
 By default, shards hold text, which is tokenized during training. Shards of tokens only need to be read:
 
@@ -21,6 +22,7 @@ if __name__ == "__main__":
 
 from src import cli
 from src.data.convert import SPLITS, convert
+from src.data.convert_images import convert_images
 from src.data.readers import LINE_KINDS
 from src.data.workers import usable_cores
 
@@ -34,6 +36,7 @@ def main(argv: list[str]) -> None:
     cores = {"type": int, "default": usable_cores()}
     source.add_argument("--dataset", help="name on the Hub, e.g. allenai/c4; streamed, not downloaded first")
     source.add_argument("--data_files", nargs="+", metavar="GLOB", help=f"{kinds}; - is standard input")
+    source.add_argument("--images", metavar="FOLDER", help="train/CLASS/*, Parquet, CIFAR, MNIST, or a name on the Hub")
     add("--data_subset", help="the dataset's configuration, e.g. en")
     add("--splits", **splits, help=f"some of {', '.join(SPLITS)} (default: train val)")
     add("--out_root", required=True, help="folder to write to; each split is a folder in it")
@@ -44,13 +47,13 @@ def main(argv: list[str]) -> None:
     add("--tokenizer", metavar="NAME", help="write rows of tokens of this tokenizer: a folder, or a name on the Hub")
     length.add_argument("--concat_tokens", type=int, metavar="N", help="full rows of N tokens, documents end to end")
     length.add_argument("--max_seq_len", type=int, metavar="N", help="one row per document, truncated to N tokens")
-    add("--num_workers", **cores, help="processes that tokenize (default: one per core, here %(default)s)")
+    add("--num_workers", **cores, help="processes that tokenize or verify (default: one per core, here %(default)s)")
     add("--compression", choices=["zstd"], help="compress the shards")
     add("--size_limit", type=int, default=1 << 26, help="maximum bytes per shard (default: 64 MiB)")
     add("--overwrite", action="store_true", help="replace existing splits, and unfinished ones of other commands")
     options = parser.parse_args(argv)
     options.splits = list(dict.fromkeys(options.splits))
-    convert(options)
+    (convert if options.images is None else convert_images)(options)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from src.cli import log
 from src.data.config import check_split
 from src.errors import UserError, first_line, reason
+from src.files import sha256
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # torchvision's
 SECOND_SPLITS = ("val", "validation", "valid", "test")  # names of the split that is not for training
@@ -34,6 +35,12 @@ class Images(ABC):
     @abstractmethod
     def __getitem__(self, index: int) -> tuple[RAW, int, str]:
         """Return an image as stored, its label, and its name for messages."""
+
+    def digest(self) -> str:
+        """Return what tells these images from others, without reading all of them."""
+        ends = (self[index] for index in {0, len(self) - 1})
+        parts = (part for content, label, _ in ends for part in (bytes(np.asarray(content).data), str(label).encode()))
+        return sha256([json.dumps(self.classes).encode(), *parts])
 
 
 class FolderImages(Images):
@@ -55,6 +62,9 @@ class FolderImages(Images):
         # Arrays, since each loader worker would copy a list of a million strings as it counts references.
         self.files = np.array([file.encode() for file in files])
         self.labels = np.array(labels, np.int32)
+
+    def digest(self) -> str:
+        return sha256([self.files.data, self.labels.data])
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -149,7 +159,7 @@ def open_images(name: str, split: str, remote: str | None = None, key: str = "da
     """Open a split of a folder, whose content decides what it is, or of a Hub dataset. Raises UserError naming `key`.
 
     A folder holds one of: SPLIT/CLASS/*; shards of src/convert_dataset.py --images; Parquet files; CIFAR-10 or -100,
-    python or binary; MNIST's files. In those of CIFAR, MNIST and the Hub, val is whatever the second split is called."""
+    python or binary; MNIST's files. In CIFAR, MNIST and on the Hub, val is whatever the second split is called."""
     folder = Path(name)
     if remote is not None or (folder / split / "index.json").is_file():
         if remote is None:
@@ -170,8 +180,8 @@ def open_images(name: str, split: str, remote: str | None = None, key: str = "da
 
 
 def decode(content: RAW, name: str) -> Image.Image:
-    """Return a picture as RGB, turned upright as its EXIF data asks; transparency becomes white. Raises UserError naming
-    an empty, truncated or unreadable one."""
+    """Return a picture as RGB, turned upright as its EXIF data asks; transparency becomes white. Raises UserError
+    naming an empty, truncated or unreadable one."""
     if isinstance(content, np.ndarray):
         return Image.fromarray(content).convert("RGB")
     if not content:

@@ -68,7 +68,7 @@ def write_all(
 
 
 def start_or_resume(splits: Sequence[Split], options: Namespace) -> list[Split]:
-    """Return the splits that are left to write, with their folders created; none is created if this raises UserError."""
+    """Return the splits left to write, with their folders created; none is created if this raises UserError."""
     from src.data.shards import start
 
     # A command starts all its splits before it writes the first, so a finished split next to a started one is its own.

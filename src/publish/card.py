@@ -128,7 +128,8 @@ def _read_run(checkpoint: "Checkpoint") -> tuple[Facts, Facts, Facts]:
 
 def _source(config: Facts, loader: str) -> Facts:
     """Return a loader's settings, and the source of its shards by split.json: their name, hub_id and subset."""
-    settings = config.get(loader, {}).get("dataset", {})
+    settings = config.get(loader, {})
+    settings = settings.get("dataset", settings)
     if streams := settings.get("streams"):
         each = (_source({"": {"dataset": {**settings, "streams": None, **stream}}}, "") for stream in streams.values())
         return {**settings, "name": ", ".join(stream["name"] for stream in each), "hub_id": None, "subset": None}
@@ -138,7 +139,7 @@ def _source(config: Facts, loader: str) -> Facts:
     stored = _read(Path(folder, str(settings.get("split")), "split.json")).get("source") or {}
     hub_id, subset = stored.get("dataset"), stored.get("data_subset")
     # A pattern such as corpus/*.txt is only a meaningful name with its folder.
-    paths = [Path(pattern) for pattern in stored.get("data_files") or [folder]]
+    paths = [Path(pattern) for pattern in stored.get("data_files") or [stored.get("images") or folder]]
     files = ", ".join("/".join(path.parts[-2:]) if "*" in path.name else path.name for path in paths)
     name = f"{hub_id} ({subset})" if hub_id and subset else hub_id or files
     return {"split": None, **settings, "name": name, "hub_id": hub_id, "subset": subset}

@@ -59,8 +59,8 @@ class WarmupStableDecayScheduler(optim.ComposerScheduler):
 
 
 class CosineOverRunScheduler(optim.ComposerScheduler):
-    """timm's schedule, which DeiT uses: linear from `alpha_i` over `t_warmup`, then a half-wave of the cosine, from 1 to
-    `alpha_f`, that began with the run. All are fractions of the rate. `per_epoch`: set it once an epoch, as those
+    """timm's schedule, which DeiT uses: linear from `alpha_i` over `t_warmup`, then a half-wave of the cosine, from 1
+    to `alpha_f`, that began with the run. All are fractions of the rate. `per_epoch`: set it once an epoch, as those
     scripts do; the run's duration must then be in epochs."""
 
     def __init__(self, t_warmup: str = "0ba", alpha_i: float = 0.0, alpha_f: float = 0.0, per_epoch: bool = False):

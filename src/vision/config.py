@@ -28,8 +28,8 @@ class VisionConfig(RunConfig):
     """Keys of `vision.py`."""
 
     model: dict[str, Any] = key(
-        "mixer and sizes: arguments of LionVisionConfig (src/lion/configuration_lion.py); and pretrained_checkpoint, to "
-        "start from the weights of a checkpoint of vision.py, DeiT or the paper's authors, a Hub folder, a ViT or DeiT",
+        "mixer and sizes: arguments of LionVisionConfig (src/lion/configuration_lion.py); and pretrained_checkpoint, "
+        "to start from the weights of a checkpoint of vision.py, DeiT or the paper's authors, a Hub folder, a ViT or DeiT",
         {},
     )
     data_local: str = key(

@@ -58,8 +58,8 @@ class LionImageClassifier(AutocastModel):
         return super().forward({"pixel_values": batch["pixel_values"]})
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss of a training batch, whose targets are (B, classes): soft cross entropy; or, for `binary`, the
-        mean over classes of binary ones, whose target is 1 where a label has any weight (DeiT III, arXiv:2204.07118)."""
+        """Return the loss of a training batch, whose targets are (B, classes): soft cross entropy; or, for `binary`,
+        the mean over classes of binary ones, with 1 where a label has any weight (DeiT III, arXiv:2204.07118)."""
         has_token, weight = outputs.get("class_logits") is not None, self.distillation.weight
         logits = (outputs["class_logits"] if has_token else outputs["logits"]).float()
         targets = batch["targets"]

@@ -148,7 +148,7 @@ def build_vision_config(
 
 
 def image_arguments(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return those settings of a stored configuration that are arguments of LionVisionConfig, but for the image size."""
+    """Return those settings of a stored configuration that are arguments of LionVisionConfig, but the image size."""
     from src.checkpoints.adapters import IMAGE_ARGUMENTS
 
     return {name: settings[name] for name in IMAGE_ARGUMENTS if name in settings and name != "image_size"}

@@ -42,8 +42,8 @@ class Teacher:
 
 
 def read_teacher(name: str, classes: list[str], student: Mapping[str, Any]) -> Teacher:
-    """Return the teacher of a file, a folder, a name on the Hub, or in timm. Raises UserError for an unknown one, or one
-    of other classes."""
+    """Return the teacher of a file, a folder, a name on the Hub, or in timm. Raises UserError for an unknown one, or
+    one of other classes."""
     if not Path(name).exists() and "/" not in name:
         model, size, processor, labels = _read_timm(name)
     elif _is_of_transformers(name):
