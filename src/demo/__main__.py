@@ -15,8 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 
 from src import cli
@@ -26,11 +25,11 @@ from src.data.workers import usable_cores
 from src.demo import tasks
 from src.demo.comparison import print_comparison
 from src.demo.corpus import build_corpus, join_documents
+from src.demo.steps import ROOT, Steps, in_rounds, run, share_cores
 from src.errors import UserError
 from src.files import LATEST, check_writable, write_atomically, write_json
 from src.tables import markdown
 
-ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("lion-lit-tiny", "lion-d-tiny", "lion-s-tiny", "lion-s-plus-tiny", "hydra-tiny", "bert-tiny")
 FROM_SCRATCH = "-from-scratch"  # suffix of fine-tuning runs without pretraining
 MAX_SEQ_LEN = 32  # of yamls/pretrain/tiny.yaml
@@ -43,8 +42,6 @@ NEEDED = {  # options → the one that they are for
     "models": "compare", "seeds": "compare", "jobs": "compare", "pretrain_only": "compare",
     "data_files": "pretrain_only", "length": "pretrain_only", "val_fraction": "data_files",
 }  # fmt: skip
-RUNNING: set[subprocess.Popen] = set()
-STARTING, STOPPING = threading.Lock(), threading.Event()  # once stopping, no process starts
 
 
 def main(argv: list[str]) -> None:
@@ -87,22 +84,13 @@ def main(argv: list[str]) -> None:
     models = [demo.name(name) for name in names]
     demo.check_prepared()
     demo.prepare_data()
-    with ThreadPoolExecutor(options.jobs) as pool:
-        rounds = [[pool.submit(demo.train, model, number) for model in models] for number in range(options.seeds)]
-        try:
-            for number, round in enumerate(rounds):
-                for done in round:
-                    done.result()
-                if options.compare:
-                    runs = {model: [run_name(model, seed) for seed in range(number + 1)] for model in models}
-                    print_comparison(options.out, runs)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            with STARTING:
-                STOPPING.set()
-                for process in RUNNING:
-                    process.terminate()
-            raise
+    rounds = [[functools.partial(demo.train, model, number) for model in models] for number in range(options.seeds)]
+
+    def after_round(number: int) -> None:
+        if options.compare:
+            print_comparison(options.out, {model: [run_name(model, s) for s in range(number + 1)] for model in models})
+
+    in_rounds(rounds, options.jobs, after_round)
     demo.print_end(models)
 
 
@@ -111,19 +99,16 @@ def run_name(model: str, number: int) -> str:
     return model if number == 0 else f"{model}-seed-{SEEDS[0] + number}"
 
 
-class Demo:
-    """The steps, each with a folder below `--out`, and the seconds that each took."""
-
+class Demo(Steps):
     def __init__(self, options: argparse.Namespace):
+        super().__init__(out := options.out)
         self.options = options
-        out = self.out = options.out
         self.corpus, self.tokenizer, self.shards = out / "corpus.jsonl", out / "tokenizer", out / "token-shards"
         self.tasks, self.pretrained, self.finetuned = out / "glue", out / "pretrained", out / "finetuned"
         self.exported = out / "exported"
         self.yamls: dict[str, Path] = {}  # name of a model → its config
         self.filled = ""
         self.lock = threading.Lock()  # of --jobs
-        self.begin, self.seconds = time.monotonic(), {}
 
     def name(self, model: str) -> str:
         """Return the name of a model, given as that or as the path of its config. Raises UserError."""
@@ -134,16 +119,6 @@ class Demo:
             raise UserError(f"model {model} {problem}")
         self.yamls[path.stem] = path.resolve()
         return path.stem
-
-    def step(self, title: str, outputs: Sequence[Path], action: Callable[[], object]) -> None:
-        """Announce a step, do it unless its outputs exist, and time it."""
-        print(f"\n=== {title}", flush=True)
-        start = time.monotonic()
-        if outputs and all(path.exists() for path in outputs):
-            print(f"done earlier: {', '.join(map(str, outputs))}", flush=True)
-        else:
-            action()
-        self.seconds[title] = time.monotonic() - start
 
     def check_prepared(self) -> None:
         """Raise UserError if `--out` holds data that were prepared with other options."""
@@ -195,13 +170,6 @@ class Demo:
                 write_atomically(path, choose_precision(config, self.options.vocab_size) or "")
         return [f"precision={precision}"] if (precision := path.read_text()) else []
 
-    def share_cores(self) -> list[str]:
-        """Divide the cores among --jobs. Return arguments of a command that runs beside others."""
-        if self.options.jobs == 1:
-            return []
-        os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // self.options.jobs))
-        return ["progress_bar=false"]
-
     def train(self, model: str, number: int) -> None:
         self.pretrain(model, number)
         if not self.options.pretrain_only:
@@ -215,7 +183,7 @@ class Demo:
             config += [f"run_name={name}", f"seed={SEEDS[0] + number}"]
         if options.length not in (None, MAX_SEQ_LEN):
             config += [f"max_seq_len={options.length}", f"model.max_position_embeddings={options.length}"]
-        config += [*options.overrides, *self.share_cores()]
+        config += [*options.overrides, *share_cores(self.options.jobs)]
         self.step(f"pretraining {name}", [], lambda: run(["main.py", *config, *self.precision(config)]))
 
     def finetune(self, model: str, number: int) -> None:
@@ -232,7 +200,7 @@ class Demo:
             for name in (model, f"{model}{FROM_SCRATCH}")
         )
         if self.options.compare:
-            pretrained += self.share_cores()
+            pretrained += share_cores(self.options.jobs)
             return self.step(f"fine-tuning {model}", [], lambda: run(pretrained))
         baseline += ["from_scratch=true", "progress_bar=false"]
         action, option = ("verify", "--folder") if exported.exists() else ("export", "--out")
@@ -263,8 +231,7 @@ class Demo:
         print(f"runs     {self.pretrained}, {self.finetuned}  (tensorboard --logdir {self.pretrained})")
         if not self.options.compare:
             print(f"export   {self.exported / models[0]}")
-        self.seconds["total"] = time.monotonic() - self.begin  # steps overlap with --jobs
-        print("\n" + "\n".join(f"{title:40}{seconds:6.0f} s" for title, seconds in self.seconds.items()), flush=True)
+        self.print_seconds()
 
     def print_results(self, model: str) -> None:
         """Print a table of the model with and without pretraining, and draw curves and scores."""
@@ -325,29 +292,6 @@ def choose_precision(arguments: Sequence[str], vocab_size: int) -> str | None:
     trial = ", ".join(f"{precision} {rate:,.0f}" for precision, rate in rates.items())
     cli.log.info(f"{faster} is faster on this CPU (tokens per second in a trial: {trial})")
     return faster
-
-
-def run(*commands: Sequence[object], meanwhile: Callable[[], None] | None = None) -> None:
-    """Print and run commands of this project in parallel, and a function meanwhile; exit if one fails."""
-    processes: list[subprocess.Popen] = []
-    for command in commands:
-        words = [str(word).removeprefix(f"{ROOT}/") for word in command]
-        print(f"$ python {' '.join(words)}", flush=True)
-        program = [str(ROOT / word) if word.endswith((".py", ".yaml")) else word for word in words]
-        with STARTING:
-            if STOPPING.is_set():
-                raise SystemExit(1)
-            processes.append(subprocess.Popen([sys.executable, *program]))
-            RUNNING.add(processes[-1])
-    try:
-        if meanwhile is not None:
-            meanwhile()
-        status = max((abs(process.wait()) for process in processes), default=0)
-    finally:
-        for process in processes:
-            process.terminate()
-    if status:
-        raise SystemExit(status)
 
 
 if __name__ == "__main__":

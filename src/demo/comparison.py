@@ -1,7 +1,7 @@
 """What a comparison of models prints and draws: means and standard deviations over the seeds of each model."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -37,7 +37,9 @@ def print_comparison(out: Path, runs: Mapping[str, Sequence[str]]) -> None:
     table.write_text(f"{markdown(lines)}\n\n{about}\n")
     data.write_text(json.dumps(models, indent=1) + "\n")
     plots.curves([(model, out / "pretrained" / names[0]) for model, names in runs.items()], CURVES, curves, "")
-    draw(models, picture)
+    measures = {"masked accuracy, %": lambda run: run["accuracy"]}
+    measures |= {task: lambda run, task=task: run["tasks"][task]["score"] for task in tasks}
+    draw(models, measures | {"seconds of pretraining": lambda run: run["seconds"]}, picture)
     print(f"\n{table.read_text()}\nresults  {table}, {data}, {curves}, {picture}", flush=True)
 
 
@@ -61,13 +63,10 @@ def shared_tasks(models: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
     return [task for task in first if all(task in tasks for tasks in others)]
 
 
-def draw(models: Mapping[str, Sequence[dict[str, Any]]], picture: Path) -> None:
-    """Draw a plot for masked accuracy, each task and time: a row per model, with a dot per seed, mean and deviation."""
+def draw(models: Mapping[str, Sequence[Any]], measures: Mapping[str, Callable[[Any], float]], picture: Path) -> None:
+    """Draw a plot for each measure of a run: a row per model, with a dot per seed, mean and deviation."""
     from src import plots
 
-    measures = {"masked accuracy, %": lambda run: run["accuracy"]}
-    measures |= {task: lambda run, task=task: run["tasks"][task]["score"] for task in shared_tasks(models)}
-    measures["seconds of pretraining"] = lambda run: run["seconds"]
     figure, axes = plots.subplots(columns=len(measures), width=3.5, height=0.3 * len(models) + 1)
     rows = range(len(models))
     for axis, (title, measure) in zip(axes[0], measures.items()):

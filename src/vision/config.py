@@ -29,7 +29,7 @@ class VisionConfig(RunConfig):
 
     model: dict[str, Any] = key(
         "mixer and sizes: arguments of LionVisionConfig (src/lion/configuration_lion.py); and pretrained_checkpoint, "
-        "to start from the weights of a checkpoint of vision.py, DeiT or the paper's authors, a Hub folder, a ViT or DeiT",
+        "to start from the weights of a checkpoint of vision.py, DeiT or the paper's authors, of a Hub folder or a ViT",
         {},
     )
     data_local: str = key(

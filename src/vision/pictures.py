@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from src import plots
+from src.lion import LionForImageClassification
 
 MOST = 30  # classes with names on the axes
 
@@ -47,4 +48,47 @@ def orders(height: int, width: int, path: Path) -> None:
         for place, (row, column) in enumerate(zip(rows.tolist(), columns.tolist())):
             axis.annotate(str(place), (column, row), (3, 3), textcoords="offset points", fontsize=7)
         axis.set(title=name, xlim=(-0.6, width - 0.4), ylim=(height - 0.4, -0.6), aspect="equal", xticks=[], yticks=[])
+    plots.save(figure, path)
+
+
+def predictions(found: Sequence[tuple[Path, str, float]], path: Path, title: str, columns: int = 10) -> None:
+    """Draw pictures with what a model takes them for: those it gets wrong first, in red, at most half of 40. Each is
+    (file, class, probability); a file's folder is its true class. Raises OSError."""
+    from PIL import Image
+
+    wrong = [each for each in found if each[1] != each[0].parent.name][:20]
+    right = [each for each in found if each[1] == each[0].parent.name]
+    step = max(1, len(right) // (40 - len(wrong)))
+    shown = (wrong + right[::step])[:40]
+    rows = -(-len(shown) // columns)
+    figure, axes = plots.subplots(rows, columns, title=title, width=1.0, height=1.15)
+    for axis in axes.flat:
+        axis.axis("off")
+    for axis, (file, label, probability) in zip(axes.flat, shown):
+        truth = file.parent.name
+        axis.imshow(Image.open(file).convert("RGB"))
+        words = f"{label} {probability:.0%}" if label == truth else f"{label} {probability:.0%}, is {truth}"
+        axis.set_title(words, fontsize=6, color="black" if label == truth else "crimson")
+    plots.save(figure, path)
+
+
+@torch.no_grad()
+def mask(
+    model: LionForImageClassification, pixel_values: Tensor, patch: tuple[int, int], path: Path, title: str
+) -> None:
+    """Draw, for the patch at (row, column) of one image, (1, 3, height, width), how much each head of each layer takes
+    from every patch. Raises OSError."""
+    height, width = (side // model.config.patch_size for side in pixel_values.shape[2:])
+    prefix = model.config.num_prefix_tokens
+    query = prefix + patch[0] * width + patch[1]
+    layers = model(pixel_values, output_attentions=True).attentions
+    heads = model.config.num_attention_heads
+    figure, axes = plots.subplots(len(layers), heads, title=title, width=1.6, height=1.7)
+    for row, matrix in enumerate(layers):
+        for head in range(heads):
+            axis, weights = axes[row, head], matrix[0, head, query, prefix:].unflatten(0, (height, width))
+            axis.imshow(weights, cmap="viridis", vmin=0)
+            axis.plot(patch[1], patch[0], "rs", markersize=3)
+            axis.set_title(f"layer {row + 1}, head {head + 1}", fontsize=7)
+            axis.axis("off")
     plots.save(figure, path)
