@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.10 python3 python;
 	$$python -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1 && \
 	echo $$python && break; done)
 
-.PHONY: help demo compare test test-fast test-compat lint clean
+.PHONY: help demo demo-vision compare compare-vision test test-fast test-compat lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -21,6 +21,12 @@ demo: $(VENV)/installed  ## prepare text, pretrain, fine-tune, export and fill m
 compare: $(VENV)/installed  ## compare all mixers, trained for longer than the demo (SEEDS=3 trains each three times, JOBS=2 two at a time)
 	$(VENV)/bin/python -m src.demo --compare --seeds $(SEEDS) --jobs $(JOBS) --out demo/compare --train_examples 12000 max_duration=92160sp
 
+demo-vision: $(VENV)/installed  ## train image classifiers on handwritten digits, export one, and draw what it sees
+	$(VENV)/bin/python -m src.demo.vision
+
+compare-vision: $(VENV)/installed  ## the same with all eight variants
+	$(VENV)/bin/python -m src.demo.vision --compare --out demo-vision/compare
+
 test: $(VENV)/installed  ## run all tests
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -28,14 +34,14 @@ test-fast: $(VENV)/installed  ## run the quick tests, in half a minute
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-compat: $(VENV)-compat/installed  ## test the encoder and its Hub folder under the newest torch and transformers
-	$(VENV)-compat/bin/python -m pytest tests/test_linear_attention.py tests/test_two_sided_attention.py tests/test_separate_decays.py tests/test_hydra.py tests/test_options.py tests/test_cpu.py tests/test_modeling_lion.py tests/test_adapters.py tests/test_folder.py
+	$(VENV)-compat/bin/python -m pytest tests/test_linear_attention.py tests/test_two_sided_attention.py tests/test_separate_decays.py tests/test_hydra.py tests/test_options.py tests/test_cpu.py tests/test_modeling_lion.py tests/test_patch_orders.py tests/test_modeling_lion_vision.py tests/test_adapters.py tests/test_folder.py
 
 lint: $(VENV)/installed  ## check style and formatting
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
 clean:  ## remove the environments, caches and demo outputs
-	rm -rf $(VENV) $(VENV)-compat demo .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-compat demo demo-vision .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The file `installed` is newer than the requirements once they are installed.

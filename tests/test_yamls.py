@@ -6,9 +6,11 @@ import pytest
 import torch
 from conftest import ROOT
 
-from src.lion import LionConfig, LionForMaskedLM
+from src.lion import LionConfig, LionForImageClassification, LionForMaskedLM
 from src.mlm.task import PretrainConfig
 from src.training.config import load_config
+from src.vision.config import VisionConfig
+from src.vision.task import build_vision_config
 
 MODELS = sorted(path.stem for path in (ROOT / "yamls/pretrain").glob("*.yaml") if "-" in path.stem)
 VOCABULARY = {"tiny": 8192}  # the demo's; otherwise BERT's, rounded up to a multiple of 8
@@ -47,3 +49,50 @@ def test_layers_of_a_base_model_learn_in_one_step(name):
         losses.append(loss.item())
         optimizer.zero_grad()
     assert losses[1] < losses[0]
+
+
+IMAGE_MODELS = {path.stem: path for path in sorted((ROOT / "yamls/vision").glob("*.yaml"))}
+RUNS = [name for name in IMAGE_MODELS if name not in ("recipe", "recipe-deit3", "tiny", "small", "base", "digits")]
+
+
+def image_model(name: str, classes: int) -> LionForImageClassification:
+    config = load_config(VisionConfig, "vision.py", "", [str(IMAGE_MODELS[name])])
+    names = [f"class {number}" for number in range(classes)]
+    return LionForImageClassification(build_vision_config(dict(config.model), config.image_size, names))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_docs_state_the_parameters_of_every_image_model(name):
+    with torch.device("meta"):
+        model = image_model(name, 10 if name.startswith(("digits", "cifar")) else 1000)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    kind, _, size = name.rpartition("-")
+    if kind in ("deit3", "fine-tune") or name.startswith(("digits", "cifar")):
+        return
+    table = re.findall(
+        r"^\| `([\w-]+)-\*\.yaml` .*?\| *([\d,]+) \| *([\d,]+) \| *([\d,]+) \|$",
+        (ROOT / "docs/vision.md").read_text(),
+        re.M,
+    )
+    rows = {row[0]: dict(zip(("tiny", "small", "base"), row[1:])) for row in table}
+    assert rows[kind][size] == f"{parameters:,}"
+
+
+def test_the_recipe_is_deits():
+    config = load_config(VisionConfig, "vision.py", "", [str(IMAGE_MODELS["lion-s-small"])])
+    assert (config.max_duration, config.global_train_batch_size, config.train_loader.repeats) == ("300ep", 1024, 3)
+    assert config.optimizer == {
+        "name": "adamw", "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.05, "filter_bias_norm_wd": True
+    }  # fmt: skip
+    given = config.augmentation
+    assert (given.crop, given.area, given.flip, given.policy) == ("resized", [0.08, 1.0], 0.5, "randaugment")
+    assert (given.magnitude, given.jitter, given.erasing) == ("m9-mstd0.5-inc1", 0.0, 0.25)
+    assert (config.mixing.mixup, config.mixing.cutmix, config.mixing.switch, config.mixing.chance) == (
+        0.8,
+        1.0,
+        0.5,
+        1.0,
+    )
+    assert (config.loss.kind, config.loss.smoothing, config.model["drop_path_rate"]) == ("soft", 0.1, 0.1)
+    assert config.scheduler == {"name": "cosine_over_run", "t_warmup": "5ep", "alpha_i": 0.001, "alpha_f": 0.01}
+    assert round(2 ** (-1 / 17328), 6) == 0.99996 and config.algorithms == {"ema": {"half_life": "17328ba"}}
