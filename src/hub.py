@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
         return added.add_argument
 
     add = subcommand("export", commands.export, "write a checkpoint as a folder that plain transformers loads")
-    add("--checkpoint", type=Path, required=True, help="checkpoint that main.py or glue.py saved")
+    add("--checkpoint", type=Path, required=True, help="checkpoint that main.py, glue.py or vision.py saved")
     add("--out", type=Path, required=True, help="folder to write; must not exist yet")
     add("--glue", type=Path, help="folder of a glue.py run, whose scores go into the model card")
     add = subcommand("verify", commands.verify, "compare a folder with the checkpoint it was written from")
@@ -43,8 +43,12 @@ def main(argv: list[str]) -> None:
     add("--tokenizer", help="with --checkpoint: the --tokenizer of import")
     add("--private", action="store_true", help="create a private repository")
     add("--revision", help="branch to push to; created if it does not exist (default: main)")
-    add = subcommand("import", partial(commands.export, published=True), "export a published LION or Hydra")
-    add("--checkpoint", required=True, help="the authors' Composer checkpoint: a file, or ORG/NAME on the Hub")
+    add = subcommand("import", partial(commands.export, published=True), "export a published LION, Hydra or DeiT")
+    add(
+        "--checkpoint",
+        required=True,
+        help="the authors' checkpoint: a file, .pt, .pth or .safetensors, or ORG/NAME on the Hub",
+    )
     add("--out", type=Path, required=True, help="folder to write; must not exist yet")
     add("--tokenizer", help="folder or Hub name of the tokenizer to use instead of the checkpoint's")
     arguments = vars(parser.parse_args(argv))

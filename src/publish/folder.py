@@ -12,7 +12,7 @@ from torch import Tensor
 
 from src import lion
 from src.checkpoints.adapters import IMAGE_ARGUMENTS, SETTINGS
-from src.checkpoints.reading import Checkpoint, read_folder
+from src.checkpoints.reading import PREPROCESSOR, Checkpoint, read_folder
 from src.errors import UserError, reason
 from src.publish.inputs import ImageInputs, TextInputs
 from src.publish.spec import EXPORTS, ExportSpec
@@ -52,6 +52,7 @@ def verify(checkpoint: Checkpoint, folder: Path, python: str = sys.executable) -
     own, differing = model.config, different_tensors(model.state_dict(), stored.weights)
     names = {name for name in {*vars(own), *SETTINGS} - SAME_NUMBERS if name in SETTINGS or name in IMAGE_ARGUMENTS}
     differing += sorted(n for n in names if getattr(own, n, None) != getattr(stored.config, n, None))
+    differing += [PREPROCESSOR] if checkpoint.processor != stored.processor else []
     if differing:
         raise UserError(f"{folder} differs from {checkpoint.path} in {', '.join(differing)}; export it again")
     given = prepared.given()
