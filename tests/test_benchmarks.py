@@ -27,6 +27,11 @@ SMALL = {
         f"{STEP} --rounds 1 --precision amp_bf16",
         "train-step-cpu-amp_bf16",
     ),
+    "vision": (
+        "--models 'Hugging Face ViT' 'timm DeiT' lion-s-natural --train_size tiny --train_pixels 32 --batch 2 "
+        "--pixels 32 48 --rounds 1",
+        "vision-cpu",
+    ),
 }  # fmt: skip
 
 
@@ -51,6 +56,11 @@ def test_a_benchmark_writes_a_table_and_its_numbers(name, tmp_path):
         assert len(cases) == len(written["rows"]) == 16
         assert all(row["ms"] > 0 and row["peak_mib"] >= 0 for row in written["rows"])
         assert any(row["peak_mib"] > 0 for row in written["rows"])
+        assert (tmp_path / f"{stem}.png").stat().st_size > 1000
+    elif name == "vision":
+        cases = {(row["what"], row["model"], row["pixels"]) for row in written["rows"]}
+        assert len(cases) == len(written["rows"]) == 9
+        assert all(row["ms"] > 0 and "error" not in row for row in written["rows"])
         assert (tmp_path / f"{stem}.png").stat().st_size > 1000
     else:
         names = ["Hugging Face BERT", "Hugging Face ModernBERT", "softmax", "hydra", "lion-d-rope"]
