@@ -156,7 +156,7 @@ def draw_predictions(model: Path, data: Path, picture: Path) -> None:
     from src.vision.pictures import predictions
 
     files = sorted((data / "val").rglob("*.png"))
-    predictions(classify(model, files), picture, f"What {model} sees in pictures that it has not seen")
+    predictions(classify(model, files), picture, f"What {model.name} takes new pictures for")
 
 
 def classify(model: Path, files: Sequence[Path]) -> list[tuple[Path, str, float]]:

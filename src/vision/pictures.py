@@ -43,20 +43,21 @@ def orders(height: int, width: int, path: Path) -> None:
     figure, axes = plots.subplots(columns=2, title=f"Two orders of {height} × {width} patches", width=4, height=4)
     for axis, order, name in zip(axes[0], snakes(height, width, 0, "cpu"), ("rows", "columns")):
         rows, columns = order // width, order % width
-        axis.grid(False)
+        axis.axis("off")
         axis.plot(columns, rows, color=plots.COLORS["lion-s"], linewidth=2, marker="o", markersize=4)
         for place, (row, column) in enumerate(zip(rows.tolist(), columns.tolist())):
             axis.annotate(str(place), (column, row), (3, 3), textcoords="offset points", fontsize=7)
-        axis.set(title=name, xlim=(-0.6, width - 0.4), ylim=(height - 0.4, -0.6), aspect="equal", xticks=[], yticks=[])
+        axis.set(title=name, xlim=(-0.6, width - 0.4), ylim=(height - 0.4, -0.6), aspect="equal")
     plots.save(figure, path)
 
 
 def predictions(found: Sequence[tuple[Path, str, float]], path: Path, title: str, columns: int = 10) -> None:
-    """Draw pictures with what a model takes them for: those it gets wrong first, in red, at most half of 40. Each is
-    (file, class, probability); a file's folder is its true class. Raises OSError."""
+    """Draw 40 pictures with what a model takes them for: first those it gets wrong, in red, at most 20, the most
+    confident first. Each is (file, class, probability); a file's folder is its true class. Raises OSError."""
     from PIL import Image
 
-    wrong = [each for each in found if each[1] != each[0].parent.name][:20]
+    wrong = [each for each in found if each[1] != each[0].parent.name]
+    wrong = sorted(wrong, key=lambda each: -each[2])[:20]
     right = [each for each in found if each[1] == each[0].parent.name]
     step = max(1, len(right) // (40 - len(wrong)))
     shown = (wrong + right[::step])[:40]
