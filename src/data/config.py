@@ -41,6 +41,14 @@ class LoaderConfig:
     num_workers: int = key("processes to prepare batches; 0: the main one", 0, at_least=0, below=2**32, may_change=True)
 
 
+def check_images(key: str, name: str, split: str) -> None:
+    """Raise UserError for the path of a folder of images that does not exist, or shards that are not complete."""
+    if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
+        raise UserError(f"{key}: {name} is not a folder; fix its path")
+    if Path(name, split, "index.json").is_file():
+        check_split(key, Path(name), split)
+
+
 def check_split(key: str, local: Path, split: str) -> None:
     """Raise UserError unless a folder has a split with all its shards. `key` is what the user set."""
     folder, index = local / split, local / split / "index.json"

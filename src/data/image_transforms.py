@@ -22,12 +22,13 @@ BICUBIC = InterpolationMode.BICUBIC
 
 @contextlib.contextmanager
 def seeded(*entropy: int) -> Iterator[None]:
-    """Inside, the generators of random, numpy and torch depend on `entropy` alone; afterwards they are as before."""
+    """Inside, the generators of random, numpy and torch's CPU depend on `entropy` alone; afterwards they are as
+    before."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     words = np.random.SeedSequence(entropy).generate_state(6)
     random.seed(int.from_bytes(words[:2].tobytes(), "little"))
     np.random.seed(words[2:4])
-    torch.manual_seed(int.from_bytes(words[4:].tobytes(), "little") >> 1)
+    torch.default_generator.manual_seed(int.from_bytes(words[4:].tobytes(), "little") >> 1)  # not those of GPUs
     try:
         yield
     finally:

@@ -184,7 +184,12 @@ def save(found: Evaluated, folder: Path, model: str, source: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "report.json", content)
-        confusion(found.classes, found.confusion, folder / "confusion.png", f"{Path(model).name}: top-1 accuracy {found.top1:.2%}")
+        confusion(
+            found.classes,
+            found.confusion,
+            folder / "confusion.png",
+            f"{Path(model).name}: top-1 accuracy {found.top1:.2%}",
+        )
     except OSError as error:
         raise UserError(f"--out {folder}: cannot be written ({reason(error)}); choose another folder") from None
     print(f"\nreport        {folder / 'report.json'}\nconfusion     {folder / 'confusion.png'}")

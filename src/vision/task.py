@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from src.cli import log
 from src.config import check_known
-from src.data.config import check_split
+from src.data.config import check_images
 from src.errors import UserError
 from src.training.task import Curve, Task
 from src.vision.config import VisionConfig
@@ -43,8 +43,8 @@ class Vision(Task):
     def check_paths(self) -> None:
         config = self.config
         for loader in (config.train_loader, config.eval_loader):
-            if (Path(config.data_local, loader.split) / "index.json").is_file() and config.data_remote is None:
-                check_split("data_local", Path(config.data_local), loader.split)
+            if config.data_remote is None:
+                check_images("data_local", config.data_local, loader.split)
         start, resumes = config.load_path, any(Path(config.save_folder).glob("ep*-rank0.pt"))
         if not (start is None or resumes or "://" in start or Path(start).is_file()):
             raise UserError(f"load_path={start} is not a file; give a checkpoint or omit load_path")
