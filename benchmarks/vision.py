@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from benchmarks import measure
 from src import cli, plots
 from src.lion import LionForImageClassification, LionVisionConfig
-from src.lion.cpu import keep_freed_memory
+from src.lion.cpu import flush_denormals, keep_freed_memory
 
 VIT, DEIT = "Hugging Face ViT", "timm DeiT"
 OURS = {
@@ -56,6 +56,7 @@ def main(argv: list[str]) -> None:
     a.precision = a.precision or ("fp32" if a.device == "cpu" else "bf16")
     if a.device == "cpu":
         keep_freed_memory()  # as in training
+        flush_denormals()
     name = f"vision-{a.device}{'' if a.only is None else f'-{a.only}'}"
     rows: list[dict[str, Any]] = []
     tables: list[list[list[str]]] = []

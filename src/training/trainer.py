@@ -14,7 +14,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from src.errors import UserError, first_line
-from src.lion.cpu import keep_freed_memory
+from src.lion.cpu import flush_denormals, keep_freed_memory
 from src.training.registry import check_arguments
 
 
@@ -47,6 +47,7 @@ def configure_process(device: str) -> None:
     huggingface._is_registered_causal_lm = lambda model: False  # Composer's imports all causal models, for a second
     if device == "cpu":
         keep_freed_memory()
+        flush_denormals()
 
 
 def silence_libraries() -> None:
