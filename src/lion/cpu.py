@@ -358,3 +358,29 @@ class _Layer(_Faster):
         for output_slice, x_slice, y_slice in zip(*slices):
             output_slice.copy_(super().after_mixing(x_slice, y_slice))
         return output
+
+
+def positive_map(x: Tensor) -> Tensor:
+    """Compute (SiLU(x) + ½) / ‖SiLU(x) + ½‖ over the last dimension: every entry is positive."""
+    plain = x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling()
+    if plain or not torch.is_grad_enabled():
+        return F.normalize(F.silu(x) + 0.5, dim=-1).to(x.dtype)  # autocast on a GPU normalizes in float32
+    return _PositiveMap.apply(x)
+
+
+class _PositiveMap(torch.autograd.Function):
+    """In place, where autograd would write and read a dozen tensors."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        y = F.silu(x).add_(0.5)
+        norms = torch.linalg.vector_norm(y, dim=-1, keepdim=True)  # at least 0.2 per entry
+        ctx.save_for_backward(x, y.div_(norms), norms)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Tensor:
+        x, y, norms = ctx.saved_tensors
+        grad = torch.addcmul(grad, y, (grad * y).sum(-1, keepdim=True), value=-1).div_(norms)
+        return torch.ops.aten.silu_backward(grad, x)

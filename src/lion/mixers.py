@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from .cpu import depthwise_conv, gated_norm, rotate
+from .cpu import depthwise_conv, gated_norm, positive_map, rotate
 from .linear_attention import attention_matrix, linear_attention, segment_states
 from .linear_attention_forms import LOG_ZERO, cumulative_log_decay, sequence_starts
 from .patch_orders import linear_attention_in_orders, matrix_in_orders
@@ -141,11 +141,6 @@ class Attention(Mixer):
     @property
     def dropout_p(self) -> float:
         return self.config.attention_probs_dropout_prob if self.training else 0.0
-
-
-def positive_map(x: Tensor) -> Tensor:
-    """(SiLU(x) + ½) / ‖SiLU(x) + ½‖ over the last dimension: every entry is positive."""
-    return F.normalize(F.silu(x) + 0.5, dim=-1).to(x.dtype)  # autocast on a GPU normalizes in float32
 
 
 FEATURE_MAPS = {"none": lambda x: x, "silu": positive_map, "sigmoid": torch.sigmoid, "elu": lambda x: F.elu(x) + 1}
