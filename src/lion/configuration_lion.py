@@ -228,7 +228,8 @@ class LionVisionConfig(LayersConfig):
         patch_order: "raster"; or "snakes", one through rows and one through columns, whose masks are averaged (LION♮).
             lion-lit and softmax have no order.
         class_token: whether the features of an image are those of the class token; otherwise they are the mean of all
-            tokens. The token is there in either case.
+            tokens. The token is there in either case. None: the token in softmax, as in ViT, and the mean in the others:
+            decays would keep distant patches from the token.
         distillation_token: whether there is a second token, which learns from a teacher (DeiT, Touvron et al.,
             arXiv:2012.12877).
         distillation_classifier: whether that token has a classifier of its own; None: if there is one.
@@ -257,7 +258,7 @@ class LionVisionConfig(LayersConfig):
         intermediate_size: int | None = None,
         mixer: str = "lion-s",
         patch_order: str = "raster",
-        class_token: bool = True,
+        class_token: bool | None = None,
         distillation_token: bool = False,
         distillation_classifier: bool | None = None,
         position_embedding: str | None = None,
@@ -277,6 +278,8 @@ class LionVisionConfig(LayersConfig):
         if position_embedding is None:
             position_embedding = "learned" if mixer in ("lion-lit", "softmax") else "none"
         linear = mixer in LINEAR
+        if class_token is None:
+            class_token = not linear
         if feature_map is None:
             feature_map = "elu" if mixer == "lion-lit" else "silu" if linear else "none"
         given = locals()
