@@ -199,7 +199,9 @@ def test_features_classifiers_and_intermediate_layers():
     model, x = build("s"), pixels(2, 3, 24, 32)
     output = model(x, output_hidden_states=True)
     features = model.lion(x)
-    assert torch.equal(features.pooler_output, features.last_hidden_state[:, 0])
+    assert torch.equal(features.pooler_output, features.last_hidden_state.mean(1))
+    with_token = build("softmax").lion(x)
+    assert torch.equal(with_token.pooler_output, with_token.last_hidden_state[:, 0])
     assert len(output.hidden_states) == 3 and output.hidden_states[0].shape == (2, 13, 32)
     patches = model.lion.get_intermediate_layers(x, 1)[0]
     torch.testing.assert_close(patches, features.last_hidden_state[:, 1:])

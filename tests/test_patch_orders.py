@@ -26,13 +26,13 @@ def test_snakes(size):
     assert torch.equal(place.gather(1, with_prefix), torch.arange(place.shape[1]).expand(2, -1))
 
 
-def draw(batch, heads, grid, kind, dtype, extreme=1.0):
+def draw(batch, heads, grid, kind, dtype, extreme=1.0, read="both"):
     generator = torch.Generator().manual_seed(len(grid) + heads)
-    orders = snakes(*grid)
-    L, D, E = orders.shape[1], 4, 5
+    orders = {"both": snakes(*grid), "columns": snakes(*grid)[1:], "raster": None}[read]
+    L, D, E, O = grid[0] * grid[1] + 1, 4, 5, 1 if orders is None else len(orders)  # noqa: E741
     q, k = (F.silu(torch.randn(batch, heads, L, D, generator=generator)) + 0.5 for _ in range(2))
     v = torch.randn(batch, heads, L, E, generator=generator)
-    shape = (2 * heads,) if kind == "d" else (batch, 2 * heads, L)
+    shape = (O * heads,) if kind == "d" else (batch, O * heads, L)
     log_decay = F.logsigmoid(extreme * torch.randn(*shape, generator=generator))
     return [x.to(dtype).requires_grad_() for x in (q, k, v, log_decay)], orders
 
@@ -40,14 +40,15 @@ def draw(batch, heads, grid, kind, dtype, extreme=1.0):
 GRIDS = ((4, 4), (2, 5), (1, 1), (5, 3), (1, 8))  # chunks of 4: L mod C is 1, 3, 2, 0 and 1
 
 
+@pytest.mark.parametrize("read", ["both", "columns", "raster"])
 @pytest.mark.parametrize("kind", ["d", "s"])
 @pytest.mark.parametrize("form", ["full", "chunkwise", "recurrent"])
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("batch, heads, block", [(2, 3, 2**18), (1, 1, 1), (5, 2, 2**9)])
-def test_every_form_is_the_definition(monkeypatch, kind, form, grid, batch, heads, block):
+def test_every_form_is_the_definition(monkeypatch, read, kind, form, grid, batch, heads, block):
     monkeypatch.setitem(patch_orders.BLOCK_ENTRIES, "cpu", block)
-    inputs, orders = draw(batch, heads, grid, kind, torch.float64)
-    upstream = torch.randn(batch, heads, orders.shape[1], 5, dtype=torch.float64)
+    inputs, orders = draw(batch, heads, grid, kind, torch.float64, read=read)
+    upstream = torch.randn(batch, heads, inputs[0].shape[2], 5, dtype=torch.float64)
     expected = definition_in_orders(*inputs, orders)
     wanted = torch.autograd.grad(expected, inputs, upstream)
     y = linear_attention_in_orders(*inputs, orders, form=form, chunk_size=4)
@@ -62,8 +63,9 @@ def test_every_form_is_the_definition(monkeypatch, kind, form, grid, batch, head
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
 @pytest.mark.parametrize("form", ["full", "chunkwise"])
 @pytest.mark.parametrize("kind", ["d", "s"])
-def test_training_precision_and_extreme_decays(dtype, tolerance, form, kind):
-    inputs, orders = draw(2, 2, (5, 6), kind, torch.float32, extreme=100.0)
+@pytest.mark.parametrize("read", ["both", "raster"])
+def test_training_precision_and_extreme_decays(dtype, tolerance, form, kind, read):
+    inputs, orders = draw(2, 2, (5, 6), kind, torch.float32, extreme=100.0, read=read)
     expected = definition_in_orders(*(x.double() for x in inputs), orders)
     q, k, v, log_decay = inputs
     y = linear_attention_in_orders(q.to(dtype), k.to(dtype), v.to(dtype), log_decay, orders, form=form, chunk_size=7)

@@ -34,7 +34,7 @@ class LayersConfig(PretrainedConfig):
     short_conv, value_gate, feature_map, normalize_rows = 0, False, "none", False
     decay_horizon, key_weight, separate_decays = None, "none", False
     output_norm = True  # of lion-lit
-    num_orders, num_prefix_tokens = 1, 0  # of an image's patches, and tokens before them
+    num_orders, num_prefix_tokens = 0, 0  # of an image's patches, and tokens before them
 
     @property
     def has_positions(self) -> bool:

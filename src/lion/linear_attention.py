@@ -96,7 +96,7 @@ def linear_attention(
         q, k, v = q.float(), k.float(), v.float()
     form, fused = _choose_form(q, k, v, decays, normalize, form, dropout_p, causal, separate)
     if normalize:
-        v = _with_ones(v)
+        v = with_ones(v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     triangles, sums = "past" if causal else "shared", None
     with torch.autocast(q.device.type, enabled=False):
@@ -159,7 +159,7 @@ def segment_states(k, v, log_decay=None, *, log_decay_future=None, mask=None, no
     update `right = right * across_leftward + leftward`. With both states from before a segment's own update,
     `linear_attention(..., left_state=left, right_state=right)` on it returns its part of the text's output."""
     if normalize:
-        v = _with_ones(v)
+        v = with_ones(v)
     if log_decay is None:
         with torch.autocast(k.device.type, enabled=False):
             state = write_state(zero_masked(k, mask), None, v)
@@ -173,7 +173,7 @@ def segment_states(k, v, log_decay=None, *, log_decay_future=None, mask=None, no
     return two_sided_segment_states(v, past, future, total[..., -1:], inclusive[..., -1:], mask=mask)
 
 
-def _with_ones(v: Tensor) -> Tensor:
+def with_ones(v: Tensor) -> Tensor:
     """v with a column of ones, which receives the row sums, (B, H, L, E + 1)."""
     return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
 

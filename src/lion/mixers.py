@@ -208,7 +208,7 @@ class LinearMixer(Attention):
         if output_attentions and form in ("recurrent", "chunkwise"):
             raise ValueError(f"the {form} form has no attention matrix; use attention_form='full'")
         decays = self.decays(x)
-        if orders is not None and decays["log_decay"] is not None:
+        if self.config.num_orders and decays["log_decay"] is not None:
             how = {"form": form, "chunk_size": self.config.chunk_size, "dropout_p": self.dropout_p}
             y = linear_attention_in_orders(q, k, v, decays["log_decay"], orders, **how)
             return y, matrix_in_orders(q, k, decays["log_decay"], orders) if output_attentions else None
@@ -243,7 +243,7 @@ class LionLit(LinearMixer):
 
 def count_decays(config: PretrainedConfig) -> int:
     """One per head, or one per head and direction, or one per head and order of patches."""
-    return config.num_attention_heads * (2 if config.separate_decays else 1) * config.num_orders
+    return config.num_attention_heads * (2 if config.separate_decays else 1) * max(config.num_orders, 1)
 
 
 def spread_horizons(config: PretrainedConfig) -> list[float]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .linear_attention import attention_matrix, definition, linear_attention
+from .linear_attention import attention_matrix, definition, linear_attention, with_ones
 from .linear_attention_forms import BLOCK_ENTRIES, cumulative_log_decay, mirrored_weights, split_sums
 from .two_sided_attention import check_shapes, resolve_form
 
@@ -37,7 +37,7 @@ def linear_attention_in_orders(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,
-    orders: Tensor,
+    orders: Tensor | None = None,
     *,
     scale: float | None = None,
     form: str = "auto",
@@ -50,7 +50,7 @@ def linear_attention_in_orders(
         q, k, v: queries and keys, (B, H, L, D), and values, (B, H, L, E), in any one order, such as raster order.
         log_decay: log λ ≤ 0, (O·H,) for one per head or (B, O·H, L) for one per head and token: the heads of the first
             order, then those of the second, …
-        orders: (O, L) integers, the token at each place.
+        orders: (O, L) integers, the token at each place; None: one order, that of q, k and v.
         scale, form, chunk_size, dropout_p: as for `linear_attention`.
 
     Returns:
@@ -58,7 +58,7 @@ def linear_attention_in_orders(
 
     Raises ValueError for shapes that do not match, and as `linear_attention` does.
     """
-    (B, H, L, D), O = q.shape, len(orders)  # noqa: E741
+    (B, H, L, D), O = q.shape, 1 if orders is None else len(orders)  # noqa: E741
     check_shapes(
         ("orders", orders, (O, L)),
         ("k", k, (B, H, L, D)),
@@ -69,24 +69,26 @@ def linear_attention_in_orders(
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v = q.to(wide), k.to(wide), v.to(wide)
     scale = D**-0.5 if scale is None else scale
-    form = resolve_form(form, L, True, dropout_p)
+    full = resolve_form(form, L, True, dropout_p) == "full" and dropout_p == 0
+    how = {"scale": scale, "form": form, "chunk_size": chunk_size, "dropout_p": dropout_p}
     with torch.autocast(q.device.type, enabled=False):
-        if form == "full" and dropout_p == 0:
+        if orders is None and not (full and q.is_cpu):  # on GPUs perhaps by a kernel
+            return linear_attention(q, k, v, log_decay, normalize=True, **how).to(dtype)
+        if orders is None:
+            orders = torch.arange(L)[None]
+        if full:
             return _Full.apply(q, k, v, _sums(log_decay, orders, H), places(orders), scale).to(dtype)
         # Each order as heads of their own. Their rows are added before they are divided.
-        v = torch.cat([v, v.new_ones(B, H, L, 1)], -1)
-        q, k, v = (x[:, :, orders].transpose(1, 2).flatten(1, 2) for x in (q, k, v))  # (B, O·H, L, ·)
+        q, k, v = (x[:, :, orders].transpose(1, 2).flatten(1, 2) for x in (q, k, with_ones(v)))  # (B, O·H, L, ·)
         if log_decay.ndim == 3:
             log_decay = _in_order(log_decay, orders)
-        y = linear_attention(
-            q, k, v, log_decay, scale=scale, form=form, chunk_size=chunk_size, dropout_p=dropout_p
-        ).unflatten(1, (O, H))
+        y = linear_attention(q, k, v, log_decay, **how).unflatten(1, (O, H))
         places_of = places(orders)[None, :, None, :, None].expand(y.shape)
         y = y.gather(3, places_of).mean(1)
         return (y[..., :-1] / (y[..., -1:] + EPSILON)).to(dtype)
 
 
-def definition_in_orders(q, k, v, log_decay, orders, *, scale=None) -> Tensor:
+def definition_in_orders(q, k, v, log_decay, orders=None, *, scale=None) -> Tensor:
     """Compute the formula at the top of this file literally; arguments as for `linear_attention_in_orders`."""
 
     def matrix(q, k, log_decay, scale) -> Tensor:
@@ -95,9 +97,10 @@ def definition_in_orders(q, k, v, log_decay, orders, *, scale=None) -> Tensor:
     return matrix_in_orders(q, k, log_decay, orders, scale=scale, matrix=matrix) @ v
 
 
-def matrix_in_orders(q, k, log_decay, orders, *, scale=None, matrix=attention_matrix) -> Tensor:
+def matrix_in_orders(q, k, log_decay, orders=None, *, scale=None, matrix=attention_matrix) -> Tensor:
     """Compute A_ij / (Σ_j A_ij + 1e-6), (B, H, L, L); arguments as for `linear_attention_in_orders`, and what computes
     the matrix of one order."""
+    orders = torch.arange(q.shape[2], device=q.device)[None] if orders is None else orders
     average = 0
     dim = -1 if log_decay.ndim == 1 else 1
     for order, place, decays in zip(orders, places(orders), log_decay.chunk(len(orders), dim)):
@@ -128,53 +131,77 @@ def _sums(log_decay: Tensor, orders: Tensor, heads: int) -> Tensor:
 
 
 class _Full(torch.autograd.Function):
-    """The L×L matrices, for a few images at a time, whose matrices fit the cache."""
+    """The L×L matrices, for a few images at a time, whose matrices fit the cache. Beside V is a column of ones, which
+    receives the row sums. If all images have the same W, there is room to keep the matrices."""
 
     @staticmethod
     def forward(ctx, q, k, v, sums, place, scale: float) -> Tensor:
-        B, H, L, _ = q.shape
-        y, totals, uniform, kept = torch.empty_like(v), q.new_empty(B, H, L, 1), sums.shape[1] == 1, []
-        numbers = split_sums(*sums, q.dtype)
+        ctx.scale, ctx.uniform = scale / sums.shape[2], sums.shape[1] == 1
+        q, v, numbers = ctx.scale * q, with_ones(v), split_sums(*sums, q.dtype)
+        y, kept = torch.empty_like(v), []
+        if ctx.uniform:
+            kept.append(mirrored_weights(*numbers))  # (1, O, H, L, L)
+            total = _total(kept[0])
         for some in _blocks(q):
-            if not (uniform and kept):
-                kept.append(mirrored_weights(*(x if uniform else x[some] for x in numbers)))  # (b or 1, O, H, L, L)
-            matrix = (scale * q[some] @ k[some].mT).mul_(kept[-1].mean(1))
-            totals[some] = matrix.sum(-1, keepdim=True).add_(EPSILON)
-            y[some] = (matrix @ v[some]).div_(totals[some])
-        ctx.scale, ctx.uniform = scale, uniform
-        ctx.save_for_backward(q, k, v, y, totals, place, *kept)
-        return y
+            if not ctx.uniform:
+                kept.append(mirrored_weights(*(x[some] for x in numbers)))  # (b, O, H, L, L)
+                total = _total(kept[-1])
+            matrix = (q[some] @ k[some].mT).mul_(total)
+            y[some] = matrix @ v[some]
+            if ctx.uniform:
+                kept.append(matrix)
+        ctx.save_for_backward(q, k, v, y, place, *kept)
+        return y[..., :-1] / (y[..., -1:] + EPSILON)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, y, totals, place, *kept = ctx.saved_tensors
+        q, k, v, y, place, *kept = ctx.saved_tensors
+        uniform, with_sums = ctx.uniform, ctx.needs_input_grad[3]
         with torch.autocast(grad.device.type, enabled=False):
-            grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
-            of_numerator = grad / totals
-            of_total = -(of_numerator * y).sum(-1, keepdim=True)
+            grad_y = grad / (y[..., -1:] + EPSILON)
+            of_row_sums = -(grad_y * y[..., :-1]).sum(-1, keepdim=True) / (y[..., -1:] + EPSILON)
+            grad_y = torch.cat([grad_y, of_row_sums], -1)
+            grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v[..., :-1]))
             past = place[:, None, :, None] > place[:, None, None, :]  # (O, 1, L, L)
-            summed, grad_sums = 0, []
+            grad_sums = []
+            if uniform:
+                weights, total = kept[0], _total(kept[0])
+                summed = torch.zeros_like(total)
             for number, some in enumerate(_blocks(q)):
-                weights = kept[0 if ctx.uniform else number]
-                W = weights.mean(1)
-                scores = ctx.scale * q[some] @ k[some].mT
-                grad_v[some] = (scores * W).mT @ of_numerator[some]
-                of_matrix = (of_numerator[some] @ v[some].mT).add_(of_total[some])
-                scores.mul_(of_matrix)
-                of_matrix.mul_(W).mul_(ctx.scale)
-                grad_q[some], grad_k[some] = of_matrix @ k[some], of_matrix.mT @ q[some]
-                if not ctx.needs_input_grad[3]:
-                    continue
-                if ctx.uniform:
-                    summed = summed + scores.sum(0, keepdim=True)
+                if uniform:
+                    matrix = kept[1 + number]
                 else:
-                    grad_sums.append(_sum_gradients(scores[:, None] * weights / weights.shape[1], past))
-            if not ctx.needs_input_grad[3]:
+                    weights, total = kept[number], _total(kept[number])
+                    matrix = (q[some] @ k[some].mT).mul_(total)
+                grad_v[some] = matrix.mT @ grad_y[some][..., :-1]
+                grad_matrix = grad_y[some] @ v[some].mT
+                if not with_sums:
+                    pass
+                elif not uniform:
+                    grad_sums.append(_sum_gradients(_of_orders(matrix.mul_(grad_matrix), weights, total), past))
+                elif len(matrix) == 1:
+                    summed.addcmul_(matrix, grad_matrix)
+                else:
+                    summed += (matrix * grad_matrix).sum(0, keepdim=True)
+                grad_matrix.mul_(total)
+                grad_q[some], grad_k[some] = grad_matrix @ k[some], grad_matrix.mT @ q[some]
+            grad_q.mul_(ctx.scale)
+            if not with_sums:
                 return grad_q, grad_k, grad_v, None, None, None
-            if ctx.uniform:
-                grad_sums = [_sum_gradients(summed[:, None] * kept[0] / kept[0].shape[1], past)]
+            if uniform:
+                grad_sums.append(_sum_gradients(_of_orders(summed, weights, total), past))
             return grad_q, grad_k, grad_v, torch.cat(grad_sums, 1), None, None
+
+
+def _of_orders(of_total: Tensor, weights: Tensor, total: Tensor) -> Tensor:
+    """∂/∂ log W of each order, (b, O, H, L, L), from ∂/∂ log of their sum, (b, H, L, L)."""
+    return of_total[:, None] if weights.shape[1] == 1 else of_total[:, None] * (weights / total[:, None])
+
+
+def _total(weights: Tensor) -> Tensor:
+    """The sum over the orders of (b, O, H, L, L)."""
+    return weights[:, 0] if weights.shape[1] == 1 else weights.sum(1)
 
 
 def _blocks(q: Tensor) -> list[slice]:
