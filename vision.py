@@ -1,5 +1,6 @@
 """Train an image classifier:  [composer -n N] vision.py FILE.yaml [key=value ...]
-Evaluate one:  python vision.py evaluate MODEL --data DIR"""
+Evaluate one:  python vision.py evaluate MODEL --data DIR
+Draw what a patch sees:  python vision.py draw MODEL PICTURE"""
 
 import sys
 from pathlib import Path
@@ -17,8 +18,11 @@ def main(argv: list[str]) -> None:
     if argv[:1] == ["evaluate"]:
         from src.vision.evaluate import evaluate
 
-        evaluate(argv[1:])
-        return
+        return evaluate(argv[1:])
+    if argv[:1] == ["draw"]:
+        from src.vision.draw import draw
+
+        return draw(argv[1:])
     run(Vision(load_config(VisionConfig, "vision.py", EXAMPLE, argv)))
 
 

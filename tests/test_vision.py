@@ -149,6 +149,38 @@ def test_what_is_evaluated_and_exported_are_the_averaged_weights(finished, pictu
     assert "| blue" in capsys.readouterr().out
 
 
+def test_what_a_patch_sees(finished, pictures, tmp_path, capsys):
+    from src.vision.draw import draw
+    from src.vision.pictures import masks
+
+    checkpoint, picture = str(finished[1] / "latest-rank0.pt"), str(pictures / "val" / "red" / "0.png")
+    draw([checkpoint, picture, "--patch", "0", "2", "--out", str(tmp_path / "drawn")])
+    names = "attention.png", "mask.png", "orders.png"
+    assert all((tmp_path / "drawn" / name).stat().st_size > 1000 for name in names)
+    for mistake, words in {
+        (checkpoint, picture, "--patch", "3", "0"): "--patch 3 0 is outside the grid of 3 × 3 patches",
+        (checkpoint, str(tmp_path)): "cannot be read",
+        (checkpoint, picture, "--image_size", "13"): "must be one or two multiples of the patch, 4",
+    }.items():
+        with pytest.raises(UserError) as error:
+            draw([*mistake, "--out", str(tmp_path / "none")])
+        assert words in str(error.value)
+    model = read_checkpoint(Path(checkpoint)).build().eval()
+    x = torch.randn(1, 3, 12, 8)
+    with torch.no_grad():
+        found, states = masks(model, x), model.lion(x, output_hidden_states=True).hidden_states
+        for layer, state, mask in zip(model.lion.layers, states, found):
+            decays = layer.attention.log_decays(layer.before_mixing(state))[0].exp()  # heads by rows, then by columns
+            for head in range(2):
+                weights = []
+                for each, order in zip((head, 2 + head), ([0, 1, 2, 4, 3, 5, 6], [0, 1, 3, 5, 6, 4, 2])):
+                    at = {token: place for place, token in enumerate(order)}
+                    spans = [(at[j], at[5]) if at[j] < at[5] else (at[5] + 1, at[j] + 1) for j in range(7)]
+                    weights.append(torch.stack([decays[each, order[start:end]].prod() for start, end in spans]))
+                expected = sum(weights)
+                torch.testing.assert_close(mask[head, 5], expected / expected.sum(), atol=1e-5, rtol=1e-4)
+
+
 VARIANTS = {
     "lion-lit": {"patch_order": "raster"}, "lion-d": {"patch_order": "raster"}, "lion-s": {"patch_order": "raster"},
     "lion-d snakes": {}, "lion-s snakes": {}, "softmax": {"patch_order": "raster"},

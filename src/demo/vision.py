@@ -111,9 +111,13 @@ class Demo(Steps):
         self.step(f"export {model}", [], lambda: run(export))
         evaluate = ["vision.py", "evaluate", exported, "--data", self.data, "--num_workers", 0, "--out", self.out]
         self.step(f"evaluating {exported}", [], lambda: run(evaluate))
+        first = min((self.data / "val").glob("*/*.png"))
+        draw = ["vision.py", "draw", exported, first, "--out", self.out]
+        self.step("what a patch sees", [], lambda: run(draw))
         picture = self.out / "predictions.png"
         self.step("predictions", [], partial(draw_predictions, exported, self.data, picture))
-        print(f"\nexport   {exported}\npictures {picture}, {self.out / 'confusion.png'}", flush=True)
+        drawn = ", ".join(str(self.out / f"{name}.png") for name in ("predictions", "confusion", "attention", "mask"))
+        print(f"\nexport   {exported}\npictures {drawn}", flush=True)
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def evaluate(argv: list[str]) -> None:
     add("--num_workers", type=int, default=usable_cores() - 1, help="processes that read images (default: %(default)s)")
     add("--device", choices=["gpu", "cpu"], help="default: a GPU if there is one")
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="default: fp32")
-    add("--image_size", type=int, nargs="+", metavar="PIXELS", help="another size than the model's: one side, or two")
+    add_image_size(parser)
     options = parser.parse_args(argv)
     for name in ("batch_size", "num_workers"):
         if getattr(options, name) < (name == "batch_size"):
@@ -84,6 +84,12 @@ def evaluate(argv: list[str]) -> None:
     print(report(found))
     if options.out is not None:
         save(found, Path(options.out), options.model, images.source)
+
+
+def add_image_size(parser: argparse.ArgumentParser) -> None:
+    """Add the option that `resized` takes."""
+    words = "another size than the model's: one side, or two"
+    parser.add_argument("--image_size", type=int, nargs="+", metavar="PIXELS", help=words)
 
 
 def labels_of(images: Images, checkpoint: Checkpoint) -> Tensor:

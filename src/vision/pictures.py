@@ -1,13 +1,13 @@
-"""Pictures of image models: which classes are confused, orders of patches, a mask, predictions."""
+"""Pictures of image models: which classes are confused, predictions, orders of patches, what a patch sees."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from src import plots
 from src.lion import LionForImageClassification
+from src.lion.patch_orders import matrix_in_orders, snakes
 
 MOST = 30  # classes with names on the axes
 
@@ -35,11 +35,8 @@ def confusion(classes: Sequence[str], counts: Tensor, path: Path, title: str) ->
     plots.save(figure, path)
 
 
-@torch.no_grad()
 def orders(height: int, width: int, path: Path) -> None:
     """Draw the two orders in which LION♮ reads patches. Raises OSError."""
-    from src.lion.patch_orders import snakes
-
     figure, axes = plots.subplots(columns=2, title=f"Two orders of {height} × {width} patches", width=4, height=4)
     for axis, order, name in zip(axes[0], snakes(height, width, 0, "cpu"), ("rows", "columns")):
         rows, columns = order // width, order % width
@@ -73,23 +70,34 @@ def predictions(found: Sequence[tuple[Path, str, float]], path: Path, title: str
     plots.save(figure, path)
 
 
-@torch.no_grad()
-def mask(
-    model: LionForImageClassification, pixel_values: Tensor, patch: tuple[int, int], path: Path, title: str
+def heads(
+    matrices: Sequence[Tensor], patch: tuple[int, int], grid: tuple[int, int], prefix: int, path: Path, title: str
 ) -> None:
-    """Draw, for the patch at (row, column) of one image, (1, 3, height, width), how much each head of each layer takes
-    from every patch. Raises OSError."""
-    height, width = (side // model.config.patch_size for side in pixel_values.shape[2:])
-    prefix = model.config.num_prefix_tokens
-    query = prefix + patch[0] * width + patch[1]
-    layers = model(pixel_values, output_attentions=True).attentions
-    heads = model.config.num_attention_heads
-    figure, axes = plots.subplots(len(layers), heads, title=title, width=1.6, height=1.7)
-    for row, matrix in enumerate(layers):
-        for head in range(heads):
-            axis, weights = axes[row, head], matrix[0, head, query, prefix:].unflatten(0, (height, width))
-            axis.imshow(weights, cmap="viridis", vmin=0)
+    """Draw what belongs to one patch, at (row, column) of a grid, of each layer's matrices, (H, L, L): a row of pictures
+    for each head. Raises OSError."""
+    query = prefix + patch[0] * grid[1] + patch[1]
+    figure, axes = plots.subplots(len(matrices[0]), len(matrices), title=title, width=1.6, height=1.7)
+    for number, layer in enumerate(matrices):
+        for head, matrix in enumerate(layer):
+            axis = axes[head, number]
+            axis.imshow(matrix[query, prefix:].unflatten(0, grid), cmap="viridis", vmin=0)
             axis.plot(patch[1], patch[0], "rs", markersize=3)
-            axis.set_title(f"layer {row + 1}, head {head + 1}", fontsize=7)
+            axis.set_title(f"layer {number + 1}, head {head + 1}", fontsize=7)
             axis.axis("off")
     plots.save(figure, path)
+
+
+def masks(model: LionForImageClassification, pixel_values: Tensor) -> list[Tensor]:
+    """Return the mask of each layer for one image, (1, 3, height, width): M of patch_orders.py, averaged over orders,
+    (H, L, L), up to a factor per row. The model has decays."""
+    config = model.config
+    orders = None
+    if config.num_orders > 1:
+        grid = [side // config.patch_size for side in pixel_values.shape[2:]]
+        orders = snakes(*grid, config.num_prefix_tokens, pixel_values.device)
+    found = []
+    for layer, x in zip(model.lion.layers, model.lion(pixel_values, output_hidden_states=True).hidden_states):
+        ones = x.new_ones(1, config.num_attention_heads, x.shape[1], 1)
+        log_decays = layer.attention.log_decays(layer.before_mixing(x))
+        found.append(matrix_in_orders(ones, ones, log_decays, orders, scale=1.0)[0])
+    return found
