@@ -12,7 +12,7 @@ from src.data.images import decode
 from src.errors import UserError, reason
 from src.training.trainer import silence_libraries
 from src.vision import pictures
-from src.vision.evaluate import add_image_size, resized
+from src.vision.evaluate import add_image_size, resized, title_of
 
 
 @torch.no_grad()
@@ -44,7 +44,7 @@ def draw(argv: list[str]) -> None:
     patch = tuple(options.patch or (side // 2 for side in grid))
     if not all(0 <= place < side for place, side in zip(patch, grid)):
         raise UserError(f"--patch {patch[0]} {patch[1]} is outside the grid of {grid[0]} × {grid[1]} patches")
-    name, place = Path(options.model).name, f"the patch in row {patch[0]}, column {patch[1]}"
+    name, place = title_of(options.model), f"the patch in row {patch[0]}, column {patch[1]}"
     where = patch, grid, config.num_prefix_tokens
     drawn = [options.out / "attention.png"]
     try:

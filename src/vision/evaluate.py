@@ -151,6 +151,12 @@ def measure(checkpoint: Checkpoint, loader: Any, labels: Tensor, device: str, pr
     return Evaluated(names, confusion, int(confusion.trace()) / count, top5 / count, loss / count, seconds)
 
 
+def title_of(model: str) -> str:
+    """Return a model's name for a picture: a checkpoint's is that of its run."""
+    path = Path(model)
+    return (path.resolve().parent if path.is_file() else path).name
+
+
 def report(found: Evaluated) -> str:
     """Return the results as text: all classes, or those with the lowest accuracy if there are many."""
     count = int(found.confusion.sum())
@@ -194,7 +200,7 @@ def save(found: Evaluated, folder: Path, model: str, source: str) -> None:
             found.classes,
             found.confusion,
             folder / "confusion.png",
-            f"{Path(model).name}: top-1 accuracy {found.top1:.2%}",
+            f"{title_of(model)}: top-1 accuracy {found.top1:.2%}",
         )
     except OSError as error:
         raise UserError(f"--out {folder}: cannot be written ({reason(error)}); choose another folder") from None
