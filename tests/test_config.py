@@ -16,7 +16,7 @@ from src.glue.experiment import FinetuneConfig
 from src.mlm.task import PretrainConfig
 from src.training.config import load_config
 
-YAMLS = sorted((ROOT / "yamls").rglob("*.yaml"))
+YAMLS = sorted(path for path in (ROOT / "yamls").rglob("*.yaml") if path.parent.name != "vision")
 NAMED = [path for path in YAMLS if {"run_name", "base_run_name"} & OmegaConf.load(path).keys()]
 PRETRAIN = [path for path in NAMED if "run_name" in OmegaConf.load(path)]
 

@@ -17,7 +17,7 @@ CONFIG = ("src/config.py", "src/training/config.py")
 PARSERS = {  # script → the files that declare its options, if they are others
     "glue.py": (*CONFIG, *(f"src/jobs/{path.name}" for path in (ROOT / "src/jobs").glob("*.py"))),
     "main.py": CONFIG,
-    "vision.py": (*CONFIG, "src/vision/evaluate.py"),
+    "vision.py": (*CONFIG, "src/vision/evaluate.py", "src/vision/draw.py"),
 }
 SCRIPT = re.compile(r"(?<![\w/.])(?:src/|benchmarks/)?\w+\.py\b")
 
@@ -65,7 +65,7 @@ def test_options_of_commands_are_known(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_keys_given_as_key_value_are_known(page):
     known = {entry.name for schema in (PretrainConfig, FinetuneConfig, VisionConfig) for entry in fields(schema)}
-    others = {"form", "trust_remote_code"}  # arguments of Python functions
+    others = {"form", "num_labels", "trust_remote_code"}  # arguments of Python functions
     assert set(re.findall(r"`'?([a-z_]+)(?:\.[\w.]+)?=", page.read_text())) <= known | others
 
 

@@ -236,7 +236,7 @@ def test_mistakes_end_in_one_sentence(config_file, pictures, tmp_path, checkpoin
     other = tmp_path / "other"
     shutil.copytree(pictures, other)
     (other / "val" / "red").rename(other / "val" / "violet")
-    for override, words in {
+    mistakes = {
         f"data_local={tmp_path / 'classes'}": "no images in class empty; add some or remove the folder",
         f"data_local={broken}": "red/3.png is empty; replace or remove it",
         f"data_local={other}": "(red, violet); use the same in both",
@@ -251,9 +251,10 @@ def test_mistakes_end_in_one_sentence(config_file, pictures, tmp_path, checkpoin
         "global_train_batch_size=30": "24 images per device, fewer than a batch of 30",
         "augmentation.policy=autoaugment": "augmentation.policy=autoaugment must be one of",
         "std=[1,1,0]": "std=[1.0, 1.0, 0.0] must be three numbers above 0",
-    }.items():
+    }
+    for number, (override, words) in enumerate(mistakes.items()):
         with pytest.raises(UserError) as error:
-            vision.main([str(config_file), override, f"save_folder={tmp_path / words[:9]}"])
+            vision.main([str(config_file), override, f"save_folder={tmp_path / str(number)}"])
         assert words in str(error.value), override
 
 

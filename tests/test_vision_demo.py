@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import warm
+from conftest import ROOT
 from PIL import Image
 
 from src.demo.vision import main, write_digits
@@ -28,8 +30,27 @@ def test_digits_are_scikit_learns_split_at_random(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_demo_trains_compares_exports_and_draws(tmp_path, capfd):
-    command = ["--out", str(tmp_path), "--models", "lion-s", "lion-s-frozen", "--seeds", "1", "max_duration=1ep"]
+def test_the_demo_trains_compares_exports_and_draws(tmp_path, capfd, monkeypatch):
+    def forked(command):
+        output = tmp_path / f"output-{len(list(tmp_path.glob('output-*')))}"
+        script, *arguments = [str(word).removeprefix(f"{ROOT}/") for word in command]
+        status, printed = warm.run(script, *arguments, output=output)
+        assert status == 0, printed
+
+    monkeypatch.setattr("src.demo.vision.run", forked)
+    monkeypatch.chdir(ROOT)
+    command = [
+        "--out",
+        str(tmp_path),
+        "--models",
+        "lion-s",
+        "lion-s-frozen",
+        "--seeds",
+        "1",
+        "--jobs",
+        "1",
+        "max_duration=1ep",
+    ]
     main([*command, "eval_interval=1ep", "model.num_hidden_layers=1"])
     assert "| lion-s-frozen |" in (tmp_path / "results.md").read_text()
     assert json.loads((tmp_path / "results.json").read_text())["lion-s"][0]["top1"] > 0

@@ -4,6 +4,7 @@ from composer.utils.collect_env import get_cpu_model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
+import src.data.image_transforms
 import src.data.streaming
 import src.mlm.model
 import src.plots
@@ -11,7 +12,8 @@ import src.publish.callback
 import src.training.guards
 import src.training.registry
 import src.training.run_log
-import src.training.trainer  # noqa: F401
+import src.training.trainer
+import src.vision.model  # noqa: F401
 
 list(TOKENIZER_MAPPING.keys())  # imports hundreds of modules, as AutoTokenizer does
 list(MODEL_FOR_CAUSAL_LM_MAPPING.values())  # as many again, as Composer's HuggingFaceModel does

@@ -228,8 +228,8 @@ class LionVisionConfig(LayersConfig):
         patch_order: "raster"; or "snakes", one through rows and one through columns, whose masks are averaged (LION♮).
             lion-lit and softmax have no order.
         class_token: whether the features of an image are those of the class token; otherwise they are the mean of all
-            tokens. The token is there in either case. None: the token in softmax, as in ViT, and the mean in the others:
-            decays would keep distant patches from the token.
+            tokens. The token is there in either case. None: the token in softmax, as in ViT, and the mean in the
+            others, since decays keep distant patches from the token.
         distillation_token: whether there is a second token, which learns from a teacher (DeiT, Touvron et al.,
             arXiv:2012.12877).
         distillation_classifier: whether that token has a classifier of its own; None: if there is one.

@@ -73,8 +73,8 @@ def predictions(found: Sequence[tuple[Path, str, float]], path: Path, title: str
 def heads(
     matrices: Sequence[Tensor], patch: tuple[int, int], grid: tuple[int, int], prefix: int, path: Path, title: str
 ) -> None:
-    """Draw what belongs to one patch, at (row, column) of a grid, of each layer's matrices, (H, L, L): a row of pictures
-    for each head. Raises OSError."""
+    """Draw what belongs to one patch, at (row, column) of a grid, of each layer's matrices, (H, L, L): a row of
+    pictures for each head. Raises OSError."""
     query = prefix + patch[0] * grid[1] + patch[1]
     figure, axes = plots.subplots(len(matrices[0]), len(matrices), title=title, width=1.6, height=1.7)
     for number, layer in enumerate(matrices):
