@@ -211,11 +211,12 @@ def test_cosine_over_run_per_epoch_needs_epochs():
     assert rates(registry.build_scheduler({"name": "cosine_over_run"}, "10ep"))[0] == 1
 
 
-def test_lamb_is_timms_without_a_limit_on_gradients(model):
+def test_lamb_is_timms_with_its_limit_on_gradients(model):
     from timm.optim import Lamb
 
     built = optimizer(model, name="lamb", filter_bias_norm_wd=True)
-    assert isinstance(built, Lamb) and built.defaults["max_grad_norm"] is None
+    assert isinstance(built, Lamb) and built.defaults["max_grad_norm"] == 1
+    assert optimizer(model, name="lamb", max_grad_norm=None).defaults["max_grad_norm"] is None
     assert [group["weight_decay"] for group in built.param_groups] == [0.1, 0.0]
 
 

@@ -187,20 +187,42 @@ VARIANTS = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def shards(pictures, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    convert_dataset.main(["--images", str(pictures), "--out_root", str(folder / "shards")])
+    return folder / "shards"
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_two_ranks_train_as_one(tmp_path, write_config, variant):
-    """With augmentation, and without what depends on a device's batch: mixing, and dropped paths."""
+def test_two_ranks_train_as_one(tmp_path, write_config, shards, variant):
+    """With augmentation, and without what depends on a device's batch: mixing, and dropped paths. From shards."""
     model = {**MODEL, **VARIANTS[variant], "mixer": variant.split()[0], "drop_path_rate": 0.0}
     same = {"model": model, "mixing": {"chance": 0.0}, "max_duration": "3ba", "hf_export": None}
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    vision.main([str(write_config(tmp_path / "one", **same))])
-    two = write_config(tmp_path / "two", **same)
+    vision.main([str(write_config(tmp_path / "one", **same, data_local=str(shards)))])
+    two = write_config(tmp_path / "two", **same, data_local=str(shards))
     statuses, output = warm.run_ranks(2, "vision.py", two, output=tmp_path / "output")
     assert statuses == [0, 0], output
-    one, two = (numbers(tmp_path / name / "run") for name in ("one", "two"))
+    check_equal(tmp_path / "one", tmp_path / "two", steps=3)
+    if variant == "lion-s snakes":  # resumed on another number of devices
+        vision.main([str(two), "max_duration=5ba"])
+        one = tmp_path / "one" / "tiny.yaml"
+        statuses, output = warm.run_ranks(2, "vision.py", one, "max_duration=5ba", output=tmp_path / "resumed")
+        assert statuses == [0, 0], output
+        check_equal(tmp_path / "one", tmp_path / "two", steps=5)
+        for name in ("one", "two"):
+            (before,) = (tmp_path / name / "run").glob("ep*-ba3-rank0.pt")
+            before, after = tensors(before), tensors(tmp_path / name / "run" / "latest-rank0.pt")
+            averages = [key for key in before if key.startswith("ema.model.") and "position" not in key]
+            assert averages and not any(torch.equal(before[key], after[key]) for key in averages)
+
+
+def check_equal(one: Path, two: Path, steps: int) -> None:
+    one, two = (numbers(folder / "run") for folder in (one, two))
     losses = [[line["loss"] for line in lines if "loss" in line] for lines in (one, two)]
-    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert len(losses[0]) == steps and losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert two[-1]["eval"] == pytest.approx(one[-1]["eval"], rel=1e-5)
 
 

@@ -18,7 +18,7 @@ def processor_settings(
     height, width = [image_size] * 2 if isinstance(image_size, int) else image_size
     return {
         "image_processor_type": "CLIPImageProcessor", "do_convert_rgb": True, "do_resize": True,
-        "size": {"shortest_edge": round(max(height, width) / crop_pct)}, "resample": 3, "do_center_crop": True,
+        "size": {"shortest_edge": int(max(height, width) / crop_pct)}, "resample": 3, "do_center_crop": True,
         "crop_size": {"height": height, "width": width}, "do_rescale": True, "rescale_factor": 1 / 255,
         "do_normalize": True, "image_mean": list(mean), "image_std": list(std),
     }  # fmt: skip
@@ -30,7 +30,13 @@ def read_processor(stored: Mapping[str, Any], source: str) -> dict[str, Any]:
     kind = str(stored.get("image_processor_type") or stored.get("feature_extractor_type"))
     kind = kind.removesuffix("Fast").replace("FeatureExtractor", "ImageProcessor")
     try:
+        normalizes = stored.get("do_normalize", True)
         mean, std = stored.get("image_mean", MEAN), stored.get("image_std", STD)
+        mean, std = (mean, std) if normalizes else ([0.0] * 3, [1.0] * 3)
+        if not (stored.get("do_resize", True) and stored.get("do_rescale", True)) or (
+            abs(255 * stored.get("rescale_factor", 1 / 255) - 1) > 1e-6
+        ):
+            raise UserError(f"the image processor of {source} does not resize, or scale to 0 … 1; name another model")
         size, resample = stored["size"], stored.get("resample", 3)
         if kind == "ConvNextImageProcessor":
             short = size if isinstance(size, int) else size["shortest_edge"]

@@ -164,7 +164,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         class_name = stored["model"]["config"]["class"].rsplit(".", 1)[-1]
         config = dict(stored["model"]["config"]["content"])
         weights = {name.removeprefix("model."): tensor for name, tensor in state["model"].items()}
-        weights |= _averaged(dict(state.get("algorithms") or ()))
+        weights |= _averaged(dict(state.get("algorithms") or ()), weights)
         counts = state.get("timestamp", {}).get("Timestamp", {}).items()
         facts = {
             "tokenizer": dict(stored.get("tokenizer") or {}),
@@ -187,13 +187,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, class_name, lion_config(config, str(path), kind), weights, **facts)
 
 
-def _averaged(algorithms: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
-    """Return the moving averages of weights by Composer's EMA, which are what a run evaluates, or nothing."""
+def _averaged(algorithms: dict[str, dict[str, Any]], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the moving averages of weights by an EMA, which are what a run evaluates, or nothing."""
     ema = algorithms.get("EMA", {})
     if not ema.get("ema_started") or ema["ema_weights_active"]:
         return {}
     kept = ema["ema_model"]["named_parameters_dict"]
-    return {name.removeprefix("module.").removeprefix("model."): tensor for name, tensor in kept.items()}
+    kept = {name.removeprefix("module.").removeprefix("model."): tensor for name, tensor in kept.items()}
+    # Of tensors that are one, such as word embeddings and decoder, only the first name is averaged.
+    averages = {weights[name].data_ptr(): tensor for name, tensor in kept.items() if name in weights}
+    return kept | {name: averages[x.data_ptr()] for name, x in weights.items() if x.data_ptr() in averages}
 
 
 def _check_dense(path: Path, weights: dict[str, Any]) -> None:

@@ -55,6 +55,8 @@ class MixingConfig:
 
 @dataclass
 class ImageLoaderConfig:
+    """One split, and how an epoch reads it."""
+
     split: str = key("subfolder or split of the data, e.g. train, val")
     repeats: int = key("repeated augmentation: how often an epoch draws each of its images", 1, at_least=1)
     drop_last: bool = key("drop the last batch of an epoch if it is not full", False)

@@ -1,7 +1,7 @@
 """Config keys that every run has, whatever it trains."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from src.config import SEED, Config, duration, key, load
 from src.errors import UserError
@@ -14,6 +14,8 @@ DDP_SYNC = ("single_auto_sync", "multi_auto_sync", "forced_sync")
 @dataclass
 class TrainerConfig:
     """Keys shared by all training, one long run or many short ones."""
+
+    model_config: ClassVar[str] = "LionConfig"  # the class in src/lion whose arguments `model` has
 
     scheduler: dict[str, Any] = key("name, such as linear_decay_with_warmup or cosine_with_warmup, and arguments")
     algorithms: dict[str, Any] = key("by name, with arguments: gradient_clipping, …", {})
@@ -73,6 +75,8 @@ class RunConfig(TrainerConfig):
         by_value = isinstance(clipping, dict) and clipping.get("clipping_type") == "value"
         if self.on_nonfinite_loss == "skip" and by_value:  # clipping comes first, and hides infinite gradients
             raise UserError("on_nonfinite_loss=skip cannot see infinite gradients clipped by value; clip by norm")
+        if self.algorithms.get("ema", False) is not False and self.fsdp_config:
+            raise UserError("algorithms.ema averages whole weights, which fsdp_config shards; omit one")
         if self.activation_checkpointing and self.fsdp_config.get("activation_checkpointing"):
             raise UserError("activation_checkpointing is set twice, here and in fsdp_config; omit one")
 
@@ -81,9 +85,10 @@ def load_config(schema: type[Config], script: str, example: str, argv: list[str]
     """Load the config of a command that trains; `--help` also lists the arguments of everything chosen by name."""
     more_help = ""
     if not {"-h", "--help"}.isdisjoint(argv):
-        from src.training.registry import describe_arguments  # whose imports take seconds
+        from src import lion  # whose imports take seconds, as the registry's
+        from src.training.registry import describe_arguments
 
-        more_help = describe_arguments()
+        more_help = describe_arguments(getattr(lion, schema.model_config))
     config = load(schema, script, argv, example, more_help)
     config.check()
     return config

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from composer import State, Time, Timestamp, TimeUnit, callbacks, loggers, optim
-from composer.algorithms import EMA, GradientClipping
+from composer.algorithms import GradientClipping
 from composer.distributed.mosaic_parallelism import BACKWARD_PREFETCH_MAP, SHARDING_MAP
 from composer.utils import FSDPConfig
 from torch import nn
 
 from src.config import TIME_UNITS, Rule, check_known, check_value, nearest
 from src.errors import UserError
-from src.lion import LionConfig
+from src.training.averages import EMA
 from src.training.guards import ResumableEarlyStopper
 from src.training.run_log import TensorBoard
 
@@ -84,11 +84,19 @@ class CosineOverRunScheduler(optim.ComposerScheduler):
         return self.alpha_f + (1 - self.alpha_f) * (1 + math.cos(math.pi * min(elapsed, 1.0))) / 2
 
 
-def lamb(params: Any, lr: float = 4e-3, betas: tuple = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0):
-    """LAMB (You et al., arXiv:1904.00962) as DeiT III uses it: timm's, without a limit on gradients."""
+def lamb(
+    params: Any,
+    lr: float = 4e-3,
+    betas: tuple = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    max_grad_norm: float | None = 1.0,
+):
+    """LAMB (You et al., arXiv:1904.00962) as DeiT III uses it: timm's. Gradients longer than
+    `max_grad_norm` are scaled down to it, as in the implementation that it was trained with; null: none are."""
     from timm.optim import Lamb
 
-    return Lamb(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=None)
+    return Lamb(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
 
 
 REGISTRY: dict[str, dict[str, Callable]] = {
@@ -222,9 +230,10 @@ def arguments_of(function: Callable) -> dict[str, str]:
     return {parameter.name: str(parameter.replace(annotation=parameter.empty)) for parameter in own}
 
 
-def describe_arguments() -> str:
-    """Return the arguments of everything that a section may name, with defaults, for `--help`."""
-    described = {"model:": LionConfig, "fsdp_config:": FSDPConfig, "compile_config:": torch.compile}
+def describe_arguments(model: type) -> str:
+    """Return the arguments of a model's configuration and of everything that a section may name, with defaults, for
+    `--help`."""
+    described = {"model:": model, "fsdp_config:": FSDPConfig, "compile_config:": torch.compile}
     described |= {f"{kind}: {name}": factory for kind, named in REGISTRY.items() for name, factory in named.items()}
     lines = ["arguments of everything chosen by name (in `callbacks` and the like, as name: {argument: value}):\n"]
     for name, factory in described.items():

@@ -61,6 +61,8 @@ def train(task: Task, folder: Path) -> None:
     scheduler = registry.build_scheduler(config.scheduler, config.max_duration)
     algorithms = registry.build_all("algorithms", config.algorithms)
     reproducibility.seed_all(config.seed)
+    if dist.get_world_size() > 1:  # before streaming, which initializes NCCL wherever there is a GPU
+        dist.initialize_dist(device, config.dist_timeout)
     latest = latest_valid_checkpoint(folder)
     model = task.build_model(latest)
     if config.activation_checkpointing:
@@ -69,9 +71,7 @@ def train(task: Task, folder: Path) -> None:
     optimizer = registry.build_optimizer(config.optimizer, model)
     if latest is None and config.load_path is not None:
         check_load_path(config.load_path, model.model, optimizer, config.max_duration)
-    startup.done("tokenizer and model")
-    if dist.get_world_size() > 1:  # before streaming, which initializes NCCL wherever there is a GPU
-        dist.initialize_dist(device, config.dist_timeout)
+    startup.done("model")
     train_data, eval_data = task.build_loaders(device_batch)
     startup.done("data")
     title = config.run_name if config.progress_bar else ""

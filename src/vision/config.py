@@ -11,12 +11,16 @@ from src.training.config import RunConfig
 
 @dataclass
 class LossConfig:
+    """The loss of the labels."""
+
     kind: str = key("soft: cross entropy; binary: one per class, as DeiT III", "soft", choices=("soft", "binary"))
     smoothing: float = key("share of a label that all classes receive", 0.1, at_least=0, below=1)
 
 
 @dataclass
 class DistillationConfig:
+    """The loss of what a teacher predicts, if there is one."""
+
     teacher: str | None = key("image classifier to learn from: a checkpoint, a folder, a Hub name or a timm name", None)
     kind: str = key("hard: its class; soft: its probabilities", "hard", choices=("hard", "soft"))
     weight: float = key("share of the loss", 0.5, **SHARE)
@@ -27,6 +31,7 @@ class DistillationConfig:
 class VisionConfig(RunConfig):
     """Keys of `vision.py`."""
 
+    model_config = "LionVisionConfig"
     model: dict[str, Any] = key(
         "mixer and sizes: arguments of LionVisionConfig (src/lion/configuration_lion.py); and pretrained_checkpoint, "
         "to start from the weights of a checkpoint of vision.py, DeiT or the paper's authors, of a Hub folder or a ViT",
@@ -64,8 +69,6 @@ class VisionConfig(RunConfig):
                 raise UserError(f"{name}={values} must be three numbers{' above 0' if name == 'std' else ''}")
         if self.loss.kind == "binary" and self.loss.smoothing:
             raise UserError("loss.smoothing makes every class a target of the binary loss; set it to 0")
-        if self.algorithms.get("ema") not in (None, False) and self.fsdp_config:
-            raise UserError("algorithms.ema averages whole weights, which fsdp_config shards; omit one")
         self.augmentation.check()
 
     @property

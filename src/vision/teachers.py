@@ -44,8 +44,8 @@ class Teacher:
 def read_teacher(name: str, classes: list[str], student: Mapping[str, Any]) -> Teacher:
     """Return the teacher of a file, a folder, a name on the Hub, or in timm. Raises UserError for an unknown one, or
     one of other classes."""
-    if not Path(name).exists() and "/" not in name:
-        model, size, processor, labels = _read_timm(name)
+    if not Path(name).exists() and "/" not in name.removeprefix("timm/"):
+        model, size, processor, labels = _read_timm(name.removeprefix("timm/"))
     elif _is_of_transformers(name):
         model, size, processor, labels = _read_transformers(name)
     else:
@@ -89,14 +89,20 @@ def _read_transformers(name: str) -> tuple[nn.Module, Size, dict[str, Any], list
     from transformers.utils import cached_file
 
     try:
-        model = AutoModelForImageClassification.from_pretrained(name, trust_remote_code=False)
+        model, info = AutoModelForImageClassification.from_pretrained(
+            name, trust_remote_code=False, output_loading_info=True
+        )
         path = cached_file(name, PREPROCESSOR, _raise_exceptions_for_missing_entries=False)
         stored = json.loads(Path(path).read_text()) if path else {}
     except Exception as error:  # whatever transformers and the Hub client raise
         raise UserError(f"{KEY}: {name} is not an image classifier ({first_line(error)}); name another") from None
+    if info["missing_keys"]:
+        raise UserError(f"{KEY}: {name} lacks weights of a classifier ({min(info['missing_keys'])}); name another")
+    if not stored:
+        raise UserError(f"{KEY}: {name} has no {PREPROCESSOR}, so how it was trained is unknown; name another")
     processor = {"image_mean": stored.get("image_mean", MEAN), "image_std": stored.get("image_std", STD)}
     side = getattr(model.config, "image_size", None)
-    if side is None and stored:
+    if side is None:
         crop = read_processor(stored, name)["crop_size"]
         side = [crop["height"], crop["width"]]
     size = None if side is None else tuple(side) if isinstance(side, list | tuple) else (side, side)
