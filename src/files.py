@@ -88,3 +88,8 @@ def exclusive_lock(folder: Path, command: str) -> Iterator[None]:
                 Path(folder, ".lock").unlink()
                 folder.rmdir()
         lock.release()
+
+
+def looks_like_path(name: str) -> bool:
+    """Return whether a name is of a file or folder, not of a repository on the Hub."""
+    return name.count("/") > 1 or name.startswith((".", "/", "~"))

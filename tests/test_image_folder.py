@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import PARITY
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoImageProcessor,
     AutoModel,
@@ -185,6 +186,21 @@ def test_a_folder_loads_in_plain_transformers(published):
     assert json.loads((folder / "proof.json").read_text())["largest_difference"] <= 1e-5
     card = (folder / "README.md").read_text()
     assert "image size: 24 px" in card and "a snake through rows and one through columns" in card
+
+
+FILES = sorted((PARITY / "vision").glob("*.safetensors")) if (PARITY / "vision").is_dir() else []
+
+
+@pytest.mark.skipif(not FILES, reason="needs reference data beside the checkout")
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_a_folder_of_the_authors_model_gives_their_logits_in_every_form(file, tmp_path):
+    hub_folder.write(read_checkpoint(file), tmp_path / "it")
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "it", trust_remote_code=True)
+    tensors = load_file(file)
+    for form in ("full", "recurrent", "chunkwise"):
+        with torch.no_grad():
+            logits = model(tensors["in.pixel_values"], attention_form=form).logits
+        torch.testing.assert_close(logits, tensors["out.logits"], atol=1e-5, rtol=0)
 
 
 def test_another_processor_is_reported(published, tmp_path):

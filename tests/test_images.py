@@ -3,8 +3,11 @@
 import gzip
 import io
 import json
+import os
 import pickle
+from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from PIL import Image
@@ -190,12 +193,48 @@ def test_every_mode_becomes_rgb(mode):
         assert np.abs(np.asarray(read).astype(int) - np.asarray(grey.convert("RGB")).astype(int)).max() <= 3
 
 
-def test_transparency_becomes_white_and_exif_turns():
-    clear = np.zeros((4, 6, 4), np.uint8)
-    assert (np.asarray(decode(encoded(clear), "it")) == 255).all()
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned by 90°
-    assert decode(encoded(PIXELS[0, :20], "JPEG", exif=exif), "it").size == (20, 32)
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "1", "L", "CMYK", "turned"])
+def test_pictures_are_read_as_by_transformers_pipeline(mode, tmp_path):
+    from transformers.image_utils import load_image
+
+    exif, picture = Image.Exif(), Image.fromarray(PIXELS[0, :20])
+    if mode == "turned":
+        exif[0x0112] = 6  # the camera was turned by 90°
+    else:
+        picture = picture.convert(mode.removesuffix("A"))
+    if mode.endswith("A"):
+        picture.putalpha(Image.fromarray(PIXELS[1, :20, :, 0]))
+    path = tmp_path / f"it.{'tiff' if mode == 'CMYK' else 'png'}"
+    picture.save(path, **({"transparency": 3} if mode == "P" else {}), exif=exif)
+    read = decode(path.read_bytes(), "it")
+    assert read.size == ((20, 32) if mode == "turned" else (32, 20))
+    assert np.array_equal(np.asarray(read), np.asarray(load_image(str(path))))
+
+
+def test_formats_that_start_programs_are_not_opened():
+    with pytest.raises(UserError, match="it is not a readable image"):
+        decode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n%%EOF\n", "it")
+
+
+def test_labels_in_words_and_missing_labels(tmp_path):
+    rows = {"image": [{"bytes": encoded(PIXELS[0]), "path": None}] * 3, "label": ["cat", "ant", "cat"]}
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "train.parquet")
+    images = open_images(str(tmp_path), "train")
+    assert images.classes == ["ant", "cat"] and [images[index][1] for index in range(3)] == [1, 0, 1]
+    datasets.Dataset.from_dict({**rows, "label": [-1, -1, -1]}).to_parquet(tmp_path / "test.parquet")
+    with pytest.raises(UserError, match="images without a label"):
+        open_images(str(tmp_path), "test")
+    lost = {"image": [{"bytes": None, "path": str(tmp_path / "no.png")}], "label": [0]}
+    datasets.Dataset.from_dict(lost).to_parquet(tmp_path / "val.parquet")
+    with pytest.raises(UserError, match=r"no\.png of row 0 .* cannot be read"):
+        open_images(str(tmp_path), "val")[0]
+
+
+def test_names_that_are_not_utf8(tmp_path):
+    folder = tmp_path / "train" / "cat"
+    folder.mkdir(parents=True)
+    (Path(os.fsdecode(os.fsencode(folder) + b"/\xff.png"))).write_bytes(encoded(PIXELS[0]))
+    assert open_images(str(tmp_path), "train")[0][0] == encoded(PIXELS[0])
 
 
 @pytest.mark.parametrize("content, problem", [

@@ -14,6 +14,7 @@ from conftest import ROOT, assert_one_sentence, run
 from PIL import Image
 
 import vision
+from src import convert_dataset
 from src.checkpoints.reading import read_checkpoint
 from src.errors import UserError
 from src.training.config import load_config

@@ -1,5 +1,7 @@
 """Losses of image classification and of learning from a teacher, against their definitions; and teachers of each kind."""
 
+import json
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -72,6 +74,17 @@ def test_hard_and_soft_distillation(token):
         torch.testing.assert_close(model.loss(outputs, given), 0.7 * base + 0.3 * expected)
 
 
+def test_without_a_teacher_both_tokens_learn_the_labels():
+    given = batch()
+    model = classifier(distillation_token=True)
+    model.model.train()
+    outputs = model(given)
+    expected = -(given["targets"] * outputs["logits"].log_softmax(-1)).sum(-1).mean()
+    torch.testing.assert_close(model.loss(outputs, given), expected)
+    model.loss(outputs, given).backward()
+    assert model.model.distillation_classifier.weight.grad.abs().max() > 0
+
+
 def test_a_teachers_weights_are_not_the_models():
     teacher = Teacher(torch.nn.Linear(2, 2), None, PROCESSOR, PROCESSOR)
     model = classifier(teacher=teacher)
@@ -107,6 +120,13 @@ def test_teachers_of_transformers_ours_and_timm(tmp_path, monkeypatch):
         DeiTConfig(16, 1, 2, 16, image_size=32, patch_size=8, num_labels=7)
     ).eval()
     deit.save_pretrained(tmp_path / "deit")
+    with pytest.raises(UserError, match=r"has no preprocessor_config.json, so how it was trained is unknown"):
+        read_teacher(str(tmp_path / "deit"), CLASSES, PROCESSOR)
+    deit.deit.save_pretrained(tmp_path / "encoder")
+    for name in ("resnet", "deit", "encoder"):
+        (tmp_path / name / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    with pytest.raises(UserError, match=r"lacks weights of a classifier"):
+        read_teacher(str(tmp_path / "encoder"), CLASSES, PROCESSOR)
     images = batch()["pixel_values"]
     for name, expected in (("resnet", resnet(images).logits), ("deit", None)):
         teacher = read_teacher(str(tmp_path / name), CLASSES, PROCESSOR)
@@ -118,7 +138,8 @@ def test_teachers_of_transformers_ours_and_timm(tmp_path, monkeypatch):
 
     create = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained: create(name, num_classes=7))
-    assert read_teacher("resnet10t", CLASSES, PROCESSOR)(images).shape == (6, 7)
+    for name in ("resnet10t", "timm/resnet10t"):
+        assert read_teacher(name, CLASSES, PROCESSOR)(images).shape == (6, 7)
 
 
 def test_mistakes_about_teachers(tmp_path):

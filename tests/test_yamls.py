@@ -67,7 +67,7 @@ def test_the_docs_state_the_parameters_of_every_image_model(name):
         model = image_model(name, 10 if name.startswith(("digits", "cifar")) else 1000)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     kind, _, size = name.rpartition("-")
-    if kind in ("deit3", "fine-tune") or name.startswith(("digits", "cifar")):
+    if kind in ("deit3", "deit3-base", "fine-tune") or name.startswith(("digits", "cifar")):
         return
     table = re.findall(
         r"^\| `([\w-]+)-\*\.yaml` .*?\| *([\d,]+) \| *([\d,]+) \| *([\d,]+) \|$",
@@ -76,6 +76,34 @@ def test_the_docs_state_the_parameters_of_every_image_model(name):
     )
     rows = {row[0]: dict(zip(("tiny", "small", "base"), row[1:])) for row in table}
     assert rows[kind][size] == f"{parameters:,}"
+
+
+@pytest.mark.parametrize("name, lr, drop_path, size", [("small", 4e-3, 0.05, 224), ("base", 3e-3, 0.2, 192)])
+def test_the_recipes_of_deit3(name, lr, drop_path, size):
+    config = load_config(VisionConfig, "vision.py", "", [str(IMAGE_MODELS[f"deit3-{name}"])])
+    assert (config.max_duration, config.global_train_batch_size, config.train_loader.repeats) == ("800ep", 2048, 3)
+    assert (config.optimizer["name"], config.optimizer["lr"], config.optimizer["weight_decay"]) == ("lamb", lr, 0.05)
+    rates = [lr * config.scheduler[alpha] for alpha in ("alpha_i", "alpha_f")]
+    assert rates == pytest.approx([1e-6, 1e-5], rel=1e-3) and config.scheduler["t_warmup"] == "5ep"
+    given = config.augmentation
+    assert (given.policy, given.jitter, given.erasing, config.crop_pct) == ("three_augment", 0.3, 0.0, 1.0)
+    assert (config.mixing.mixup, config.mixing.cutmix) == (0.8, 1.0)
+    assert (config.loss.kind, config.loss.smoothing, config.image_size) == ("binary", 0.0, size)
+    assert (config.model["drop_path_rate"], config.model["layer_scale_init"]) == (drop_path, 1e-4)
+
+
+def test_the_recipes_of_fine_tuning():
+    config = load_config(VisionConfig, "vision.py", "", [str(IMAGE_MODELS["deit3-base-224"])])
+    assert (config.max_duration, config.global_train_batch_size, config.train_loader.repeats) == ("20ep", 512, 1)
+    assert (config.optimizer["name"], config.optimizer["lr"], config.optimizer["weight_decay"]) == ("adamw", 1e-5, 0.1)
+    assert (config.scheduler["alpha_i"], config.scheduler["alpha_f"], config.crop_pct) == (0.1, 1.0, 1.0)
+    given = config.augmentation
+    assert (given.policy, given.magnitude, given.erasing) == ("randaugment", "m9-mstd0.5-inc1", 0.0)
+    assert (config.loss.kind, config.loss.smoothing, config.model["drop_path_rate"]) == ("soft", 0.1, 0.2)
+    config = load_config(VisionConfig, "vision.py", "", [str(IMAGE_MODELS["fine-tune-384"])])
+    assert (config.image_size, config.max_duration) == (384, "30ep")
+    assert (config.optimizer["lr"], config.optimizer["weight_decay"]) == (5e-6, 1e-8)
+    assert config.scheduler["name"] == "constant"
 
 
 def test_the_recipe_is_deits():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from src.config import Rule, check_value
 from src.errors import UserError, first_line
-from src.lion import LionConfig, LionVisionConfig
+from src.lion import LionConfig, LionVisionConfig, mixers
 from src.lion.configuration_lion import OPTIONS
 
 # name → type
@@ -76,6 +76,13 @@ def check_argument(name: str, value: Any) -> None:
     """Raise UserError for a value of the wrong type or out of bounds. `name` may be dotted: model.mixer."""
     argument = name.rsplit(".", 1)[-1]
     check_value(name, value, {**IMAGE_ARGUMENTS, **ARGUMENTS}[argument], RULES.get(argument, Rule()))
+
+
+def check_trainable(config: LionConfig | LionVisionConfig) -> None:
+    """Raise UserError for a form that cannot compute the model's dropout."""
+    dropout, form = config.attention_probs_dropout_prob, config.attention_form
+    if dropout and form not in ("auto", "full") and mixers.MIXERS[config.mixer].has_states:
+        raise UserError(f"model.attention_probs_dropout_prob={dropout} needs the full form, not {form}; set it to 0")
 
 
 def lion_config(config: dict[str, Any], source: str, kind: type = LionConfig) -> LionConfig | LionVisionConfig:

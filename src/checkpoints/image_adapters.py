@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from src.checkpoints.adapters import LABELS, join_qkv, lion_config, renamed
+from src.cli import log
 from src.errors import UserError
 from src.lion import LionVisionConfig
 
@@ -24,7 +25,7 @@ RENAMED = {
 RENAMED_IN_BLOCK = {  # after "blocks.N."
     "norm1.": "attention_norm.", "attn.qkv.": "attention.qkv.", "attn.proj.": "attention.out.",
     "attn.a_i": "attention.decay", "attn.a2_i": "attention.second_decay",
-    "norm2.": "mlp_norm.", "mlp.fc1.": "mlp_in.", "mlp.fc2.": "mlp_out.",
+    "norm2.": "mlp_norm.", "mlp.fc1.": "mlp_in.", "mlp.fc2.": "mlp_out.", "scales": "scales",
 }  # fmt: skip
 # Those of transformers, after "vit." or "deit.".
 RENAMED_VIT = {
@@ -62,6 +63,7 @@ def config_from_release(settings: Mapping[str, Any], source: str) -> LionVisionC
             "position_embedding": "learned" if settings["pos_emb"] else "none",
             "distillation_token": bool(settings.get("distilled", False)),
             "layer_norm_eps": settings.get("layer_norm_eps", 1e-6),
+            "layer_scale_init": settings.get("layer_scale_init"),
         }  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"the settings of {source} are incomplete ({type(error).__name__}: {error})") from None
@@ -79,10 +81,13 @@ def settings_from_shapes(state: Mapping[str, Tensor], given: Mapping[str, Any], 
         mask = "Softmax" if not given.get("mask_type") else str(given["mask_type"])
         name = next((size for size in SIZES if size in str(given.get("model", ""))), None)
         heads = len(first) if first is not None else SIZES[name] if name else max(width // 64, 1)
-        distilled = "dist_token" in state
+        if first is None and name is None:
+            log.info(f"{source} does not name its number of heads: taken to be {heads}, one per 64 channels")
+        distilled, scaled = "dist_token" in state, "blocks.0.gamma_1" in state
         size = int(given.get("input_size") or 224)
         if "pos_embed" in state:
             tokens = state["pos_embed"].shape[-2] - (2 if distilled else 1)
+            tokens += scaled  # DeiT III's positions are of patches only
             side = round(tokens**0.5)
             if side * side != tokens:
                 raise UserError(f"{source} has positions of {tokens} patches, which are no square; use another")
@@ -94,20 +99,23 @@ def settings_from_shapes(state: Mapping[str, Tensor], given: Mapping[str, Any], 
             "num_classes": len(state["head.bias"]) if "head.bias" in state else 0, "embed_dim": width,
             "depth": len(blocks), "num_heads": heads, "distilled": distilled,
             "qkv_bias": "blocks.0.attn.qkv.bias" in state, "layer_norm_eps": 1e-6,
-            "mlp_ratio": len(state["blocks.0.mlp.fc1.bias"]) / width,
+            "mlp_ratio": len(state["blocks.0.mlp.fc1.bias"]) / width, "layer_scale_init": 1e-4 if scaled else None,
         }  # fmt: skip
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise UserError(f"{source} is not an image model of DeiT's scripts ({first_of(error)})") from None
-
-
-def first_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+        raise UserError(f"{source} is not an image model of DeiT's scripts ({type(error).__name__}: {error})") from None
 
 
 def state_dict_from_release(state: Mapping[str, Tensor], config: LionVisionConfig) -> dict[str, Tensor]:
     """Return the authors', DeiT's or timm's tensors under our names. Raises UserError with the names of those that are
     unknown."""
     used = {name: x for name, x in state.items() if config.has_positions or name != "pos_embed"}
+    for first in [name for name in used if name.endswith(".gamma_1")]:  # DeiT III: factors per channel of both branches
+        second = first.replace("gamma_1", "gamma_2")
+        if second in used:
+            used[first.replace("gamma_1", "scales")] = torch.stack([used.pop(first), used.pop(second)])
+    if config.layer_scale_init is not None and config.has_positions:  # and positions of patches alone
+        prefix = state["pos_embed"].new_zeros(1, config.num_prefix_tokens, config.hidden_size)
+        used["pos_embed"] = torch.cat([prefix, state["pos_embed"]], 1)
     ours = renamed(used, RENAMED, "blocks.", RENAMED_IN_BLOCK)
     for name in [name for name in ours if ".second_decay" in name]:
         first, second = name.replace("second_", ""), ours.pop(name)

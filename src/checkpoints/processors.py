@@ -49,6 +49,8 @@ def read_processor(stored: Mapping[str, Any], source: str) -> dict[str, Any]:
         crop = stored.get("crop_size")
         crop = {"height": crop, "width": crop} if isinstance(crop, int) else crop
         cropped = bool(crop) and stored.get("do_center_crop", kind == "CLIPImageProcessor")
+        if not cropped and "height" not in size:
+            raise UserError(f"the image processor of {source} gives images of different shapes; set do_center_crop")
         settings = processor_settings(1, 1, mean, std) | {"size": size, "resample": resample}
         return settings | {"do_center_crop": cropped, "crop_size": crop if cropped else size}
     except (KeyError, TypeError, ValueError, AttributeError) as error:

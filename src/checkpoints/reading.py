@@ -34,6 +34,7 @@ from src.checkpoints.image_adapters import (
 from src.checkpoints.processors import processor_settings, read_processor
 from src.checkpoints.safe_load import load_safely
 from src.errors import UserError, first_line
+from src.files import looks_like_path
 
 MODELS = tuple(name for name in lion.__all__ if name.endswith("Model") or name.startswith("LionFor"))
 TEXT, IMAGE = lion.LionConfig, lion.LionVisionConfig
@@ -125,11 +126,7 @@ def read_pretrained(name: str, key: str, reads: str = "texts") -> Checkpoint:
     for a model that reads something else than `reads`: "texts" or "images"."""
     path = Path(name)
     if not path.exists():
-        if (
-            path.suffix in (".pt", ".pth", ".bin", ".safetensors")
-            or name.count("/") > 1
-            or name.startswith((".", "/", "~"))
-        ):
+        if path.suffix in (".pt", ".pth", ".bin", ".safetensors") or looks_like_path(name):
             raise UserError(f"{key}: {name} is not a file or folder; fix its path")
         from huggingface_hub import snapshot_download
 

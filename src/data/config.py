@@ -9,6 +9,7 @@ from omegaconf import II
 
 from src.config import SEED, key
 from src.errors import UserError
+from src.files import looks_like_path
 
 
 @dataclass
@@ -43,7 +44,7 @@ class LoaderConfig:
 
 def check_images(key: str, name: str, split: str) -> None:
     """Raise UserError for the path of a folder of images that does not exist, or shards that are not complete."""
-    if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
+    if not Path(name).is_dir() and looks_like_path(name):
         raise UserError(f"{key}: {name} is not a folder; fix its path")
     if Path(name, split, "index.json").is_file():
         check_split(key, Path(name), split)

@@ -16,7 +16,7 @@ import numpy as np
 from src.cli import log, progress
 from src.data.corpora import Files, HubDataset
 from src.data.readers import STANDARD_INPUT, Batch, file_kind, find_files, grouped
-from src.data.splits import Split, check_folders, start_or_resume, unfinished, write_all
+from src.data.splits import Split, check_options, start_or_resume, unfinished, write_all
 from src.data.token_rows import Packer, RowMaker
 from src.data.tokenizers import check_path, load_tokenizer
 from src.data.workers import in_order
@@ -52,7 +52,7 @@ def check(options: Namespace) -> list[Path]:
     files = find_files(options.data_files) if options.data_files is not None else []
     kinds = [file_kind(path)[0] for path in files]
     stdin = STANDARD_INPUT in files
-    fraction, size = options.val_fraction, options.size_limit
+    fraction = options.val_fraction
     length = options.max_seq_len if options.concat_tokens is None else options.concat_tokens
     splits = [SPLITS[split][0] for split in options.splits]
     no_validation = files and fraction is None and "validation" in splits
@@ -60,8 +60,6 @@ def check(options: Namespace) -> list[Path]:
         (fraction is not None and not 0 < fraction < 1, f"--val_fraction {fraction} must be between 0 and 1"),
         ((options.tokenizer is None) != (length is None), "give --tokenizer with --concat_tokens or --max_seq_len"),
         (length is not None and not 3 <= length < 2**31, f"rows must have 3 to {2**31 - 1} tokens (got {length})"),
-        (not 0 < size < 2**32, f"--size_limit {size} must be between 1 and {2**32 - 1} bytes"),
-        (options.num_workers < 1, f"--num_workers {options.num_workers} must be at least 1"),
         (options.stdin_format and not stdin, "--stdin_format requires --data_files -; omit it"),
         (options.one_document_per_file and "txt" not in kinds, "--one_document_per_file requires .txt files; omit it"),
         (options.data_subset is not None and files, "--data_subset requires --dataset; omit it"),
@@ -72,7 +70,7 @@ def check(options: Namespace) -> list[Path]:
             raise UserError(message)
     if options.tokenizer is not None:
         check_path(options.tokenizer, "--tokenizer")
-    check_folders(options)
+    check_options(options)
     return files
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from src.cli import log, progress
 from src.data.images import Images, decode, open_images
-from src.data.splits import Split, check_folders, start_or_resume, unfinished, write_all
+from src.data.splits import Split, check_options, start_or_resume, unfinished, write_all
 from src.data.workers import in_order
 from src.errors import UserError
 from src.files import write_json
@@ -21,7 +21,10 @@ from src.files import write_json
 GROUP = 64  # images that a process verifies at a time
 NAMED = 100  # broken images whose names split.json keeps
 COLUMNS = {"image": "bytes", "label": "int"}
-OF_TEXT = ("tokenizer", "concat_tokens", "max_seq_len", "val_fraction", "data_subset", "stdin_format")  # options
+OF_TEXT = {  # options, with what they are if they are not given
+    "tokenizer": None, "concat_tokens": None, "max_seq_len": None, "val_fraction": None, "data_subset": None,
+    "stdin_format": None, "text_column": "text", "one_document_per_file": False,
+}  # fmt: skip
 
 
 class Source:
@@ -39,13 +42,9 @@ def convert_images(options: Namespace) -> None:
     """Write the splits that a command line of src/convert_dataset.py asks for. Raises UserError."""
     if unknown := [split for split in options.splits if split not in ("train", "val")]:
         raise UserError(f"--splits {' '.join(unknown)}: images have train and val; name one or both")
-    if given := [name for name in OF_TEXT if getattr(options, name) is not None]:
+    if given := [name for name, default in OF_TEXT.items() if getattr(options, name) != default]:
         raise UserError(f"--{given[0]} is for text, not for --images; omit it")
-    if options.num_workers < 1:
-        raise UserError(f"--num_workers {options.num_workers} must be at least 1")
-    if not 0 < options.size_limit < 2**32:
-        raise UserError(f"--size_limit {options.size_limit} must be between 1 and {2**32 - 1} bytes")
-    check_folders(options)
+    check_options(options)
     write_all(lambda: plan(options), lambda split: write_split(split, options), options, resumable=True)
 
 
@@ -74,19 +73,22 @@ def verified(images: Images, indices: Sequence[int]) -> list[tuple[bytes, int, s
         except UserError as error:
             found.append((b"", 0, str(error)))
             continue
-        if isinstance(content, np.ndarray):  # which has no file
-            content = png(picture if content.ndim == 3 else Image.fromarray(content))
+        if not isinstance(content, bytes):  # which has no file
+            grey = isinstance(content, np.ndarray) and content.ndim == 2
+            content = png(Image.fromarray(content) if grey else picture)
         found.append((content, label, None))
     return found
 
 
 def png(picture: Image.Image) -> bytes:
+    """Return a picture as the content of a file."""
     file = io.BytesIO()
     picture.save(file, "PNG")
     return file.getvalue()
 
 
 def groups(start: int, count: int) -> Iterator[range]:
+    """Return ranges of at most GROUP numbers, from start to count."""
     return (range(at, min(at + GROUP, count)) for at in range(start, count, GROUP))
 
 

@@ -105,6 +105,8 @@ class Mixing:
 
 
 class ImageLoader(DataLoader):
+    """A loader whose workers' errors are as short as its own."""
+
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         try:
             yield from super().__iter__()

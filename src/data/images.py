@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from src.cli import log
 from src.data.config import check_images, check_split
@@ -21,7 +21,9 @@ from src.files import sha256
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # torchvision's
 SECOND_SPLITS = ("val", "validation", "valid", "test")  # names of the split that is not for training
-RAW = bytes | np.ndarray  # a file's content, or pixels: (height, width) or (height, width, 3), uint8
+FORMATS = ("JPEG", "PNG", "GIF", "PPM", "BMP", "TIFF", "WEBP")  # others of Pillow may start programs
+# A file's content; pixels, (height, width) or (height, width, 3), uint8; or a decoded picture.
+RAW = bytes | np.ndarray | Image.Image
 
 
 class Images(ABC):
@@ -64,17 +66,19 @@ class FolderImages(Images):
             shown = ", ".join(empty[:5]) + (", …" if len(empty) > 5 else "")
             raise UserError(f"{folder}: no images in class {shown}; add some or remove the folder")
         # Arrays, since each loader worker would copy a list of a million strings as it counts references.
-        self.files = np.array([file.encode() for file in files])
+        self.files = np.array([os.fsencode(file) for file in files])
         self.labels = np.array(labels, np.int32)
 
     def digest(self) -> str:
-        return sha256([self.files.data, self.labels.data])
+        stamps = [os.stat(os.path.join(os.fsencode(self.folder), file)) for file in self.files]
+        stamps = np.array([(stamp.st_size, stamp.st_mtime_ns) for stamp in stamps], np.int64)
+        return sha256([self.files.data, self.labels.data, stamps.data])
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[RAW, int, str]:
-        path = self.folder / self.files[index].decode()
+        path = self.folder / os.fsdecode(self.files[index])
         try:
             return path.read_bytes(), int(self.labels[index]), str(path)
         except OSError as error:
@@ -111,10 +115,16 @@ class TableImages(Images):
             table = table.cast_column(image, datasets.Image(decode=False))
         self.table, self.image, self.label = table.select_columns([image, label]), image, label
         kind = features[label]
+        found, self.numbers = table.unique(label), None
+        if None in found or (found and not isinstance(found[0], str) and min(found) < 0):
+            raise UserError(f"{source} has images without a label, as test splits on the Hub do; name another split")
         if isinstance(kind, datasets.ClassLabel):
             self.classes = list(kind.names)
+        elif found and isinstance(found[0], str):
+            self.classes = sorted(found)
+            self.numbers = {one: number for number, one in enumerate(self.classes)}
         else:
-            self.classes = [str(number) for number in range(max(table.unique(label)) + 1)]
+            self.classes = [str(number) for number in range(max(found, default=-1) + 1)]
 
     def __len__(self) -> int:
         return len(self.table)
@@ -124,8 +134,12 @@ class TableImages(Images):
         image = row[self.image]
         if isinstance(image, dict):  # {"bytes": …, "path": …}
             content, path = image.get("bytes"), image.get("path")
-            image = content if content is not None else Path(path).read_bytes() if path else b""
-        return image, int(row[self.label]), name
+            try:
+                image = content if content is not None else Path(path).read_bytes() if path else b""
+            except OSError as error:
+                raise UserError(f"{path} of {name} cannot be read ({reason(error)}); restore it") from None
+        label = row[self.label]
+        return image, int(label) if self.numbers is None else self.numbers[label], name
 
 
 class ShardImages(Images):
@@ -156,7 +170,7 @@ class ShardImages(Images):
     def __getitem__(self, index: int) -> tuple[RAW, int, str]:
         row = self.shards[int(index)]
         image, name = row[self.image], f"sample {index} of {self.source}"
-        return image if isinstance(image, bytes) else np.asarray(image), int(row[self.label]), name
+        return image, int(row[self.label]), name
 
 
 def open_images(name: str, split: str, remote: str | None = None, key: str = "data_local") -> Images:
@@ -174,7 +188,7 @@ def open_images(name: str, split: str, remote: str | None = None, key: str = "da
         return _not_empty(TableImages(f"{split} of {name}", _load_hub(name, split, key)), key)
     if (folder / split).is_dir() and any(path.is_dir() for path in (folder / split).iterdir()):
         return _not_empty(FolderImages(folder / split), key)
-    for reader in (_parquet, _cifar, _mnist):
+    for reader in (_parquet, _cifar, _mnist) if split in ("train", *SECOND_SPLITS) else (_parquet,):
         if (images := reader(folder, split)) is not None:
             return _not_empty(images, key)
     splits = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir())) or "none"
@@ -183,19 +197,19 @@ def open_images(name: str, split: str, remote: str | None = None, key: str = "da
 
 
 def decode(content: RAW, name: str) -> Image.Image:
-    """Return a picture as RGB, turned upright as its EXIF data asks; transparency becomes white. Raises UserError
-    naming an empty, truncated or unreadable one."""
-    if isinstance(content, np.ndarray):
-        return Image.fromarray(content).convert("RGB")
-    if not content:
+    """Return a picture as RGB, turned upright as its EXIF data asks, as pipeline("image-classification") does. Unlike
+    it, this scales those of 16 bits and more, in place of cutting all above 255. Raises UserError naming an empty,
+    truncated or unreadable one."""
+    if isinstance(content, bytes) and not content:
         raise UserError(f"{name} is empty; replace or remove it")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about odd metadata
-            image = Image.open(io.BytesIO(content))
-            image = ImageOps.exif_transpose(image)
-            return _to_rgb(image)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, UnidentifiedImageError) as error:
+            if isinstance(content, bytes):
+                content = Image.open(io.BytesIO(content), formats=FORMATS)
+            image = content if isinstance(content, Image.Image) else Image.fromarray(content)
+            return _to_rgb(ImageOps.exif_transpose(image))
+    except Exception as error:  # whatever the decoders raise
         raise UserError(f"{name} is not a readable image ({first_line(error)}); replace or remove it") from None
 
 
@@ -204,10 +218,6 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         pixels = np.asarray(image, np.float64)
         top = 65535 if image.mode.startswith("I") else max(pixels.max(), 1e-9)
         return Image.fromarray((255 * pixels / top).clip(0, 255).round().astype(np.uint8)).convert("RGB")
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        background = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(background, image).convert("RGB")
     return image.convert("RGB")
 
 

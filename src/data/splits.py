@@ -26,8 +26,12 @@ class Split:
     progress: dict[str, Any] | None  # left by an earlier process
 
 
-def check_folders(options: Namespace) -> None:
-    """Raise UserError unless the splits can be written, or resumed."""
+def check_options(options: Namespace) -> None:
+    """Raise UserError unless the splits can be written, or resumed, with options that all conversions have."""
+    if not 0 < options.size_limit < 2**32:
+        raise UserError(f"--size_limit {options.size_limit} must be between 1 and {2**32 - 1} bytes")
+    if options.num_workers < 1:
+        raise UserError(f"--num_workers {options.num_workers} must be at least 1")
     check_writable("--out_root", Path(options.out_root))
     folders = [Path(options.out_root, split) for split in options.splits]
     if not any(unfinished(folder).exists() for folder in folders):  # else a finished split may be this command's own
@@ -36,11 +40,13 @@ def check_folders(options: Namespace) -> None:
 
 
 def check_absent(folder: Path, options: Namespace) -> None:
+    """Raise UserError for a split that exists and that the command is not to replace."""
     if folder.exists() and not options.overwrite:
         raise UserError(f"{folder} already exists; choose another --out_root, or give --overwrite to replace it")
 
 
 def unfinished(folder: Path) -> Path:
+    """Return where a split is until it is complete."""
     return folder.with_name(f".{folder.name}.unfinished")
 
 

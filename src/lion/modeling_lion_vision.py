@@ -175,28 +175,35 @@ class LionImageModel(LionImagePreTrainedModel):
         self, pixel_values: Tensor, layers: int | Sequence[int] = 1, *, norm: bool = True, reshape: bool = False
     ) -> list[Tensor]:
         """Return the patches' states after the last `layers` layers, or after those of these numbers from 0: (B, h·w,
-        D) each, or (B, D, h, w) to reshape, after the last norm unless norm is False."""
+        D) each, or (B, D, h, w) to reshape, after the last norm unless norm is False. Raises ValueError for others."""
         count = self.config.num_hidden_layers
         numbers = range(count - layers, count) if isinstance(layers, int) else layers
         _, states, _ = self._encode(pixel_values, self.config.attention_form, True)
+        if wrong := [number for number in numbers if not -count <= number < count]:
+            raise ValueError(f"layers are numbered from 0 to {count - 1} (got {wrong[0]})")
         chosen = [states[number % count + 1] for number in numbers]
         chosen = [self.final_norm(x) if norm else x for x in chosen]
         chosen = [x[:, self.config.num_prefix_tokens :] for x in chosen]
         grid = [side // self.config.patch_size for side in pixel_values.shape[2:]]
         return [x.mT.unflatten(2, grid) for x in chosen] if reshape else chosen
 
+    def orders(self, pixel_values: Tensor) -> Tensor | None:
+        """Return the tokens of images, (B, C, height, width), in each order of patches, (2, L); None for one order."""
+        if self.config.num_orders < 2:
+            return None
+        grid = (side // self.config.patch_size for side in pixel_values.shape[2:])
+        return snakes(*grid, self.config.num_prefix_tokens, pixel_values.device)
+
     def _encode(self, pixel_values: Tensor, form: str, output_hidden_states=False, output_attentions=False):
         """Return what `_run_layers` does."""
-        config, orders = self.config, None
+        config = self.config
         if pixel_values.ndim != 4 or pixel_values.shape[1] != config.num_channels:
             wanted = f"(batch, {config.num_channels}, height, width)"
             raise ValueError(f"pixel_values must be {wanted} (got {tuple(pixel_values.shape)})")
         height, width = pixel_values.shape[2:]
         if height % config.patch_size or width % config.patch_size:
             raise ValueError(f"images of {height}×{width} pixels are not divisible by patch_size={config.patch_size}")
-        if config.num_orders > 1:
-            grid = height // config.patch_size, width // config.patch_size
-            orders = snakes(*grid, config.num_prefix_tokens, pixel_values.device)
+        orders = self.orders(pixel_values)
         return self._run_layers(
             self.embeddings(pixel_values),
             lambda layer, x: layer(x, None, None, form, output_attentions, orders=orders),

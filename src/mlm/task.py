@@ -43,8 +43,6 @@ class PretrainConfig(RunConfig):
 
     def check(self) -> None:
         super().check()
-        if self.load_path is not None and self.model.get("pretrained_checkpoint") is not None:
-            raise UserError("load_path and model.pretrained_checkpoint both name what to start from; omit one")
         for loader in ("train_loader", "eval_loader"):
             if (name := getattr(self, loader).dataset.tokenizer_name) != self.tokenizer_name:
                 differs = f"differs from tokenizer_name={self.tokenizer_name}"
@@ -65,14 +63,12 @@ class MaskedLM(Task):
         self.max_seq_len = max(dataset.max_seq_len for dataset in self.datasets)
 
     def check_paths(self) -> None:
+        super().check_paths()
         config = self.config
         check_path(config.tokenizer_name, "tokenizer_name")
         for dataset in self.datasets:
             if dataset.remote is None and not dataset.streams:
                 check_split("data_local", Path(dataset.local), dataset.split)
-        start, resumes = config.load_path, any(Path(config.save_folder).glob("ep*-rank0.pt"))
-        if not (start is None or resumes or "://" in start or Path(start).is_file()):
-            raise UserError(f"load_path={start} is not a file; give a checkpoint or omit load_path")
 
     def build_model(self, checkpoint: Path | None) -> "LionMLM":
         """Return a model with random weights, or with the encoder, and any head, of `model.pretrained_checkpoint`."""

@@ -118,6 +118,8 @@ def open_checkpoint(name: str, tokenizer: str | None = None) -> "Checkpoint":
         if on_hub:
             read.path, read.published = Path(name), name if read.published else None
         if tokenizer is not None:
+            if read.reads != "texts":
+                raise UserError(f"--tokenizer {tokenizer}: {name} reads {read.reads}; omit it")
             from src.data.tokenizers import load_tokenizer
 
             loaded = load_tokenizer(tokenizer, model_max_length=read.config.max_position_embeddings)

@@ -77,6 +77,9 @@ class RunConfig(TrainerConfig):
             raise UserError("on_nonfinite_loss=skip cannot see infinite gradients clipped by value; clip by norm")
         if self.algorithms.get("ema", False) is not False and self.fsdp_config:
             raise UserError("algorithms.ema averages whole weights, which fsdp_config shards; omit one")
+        section = getattr(self, "model", {})
+        if self.load_path is not None and section.get("pretrained_checkpoint") is not None:
+            raise UserError("load_path and model.pretrained_checkpoint both name what to start from; omit one")
         if self.activation_checkpointing and self.fsdp_config.get("activation_checkpointing"):
             raise UserError("activation_checkpointing is set twice, here and in fsdp_config; omit one")
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from src.errors import UserError
+
 if TYPE_CHECKING:  # a finished run is reported without these imports, which take seconds
     from composer import DataSpec
     from composer.models import HuggingFaceModel
@@ -36,9 +38,11 @@ class Task(ABC):
     def __init__(self, config: Any):
         self.config = config
 
-    @abstractmethod
     def check_paths(self) -> None:
         """Raise UserError for a path that cannot be used, before any import that takes seconds."""
+        start, resumes = self.config.load_path, any(Path(self.config.save_folder).glob("ep*-rank0.pt"))
+        if not (start is None or resumes or "://" in start or Path(start).is_file()):
+            raise UserError(f"load_path={start} is not a file; give a checkpoint or omit load_path")
 
     @abstractmethod
     def build_model(self, checkpoint: Path | None) -> "HuggingFaceModel":

@@ -6,13 +6,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
 
-from src.checkpoints.adapters import ARGUMENTS, check_argument
+from src.checkpoints.adapters import ARGUMENTS, check_argument, check_trainable
 from src.cli import log
 from src.config import Rule, check_known, check_value
 from src.data.tokenizers import load_tokenizer
 from src.errors import UserError
 from src.lion import LionConfig, LionModel
-from src.lion.mixers import MIXERS
 
 
 def build_tokenizer(name: str, max_seq_len: int, needs: tuple[str, ...] = ("pad_token",)) -> PreTrainedTokenizerBase:
@@ -41,9 +40,7 @@ def build_lion_config(arguments: Mapping[str, Any], tokenizer: PreTrainedTokeniz
         raise UserError(f"model.vocab_size={config.vocab_size} is less than the tokenizer's {tokens} tokens; omit it")
     if config.has_positions and positions < max_seq_len:
         raise UserError(f"max_seq_len={max_seq_len} exceeds model.max_position_embeddings={positions} ({config.mixer})")
-    dropout, form = config.attention_probs_dropout_prob, config.attention_form
-    if dropout and form not in ("auto", "full") and MIXERS[config.mixer].has_states:
-        raise UserError(f"model.attention_probs_dropout_prob={dropout} needs the full form, not {form}; set it to 0")
+    check_trainable(config)
     return config
 
 

@@ -57,8 +57,6 @@ class VisionConfig(RunConfig):
 
     def check(self) -> None:
         super().check()
-        if self.load_path is not None and self.model.get("pretrained_checkpoint") is not None:
-            raise UserError("load_path and model.pretrained_checkpoint both name what to start from; omit one")
         if "image_size" in self.model:
             raise UserError("model.image_size: set image_size instead, which the data has too")
         sides = self.image_size if isinstance(self.image_size, list) else [self.image_size] * 2

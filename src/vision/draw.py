@@ -12,7 +12,7 @@ from src.data.images import decode
 from src.errors import UserError, reason
 from src.training.trainer import silence_libraries
 from src.vision import pictures
-from src.vision.evaluate import add_image_size, resized, title_of
+from src.vision.evaluate import add_image_size, check_rgb, resized, title_of
 
 
 @torch.no_grad()
@@ -33,6 +33,7 @@ def draw(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     silence_libraries()
     checkpoint = read_pretrained(options.model, "MODEL", reads="images")
+    check_rgb(checkpoint)
     try:
         content = Path(options.picture).read_bytes()
     except OSError as error:
@@ -49,7 +50,9 @@ def draw(argv: list[str]) -> None:
     drawn = [options.out / "attention.png"]
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        matrices = [matrix[0] for matrix in model(pixel_values, output_attentions=True).attentions]
+        matrices = [
+            matrix[0] for matrix in model(pixel_values, output_attentions=True, attention_form="full").attentions
+        ]
         pictures.heads(matrices, *where, drawn[0], f"{name}: what {place} takes from each")
         if model.lion.layers[0].attention.log_decays(torch.zeros(1, 1, config.hidden_size)) is not None:
             drawn.append(options.out / "mask.png")

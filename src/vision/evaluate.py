@@ -64,6 +64,8 @@ def evaluate(argv: list[str]) -> None:
     add("--num_workers", type=int, default=usable_cores() - 1, help="processes that read images (default: %(default)s)")
     add("--device", choices=["gpu", "cpu"], help="default: a GPU if there is one")
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="default: fp32")
+    words = "match the data's classes, in alphabetical order, to the model's by number: their names differ"
+    add("--by_number", action="store_true", help=words)
     add_image_size(parser)
     options = parser.parse_args(argv)
     for name in ("batch_size", "num_workers"):
@@ -73,7 +75,8 @@ def evaluate(argv: list[str]) -> None:
     device = resolve_device(options.device)
     checkpoint = read_pretrained(options.model, "MODEL", reads="images")
     images = open_images(options.data, options.split, key="--data")
-    labels = labels_of(images, checkpoint)
+    check_rgb(checkpoint)
+    labels = labels_of(images, checkpoint, options.by_number)
     settings = resized(checkpoint.processor, options.image_size, checkpoint)
     dataset = ImageDataset(images, Evaluation(settings))
     loader = eval_loader(dataset, ImageLoaderConfig(options.split, num_workers=options.num_workers), options.batch_size)
@@ -92,18 +95,25 @@ def add_image_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image_size", type=int, nargs="+", metavar="PIXELS", help=words)
 
 
-def labels_of(images: Images, checkpoint: Checkpoint) -> Tensor:
-    """Return the model's class for each of the data's, matched by name, or by number if the model's have no names.
-    Raises UserError if one is missing."""
+def check_rgb(checkpoint: Checkpoint) -> None:
+    """Raise UserError for a model that does not read three channels."""
+    if (channels := checkpoint.config.num_channels) != 3:
+        raise UserError(f"{checkpoint.path} reads {channels} channels, and files are read as RGB; use it from Python")
+
+
+def labels_of(images: Images, checkpoint: Checkpoint, by_number: bool = False) -> Tensor:
+    """Return the model's class for each of the data's, matched by name, or by number if the model's have no names or
+    if asked to. Raises UserError if one is missing."""
     config = checkpoint.config
     names = [config.id2label[number] for number in range(config.num_labels)]
-    if all(name == f"LABEL_{number}" for number, name in enumerate(names)):
+    if by_number or all(name == f"LABEL_{number}" for number, name in enumerate(names)):
         if len(images.classes) > len(names):
             raise UserError(f"{images.source} has {len(images.classes)} classes, and the model {len(names)}")
         return torch.arange(len(images.classes))
     if missing := [name for name in images.classes if name not in names]:
         shown = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
-        raise UserError(f"{checkpoint.path} does not know the class {shown} of {images.source}; name other data")
+        unknown = f"{checkpoint.path} does not know the class {shown} of {images.source}"
+        raise UserError(f"{unknown}; name other data, or give --by_number if only the names differ")
     return torch.tensor([names.index(name) for name in images.classes])
 
 

@@ -60,14 +60,14 @@ class LionImageClassifier(AutocastModel):
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss of a training batch, whose targets are (B, classes): soft cross entropy; or, for `binary`,
         the mean over classes of binary ones, with 1 where a label has any weight (DeiT III, arXiv:2204.07118)."""
-        has_token, weight = outputs.get("class_logits") is not None, self.distillation.weight
+        (teacher,), weight, targets = self.teacher, self.distillation.weight, batch["targets"]
+        # Without a teacher, both tokens learn the labels: their mean is what is evaluated.
+        has_token = teacher is not None and outputs.get("class_logits") is not None
         logits = (outputs["class_logits"] if has_token else outputs["logits"]).float()
-        targets = batch["targets"]
         if self.loss_config.kind == "binary":
             loss = F.binary_cross_entropy_with_logits(logits, (targets > 0).float())
         else:
             loss = F.cross_entropy(logits, targets)
-        (teacher,) = self.teacher
         if teacher is None:
             return loss
         student = outputs["distillation_logits"].float() if has_token else logits

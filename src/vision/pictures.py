@@ -90,14 +90,9 @@ def heads(
 def masks(model: LionForImageClassification, pixel_values: Tensor) -> list[Tensor]:
     """Return the mask of each layer for one image, (1, 3, height, width): M of patch_orders.py, averaged over orders,
     (H, L, L), up to a factor per row. The model has decays."""
-    config = model.config
-    orders = None
-    if config.num_orders > 1:
-        grid = [side // config.patch_size for side in pixel_values.shape[2:]]
-        orders = snakes(*grid, config.num_prefix_tokens, pixel_values.device)
-    found = []
+    found, orders = [], model.lion.orders(pixel_values)
     for layer, x in zip(model.lion.layers, model.lion(pixel_values, output_hidden_states=True).hidden_states):
-        ones = x.new_ones(1, config.num_attention_heads, x.shape[1], 1)
+        ones = x.new_ones(1, model.config.num_attention_heads, x.shape[1], 1)
         log_decays = layer.attention.log_decays(layer.before_mixing(x))
         found.append(matrix_in_orders(ones, ones, log_decays, orders, scale=1.0)[0])
     return found

@@ -41,13 +41,11 @@ class Vision(Task):
         self.sample = f"images of {config.size[0]}×{config.size[1]} pixels"
 
     def check_paths(self) -> None:
+        super().check_paths()
         config = self.config
         for loader in (config.train_loader, config.eval_loader):
             if config.data_remote is None:
                 check_images("data_local", config.data_local, loader.split)
-        start, resumes = config.load_path, any(Path(config.save_folder).glob("ep*-rank0.pt"))
-        if not (start is None or resumes or "://" in start or Path(start).is_file()):
-            raise UserError(f"load_path={start} is not a file; give a checkpoint or omit load_path")
 
     def build_model(self, checkpoint: Path | None) -> "LionImageClassifier":
         """Return a model with random weights, or with those of `model.pretrained_checkpoint`."""
@@ -69,7 +67,7 @@ class Vision(Task):
         read = None
         if start is not None:
             read = read_pretrained(str(checkpoint or start), "model.pretrained_checkpoint", reads="images")
-            section = {**image_arguments(read.config.to_dict()), **section}
+            section = {**image_arguments(read.config.to_dict(), section.get("mixer")), **section}
         model = LionForImageClassification(build_vision_config(section, config.image_size, classes))
         if read is not None:
             log.info(f"weights of {checkpoint or start}{load_weights(model, read)}")
@@ -130,7 +128,7 @@ def build_vision_config(
     """Return the configuration of a classifier. Raises UserError for arguments that it does not have or rejects."""
     from transformers.activations import ACT2FN
 
-    from src.checkpoints.adapters import IMAGE_ARGUMENTS, check_argument
+    from src.checkpoints.adapters import IMAGE_ARGUMENTS, check_argument, check_trainable
     from src.config import Rule, check_value
     from src.lion import LionVisionConfig
 
@@ -140,18 +138,27 @@ def build_vision_config(
     check_value("model.hidden_act", arguments.get("hidden_act", "gelu"), rule=Rule(choices=tuple(ACT2FN)))
     if arguments.get("num_channels", 3) != 3:
         raise UserError(f"model.num_channels={arguments['num_channels']}: vision.py reads all images as RGB; omit it")
+    if len(classes) < 2:
+        raise UserError(f"the data has one class, {''.join(classes)}, and a classifier needs two; name other data")
     names = {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
     try:
-        return LionVisionConfig(**{**arguments, "image_size": image_size}, **names)
+        config = LionVisionConfig(**{**arguments, "image_size": image_size}, **names)
     except ValueError as error:
         raise UserError(f"model: {error}") from None
+    check_trainable(config)
+    return config
 
 
-def image_arguments(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return those settings of a stored configuration that are arguments of LionVisionConfig, but the image size."""
+def image_arguments(settings: dict[str, Any], mixer: str | None = None) -> dict[str, Any]:
+    """Return those settings of a stored configuration that are arguments of LionVisionConfig, but the image size; for
+    another mixer than its own, also without those whose defaults depend on it."""
     from src.checkpoints.adapters import IMAGE_ARGUMENTS
+    from src.lion.configuration_lion import LINEAR, OPTIONS
 
-    return {name: settings[name] for name in IMAGE_ARGUMENTS if name in settings and name != "image_size"}
+    omitted = {"image_size"}
+    if mixer not in (None, settings["mixer"]):
+        omitted |= {"class_token", "patch_order", *(name for name, having in OPTIONS.items() if {*having} <= {*LINEAR})}
+    return {name: settings[name] for name in IMAGE_ARGUMENTS if name in settings and name not in omitted}
 
 
 def load_weights(model: Any, start: "Checkpoint") -> str:
