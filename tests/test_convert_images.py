@@ -106,6 +106,11 @@ def test_a_killed_conversion_resumes_with_the_same_shards(source, tmp_path):
     assert not (out / "train").exists()
     with pytest.raises(UserError, match=r"an earlier conversion, but with different options \(--size_limit\)"):
         convert("--images", source, "--num_workers", 1, "--size_limit", 40_000, "--out_root", out)
+    changed, stamp = source / "train" / "cat" / "000.jpeg", os.stat(source / "train" / "cat" / "000.jpeg")
+    os.utime(changed)
+    with pytest.raises(UserError, match=r"an earlier conversion, but with different options \(the contents\)"):
+        convert(*command, out)
+    os.utime(changed, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     convert(*command, out)
     assert shards(out) == shards(tmp_path / "whole")
 
@@ -115,6 +120,7 @@ def test_mistakes(source, tmp_path):
         (["--images", "./nowhere/at/all"], "--images: ./nowhere/at/all is not a folder"),
         (["--images", source, "--splits", "train_small"], "--splits train_small: images have train and val"),
         (["--images", source, "--tokenizer", "it", "--max_seq_len", 8], "--tokenizer is for text, not for --images"),
+        (["--images", source, "--one_document_per_file"], "--one_document_per_file is for text, not for --images"),
         (["--images", source, "--num_workers", 0], "--num_workers 0 must be at least 1"),
         (["--images", source, "--size_limit", 0], "--size_limit 0 must be between"),
         (["--images", tmp_path], "has no train/CLASS"),

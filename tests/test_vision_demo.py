@@ -1,7 +1,6 @@
 """The demo of images: its data are real and split, and its steps give tables, pictures and a folder."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,26 +38,14 @@ def test_the_demo_trains_compares_exports_and_draws(tmp_path, capfd, monkeypatch
 
     monkeypatch.setattr("src.demo.vision.run", forked)
     monkeypatch.chdir(ROOT)
-    command = [
-        "--out",
-        str(tmp_path),
-        "--models",
-        "lion-s",
-        "lion-s-frozen",
-        "--seeds",
-        "1",
-        "--jobs",
-        "1",
-        "max_duration=1ep",
-    ]
+    command = ["--out", str(tmp_path), *"--models lion-s lion-s-frozen --seeds 1 --jobs 1 max_duration=1ep".split()]
     main([*command, "eval_interval=1ep", "model.num_hidden_layers=1"])
     assert "| lion-s-frozen |" in (tmp_path / "results.md").read_text()
     assert json.loads((tmp_path / "results.json").read_text())["lion-s"][0]["top1"] > 0
     for name in ("curves.png", "scores.png", "predictions.png", "confusion.png"):
         assert (tmp_path / name).stat().st_size > 1000
     assert (tmp_path / "exported" / "lion-s" / "config.json").is_file()
-    times = {path: path.stat().st_mtime_ns for path in Path(tmp_path, "runs").rglob("ep*.pt")}
-    assert times and "top-1 accuracy" in capfd.readouterr().out
+    assert "top-1 accuracy" in capfd.readouterr().out
 
 
 def test_mistakes(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """MDS shards of text or tokens, from one source or several → batches for masked language modelling."""
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from composer.utils import dist
+from filelock import FileLock
 from streaming import Stream, StreamingDataLoader, StreamingDataset
 from streaming.base.storage import CloudDownloader
 from torch import Tensor
@@ -24,11 +26,23 @@ from src.data.tokenizers import vocabulary_digest
 from src.errors import UserError, first_line
 
 
+@contextlib.contextmanager
+def first_in_line() -> Iterator[None]:
+    """Wait until no other run of this user on this machine opens shards: streaming looks for a free name of shared
+    memory, and takes it only later, when another may have."""
+    lock = FileLock(Path(tempfile.gettempdir(), f"lion-streaming-{os.getuid()}.lock"))
+    with lock if dist.get_local_rank() == 0 else contextlib.nullcontext():
+        if torch.distributed.is_initialized():
+            dist.barrier()  # the others look once the first rank of this machine has the lock
+        yield
+
+
 class StreamingSamples(StreamingDataset):
     """Samples of MDS shards, which are prepared once."""
 
     def __init__(self, **options: Any):
-        super().__init__(**options)
+        with first_in_line():
+            super().__init__(**options)
         self.prepared: set[int] = set()
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:

@@ -6,6 +6,7 @@ folder → accuracy and predictions, by the commands of a full run. Finished ste
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,15 +24,9 @@ from src.tables import markdown, spread
 
 MODELS = ("softmax", "lion-s", "lion-s-frozen")
 ALL = (
-    "softmax",
-    "lion-lit",
-    "lion-d",
-    "lion-d-natural",
-    "lion-s",
-    "lion-s-natural",
-    "lion-s-frozen",
+    "softmax", "lion-lit", "lion-d", "lion-d-natural", "lion-s", "lion-s-natural", "lion-s-frozen",
     "lion-s-natural-frozen",
-)
+)  # fmt: skip
 FIRST_SEED = 17
 HELD_OUT = 0.2
 
@@ -39,7 +34,7 @@ HELD_OUT = 0.2
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m src.demo.vision", description=__doc__.split("\n\n")[1])
     add = parser.add_argument
-    add("--out", type=Path, default=Path("demo-vision"), help="folder for all outputs (default: demo-vision)")
+    add("--out", type=Path, help="folder for all outputs (default: demo-vision, or demo-mnist)")
     add("--compare", action="store_true", help=f"train all models, {', '.join(ALL)}")
     add("--models", nargs="+", choices=ALL, metavar="NAME", help=f"some of them (default: {', '.join(MODELS)})")
     add("--seeds", type=int, default=3, help="runs of each model (default: 3)")
@@ -50,6 +45,7 @@ def main(argv: list[str]) -> None:
     for name in ("seeds", "jobs"):
         if (value := getattr(options, name)) < 1:
             raise UserError(f"--{name} {value} must be at least 1")
+    options.out = options.out or Path("demo-mnist" if options.mnist else "demo-vision")
     check_writable("--out", options.out)
     demo = Demo(options)
     demo.prepare()
@@ -60,6 +56,8 @@ def main(argv: list[str]) -> None:
 
 
 class Demo(Steps):
+    """Everything below one folder: pictures, runs, tables, and what is published."""
+
     def __init__(self, options: argparse.Namespace):
         super().__init__(options.out)
         self.options = options
@@ -146,7 +144,7 @@ def write_digits(folder: Path, mnist: bool) -> None:
         digits = load_digits()
         images, labels = (digits.images * 255 / 16).round().astype(np.uint8), digits.target
     order = np.random.default_rng(0).permutation(len(images))
-    held_out = round(len(images) * HELD_OUT) + (len(images) == 1797)  # 360 of them
+    held_out = math.ceil(HELD_OUT * len(images))
     work = folder.with_name(f".{folder.name}.unfinished")
     for place, number in enumerate(order):
         path = work / ("val" if place < held_out else "train") / str(labels[number]) / f"{number:04}.png"

@@ -1,9 +1,8 @@
 """The moving average of a model's weights, saved with the run and evaluated in their place."""
 
-from typing import Any
+from itertools import chain
 
 from composer import Event, State, algorithms
-from torch.nn.parallel import DistributedDataParallel
 
 WRAPPED = "module."  # before the names of a model's parameters once DDP has wrapped it
 
@@ -12,21 +11,16 @@ class EMA(algorithms.EMA):
     """Composer's, w ← s·w + (1 − s)·x, whose checkpoints resume on any number of devices. Its class of this name stores
     averages under DDP's names, and would then leave those of other names as they are."""
 
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        state["ema_model"] = {kind: _renamed(averages, "") for kind, averages in state["ema_model"].items()}
-        return state
-
     def match(self, event: Event, state: State) -> bool:
-        """Return whether to act; names follow those of the model, which DDP may wrap after a checkpoint is loaded."""
-        if self.ema_model is not None:
-            prefix = WRAPPED if isinstance(state.model, DistributedDataParallel) else ""
+        """Return whether to act. Before training and evaluation, averages get the names that the model has by then."""
+        if self.ema_model is not None and event in self.move_device_events:
+            own = {name for name, _ in chain(state.model.named_parameters(), state.model.named_buffers())}
             for kind in ("named_parameters_dict", "named_buffers_dict"):
-                averages = getattr(self.ema_model, kind)
-                if not all(name.startswith(WRAPPED) == bool(prefix) for name in averages):
-                    setattr(self.ema_model, kind, _renamed(averages, prefix))
+                stored = getattr(self.ema_model, kind)
+                setattr(self.ema_model, kind, {_renamed(name, own): average for name, average in stored.items()})
         return super().match(event, state)
 
 
-def _renamed(averages: dict[str, Any], prefix: str) -> dict[str, Any]:
-    return {prefix + name.removeprefix(WRAPPED): tensor for name, tensor in averages.items()}
+def _renamed(name: str, own: set[str]) -> str:
+    candidates = name, WRAPPED + name, name.removeprefix(WRAPPED)
+    return next((each for each in candidates if each in own), name)
