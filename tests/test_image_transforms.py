@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageFilter, ImageOps
-from transformers import CLIPImageProcessor, ViTImageProcessor
+from transformers import CLIPImageProcessor, CLIPImageProcessorFast, ViTImageProcessor
 
 from src.checkpoints.processors import processor_settings, read_processor
 from src.data.image_config import AugmentationConfig
@@ -34,6 +34,15 @@ def test_evaluation_equals_the_published_processor(shape, size, crop_pct):
     image = picture(*shape)
     expected = CLIPImageProcessor(**settings)(image, return_tensors="pt")["pixel_values"][0]
     torch.testing.assert_close(Evaluation(settings)(image), expected, atol=1e-6, rtol=0)
+
+
+def test_processors_that_resize_by_torchvision_differ_by_two_levels_at_most():
+    settings = processor_settings(24, 1.0, (0.0,) * 3, (1.0,) * 3)
+    for shape in ((40, 40), (48, 72), (96, 30), (25, 25)):
+        image = picture(*shape)
+        found = CLIPImageProcessorFast(**settings)(image, return_tensors="pt")["pixel_values"][0]
+        difference = 255 * (Evaluation(settings)(image) - found).abs()
+        assert difference.max() < 2.01 and (difference > 0.01).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("stored", [
