@@ -41,7 +41,7 @@ lint: $(VENV)/installed  ## check style and formatting
 	$(VENV)/bin/ruff format --check .
 
 clean:  ## remove the environments, caches and demo outputs
-	rm -rf $(VENV) $(VENV)-compat demo demo-vision .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-compat demo demo-vision demo-mnist .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The file `installed` is newer than the requirements once they are installed.
