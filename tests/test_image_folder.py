@@ -129,9 +129,7 @@ def test_vit_and_deit_of_transformers(kind, tmp_path):
         "vit": (ViTConfig, ViTForImageClassification),
         "deit": (DeiTConfig, DeiTForImageClassification),
     }[kind]
-    theirs = model_class(
-        config_class(16, 2, 2, 32, image_size=24, patch_size=8, num_labels=5, id2label=dict(enumerate("abcde")))
-    ).eval()
+    theirs = model_class(config_class(**SIZES, intermediate_size=32, id2label=dict(enumerate("abcde")))).eval()
     theirs.save_pretrained(tmp_path)
     stored = {
         "image_processor_type": "ViTImageProcessor",
