@@ -46,7 +46,7 @@ class LayersConfig(PretrainedConfig):
 
 
 def check_choices(given: dict) -> None:
-    """Raise ValueError if a setting is none of its CHOICES."""
+    """Raise ValueError for a setting that is not among its CHOICES."""
     for name, choices in CHOICES.items():
         if name in given and given[name] not in choices:
             names = ("null" if choice is None else choice for choice in choices)
