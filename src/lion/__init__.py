@@ -10,12 +10,14 @@ from .modeling_lion import (
     LionModel,
     LionPreTrainedModel,
 )
+from .modeling_lion_embedding import LionEmbeddingModel
 from .modeling_lion_vision import LionForImageClassification, LionImageModel
 from .patch_orders import linear_attention_in_orders
 from .two_sided_attention import Triangle, two_sided_attention
 
 __all__ = [
     "LionConfig",
+    "LionEmbeddingModel",
     "LionForImageClassification",
     "LionForMaskedLM",
     "LionForQuestionAnswering",

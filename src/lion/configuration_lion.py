@@ -19,7 +19,7 @@ CHOICES = {
     "mixer": MIXERS, "attention_form": FORMS, "classifier_pooling": ("cls", "mean"), "norm": ("post", "pre"),
     "normalization": ("layernorm", "rmsnorm"), "mlp": ("gelu", "geglu"), "patch_order": ("raster", "snakes"),
     "feature_map": ("none", "silu", "sigmoid", "elu"), "position_embedding": (None, "learned", "rope", "none"),
-    "key_weight": ("none", "linear", "sqrt"),
+    "key_weight": ("none", "linear", "sqrt"), "pooling": ("mean", "attention", "cls"),
 }  # fmt: skip
 
 
@@ -34,6 +34,8 @@ class LayersConfig(PretrainedConfig):
     short_conv, value_gate, feature_map, normalize_rows = 0, False, "none", False
     decay_horizon, key_weight, separate_decays = None, "none", False
     output_norm = True  # of lion-lit
+    pooling = "mean"  # of LionEmbeddingModel
+    segment_length = 65536  # tokens that a layer reads at once, in inference
     num_orders, num_prefix_tokens = 0, 0  # of an image's patches, and tokens before them
 
     @property
@@ -70,6 +72,8 @@ class LionConfig(LayersConfig):
         classifier_dropout: dropout before a classification head; `hidden_dropout_prob` if None.
         classifier_pooling: input of the pooler: "cls", the first token; or "mean", the mean of all tokens, which needs
             less training where decay limits how far the first token sees.
+        pooling: of the tokens of a text to its vector, in LionEmbeddingModel: "mean"; "attention", weighted by a softmax
+            of their products with one learned vector; or "cls", the first token.
         max_position_embeddings: the longest text of a model with learned position embeddings; others have no limit.
         layer_norm_eps: ε of every norm except lion-lit's own, that of value_gate and those of hydra's layers.
         norm: "post", a norm after each residual sum; or "pre", one before each mixer and MLP, and a last one. As the
@@ -135,6 +139,7 @@ class LionConfig(LayersConfig):
         decay_horizon: list | None = None,
         key_weight: str = LayersConfig.key_weight,
         separate_decays: bool = LayersConfig.separate_decays,
+        pooling: str = LayersConfig.pooling,
         **kwargs,
     ):
         given = locals()
@@ -209,6 +214,8 @@ class LionConfig(LayersConfig):
             self.d_conv = d_conv
         for name, value in options.items():
             setattr(self, name, value)
+        if pooling != LayersConfig.pooling:
+            self.pooling = pooling
         super().__init__(pad_token_id=pad_token_id, tie_word_embeddings=tie_word_embeddings, **kwargs)
 
     def options(self) -> dict:

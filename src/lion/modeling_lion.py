@@ -5,7 +5,9 @@ BERT is the mixer, see mixers.py. Shape letters: B batch, L length, D hidden siz
 
 import functools
 import inspect
-from collections.abc import Callable
+import math
+import os
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +24,12 @@ from .linear_attention_forms import sequence_starts
 from .linear_attention_triton import fused_linear_attention  # noqa: F401
 from .mixers import MIXERS, build_norm, rotation
 from .patch_orders import snakes  # noqa: F401
+from .pooling import pool_spans
 from .triton_kernels import AVAILABLE  # noqa: F401
 from .two_sided_attention import two_sided_attention  # noqa: F401
 
 # Unused imports are here because transformers copies from a local Hub folder only what this file imports itself.
+MIN_SEGMENT = 2048  # tokens; shorter segments would be slower, not smaller
 
 
 class LionEmbeddings(nn.Module):
@@ -239,6 +243,12 @@ class LionModel(LionPreTrainedModel):
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return_dict = config.return_dict if return_dict is None else return_dict
         mask = None if attention_mask is None else attention_mask.bool()
+        changed = (position_ids, inputs_embeds, seq_idx) != (None, None, None) or output_attentions
+        if not (changed or output_hidden_states) and (size := self._segment_length(input_ids)):
+            x = self.encode_long(input_ids, mask, token_type_ids, segment_length=size, attention_form=form)
+            pooled = None if self.pooler is None else torch.tanh(self.pooler(self._pooled(x, mask)))
+            output = modeling_outputs.BaseModelOutputWithPooling(x, pooled)
+            return output if return_dict else output.to_tuple()
         if position_ids is None:
             tokens = input_ids if inputs_embeds is None else inputs_embeds
             position_ids = positions(0, tokens.shape[1], tokens.device, seq_idx)
@@ -255,6 +265,13 @@ class LionModel(LionPreTrainedModel):
         pooled = None if self.pooler is None else torch.tanh(self.pooler(self._pooled(x, mask)))
         output = modeling_outputs.BaseModelOutputWithPooling(x, pooled, hidden_states, matrices)
         return output if return_dict else output.to_tuple()
+
+    def _segment_length(self, input_ids: Tensor) -> int | None:
+        """The length of the segments in which inference reads long texts, (B, L), or None to read them whole."""
+        if torch.compiler.is_compiling() or self.training or torch.is_grad_enabled():
+            return None
+        length = max(self.config.segment_length // len(input_ids), MIN_SEGMENT)
+        return length if MIXERS[self.config.mixer].has_states and input_ids.shape[1] > length else None
 
     @torch.no_grad()
     def widen_horizons(self) -> None:
@@ -298,21 +315,32 @@ class LionModel(LionPreTrainedModel):
         segment_length: int = 8192,
         attention_form: str | None = None,
         piece_length: int | None = None,
-    ) -> Tensor:
+        spans: Sequence[tuple[int, int]] | None = None,
+        storage: str | os.PathLike | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Encode texts whose activations do not fit in memory, in segments of `segment_length` tokens, for inference.
 
         Each layer reads the segments from left to right for the state of all earlier ones, then from right to left with
         the state of all later ones, and so computes each segment's output. The result equals that of one call. Hidden
         states stay on the device of `input_ids` (preferably the CPU); all else, for one segment, is on the model's.
 
-        Args: (B, L) tensors and the form as in a call; piece_length is the earlier name of segment_length.
-        Returns: (B, L, D), the last hidden state, on the device of `input_ids`.
-        Raises ValueError for a mixer without states, training mode, or a text longer than the position embeddings.
+        Args:
+            input_ids, attention_mask, token_type_ids: (B, L), as in a call; likewise attention_form.
+            piece_length: the earlier name of segment_length.
+            spans: (start, stop) of passages of a single text, in tokens.
+            storage: a file to keep hidden states in, memory-mapped, if they do not fit in memory; it is overwritten.
+        Returns:
+            (B, L, D), the last hidden state, on the device of `input_ids`; or, with spans, their mean vectors,
+            (spans, D), and weights, (spans,), see `pool_spans`.
+        Raises ValueError for a mixer without states, training mode, a text longer than the position embeddings, or
+        spans of several texts.
         """
         if not MIXERS[self.config.mixer].has_states:
             raise ValueError(f"{self.config.mixer} has no states to pass between segments; use a lion mixer or hydra")
         if self.training:
             raise ValueError("encode_long is for inference; call model.eval() first")
+        if spans is not None and len(input_ids) != 1:
+            raise ValueError(f"spans are of a single text, and this is a batch of {len(input_ids)}; pass one at a time")
         L, device = input_ids.shape[1], self.device
         self.embeddings.check_length(L)
         form = attention_form or self.config.attention_form
@@ -350,7 +378,11 @@ class LionModel(LionPreTrainedModel):
                 right = right * state.across_leftward + state.leftward
             return x, None
 
-        x = torch.empty(*input_ids.shape, self.config.hidden_size, dtype=self.dtype, device=input_ids.device)
+        shape = (*input_ids.shape, self.config.hidden_size)
+        if storage is None:
+            x = torch.empty(shape, dtype=self.dtype, device=input_ids.device)
+        else:
+            x = torch.from_file(str(storage), shared=True, size=math.prod(shape), dtype=self.dtype).view(shape)
         for segment in segments:
             types = take(token_type_ids, segment)
             x[:, segment] = self.embeddings(take(input_ids, segment), None, types, places(segment))
@@ -358,7 +390,7 @@ class LionModel(LionPreTrainedModel):
         if self.final_norm is not None:
             for segment in segments:
                 x[:, segment] = self.final_norm(take(x, segment))
-        return x
+        return x if spans is None else pool_spans(x[0], spans)
 
     def _pooled(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The first token, or the mean of the real ones, (B, D)."""
@@ -400,7 +432,7 @@ def _head_forward(method: Callable[..., ModelOutput]) -> Callable[..., ModelOutp
     return forward
 
 
-class _Headed(LionPreTrainedModel):
+class HeadedModel(LionPreTrainedModel):
     """The encoder, `lion`, and what a subclass adds in `add_head`."""
 
     has_pooler = False
@@ -412,7 +444,7 @@ class _Headed(LionPreTrainedModel):
         self.post_init()
 
 
-class LionForMaskedLM(_Headed):
+class LionForMaskedLM(HeadedModel):
     """The encoder with a masked-language-model head."""
 
     _tied_weights_keys = {"head.decoder.weight": "lion.embeddings.word_embeddings.weight"}
@@ -449,7 +481,7 @@ class LionForMaskedLM(_Headed):
         return modeling_outputs.MaskedLMOutput(loss, logits, output.hidden_states, output.attentions)
 
 
-class _Classifier(_Headed):
+class _Classifier(HeadedModel):
     """Dropout and a linear layer on the encoder."""
 
     def add_head(self, config: LionConfig) -> None:
@@ -494,7 +526,7 @@ class LionForTokenClassification(_Classifier):
         return modeling_outputs.TokenClassifierOutput(loss, logits, output.hidden_states, output.attentions)
 
 
-class LionForQuestionAnswering(_Headed):
+class LionForQuestionAnswering(HeadedModel):
     """The encoder with a head that marks where an answer starts and ends."""
 
     def add_head(self, config: LionConfig) -> None:

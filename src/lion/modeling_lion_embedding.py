@@ -1,0 +1,81 @@
+"""Text embeddings: a LION encoder whose hidden states are pooled to a vector per text, or per passage of one."""
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from .configuration_lion import LionConfig
+from .cpu import speed_up  # noqa: F401
+from .linear_attention import SegmentStates  # noqa: F401
+from .linear_attention_forms import sequence_starts
+from .linear_attention_triton import fused_linear_attention  # noqa: F401
+from .mixers import MIXERS  # noqa: F401
+from .modeling_lion import HeadedModel, LionModel
+from .patch_orders import snakes  # noqa: F401
+from .pooling import pool, pool_spans
+from .triton_kernels import AVAILABLE  # noqa: F401
+from .two_sided_attention import two_sided_attention  # noqa: F401
+
+# Unused imports are here because transformers copies from a local Hub folder only what this file imports itself.
+READ_AT_ONCE = 8192  # tokens
+
+
+class LionEmbeddingModel(HeadedModel):
+    """The encoder and a pooling, `config.pooling`: texts to vectors. With attention pooling, hidden states are returned
+    times their weights and the number of tokens, so that their mean over a text is its vector, and their mean over a
+    span is the span's vector but for its length."""
+
+    def add_head(self, config: LionConfig) -> None:
+        attends = config.pooling == "attention"
+        self.pooling_weight = nn.Parameter(torch.zeros(config.hidden_size)) if attends else None
+
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *args, **kwargs):
+        """Encode texts. Arguments: `LionModel.forward`. The pooler's output is the vectors in float32, (B, D), not of
+        unit length; of packed texts, (texts, D), in reading order."""
+        given = dict(zip(list(inspect.signature(LionModel.forward).parameters)[3:], args)) | kwargs
+        return_dict, seq_idx = given.pop("return_dict", None), given.get("seq_idx")
+        output = self.lion(input_ids, attention_mask, **given, return_dict=True)
+        x = output.last_hidden_state
+        tokens = torch.ones_like(x[:, None, :, 0], dtype=torch.bool)  # of each text, (B, texts of a row, L)
+        if seq_idx is not None:
+            number = sequence_starts(seq_idx).cumsum(1)
+            tokens = number[:, None] == torch.arange(int(number.max()) + 1, device=x.device)[:, None]
+        texts = tokens.any(-1)
+        if attention_mask is not None:
+            tokens = tokens & attention_mask[:, None].bool()
+        if self.config.pooling == "cls":
+            tokens = tokens & (tokens.cumsum(-1) == 1)
+        with torch.autocast(x.device.type, enabled=False):
+            vectors, weights = pool(x, tokens, self.scores(x))
+        if self.pooling_weight is not None:
+            factors = (weights * tokens.sum(-1, keepdim=True)).sum(1)  # (B, L)
+            x = x * factors[..., None].to(x.dtype)
+        output = BaseModelOutputWithPooling(x, vectors[texts], output.hidden_states, output.attentions)
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    forward.__signature__ = inspect.signature(LionModel.forward)  # which transformers and Composer read
+
+    def scores(self, x: Tensor) -> Tensor | None:
+        """The scores of tokens, (..., D), in float32 at least; None without attention pooling."""
+        if self.pooling_weight is None:
+            return None
+        with torch.autocast(x.device.type, enabled=False):
+            wide = torch.promote_types(x.dtype, torch.float32)
+            return x.to(wide) @ self.pooling_weight.to(wide)
+
+    @torch.no_grad()
+    def encode_long(self, input_ids: Tensor, *args, spans: Sequence[tuple[int, int]], **kwargs) -> tuple:
+        """Return vectors, (spans, D), and weights, (spans,), of passages of a text by the model's pooling. Arguments:
+        `LionModel.encode_long`. Raises ValueError also for pooling "cls", which has none of passages."""
+        if self.config.pooling == "cls":
+            raise ValueError("pooling is cls, the first token, so passages have no vectors; use a model with another")
+        if len(input_ids) != 1:
+            raise ValueError(f"spans are of a single text, and this is a batch of {len(input_ids)}; pass one at a time")
+        x = self.lion.encode_long(input_ids, *args, **kwargs)[0]
+        scores = None
+        if self.pooling_weight is not None:
+            scores = torch.cat([self.scores(part.to(self.device)) for part in x.split(READ_AT_ONCE)])
+        return pool_spans(x, spans, scores)
