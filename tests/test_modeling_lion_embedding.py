@@ -107,9 +107,9 @@ def test_an_encoder_pools_passages_by_their_mean_and_keeps_hidden_states_in_a_fi
 
 def test_spans_are_checked():
     model, (ids, mask) = build(), texts(9, 4)
-    with pytest.raises(ValueError, match="single text.*batch of 2"):
+    with pytest.raises(ValueError, match=r"single text.*batch of 2"):
         model.encode_long(ids, mask, spans=[(0, 1)])
-    with pytest.raises(ValueError, match="single text.*batch of 2"):
+    with pytest.raises(ValueError, match=r"single text.*batch of 2"):
         model.lion.encode_long(ids, mask, spans=[(0, 1)])
     for span in ((0, 0), (3, 10), (-1, 2)):
         with pytest.raises(ValueError, match="empty or outside the text of 9"):
@@ -131,7 +131,7 @@ def test_inference_reads_a_long_text_in_segments_by_itself(mixer, monkeypatch):
     model, (ids, mask) = build(mixer, kind=LionModel), texts(50, 33)
     expected = model(ids, mask)  # with gradients: as a whole
     monkeypatch.setattr(modeling, "MIN_SEGMENT", 4)
-    model.config.segment_length = 20  # tokens of both texts
+    model.config.segment_length = 20
     lengths, encode_long = [], model.encode_long
     monkeypatch.setattr(model, "encode_long", lambda *args, **given: (
         lengths.append(given["segment_length"]), encode_long(*args, **given)

@@ -35,7 +35,7 @@ class LayersConfig(PretrainedConfig):
     decay_horizon, key_weight, separate_decays = None, "none", False
     output_norm = True  # of lion-lit
     pooling = "mean"  # of LionEmbeddingModel
-    segment_length = 65536  # tokens that a layer reads at once, in inference
+    segment_length = 65536  # tokens; inference reads longer texts in segments
     num_orders, num_prefix_tokens = 0, 0  # of an image's patches, and tokens before them
 
     @property
@@ -72,8 +72,8 @@ class LionConfig(LayersConfig):
         classifier_dropout: dropout before a classification head; `hidden_dropout_prob` if None.
         classifier_pooling: input of the pooler: "cls", the first token; or "mean", the mean of all tokens, which needs
             less training where decay limits how far the first token sees.
-        pooling: of the tokens of a text to its vector, in LionEmbeddingModel: "mean"; "attention", weighted by a softmax
-            of their products with one learned vector; or "cls", the first token.
+        pooling: of tokens to a text's vector, in LionEmbeddingModel: "mean"; "attention", weighted by a softmax of
+            their products with one learned vector; or "cls", the first token.
         max_position_embeddings: the longest text of a model with learned position embeddings; others have no limit.
         layer_norm_eps: ε of every norm except lion-lit's own, that of value_gate and those of hydra's layers.
         norm: "post", a norm after each residual sum; or "pre", one before each mixer and MLP, and a last one. As the

@@ -243,8 +243,9 @@ class LionModel(LionPreTrainedModel):
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return_dict = config.return_dict if return_dict is None else return_dict
         mask = None if attention_mask is None else attention_mask.bool()
-        changed = (position_ids, inputs_embeds, seq_idx) != (None, None, None) or output_attentions
-        if not (changed or output_hidden_states) and (size := self._segment_length(input_ids)):
+        plain = position_ids is None and inputs_embeds is None and seq_idx is None
+        plain = plain and not (output_attentions or output_hidden_states)
+        if plain and (size := self._segment_length(input_ids)) is not None:
             x = self.encode_long(input_ids, mask, token_type_ids, segment_length=size, attention_form=form)
             pooled = None if self.pooler is None else torch.tanh(self.pooler(self._pooled(x, mask)))
             output = modeling_outputs.BaseModelOutputWithPooling(x, pooled)
@@ -270,8 +271,11 @@ class LionModel(LionPreTrainedModel):
         """The length of the segments in which inference reads long texts, (B, L), or None to read them whole."""
         if torch.compiler.is_compiling() or self.training or torch.is_grad_enabled():
             return None
-        length = max(self.config.segment_length // len(input_ids), MIN_SEGMENT)
-        return length if MIXERS[self.config.mixer].has_states and input_ids.shape[1] > length else None
+        if input_ids.shape[1] <= self.config.segment_length or not MIXERS[self.config.mixer].has_states:
+            return None
+        if not all(isinstance(layer, MixerLayer) for layer in self.layers):  # FSDP gathers weights in whole calls only
+            return None
+        return max(self.config.segment_length // len(input_ids), MIN_SEGMENT)
 
     @torch.no_grad()
     def widen_horizons(self) -> None:

@@ -23,6 +23,7 @@ from .linear_attention_triton import fused_linear_attention  # noqa: F401
 from .mixers import MIXERS  # noqa: F401
 from .modeling_lion import LionLayer, LionPreTrainedModel
 from .patch_orders import snakes
+from .pooling import pool  # noqa: F401
 from .triton_kernels import AVAILABLE  # noqa: F401
 from .two_sided_attention import two_sided_attention  # noqa: F401
 
