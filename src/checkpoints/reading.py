@@ -245,7 +245,8 @@ def read_folder(folder: Path) -> Checkpoint:
         raise UserError(f"{folder} holds a {kind} model, not one of ours")
     if STORED_POSITIONS in config:
         config["max_position_embeddings"] = config[STORED_POSITIONS]
-    return Checkpoint(folder, (config.get("architectures") or MODELS)[0], lion_config(config, str(folder)), weights)
+    class_name = (config.get("architectures") or ["LionForMaskedLM"])[0]
+    return Checkpoint(folder, class_name, lion_config(config, str(folder)), weights)
 
 
 def _read_bert(folder: Path) -> Checkpoint:
