@@ -112,8 +112,15 @@ def grouped(items: Iterable[Any], length: Callable[[Any], int]) -> Iterator[list
         yield group
 
 
-def read_rows(path: Path, columns: Columns, malformed_rows: int = 0, tab_separated: bool = False) -> Rows:
+def read_rows(
+    path: Path,
+    columns: Columns,
+    malformed_rows: int = 0,
+    tab_separated: bool = False,
+    optional: Columns = (),
+) -> Rows:
     """Yield the line number and the wanted columns of each row of a table. Raises UserError with file and line.
+    `optional` are further keys of a .jsonl's rows, None where a row lacks them.
     `columns` are names, or numbers in a .csv or .tsv without a header. Up to `malformed_rows` rows of another length
     are skipped, and empty lines, except in a .csv or .tsv of one column: there an empty line before other lines is an
     empty text. Quotes enclose a cell in .csv and are literal in .tsv; `tab_separated` means .tsv, whatever the name."""
@@ -128,16 +135,25 @@ def read_rows(path: Path, columns: Columns, malformed_rows: int = 0, tab_separat
         lines = list(lines)
         while lines and not lines[-1][1].strip("\r\n"):
             lines.pop()
-        rows = _rows(lines, path, kind, columns, malformed_rows) if lines else ()
+        rows = _rows(lines, path, kind, columns, malformed_rows, optional=optional) if lines else ()
         yield from (row for row in rows if row[1])
 
 
-def _rows(lines: Lines, path: Path, kind: str, columns: Columns, malformed: int = 0, fix: str = FIX_COLUMN) -> Rows:
+def _rows(
+    lines: Lines,
+    path: Path,
+    kind: str,
+    columns: Columns,
+    malformed: int = 0,
+    fix: str = FIX_COLUMN,
+    optional: Columns = (),
+) -> Rows:
     """Yield the line number and the wanted columns of each row; no columns if it is empty."""
     if kind == "txt":
         return ((number, [line.rstrip("\r\n")]) for number, line in lines)
     if kind == "jsonl":
-        return ((number, _json_values(line, f"{path}, line {number}", columns, fix)) for number, line in lines)
+        places = ((number, line, f"{path}, line {number}") for number, line in lines)
+        return ((number, _json_values(line, where, columns, fix, optional)) for number, line, where in places)
     if kind == "tsv":
         stripped = ((number, line.rstrip("\r\n")) for number, line in lines)
         cells = ((number, line.split("\t") if line else []) for number, line in stripped)
@@ -205,8 +221,8 @@ def _csv_cells(lines: Lines, path: Path, delimiter: str) -> Rows:
         raise UserError(f"{path}, line {start}: not valid CSV ({error}); fix or remove the row") from None
 
 
-def _json_values(line: str, where: str, columns: Columns, fix: str) -> tuple[Any, ...]:
-    """Return the values of a line's JSON object under the wanted keys; none for an empty line."""
+def _json_values(line: str, where: str, columns: Columns, fix: str, optional: Columns = ()) -> tuple[Any, ...]:
+    """Return the values of a line's JSON object under the wanted and the optional keys; none for an empty line."""
     if not line.strip():
         return ()
     try:
@@ -214,7 +230,7 @@ def _json_values(line: str, where: str, columns: Columns, fix: str) -> tuple[Any
         if isinstance(row, dict):
             if missing := [str(column) for column in columns if column not in row]:
                 raise UserError(f"{where}: no {', '.join(missing)} (its keys are {', '.join(row)}){fix}")
-            values = tuple(row[column] for column in columns)
+            values = tuple(row.get(column) for column in (*columns, *optional))
             "".join(value for value in values if isinstance(value, str)).encode()
             return values
         found = "not a JSON object"

@@ -14,6 +14,7 @@ from src.config import Rule, check_value
 from src.errors import RunFailed, UserError, reason
 from src.files import check_writable, write_atomically, write_json
 from src.jobs import predictions
+from src.jobs.comparison import Difference, of_resamples
 from src.jobs.experiment import RESULT_FILE, Average, Experiment, Result, Row, mean_score
 from src.publish.card import missing_seeds
 from src.tables import markdown
@@ -136,16 +137,6 @@ class Split(NamedTuple):
     texts: str | None  # digest; earlier versions wrote none
 
 
-class Difference(NamedTuple):
-    mean: float  # this and the 95% confidence interval are on the scores' scale of 0 to 1
-    low: float
-    high: float
-    p: float
-
-    def __str__(self) -> str:
-        return f"{100 * self.mean:+.2f} [{100 * self.low:+.2f}, {100 * self.high:+.2f}], p = {self.p:.3f}"
-
-
 def main(experiment: type[Experiment], argv: list[str]) -> None:
     """Run the command `report DIR ...`."""
     script, average = experiment.command, experiment.average
@@ -230,11 +221,7 @@ def difference(first: Run, second: Run, task: str, resamples: int, score: Callab
     for _ in range(resamples):
         drawn = [torch.randint(len(split.labels), (len(split.labels),), generator=generator) for split in ours[0]]
         gains.append(mean_of(theirs, drawn) - mean_of(ours, drawn))
-    values = torch.tensor(gains, dtype=torch.float64)
-    low, high = torch.quantile(values, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    # How often a resample shows the opposite sign; 1 added to each count keeps p above 0 (Davison & Hinkley 1997, 4.2).
-    opposite = min(int((values <= 0).sum()), int((values >= 0).sum()))
-    return Difference(other["mean"] - row["mean"], low, high, min(1.0, 2 * (opposite + 1) / (resamples + 1)))
+    return of_resamples(other["mean"] - row["mean"], gains)
 
 
 def read_splits(folder: Path, row: Row) -> list[list[Split]]:

@@ -1,0 +1,79 @@
+"""Retrieval data in BEIR's layout (Thakur et al., arXiv:2104.08663): corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from src.data.readers import read_rows
+from src.errors import UserError
+
+CORPUS, QUERIES = "corpus.jsonl", "queries.jsonl"
+QRELS = ("query-id", "corpus-id", "score")
+
+
+@dataclass
+class Retrieval:
+    """Queries and the documents to find. Texts by _id, in the order of their files."""
+
+    name: str
+    documents: dict[str, str]  # title and text, joined by a space
+    queries: dict[str, str]  # those with a relevant document
+    judged: dict[str, dict[str, int]]  # query → document → grade; relevant if above 0
+    left_out: int  # queries without a relevant document
+
+
+def read_beir(folder: Path, split: str, key: str = "--data") -> Retrieval:
+    """Read a folder. `key` is what the user set. Raises UserError, with file and line."""
+    qrels = folder / "qrels" / f"{split}.tsv"
+    if not folder.is_dir():
+        raise UserError(f"{key}: {folder} is not a folder; give one with {CORPUS}, {QUERIES} and qrels/{split}.tsv")
+    for path in (folder / CORPUS, folder / QUERIES, qrels):
+        if not path.is_file():
+            splits = ", ".join(sorted(found.stem for found in folder.glob("qrels/*.tsv")))
+            hint = f"its splits are {splits}; choose one with --split" if path == qrels and splits else "add it"
+            raise UserError(f"{key}: {folder} has no {path.relative_to(folder)}; {hint}")
+    documents = _texts(folder / CORPUS, titles=True)
+    queries = _texts(folder / QUERIES)
+    judged: dict[str, dict[str, int]] = {}
+    for number, row in read_rows(qrels, QRELS):
+        query, document, grade = row
+        where = f"{qrels}, line {number}"
+        for name, kind, known in ((query, "query", queries), (document, "document", documents)):
+            if name not in known:
+                file = QUERIES if kind == "query" else CORPUS
+                raise UserError(f"{where}: no {kind} of {file} has the _id {name}; fix or remove the line")
+        try:
+            value = int(grade)
+        except ValueError:
+            raise UserError(f"{where}: the score {grade} is not an integer; fix the line") from None
+        if document in judged.setdefault(query, {}):
+            raise UserError(f"{where}: {query} and {document} are judged twice; remove one line")
+        judged[query][document] = value
+    answered = {query for query, grades in judged.items() if any(grade > 0 for grade in grades.values())}
+    if not answered:
+        raise UserError(f"{qrels}: no query has a relevant document, with a score above 0; give another --split")
+    kept = {name: text for name, text in queries.items() if name in answered}
+    grades = {name: judged[name] for name in kept}
+    return Retrieval(folder.resolve().name, documents, kept, grades, len(queries) - len(kept))
+
+
+def _texts(path: Path, titles: bool = False) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for number, (name, text, *title) in read_rows(path, ("_id", "text"), optional=("title",) if titles else ()):
+        where = f"{path}, line {number}"
+        if isinstance(name, int) and not isinstance(name, bool):
+            name = str(name)
+        if not isinstance(name, str) or not name:
+            raise UserError(f"{where}: the _id must be a string that is not empty; fix the line")
+        if len(name.split()) != 1:
+            raise UserError(f"{where}: the _id {name!r} has a space in it, which qrels and runs cannot; rename it")
+        if name in texts:
+            raise UserError(f"{where}: another line has the _id {name} too; remove or rename one")
+        for kind, value in (("text", text), ("title", title[0] if title else "")):
+            if not isinstance(value, str | None):
+                raise UserError(f"{where}: the {kind} is a {type(value).__name__}, not a string; fix the line")
+        texts[name] = " ".join(part.strip() for part in (*title, text) if part and part.strip())
+        if not titles and not texts[name]:
+            raise UserError(f"{where}: the query {name} has no text; fix or remove the line")
+    if not texts:
+        raise UserError(f"{path} is empty; give another folder")
+    return texts
