@@ -1,5 +1,6 @@
 """BM25, the baseline that reads words alone (Robertson & Zaragoza 2009; Lucene's variant, k1 = 1.2, b = 0.75)."""
 
+import logging
 import re
 from collections.abc import Iterator
 
@@ -20,6 +21,7 @@ def bm25(retrieval: Retrieval) -> Iterator[Tensor]:
     """Yield the scores of all documents, (queries, documents), as one block; −∞ for one without a word of the query."""
     from bm25s import BM25
 
+    logging.getLogger("bm25s").setLevel(logging.WARNING)
     corpus = [words(text) for text in retrieval.documents.values()]
     queries = [words(text) for text in retrieval.queries.values()]
     scores = torch.full((len(queries), len(corpus)), -torch.inf)

@@ -1,0 +1,264 @@
+"""Texts → vectors of unit length, by a model of this project or by any that sentence-transformers loads."""
+
+import contextlib
+import itertools
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
+
+from src.checkpoints.reading import Checkpoint, load_all, read_pretrained
+from src.cli import progress
+from src.data.readers import grouped
+from src.errors import RunFailed, UserError, first_line
+from src.files import looks_like_path
+from src.lion import LionEmbeddingModel
+from src.lion.cpu import speed_up
+from src.lion.pooling import pool
+
+QUERY, DOCUMENT = "query", "document"
+SENTENCE_TRANSFORMERS = "config_sentence_transformers.json"
+Span = tuple[int, int]
+
+
+@dataclass
+class Encoded:
+    """Unit vectors, (vectors, D) in float32; `owners`, (vectors,), the text of each in ascending order, if texts have
+    several; and how many tokens were read, and texts cut."""
+
+    vectors: Tensor
+    owners: Tensor | None
+    tokens: int
+    cut: int
+
+
+@dataclass
+class Settings:
+    """How texts are read. `limit` is in tokens; None: the model's own. Prompts stand before texts of a kind; one that
+    is not given is the model's own."""
+
+    limit: int | None = None
+    prompts: dict[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    bfloat16: bool = False
+    batch_tokens: int = 16384  # of a batch, padding included, unless a single text is longer
+    trust_remote_code: bool = False
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.bfloat16)
+
+
+class Encoder(ABC):
+    title: str  # in words
+    limit: int | None  # tokens of a text; longer ones are cut
+    prompts: dict[str, str]
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str], kind: str, title: str = "", passages: int | None = None) -> Encoded:
+        """Encode texts of a kind, QUERY or DOCUMENT; with `passages`, each passage of that many tokens. `title` is for
+        the progress bar. Raises RunFailed for vectors that are not finite, UserError for a model without passages."""
+
+
+def open_encoder(name: str, settings: Settings) -> Encoder:
+    """Open a checkpoint, a Hub folder, or what `SentenceTransformer(name)` loads. Raises UserError."""
+    return LionEncoder(name, settings) if _is_ours(name) else OtherEncoder(name, settings)
+
+
+def _is_ours(name: str) -> bool:
+    path = Path(name)
+    if not path.is_dir():
+        if path.exists() or looks_like_path(name):
+            return True
+        from huggingface_hub import hf_hub_download
+
+        try:
+            path = Path(hf_hub_download(name, "config.json")).parent
+        except Exception:  # which reading the model then reports
+            return True
+    try:
+        return (
+            json.loads((path / "config.json").read_text()).get("model_type")
+            == LionEmbeddingModel.config_class.model_type
+        )
+    except (OSError, ValueError, AttributeError):
+        return not (path / "modules.json").is_file()
+
+
+class LionEncoder(Encoder):
+    """A model of this project; one that was not trained for embeddings takes the mean of a text's tokens."""
+
+    def __init__(self, name: str, settings: Settings):
+        read = read_pretrained(name, "MODEL")
+        tokenizer = read.load_tokenizer()
+        if tokenizer is None:
+            raise UserError(f"{name} has no tokenizer; give its Hub folder, or a checkpoint of main.py or embed.py")
+        self.name, self.settings, self.tokenizer = name, settings, tokenizer
+        self.model = embedding_model(read).to(settings.device)
+        speed_up(self.model)
+        config = self.model.config
+        self.limit = settings.limit
+        if config.has_positions:
+            table = config.max_position_embeddings
+            if (settings.limit or 0) > table:
+                raise UserError(f"--max_seq_len={settings.limit}: {name} has {table} position embeddings; lower it")
+            self.limit = self.limit or table
+        self.prompts = stored_prompts(read) | settings.prompts
+        self.special = len(tokenizer("")["input_ids"])  # tokens around a text, as many before as after it, or one more
+        self.title = f"{config.mixer}, {config.pooling} pooling"
+
+    def tokenize(self, texts: Sequence[str], kind: str) -> tuple[list[list[int]], int]:
+        """Return the token ids of texts with their prompt, and how many were cut."""
+        prompt = self.prompts.get(kind, "")
+        texts = [prompt + text for text in texts]
+        cutting = {"truncation": True, "max_length": self.limit} if self.limit else {}
+        encoded = self.tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, **cutting)
+        cut = sum(bool(one.overflowing) for one in encoded.encodings) if self.limit and encoded.encodings else 0
+        return encoded["input_ids"], cut
+
+    def encode(self, texts: Sequence[str], kind: str, title: str = "", passages: int | None = None) -> Encoded:
+        if passages is not None and self.model.config.pooling == "cls":
+            raise UserError(f"--passages: {self.name} takes a text's first token, so passages have no vectors; omit it")
+        vectors, counts, tokens, cut = [], [], 0, 0
+        with progress(total=len(texts), desc=title, unit="text") as bar:
+            for group in grouped(texts, len):
+                rows, cut_here = self.tokenize(group, kind)
+                spans = [[(0, len(row))] if passages is None else self.spans(len(row), passages) for row in rows]
+                of_text: list[Tensor] = [torch.empty(0)] * len(rows)
+                for batch in batches([len(row) for row in rows], self.settings.batch_tokens):
+                    found = self._vectors([rows[n] for n in batch], [spans[n] for n in batch])
+                    for number, one in zip(batch, found):
+                        of_text[number] = one
+                    bar.update(len(batch))
+                vectors += of_text
+                counts += map(len, spans)
+                tokens, cut = tokens + sum(map(len, rows)), cut + cut_here
+        together = torch.cat(vectors)
+        if not together.isfinite().all():
+            raise RunFailed(f"{self.name}: the vectors are not finite; use --precision fp32, or another checkpoint")
+        owners = None if passages is None else torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        return Encoded(F.normalize(together, dim=-1), owners, tokens, cut)
+
+    def spans(self, length: int, size: int) -> list[Span]:
+        """Passages of `size` tokens; the special tokens go with the first and the last."""
+        before, words = self.special - self.special // 2, max(1, length - self.special)
+        edges = [0, *range(before + size, before + words, size), length]
+        return list(itertools.pairwise(edges))
+
+    @torch.inference_mode()
+    def _vectors(self, rows: list[list[int]], spans: list[list[Span]]) -> list[Tensor]:
+        """Return the vectors of each text's spans, (spans, D)."""
+        model, device = self.model, self.settings.device
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        lengths = torch.tensor([len(row) for row in rows])
+        places = torch.arange(ids.shape[1])
+        mask = (places < lengths[:, None]).to(device) if len(rows) > 1 else None
+        whole = all(len(each) == 1 for each in spans)
+        with self.settings.autocast():
+            if not whole and len(rows) == 1 and ids.shape[1] > model.config.segment_length:
+                return [model.encode_long(ids, spans=spans[0], segment_length=model.config.segment_length)[0]]
+            if whole:
+                return list(model(ids.to(device), mask).pooler_output.float().cpu().split(1))
+            x = model.lion(ids.to(device), mask).last_hidden_state
+        starts, stops = (
+            torch.nn.utils.rnn.pad_sequence([torch.tensor([s[end] for s in each]) for each in spans], batch_first=True)
+            for end in (0, 1)
+        )
+        inside = (places >= starts[..., None]) & (places < stops[..., None])
+        vectors, _ = pool(x, inside.to(device), model.scores(x))
+        return [each[: len(of_text)] for each, of_text in zip(vectors.float().cpu(), spans)]
+
+
+def embedding_model(read: Checkpoint) -> LionEmbeddingModel:
+    """Return a checkpoint's model for embeddings: its own, or its encoder with the mean of tokens. Raises UserError."""
+    if read.class_name == LionEmbeddingModel.__name__:
+        return read.build()
+    model = LionEmbeddingModel(read.config)
+    weights = {f"lion.{name}": x for name, x in read.encoder().items() if not name.startswith("pooler.")}
+    if model.pooling_weight is not None:
+        weights["pooling_weight"] = model.pooling_weight.detach()
+    load_all(model, weights, str(read.path))
+    return model.eval()
+
+
+def stored_prompts(read: Checkpoint) -> dict[str, str]:
+    """Return the prompts of a sentence-transformers folder. Raises UserError if they cannot be read."""
+    path = read.path / SENTENCE_TRANSFORMERS
+    if not path.is_file():
+        return {}
+    try:
+        prompts = json.loads(path.read_text()).get("prompts") or {}
+        return {kind: str(prompts[kind]) for kind in (QUERY, DOCUMENT) if prompts.get(kind)}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"{path} is corrupt ({first_line(error)}); export the folder again") from None
+
+
+def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Yield the numbers of texts of similar length, at most `batch_tokens` with padding, the longest first."""
+    batch: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        if batch and lengths[batch[0]] * (len(batch) + 1) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
+
+
+class OtherEncoder(Encoder):
+    """A model that sentence-transformers loads, with its own limit and prompts."""
+
+    def __init__(self, name: str, settings: Settings):
+        from sentence_transformers import SentenceTransformer
+
+        self.name, self.settings = name, settings
+        try:
+            self.model: Any = SentenceTransformer(
+                name, device=settings.device, trust_remote_code=settings.trust_remote_code
+            )
+        except Exception as error:  # whatever the libraries and the model's own code raise
+            hint = "check its name" if settings.trust_remote_code else "if it has code of its own, --trust_remote_code"
+            raise UserError(f"{name}: sentence-transformers cannot load it ({first_line(error)}); {hint}") from None
+        if settings.limit is not None:
+            table = getattr(getattr(self.model[0], "auto_model", None), "config", None)
+            if settings.limit > (longest := getattr(table, "max_position_embeddings", None) or settings.limit):
+                raise UserError(f"--max_seq_len={settings.limit}: {name} reads at most {longest} tokens; lower it")
+            self.model.max_seq_length = settings.limit
+        self.limit = self.model.max_seq_length
+        self.prompts = {kind: text for kind, text in self.model.prompts.items() if text} | settings.prompts
+        self.title = "sentence-transformers"
+
+    def encode(self, texts: Sequence[str], kind: str, title: str = "", passages: int | None = None) -> Encoded:
+        if passages is not None:
+            raise UserError(f"--passages: {self.name} gives one vector a text; omit it, or cut its documents")
+        encode = self.model.encode_query if kind == QUERY else self.model.encode_document
+        own = {"prompt": self.settings.prompts[kind]} if kind in self.settings.prompts else {}
+        size = max(1, min(32, self.settings.batch_tokens // (self.limit or 512)))
+        vectors, tokens, cut = [], 0, 0
+        with progress(total=len(texts), desc=title, unit="text") as bar:
+            for group in grouped(texts, len):
+                with self.settings.autocast():
+                    found = encode(group, batch_size=size, show_progress_bar=False, convert_to_tensor=True, **own)
+                vectors.append(F.normalize(found.float().cpu(), dim=-1))
+                lengths = self._lengths([self.prompts.get(kind, "") + text for text in group])
+                longest = self.limit or max(lengths, default=0)
+                cut += sum(length > longest for length in lengths)
+                tokens += sum(min(length, longest) for length in lengths)
+                bar.update(len(group))
+        together = torch.cat(vectors)
+        if not together.isfinite().all():
+            raise RunFailed(f"{self.name}: the vectors are not finite; use --precision fp32")
+        return Encoded(together, None, tokens, cut)
+
+    def _lengths(self, texts: list[str]) -> list[int]:
+        """Tokens of texts; none from a model without a tokenizer of transformers."""
+        tokenizer = self.model.tokenizer
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            return []
+        return [len(row) for row in tokenizer(texts, return_attention_mask=False)["input_ids"]]

@@ -1,0 +1,242 @@
+"""`embed.py evaluate`: rankings of BEIR folders by any models, scored, compared, and written as TREC runs."""
+
+import argparse
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from src.cli import log
+from src.config import Rule, check_value
+from src.embed.beir import Retrieval, read_beir
+from src.errors import UserError
+from src.files import check_writable, looks_like_path, sha256, write_atomically, write_json
+from src.jobs.report import writing
+from src.tables import markdown
+
+BM25 = "bm25"
+COMPARED = "nDCG@10"  # the metric of differences
+NOTE = (
+    "Differences in nDCG@10 from {first}, in points, with 95% confidence interval and two-sided p-value, by a paired "
+    "bootstrap of {resamples:,} resamples over the queries. The p-value is not corrected for the number of comparisons."
+)
+EXAMPLE = "python embed.py evaluate my-embedder bm25 --data cranfield qmsum-val --out scores"
+
+
+def evaluate(argv: list[str]) -> None:
+    """Run the command. Raises UserError, RunFailed."""
+    options = parse(argv)
+    for name in ("batch_tokens", "resamples", "max_seq_len", "passages"):
+        check_value(f"--{name}", getattr(options, name), int | None, Rule(at_least=1))
+    if options.out is not None:
+        check_writable("--out", options.out)
+    titles = distinct(options.models, "MODEL")
+    for model in options.models:  # before hours with the others
+        if looks_like_path(model) and not Path(model).exists():
+            raise UserError(f"MODEL: {model} is not a file or folder; fix its path")
+    retrievals = {}
+    for folder, title in zip(options.data, distinct([str(folder) for folder in options.data], "--data")):
+        retrievals[title] = read_beir(folder, options.split)
+        retrievals[title].name = title
+    results: dict[str, dict[str, Any]] = {}  # model → data set → what `score` returns
+    for model, title in zip(options.models, titles):
+        results[title] = evaluate_model(model, title, retrievals, options)
+    differences = compare(results, options.resamples)
+    shown = text(results, differences, options.resamples)
+    print(f"\n{shown}")
+    if options.out is not None:
+        with writing(options.out):
+            options.out.mkdir(parents=True, exist_ok=True)
+            write_atomically(options.out / "report.md", f"# Retrieval\n\n{shown}\n")
+            content = {"split": options.split, "results": results, "differences": differences}
+            write_json(options.out / "report.json", content)
+        print(f"\nreport    {options.out / 'report.md'}, report.json\nrankings  {options.out / 'runs'}")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "embed.py evaluate",
+        description="Rank the documents of BEIR folders (corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv) for each of "
+        "their queries, by cosine or by BM25, and print nDCG@10, recall and reciprocal rank. Nothing is downloaded "
+        "but a MODEL named on the Hub. With --out, a repeated command continues where it was interrupted.",
+        epilog=f"Example: {EXAMPLE}",
+    )
+    add = parser.add_argument
+    words = (
+        "checkpoint of main.py, glue.py or embed.py, Hub folder or name, any model of sentence-transformers; or bm25"
+    )
+    add("models", metavar="MODEL", nargs="+", help=f"{words}. The others are compared with the first")
+    add("--data", metavar="DIR", type=Path, nargs="+", required=True, help="folders in BEIR's layout")
+    add("--split", default="test", help="which qrels (default: test)")
+    add("--out", type=Path, help="folder for report.md, report.json and rankings in TREC's format")
+    add("--max_seq_len", type=int, help="cut texts to this many tokens (default: the model's limit, if it has one)")
+    add("--passages", type=int, metavar="TOKENS", help="score a document by its best passage of this many tokens, each "
+        "with a vector that has seen the whole document")  # fmt: skip
+    add("--query_prompt", help="text before each query (default: the model's own)")
+    add("--document_prompt", help="text before each document (default: the model's own)")
+    add("--batch_tokens", type=int, default=16384, help="tokens per batch (default: 16384)")
+    add("--device", choices=["gpu", "cpu"], help="default: a GPU if there is one")
+    add("--precision", choices=["fp32", "bf16"], default="fp32", help="default: fp32")
+    add("--trust_remote_code", action="store_true", help="run the code of other people's models")
+    add("--resamples", type=int, default=1000, help="of the bootstrap (default: 1000)")
+    return parser.parse_args(argv)
+
+
+def distinct(names: list[str], key: str) -> list[str]:
+    """Return short titles: the last part of each path, with its folder for a file; or the whole names, if two would
+    be equal. Raises UserError for a name that is given twice."""
+    if len({*names}) < len(names):
+        raise UserError(f"{key}: {next(name for name in names if names.count(name) > 1)} is named twice; omit one")
+    paths = [Path(name) for name in names]
+    short = [path.resolve().parent.name if path.is_file() else path.resolve().name for path in paths]
+    return short if len({*short}) == len(short) else names
+
+
+def evaluate_model(
+    model: str, title: str, retrievals: dict[str, Retrieval], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Return data set → `score`. With --out, what an interrupted command has finished is read from there."""
+    results, encoder, settings = {}, None, fingerprint(model, options)
+    for name, retrieval in retrievals.items():
+        stem = re.sub(r"[^\w.-]+", "-", f"{name}.{title}")
+        stored = None if options.out is None else options.out / "runs" / f"{stem}.json"
+        found = read_result(stored, {**settings, "data": data_digest(retrieval)})
+        if found is not None:
+            log.info(f"{title} on {name}: read from {stored}")
+        else:
+            if encoder is None and model != BM25:
+                encoder = opened(model, options)
+            found, run = score(encoder, retrieval, title, options)
+            if stored is not None:
+                from src.embed.scores import write_run
+
+                with writing(options.out):
+                    stored.parent.mkdir(parents=True, exist_ok=True)
+                    write_run(stored.with_suffix(".trec"), run, re.sub(r"\s+", "-", title))
+                    write_json(stored, {"of": {**settings, "data": data_digest(retrieval)}, **found})
+        results[name] = found
+    return results
+
+
+def opened(model: str, options: argparse.Namespace) -> Any:
+    from src.embed.encoder import DOCUMENT, QUERY, Settings, open_encoder
+    from src.lion.cpu import flush_denormals
+    from src.training.trainer import resolve_device, silence_libraries
+
+    silence_libraries()
+    flush_denormals()
+    prompts = {QUERY: options.query_prompt, DOCUMENT: options.document_prompt}
+    encoder = open_encoder(
+        model,
+        Settings(
+            options.max_seq_len,
+            {kind: text for kind, text in prompts.items() if text is not None},
+            "cuda" if resolve_device(options.device) == "gpu" else "cpu",
+            options.precision == "bf16",
+            options.batch_tokens,
+            options.trust_remote_code,
+        ),
+    )
+    reads = f"up to {encoder.limit:,} tokens" if encoder.limit else "texts of any length"
+    prompts = "".join(f", {kind} prompt {text!r}" for kind, text in sorted(encoder.prompts.items()))
+    log.info(f"{model}: {encoder.title}, {reads}{prompts}")
+    return encoder
+
+
+def score(encoder: Any, retrieval: Retrieval, title: str, options: argparse.Namespace) -> tuple[dict, dict]:
+    """Return what a model reaches, with the values of each query, and its ranking. Without an encoder: BM25."""
+    from src.embed import scores
+
+    start, read = time.perf_counter(), {}
+    if encoder is None:
+        from src.embed.bm25 import bm25
+
+        blocks = bm25(retrieval)
+    else:
+        from src.embed.encoder import DOCUMENT, QUERY
+
+        name = f"{title}: {retrieval.name}"
+        queries = encoder.encode([*retrieval.queries.values()], QUERY, f"{name}, queries")
+        documents = encoder.encode([*retrieval.documents.values()], DOCUMENT, f"{name}, documents", options.passages)
+        read = {
+            "tokens": queries.tokens + documents.tokens, "limit": encoder.limit,
+            "cut": {QUERY: queries.cut, DOCUMENT: documents.cut},
+        }  # fmt: skip
+        blocks = scores.cosines(queries.vectors, documents.vectors, documents.owners)
+    run = scores.rank(retrieval, blocks)
+    values = scores.measure(retrieval, run)
+    counts = {"documents": len(retrieval.documents), "queries": len(retrieval.queries), "left_out": retrieval.left_out}
+    seconds = round(time.perf_counter() - start, 2)
+    return {"scores": scores.means(values), **counts, **read, "seconds": seconds, "by_query": values}, run
+
+
+def fingerprint(model: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What a result depends on besides the data, to recognize it."""
+    files = [Path(model)] if Path(model).is_file() else sorted(Path(model).glob("*.*")) if Path(model).is_dir() else []
+    facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    names = ("split", "max_seq_len", "passages", "query_prompt", "document_prompt", "precision")
+    return {"model": model, "files": facts, **{name: getattr(options, name) for name in names}}
+
+
+def data_digest(retrieval: Retrieval) -> str:
+    content = [retrieval.documents, retrieval.queries, retrieval.judged]
+    return sha256(json.dumps(part).encode() for part in content)
+
+
+def read_result(stored: Path | None, of: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a stored result if it is there, and of the same model and settings."""
+    try:
+        found = json.loads(stored.read_text()) if stored is not None else {}
+        return found if found.pop("of", None) == of else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def compare(results: dict[str, dict[str, Any]], resamples: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Return model → data set → how much higher its nDCG@10 is than the first model's."""
+    from src.jobs.comparison import paired
+
+    (_, base), *others = results.items()
+    return {
+        title: {
+            name: paired(*([*of[name]["by_query"][COMPARED].values()] for of in (base, found)), resamples)._asdict()
+            for name in found
+        }
+        for title, found in others
+    }
+
+
+def text(results: dict[str, dict[str, Any]], differences: dict[str, dict[str, Any]], resamples: int) -> str:
+    """Return the tables, and what was cut and left out."""
+    from src.embed.scores import METRICS
+    from src.jobs.comparison import Difference
+
+    first, parts = next(iter(results)), []
+    datasets = [*results[first]]
+    for name in datasets:
+        one = results[first][name]
+        lines = [["model", *METRICS, *([f"nDCG@10 − {first}"] if differences else [])]]
+        for title, found in results.items():
+            gap = differences.get(title, {}).get(name)
+            shown = [str(Difference(**gap)) if gap else ""] if differences else []
+            lines.append([title, *(f"{100 * found[name]['scores'][metric]:.2f}" for metric in METRICS), *shown])
+        left = f"; {one['left_out']:,} queries without a relevant document are left out" if one["left_out"] else ""
+        parts.append(f"{name}: {one['queries']:,} queries, {one['documents']:,} documents{left}\n\n{markdown(lines)}")
+        parts += [sentence for title, found in results.items() if (sentence := cut(title, found[name]))]
+    if len(datasets) > 1:
+        lines = [["mean of all", *METRICS]]
+        for title, found in results.items():
+            means = (sum(found[name]["scores"][metric] for name in datasets) / len(datasets) for metric in METRICS)
+            lines.append([title, *(f"{100 * mean:.2f}" for mean in means)])
+        parts.append(markdown(lines))
+    if differences:
+        parts.append(NOTE.format(first=first, resamples=resamples))
+    return "\n\n".join(parts)
+
+
+def cut(title: str, found: dict[str, Any]) -> str:
+    """Say how many texts a model has read only in part."""
+    kinds = {"queries": found.get("cut", {}).get("query", 0), "documents": found.get("cut", {}).get("document", 0)}
+    words = [f"{count:,} of {found[kind]:,} {kind}" for kind, count in kinds.items() if count]
+    return f"{title} read {' and '.join(words)} only up to {found['limit']:,} tokens." if words else ""
