@@ -221,7 +221,7 @@ def text(results: dict[str, dict[str, Any]], differences: dict[str, dict[str, An
             gap = differences.get(title, {}).get(name)
             shown = [str(Difference(**gap)) if gap else ""] if differences else []
             lines.append([title, *(f"{100 * found[name]['scores'][metric]:.2f}" for metric in METRICS), *shown])
-        left = f"; {one['left_out']:,} queries without a relevant document are left out" if one["left_out"] else ""
+        left = f"; without a relevant document, and left out: {one['left_out']:,}" if one["left_out"] else ""
         parts.append(f"{name}: {one['queries']:,} queries, {one['documents']:,} documents{left}\n\n{markdown(lines)}")
         parts += [sentence for title, found in results.items() if (sentence := cut(title, found[name]))]
     if len(datasets) > 1:

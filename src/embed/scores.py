@@ -69,7 +69,9 @@ def cosines(queries: Tensor, documents: Tensor, owners: Tensor | None = None, bl
         if start < stop:
             own = owners[start:stop] - owners[start]
             best = torch.full((len(queries), int(own[-1]) + 1), -torch.inf)
-            yield best.index_reduce_(1, own, (queries @ documents[start:stop].T).float(), "amax")
+            yield best.scatter_reduce_(
+                1, own.expand(len(queries), -1), (queries @ documents[start:stop].T).float(), "amax"
+            )
 
 
 def measure(retrieval: Retrieval, run: Run) -> dict[str, dict[str, float]]:
