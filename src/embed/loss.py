@@ -1,0 +1,50 @@
+"""The contrastive loss of queries and documents (InfoNCE, van den Oord et al., arXiv:1807.03748). Shape letters: B
+queries, N documents, of which the first B are the queries' own, P positives of a query, D size of a vector."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def false_negatives(keys: Tensor, positives: Tensor) -> Tensor:
+    """Return which documents must not count against a query, (B, N): those other than its own that have the text of its
+    own, or of another of its positives.
+
+    Args:
+        keys: (N,), numbers of the documents' texts.
+        positives: (B, P), numbers of the texts of each query's positives.
+    """
+    found = (keys[None, :, None] == positives[:, None]).any(-1)
+    found.fill_diagonal_(False)
+    return found
+
+
+def contrastive_loss(
+    queries: Tensor,
+    documents: Tensor,
+    excluded: Tensor,
+    temperature: float,
+    symmetric: bool = False,
+    dims: Sequence[int] = (),
+) -> Tensor:
+    """Return ℓ = −1/B Σ_i log(exp(s_ii) / Σ_j exp(s_ij)), s_ij = q_i·d_j / temperature, without the excluded j.
+
+    Args:
+        queries, documents: (B, D) and (N, D), of unit length.
+        excluded: (B, N), from `false_negatives`.
+        symmetric: the mean with the same of queries for each of the B documents.
+        dims: the mean of ℓ over the first m coordinates, of unit length again, for each m (Matryoshka
+            representations, Kusupati et al., arXiv:2205.13147); none: all coordinates.
+    """
+    own = torch.arange(len(queries), device=queries.device)
+    losses = []
+    for m in dims or (queries.shape[1],):
+        q, d = (F.normalize(x[:, :m], dim=-1) for x in (queries, documents))
+        scores = (q @ d.T / temperature).masked_fill(excluded, -torch.inf)
+        loss = F.cross_entropy(scores, own)
+        if symmetric:
+            loss = (loss + F.cross_entropy(scores[:, : len(own)].T, own)) / 2
+        losses.append(loss)
+    return torch.stack(losses).mean()

@@ -1,0 +1,46 @@
+"""A device's texts → microbatches of texts of similar length, padded, or packed into shared rows."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from src.data.batches import first_fit_decreasing
+
+Part = dict[str, Tensor]
+
+
+def split(lengths: Sequence[int], texts: int | None, tokens: int | None) -> list[list[int]]:
+    """Return the numbers of each microbatch's texts, from the shortest text to the longest: at most `texts` of them, or
+    at most `tokens` in all, unless a single text has more."""
+    groups: list[list[int]] = [[]]
+    total = 0
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__):
+        group = groups[-1]
+        if group and (len(group) == texts or (tokens is not None and total + lengths[number] > tokens)):
+            groups.append([])
+            total = 0
+        groups[-1].append(number)
+        total += lengths[number]
+    return groups
+
+
+def assemble(ids: Sequence[Sequence[int]], numbers: Sequence[int], pad: int, packing: bool) -> Part:
+    """Return a microbatch of some texts: input_ids and attention_mask, (rows, L), with packing also seq_idx, (rows, L);
+    and `texts`, (texts,), their numbers in reading order."""
+    lengths = [len(ids[number]) for number in numbers]
+    rows = first_fit_decreasing(lengths, max(lengths)) if packing else [[place] for place in range(len(numbers))]
+    shape = (len(rows), max(lengths))
+    part = {"input_ids": torch.full(shape, pad), "attention_mask": torch.zeros(shape, dtype=torch.long)}
+    starts = torch.zeros(shape, dtype=torch.long)
+    for r, row in enumerate(rows):
+        at = 0
+        for place in row:
+            text = torch.tensor(ids[numbers[place]])
+            part["input_ids"][r, at : at + len(text)] = text
+            part["attention_mask"][r, at : at + len(text)] = 1
+            starts[r, at] = 1
+            at += len(text)
+    if packing:
+        part["seq_idx"] = starts.cumsum(1) - 1  # padding belongs to the last text
+    return part | {"texts": torch.tensor([numbers[place] for row in rows for place in row])}
