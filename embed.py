@@ -1,21 +1,24 @@
-"""Score models at retrieval:  python embed.py evaluate MODEL [MODEL ...] --data DIR [DIR ...]"""
+"""Train text embeddings:  [composer -n N] embed.py FILE.yaml [key=value ...]
+Score models at retrieval:  python embed.py evaluate MODEL [MODEL ...] --data DIR [DIR ...]"""
 
 import sys
 from pathlib import Path
 
 from src import cli
-from src.embed.evaluate import evaluate
-from src.errors import UserError
+from src.embed.config import EmbedConfig
+from src.embed.task import Embedding
+from src.training.config import load_config
+from src.training.run import run
 
-USAGE = "usage: embed.py evaluate MODEL [MODEL ...] --data DIR [DIR ...]; --help lists the options"
+EXAMPLE = "yamls/embed/lion-s-base-finetune.yaml starting_checkpoint_load_path=./runs/lion-s-base/latest-rank0.pt"
 
 
 def main(argv: list[str]) -> None:
     if argv[:1] == ["evaluate"]:
+        from src.embed.evaluate import evaluate
+
         return evaluate(argv[1:])
-    if argv[:1] in (["-h"], ["--help"]):
-        return print(f"{__doc__}\n\n{USAGE}")
-    raise UserError(USAGE)
+    run(Embedding(load_config(EmbedConfig, "embed.py", EXAMPLE, argv)))
 
 
 if __name__ == "__main__":

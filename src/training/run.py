@@ -17,7 +17,7 @@ from src.training.task import Curve, Task
 CONFIG, SUMMARY = "config.yaml", "summary.json"  # in a run folder
 SAME_NAME = (  # keys of a config that are arguments of the trainer
     "run_name", "seed", "float32_matmul_precision", "max_duration", "eval_interval", "eval_subset_num_batches",
-    "device_train_microbatch_size", "ddp_sync_strategy", "dist_timeout", "compile_config",
+    "ddp_sync_strategy", "dist_timeout", "compile_config",
 )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def train(task: Task, folder: Path) -> None:
     trainer.check_sections(config.fsdp_config, config.compile_config or {}, device)
     precision = trainer.resolve_precision(config.precision, device)
     batch = config.global_train_batch_size
-    device_batch = trainer.split_batch_size(batch, config.device_train_microbatch_size, dist.get_world_size(), device)
+    device_batch = trainer.split_batch_size(batch, task.microbatch_size, dist.get_world_size(), device)
     scheduler = registry.build_scheduler(config.scheduler, config.max_duration)
     algorithms = registry.build_all("algorithms", config.algorithms)
     reproducibility.seed_all(config.seed)
@@ -80,6 +80,7 @@ def train(task: Task, folder: Path) -> None:
     composer_trainer = trainer.build_trainer(
         model,
         **{name: getattr(config, name) for name in SAME_NAME},
+        device_train_microbatch_size=task.microbatch_size,
         device=device,
         precision=precision,
         train_dataloader=train_data,
@@ -90,6 +91,7 @@ def train(task: Task, folder: Path) -> None:
         callbacks=[
             *registry.build_all("callbacks", config.callbacks),
             guards.SeedEveryStep(config.seed),
+            *task.callbacks(),
             guards.FiniteLoss(config.on_nonfinite_loss, writer),
             writer,
             *([HubExports(writer, config.dist_timeout)] if config.hf_export == "save" else []),

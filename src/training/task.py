@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from src.errors import UserError
 
 if TYPE_CHECKING:  # a finished run is reported without these imports, which take seconds
-    from composer import DataSpec
+    from composer import Callback, DataSpec
     from composer.models import HuggingFaceModel
 
 
@@ -37,6 +37,15 @@ class Task(ABC):
 
     def __init__(self, config: Any):
         self.config = config
+
+    @property
+    def microbatch_size(self) -> Any:
+        """The samples per device and forward pass, or auto."""
+        return self.config.device_train_microbatch_size
+
+    def callbacks(self) -> "list[Callback]":
+        """Return callbacks that act on each batch before the others do."""
+        return []
 
     def check_paths(self) -> None:
         """Raise UserError for a path that cannot be used, before any import that takes seconds."""

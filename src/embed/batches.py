@@ -1,0 +1,311 @@
+"""Pairs → batches. Which pairs a batch holds depends on (seed, epoch) alone, and a pair's negatives on (seed, epoch,
+row), so that neither workers nor the number of devices change a step, and a resumed run repeats an uninterrupted one."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from composer.utils import dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from transformers import PreTrainedTokenizerBase
+
+from src.data.streaming import ignore_signals
+from src.embed.beir import Retrieval
+from src.embed.microbatches import Part, assemble, split
+from src.embed.pairs import Pairs, text_key
+from src.errors import UserError
+
+ROWS, SOURCES, NEGATIVES = range(3)  # what random numbers are for
+PATIENCE = 8  # times the rows of a source, drawn in vain for one batch
+Draw = tuple[int, int, int]  # (epoch, source, row)
+
+
+def generator(*entropy: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+
+
+class PairDataset(Dataset):
+    """Pairs of sources, by Draw. `held_out` are rows of each that training does not see. It also holds the position from
+    which an epoch resumes, which Composer stores and restores here."""
+
+    def __init__(self, sources: Sequence[Pairs], seed: int, held_out: int = 0):
+        self.sources, self.seed = sources, seed
+        orders = [generator(seed, ROWS, number).permutation(len(pairs)) for number, pairs in enumerate(sources)]
+        self.held_out, self.rows = [order[:held_out] for order in orders], [order[held_out:] for order in orders]
+        self.resume_at = 0  # pairs of the epoch, on all devices, that a resumed run has already seen
+
+    def __len__(self) -> int:
+        return sum(map(len, self.rows))
+
+    def __getitem__(self, draw: Draw) -> Draw:
+        return draw
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, int]:
+        return {"sample_in_epoch": num_samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.resume_at = state["sample_in_epoch"]
+
+    def retrieval(self) -> list[Retrieval]:
+        """The held-out pairs of each source: their documents are the corpus."""
+        found = []
+        for pairs, rows in zip(self.sources, self.held_out):
+            documents: dict[str, str] = {}
+            queries: dict[str, str] = {}
+            judged: dict[str, dict[str, int]] = {}
+            for row in rows.tolist():
+                query, document, _ = pairs[row]
+                names = tuple(format(text_key(text) % 2**64, "016x") for text in (query, document))
+                names = (f"q{names[0]}", f"d{names[1]}")
+                queries[names[0]], documents[names[1]] = query, document
+                judged.setdefault(names[0], {})[names[1]] = 1
+            found.append(Retrieval(pairs.name, documents, queries, judged, 0))
+        return found
+
+
+class Batches(DistributedSampler):
+    """The Draws of an epoch, batch by batch: each of one source, or with `mixed` of all. A batch holds no query and no
+    document twice; a pair that would repeat one waits for a later batch. Devices take the pairs of a batch in turn."""
+
+    def __init__(self, dataset: PairDataset, batch_size: int, mixed: bool, world_size: int = 1, rank: int = 0):
+        super().__init__(dataset, world_size, rank, seed=dataset.seed, drop_last=True)
+        self.batch_size, self.mixed = batch_size, mixed
+        sizes = [len(rows) // batch_size for rows in dataset.rows]
+        self.total = len(dataset) // batch_size if mixed else sum(sizes)
+        proportions = [pairs.proportion for pairs in dataset.sources]
+        if proportions[0] is None:
+            self.counts = sizes  # batches of each source
+        else:
+            shares = np.cumsum(proportions) / sum(proportions)
+            self.counts = np.diff(np.round(shares * self.total).astype(int), prepend=0).tolist()
+        empty = [pairs for pairs, size in zip(dataset.sources, sizes) if not size]
+        if not self.total or (empty and not mixed):
+            few = empty[0] if empty and not mixed else dataset.sources[0]
+            name, count = ("data", len(dataset)) if mixed else (f"data.{few.name}", len(few))
+            held = "" if len(dataset) == sum(map(len, dataset.sources)) else ", some of them held out,"
+            found = f"{name} has {count:,} pairs{held} and a batch {batch_size:,}"
+            raise UserError(f"{found}; lower global_train_batch_size, or name more data")
+
+    def __len__(self) -> int:
+        return self.total * self.batch_size // self.num_replicas
+
+    def __iter__(self) -> Iterator[Draw]:
+        start, self.dataset.resume_at = self.dataset.resume_at // self.batch_size, 0
+        for number, batch in enumerate(self.batches()):
+            if number >= start:
+                yield from batch[self.rank :: self.num_replicas]
+
+    def batches(self) -> Iterator[list[Draw]]:
+        """Yield the epoch's batches, for all devices."""
+        numbers = range(len(self.dataset.sources))
+        if self.mixed:
+            filled = self.fill([*numbers])
+            for _ in range(self.total):
+                yield next(filled)
+            return
+        order = np.repeat(numbers, self.counts)
+        generator(self.seed, SOURCES, self.epoch).shuffle(order)
+        filling = {number: self.fill([number]) for number in numbers}
+        for number in order.tolist():
+            yield next(filling[number])
+
+    def fill(self, sources: list[int]) -> Iterator[list[Draw]]:
+        """Yield batches of the pairs of some sources, without end. Raises UserError if one cannot be filled."""
+        stream, waiting = self.stream(sources), deque()
+        patience = PATIENCE * (sum(len(self.dataset.rows[number]) for number in sources) + self.batch_size)
+        while True:
+            batch, queries, documents, tried = [], set(), set(), 0
+            returning = len(waiting)
+            while len(batch) < self.batch_size:
+                source, row = waiting.popleft() if tried < returning else next(stream)
+                tried += 1
+                pairs = self.dataset.sources[source]
+                query, document = int(pairs.query_keys[row]), int(pairs.document_keys[row])
+                if query in queries or document in documents:
+                    waiting.append((source, row))
+                else:
+                    batch.append((self.epoch, source, row))
+                    queries.add(query)
+                    documents.add(document)
+                if tried > patience:
+                    name = "data" if len(sources) > 1 else f"data.{self.dataset.sources[sources[0]].name}"
+                    few = f"{name} has too few different queries and documents for batches of {self.batch_size:,} pairs"
+                    raise UserError(f"{few}; lower global_train_batch_size")
+            yield batch
+
+    def stream(self, sources: list[int]) -> Iterator[tuple[int, int]]:
+        """Yield (source, row) in a new order in each pass."""
+        every = [(number, row) for number in sources for row in self.dataset.rows[number]]
+        places = np.array(every, np.int64)
+        turn = 0
+        while True:
+            order = generator(self.seed, ROWS, self.epoch, turn, *sources).permutation(len(places))
+            for place in order:
+                yield int(places[place, 0]), int(places[place, 1])
+            turn += 1
+
+
+@dataclass
+class CutTexts:
+    """Counts the texts of a loader's batches, and those that were cut to the maximum length."""
+
+    queries: int = 0
+    documents: int = 0
+    cut_queries: int = 0
+    cut_documents: int = 0
+
+    def count(self, batch: dict[str, Any]) -> None:
+        for name, value in batch["counts"].items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def shares(self) -> dict[str, float]:
+        shares = {"cut_queries": self.queries, "cut_documents": self.documents}
+        return {name: getattr(self, name) / count for name, count in shares.items() if count}
+
+    def __str__(self) -> str:
+        shares = self.shares() or {"cut_queries": 0.0, "cut_documents": 0.0}
+        cut = f"{shares['cut_queries']:.1%} of the queries and {shares['cut_documents']:.1%} of the documents"
+        return f"cut to the maximum length: {cut}"
+
+
+class Collator:
+    """Draws → a device's batch: `parts`, microbatches; `keys`, (texts − queries,), of documents and then negatives;
+    `positives`, (B, P), the keys of all documents that are pairs of a query; and `counts`."""
+
+    def __init__(
+        self,
+        dataset: PairDataset,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: tuple[int, int],
+        negatives: int,
+        microbatch: tuple[int | None, int | None],
+        packing: bool,
+    ):
+        self.dataset, self.tokenizer, self.limits, self.negatives = dataset, tokenizer, limits, negatives
+        self.microbatch, self.packing = microbatch, packing
+
+    def __call__(self, draws: Sequence[Draw]) -> dict[str, Any]:
+        queries, documents, others, keys, of_others, positives = [], [], [], [], [], []
+        for epoch, source, row in draws:
+            pairs = self.dataset.sources[source]
+            query, document, negatives = pairs[row]
+            before = pairs.prompts.get("document", "")
+            queries.append(pairs.prompts.get("query", "") + query)
+            documents.append(before + document)
+            if len(negatives) > self.negatives:
+                draw = generator(self.dataset.seed, NEGATIVES, epoch, source, row)
+                chosen = draw.choice(len(negatives), self.negatives, replace=False)
+                negatives = [negatives[number] for number in chosen]
+            others += [before + text for text in negatives]
+            of_others += map(text_key, negatives)
+            keys.append(int(pairs.document_keys[row]))
+            positives.append(pairs.positives(row))
+        width = max(map(len, positives))
+        padded = [np.pad(found, (0, width - len(found)), constant_values=key) for found, key in zip(positives, keys)]
+        query_ids, cut_queries = tokenize(self.tokenizer, queries, self.limits[0])
+        document_ids, cut_documents = tokenize(self.tokenizer, documents + others, self.limits[1])
+        ids = query_ids + document_ids
+        groups = split([len(text) for text in ids], *self.microbatch)
+        return {
+            "parts": [assemble(ids, group, self.tokenizer.pad_token_id, self.packing) for group in groups],
+            "keys": torch.tensor([*keys, *of_others]),
+            "positives": torch.from_numpy(np.stack(padded)),
+            "counts": {
+                "queries": len(queries), "documents": len(document_ids),
+                "cut_queries": cut_queries, "cut_documents": cut_documents,
+            },
+        }  # fmt: skip
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], limit: int) -> tuple[list[list[int]], int]:
+    """Return the token ids of texts, and how many were cut to `limit`."""
+    options = {"return_attention_mask": False, "return_token_type_ids": False}
+    encoded = tokenizer(texts, truncation=True, max_length=limit, **options)
+    return encoded["input_ids"], sum(bool(one.overflowing) for one in encoded.encodings or ())
+
+
+class PairLoader(DataLoader):
+    """A loader that counts what it cuts, and whose workers' errors are as short as its own."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.cut = CutTexts()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in super().__iter__():
+            self.cut.count(batch)
+            yield batch
+
+
+def train_loader(
+    dataset: PairDataset, collator: Collator, batch_size: int, mixed: bool, num_workers: int
+) -> PairLoader:
+    """Return batches of `batch_size` pairs for this device. Raises UserError if the data does not fill one."""
+    world = dist.get_world_size()
+    sampler = Batches(dataset, batch_size * world, mixed, world, dist.get_global_rank())
+    return _loader(PairLoader, dataset, batch_size, num_workers, sampler=sampler, collate_fn=collator, drop_last=True)
+
+
+class EvaluationTexts(Dataset):
+    """The tokens of documents and queries, the longest first; each item is (number, ids), the number of `Rankings`."""
+
+    def __init__(
+        self, retrievals: list[Retrieval], tokenizer: PreTrainedTokenizerBase, limits: tuple[int, int], prompts: dict
+    ):
+        ids: list[list[int]] = []
+        self.cut = 0
+        for retrieval in retrievals:
+            for kind, texts, limit in (
+                ("document", retrieval.documents, limits[1]),
+                ("query", retrieval.queries, limits[0]),
+            ):
+                read, cut = tokenize(tokenizer, [prompts.get(kind, "") + text for text in texts.values()], limit)
+                ids += read
+                self.cut += cut
+        self.items = sorted(enumerate(ids), key=lambda item: -len(item[1]))
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, place: int) -> tuple[int, list[int]]:
+        return self.items[place]
+
+
+def eval_loader(texts: EvaluationTexts, pad: int, batch_size: int) -> DataLoader:
+    """Return padded batches of texts for this device, with their `numbers`, (texts,)."""
+
+    def collate(items: list[tuple[int, list[int]]]) -> Part:
+        part = assemble([ids for _, ids in items], range(len(items)), pad, packing=False)
+        return part | {"numbers": torch.tensor([number for number, _ in items])}
+
+    return _loader(DataLoader, texts, batch_size, 0, sampler=dist.get_sampler(texts), collate_fn=collate)
+
+
+def _loader(kind: type, dataset: Dataset, batch_size: int, num_workers: int, **options: Any) -> Any:
+    return kind(
+        dataset,
+        batch_size=batch_size,
+        num_workers=num_workers,
+        worker_init_fn=ignore_signals,
+        persistent_workers=num_workers > 0,
+        **options,
+    )
+
+
+def count_tokens(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch's or a microbatch's tokens under Composer's names; microbatches have equal shares of the loss."""
+    parts = batch.get("parts", [batch])
+    return {"total": sum(int(part["attention_mask"].sum()) for part in parts), "loss_generating": float(len(parts))}
+
+
+def count_samples(batch: dict[str, Any]) -> int:
+    """Return the number of pairs, or of texts in evaluation."""
+    return len(batch["positives"]) if "positives" in batch else len(batch["texts"])
+
+
+def split_batch(batch: dict[str, Tensor], microbatch_size: int) -> list[dict[str, Any]]:
+    return batch.get("parts", [batch])

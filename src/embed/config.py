@@ -1,0 +1,132 @@
+"""The keys of `embed.py`. Imports nothing slow."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from src.config import Rule, check_known, check_value, duration, key
+from src.data.tokenizers import check_path
+from src.errors import UserError
+from src.files import looks_like_path
+from src.training.config import COUNT, RunConfig
+
+SOURCE = ("files", "columns", "beir", "split", "prompts", "proportion")
+COLUMNS = ("query", "document", "negatives")
+KINDS = ("query", "document")
+
+
+@dataclass
+class WorkersConfig:
+    num_workers: int = key("processes to prepare batches; 0: the main one", 0, at_least=0, below=2**32, may_change=True)
+
+
+@dataclass
+class EmbedConfig(RunConfig):
+    """Keys of `embed.py`."""
+
+    starting_checkpoint_load_path: str | None = key(
+        "checkpoint of main.py or embed.py, Hub folder, BERT or ModernBERT to start from; null: random weights", None
+    )
+    model: dict[str, Any] = key("arguments of LionConfig that replace the checkpoint's, or define a model", {})
+    tokenizer_name: str | None = key("Hub name or folder of the tokenizer; null: the checkpoint's", None)
+    data: dict[str, Any] = key(
+        "sources by name, each with `files` (.jsonl, .csv, .tsv, .parquet) and `columns` (query, document, negatives: "
+        "a column that holds a list, or a list of columns), or with `beir` (a folder) and `split` (train); and with "
+        "`prompts` and `proportion` (of the batches; default: by size) of its own",
+    )
+    mixed_batches: bool = key("draw each batch from all sources; otherwise, from one of them", False)
+    eval_data: list[str] = key("folders in BEIR's layout to evaluate on; empty: held-out pairs", [], may_change=True)
+    eval_split: str = key("qrels of the folders in eval_data", "test", may_change=True)
+    held_out: int = key("pairs of each source for evaluation, if eval_data is empty", 256, **COUNT)
+    max_seq_len: int = key("maximum length of documents in tokens; longer ones are cut", at_least=3, at_most=2**32 - 1)
+    query_max_seq_len: int = key("the same of queries", 512, at_least=3, at_most=2**32 - 1)
+    pooling: str = key("of tokens to a vector", "mean", choices=("mean", "attention", "cls"))
+    prompts: dict[str, Any] = key("what stands before each `query` and each `document`", {})
+    temperature: float = key("divides cosines", 0.02, above=0)
+    symmetric: bool = key("also find the query of each document", False)
+    matryoshka_dims: list[int] = key("train the first m coordinates too, for each m given; empty: all alone", [])
+    negatives: int = key("negatives used for each query in a step, drawn from those it has", 7, at_least=0)
+    packing: bool = key("pack texts of a microbatch into shared rows instead of padding them", False)
+    device_train_microbatch_size: int | None = key(
+        "texts (not pairs) per device and forward pass", None, at_least=1, may_change=True
+    )
+    device_train_microbatch_tokens: int | None = key(
+        "tokens per device and forward pass, instead of device_train_microbatch_size", None, at_least=1, may_change=True
+    )
+    device_eval_batch_size: int = key("texts per device and evaluation batch", 32, may_change=True, **COUNT)
+    train_loader: WorkersConfig = field(default_factory=WorkersConfig)
+    max_duration: str = duration("length of training", units=("ba", "sp", "ep"), may_change=True)
+
+    def check(self) -> None:
+        super().check()
+        if (self.device_train_microbatch_size is None) == (self.device_train_microbatch_tokens is None):
+            raise UserError("set one of device_train_microbatch_size (texts) and device_train_microbatch_tokens")
+        if not self.data:
+            raise UserError("data names no source; add one, such as data.pairs.files=[pairs.jsonl]")
+        check_prompts("prompts", self.prompts)
+        for name, source in self.data.items():
+            check_source(f"data.{name}", source)
+        given = [name for name, source in self.data.items() if source.get("proportion") is not None]
+        if given and (len(given) < len(self.data) or self.mixed_batches):
+            problem = "mixed_batches draws pairs by size" if self.mixed_batches else "some sources have a proportion"
+            raise UserError(
+                f"data.{given[0]}.proportion: {problem}; give it for all sources of unmixed batches, or none"
+            )
+        for number in self.matryoshka_dims:
+            check_value("matryoshka_dims", number, int, Rule(at_least=1))
+
+    def check_data_paths(self) -> None:
+        """Raise UserError for a file or folder that does not exist."""
+        from src.data.readers import find_files
+
+        for name, source in self.data.items():
+            if "files" in source:
+                find_files(patterns(source))
+            elif not Path(source["beir"]).is_dir():
+                raise UserError(f"data.{name}.beir: {source['beir']} is not a folder; fix its path")
+        for folder in self.eval_data:
+            if not Path(folder).is_dir():
+                raise UserError(f"eval_data: {folder} is not a folder; fix its path")
+        if self.tokenizer_name is not None:
+            check_path(self.tokenizer_name, "tokenizer_name")
+        start = self.starting_checkpoint_load_path
+        if start is not None and looks_like_path(start) and not Path(start).exists():
+            raise UserError(f"starting_checkpoint_load_path: {start} is not a file or folder; fix its path")
+        if start is None and self.tokenizer_name is None:
+            raise UserError("random weights need a tokenizer; set tokenizer_name, or starting_checkpoint_load_path")
+
+
+def patterns(source: dict[str, Any]) -> list[str]:
+    files = source["files"]
+    return [files] if isinstance(files, str) else list(files)
+
+
+def check_source(name: str, source: Any) -> None:
+    """Raise UserError for a source that cannot be read as one."""
+    if not isinstance(source, dict) or ("files" in source) == ("beir" in source):
+        raise UserError(f"{name} must be a section with either files or beir; add one")
+    check_known(name, source, SOURCE)
+    if "beir" in source:
+        if "columns" in source:
+            raise UserError(f"{name}.columns: a BEIR folder has columns of its own; omit it")
+    elif "split" in source:
+        raise UserError(f"{name}.split is of a BEIR folder; omit it, or name the files of the split")
+    else:
+        columns = source.get("columns", {})
+        if not isinstance(columns, dict):
+            raise UserError(f"{name}.columns must be a section, such as columns: {{query: question, document: answer}}")
+        check_known(f"{name}.columns", columns, COLUMNS)
+        files = source["files"]
+        if not files or not (isinstance(files, str) or all(isinstance(file, str) for file in files)):
+            raise UserError(f"{name}.files must be a pattern or a list of patterns, such as data/*.jsonl")
+    check_prompts(f"{name}.prompts", source.get("prompts", {}))
+    if source.get("proportion") is not None:
+        check_value(f"{name}.proportion", source["proportion"], float, Rule(above=0))
+
+
+def check_prompts(name: str, prompts: Any) -> None:
+    if not isinstance(prompts, dict):
+        raise UserError(f"{name} must be a section, such as prompts: {{query: 'search_query: '}}")
+    check_known(name, prompts, KINDS)
+    for kind, text in prompts.items():
+        check_value(f"{name}.{kind}", text, str)

@@ -1,0 +1,145 @@
+"""Training pairs: read once from any source into a memory-mapped Arrow file of the run, then taken by row."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow
+from filelock import FileLock
+from pyarrow import ipc
+
+from src.cli import log, progress
+from src.data.readers import find_files, grouped, read_rows
+from src.embed.beir import read_beir
+from src.embed.config import patterns
+from src.errors import RunFailed, UserError, reason
+
+SCHEMA = pyarrow.schema(
+    {
+        "query": pyarrow.large_string(), "document": pyarrow.large_string(),
+        "negatives": pyarrow.list_(pyarrow.large_string()),
+        "query_key": pyarrow.int64(), "document_key": pyarrow.int64(),
+    }
+)  # fmt: skip
+STAMP = b"source"  # in the file's metadata: what it was read from
+
+
+class Pair(NamedTuple):
+    query: str
+    document: str
+    negatives: list[str]
+
+
+def text_key(text: str) -> int:
+    """A number by which equal texts are recognized."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+@dataclass
+class Pairs:
+    """A source. `query_keys` and `document_keys`, (rows,), are the numbers of the texts."""
+
+    name: str
+    table: pyarrow.Table
+    prompts: dict[str, str]
+    proportion: float | None = None
+
+    def __post_init__(self) -> None:
+        self.query_keys, self.document_keys = (
+            self.table.column(name).to_numpy() for name in ("query_key", "document_key")
+        )
+        self.by_query = np.argsort(self.query_keys, kind="stable")
+        self.sorted_queries = self.query_keys[self.by_query]
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def __getitem__(self, row: int) -> Pair:
+        return Pair(*(self.table.column(name)[row].as_py() for name in ("query", "document", "negatives")))
+
+    def positives(self, row: int) -> np.ndarray:
+        """The numbers of all documents that are pairs of a row's query."""
+        start, stop = np.searchsorted(self.sorted_queries, self.query_keys[row] + np.array([0, 1]))
+        return np.unique(self.document_keys[self.by_query[start:stop]])
+
+
+def open_pairs(name: str, source: dict[str, Any], prompts: dict[str, str], folder: Path) -> Pairs:
+    """Open the pairs of a source, kept in `folder`. The first of several processes reads them, if they are not there,
+    while the others wait. Raises UserError with file and line, RunFailed if they cannot be written."""
+    kept = folder / f"{name}.arrow"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock"):
+            keep(name, source, kept)
+    except OSError as error:
+        raise RunFailed(f"cannot write {kept} ({reason(error)}); free space and repeat the command") from None
+    table = ipc.open_file(pyarrow.memory_map(str(kept))).read_all()
+    return Pairs(name, table, {**prompts, **source.get("prompts", {})}, source.get("proportion"))
+
+
+def keep(name: str, source: dict[str, Any], kept: Path) -> None:
+    """Read a source into a file, unless the file holds it. Raises UserError, OSError."""
+    stamp, unfinished, count = _stamp(source), kept.with_suffix(".unfinished"), 0
+    if _is_of(kept, stamp):
+        return
+    try:
+        with ipc.new_file(str(unfinished), SCHEMA.with_metadata({STAMP: stamp})) as writer:
+            for group in grouped(_read(name, source), lambda pair: len(pair.query) + len(pair.document)):
+                writer.write_batch(_batch(group))
+                count += len(group)
+        if not count:
+            raise UserError(f"data.{name} has no pairs; name other files")
+        unfinished.replace(kept)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    log.info(f"data.{name}: {count:,} pairs")
+
+
+def _stamp(source: dict[str, Any]) -> bytes:
+    """What the pairs of a source depend on: its keys, and the size and time of its files."""
+    files = find_files(patterns(source)) if "files" in source else sorted(Path(source["beir"]).rglob("*.*"))
+    facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    return repr((source.get("columns"), source.get("split"), facts)).encode()
+
+
+def _is_of(kept: Path, stamp: bytes) -> bool:
+    try:
+        return (ipc.open_file(pyarrow.memory_map(str(kept))).schema.metadata or {}).get(STAMP) == stamp
+    except (OSError, pyarrow.ArrowException):
+        return False
+
+
+def _batch(pairs: list[Pair]) -> pyarrow.RecordBatch:
+    columns = [*map(list, zip(*pairs))]
+    keys = [[text_key(text) for text in texts] for texts in columns[:2]]
+    return pyarrow.record_batch([*columns, *keys], schema=SCHEMA)
+
+
+def _read(name: str, source: dict[str, Any]) -> Iterator[Pair]:
+    if "beir" in source:
+        data = read_beir(Path(source["beir"]), source.get("split", "train"), f"data.{name}.beir")
+        for query, grades in data.judged.items():
+            for document, grade in grades.items():
+                if grade > 0:
+                    yield Pair(data.queries[query], data.documents[document], [])
+        return
+    columns = {"query": "query", "document": "document", **source.get("columns", {})}
+    negatives = columns.get("negatives", [])
+    lists = isinstance(negatives, str)
+    wanted = [columns["query"], columns["document"], *([negatives] if lists else negatives)]
+    with progress(desc=f"reading data.{name}", unit="pair") as bar:
+        for path in find_files(patterns(source)):
+            for number, (query, document, *others) in read_rows(path, wanted):
+                found = others[0] if lists else [text for text in others if text is not None]
+                where, fix = f"{path}, line {number}", "fix or remove the row"
+                for kind, text in (("query", query), ("document", document)):
+                    if not isinstance(text, str) or not text.strip():
+                        what = "empty" if isinstance(text, str) else f"a {type(text).__name__}, not text"
+                        raise UserError(f"{where}: the {kind} ({columns[kind]}) is {what}; {fix}")
+                if not isinstance(found, list) or not all(isinstance(text, str) and text.strip() for text in found):
+                    raise UserError(f"{where}: the negatives ({negatives}) are not texts that are not empty; {fix}")
+                bar.update()
+                yield Pair(query, document, found)
