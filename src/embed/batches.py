@@ -139,13 +139,14 @@ class Batches(DistributedSampler):
 
     def stream(self, sources: list[int]) -> Iterator[tuple[int, int]]:
         """Yield (source, row) in a new order in each pass."""
-        every = [(number, row) for number in sources for row in self.dataset.rows[number]]
-        places = np.array(every, np.int64)
+        rows = [self.dataset.rows[number] for number in sources]
+        places = np.stack([np.repeat(sources, [*map(len, rows)]), np.concatenate(rows)], 1)
         turn = 0
         while True:
             order = generator(self.seed, ROWS, self.epoch, turn, *sources).permutation(len(places))
             for place in order:
-                yield int(places[place, 0]), int(places[place, 1])
+                source, row = places[place].tolist()
+                yield source, row
             turn += 1
 
 
