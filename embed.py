@@ -10,7 +10,7 @@ from src.embed.task import Embedding
 from src.training.config import load_config
 from src.training.run import run
 
-EXAMPLE = "yamls/embed/lion-s-base-finetune.yaml starting_checkpoint_load_path=./runs/lion-s-base/latest-rank0.pt"
+EXAMPLE = "yamls/embed/lion-s-base-pairs.yaml data.pairs.files='pairs/*.jsonl'"
 
 
 def main(argv: list[str]) -> None:

@@ -46,6 +46,7 @@ TOKENIZER_FILES = {
 # In the folder of a mixer without a position table, max_position_embeddings tells other programs, such as
 # sentence-transformers, that there is no limit; this key of config.json holds the checkpoint's own value.
 STORED_POSITIONS = "original_max_position_embeddings"
+SENTENCE_PROMPTS, SENTENCE_LIMIT = "config_sentence_transformers.json", "sentence_bert_config.json"
 PREPROCESSOR = "preprocessor_config.json"  # the file of a folder's image processor
 
 
@@ -59,6 +60,7 @@ class Checkpoint:
     weights: dict[str, Tensor]
     tokenizer: dict[str, dict[str, Any]] = field(default_factory=dict)  # of a file, see `tokenizer_files`
     processor: dict[str, Any] = field(default_factory=dict)  # settings of a CLIPImageProcessor; empty for texts
+    embedding: dict[str, Any] = field(default_factory=dict)  # prompts and max_seq_len of a LionEmbeddingModel
     timestamp: dict[str, int] = field(default_factory=dict)  # batch, sample, …; empty in weights-only checkpoints
     run_name: str | None = None
     optimizers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # class → settings per parameter group
@@ -166,6 +168,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         facts = {
             "tokenizer": dict(stored.get("tokenizer") or {}),
             "processor": dict(stored.get("image_processor") or {}),
+            "embedding": dict(stored.get("embedding") or {}),
             "timestamp": {unit: count for unit, count in counts if isinstance(count, int)},
             "run_name": str(state["run_name"]) if state.get("run_name") else None,
             "optimizers": {name: kept["param_groups"] for name, kept in (state.get("optimizers") or {}).items()},
@@ -246,7 +249,20 @@ def read_folder(folder: Path) -> Checkpoint:
     if STORED_POSITIONS in config:
         config["max_position_embeddings"] = config[STORED_POSITIONS]
     class_name = (config.get("architectures") or ["LionForMaskedLM"])[0]
-    return Checkpoint(folder, class_name, lion_config(config, str(folder)), weights)
+    return Checkpoint(folder, class_name, lion_config(config, str(folder)), weights, embedding=_embedding(folder))
+
+
+def _embedding(folder: Path) -> dict[str, Any]:
+    """What a folder says to sentence-transformers, as a checkpoint does; empty if it says nothing. Raises UserError."""
+    try:
+        prompts = json.loads((folder / SENTENCE_PROMPTS).read_text())["prompts"]
+        limit = json.loads((folder / SENTENCE_LIMIT).read_text())["max_seq_length"]
+        return {"prompts": {kind: str(text) for kind, text in prompts.items() if text}, "max_seq_len": limit}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        problem = f"{SENTENCE_PROMPTS} or {SENTENCE_LIMIT} of {folder} is corrupt ({first_line(error)})"
+        raise UserError(f"{problem}; export the folder again") from None
 
 
 def _read_bert(folder: Path) -> Checkpoint:

@@ -24,7 +24,6 @@ from src.lion.cpu import speed_up
 from src.lion.pooling import pool
 
 QUERY, DOCUMENT = "query", "document"
-SENTENCE_TRANSFORMERS = "config_sentence_transformers.json"
 Span = tuple[int, int]
 
 
@@ -109,7 +108,7 @@ class LionEncoder(Encoder):
             if (settings.limit or 0) > table:
                 raise UserError(f"--max_seq_len={settings.limit}: {name} has {table} position embeddings; lower it")
             self.limit = self.limit or table
-        self.prompts = stored_prompts(read) | settings.prompts
+        self.prompts = {**read.embedding.get("prompts", {}), **settings.prompts}
         self.special = len(tokenizer("")["input_ids"])  # tokens around a text, as many before as after it, or one more
         self.title = f"{config.mixer}, {config.pooling} pooling"
 
@@ -185,18 +184,6 @@ def embedding_model(read: Checkpoint) -> LionEmbeddingModel:
         weights["pooling_weight"] = model.pooling_weight.detach()
     load_all(model, weights, str(read.path))
     return model.eval()
-
-
-def stored_prompts(read: Checkpoint) -> dict[str, str]:
-    """Return the prompts of a sentence-transformers folder. Raises UserError if they cannot be read."""
-    path = read.path / SENTENCE_TRANSFORMERS
-    if not path.is_file():
-        return {}
-    try:
-        prompts = json.loads(path.read_text()).get("prompts") or {}
-        return {kind: str(prompts[kind]) for kind in (QUERY, DOCUMENT) if prompts.get(kind)}
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise UserError(f"{path} is corrupt ({first_line(error)}); export the folder again") from None
 
 
 def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:

@@ -23,6 +23,7 @@ class AutocastModel(HuggingFaceModel):
 
     cpu_bfloat16 = False
     processor: Mapping[str, Any] | None = None  # settings of the image processor, if the model reads images
+    embedding: Mapping[str, Any] | None = None  # prompts and max_seq_len, if the model was trained for embeddings
 
     def autocast(self) -> torch.autocast:
         return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.cpu_bfloat16)
@@ -37,6 +38,8 @@ class AutocastModel(HuggingFaceModel):
         metadata["model"]["config"]["class"] = f"{type(model).__module__}.{type(model).__name__}"
         if self.processor is not None:
             metadata["image_processor"] = dict(self.processor)
+        if self.embedding is not None:
+            metadata["embedding"] = dict(self.embedding)
         return metadata
 
 
