@@ -28,9 +28,10 @@ def main(argv: list[str]) -> None:
         return added.add_argument
 
     add = subcommand("export", commands.export, "write a checkpoint as a folder that plain transformers loads")
-    add("--checkpoint", type=Path, required=True, help="checkpoint that main.py, glue.py or vision.py saved")
+    add("--checkpoint", type=Path, required=True, help="checkpoint that main.py, glue.py, vision.py or embed.py saved")
     add("--out", type=Path, required=True, help="folder to write; must not exist yet")
     add("--glue", type=Path, help="folder of a glue.py run, whose scores go into the model card")
+    add("--max_seq_length", type=int, help="of texts in sentence-transformers (default: max_seq_len of embed.py)")
     add = subcommand("verify", commands.verify, "compare a folder with the checkpoint it was written from")
     add("--checkpoint", required=True, help="the checkpoint: a file, or ORG/NAME on the Hub")
     add("--folder", type=Path, required=True, help="folder that export or import wrote")

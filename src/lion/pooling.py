@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-PIECE = 1 << 16  # tokens that are summed at once
+PIECE = 512  # tokens that one product sums, since its rounding errors grow with them
 
 
 def pool(x: Tensor, tokens: Tensor, scores: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -25,7 +25,8 @@ def pool(x: Tensor, tokens: Tensor, scores: Tensor | None = None) -> tuple[Tenso
     logits = scores[:, None].masked_fill(~tokens, torch.finfo(wide).min)
     weights = logits.softmax(-1).masked_fill(~tokens, 0)
     parts = zip(weights.split(PIECE, -1), x.split(PIECE, 1))
-    return sum(share @ part.to(wide) for share, part in parts), weights
+    sums = [share @ part.to(wide) for share, part in parts]
+    return (torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]), weights
 
 
 def pool_spans(x: Tensor, spans: Sequence[tuple[int, int]], scores: Tensor | None = None) -> tuple[Tensor, Tensor]:

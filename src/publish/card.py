@@ -37,14 +37,15 @@ def model_card(checkpoint: "Checkpoint", name: str, scores: Facts | None = None)
             data |= {"dataset_name": evaluated["name"], "dataset_split": evaluated["split"]}
             data |= {"metric_type": kind, "metric_value": value, "metric_name": label}
             results.append({"task_type": spec.pipeline_tag, **data})
+    tags = ["sentence-transformers", "feature-extraction"] if spec.library == "sentence-transformers" else []
     dataset = "nyu-mll/glue" if result and is_glue(result) else train.get("hub_id")
     metadata = ModelCardData(
         model_name=title if results else None,
         eval_results=[EvalResult(**each) for each in results] or None,
         license=None if checkpoint.published else "apache-2.0",
-        library_name="transformers",
+        library_name=spec.library,
         pipeline_tag=spec.pipeline_tag if checkpoint.tokenizer or spec.reads == "images" else None,
-        tags=["lion", "linear-attention", checkpoint.config.mixer],
+        tags=["lion", "linear-attention", checkpoint.config.mixer, *tags],
         datasets=[dataset] if dataset else None,
     )
     table = [["split", "metric", "score"], *([split, m, f"{100 * value:.2f}"] for m, value, split in job_scores)]

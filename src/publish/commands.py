@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from src.checkpoints.reading import Checkpoint
 
 CARD = "README.md"
+EMBEDDING = "LionEmbeddingModel"
 PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")  # checkpoint suffixes
 DENIED = {
     401: "the token is missing or not valid",
@@ -33,9 +34,15 @@ PUBLISHED = (".jinja", ".jpg", ".json", ".md", ".model", ".png", ".py", ".safete
 
 
 def export(
-    checkpoint: Path | str, out: Path, glue: Path | None = None, tokenizer: str | None = None, published: bool = False
+    checkpoint: Path | str,
+    out: Path,
+    glue: Path | None = None,
+    tokenizer: str | None = None,
+    published: bool = False,
+    max_seq_length: int | None = None,
 ) -> None:
-    """Write a Hub folder, verify it, then name it `out`. `published`: by the paper's authors. Raises UserError."""
+    """Write a Hub folder, verify it, then name it `out`. `published`: by the paper's authors; `max_seq_length`: of texts
+    in sentence-transformers. Raises UserError."""
     if "." in out.name:
         raise UserError(f"--out {out} has a dot in its name, so transformers cannot load its code; choose another name")
     if out.exists():
@@ -47,6 +54,8 @@ def export(
     if bool(read.published) != published:
         whose = "the paper's authors; use `hub.py import`" if read.published else "this project; use `hub.py export`"
         raise UserError(f"{checkpoint} is a checkpoint of {whose}")
+    if max_seq_length is not None:
+        set_limit(read, max_seq_length)
     from src.publish import folder as hub_folder
 
     unfinished = out.with_name(f"{out.name}-unfinished")
@@ -60,9 +69,26 @@ def export(
         raise UserError(f"--out {out} cannot be written ({reason(error)}); choose another or free space") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    print(f"{out} gives the checkpoint's logits in plain transformers (largest difference {difference:.1e})")
+    print(f"{out} gives the checkpoint's {outputs(read)} in plain transformers (largest difference {difference:.1e})")
     if published and read.reads == "texts" and not read.tokenizer:
         log.info(f"{out} has no tokenizer, since the checkpoint has none; import again with --tokenizer to add one")
+
+
+def outputs(read: "Checkpoint") -> str:
+    """What a model computes, in words."""
+    return "vectors" if read.class_name == EMBEDDING else "logits"
+
+
+def set_limit(read: "Checkpoint", limit: int) -> None:
+    """Change how long the texts of an embedding model are. Raises UserError."""
+    key, config = f"--max_seq_length {limit}", read.config
+    if read.class_name != EMBEDDING:
+        raise UserError(f"{key} is for a checkpoint of embed.py, and {read.path} is none; omit it")
+    if limit < 3:
+        raise UserError(f"{key} must be at least 3")
+    if config.has_positions and limit > config.max_position_embeddings:
+        raise UserError(f"{key}: {read.path} has {config.max_position_embeddings} position embeddings; lower it")
+    read.embedding["max_seq_len"] = limit
 
 
 def verify(checkpoint: str, folder: Path, tokenizer: str | None = None, python: str = sys.executable) -> None:
@@ -73,7 +99,7 @@ def verify(checkpoint: str, folder: Path, tokenizer: str | None = None, python: 
     from src.publish import folder as hub_folder
 
     difference = hub_folder.verify(read, folder, python)
-    print(f"{folder} gives the checkpoint's logits (largest difference {difference:.1e})")
+    print(f"{folder} gives the checkpoint's {outputs(read)} (largest difference {difference:.1e})")
 
 
 def push(
@@ -97,7 +123,7 @@ def push(
         if revision is not None:
             api.create_branch(repo.repo_id, branch=revision, exist_ok=True)
         if card.is_file():  # its usage lines load the folder: from now on by the name on the Hub
-            usage = rf'(model=|from_pretrained\()"{re.escape(own_name)}"'
+            usage = rf'(model=|from_pretrained\(|SentenceTransformer\()"{re.escape(own_name)}"'
             card.write_text(re.sub(usage, rf'\1"{repo.repo_id}"', card.read_text("utf-8")), "utf-8")
         target = {"repo_id": repo.repo_id, "revision": revision}
         commit = api.upload_folder(folder_path=folder, commit_message=f"Upload {own_name}", **target)

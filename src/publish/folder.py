@@ -29,20 +29,23 @@ def write(checkpoint: Checkpoint, out: Path) -> None:
     model = checkpoint.build()
     config = model.config
     files = INPUTS[checkpoint.reads](checkpoint).files(config)
-    config.auto_map = auto_map(checkpoint.reads)
+    config.auto_map = auto_map(checkpoint.class_name)
     config.architectures = [checkpoint.class_name]
     model.save_pretrained(out, safe_serialization=True, max_shard_size="50GB")  # the Hub's limit for a file
     files |= {file.name: file.read_bytes() for file in CODE.glob("*.py") if file.name != "__init__.py"}
     for name, content in files.items():
+        (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_bytes(content)
 
 
-def auto_map(reads: str) -> dict[str, str]:
-    """Which class in which file transformers loads, for models of texts or of images."""
-    specs = {name: spec for name, spec in EXPORTS.items() if spec.reads == reads}
-    config = getattr(lion, next(iter(specs))).config_class.__name__
-    classes = {spec.auto_class: f"{spec.module}.{name}" for name, spec in specs.items()}
-    return {"AutoConfig": f"configuration_lion.{config}", **classes}
+def auto_map(class_name: str) -> dict[str, str]:
+    """Which class in which file transformers loads: this one, and others that read the same."""
+    specs = {class_name: EXPORTS[class_name], **EXPORTS}
+    classes: dict[str, str] = {}
+    for name, spec in specs.items():
+        if spec.reads == EXPORTS[class_name].reads:
+            classes.setdefault(spec.auto_class, f"{spec.module}.{name}")
+    return {"AutoConfig": f"configuration_lion.{getattr(lion, class_name).config_class.__name__}", **classes}
 
 
 def verify(checkpoint: Checkpoint, folder: Path, python: str = sys.executable) -> float:
@@ -53,11 +56,12 @@ def verify(checkpoint: Checkpoint, folder: Path, python: str = sys.executable) -
     names = {name for name in {*vars(own), *SETTINGS} - SAME_NUMBERS if name in SETTINGS or name in IMAGE_ARGUMENTS}
     differing += sorted(n for n in names if getattr(own, n, None) != getattr(stored.config, n, None))
     differing += [PREPROCESSOR] if checkpoint.processor != stored.processor else []
+    differing += prepared.differing(folder)
     if differing:
         raise UserError(f"{folder} differs from {checkpoint.path} in {', '.join(differing)}; export it again")
     given = prepared.given()
     report = _run_probe(folder, spec, given, python)
-    prepared.check(folder, report)
+    prepared.check(folder, report, model)
     with torch.no_grad():
         expected = model(**given["inputs"])
     difference = largest_difference(expected, report["outputs"])

@@ -10,13 +10,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DataCollatorWithPadding
 
-from src.checkpoints.reading import PREPROCESSOR, STORED_POSITIONS, Checkpoint
+from src.checkpoints.reading import PREPROCESSOR, SENTENCE_LIMIT, SENTENCE_PROMPTS, STORED_POSITIONS, Checkpoint
 from src.cli import log
 from src.errors import UserError
-from src.lion import LionConfig, LionVisionConfig
+from src.lion import LionConfig, LionEmbeddingModel, LionPreTrainedModel, LionVisionConfig
 from src.publish.spec import EXPORTS
 
 NO_LIMIT = 2**31 - 1  # as max_position_embeddings: sentence-transformers needs a number that fits a 64-bit integer
+EMBEDDING = LionEmbeddingModel.__name__
+VECTOR_TOLERANCE = 1e-5  # of a coordinate of a unit vector
 PIXEL_TOLERANCE = 1e-6  # of what a folder's processor makes of an image
 
 
@@ -37,6 +39,7 @@ class TextInputs:
             files["tokenizer_config.json"] = json.dumps(limited, indent=2).encode()
             # pipeline() finds no tokenizer for an architecture it does not know, unless the config names one.
             config.tokenizer_class = tokenizer_config.get("tokenizer_class")
+        files |= sentence_transformers_files(self.checkpoint)
         if not config.has_positions:
             setattr(config, STORED_POSITIONS, config.max_position_embeddings)
             config.max_position_embeddings = NO_LIMIT
@@ -51,10 +54,14 @@ class TextInputs:
             batch = [dict(tokenizer(*text, truncation=True, max_length=max_length)) for text in spec.examples]
             inputs = dict(DataCollatorWithPadding(tokenizer)(batch))
             self.tokens = {"tokens": batch, "vocabulary": tokenizer.get_vocab()}
-        return {"inputs": inputs, "texts": spec.examples, "max_length": max_length, "long": "the " * 9000}
+        given = {"inputs": inputs, "texts": spec.examples, "max_length": max_length, "long": "the " * 9000}
+        if self.checkpoint.class_name == EMBEDDING and tokenizer is not None:
+            given["embed"] = [text for text, *_ in spec.examples]
+            given["longest"] = own.max_position_embeddings if own.has_positions else NO_LIMIT
+        return given
 
-    def check(self, folder: Path, report: dict[str, Any]) -> None:
-        """Raise UserError unless the folder's process tokenized as the checkpoint does."""
+    def check(self, folder: Path, report: dict[str, Any], model: LionPreTrainedModel) -> None:
+        """Raise UserError unless the folder's process tokenized as the checkpoint does, and its vectors are equal."""
         if report["tokens"] is not None:
             self._check_limits(folder, report)
         if self.tokens is None and report["tokens"] is not None:
@@ -62,6 +69,35 @@ class TextInputs:
             log.info(f"the tokens of {folder} are not compared: {path} has no tokenizer; pass --tokenizer")
         elif self.tokens != report["tokens"]:
             raise UserError(f"{folder} and its checkpoint tokenize differently; export it again")
+        if "vectors" in report:
+            self._check_embeddings(folder, report, model)
+
+    def differing(self, folder: Path) -> list[str]:
+        """Return which of the files for sentence-transformers differ; a longer limit than in training may stand."""
+        own, trained = self.checkpoint.config, max_seq_length(self.checkpoint)
+        expected = {name: json.loads(content) for name, content in sentence_transformers_files(self.checkpoint).items()}
+        found = {name: _read_json(folder / name) for name in expected}
+        if not expected:
+            return []
+        limit = (found.pop(SENTENCE_LIMIT) or {}).get("max_seq_length")
+        names = sorted(name for name in found if found[name] != expected[name])
+        longest = own.max_position_embeddings if own.has_positions else NO_LIMIT
+        if not (isinstance(limit, int) and trained <= limit <= longest):
+            names.append(f"max_seq_length ({limit}, and {trained} in training)")
+        return names
+
+    def _check_embeddings(self, folder: Path, report: dict[str, Any], model: LionPreTrainedModel) -> None:
+        """Raise UserError unless sentence-transformers, or what stands in for it, gives the checkpoint's vectors."""
+        own, limit = self.checkpoint.config, _read_json(folder / SENTENCE_LIMIT)["max_seq_length"]
+        texts = [text for text, *_ in EXPORTS[EMBEDDING].examples] + ["the " * 9000]
+        limits = [limit] * (len(texts) - 1) + [own.max_position_embeddings if own.has_positions else NO_LIMIT]
+        for text, most, vector in zip(texts, limits, report["vectors"]):
+            ids = self.tokenizer(text, truncation=True, max_length=most, return_tensors="pt")["input_ids"]
+            with torch.no_grad():
+                own_vector = F.normalize(model(ids).pooler_output[0], dim=-1)
+            if not (difference := (own_vector - vector).abs().max().item()) <= VECTOR_TOLERANCE:
+                problem = f"the vectors of {folder} in {report['encoder']} differ from the checkpoint's"
+                raise UserError(f"{problem} by {difference:.1e}, at {ids.shape[1]:,} tokens; export it again")
 
     def _check_limits(self, folder: Path, report: dict[str, Any]) -> None:
         """Raise UserError unless texts are truncated to the position table, if any, or as earlier versions did."""
@@ -90,6 +126,10 @@ class ImageInputs:
         """Return the folder's other files."""
         return {PREPROCESSOR: f"{json.dumps(self.checkpoint.processor, indent=2)}\n".encode()}
 
+    def differing(self, folder: Path) -> list[str]:
+        """Return which other files differ: the processor's is compared as it is read."""
+        return []
+
     def given(self) -> dict[str, Any]:
         """Return what the folder is given to compute in its own process; "inputs" are the model's."""
         from PIL import Image
@@ -105,7 +145,7 @@ class ImageInputs:
             pixels = pixels.repeat(1, -(-channels // 3), 1, 1)[:, :channels].contiguous()
         return {"inputs": {"pixel_values": pixels}, "images": images}
 
-    def check(self, folder: Path, report: dict[str, Any]) -> None:
+    def check(self, folder: Path, report: dict[str, Any], model: LionPreTrainedModel) -> None:
         """Raise UserError unless the folder's processor makes the same of images."""
         if self.pixels is None:
             return
@@ -113,6 +153,46 @@ class ImageInputs:
         if not difference <= PIXEL_TOLERANCE:
             problem = f"the image processor of {folder} differs from the checkpoint's by {difference:.1e}"
             raise UserError(f"{problem}; export it again")
+
+
+def max_seq_length(checkpoint: Checkpoint) -> int:
+    """The longest text that a folder's users get read: by default, as long as those of its training."""
+    return checkpoint.embedding.get("max_seq_len") or checkpoint.config.max_position_embeddings
+
+
+def sentence_transformers_files(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """What sentence-transformers reads beside the model, under the names that its versions 5 and 6 know; none for a
+    model that gives no vectors. The mean of the hidden states is the vector for attention pooling too."""
+    if checkpoint.class_name != EMBEDDING:
+        return {}
+    first = checkpoint.config.pooling == "cls"
+    types = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    contents = {
+        "modules.json": [
+            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for number, (path, kind) in enumerate(types.items())
+        ],
+        "1_Pooling/config.json": {
+            "word_embedding_dimension": checkpoint.config.hidden_size,
+            "pooling_mode_cls_token": first,
+            "pooling_mode_mean_tokens": not first,
+        },
+        SENTENCE_LIMIT: {"max_seq_length": max_seq_length(checkpoint), "do_lower_case": False},
+        SENTENCE_PROMPTS: {
+            "prompts": {"query": "", "document": "", **checkpoint.embedding.get("prompts", {})},
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine",
+        },
+    }
+    return {name: f"{json.dumps(content, indent=2)}\n".encode() for name, content in contents.items()}
+
+
+def _read_json(path: Path) -> Any:
+    """The contents of a JSON file; None if it cannot be read."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def example_images() -> list[Tensor]:

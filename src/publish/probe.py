@@ -1,6 +1,8 @@
 """Load a folder as any user would; what it computes for work/inputs.pt goes to work/report.pt, for `folder.verify`."""
 
+import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -16,6 +18,26 @@ if processor == "AutoTokenizer" and Path(folder, "tokenizer_config.json").is_fil
     report["tokens"] = {"tokens": tokens, "vocabulary": tokenizer.get_vocab()}
     report["long"] = len(tokenizer(given["long"])["input_ids"])
     report["long_truncated"] = len(tokenizer(given["long"], truncation=True)["input_ids"])
+    if "embed" in given:  # as sentence-transformers gives them, where it is installed
+        if find_spec("sentence_transformers"):
+            from sentence_transformers import SentenceTransformer
+
+            encoder = SentenceTransformer(folder, device="cpu", trust_remote_code=True)
+            options = {"convert_to_tensor": True, "show_progress_bar": False}
+            vectors = [encoder.encode(text, **options) for text in given["embed"]]
+            encoder.max_seq_length = given["longest"]
+            report["vectors"] = torch.stack([*vectors, encoder.encode(given["long"], **options)])
+            report["encoder"] = "sentence-transformers"
+        else:
+            limit = json.loads(Path(folder, "sentence_bert_config.json").read_text())["max_seq_length"]
+            lengths = [limit] * len(given["embed"]) + [given["longest"]]
+            report["vectors"], report["encoder"] = [], "transformers"
+            for text, most in zip([*given["embed"], given["long"]], lengths):
+                ids = tokenizer(text, truncation=True, max_length=most, return_tensors="pt")["input_ids"]
+                with torch.no_grad():
+                    vector = model(ids).pooler_output[0]
+                report["vectors"].append(vector / vector.norm())
+            report["vectors"] = torch.stack(report["vectors"])
 elif processor == "AutoImageProcessor" and Path(folder, "preprocessor_config.json").is_file():
     from PIL import Image
 

@@ -35,6 +35,7 @@ class ExportSpec:
     processor: str = "AutoTokenizer"  # the transformers class that prepares its inputs
     reads: str = "texts"  # or "images"
     module: str = "modeling_lion"
+    library: str = "transformers"  # that people use it with
     examples: tuple = TEXTS  # processor inputs, to compare a folder with its checkpoint
     example_inputs: Callable[[LionConfig], dict[str, Tensor]] = example_tokens  # model inputs, if there is no processor
 
@@ -57,6 +58,16 @@ EXPORTS = {
     ),
     "LionForTokenClassification": ExportSpec("AutoModelForTokenClassification", "token-classification"),
     "LionForQuestionAnswering": ExportSpec("AutoModelForQuestionAnswering", "question-answering"),
+    "LionEmbeddingModel": ExportSpec(
+        "AutoModel",
+        "sentence-similarity",
+        metrics={
+            "eval/RetrievalNDCG": ("nDCG@10", "{:.2%}", None),
+            "eval/RetrievalLoss": ("loss", "{:.3f}", None),
+        },
+        module="modeling_lion_embedding",
+        library="sentence-transformers",
+    ),
     "LionImageModel": ExportSpec("AutoModel", **IMAGES),
     "LionForImageClassification": ExportSpec(
         "AutoModelForImageClassification",
