@@ -1,5 +1,6 @@
 """Train text embeddings:  [composer -n N] embed.py FILE.yaml [key=value ...]
-Score models at retrieval:  python embed.py evaluate MODEL [MODEL ...] --data DIR [DIR ...]"""
+Score models at retrieval:  python embed.py evaluate MODEL [MODEL ...] --data DIR [DIR ...]
+Encode files of texts:  python embed.py encode MODEL --data_files GLOB --out DIR"""
 
 import sys
 from pathlib import Path
@@ -18,6 +19,10 @@ def main(argv: list[str]) -> None:
         from src.embed.evaluate import evaluate
 
         return evaluate(argv[1:])
+    if argv[:1] == ["encode"]:
+        from src.embed.encode import encode
+
+        return encode(argv[1:])
     run(Embedding(load_config(EmbedConfig, "embed.py", EXAMPLE, argv)))
 
 

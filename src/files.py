@@ -67,8 +67,9 @@ def check_writable(key: str, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def exclusive_lock(folder: Path, command: str) -> Iterator[None]:
-    """Lock `save_folder` for this process; a folder left empty is removed. Raises UserError if it is in use."""
+def exclusive_lock(folder: Path, command: str, key: str = "save_folder") -> Iterator[None]:
+    """Lock a folder for this process; a folder left empty is removed. `key` is what the user set. Raises UserError if
+    it is in use."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / ".lock", timeout=0)
@@ -77,9 +78,9 @@ def exclusive_lock(folder: Path, command: str) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         found = f"another {command} is running in {folder}"
-        raise UserError(f"save_folder: {found}; wait for it or choose another folder") from None
+        raise UserError(f"{key}: {found}; wait for it or choose another folder") from None
     except OSError as error:
-        raise UserError(f"save_folder: cannot write to {folder} ({reason(error)}); choose another folder") from None
+        raise UserError(f"{key}: cannot write to {folder} ({reason(error)}); choose another folder") from None
     try:
         yield
     finally:

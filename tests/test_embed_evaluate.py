@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import embed
 from src.checkpoints.reading import read_checkpoint
-from src.embed.encoder import DOCUMENT, QUERY, LionEncoder, OtherEncoder, Settings, open_encoder
+from src.embed.encoder import DOCUMENT, QUERY, LionEncoder, OtherEncoder, Passages, Settings, open_encoder
 from src.errors import UserError
 
 TEXTS = ["the old ship", "", *sentences(8), "the king loves the ship " * 60]
@@ -63,7 +63,7 @@ def test_vectors_are_means_of_unit_length_in_the_order_of_texts(encoder):
 
 
 def test_passages_see_the_whole_text_and_hold_every_token_once(encoder):
-    found = encoder.encode(TEXTS, DOCUMENT, passages=7)
+    found = encoder.encode(TEXTS, DOCUMENT, passages=Passages(7))
     expected, owners = [], []
     for number, text in enumerate(TEXTS):
         x = hidden_states(encoder, text)
@@ -79,9 +79,9 @@ def test_passages_see_the_whole_text_and_hold_every_token_once(encoder):
 
 
 def test_passages_of_texts_longer_than_a_segment(encoder, monkeypatch):
-    expected = encoder.encode(TEXTS, DOCUMENT, passages=16)
+    expected = encoder.encode(TEXTS, DOCUMENT, passages=Passages(16))
     monkeypatch.setattr(encoder.model.config, "segment_length", 64)
-    found = encoder.encode(TEXTS, DOCUMENT, passages=16)
+    found = encoder.encode(TEXTS, DOCUMENT, passages=Passages(16))
     torch.testing.assert_close(found.vectors, expected.vectors, atol=1e-5, rtol=1e-5)
 
 

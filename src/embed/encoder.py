@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from src.checkpoints.reading import Checkpoint, load_all, read_pretrained
 from src.cli import progress
 from src.data.readers import grouped
+from src.embed.passages import Span, characters, passage_edges, unit_starts
 from src.errors import RunFailed, UserError, first_line
 from src.files import looks_like_path
 from src.lion import LionEmbeddingModel
@@ -24,18 +26,27 @@ from src.lion.cpu import speed_up
 from src.lion.pooling import pool
 
 QUERY, DOCUMENT = "query", "document"
-Span = tuple[int, int]
+
+
+@dataclass
+class Passages:
+    """That texts are read in passages: of at most `size` tokens, and of a `unit` of passages.UNITS."""
+
+    size: int
+    unit: str = "tokens"
 
 
 @dataclass
 class Encoded:
     """Unit vectors, (vectors, D) in float32; `owners`, (vectors,), the text of each in ascending order, if texts have
-    several; and how many tokens were read, and texts cut."""
+    several; how many tokens were read, and texts cut; and the `places` of each vector, (vectors, 4): its first token and
+    the one after its last, and the same in characters of the text, −1 if unknown."""
 
     vectors: Tensor
     owners: Tensor | None
     tokens: int
     cut: int
+    places: Tensor
 
 
 @dataclass
@@ -48,6 +59,7 @@ class Settings:
     device: str = "cpu"
     bfloat16: bool = False
     batch_tokens: int = 16384  # of a batch, padding included, unless a single text is longer
+    segment_length: int | None = None  # tokens of the segments in which longer texts are read; None: the model's own
     trust_remote_code: bool = False
 
     def autocast(self) -> contextlib.AbstractContextManager:
@@ -60,9 +72,9 @@ class Encoder(ABC):
     prompts: dict[str, str]
 
     @abstractmethod
-    def encode(self, texts: Sequence[str], kind: str, title: str = "", passages: int | None = None) -> Encoded:
-        """Encode texts of a kind, QUERY or DOCUMENT; with `passages`, each passage of that many tokens. `title` is for
-        the progress bar. Raises RunFailed for vectors that are not finite, UserError for a model without passages."""
+    def encode(self, texts: Sequence[str], kind: str, title: str = "", passages: Passages | None = None) -> Encoded:
+        """Encode texts of a kind, QUERY or DOCUMENT; with `passages`, each of their passages. With a `title` there is a
+        progress bar. Raises RunFailed for vectors that are not finite, UserError for a model without passages."""
 
 
 def open_encoder(name: str, settings: Settings) -> Encoder:
@@ -100,6 +112,7 @@ class LionEncoder(Encoder):
             raise UserError(f"{name} has no tokenizer; give its Hub folder, or a checkpoint of main.py or embed.py")
         self.name, self.settings, self.tokenizer = name, settings, tokenizer
         self.model = embedding_model(read).to(settings.device)
+        self.model.config.segment_length = settings.segment_length or self.model.config.segment_length
         speed_up(self.model)
         config = self.model.config
         self.limit = settings.limit
@@ -111,24 +124,27 @@ class LionEncoder(Encoder):
         self.prompts = {**read.embedding.get("prompts", {}), **settings.prompts}
         self.special = len(tokenizer("")["input_ids"])  # tokens around a text, as many before as after it, or one more
         self.title = f"{config.mixer}, {config.pooling} pooling"
+        if not tokenizer.is_fast:
+            raise UserError(f"{name}: its tokenizer has no fast version (tokenizer.json); export it with one")
 
-    def tokenize(self, texts: Sequence[str], kind: str) -> tuple[list[list[int]], int]:
-        """Return the token ids of texts with their prompt, and how many were cut."""
-        prompt = self.prompts.get(kind, "")
-        texts = [prompt + text for text in texts]
-        cutting = {"truncation": True, "max_length": self.limit} if self.limit else {}
-        encoded = self.tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, **cutting)
-        cut = sum(bool(one.overflowing) for one in encoded.encodings) if self.limit and encoded.encodings else 0
-        return encoded["input_ids"], cut
-
-    def encode(self, texts: Sequence[str], kind: str, title: str = "", passages: int | None = None) -> Encoded:
+    def encode(self, texts: Sequence[str], kind: str, title: str = "", passages: Passages | None = None) -> Encoded:
         if passages is not None and self.model.config.pooling == "cls":
             raise UserError(f"--passages: {self.name} takes a text's first token, so passages have no vectors; omit it")
-        vectors, counts, tokens, cut = [], [], 0, 0
-        with progress(total=len(texts), desc=title, unit="text") as bar:
+        vectors, places, counts, tokens, cut = [], [], [], 0, 0
+        prompt = self.prompts.get(kind, "")
+        options = {"return_attention_mask": False, "return_token_type_ids": False, "return_offsets_mapping": True}
+        options |= {"truncation": True, "max_length": self.limit} if self.limit else {}
+        with bar_of(title, len(texts)) as bar:
             for group in grouped(texts, len):
-                rows, cut_here = self.tokenize(group, kind)
-                spans = [[(0, len(row))] if passages is None else self.spans(len(row), passages) for row in rows]
+                group = [prompt + text for text in group]
+                encoded = self.tokenizer(group, **options)
+                rows = encoded["input_ids"]
+                spans = []
+                for text, row, offsets in zip(group, rows, encoded["offset_mapping"]):
+                    spans.append(self.spans(text, len(row), offsets, passages))
+                    chars = (characters(span, offsets, self.special) for span in spans[-1])
+                    before = len(prompt)
+                    places += [(*span, *(max(0, c - before) for c in each)) for span, each in zip(spans[-1], chars)]
                 of_text: list[Tensor] = [torch.empty(0)] * len(rows)
                 for batch in batches([len(row) for row in rows], self.settings.batch_tokens):
                     found = self._vectors([rows[n] for n in batch], [spans[n] for n in batch])
@@ -137,18 +153,20 @@ class LionEncoder(Encoder):
                     bar.update(len(batch))
                 vectors += of_text
                 counts += map(len, spans)
-                tokens, cut = tokens + sum(map(len, rows)), cut + cut_here
+                tokens += sum(map(len, rows))
+                cut += sum(bool(one.overflowing) for one in encoded.encodings) if self.limit else 0
         together = torch.cat(vectors)
         if not together.isfinite().all():
             raise RunFailed(f"{self.name}: the vectors are not finite; use --precision fp32, or another checkpoint")
         owners = None if passages is None else torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-        return Encoded(F.normalize(together, dim=-1), owners, tokens, cut)
+        return Encoded(F.normalize(together, dim=-1), owners, tokens, cut, torch.tensor(places))
 
-    def spans(self, length: int, size: int) -> list[Span]:
-        """Passages of `size` tokens; the special tokens go with the first and the last."""
-        before, words = self.special - self.special // 2, max(1, length - self.special)
-        edges = [0, *range(before + size, before + words, size), length]
-        return list(itertools.pairwise(edges))
+    def spans(self, text: str, length: int, offsets: list[Span], passages: Passages | None) -> list[Span]:
+        """Return the passages of a text, in tokens; without `passages`, the whole."""
+        if passages is None:
+            return [(0, length)]
+        breaks = unit_starts(text, offsets, self.special, passages.unit)
+        return list(itertools.pairwise(passage_edges(length, self.special, passages.size, breaks)))
 
     @torch.inference_mode()
     def _vectors(self, rows: list[list[int]], spans: list[list[Span]]) -> list[Tensor]:
@@ -186,6 +204,11 @@ def embedding_model(read: Checkpoint) -> LionEmbeddingModel:
     return model.eval()
 
 
+def bar_of(title: str, total: int) -> Any:
+    """A progress bar, silent without a title."""
+    return progress(total=total, desc=title, unit="text") if title else tqdm(disable=True)
+
+
 def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     """Yield the numbers of texts of similar length, at most `batch_tokens` with padding, the longest first."""
     batch: list[int] = []
@@ -221,14 +244,14 @@ class OtherEncoder(Encoder):
         self.prompts = {kind: text for kind, text in self.model.prompts.items() if text} | settings.prompts
         self.title = "sentence-transformers"
 
-    def encode(self, texts: Sequence[str], kind: str, title: str = "", passages: int | None = None) -> Encoded:
+    def encode(self, texts: Sequence[str], kind: str, title: str = "", passages: Passages | None = None) -> Encoded:
         if passages is not None:
             raise UserError(f"--passages: {self.name} gives one vector a text; omit it, or cut its documents")
         encode = self.model.encode_query if kind == QUERY else self.model.encode_document
         own = {"prompt": self.settings.prompts[kind]} if kind in self.settings.prompts else {}
         size = max(1, min(32, self.settings.batch_tokens // (self.limit or 512)))
-        vectors, tokens, cut = [], 0, 0
-        with progress(total=len(texts), desc=title, unit="text") as bar:
+        vectors, tokens, cut, places = [], 0, 0, []
+        with bar_of(title, len(texts)) as bar:
             for group in grouped(texts, len):
                 with self.settings.autocast():
                     found = encode(group, batch_size=size, show_progress_bar=False, convert_to_tensor=True, **own)
@@ -237,11 +260,12 @@ class OtherEncoder(Encoder):
                 longest = self.limit or max(lengths, default=0)
                 cut += sum(length > longest for length in lengths)
                 tokens += sum(min(length, longest) for length in lengths)
+                places += [(0, min(length, longest), -1, -1) for length in lengths or [-1] * len(group)]
                 bar.update(len(group))
         together = torch.cat(vectors)
         if not together.isfinite().all():
             raise RunFailed(f"{self.name}: the vectors are not finite; use --precision fp32")
-        return Encoded(together, None, tokens, cut)
+        return Encoded(together, None, tokens, cut, torch.tensor(places))
 
     def _lengths(self, texts: list[str]) -> list[int]:
         """Tokens of texts; none from a model without a tokenizer of transformers."""

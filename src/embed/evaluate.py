@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from src.cli import log
-from src.config import Rule, check_value
 from src.embed.beir import Retrieval, read_beir
+from src.embed.options import add_reading, check_counts, check_path, fingerprint, open_model
 from src.errors import UserError
-from src.files import check_writable, looks_like_path, sha256, write_atomically, write_json
+from src.files import check_writable, sha256, write_atomically, write_json
 from src.jobs.report import writing
 from src.tables import markdown
 
@@ -27,14 +27,12 @@ EXAMPLE = "python embed.py evaluate my-embedder bm25 --data cranfield qmsum-val 
 def evaluate(argv: list[str]) -> None:
     """Run the command. Raises UserError, RunFailed."""
     options = parse(argv)
-    for name in ("batch_tokens", "resamples", "max_seq_len", "passages"):
-        check_value(f"--{name}", getattr(options, name), int | None, Rule(at_least=1))
+    check_counts(options, "resamples", "passages")
     if options.out is not None:
         check_writable("--out", options.out)
     titles = distinct(options.models, "MODEL")
     for model in options.models:  # before hours with the others
-        if looks_like_path(model) and not Path(model).exists():
-            raise UserError(f"MODEL: {model} is not a file or folder; fix its path")
+        check_path(model)
     retrievals = {}
     for folder, title in zip(options.data, distinct([str(folder) for folder in options.data], "--data")):
         retrievals[title] = read_beir(folder, options.split)
@@ -70,15 +68,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--data", metavar="DIR", type=Path, nargs="+", required=True, help="folders in BEIR's layout")
     add("--split", default="test", help="which qrels (default: test)")
     add("--out", type=Path, help="folder for report.md, report.json and rankings in TREC's format")
-    add("--max_seq_len", type=int, help="cut texts to this many tokens (default: the model's limit, if it has one)")
     add("--passages", type=int, metavar="TOKENS", help="score a document by its best passage of this many tokens, each "
         "with a vector that has seen the whole document")  # fmt: skip
-    add("--query_prompt", help="text before each query (default: the model's own)")
-    add("--document_prompt", help="text before each document (default: the model's own)")
-    add("--batch_tokens", type=int, default=16384, help="tokens per batch (default: 16384)")
-    add("--device", choices=["gpu", "cpu"], help="default: a GPU if there is one")
-    add("--precision", choices=["fp32", "bf16"], default="fp32", help="default: fp32")
-    add("--trust_remote_code", action="store_true", help="run the code of other people's models")
+    add_reading(parser)
     add("--resamples", type=int, default=1000, help="of the bootstrap (default: 1000)")
     return parser.parse_args(argv)
 
@@ -97,7 +89,8 @@ def evaluate_model(
     model: str, title: str, retrievals: dict[str, Retrieval], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Return data set → `score`. With --out, what an interrupted command has finished is read from there."""
-    results, encoder, settings = {}, None, fingerprint(model, options)
+    results, encoder = {}, None
+    settings = {**fingerprint(model, options), "split": options.split, "passages": options.passages}
     for name, retrieval in retrievals.items():
         stem = re.sub(r"[^\w.-]+", "-", f"{name}.{title}")
         stored = None if options.out is None else options.out / "runs" / f"{stem}.json"
@@ -106,7 +99,7 @@ def evaluate_model(
             log.info(f"{title} on {name}: read from {stored}")
         else:
             if encoder is None and model != BM25:
-                encoder = opened(model, options)
+                encoder = open_model(model, options)
             found, run = score(encoder, retrieval, title, options)
             if stored is not None:
                 from src.embed.scores import write_run
@@ -119,31 +112,6 @@ def evaluate_model(
     return results
 
 
-def opened(model: str, options: argparse.Namespace) -> Any:
-    from src.embed.encoder import DOCUMENT, QUERY, Settings, open_encoder
-    from src.lion.cpu import flush_denormals
-    from src.training.trainer import resolve_device, silence_libraries
-
-    silence_libraries()
-    flush_denormals()
-    prompts = {QUERY: options.query_prompt, DOCUMENT: options.document_prompt}
-    encoder = open_encoder(
-        model,
-        Settings(
-            options.max_seq_len,
-            {kind: text for kind, text in prompts.items() if text is not None},
-            "cuda" if resolve_device(options.device) == "gpu" else "cpu",
-            options.precision == "bf16",
-            options.batch_tokens,
-            options.trust_remote_code,
-        ),
-    )
-    reads = f"up to {encoder.limit:,} tokens" if encoder.limit else "texts of any length"
-    prompts = "".join(f", {kind} prompt {text!r}" for kind, text in sorted(encoder.prompts.items()))
-    log.info(f"{model}: {encoder.title}, {reads}{prompts}")
-    return encoder
-
-
 def score(encoder: Any, retrieval: Retrieval, title: str, options: argparse.Namespace) -> tuple[dict, dict]:
     """Return what a model reaches, with the values of each query, and its ranking. Without an encoder: BM25."""
     from src.embed import scores
@@ -154,11 +122,12 @@ def score(encoder: Any, retrieval: Retrieval, title: str, options: argparse.Name
 
         blocks = bm25(retrieval)
     else:
-        from src.embed.encoder import DOCUMENT, QUERY
+        from src.embed.encoder import DOCUMENT, QUERY, Passages
 
+        passages = None if options.passages is None else Passages(options.passages)
         name = f"{title}: {retrieval.name}"
         queries = encoder.encode([*retrieval.queries.values()], QUERY, f"{name}, queries")
-        documents = encoder.encode([*retrieval.documents.values()], DOCUMENT, f"{name}, documents", options.passages)
+        documents = encoder.encode([*retrieval.documents.values()], DOCUMENT, f"{name}, documents", passages)
         read = {
             "tokens": queries.tokens + documents.tokens, "limit": encoder.limit,
             "cut": {QUERY: queries.cut, DOCUMENT: documents.cut},
@@ -169,14 +138,6 @@ def score(encoder: Any, retrieval: Retrieval, title: str, options: argparse.Name
     counts = {"documents": len(retrieval.documents), "queries": len(retrieval.queries), "left_out": retrieval.left_out}
     seconds = round(time.perf_counter() - start, 2)
     return {"scores": scores.means(values), **counts, **read, "seconds": seconds, "by_query": values}, run
-
-
-def fingerprint(model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What a result depends on besides the data, to recognize it."""
-    files = [Path(model)] if Path(model).is_file() else sorted(Path(model).glob("*.*")) if Path(model).is_dir() else []
-    facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    names = ("split", "max_seq_len", "passages", "query_prompt", "document_prompt", "precision")
-    return {"model": model, "files": facts, **{name: getattr(options, name) for name in names}}
 
 
 def data_digest(retrieval: Retrieval) -> str:

@@ -1,4 +1,4 @@
-"""The embedding model as a Composer model: vectors of a microbatch, the loss of cached gradients, scores of rankings."""
+"""The embedding model as a Composer model: vectors of a microbatch, loss of cached gradients, scores of rankings."""
 
 from collections.abc import Mapping
 from typing import Any

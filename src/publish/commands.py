@@ -41,8 +41,8 @@ def export(
     published: bool = False,
     max_seq_length: int | None = None,
 ) -> None:
-    """Write a Hub folder, verify it, then name it `out`. `published`: by the paper's authors; `max_seq_length`: of texts
-    in sentence-transformers. Raises UserError."""
+    """Write a Hub folder, verify it, then name it `out`. `published`: by the paper's authors; `max_seq_length`: of
+    texts in sentence-transformers. Raises UserError."""
     if "." in out.name:
         raise UserError(f"--out {out} has a dot in its name, so transformers cannot load its code; choose another name")
     if out.exists():

@@ -1,0 +1,161 @@
+"""`embed.py encode`: files of texts → Parquet files of vectors, one a text or one a passage, resumable."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pyarrow
+from pyarrow import parquet
+
+from src.cli import log, progress
+from src.data.readers import find_files, read_batches
+from src.embed.options import MODEL, add_reading, check_counts, check_path, fingerprint, open_model
+from src.embed.passages import UNITS
+from src.errors import UserError
+from src.files import check_writable, exclusive_lock, write_json
+from src.jobs.report import writing
+
+if TYPE_CHECKING:
+    from src.embed.encoder import Encoded, Encoder, Passages
+
+STATE, FINISHED = "encoding.json", "finished"  # a file in --out, and its key for the last position
+PROGRESS = b"progress"  # in each part's metadata: the position after it
+EXAMPLE = "python embed.py encode my-embedder --data_files 'docs/*.jsonl' --out vectors --passages 256"
+
+
+class Position(NamedTuple):
+    """What has been written: files before the last, texts of the last, and counts."""
+
+    files: int = 0
+    texts_of_file: int = 0
+    parts: int = 0
+    texts: int = 0
+    vectors: int = 0
+    tokens: int = 0
+    cut: int = 0
+    bytes: int = 0
+
+
+def encode(argv: list[str]) -> None:
+    """Run the command. Raises UserError, RunFailed."""
+    options = parse(argv)
+    check_counts(options, "passages")
+    if options.unit != "tokens" and options.passages is None:
+        raise UserError(f"--unit {options.unit} is of passages; give --passages, the most tokens of one")
+    check_path(options.model)
+    check_writable("--out", options.out)
+    files = find_files(options.data_files)
+    settings = {
+        **fingerprint(options.model, options), "passages": options.passages, "unit": options.unit, "kind": options.kind,
+        "text_column": options.text_column,
+        "data": [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files],
+    }  # fmt: skip
+    with exclusive_lock(options.out, "embed.py encode", "--out"), writing(options.out):
+        at, finished = resume(options.out, json.loads(json.dumps(settings)))
+        if not finished:
+            at = write_all(files, at, options)
+            write_json(options.out / STATE, {**settings, FINISHED: at})
+    name = "passages" if options.passages else "texts"
+    cut = f"; {at.cut:,} of them were read only in part" if at.cut else ""
+    print(
+        f"\n{at.vectors:,} vectors of {at.texts:,} texts, {at.tokens:,} tokens{cut}\nvectors  {options.out}/*.parquet"
+    )
+    print(
+        f'\nnext: datasets.load_dataset("parquet", data_files="{options.out}/*.parquet"), one row for each of the {name}'
+    )
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "embed.py encode",
+        description="Write the vectors of texts, of unit length, as Parquet files with the columns file, row (from 0), "
+        "start and stop (tokens), first and last (characters), and vector. An interrupted command continues when it is "
+        "repeated, with the same result.",
+        epilog=f"Example: {EXAMPLE}",
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=MODEL)
+    add("--data_files", metavar="GLOB", nargs="+", required=True, help=".txt (a text per line), .jsonl, .csv, .tsv, each "
+        "optionally .gz or .zst, or .parquet")  # fmt: skip
+    add("--text_column", default="text", help="column or key of the texts (default: text)")
+    add("--out", type=Path, required=True, help="folder for the vectors")
+    add("--passages", type=int, metavar="TOKENS", help="a vector for each passage of at most this many tokens, which has "
+        "seen the whole text (late chunking; default: one for each text)")  # fmt: skip
+    add("--unit", choices=list(UNITS), default="tokens", help="what passages are, if not longer (default: tokens)")
+    add("--kind", choices=["document", "query"], default="document", help="whose prompt texts get (default: document)")
+    add_reading(parser)
+    return parser.parse_args(argv)
+
+
+def resume(out: Path, settings: dict[str, Any]) -> tuple[Position, bool]:
+    """Return where to continue, and whether nothing is left; and keep the settings. Raises UserError for a folder with
+    other vectors."""
+    state, parts = out / STATE, sorted(out.glob("part-*.parquet"))
+    try:
+        stored = json.loads(state.read_text()) if parts else {**settings}
+        finished = stored.pop(FINISHED, None)
+    except (OSError, ValueError, AttributeError):
+        stored = finished = None
+    if stored != settings:
+        raise UserError(
+            f"--out {out} holds vectors of another model, of other texts or settings; choose another folder"
+        )
+    if finished is not None:
+        return Position(*finished), True
+    write_json(state, settings)
+    if not parts:
+        return Position(), False
+    try:
+        at = Position(*json.loads(parquet.read_schema(parts[-1]).metadata[PROGRESS]))
+    except (OSError, pyarrow.ArrowException, LookupError, TypeError, ValueError):
+        raise UserError(f"{parts[-1]} is corrupt; remove it and repeat the command, which writes it again") from None
+    log.info(f"resuming after {at.texts:,} texts")
+    return at, False
+
+
+def write_all(files: list[Path], at: Position, options: argparse.Namespace) -> Position:
+    """Encode what is left, a part for each batch of texts."""
+    from src.embed.encoder import Passages
+
+    encoder = open_model(options.model, options)
+    passages = None if options.passages is None else Passages(options.passages, options.unit)
+    total = sum(path.stat().st_size for path in files)
+    with progress(total=total, initial=at.bytes, desc="encoding", unit="B", unit_divisor=1024) as bar:
+        for number, path in enumerate(files[at.files :], at.files):
+            skip = at.texts_of_file if number == at.files else 0
+            at = at._replace(files=number, texts_of_file=skip)
+            for batch in read_batches(path, options.text_column, skip):
+                at = write_part(encoder, path, batch, at, options, passages)
+                bar.update(batch.size)
+    return at
+
+
+def write_part(
+    encoder: "Encoder",
+    path: Path,
+    batch: Any,
+    at: Position,
+    options: argparse.Namespace,
+    passages: "Passages | None",
+) -> Position:
+    """Encode a batch of texts, and write its part; return the position after it."""
+    found: Encoded = encoder.encode(batch.texts, options.kind, passages=passages)
+    at = Position(
+        at.files, at.texts_of_file + len(batch.texts), at.parts + 1, at.texts + len(batch.texts),
+        at.vectors + len(found.vectors), at.tokens + found.tokens, at.cut + found.cut, at.bytes + batch.size,
+    )  # fmt: skip
+    owners = range(len(batch.texts)) if found.owners is None else found.owners.tolist()
+    places = [[place if place >= 0 else None for place in column] for column in found.places.T.tolist()]
+    values = pyarrow.array(found.vectors.flatten().numpy())
+    columns = {
+        "file": pyarrow.array([path.name] * len(found.vectors)),
+        "row": pyarrow.array([batch.position + owner for owner in owners], pyarrow.int64()),
+        **{name: pyarrow.array(column, pyarrow.int64()) for name, column in zip(("start", "stop", "first", "last"), places)},
+        "vector": pyarrow.FixedSizeListArray.from_arrays(values, found.vectors.shape[1]),
+    }  # fmt: skip
+    table = pyarrow.table(columns).replace_schema_metadata({PROGRESS: json.dumps(at)})
+    part = options.out / f"part-{at.parts - 1:06}.parquet"
+    parquet.write_table(table, unfinished := part.with_suffix(".unfinished"))
+    unfinished.replace(part)
+    return at

@@ -1,0 +1,74 @@
+"""Options of the commands that read texts with a model, and the model that they choose. Imports nothing slow."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from src.cli import log
+from src.config import Rule, check_value
+from src.errors import UserError
+from src.files import looks_like_path
+
+if TYPE_CHECKING:
+    from src.embed.encoder import Encoder
+
+MODEL = "checkpoint of main.py, glue.py or embed.py, Hub folder or name, any model of sentence-transformers"
+READING = ("max_seq_len", "query_prompt", "document_prompt", "precision")  # options that change vectors
+
+
+def add_reading(parser: ArgumentParser) -> None:
+    """Add what `open_model` takes."""
+    add = parser.add_argument
+    add("--max_seq_len", type=int, help="cut texts to this many tokens (default: the model's limit, if it has one)")
+    add("--query_prompt", help="text before each query (default: the model's own)")
+    add("--document_prompt", help="text before each document (default: the model's own)")
+    add("--batch_tokens", type=int, default=16384, help="tokens per batch (default: 16384)")
+    add("--piece_length", type=int, metavar="TOKENS", help="read longer texts in segments of this many tokens, with the "
+        "same result in less memory (default: 65536)")  # fmt: skip
+    add("--device", choices=["gpu", "cpu"], help="default: a GPU if there is one")
+    add("--precision", choices=["fp32", "bf16"], default="fp32", help="default: fp32")
+    add("--trust_remote_code", action="store_true", help="run the code of other people's models")
+
+
+def check_counts(options: Namespace, *names: str) -> None:
+    """Raise UserError for an option that must be at least 1 and is not."""
+    for name in ("max_seq_len", "batch_tokens", "piece_length", *names):
+        check_value(f"--{name}", getattr(options, name), int | None, Rule(at_least=1))
+
+
+def check_path(model: str) -> None:
+    if looks_like_path(model) and not Path(model).exists():
+        raise UserError(f"MODEL: {model} is not a file or folder; fix its path")
+
+
+def open_model(model: str, options: Namespace) -> "Encoder":
+    """Open a model, and say how it reads. Raises UserError."""
+    from src.embed.encoder import DOCUMENT, QUERY, Settings, open_encoder
+    from src.lion.cpu import flush_denormals
+    from src.training.trainer import resolve_device, silence_libraries
+
+    silence_libraries()
+    flush_denormals()
+    prompts = {QUERY: options.query_prompt, DOCUMENT: options.document_prompt}
+    settings = Settings(
+        limit=options.max_seq_len,
+        prompts={kind: text for kind, text in prompts.items() if text is not None},
+        device="cuda" if resolve_device(options.device) == "gpu" else "cpu",
+        bfloat16=options.precision == "bf16",
+        batch_tokens=options.batch_tokens,
+        segment_length=options.piece_length,
+        trust_remote_code=options.trust_remote_code,
+    )
+    encoder = open_encoder(model, settings)
+    reads = f"up to {encoder.limit:,} tokens" if encoder.limit else "texts of any length"
+    prompts = "".join(f", {kind} prompt {text!r}" for kind, text in sorted(encoder.prompts.items()) if text)
+    log.info(f"{model}: {encoder.title}, {reads}{prompts}")
+    return encoder
+
+
+def fingerprint(model: str, options: Namespace) -> dict[str, Any]:
+    """What vectors depend on besides the texts, to recognize them."""
+    path = Path(model)
+    files = [path] if path.is_file() else sorted(path.glob("*.*")) if path.is_dir() else []
+    facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    return {"model": model, "files": facts, **{name: getattr(options, name) for name in READING}}

@@ -1,0 +1,129 @@
+"""`embed.py encode`: passages by tokens and by units, Parquet files of vectors, resuming, mistakes."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import sentences
+from pyarrow import parquet
+
+import embed
+from src.data import readers
+from src.embed import encode
+from src.embed.encoder import DOCUMENT, Passages, Settings, open_encoder
+from src.embed.passages import UNITS, characters, passage_edges, unit_starts
+from src.errors import UserError
+
+TEXT = "the king sees a dog. the cat hears\nthe old ship!  a house\n\n a river. the end"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """A folder with texts of several lines in a.jsonl, and others in b.txt."""
+    folder, texts = tmp_path_factory.mktemp("texts"), sentences(30)
+    rows = ({"text": "\n".join(texts[n : n + 3])} for n in range(20))
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "b.txt").write_text("\n".join(["", TEXT.split("\n")[0], *texts[20:]]) + "\n")
+    return folder
+
+
+def test_passages_cover_a_text_once_and_begin_at_units():
+    assert passage_edges(12, 2, 4) == [0, 5, 9, 12]
+    assert passage_edges(2, 2, 4) == [0, 2]  # no word
+    assert passage_edges(12, 0, 4) == [0, 4, 8, 12]
+    assert passage_edges(12, 2, 4, [1, 3, 6]) == [0, 3, 6, 10, 12]
+    assert passage_edges(20, 2, 4, [15]) == [0, 5, 9, 13, 15, 20]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_units_begin_at_their_first_word(unit, tokenizer):
+    encoded = tokenizer(TEXT, return_offsets_mapping=True)
+    offsets, length = encoded["offset_mapping"], len(encoded["input_ids"])
+    edges = passage_edges(length, 2, 100, unit_starts(TEXT, offsets, 2, unit))
+    found = [TEXT[slice(*characters(span, offsets, 2))] for span in itertools.pairwise(edges)]
+    expected = {
+        "tokens": [TEXT],
+        "lines": ["the king sees a dog. the cat hears", "the old ship!  a house", "a river. the end"],
+        "paragraphs": ["the king sees a dog. the cat hears\nthe old ship!  a house", "a river. the end"],
+        "sentences": ["the king sees a dog.", "the cat hears\nthe old ship!", "a house\n\n a river.", "the end"],
+    }
+    assert [re.sub("!$", "", text) for text in found] == [re.sub("!$", "", text) for text in expected[unit]]
+
+
+def rows_of(out: Path) -> list[dict]:
+    return [row for part in sorted(out.glob("part-*.parquet")) for row in parquet.read_table(part).to_pylist()]
+
+
+def test_files_become_vectors_of_texts_and_of_passages(files, checkpoint, tmp_path, capsys):
+    patterns = ["--data_files", str(files / "*")]
+    embed.main(["encode", str(checkpoint), *patterns, "--out", str(tmp_path / "texts")])
+    embed.main(
+        ["encode", str(checkpoint), *patterns, "--out", str(tmp_path / "lines"), "--passages", "9", "--unit", "lines"]
+    )
+    shown = capsys.readouterr().out
+    texts = [json.loads(line)["text"] for line in (files / "a.jsonl").read_text().splitlines()]
+    texts += (files / "b.txt").read_text().splitlines()
+    assert f"{len(texts)} vectors of {len(texts)} texts" in shown
+    encoder = open_encoder(str(checkpoint), Settings())
+    rows = rows_of(tmp_path / "texts")
+    assert [row["file"] for row in rows] == ["a.jsonl"] * 20 + ["b.txt"] * 12
+    assert [row["row"] for row in rows] == [*range(20), *range(12)]
+    vectors = encoder.encode(texts, DOCUMENT).vectors
+    torch.testing.assert_close(torch.tensor([row["vector"] for row in rows]), vectors, atol=1e-5, rtol=1e-5)
+    assert all(row["start"] == 0 and row["last"] == len(text.rstrip()) for row, text in zip(rows, texts))
+    rows, found = rows_of(tmp_path / "lines"), encoder.encode(texts, DOCUMENT, passages=Passages(9, "lines"))
+    torch.testing.assert_close(torch.tensor([row["vector"] for row in rows]), found.vectors, atol=1e-5, rtol=1e-5)
+    passages = [texts[row["row"] + 20 * (row["file"] == "b.txt")][row["first"] : row["last"]] for row in rows]
+    assert all("\n" not in text for text in passages)
+    assert "".join(passages).replace(" ", "") == "".join(texts).replace("\n", "").replace(" ", "")
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "lines").iterdir()}
+    embed.main(
+        ["encode", str(checkpoint), *patterns, "--out", str(tmp_path / "lines"), "--passages", "9", "--unit", "lines"]
+    )
+    assert shown.endswith(capsys.readouterr().out)
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "lines").iterdir()} == before
+
+
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_an_interrupted_encoding_continues_with_the_same_result(files, checkpoint, tmp_path, monkeypatch, at):
+    monkeypatch.setattr(readers, "BATCH_BYTES", 700)
+    command = ["encode", str(checkpoint), "--data_files", str(files / "*"), "--passages", "5", "--out"]
+    embed.main([*command, str(tmp_path / "whole")])
+    expected, write = sorted((tmp_path / "whole").glob("part-*")), encode.write_part
+    calls = []
+
+    def interrupted(*arguments):
+        calls.append(0)
+        if len(calls) > at:
+            raise KeyboardInterrupt
+        return write(*arguments)
+
+    monkeypatch.setattr(encode, "write_part", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        embed.main([*command, str(tmp_path / "resumed")])
+    assert len(list((tmp_path / "resumed").glob("part-*"))) == at
+    monkeypatch.setattr(encode, "write_part", write)
+    embed.main([*command, str(tmp_path / "resumed")])
+    found = sorted((tmp_path / "resumed").glob("part-*"))
+    assert len(found) > 6
+    assert [path.read_bytes() for path in found] == [path.read_bytes() for path in expected]
+
+
+def test_mistakes_are_named(files, checkpoint, tmp_path):
+    command = ["encode", str(checkpoint), "--data_files", str(files / "b.txt"), "--out", str(tmp_path / "out")]
+    with pytest.raises(UserError, match=r"--unit lines is of passages; give --passages"):
+        embed.main([*command, "--unit", "lines"])
+    with pytest.raises(UserError, match="none"):
+        embed.main(["encode", str(checkpoint), "--data_files", str(files / "none*"), "--out", str(tmp_path / "out")])
+    with pytest.raises(UserError, match="no body"):
+        embed.main([*command[:3], str(files / "a.jsonl"), *command[4:], "--text_column", "body"])
+    assert not list((tmp_path / "out").glob("part*"))
+    embed.main(command)
+    with pytest.raises(UserError, match="holds vectors of another model, of other texts or settings"):
+        embed.main([*command, "--max_seq_len", "10"])
+    (tmp_path / "out" / encode.STATE).write_text("{")
+    with pytest.raises(UserError, match="holds vectors of another model"):
+        embed.main(command)
