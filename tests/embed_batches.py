@@ -1,4 +1,4 @@
-"""A contrastive batch whose gradients are computed in microbatches through the cache, and all at once; also as a script:
+"""A contrastive batch whose gradients are computed in microbatches through the cache, and all at once. As a script:
 two processes share a batch and compare their gradients with those of one.
 
 python tests/embed_batches.py FILE, a new file through which the processes find each other.

@@ -54,7 +54,8 @@ def write_config(pairs, checkpoint):
             "held_out": 4, "negatives": 2, "matryoshka_dims": [8, 32], "symmetric": True,
             "device_train_microbatch_tokens": 64, "device_eval_batch_size": 8, "train_loader": {"num_workers": 0},
             "optimizer": {"lr": 1e-2}, "max_duration": "3ep", "global_train_batch_size": 8, "eval_interval": "4ba",
-            "save_interval": "4ba", "log_interval": "1ba", "save_num_checkpoints_to_keep": -1, "loggers": {}, "callbacks": {},
+            "save_interval": "4ba", "log_interval": "1ba", "save_num_checkpoints_to_keep": -1, "loggers": {},
+            "callbacks": {},
             "device": "cpu", "progress_bar": False, "save_folder": str(folder / "run"),
         }  # fmt: skip
         path = folder / "tiny.yaml"

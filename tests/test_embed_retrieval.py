@@ -1,4 +1,4 @@
-"""Retrieval: BEIR folders and their mistakes, rankings and scores against their definitions, BM25 against its formula."""
+"""Retrieval: BEIR folders and their mistakes; rankings, scores and BM25 against their definitions."""
 
 import json
 import math

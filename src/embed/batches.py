@@ -1,5 +1,5 @@
 """Pairs → batches. Which pairs a batch holds depends on (seed, epoch) alone, and a pair's negatives on (seed, epoch,
-row), so that neither workers nor the number of devices change a step, and a resumed run repeats an uninterrupted one."""
+row): neither workers nor the number of devices change a step, and a resumed run repeats an uninterrupted one."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -29,8 +29,8 @@ def generator(*entropy: int) -> np.random.Generator:
 
 
 class PairDataset(Dataset):
-    """Pairs of sources, by Draw. `held_out` are rows of each that training does not see. It also holds the position from
-    which an epoch resumes, which Composer stores and restores here."""
+    """Pairs of sources, by Draw. `held_out` are rows of each that training does not see. It also holds the position
+    from which an epoch resumes, which Composer stores and restores here."""
 
     def __init__(self, sources: Sequence[Pairs], seed: int, held_out: int = 0):
         self.sources, self.seed = sources, seed

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from src.embed.encoder import Encoded, Encoder, Passages
 
 STATE, FINISHED = "encoding.json", "finished"  # a file in --out, and its key for the last position
+PLACES = ("start", "stop", "first", "last")
 PROGRESS = b"progress"  # in each part's metadata: the position after it
 EXAMPLE = "python embed.py encode my-embedder --data_files 'docs/*.jsonl' --out vectors --passages 256"
 
@@ -61,9 +62,7 @@ def encode(argv: list[str]) -> None:
     print(
         f"\n{at.vectors:,} vectors of {at.texts:,} texts, {at.tokens:,} tokens{cut}\nvectors  {options.out}/*.parquet"
     )
-    print(
-        f'\nnext: datasets.load_dataset("parquet", data_files="{options.out}/*.parquet"), one row for each of the {name}'
-    )
+    print(f'\nnext: datasets.load_dataset("parquet", data_files="{options.out}/*.parquet"), whose rows are the {name}')
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -76,12 +75,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help=MODEL)
-    add("--data_files", metavar="GLOB", nargs="+", required=True, help=".txt (a text per line), .jsonl, .csv, .tsv, each "
-        "optionally .gz or .zst, or .parquet")  # fmt: skip
+    kinds = ".txt (a text per line), .jsonl, .csv, .tsv, each optionally .gz or .zst, or .parquet"
+    add("--data_files", metavar="GLOB", nargs="+", required=True, help=kinds)
     add("--text_column", default="text", help="column or key of the texts (default: text)")
     add("--out", type=Path, required=True, help="folder for the vectors")
-    add("--passages", type=int, metavar="TOKENS", help="a vector for each passage of at most this many tokens, which has "
-        "seen the whole text (late chunking; default: one for each text)")  # fmt: skip
+    words = "a vector for each passage of at most this many tokens, which has seen the whole text (late chunking; "
+    add("--passages", type=int, metavar="TOKENS", help=f"{words}default: one for each text)")
     add("--unit", choices=list(UNITS), default="tokens", help="what passages are, if not longer (default: tokens)")
     add("--kind", choices=["document", "query"], default="document", help="whose prompt texts get (default: document)")
     add_reading(parser)
@@ -151,7 +150,7 @@ def write_part(
     columns = {
         "file": pyarrow.array([path.name] * len(found.vectors)),
         "row": pyarrow.array([batch.position + owner for owner in owners], pyarrow.int64()),
-        **{name: pyarrow.array(column, pyarrow.int64()) for name, column in zip(("start", "stop", "first", "last"), places)},
+        **{name: pyarrow.array(column, pyarrow.int64()) for name, column in zip(PLACES, places)},
         "vector": pyarrow.FixedSizeListArray.from_arrays(values, found.vectors.shape[1]),
     }  # fmt: skip
     table = pyarrow.table(columns).replace_schema_metadata({PROGRESS: json.dumps(at)})

@@ -39,8 +39,8 @@ class Passages:
 @dataclass
 class Encoded:
     """Unit vectors, (vectors, D) in float32; `owners`, (vectors,), the text of each in ascending order, if texts have
-    several; how many tokens were read, and texts cut; and the `places` of each vector, (vectors, 4): its first token and
-    the one after its last, and the same in characters of the text, −1 if unknown."""
+    several; how many tokens were read, and texts cut; and the `places` of each vector, (vectors, 4): its first token
+    and the one after its last, and the same in characters of the text, −1 if unknown."""
 
     vectors: Tensor
     owners: Tensor | None

@@ -23,8 +23,8 @@ def add_reading(parser: ArgumentParser) -> None:
     add("--query_prompt", help="text before each query (default: the model's own)")
     add("--document_prompt", help="text before each document (default: the model's own)")
     add("--batch_tokens", type=int, default=16384, help="tokens per batch (default: 16384)")
-    add("--piece_length", type=int, metavar="TOKENS", help="read longer texts in segments of this many tokens, with the "
-        "same result in less memory (default: 65536)")  # fmt: skip
+    words = "read longer texts in segments of this many tokens: the same result in less memory (default: 65536)"
+    add("--piece_length", type=int, metavar="TOKENS", help=words)
     add("--device", choices=["gpu", "cpu"], help="default: a GPU if there is one")
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="default: fp32")
     add("--trust_remote_code", action="store_true", help="run the code of other people's models")
