@@ -52,7 +52,7 @@ def texts() -> list[list[int]]:
 
 def batch_of(ids, pairs: int, texts: int | None, tokens: int | None, packing: bool) -> dict:
     """What the collator gives, with keys and positives that are made up: query 1 knows document 2 too."""
-    parts = [assemble(ids, group, 0, packing) for group in split(list(map(len, ids)), texts, tokens)]
+    parts = [assemble(ids, group, 0, packing) for group in split(list(map(len, ids)), texts, tokens, packing)]
     keys = torch.tensor([hash(tuple(text)) for text in ids[pairs:]])
     positives = torch.stack([keys[:pairs], keys[:pairs]], 1)
     positives[1, 1] = keys[2]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from src.embed.config import EmbedConfig
 from src.glue.experiment import FinetuneConfig
 from src.mlm.task import PretrainConfig
 from src.vision.config import VisionConfig
@@ -17,6 +18,7 @@ CONFIG = ("src/config.py", "src/training/config.py")
 PARSERS = {  # script → the files that declare its options, if they are others
     "glue.py": (*CONFIG, *(f"src/jobs/{path.name}" for path in (ROOT / "src/jobs").glob("*.py"))),
     "main.py": CONFIG,
+    "embed.py": (*CONFIG, *(f"src/embed/{name}.py" for name in ("evaluate", "encode", "options"))),
     "vision.py": (*CONFIG, "src/vision/evaluate.py", "src/vision/draw.py"),
 }
 SCRIPT = re.compile(r"(?<![\w/.])(?:src/|benchmarks/)?\w+\.py\b")
@@ -64,7 +66,7 @@ def test_options_of_commands_are_known(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_keys_given_as_key_value_are_known(page):
-    known = {entry.name for schema in (PretrainConfig, FinetuneConfig, VisionConfig) for entry in fields(schema)}
+    known = {entry.name for schema in (PretrainConfig, FinetuneConfig, VisionConfig, EmbedConfig) for entry in fields(schema)}
     others = {"form", "num_labels", "trust_remote_code"}  # arguments of Python functions
     assert set(re.findall(r"`'?([a-z_]+)(?:\.[\w.]+)?=", page.read_text())) <= known | others
 

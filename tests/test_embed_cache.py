@@ -63,7 +63,9 @@ def test_two_devices_compute_the_gradients_of_one(tmp_path):
 def test_microbatches_hold_every_text_once_within_their_limit():
     lengths = [5, 1, 9, 9, 2, 30, 4]
     assert split(lengths, 3, None) == [[1, 4, 6], [0, 2, 3], [5]]
-    assert split(lengths, None, 12) == [[1, 4, 6, 0], [2], [3], [5]]
+    assert split(lengths, None, 12, packing=True) == [[1, 4, 6, 0], [2], [3], [5]]
+    assert split(lengths, None, 12) == [[1, 4, 6], [0], [2], [3], [5]]
+    assert split([2, 2, 2, 9, 9], None, 100) == [[0, 1, 2], [3, 4]]
 
 
 def test_a_packed_microbatch_numbers_texts_in_reading_order():

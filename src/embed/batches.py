@@ -210,7 +210,7 @@ class Collator:
         query_ids, cut_queries = tokenize(self.tokenizer, queries, self.limits[0])
         document_ids, cut_documents = tokenize(self.tokenizer, documents + others, self.limits[1])
         ids = query_ids + document_ids
-        groups = split([len(text) for text in ids], *self.microbatch)
+        groups = split([len(text) for text in ids], *self.microbatch, self.packing)
         return {
             "parts": [assemble(ids, group, self.tokenizer.pad_token_id, self.packing) for group in groups],
             "keys": torch.tensor([*keys, *of_others]),

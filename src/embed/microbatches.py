@@ -10,18 +10,19 @@ from src.data.batches import first_fit_decreasing
 Part = dict[str, Tensor]
 
 
-def split(lengths: Sequence[int], texts: int | None, tokens: int | None) -> list[list[int]]:
+def split(lengths: Sequence[int], texts: int | None, tokens: int | None, packing: bool = False) -> list[list[int]]:
     """Return the numbers of each microbatch's texts, from the shortest text to the longest: at most `texts` of them, or
-    at most `tokens` in all, unless a single text has more."""
+    at most `tokens` in all, unless a single text has more. Without packing, padding counts as tokens, and `tokens` also
+    keeps it below half of them."""
     groups: list[list[int]] = [[]]
     total = 0
     for number in sorted(range(len(lengths)), key=lengths.__getitem__):
-        group = groups[-1]
-        if group and (len(group) == texts or (tokens is not None and total + lengths[number] > tokens)):
+        group, total = groups[-1], total + lengths[number]
+        size = total if packing else (len(group) + 1) * lengths[number]
+        if group and (len(group) == texts or (tokens is not None and (size > tokens or size > 2 * total))):
             groups.append([])
-            total = 0
+            total = lengths[number]
         groups[-1].append(number)
-        total += lengths[number]
     return groups
 
 
