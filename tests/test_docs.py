@@ -66,7 +66,9 @@ def test_options_of_commands_are_known(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_keys_given_as_key_value_are_known(page):
-    known = {entry.name for schema in (PretrainConfig, FinetuneConfig, VisionConfig, EmbedConfig) for entry in fields(schema)}
+    known = {
+        entry.name for schema in (PretrainConfig, FinetuneConfig, VisionConfig, EmbedConfig) for entry in fields(schema)
+    }
     others = {"form", "num_labels", "trust_remote_code"}  # arguments of Python functions
     assert set(re.findall(r"`'?([a-z_]+)(?:\.[\w.]+)?=", page.read_text())) <= known | others
 

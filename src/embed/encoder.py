@@ -193,13 +193,11 @@ class LionEncoder(Encoder):
 
 
 def embedding_model(read: Checkpoint) -> LionEmbeddingModel:
-    """Return a checkpoint's model for embeddings: its own, or its encoder with the mean of tokens. Raises UserError."""
-    if read.class_name == LionEmbeddingModel.__name__:
-        return read.build()
+    """Return a checkpoint's encoder with the pooling of its configuration. Raises UserError."""
     model = LionEmbeddingModel(read.config)
     weights = {f"lion.{name}": x for name, x in read.encoder().items() if not name.startswith("pooler.")}
     if model.pooling_weight is not None:
-        weights["pooling_weight"] = model.pooling_weight.detach()
+        weights["pooling_weight"] = read.weights.get("pooling_weight", model.pooling_weight.detach())
     load_all(model, weights, str(read.path))
     return model.eval()
 

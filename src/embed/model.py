@@ -21,7 +21,7 @@ class Rankings(Metric):
     """Keeps the vectors of the texts of `retrievals`: the documents and then the queries of each, numbered in turn."""
 
     def __init__(self, retrievals: list[Retrieval]):
-        super().__init__(compute_on_cpu=True)
+        super().__init__()
         self.retrievals = retrievals
         self.add_state("vectors", default=[], dist_reduce_fx="cat")
         self.add_state("numbers", default=[], dist_reduce_fx="cat")
