@@ -11,6 +11,7 @@ from conftest import ROOT
 from omegaconf import OmegaConf
 
 from src.config import TIME_UNITS, Rule, check_value, describe, fixed_settings, key, to_dict
+from src.embed.config import EmbedConfig
 from src.errors import UserError
 from src.glue.experiment import FinetuneConfig
 from src.mlm.task import PretrainConfig
@@ -18,7 +19,8 @@ from src.training.config import load_config
 
 YAMLS = sorted(path for path in (ROOT / "yamls").rglob("*.yaml") if path.parent.name != "vision")
 NAMED = [path for path in YAMLS if {"run_name", "base_run_name"} & OmegaConf.load(path).keys()]
-PRETRAIN = [path for path in NAMED if "run_name" in OmegaConf.load(path)]
+EMBED = [path for path in NAMED if path.parent.name == "embed"]
+PRETRAIN = [path for path in NAMED if path not in EMBED and "run_name" in OmegaConf.load(path)]
 
 
 def pretrain(*argv: object) -> PretrainConfig:
@@ -27,6 +29,10 @@ def pretrain(*argv: object) -> PretrainConfig:
 
 def finetune(*argv: object) -> FinetuneConfig:
     return load_config(FinetuneConfig, "glue.py", "", [str(argument) for argument in argv])
+
+
+def embed(*argv: object) -> EmbedConfig:
+    return load_config(EmbedConfig, "embed.py", "", [*map(str, argv), "data.pairs.files=pairs.jsonl"])
 
 
 def write(path: Path, text: str) -> Path:
@@ -48,8 +54,8 @@ def names_of_keys(schema: type, prefix: str = ""):
 
 @pytest.mark.parametrize("path", NAMED, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_named_yaml_loads(path):
-    config = (pretrain if path in PRETRAIN else finetune)(path)
-    name = config.run_name if path in PRETRAIN else config.base_run_name
+    config = (embed if path in EMBED else pretrain if path in PRETRAIN else finetune)(path)
+    name = config.base_run_name if isinstance(config, FinetuneConfig) else config.run_name
     assert config.save_folder == f"./runs/{name}"
     assert config.scheduler["name"] == "linear_decay_with_warmup"
 
