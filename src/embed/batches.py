@@ -17,11 +17,13 @@ from src.data.streaming import ignore_signals
 from src.embed.beir import Retrieval
 from src.embed.microbatches import Part, assemble, split
 from src.embed.pairs import Pairs, text_key
+from src.embed.passages import Span, cut_around, tokens_of
 from src.errors import UserError
 
 ROWS, SOURCES, NEGATIVES = range(3)  # what random numbers are for
 PATIENCE = 8  # times the rows of a source, drawn in vain for one batch
 Draw = tuple[int, int, int]  # (epoch, source, row)
+Item = tuple[int, list[int], Span | None]
 
 
 def generator(*entropy: int) -> np.random.Generator:
@@ -57,13 +59,16 @@ class PairDataset(Dataset):
             documents: dict[str, str] = {}
             queries: dict[str, str] = {}
             judged: dict[str, dict[str, int]] = {}
+            passages: dict[str, Span] = {}
             for row in rows.tolist():
-                query, document, _ = pairs[row]
-                names = tuple(format(text_key(text) % 2**64, "016x") for text in (query, document))
-                names = (f"q{names[0]}", f"d{names[1]}")
+                query, document, _, passage = pairs[row]
+                keys = (text_key(query), text_key(document, passage))
+                names = tuple(f"{kind}{key % 2**64:016x}" for kind, key in zip("qd", keys))
                 queries[names[0]], documents[names[1]] = query, document
                 judged.setdefault(names[0], {})[names[1]] = 1
-            found.append(Retrieval(pairs.name, documents, queries, judged, 0))
+                if passage is not None:
+                    passages[names[1]] = (passage[0], passage[1])
+            found.append(Retrieval(pairs.name, documents, queries, judged, 0, passages))
         return found
 
 
@@ -190,13 +195,14 @@ class Collator:
         self.microbatch, self.packing = microbatch, packing
 
     def __call__(self, draws: Sequence[Draw]) -> dict[str, Any]:
-        queries, documents, others, keys, of_others, positives = [], [], [], [], [], []
+        queries, documents, others, passages, keys, of_others, positives = [], [], [], [], [], [], []
         for epoch, source, row in draws:
             pairs = self.dataset.sources[source]
-            query, document, negatives = pairs[row]
+            query, document, negatives, passage = pairs[row]
             before = pairs.prompts.get("document", "")
             queries.append(pairs.prompts.get("query", "") + query)
             documents.append(before + document)
+            passages.append(passage and (passage[0] + len(before), passage[1] + len(before)))
             if len(negatives) > self.negatives:
                 draw = generator(self.dataset.seed, NEGATIVES, epoch, source, row)
                 chosen = draw.choice(len(negatives), self.negatives, replace=False)
@@ -207,12 +213,13 @@ class Collator:
             positives.append(pairs.positives(row))
         width = max(map(len, positives))
         padded = [np.pad(found, (0, width - len(found)), constant_values=key) for found, key in zip(positives, keys)]
-        query_ids, cut_queries = tokenize(self.tokenizer, queries, self.limits[0])
-        document_ids, cut_documents = tokenize(self.tokenizer, documents + others, self.limits[1])
-        ids = query_ids + document_ids
+        query_ids, query_spans, cut_queries = tokenize(self.tokenizer, queries, self.limits[0])
+        passages += [None] * len(others)
+        document_ids, spans, cut_documents = tokenize(self.tokenizer, documents + others, self.limits[1], passages)
+        ids, spans = query_ids + document_ids, query_spans + spans
         groups = split([len(text) for text in ids], *self.microbatch, self.packing)
         return {
-            "parts": [assemble(ids, group, self.tokenizer.pad_token_id, self.packing) for group in groups],
+            "parts": [assemble(ids, group, self.tokenizer.pad_token_id, self.packing, spans) for group in groups],
             "keys": torch.tensor([*keys, *of_others]),
             "positives": torch.from_numpy(np.stack(padded)),
             "counts": {
@@ -222,11 +229,24 @@ class Collator:
         }  # fmt: skip
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], limit: int) -> tuple[list[list[int]], int]:
-    """Return the token ids of texts, and how many were cut to `limit`."""
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], limit: int, passages: Sequence[Span | None] = ()
+) -> tuple[list[list[int]], list[Span | None], int]:
+    """Return the token ids of texts, the tokens of their passages, which are given in characters, and how many texts
+    were cut to `limit`: around their passage, if they have one."""
     options = {"return_attention_mask": False, "return_token_type_ids": False}
-    encoded = tokenizer(texts, truncation=True, max_length=limit, **options)
-    return encoded["input_ids"], sum(bool(one.overflowing) for one in encoded.encodings or ())
+    if not any(passages):
+        encoded = tokenizer(texts, truncation=True, max_length=limit, **options)
+        return encoded["input_ids"], [None] * len(texts), sum(bool(one.overflowing) for one in encoded.encodings or ())
+    special = tokenizer.num_special_tokens_to_add()
+    encoded = tokenizer(texts, return_offsets_mapping=True, **options)
+    rows, spans = [], []
+    for ids, offsets, passage in zip(encoded["input_ids"], encoded["offset_mapping"], passages):
+        span = (0, len(ids)) if passage is None else tokens_of(passage, offsets, special)
+        kept, span = cut_around(ids, span, limit, special)
+        rows.append(kept)
+        spans.append(passage and span)
+    return rows, spans, sum(len(ids) > limit for ids in encoded["input_ids"])
 
 
 class PairLoader(DataLoader):
@@ -252,36 +272,44 @@ def train_loader(
 
 
 class EvaluationTexts(Dataset):
-    """The tokens of documents and queries, the longest first; each item is (number, ids), the number of `Rankings`."""
+    """The tokens of documents and queries, the longest first; each item is (number, ids, span of the passage), the
+    number of `Rankings`."""
 
     def __init__(
         self, retrievals: list[Retrieval], tokenizer: PreTrainedTokenizerBase, limits: tuple[int, int], prompts: dict
     ):
         ids: list[list[int]] = []
+        spans: list[Span | None] = []
         self.cut = 0
         for retrieval in retrievals:
-            for kind, texts, limit in (
-                ("document", retrieval.documents, limits[1]),
-                ("query", retrieval.queries, limits[0]),
+            before = len(prompts.get("document", ""))
+            found = (retrieval.passages.get(name) for name in retrieval.documents)
+            passages = [passage and (passage[0] + before, passage[1] + before) for passage in found]
+            for kind, texts, limit, places in (
+                ("document", retrieval.documents, limits[1], passages),
+                ("query", retrieval.queries, limits[0], ()),
             ):
-                read, cut = tokenize(tokenizer, [prompts.get(kind, "") + text for text in texts.values()], limit)
+                given = [prompts.get(kind, "") + text for text in texts.values()]
+                read, of_texts, cut = tokenize(tokenizer, given, limit, places)
                 ids += read
+                spans += of_texts
                 self.cut += cut
-        self.items = sorted(enumerate(ids), key=lambda item: -len(item[1]))
+        self.items = sorted(zip(range(len(ids)), ids, spans), key=lambda item: -len(item[1]))
 
     def __len__(self) -> int:
         return len(self.items)
 
-    def __getitem__(self, place: int) -> tuple[int, list[int]]:
+    def __getitem__(self, place: int) -> Item:
         return self.items[place]
 
 
 def eval_loader(texts: EvaluationTexts, pad: int, batch_size: int) -> DataLoader:
     """Return padded batches of texts for this device, with their `numbers`, (texts,)."""
 
-    def collate(items: list[tuple[int, list[int]]]) -> Part:
-        part = assemble([ids for _, ids in items], range(len(items)), pad, packing=False)
-        return part | {"numbers": torch.tensor([number for number, _ in items])}
+    def collate(items: list[Item]) -> Part:
+        numbers, ids, spans = zip(*items)
+        part = assemble(ids, range(len(items)), pad, False, spans)
+        return part | {"numbers": torch.tensor(numbers)}
 
     return _loader(DataLoader, texts, batch_size, 0, sampler=dist.get_sampler(texts), collate_fn=collate)
 

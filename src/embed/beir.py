@@ -1,9 +1,10 @@
 """Retrieval data in BEIR's layout (Thakur et al., arXiv:2104.08663): corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from src.data.readers import read_rows
+from src.embed.passages import Span
 from src.errors import UserError
 
 CORPUS, QUERIES = "corpus.jsonl", "queries.jsonl"
@@ -19,6 +20,7 @@ class Retrieval:
     queries: dict[str, str]  # those with a relevant document
     judged: dict[str, dict[str, int]]  # query → document → grade; relevant if above 0
     left_out: int  # queries without a relevant document
+    passages: dict[str, Span] = field(default_factory=dict)  # documents of which a passage is meant, in characters
 
 
 def read_beir(folder: Path, split: str, key: str = "--data") -> Retrieval:

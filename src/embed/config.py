@@ -11,7 +11,7 @@ from src.files import looks_like_path
 from src.training.config import COUNT, RunConfig
 
 SOURCE = ("files", "columns", "beir", "split", "prompts", "proportion")
-COLUMNS = ("query", "document", "negatives")
+COLUMNS = ("query", "document", "negatives", "passage")
 KINDS = ("query", "document")
 
 
@@ -31,7 +31,8 @@ class EmbedConfig(RunConfig):
     tokenizer_name: str | None = key("Hub name or folder of the tokenizer; null: the checkpoint's", None)
     data: dict[str, Any] = key(
         "sources by name, each with `files` (.jsonl, .csv, .tsv, .parquet) and `columns` (query, document, negatives: "
-        "a column that holds a list, or a list of columns), or with `beir` (a folder) and `split` (train); and with "
+        "a column that holds a list, or a list of columns; passage: a column that holds [first, last], the characters "
+        "of the document whose vector is meant, or two columns), or with `beir` (a folder) and `split` (train); and with "
         "`prompts` and `proportion` (of the batches; default: by size) of its own",
     )
     mixed_batches: bool = key("draw each batch from all sources; otherwise, from one of them", False)
@@ -66,6 +67,8 @@ class EmbedConfig(RunConfig):
         check_prompts("prompts", self.prompts)
         for name, source in self.data.items():
             check_source(f"data.{name}", source)
+            if self.pooling == "cls" and "passage" in source.get("columns", {}):
+                raise UserError(f"data.{name}.columns.passage: pooling=cls has no vectors of passages; choose mean")
         given = [name for name, source in self.data.items() if source.get("proportion") is not None]
         if given and (len(given) < len(self.data) or self.mixed_batches):
             problem = "mixed_batches draws pairs by size" if self.mixed_batches else "some sources have a proportion"
@@ -116,6 +119,12 @@ def check_source(name: str, source: Any) -> None:
         if not isinstance(columns, dict):
             raise UserError(f"{name}.columns must be a section, such as columns: {{query: question, document: answer}}")
         check_known(f"{name}.columns", columns, COLUMNS)
+        for column, given in columns.items():
+            several = isinstance(given, list) and all(isinstance(one, str) for one in given)
+            allowed = several and (column == "negatives" or (column == "passage" and len(given) == 2))
+            if not isinstance(given, str) and not allowed:
+                hint = {"negatives": " or a list of names", "passage": " or two names"}.get(column, "")
+                raise UserError(f"{name}.columns.{column} must be the name of a column{hint}")
         files = source["files"]
         if not files or not (isinstance(files, str) or all(isinstance(file, str) for file in files)):
             raise UserError(f"{name}.files must be a pattern or a list of patterns, such as data/*.jsonl")

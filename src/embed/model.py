@@ -15,6 +15,7 @@ from src.lion import LionEmbeddingModel
 from src.training.trainer import AutocastModel
 
 AT_ONCE = 256  # queries
+INPUTS = ("input_ids", "attention_mask", "seq_idx", "pooling_mask")
 
 
 class Rankings(Metric):
@@ -97,7 +98,7 @@ class LionEmbedder(AutocastModel):
         if "seed" in batch:
             torch.manual_seed(batch["seed"])
         with self.autocast():
-            inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "seq_idx") if name in batch}
+            inputs = {name: batch[name] for name in INPUTS if name in batch}
             vectors = self.model(**inputs).pooler_output
         return F.normalize(vectors, dim=-1)
 

@@ -1,7 +1,7 @@
 """Training pairs: read once from any source into a memory-mapped Arrow file of the run, then taken by row."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from src.errors import RunFailed, UserError, reason
 SCHEMA = pyarrow.schema(
     {
         "query": pyarrow.large_string(), "document": pyarrow.large_string(),
-        "negatives": pyarrow.list_(pyarrow.large_string()),
+        "negatives": pyarrow.list_(pyarrow.large_string()), "passage": pyarrow.list_(pyarrow.int64()),
         "query_key": pyarrow.int64(), "document_key": pyarrow.int64(),
     }
 )  # fmt: skip
@@ -31,10 +31,12 @@ class Pair(NamedTuple):
     query: str
     document: str
     negatives: list[str]
+    passage: Sequence[int] | None = None  # first and last character of the document whose vector is meant; None: all
 
 
-def text_key(text: str) -> int:
-    """A number by which equal texts are recognized."""
+def text_key(text: str, passage: Sequence[int] | None = None) -> int:
+    """A number by which equal texts, or passages, are recognized."""
+    text += "" if passage is None else f"\n{[*passage]}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -58,7 +60,7 @@ class Pairs:
         return self.table.num_rows
 
     def __getitem__(self, row: int) -> Pair:
-        return Pair(*(self.table.column(name)[row].as_py() for name in ("query", "document", "negatives")))
+        return Pair(*(self.table.column(name)[row].as_py() for name in Pair._fields))
 
     def positives(self, row: int) -> np.ndarray:
         """The numbers of all documents that are pairs of a row's query."""
@@ -114,7 +116,10 @@ def _is_of(kept: Path, stamp: bytes) -> bool:
 
 def _batch(pairs: list[Pair]) -> pyarrow.RecordBatch:
     columns = [*map(list, zip(*pairs))]
-    keys = [[text_key(text) for text in texts] for texts in columns[:2]]
+    keys = [
+        [text_key(pair.query) for pair in pairs],
+        [text_key(pair.document, pair.passage) for pair in pairs],
+    ]
     return pyarrow.record_batch([*columns, *keys], schema=SCHEMA)
 
 
@@ -127,13 +132,15 @@ def _read(name: str, source: dict[str, Any]) -> Iterator[Pair]:
                     yield Pair(data.queries[query], data.documents[document], [])
         return
     columns = {"query": "query", "document": "document", **source.get("columns", {})}
-    negatives = columns.get("negatives", [])
-    lists = isinstance(negatives, str)
-    wanted = [columns["query"], columns["document"], *([negatives] if lists else negatives)]
+    negatives, place = columns.get("negatives", []), columns.get("passage", [])
+    wanted = [columns["query"], columns["document"]]
+    wanted += [name for part in (place, negatives) for name in ([part] if isinstance(part, str) else part)]
+    places = 1 if isinstance(place, str) else len(place)
     with progress(desc=f"reading data.{name}", unit="pair") as bar:
         for path in find_files(patterns(source)):
             for number, (query, document, *others) in read_rows(path, wanted):
-                found = others[0] if lists else [text for text in others if text is not None]
+                found, passage = others[places:], others[:places]
+                found = found[0] if isinstance(negatives, str) else [text for text in found if text is not None]
                 where, fix = f"{path}, line {number}", "fix or remove the row"
                 for kind, text in (("query", query), ("document", document)):
                     if not isinstance(text, str) or not text.strip():
@@ -142,4 +149,19 @@ def _read(name: str, source: dict[str, Any]) -> Iterator[Pair]:
                 if not isinstance(found, list) or not all(isinstance(text, str) and text.strip() for text in found):
                     raise UserError(f"{where}: the negatives ({negatives}) are not texts that are not empty; {fix}")
                 bar.update()
-                yield Pair(query, document, found)
+                yield Pair(query, document, found, _passage(passage, document, where, place))
+
+
+def _passage(cells: list[Any], document: str, where: str, columns: str | list[str]) -> list[int] | None:
+    """Return the passage of a row, whose cells are [first, last] in one, or two numbers, or none. Raises UserError."""
+    if not cells:
+        return None
+    given = cells[0] if len(cells) == 1 else cells
+    try:
+        first, last = map(int, given)
+    except (TypeError, ValueError):
+        raise UserError(f"{where}: the passage ({columns}) is not two numbers, first and last; fix the row") from None
+    if not 0 <= first < last <= len(document) or not document[first:last].strip():
+        found = f"characters {first} to {last}, are not a text in the document of {len(document):,}"
+        raise UserError(f"{where}: the passage ({columns}), {found}; fix the row")
+    return [first, last]

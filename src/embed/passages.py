@@ -1,7 +1,8 @@
-"""Where the passages of a text are, in tokens and in characters."""
+"""Where the passages of a text are, in tokens and in characters. A text's tokens begin and end with `special` ones, as
+many before as after it, or one more before."""
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 UNITS = {  # what stands between two passages
@@ -15,8 +16,8 @@ Span = tuple[int, int]
 
 def passage_edges(length: int, special: int, size: int, breaks: Sequence[int] = ()) -> list[int]:
     """Return where a text's passages begin, in ascending order, and its length: there is one at each of `breaks`,
-    numbers of tokens in ascending order, and after every `size` tokens. Of the `special` tokens around the text, those
-    before it belong to the first passage, and those after it to the last."""
+    numbers of tokens in ascending order, and after every `size` tokens. Special tokens before the text belong to the
+    first passage, and those after it to the last."""
     start, last, edges = special - special // 2, length - special // 2, [0]
     for stop in (*(place for place in breaks if start < place < last), last):
         edges += range(start + size, stop, size)
@@ -41,3 +42,25 @@ def characters(span: Span, offsets: Sequence[Span], special: int) -> Span:
     before, after = special - special // 2, special // 2
     inside = offsets[max(span[0], before) : min(span[1], len(offsets) - after)]
     return (inside[0][0], inside[-1][1]) if inside else (0, 0)
+
+
+def tokens_of(passage: Span, offsets: Sequence[Span], special: int) -> Span:
+    """Return the tokens, at least one, that hold a passage, which is given in characters."""
+    before, after = special - special // 2, special // 2
+    inside = offsets[before : len(offsets) - after]
+    first = min(bisect_right([stop for _, stop in inside], passage[0]), len(inside) - 1)
+    last = bisect_left([start for start, _ in inside], passage[1])
+    return before + first, before + max(last, first + 1)
+
+
+def cut_around(ids: list[int], span: Span, limit: int, special: int) -> tuple[list[int], Span]:
+    """Return at most `limit` tokens of a text, with its special tokens and the span in the middle, and where the span
+    is in them; of a longer span, the beginning."""
+    if len(ids) <= limit:
+        return ids, span
+    before, after = special - special // 2, special // 2
+    room = limit - special
+    start = max(min((sum(span) - room) // 2, span[0], len(ids) - after - room), before)
+    first = span[0] - start + before
+    kept = ids[:before] + ids[start : start + room] + ids[len(ids) - after :]
+    return kept, (first, min(span[1] - start, room) + before)

@@ -33,10 +33,12 @@ class LionEmbeddingModel(HeadedModel):
         self.pooling_weight = nn.Parameter(torch.zeros(config.hidden_size)) if attends else None
 
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *args, **kwargs):
-        """Encode texts. Arguments: `LionModel.forward`. The pooler's output is the vectors in float32, (B, D), not of
-        unit length; of packed texts, (texts, D), in reading order."""
+        """Encode texts. Arguments: `LionModel.forward`, and pooling_mask, (B, L), True at the tokens of a passage that
+        are pooled; None: all real ones. The pooler's output is the vectors in float32, (B, D), not of unit length; of
+        packed texts, (texts, D), in reading order."""
         given = dict(zip(list(inspect.signature(LionModel.forward).parameters)[3:], args)) | kwargs
-        return_dict, seq_idx = given.pop("return_dict", None), given.get("seq_idx")
+        return_dict, pooling_mask = given.pop("return_dict", None), given.pop("pooling_mask", None)
+        seq_idx = given.get("seq_idx")
         output = self.lion(input_ids, attention_mask, **given, return_dict=True)
         x = output.last_hidden_state
         tokens = torch.ones_like(x[:, None, :, 0], dtype=torch.bool)  # of each text, (B, texts of a row, L)
@@ -44,8 +46,9 @@ class LionEmbeddingModel(HeadedModel):
             number = sequence_starts(seq_idx).cumsum(1)
             tokens = number[:, None] == torch.arange(int(number.max()) + 1, device=x.device)[:, None]
         texts = tokens.any(-1)
-        if attention_mask is not None:
-            tokens = tokens & attention_mask[:, None].bool()
+        for mask in (attention_mask, pooling_mask):
+            if mask is not None:
+                tokens = tokens & mask[:, None].bool()
         if self.config.pooling == "cls":
             tokens = tokens & (tokens.cumsum(-1) == 1)
         with torch.autocast(x.device.type, enabled=False):
