@@ -1,4 +1,5 @@
-"""Pretrain an encoder as a masked language model:  [composer -n N] main.py FILE.yaml [key=value ...]"""
+"""Pretrain an encoder as a masked language model:  [composer -n N] main.py FILE.yaml [key=value ...]
+Measure whether it uses what is far away:  python main.py context MODEL [MODEL ...] --data_files GLOB --out DIR"""
 
 import sys
 from pathlib import Path
@@ -12,6 +13,10 @@ EXAMPLE = "yamls/pretrain/lion-s-base.yaml max_duration=1000ba"
 
 
 def main(argv: list[str]) -> None:
+    if argv[:1] == ["context"]:
+        from src.mlm.context import context
+
+        return context(argv[1:])
     run(MaskedLM(load_config(PretrainConfig, "main.py", EXAMPLE, argv)))
 
 

@@ -94,3 +94,13 @@ def exclusive_lock(folder: Path, command: str, key: str = "save_folder") -> Iter
 def looks_like_path(name: str) -> bool:
     """Return whether a name is of a file or folder, not of a repository on the Hub."""
     return name.count("/") > 1 or name.startswith((".", "/", "~"))
+
+
+def distinct(names: list[str], key: str) -> list[str]:
+    """Return short titles: the last part of each path, with its folder for a file; or the whole names, if two would
+    be equal. Raises UserError for a name that is given twice."""
+    if len({*names}) < len(names):
+        raise UserError(f"{key}: {next(name for name in names if names.count(name) > 1)} is named twice; omit one")
+    paths = [Path(name) for name in names]
+    short = [path.resolve().parent.name if path.is_file() else path.resolve().name for path in paths]
+    return short if len({*short}) == len(short) else names

@@ -66,6 +66,7 @@ def test_the_model_of_every_pretraining_yaml_can_be_built(path, tokenizer):
     from src.training.text_model import build_lion_config
 
     config = pretrain(path)
+    config.model.pop("pretrained_checkpoint", None)  # which the command reads before it builds the model
     model = build_lion_config(config.model, tokenizer, config.max_seq_len)
     family = path.stem.split("-")
     own = {"bert": "softmax", "modern": "softmax", "hydra": "hydra"}

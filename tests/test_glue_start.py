@@ -135,7 +135,7 @@ def test_a_bert_that_lacks_a_tensor_is_refused(config, bert_folder, tmp_path):
     weights = load_file(folder / "model.safetensors")
     del weights["bert.encoder.layer.0.output.dense.bias"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"lacks weights of BERT: encoder\.layer\.0\.output\.dense\.bias"):
+    with pytest.raises(UserError, match=r"lacks weights of BERT: bert\.encoder\.layer\.0\.output\.dense\.bias"):
         read_start(config(f"starting_checkpoint_load_path={folder}"))
 
 

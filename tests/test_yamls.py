@@ -1,11 +1,15 @@
 """The project's configs: each builds its model, with the parameters that docs/pretraining.md states, and trains."""
 
+import itertools
 import re
+from collections import Counter
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, write_jsonl
 
+from src.convert_dataset import main as convert
+from src.data.streaming import build as build_loader
 from src.lion import LionConfig, LionForImageClassification, LionForMaskedLM
 from src.mlm.task import PretrainConfig
 from src.training.config import load_config
@@ -49,6 +53,22 @@ def test_layers_of_a_base_model_learn_in_one_step(name):
         losses.append(loss.item())
         optimizer.zero_grad()
     assert losses[1] < losses[0]
+
+
+def test_annealing_reads_as_many_whole_documents_as_short_ones(tmp_path, tokenizer, tokenizer_folder):
+    data = write_jsonl(tmp_path / "data.jsonl", [f"{'the old ship sees ' * 12}{number}" for number in range(30)])
+    for name, length in (("whole", 40), ("short", 8)):
+        given = ["--data_files", data, "--splits", "train", "--tokenizer", tokenizer_folder, "--max_seq_len", length]
+        convert([*map(str, given), "--out_root", str(tmp_path / "data" / name)])
+    changes = [f"data_local={tmp_path}/data", f"tokenizer_name={tokenizer_folder}", "max_seq_len=48"]
+    path = ROOT / "yamls/pretrain/lion-s-base-8k-anneal.yaml"
+    config = load_config(PretrainConfig, "main.py", "", [str(path), *changes, "train_loader.num_workers=0"])
+    assert config.eval_loader.dataset.local == f"{tmp_path}/data/whole" and not config.eval_loader.dataset.streams
+    batches = [*build_loader(config.train_loader, tokenizer, 15, train=True)]
+    lengths = [batch["sample_lengths"][batch["sample_lengths"] > 0].tolist() for batch in batches]
+    assert Counter(itertools.chain(*lengths)) == {40: 30, 8: 30}
+    assert all({*of_batch} == {40, 8} for of_batch in lengths)
+    assert batches[0]["input_ids"].shape[1] == 48  # in which a whole document and a short one share a row
 
 
 IMAGE_MODELS = {path.stem: path for path in sorted((ROOT / "yamls/vision").glob("*.yaml"))}

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer, BertModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, BertForPreTraining, PreTrainedModel, PreTrainedTokenizerBase
 
 from src import lion
 from src.checkpoints.adapters import (
@@ -266,13 +266,17 @@ def _embedding(folder: Path) -> dict[str, Any]:
 
 
 def _read_bert(folder: Path) -> Checkpoint:
-    model, missing = _load(BertModel, folder, "BERT")
+    model, missing = _load(BertForPreTraining, folder, "BERT")
     if model.config.position_embedding_type != "absolute" or model.config.is_decoder:
         raise UserError(f"{folder} is not a plain BERT, but a decoder or one with relative positions; give another")
-    _check_complete(folder, "BERT", missing, may_lack="pooler.")
+    _check_complete(folder, "BERT", missing, may_lack=("bert.pooler.", "cls."))
     config = config_from_published(model.config.to_dict(), str(folder))
-    weights = {f"bert.{name}": t for name, t in model.state_dict().items() if name not in missing}
-    return Checkpoint(folder, "LionForMaskedLM", config, state_dict_from_published(weights, config))
+    has_head = not any(name.startswith("cls.predictions.") for name in missing)
+    weights = {}
+    for part in ("bert.", "cls.predictions.")[: 1 + has_head]:  # each alone: beside a head, the pooler would be omitted
+        tensors = {name: t for name, t in model.state_dict().items() if name.startswith(part) and name not in missing}
+        weights |= state_dict_from_published(tensors, config)
+    return Checkpoint(folder, "LionForMaskedLM", config, weights)
 
 
 def _read_modernbert(folder: Path) -> Checkpoint:

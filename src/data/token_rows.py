@@ -10,6 +10,8 @@ document's first token, or, since it is never empty, the row's length if no docu
 token's document within its row is the number of entries of `begins` up to its position. `[CLS]` belongs to the
 document of the token after it.
 
+`token_rows` makes rows of another kind, for measurements.
+
 split.json, next to a split's index.json, is its summary; for rows of tokens it has
 `"tokens": {"tokenizer": …, "vocab_size": …, "digest": …, "mode": "max_seq_len" | "concat_tokens", "length": N, …}`.
 """
@@ -127,3 +129,13 @@ class Packer:
     def _sample(self, row: np.ndarray, starts: np.ndarray) -> dict[str, bytes]:
         begins = starts + 1 if len(starts) else np.array([len(row)])  # MDS stores no empty array
         return {"tokens": encode(row), "begins": encode(begins.astype(self.maker.begins_dtype))}
+
+
+def token_rows(texts: Iterator[str], tokenizer: "PreTrainedTokenizerBase", length: int) -> Iterator[list[int]]:
+    """Yield rows of this many tokens: the texts end to end, each with its special tokens."""
+    row: list[int] = []
+    for text in texts:
+        row += tokenizer(text)["input_ids"]
+        while len(row) >= length:
+            yield row[:length]
+            row = row[length:]

@@ -10,8 +10,7 @@ from typing import Any
 from src.cli import log
 from src.embed.beir import Retrieval, read_beir
 from src.embed.options import add_reading, check_counts, check_path, fingerprint, open_model
-from src.errors import UserError
-from src.files import check_writable, sha256, write_atomically, write_json
+from src.files import check_writable, distinct, sha256, write_atomically, write_json
 from src.jobs.report import writing
 from src.tables import markdown
 
@@ -73,16 +72,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add_reading(parser)
     add("--resamples", type=int, default=1000, help="of the bootstrap (default: 1000)")
     return parser.parse_args(argv)
-
-
-def distinct(names: list[str], key: str) -> list[str]:
-    """Return short titles: the last part of each path, with its folder for a file; or the whole names, if two would
-    be equal. Raises UserError for a name that is given twice."""
-    if len({*names}) < len(names):
-        raise UserError(f"{key}: {next(name for name in names if names.count(name) > 1)} is named twice; omit one")
-    paths = [Path(name) for name in names]
-    short = [path.resolve().parent.name if path.is_file() else path.resolve().name for path in paths]
-    return short if len({*short}) == len(short) else names
 
 
 def evaluate_model(

@@ -44,8 +44,9 @@ def main(argv: list[str]) -> None:
     import torch
 
     from src.checkpoints.reading import load_all, read_pretrained
+    from src.data.token_rows import token_rows
     from src.data.tokenizers import load_tokenizer
-    from src.horizons.measure import measure, measure_horizons, token_rows
+    from src.horizons.measure import measure, measure_horizons
     from src.lion import LionModel
 
     read = read_pretrained(options.checkpoint, "--checkpoint")

@@ -14,16 +14,6 @@ from src.lion import LionModel
 DISTANCES = (10, 100, 1000)
 
 
-def token_rows(texts: Iterator[str], tokenizer: Any, length: int) -> Iterator[list[int]]:
-    """Yield rows of this many tokens: the texts end to end, each with its special tokens."""
-    row: list[int] = []
-    for text in texts:
-        row += tokenizer(text)["input_ids"]
-        while len(row) >= length:
-            yield row[:length]
-            row = row[length:]
-
-
 @contextlib.contextmanager
 def reading_horizons(model: LionModel) -> Iterator[list[list[float] | None]]:
     """Yield a list, which afterwards holds the horizons in tokens of each layer's heads, by the mean log decay over all

@@ -14,7 +14,9 @@ from src.training.task import Curve, Task
 
 if TYPE_CHECKING:
     from composer import DataSpec
+    from torch import Tensor
 
+    from src.checkpoints.reading import Checkpoint
     from src.mlm.model import LionMLM
 
 CURVES = (
@@ -87,11 +89,7 @@ class MaskedLM(Task):
             raise UserError(f"tokenizer_name={config.tokenizer_name} is not the tokenizer of {name}; use that one")
         section = {**lion_arguments(start.config.to_dict()), **section}
         model = LionMLM(build_lion_config(section, self.tokenizer, self.max_seq_len), self.tokenizer)
-        unused = ("lion.pooler.", "classifier.")  # of classifiers
-        weights = {part: tensor for part, tensor in start.weights.items() if not part.startswith(unused)}
-        has_head = any(part.startswith("head.") for part in weights)
-        if (embeddings := weights.get("lion.embeddings.word_embeddings.weight")) is not None:
-            weights.setdefault("head.decoder.weight", embeddings)  # tied: a Hub folder stores one of the two
+        weights, has_head = masked_lm_weights(start)
         if not has_head:
             random = model.model.state_dict().items()
             weights = {part: tensor for part, tensor in random if part.startswith("head.")} | weights
@@ -118,3 +116,13 @@ class MaskedLM(Task):
     def describe(self, model: "LionMLM") -> tuple[str, str]:
         sizes = model.config
         return f"{sizes.mixer}, {sizes.num_hidden_layers} layers of {sizes.hidden_size}", self.data
+
+
+def masked_lm_weights(read: "Checkpoint") -> "tuple[dict[str, Tensor], bool]":
+    """Return a checkpoint's weights without those that a LionForMaskedLM does not use, and whether it has a head."""
+    unused = ("lion.pooler.", "classifier.")  # of classifiers
+    weights = {part: tensor for part, tensor in read.weights.items() if not part.startswith(unused)}
+    has_head = any(part.startswith("head.") for part in weights)
+    if (embeddings := weights.get("lion.embeddings.word_embeddings.weight")) is not None:
+        weights.setdefault("head.decoder.weight", embeddings)  # tied: a Hub folder stores one of the two
+    return weights, has_head
