@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure
-from benchmarks.models import BERT, LINEAR, MODELS, MODERN_BERT, build, compile_layers, describe
+from benchmarks.models import BERT, LINEAR, MODELS, MODERN_BERT, build, compile_layers, created_as, describe
 from src import cli, plots
 
 LONGEST = {"full": 4096, "recurrent": 2048, "chunkwise": 2**20, "auto": 2**20, "softmax": 32768}
@@ -96,14 +96,8 @@ def tokens(row: dict) -> int:
 def prepare(name, form, batch, length, layers, hidden, longest, dtype, device, compiled):
     """Return a function that encodes one batch."""
     torch.manual_seed(0)
-    usual = torch.get_default_dtype()
-    # Weights created in another dtype would count in the peak memory.
-    torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        with torch.device(device):
-            model = build(name, layers, hidden, longest, form="auto" if form == "softmax" else form).eval()
-    finally:
-        torch.set_default_dtype(usual)
+    with created_as(dtype, device):
+        model = build(name, layers, hidden, longest, form="auto" if form == "softmax" else form).eval()
     if compiled:
         compile_layers(model)
     ids = torch.randint(5, model.config.vocab_size, (batch, length), device=device)

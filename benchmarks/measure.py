@@ -37,25 +37,37 @@ def attempt(failed: dict[Any, str] | None, name: Any, function: Callable[..., An
 
 
 def interleaved(
-    cases: dict[Any, Callable[[], Any]], device: str, rounds: int, seconds: float, failed: dict[Any, str] | None = None
+    cases: dict[Any, Callable[[], Any]],
+    device: str,
+    rounds: int,
+    seconds: float,
+    failed: dict[Any, str] | None = None,
+    least: int = 3,
+    warm_up: bool = True,
+    after: Callable[[], Any] = lambda: None,
 ) -> dict[Any, float]:
     """Return the median time of each case in seconds. They run in turn, A B A B …, so that noise affects all alike.
 
-    Each case runs once to warm up, then in `rounds` rounds; after 3, no new round starts once `seconds` have passed. A
-    case that fails is omitted, see `attempt`.
+    Each case runs once to warm up, unless `warm_up` is False, then in `rounds` rounds; after the first `least`, no new
+    round starts once `seconds` have passed. `after` is called after each run. A case that fails is omitted, see
+    `attempt`.
     """
     times: dict[Any, list[float]] = {name: [] for name in cases}
-    running = [name for name, run in cases.items() if attempt(failed, name, _one, run, device) is not None]
+
+    def run(name: Any) -> bool:
+        taken = attempt(failed, name, _one, cases[name], device)
+        after()
+        if taken is not None:
+            times[name].append(taken)
+        return taken is not None
+
+    running = [name for name in cases if not warm_up or run(name)]
+    times = {name: [] for name in running}  # without the warm-up
     begin = time.perf_counter()
     for number in range(rounds):
-        if number >= 3 and time.perf_counter() - begin > seconds:
+        if number >= least and time.perf_counter() - begin > seconds:
             break
-        for name in list(running):
-            taken = attempt(failed, name, _one, cases[name], device)
-            if taken is None:
-                running.remove(name)
-            else:
-                times[name].append(taken)
+        running = [name for name in running if run(name)]
     return {name: statistics.median(times[name]) for name in running}
 
 
@@ -105,38 +117,53 @@ def _one(run: Callable[[], Any], device: str) -> float:
     return start.elapsed_time(end) / 1000
 
 
+class Cost(NamedTuple):
+    """Of a single run: its peak memory in bytes and its time in seconds."""
+
+    bytes: int
+    seconds: float
+
+
 def peak_memory(
     make: Callable[..., Callable[[], Any]], warm_up: tuple, arguments: list[tuple], device: str
 ) -> list[int]:
-    """Return the peak memory of `make(*a)()` in bytes, with its inputs, for each `a`, given from smallest to largest.
+    """Return the peak memory of `make(*a)()` in bytes, see `single_runs`."""
+    return [cost.bytes for cost in single_runs(make, warm_up, arguments, device)]
 
-    On a GPU the allocator reports it. On a CPU the operating system reports the peak of a process, so a new one is
+
+def single_runs(
+    make: Callable[..., Callable[[], Any]], warm_up: tuple, arguments: list[tuple], device: str
+) -> list[Cost]:
+    """Return the peak memory of `make(*a)()`, with its inputs, and its time without `make`, for each `a`, given from
+    smallest to largest.
+
+    On a GPU the allocator reports memory. On a CPU the operating system reports the peak of a process, so a new one is
     started; there `make(*warm_up)()` runs first, so that buffers of libraries do not count.
     """
     if device == "cpu":
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return pool.apply(_peaks_on_cpu, (make, warm_up, arguments, torch.get_num_threads()))
-    peaks = []
+            return pool.apply(_single_runs_on_cpu, (make, warm_up, arguments, torch.get_num_threads()))
+    costs = []
     for a in arguments:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         run = make(*a)
         torch.cuda.reset_peak_memory_stats()  # building a model does not count
-        run()
-        peaks.append(torch.cuda.max_memory_allocated() - before)
+        seconds = _one(run, device)
+        costs.append(Cost(torch.cuda.max_memory_allocated() - before, seconds))
         del run
-    return peaks
+    return costs
 
 
-def _peaks_on_cpu(make: Callable, warm_up: tuple, arguments: list[tuple], threads: int) -> list[int]:
+def _single_runs_on_cpu(make: Callable, warm_up: tuple, arguments: list[tuple], threads: int) -> list[Cost]:
     torch.set_num_threads(threads)
     make(*warm_up)()
     before = _highest_mark()
-    peaks = []
+    costs = []
     for a in arguments:
-        make(*a)()
-        peaks.append(_highest_mark() - before)
-    return peaks
+        seconds = _one(make(*a), "cpu")
+        costs.append(Cost(_highest_mark() - before, seconds))
+    return costs
 
 
 def _highest_mark() -> int:

@@ -2,7 +2,8 @@
 Hydra has no MLP and is about half of another's, so Hydra has about twice as many."""
 
 import argparse
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -70,31 +71,52 @@ def build(
     name: str, layers: int, hidden: int, longest: int, dropout=0.0, form="auto", masked_lm=False
 ) -> torch.nn.Module:
     """Build the encoder `name` with random weights for texts of up to `longest` tokens, optionally with an MLM head."""
-    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": max(512, longest)}
-    if name in (BERT, MODERN_BERT):
-        sizes |= bert_sizes(name, layers, hidden)
+    if name not in (BERT, MODERN_BERT):
+        config = lion_config(name, layers, hidden, longest, dropout, form)
+        return (LionForMaskedLM if masked_lm else LionModel)(config)
+    sizes = table_sizes(longest) | bert_sizes(name, layers, hidden)
     if name == BERT:
         from transformers import BertConfig, BertForMaskedLM, BertModel
 
         dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
         config = BertConfig(**sizes, **dropouts, attn_implementation="sdpa")
         return (BertForMaskedLM if masked_lm else BertModel)(config)
-    if name == MODERN_BERT:
-        from transformers import ModernBertConfig, ModernBertForMaskedLM, ModernBertModel
+    from transformers import ModernBertConfig, ModernBertForMaskedLM, ModernBertModel
 
-        # Its MLP has three matrices, so two thirds of BERT's width. It too predicts at labelled tokens only.
-        sizes["intermediate_size"] = 8 * hidden // 3
-        dropouts = {"embedding_dropout": dropout, "mlp_dropout": dropout, "attention_dropout": dropout}
-        tokens = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3, "pad_token_id": 0}
-        options = {"sparse_prediction": True, "reference_compile": False, "attn_implementation": "sdpa"}
-        config = ModernBertConfig(**sizes, **dropouts, **tokens, **options)
-        return (ModernBertForMaskedLM if masked_lm else ModernBertModel)(config)
+    # Its MLP has three matrices, so two thirds of BERT's width. It too predicts at labelled tokens only.
+    sizes["intermediate_size"] = 8 * hidden // 3
+    dropouts = {"embedding_dropout": dropout, "mlp_dropout": dropout, "attention_dropout": dropout}
+    tokens = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3, "pad_token_id": 0}
+    options = {"sparse_prediction": True, "reference_compile": False, "attn_implementation": "sdpa"}
+    config = ModernBertConfig(**sizes, **dropouts, **tokens, **options)
+    return (ModernBertForMaskedLM if masked_lm else ModernBertModel)(config)
+
+
+def lion_config(name: str, layers: int, hidden: int, longest: int, dropout=0.0, form="auto") -> LionConfig:
+    """Return the configuration of an encoder of this project, `name`, for texts of up to `longest` tokens."""
     arguments = lion_arguments(name, hidden)
     mixer = arguments["mixer"]
-    sizes |= bert_sizes(mixer, layers, hidden)
+    sizes = table_sizes(longest) | bert_sizes(mixer, layers, hidden)
     dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": None if mixer == "hydra" else dropout}
-    config = LionConfig(**{**sizes, **dropouts, **arguments}, attention_form=form)
-    return (LionForMaskedLM if masked_lm else LionModel)(config)
+    return LionConfig(**{**sizes, **dropouts, **arguments}, attention_form=form)
+
+
+def table_sizes(longest: int) -> dict[str, int]:
+    """Return the sizes of the embeddings of words, and of positions for texts of up to `longest` tokens."""
+    return {"vocab_size": VOCABULARY, "max_position_embeddings": max(512, longest)}
+
+
+@contextlib.contextmanager
+def created_as(dtype: str, device: str) -> Iterator[None]:
+    """Create weights and other tensors in this dtype on this device. Converting them later would count in the peak
+    memory."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def compile_layers(model: torch.nn.Module) -> None:

@@ -22,6 +22,10 @@ SMALL = {
         "--models 'Hugging Face BERT' softmax lion-s-plus hydra --lengths 16 40 --batch 1 2 --layers 1 --hidden 64 "
         "--rounds 1 --dtype bfloat16", "inference-cpu-bfloat16",
     ),
+    "embed": (
+        "--models lion-s --lengths 24 40 80 --once_above 40 --layers 1 --hidden 64 --rounds 1 --dtype bfloat16",
+        "embed-cpu",
+    ),
     "train_step": (
         "--models 'Hugging Face BERT' 'Hugging Face ModernBERT' softmax hydra yamls/ablation/lion-d-rope.yaml "
         f"{STEP} --rounds 1 --precision amp_bf16",
@@ -57,6 +61,12 @@ def test_a_benchmark_writes_a_table_and_its_numbers(name, tmp_path):
         assert all(row["ms"] > 0 and row["peak_mib"] >= 0 for row in written["rows"])
         assert any(row["peak_mib"] > 0 for row in written["rows"])
         assert (tmp_path / f"{stem}.png").stat().st_size > 1000
+    elif name == "embed":
+        cases = [(row["dtype"], row["length"], row["model"], row["reading"]) for row in written["rows"]]
+        assert cases == [("bfloat16", length, "lion-s", "whole") for length in (24, 40, 80)]
+        assert all(row["ms"] > 0 and row["peak_mib"] >= 0 and not row["error"] for row in written["rows"])
+        assert "time per token at 80, relative to 24" in result.stdout
+        assert (tmp_path / f"{stem}.png").stat().st_size > 1000
     elif name == "vision":
         cases = {(row["what"], row["model"], row["pixels"]) for row in written["rows"]}
         assert len(cases) == len(written["rows"]) == 9
@@ -80,6 +90,56 @@ def test_a_failing_case_affects_only_its_own_row(tmp_path, capsys):
     measure.write(tmp_path, "some", "Title:", {}, [[["case"], ["good"]]], rows, show=False)
     assert (tmp_path / "some.md").read_text().endswith("\n\nfailed: bad: division by zero\n")
     assert capsys.readouterr().out == ""
+
+
+def test_a_slow_case_runs_once_if_asked_to():
+    runs, ends = [], []
+    cases = {"a": lambda: runs.append("a"), "b": lambda: runs.append("b")}
+    measure.interleaved(cases, "cpu", 9, 0, least=1, warm_up=False, after=lambda: ends.append(len(runs)))
+    assert (runs, ends) == (["a", "b"], [1, 2])
+    runs.clear()
+    measure.interleaved(cases, "cpu", 9, 0)
+    assert runs == ["a", "b"] * 4
+
+
+@pytest.mark.parametrize("name", [models.BERT, models.MODERN_BERT])
+def test_the_vector_of_a_document_in_windows_is_the_mean_of_theirs(name):
+    embed = importlib.import_module("benchmarks.embed")
+    model = embed.load(name, 1, 64, 512, "float32", "cpu")
+    ids = torch.randint(5, 1000, (1, 5 * embed.WINDOW + 70))
+    batches = embed.windows(ids, 2)
+    assert [tuple(part.shape) for part in batches] == [(2, 512), (2, 512), (1, 512), (1, 70)]
+    with torch.no_grad():
+        each = [model(part).last_hidden_state[0].mean(0) for part in ids.split(embed.WINDOW, 1)]
+    assert torch.allclose(embed.encode(model, batches), torch.stack(each).mean(0), atol=1e-5)
+
+
+def test_the_vector_of_a_document_by_lion_is_the_mean_of_its_tokens():
+    embed = importlib.import_module("benchmarks.embed")
+    model = embed.load("lion-lit", 1, 64, 600, "float32", "cpu")
+    ids = torch.randint(5, 1000, (1, 600))
+    with torch.no_grad():
+        expected = model.lion(ids).last_hidden_state[0].mean(0)
+    assert torch.allclose(embed.encode(model, [ids]), expected, atol=1e-5)
+
+
+def test_the_ratios_of_documents_compare_lengths_and_ways_to_read():
+    embed = importlib.import_module("benchmarks.embed")
+    times = {  # ms at 512, 2,048 and 8,192 tokens
+        ("lion-d", "whole"): (10, 40, 180),
+        (models.BERT, "whole"): (9, 60, 540),
+        (models.BERT, "windows of 512"): (10, 50, 200),
+    }
+    rows = [
+        {"dtype": "float32", "length": length, "model": model, "reading": reading, "ms": ms}
+        for (model, reading), each in times.items()
+        for length, ms in zip((512, 2048, 8192), each)
+    ]
+    header, cells = embed.ratios(rows, [512, 2048, 8192], 8192)
+    assert len(header) == len(cells)
+    assert cells == ["float32", "lion-d", "×1.12", "×3.00", "×1.00", "×0.80", "×0.90"]
+    unfinished = [row for row in rows if row["length"] < 8192]
+    assert embed.ratios(unfinished, [512, 2048, 8192], 8192)[1][2:] == ["-", "-", "×1.00", "×0.80", "-"]
 
 
 @pytest.mark.parametrize("form", ["softmax", "softmax-cudnn", "full", "pytorch-chunkwise"])
