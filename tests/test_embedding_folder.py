@@ -146,3 +146,27 @@ def test_a_corrupt_file_of_a_folder_is_named(exported, tmp_path):
     (tmp_path / "corrupt" / "config_sentence_transformers.json").write_text("[")
     with pytest.raises(UserError, match=r"config_sentence_transformers\.json or .* is corrupt"):
         read_folder(tmp_path / "corrupt")
+
+
+def test_sentence_transformers_own_trainer_trains_a_folder(exported, tmp_path):
+    st, datasets = pytest.importorskip("sentence_transformers"), pytest.importorskip("datasets")
+    losses = pytest.importorskip("sentence_transformers.losses")
+    pytest.importorskip("accelerate")
+    model = st.SentenceTransformer(str(exported[1]), device="cpu", trust_remote_code=True)
+    texts = [f"{one} {other}" for one in ("dog", "king", "ship", "cat") for other in ("sees", "finds")]
+    pairs = datasets.Dataset.from_dict({"anchor": texts, "positive": [f"the {text} a bird" for text in texts]})
+    arguments = st.SentenceTransformerTrainingArguments(
+        output_dir=str(tmp_path), num_train_epochs=4, per_device_train_batch_size=8, learning_rate=1e-2, use_cpu=True,
+        report_to=[], logging_steps=1, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    loss = losses.MultipleNegativesRankingLoss(model)
+    trainer = st.SentenceTransformerTrainer(model=model, args=arguments, train_dataset=pairs, loss=loss)
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses[-1] < losses[0]
+    model.save_pretrained(str(tmp_path / "trained"))
+    again = st.SentenceTransformer(str(tmp_path / "trained"), device="cpu", trust_remote_code=True)
+    for text in TEXTS[:2]:
+        torch.testing.assert_close(
+            again.encode(text, convert_to_tensor=True), model.encode(text, convert_to_tensor=True)
+        )

@@ -32,8 +32,8 @@ class EmbedConfig(RunConfig):
     data: dict[str, Any] = key(
         "sources by name, each with `files` (.jsonl, .csv, .tsv, .parquet) and `columns` (query, document, negatives: "
         "a column that holds a list, or a list of columns; passage: a column that holds [first, last], the characters "
-        "of the document whose vector is meant, or two columns), or with `beir` (a folder) and `split` (train); and with "
-        "`prompts` and `proportion` (of the batches; default: by size) of its own",
+        "of the document whose vector is meant, or two columns), or with `beir` (a folder) and `split` (train); and "
+        "with `prompts` and `proportion` (of the batches; default: by size) of its own",
     )
     mixed_batches: bool = key("draw each batch from all sources; otherwise, from one of them", False)
     eval_data: list[str] = key("folders in BEIR's layout to evaluate on; empty: held-out pairs", [], may_change=True)
