@@ -123,21 +123,20 @@ def train_and_evaluate(options: argparse.Namespace, case: Case, seed: int) -> di
     not read documents of that length."""
     threads = max(1, usable_cores() // options.jobs)
     data, name, longest = options.out / "data", f"{case}-seed-{seed}", LONGEST_PAIR[options.task]
-    folder, passages = options.out / "runs" / name, options.task == "header"
+    folder = options.out / "runs" / name
     config = [
         ROOT / "embed.py", ROOT / "yamls/embed/tiny.yaml", f"run_name={name}", f"save_folder={folder}", f"seed={seed}",
         "starting_checkpoint_load_path=null", f"tokenizer_name={options.tokenizer}", *SIZES,
         f"model.max_position_embeddings={longest}", f"model.mixer={case.mixer}", *STARTS[case.start],
         f"pooling={case.pooling}", f"data.made.files={data / 'pairs.jsonl'}",
-        *(["data.made.columns.passage=passage"] if passages else []), f"max_seq_len={longest}", f"held_out={HELD_OUT}",
+        *(["data.made.columns.passage=passage"] if options.task == "header" else []), f"max_seq_len={longest}", f"held_out={HELD_OUT}",
         f"global_train_batch_size={options.batch}", f"max_duration={options.steps}ba", "eval_interval=1dur",
         "save_interval=100ba", "optimizer.lr=1.0e-3", "progress_bar=false", *options.overrides,
     ]  # fmt: skip
     run(*config, threads=threads)
     folders = [data / f"{options.task}-{length}" for length in options.lengths]
-    scores, own = options.out / "scores" / name, ["--passages", "16"] if passages else []
-    checkpoint = folder / "latest-rank0.pt"
-    run(ROOT / "embed.py", "evaluate", checkpoint, "--data", *folders, *own, "--out", scores, threads=threads)
+    scores, checkpoint = options.out / "scores" / name, folder / "latest-rank0.pt"
+    run(ROOT / "embed.py", "evaluate", checkpoint, "--data", *folders, "--out", scores, threads=threads)
     (found,) = json.loads((scores / "report.json").read_text())["results"].values()
     row: dict[str, Any] = {**case._asdict(), "seed": seed, "accuracy": {}, "by_third": {}}
     for length, path in zip(options.lengths, folders):

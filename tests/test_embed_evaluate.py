@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import embed
 from src.checkpoints.reading import read_checkpoint
 from src.embed.encoder import DOCUMENT, QUERY, LionEncoder, OtherEncoder, Passages, Settings, open_encoder
+from src.embed.passages import cut_around, tokens_of
 from src.errors import UserError
 
 TEXTS = ["the old ship", "", *sentences(8), "the king loves the ship " * 60]
@@ -76,6 +77,36 @@ def test_passages_see_the_whole_text_and_hold_every_token_once(encoder):
         owners += [number] * len(parts)
     torch.testing.assert_close(found.vectors, torch.stack(expected), atol=1e-5, rtol=1e-5)
     assert found.owners.tolist() == owners
+
+
+def test_given_passages_are_of_texts_read_once_or_around_them(encoder, checkpoint, bert):
+    """Two passages of one text, and one of another; of texts that are cut, each in its own window."""
+    texts = sentences(9, seed=8)
+    texts = [" ".join(texts[:4]), " ".join(texts[4:]), " ".join(texts[:4])]
+    spots = [(0, 3), (len(texts[1]) - 9, len(texts[1])), (20, 40)]
+    tokens = [encoder.tokenizer(text, return_offsets_mapping=True) for text in texts]
+    spans = [tokens_of(spot, each["offset_mapping"], 2) for spot, each in zip(spots, tokens)]
+    states = [hidden_states(encoder, text) for text in texts]
+    expected = torch.stack([F.normalize(x[start:stop].mean(0), dim=0) for x, (start, stop) in zip(states, spans)])
+    found = encoder.encode_passages(texts, spots)
+    torch.testing.assert_close(found.vectors, expected, atol=1e-5, rtol=1e-5)
+    assert found.places.tolist() == [[*span, *spot] for span, spot in zip(spans, spots)]
+    assert found.tokens == sum(len(encoder.tokenizer(text)["input_ids"]) for text in texts[:2]) and found.cut == 0
+    prompted = open_encoder(str(checkpoint), Settings(prompts={DOCUMENT: "the king "})).encode_passages(texts, spots)
+    longer = [(first + 9, last + 9) for first, last in spots]
+    direct = encoder.encode_passages([f"the king {text}" for text in texts], longer)
+    torch.testing.assert_close(prompted.vectors, direct.vectors, atol=1e-5, rtol=1e-5)
+
+    found = open_encoder(str(checkpoint), Settings(limit=8)).encode_passages(texts, spots)
+    assert found.cut == 3
+    for vector, each, span in zip(found.vectors, tokens, spans):
+        ids, (start, stop) = cut_around(each["input_ids"], span, 8, 2)
+        with torch.no_grad():
+            x = encoder.model.lion(torch.tensor([ids])).last_hidden_state[0]
+        torch.testing.assert_close(vector, F.normalize(x[start:stop].mean(0), dim=0), atol=1e-5, rtol=1e-5)
+    other = OtherEncoder(str(bert), Settings())
+    alone = other.encode([text[first:last] for text, (first, last) in zip(texts, spots)], DOCUMENT)
+    assert torch.equal(other.encode_passages(texts, spots).vectors, alone.vectors)
 
 
 def test_passages_of_texts_longer_than_a_segment(encoder, monkeypatch):

@@ -45,6 +45,18 @@ def test_a_folder_is_read_with_titles_and_without_queries_that_have_no_answer(tm
     assert found.judged == {"q1": {"d1": 2, "d10": 1}, "q2": {"d2": 1}}
 
 
+def test_a_document_may_be_a_passage_of_its_text(tmp_path):
+    documents = {
+        "a": {"title": " Ships ", "text": "  the old ship sees the river\n", "passage": [6, 14]},
+        "b": {"text": "a dog ", "passage": [0, 6]}, "c": {"title": "Cats", "text": "a red cat"},
+    }  # fmt: skip
+    found = read_beir(write_beir(tmp_path / "beir", documents, {"q": "ship"}, [("q", "a", 1)]), "test")
+    texts = [text[first:last] for text, (first, last) in zip(found.documents.values(), found.spans())]
+    assert texts == ["old ship", "a dog", "Cats a red cat"] and list(found.passages) == ["a", "b"]
+    (scores,) = bm25(found)
+    assert (scores > 0).tolist() == [[True, False, False]]
+
+
 def replaced(file: str, old: str, new: str):
     def change(folder: Path) -> None:
         content = (folder / file).read_text()
@@ -75,6 +87,8 @@ MISTAKES = [
     (replaced("corpus.jsonl", '"d2"', "null"), "line 2: the _id must be a string"),
     (replaced("corpus.jsonl", '"a quiet dog and a red cat"', "[1]"), "line 2: the text is a list"),
     (replaced("corpus.jsonl", '"Ships"', "7"), "line 1: the title is a int"),
+    (replaced("corpus.jsonl", '"Ships"', '"", "passage": [4, 99]'), "line 1: the passage, characters 4 to 99, is not"),
+    (replaced("corpus.jsonl", '"Ships"', '"", "passage": 4'), "corpus.jsonl, line 1: the passage is not two numbers"),
     (replaced("queries.jsonl", '"red cat"', '" "'), "queries.jsonl, line 2: the query q2 has no text"),
     (replaced("queries.jsonl", "}\n", "\n"), "queries.jsonl, line 1: not valid JSON"),
     (replaced(QRELS_FILE, "query-id\tcorpus-id\tscore\n", ""), "no column query-id"),

@@ -1,7 +1,9 @@
-"""Retrieval data in BEIR's layout (Thakur et al., arXiv:2104.08663): corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv."""
+"""Retrieval data in BEIR's layout (Thakur et al., arXiv:2104.08663): corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv. A
+line of corpus.jsonl may also have a `passage`, [first, last], the characters of its text that are to be found."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from src.data.readers import read_rows
 from src.embed.passages import Span
@@ -22,6 +24,10 @@ class Retrieval:
     left_out: int  # queries without a relevant document
     passages: dict[str, Span] = field(default_factory=dict)  # documents of which a passage is meant, in characters
 
+    def spans(self) -> list[Span]:
+        """The characters of each document that are meant."""
+        return [self.passages.get(name, (0, len(text))) for name, text in self.documents.items()]
+
 
 def read_beir(folder: Path, split: str, key: str = "--data") -> Retrieval:
     """Read a folder. `key` is what the user set. Raises UserError, with file and line."""
@@ -33,8 +39,8 @@ def read_beir(folder: Path, split: str, key: str = "--data") -> Retrieval:
             splits = ", ".join(sorted(found.stem for found in folder.glob("qrels/*.tsv")))
             hint = f"its splits are {splits}; choose one with --split" if path == qrels and splits else "add it"
             raise UserError(f"{key}: {folder} has no {path.relative_to(folder)}; {hint}")
-    documents = _texts(folder / CORPUS, titles=True)
-    queries = _texts(folder / QUERIES)
+    documents, passages = _texts(folder / CORPUS, titles=True)
+    queries, _ = _texts(folder / QUERIES)
     judged: dict[str, dict[str, int]] = {}
     for number, row in read_rows(qrels, QRELS):
         query, document, grade = row
@@ -55,12 +61,16 @@ def read_beir(folder: Path, split: str, key: str = "--data") -> Retrieval:
         raise UserError(f"{qrels}: no query has a relevant document, with a score above 0; give another --split")
     kept = {name: text for name, text in queries.items() if name in answered}
     grades = {name: judged[name] for name in kept}
-    return Retrieval(folder.resolve().name, documents, kept, grades, len(queries) - len(kept))
+    return Retrieval(folder.resolve().name, documents, kept, grades, len(queries) - len(kept), passages)
 
 
-def _texts(path: Path, titles: bool = False) -> dict[str, str]:
+def _texts(path: Path, titles: bool = False) -> tuple[dict[str, str], dict[str, Span]]:
+    """Return texts by _id, with their titles, and the passages in them."""
     texts: dict[str, str] = {}
-    for number, (name, text, *title) in read_rows(path, ("_id", "text"), optional=("title",) if titles else ()):
+    passages: dict[str, Span] = {}
+    optional = ("title", "passage") if titles else ()
+    for number, (name, text, *others) in read_rows(path, ("_id", "text"), optional=optional):
+        title, passage = others[:1], others[1:]
         where = f"{path}, line {number}"
         if isinstance(name, int) and not isinstance(name, bool):
             name = str(name)
@@ -76,6 +86,24 @@ def _texts(path: Path, titles: bool = False) -> dict[str, str]:
         texts[name] = " ".join(part.strip() for part in (*title, text) if part and part.strip())
         if not titles and not texts[name]:
             raise UserError(f"{where}: the query {name} has no text; fix or remove the line")
+        if passage and passage[0] is not None:
+            text = text or ""
+            first, last = check_passage(passage[0], text, where)
+            start, stop = len(text) - len(text.lstrip()), len(text.rstrip())
+            moved = len(texts[name]) - stop
+            passages[name] = (max(first, start) + moved, min(last, stop) + moved)
     if not texts:
         raise UserError(f"{path} is empty; give another folder")
-    return texts
+    return texts, passages
+
+
+def check_passage(given: Any, text: str, where: str) -> Span:
+    """Return a passage, [first, last] in the characters of a text. Raises UserError unless it is one."""
+    try:
+        first, last = map(int, given)
+    except (TypeError, ValueError):
+        raise UserError(f"{where}: the passage is not two numbers, first and last; fix or remove the line") from None
+    if not 0 <= first < last <= len(text) or not text[first:last].strip():
+        found = f"the passage, characters {first} to {last}, is not a part of the text, which has {len(text):,}"
+        raise UserError(f"{where}: {found}; fix or remove the line")
+    return first, last

@@ -22,7 +22,7 @@ def bm25(retrieval: Retrieval) -> Iterator[Tensor]:
     from bm25s import BM25
 
     logging.getLogger("bm25s").setLevel(logging.WARNING)
-    corpus = [words(text) for text in retrieval.documents.values()]
+    corpus = [words(text[first:last]) for text, (first, last) in zip(retrieval.documents.values(), retrieval.spans())]
     queries = [words(text) for text in retrieval.queries.values()]
     scores = torch.full((len(queries), len(corpus)), -torch.inf)
     if any(corpus):

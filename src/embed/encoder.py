@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from src.checkpoints.reading import Checkpoint, load_all, read_pretrained
 from src.cli import progress
 from src.data.readers import grouped
-from src.embed.passages import Span, characters, passage_edges, unit_starts
+from src.embed.passages import Span, characters, cut_around, passage_edges, tokens_of, unit_starts
 from src.errors import RunFailed, UserError, first_line
 from src.files import looks_like_path
 from src.lion import LionEmbeddingModel
@@ -76,6 +76,10 @@ class Encoder(ABC):
         """Encode texts of a kind, QUERY or DOCUMENT; with `passages`, each of their passages. With a `title` there is a
         progress bar. Raises RunFailed for vectors that are not finite, UserError for a model without passages."""
 
+    def encode_passages(self, texts: Sequence[str], passages: Sequence[Span], title: str = "") -> Encoded:
+        """Encode a passage of each text, given in characters. Unless a subclass can do better, it is read alone."""
+        return self.encode([text[first:last] for text, (first, last) in zip(texts, passages)], DOCUMENT, title)
+
 
 def open_encoder(name: str, settings: Settings) -> Encoder:
     """Open a checkpoint, a Hub folder, or what `SentenceTransformer(name)` loads. Raises UserError."""
@@ -128,8 +132,8 @@ class LionEncoder(Encoder):
             raise UserError(f"{name}: its tokenizer has no fast version (tokenizer.json); export it with one")
 
     def encode(self, texts: Sequence[str], kind: str, title: str = "", passages: Passages | None = None) -> Encoded:
-        if passages is not None and self.model.config.pooling == "cls":
-            raise UserError(f"--passages: {self.name} takes a text's first token, so passages have no vectors; omit it")
+        if passages is not None:
+            self.check_passages()
         vectors, places, counts, tokens, cut = [], [], [], 0, 0
         prompt = self.prompts.get(kind, "")
         options = {"return_attention_mask": False, "return_token_type_ids": False, "return_offsets_mapping": True}
@@ -155,11 +159,57 @@ class LionEncoder(Encoder):
                 counts += map(len, spans)
                 tokens += sum(map(len, rows))
                 cut += sum(bool(one.overflowing) for one in encoded.encodings) if self.limit else 0
-        together = torch.cat(vectors)
-        if not together.isfinite().all():
-            raise RunFailed(f"{self.name}: the vectors are not finite; use --precision fp32, or another checkpoint")
         owners = None if passages is None else torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-        return Encoded(F.normalize(together, dim=-1), owners, tokens, cut, torch.tensor(places))
+        return Encoded(self.normalized(torch.cat(vectors)), owners, tokens, cut, torch.tensor(places))
+
+    def encode_passages(self, texts: Sequence[str], passages: Sequence[Span], title: str = "") -> Encoded:
+        """Encode a passage of each text, after the whole text has been read, once for all its passages; or, if it is
+        too long for the model, as much of it as is around the passage."""
+        self.check_passages()
+        numbers: dict[str, list[int]] = {}
+        for number, text in enumerate(texts):
+            numbers.setdefault(text, []).append(number)
+        vectors = torch.empty(len(texts), self.model.config.hidden_size)
+        places = torch.empty(len(texts), 4, dtype=torch.long)
+        tokens, cut, prompt = 0, 0, self.prompts.get(DOCUMENT, "")
+        options = {"return_attention_mask": False, "return_token_type_ids": False, "return_offsets_mapping": True}
+        with bar_of(title, len(texts)) as bar:
+            for group in grouped(numbers.items(), lambda item: len(item[0])):
+                encoded = self.tokenizer([prompt + text for text, _ in group], **options)
+                rows, spans, owners = [], [], []
+                for (_, own), ids, offsets in zip(group, encoded["input_ids"], encoded["offset_mapping"]):
+                    shifted = [(passages[n][0] + len(prompt), passages[n][1] + len(prompt)) for n in own]
+                    found = [tokens_of(passage, offsets, self.special) for passage in shifted]
+                    if self.limit is None or len(ids) <= self.limit:
+                        rows.append(ids)
+                        spans.append(found)
+                        owners.append(own)
+                    else:
+                        windows = [cut_around(ids, span, self.limit, self.special) for span in found]
+                        rows += [kept for kept, _ in windows]
+                        spans += [[span] for _, span in windows]
+                        owners += [[number] for number in own]
+                        cut += len(own)
+                for batch in batches([len(row) for row in rows], self.settings.batch_tokens):
+                    found = self._vectors([rows[n] for n in batch], [spans[n] for n in batch])
+                    for number, one in zip(batch, found):
+                        vectors[owners[number]] = one
+                        places[owners[number], :2] = torch.tensor(spans[number])
+                        bar.update(len(one))
+                tokens += sum(map(len, rows))
+        places[:, 2:] = torch.tensor(passages)
+        return Encoded(self.normalized(vectors), None, tokens, cut, places)
+
+    def check_passages(self) -> None:
+        """Raise UserError unless passages have vectors."""
+        if self.model.config.pooling == "cls":
+            raise UserError(f"{self.name} takes a text's first token, so passages have no vectors; omit --passages")
+
+    def normalized(self, vectors: Tensor) -> Tensor:
+        """Return vectors of unit length. Raises RunFailed unless they are finite."""
+        if not vectors.isfinite().all():
+            raise RunFailed(f"{self.name}: the vectors are not finite; use --precision fp32, or another checkpoint")
+        return F.normalize(vectors, dim=-1)
 
     def spans(self, text: str, length: int, offsets: list[Span], passages: Passages | None) -> list[Span]:
         """Return the passages of a text, in tokens; without `passages`, the whole."""
@@ -176,7 +226,7 @@ class LionEncoder(Encoder):
         lengths = torch.tensor([len(row) for row in rows])
         places = torch.arange(ids.shape[1])
         mask = (places < lengths[:, None]).to(device) if len(rows) > 1 else None
-        whole = all(len(each) == 1 for each in spans)
+        whole = all(each == [(0, len(row))] for row, each in zip(rows, spans))
         with self.settings.autocast():
             if not whole and len(rows) == 1 and ids.shape[1] > model.config.segment_length:
                 return [model.encode_long(ids, spans=spans[0], segment_length=model.config.segment_length)[0]]

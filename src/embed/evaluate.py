@@ -10,6 +10,7 @@ from typing import Any
 from src.cli import log
 from src.embed.beir import Retrieval, read_beir
 from src.embed.options import add_reading, check_counts, check_path, fingerprint, open_model
+from src.errors import UserError
 from src.files import check_writable, distinct, sha256, write_atomically, write_json
 from src.jobs.report import writing
 from src.tables import markdown
@@ -36,6 +37,8 @@ def evaluate(argv: list[str]) -> None:
     for folder, title in zip(options.data, distinct([str(folder) for folder in options.data], "--data")):
         retrievals[title] = read_beir(folder, options.split)
         retrievals[title].name = title
+        if options.passages and retrievals[title].passages:
+            raise UserError(f"--passages: the documents of {folder} are passages already; omit it")
     results: dict[str, dict[str, Any]] = {}  # model → data set → what `score` returns
     for model, title in zip(options.models, titles):
         results[title] = evaluate_model(model, title, retrievals, options)
@@ -114,9 +117,12 @@ def score(encoder: Any, retrieval: Retrieval, title: str, options: argparse.Name
         from src.embed.encoder import DOCUMENT, QUERY, Passages
 
         passages = None if options.passages is None else Passages(options.passages)
-        name = f"{title}: {retrieval.name}"
+        name, texts = f"{title}: {retrieval.name}", [*retrieval.documents.values()]
         queries = encoder.encode([*retrieval.queries.values()], QUERY, f"{name}, queries")
-        documents = encoder.encode([*retrieval.documents.values()], DOCUMENT, f"{name}, documents", passages)
+        if retrieval.passages:
+            documents = encoder.encode_passages(texts, retrieval.spans(), f"{name}, passages")
+        else:
+            documents = encoder.encode(texts, DOCUMENT, f"{name}, documents", passages)
         read = {
             "tokens": queries.tokens + documents.tokens, "limit": encoder.limit,
             "cut": {QUERY: queries.cut, DOCUMENT: documents.cut},
@@ -130,7 +136,7 @@ def score(encoder: Any, retrieval: Retrieval, title: str, options: argparse.Name
 
 
 def data_digest(retrieval: Retrieval) -> str:
-    content = [retrieval.documents, retrieval.queries, retrieval.judged]
+    content = [retrieval.documents, retrieval.queries, retrieval.judged, retrieval.passages]
     return sha256(json.dumps(part).encode() for part in content)
 
 

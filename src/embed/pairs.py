@@ -13,7 +13,7 @@ from pyarrow import ipc
 
 from src.cli import log, progress
 from src.data.readers import find_files, grouped, read_rows
-from src.embed.beir import read_beir
+from src.embed.beir import check_passage, read_beir
 from src.embed.config import patterns
 from src.errors import RunFailed, UserError, reason
 
@@ -129,7 +129,7 @@ def _read(name: str, source: dict[str, Any]) -> Iterator[Pair]:
         for query, grades in data.judged.items():
             for document, grade in grades.items():
                 if grade > 0:
-                    yield Pair(data.queries[query], data.documents[document], [])
+                    yield Pair(data.queries[query], data.documents[document], [], data.passages.get(document))
         return
     columns = {"query": "query", "document": "document", **source.get("columns", {})}
     negatives, place = columns.get("negatives", []), columns.get("passage", [])
@@ -149,19 +149,6 @@ def _read(name: str, source: dict[str, Any]) -> Iterator[Pair]:
                 if not isinstance(found, list) or not all(isinstance(text, str) and text.strip() for text in found):
                     raise UserError(f"{where}: the negatives ({negatives}) are not texts that are not empty; {fix}")
                 bar.update()
-                yield Pair(query, document, found, _passage(passage, document, where, place))
-
-
-def _passage(cells: list[Any], document: str, where: str, columns: str | list[str]) -> list[int] | None:
-    """Return the passage of a row, whose cells are [first, last] in one, or two numbers, or none. Raises UserError."""
-    if not cells:
-        return None
-    given = cells[0] if len(cells) == 1 else cells
-    try:
-        first, last = map(int, given)
-    except (TypeError, ValueError):
-        raise UserError(f"{where}: the passage ({columns}) is not two numbers, first and last; fix the row") from None
-    if not 0 <= first < last <= len(document) or not document[first:last].strip():
-        found = f"characters {first} to {last}, are not a text in the document of {len(document):,}"
-        raise UserError(f"{where}: the passage ({columns}), {found}; fix the row")
-    return [first, last]
+                if passage:
+                    passage = check_passage(passage[0] if isinstance(place, str) else passage, document, where)
+                yield Pair(query, document, found, passage or None)

@@ -8,9 +8,9 @@ passkey: a document is full of names, and one of them follows a marker. The quer
 vector keep one word among thousands?
 
 header: a document begins with a subject, and one passage of 16 tokens, anywhere further on, holds a key. The query is
-subject and key. Several documents share each subject, and several each key, so a passage's vector finds its query only
-if it knows the subject, too. Evaluate it with `--passages 16`; a model that reads each passage alone is right for one
-query in 8 (of 128 documents).
+subject and key, and these passages are to be found. Several share each subject, and several each key, so a passage's
+vector finds its query only if it knows the subject, too. A model that reads each passage alone is right for one query
+in 8 (of 128 documents).
 
 Every word is one token of the tokenizer, and all lengths and the pairs use the same words.
 """
@@ -84,13 +84,13 @@ def main(argv: list[str]) -> None:
         low, high = pair_lengths
         lengths = rng.integers(low, high + 1, options.pairs).tolist()
         pairs = (maker.pair(length, rng) for length in progress(lengths, desc="pairs"))
-        rows = ({"query": made.query, "document": made.document} | places(made) for made in pairs)
+        rows = ({"query": made.query, "document": made.document, **of_passage(made)} for made in pairs)
         write_atomically(options.out / "pairs.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
         columns = ", columns.passage=passage" if options.task == "header" else ""
         print(f"to train on  {options.out}/pairs.jsonl (data.{options.task}.files=…{columns})")
 
 
-def places(made: Made) -> dict[str, list[int]]:
+def of_passage(made: Made) -> dict[str, list[int]]:
     return {} if made.passage is None else {"passage": [*made.passage]}
 
 
@@ -170,7 +170,8 @@ def write_beir(folder: Path, documents: Iterator[Made]) -> None:
     corpus, queries, qrels = [], [], ["query-id\tcorpus-id\tscore\n"]
     for number, made in enumerate(documents):
         metadata = {"depth": round(made.depth, 6)}
-        corpus.append(json.dumps({"_id": f"d{number}", "title": "", "text": made.document}) + "\n")
+        document = {"_id": f"d{number}", "title": "", "text": made.document, **of_passage(made)}
+        corpus.append(json.dumps(document) + "\n")
         queries.append(json.dumps({"_id": f"q{number}", "text": made.query, "metadata": metadata}) + "\n")
         qrels.append(f"q{number}\td{number}\t1\n")
     (folder / "qrels").mkdir(parents=True, exist_ok=True)
