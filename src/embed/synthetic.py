@@ -33,7 +33,7 @@ from src.files import check_writable, write_atomically
 NAMES, NAME_SHARE = 512, 0.25  # different names, and their share of a passkey document
 SUBJECTS = KEYS = 16
 PASSAGE = 16  # tokens
-FILLERS = 16  # the fewest other words
+FILLERS = (16, 512)  # the fewest and the most other words: a model is to learn that they do not matter
 SPECIAL = 2  # tokens of a document that are not words
 DOCUMENTS = {"passkey": 64, "header": 128}
 PAIR_LENGTHS = {"passkey": (64, 256), "header": (128, 128)}
@@ -106,12 +106,13 @@ def words_of(tokenizer_name: str, rng: np.random.Generator) -> np.ndarray:
 class Passkey:
     def __init__(self, words: np.ndarray, count: int):
         names = min(NAMES, (len(words) - 1) // 2)
-        if names < count or names < FILLERS:
+        if names < count or names < FILLERS[0]:
             raise UserError(
                 f"--tokenizer has {len(words):,} words of one token, too few for {count:,} documents; "
                 "choose one with a larger vocabulary, or lower --documents"
             )
-        self.count, self.marker, self.names, self.fillers = count, words[0], words[1 : 1 + names], words[1 + names :]
+        self.count, self.marker, self.names = count, words[0], words[1 : 1 + names]
+        self.fillers = words[1 + names :][: FILLERS[1]]
 
     def documents(self, length: int, rng: np.random.Generator) -> Iterator[Made]:
         """Yield the documents of an evaluation, whose marked names differ."""
@@ -134,13 +135,14 @@ class Header:
     def __init__(self, words: np.ndarray, count: int):
         if count % KEYS or count > SUBJECTS * KEYS:
             raise UserError(f"--documents {count} must be a multiple of {KEYS}, at most {SUBJECTS * KEYS}")
-        if len(words) < SUBJECTS + KEYS + FILLERS:
+        if len(words) < (least := SUBJECTS + KEYS + FILLERS[0]):
             raise UserError(
-                f"--tokenizer has {len(words):,} words of one token, and header needs {SUBJECTS + KEYS + FILLERS}; "
+                f"--tokenizer has {len(words):,} words of one token, and header needs {least}; "
                 "choose one with a larger vocabulary"
             )
         self.count = count
-        self.subjects, self.keys, self.fillers = np.split(words, [SUBJECTS, SUBJECTS + KEYS])
+        self.subjects, self.keys, others = np.split(words, [SUBJECTS, SUBJECTS + KEYS])
+        self.fillers = others[: FILLERS[1]]
 
     def documents(self, length: int, rng: np.random.Generator) -> Iterator[Made]:
         """Yield the documents of an evaluation, one for each of some subjects and each key."""
