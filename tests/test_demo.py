@@ -14,6 +14,8 @@ from src.data.convert import is_validation
 from src.demo.__main__ import MAX_SEQ_LEN, VAL_FRACTION, choose_precision, main
 from src.demo.comparison import print_comparison
 from src.demo.corpus import join_documents
+from src.demo.search import FILES, QUESTIONS, write_search
+from src.embed.beir import read_beir
 from src.errors import UserError
 from src.mlm.task import PretrainConfig
 from src.training.config import load_config
@@ -21,7 +23,7 @@ from src.training.config import load_config
 NOUNS = "dog king river child house song bird ship tree garden letter window".split()
 VERBS = "sees finds hears follows keeps loves carries draws".split()
 PLACES = "near under behind over without beside".split()
-SIZES = ["--vocab_size", "200", "--train_examples", "64", "--dev_examples", "16"]
+SIZES = ["--vocab_size", "200", "--train_examples", "64", "--dev_examples", "16", "--search_pairs", "256"]
 TINY = [
     "max_duration=4ba",
     "eval_interval=2ba",
@@ -78,12 +80,31 @@ def test_it_ends_with_filled_masks_scores_and_paths(demo):
         assert line in first.stdout
     for path in ("pretrained/lion-d-tiny/latest-rank0.pt", "pretrained/lion-d-tiny/curves.png", "pretrained/lion-d-tiny/tensorboard",
                  "finetuned/lion-d-tiny/report.md", "finetuned/lion-d-tiny-from-scratch/report.md",
-                 "exported/lion-d-tiny/model.safetensors"):  # fmt: skip
+                 "exported/lion-d-tiny/model.safetensors", "exported/lion-d-tiny-embedder/modules.json",
+                 "embedded/lion-d-tiny-embedder/latest-rank0.pt", "search/lion-d-tiny/report.md"):  # fmt: skip
         assert (out / path).exists()
-    for path in ("results.md", "curves.png", "scores.png", "pretrained", "finetuned", "exported/lion-d-tiny"):
+    for path in ("results.md", "curves.png", "scores.png", "pretrained", "finetuned", "search/lion-d-tiny", "embedded",
+                 "exported/lion-d-tiny", "exported/lion-d-tiny-embedder"):  # fmt: skip
         assert str(out / path) in first.stdout
     for picture in ("curves.png", "scores.png"):
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_it_answers_three_questions_and_compares_the_search_with_words(demo):
+    out, first, *_ = demo
+    passages = {row["source"] for row in map(json.loads, (out / "search/passages.jsonl").read_text().splitlines())}
+    answers = first.stdout.split("=== search\n")[1].split("\n\n")[0].splitlines()
+    assert answers[::4] == [f"  {question}" for question in QUESTIONS] and len(answers) == 12
+    for start in (1, 5, 9):
+        found = [re.fullmatch(r" {6}(-?\d\.\d\d)  (\S+): The .+", line).groups() for line in answers[start : start + 3]]
+        scores = [float(score) for score, _ in found]
+        assert scores == sorted(scores, reverse=True) and {source for _, source in found} <= passages
+    report = json.loads((out / "search/lion-d-tiny/report.json").read_text())["results"]
+    assert list(report) == ["lion-d-tiny", "lion-d-tiny-embedder", "bm25"]
+    for model, of in report.items():
+        expected = f"{100 * of['search']['scores']['nDCG@10']:.2f}"
+        assert re.search(rf"^\| {model} +\| +{expected} \|", (out / "results.md").read_text(), re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -91,8 +112,8 @@ def test_the_faster_precision_is_measured_once(demo):
     out, first, second, _ = demo
     precision = (out / "precision").read_text()
     assert f"{precision} is faster on this CPU" in first.stderr and "is faster" not in second.stderr
-    for run in (first, second):
-        assert run.stdout.count(f" precision={precision}") == 3  # pretraining and both fine-tuning commands
+    # Pretraining, both fine-tuning commands, and the training of embeddings, which the second run does not start.
+    assert [run.stdout.count(f" precision={precision}") for run in (first, second)] == [4, 3]
     assert f"precision: {precision}\n" in (out / "pretrained/lion-d-tiny/config.yaml").read_text()
 
 
@@ -125,12 +146,12 @@ def test_a_given_precision_is_not_measured():
 @pytest.mark.slow
 def test_a_second_run_uses_what_is_finished(demo):
     _, first, second, files = demo
-    assert second.stdout.count("done earlier") == 3
+    assert second.stdout.count("done earlier") == 6
     assert "is already finished" in second.stderr
     assert second.stderr.count("done earlier") == 4
     assert all(path.stat().st_mtime_ns == time for path, time in files.items())
-    table = first.stdout[first.stdout.index("| model") :].split("\n\n")[0]
-    assert table in second.stdout
+    results = first.stdout[first.stdout.index("=== search") : first.stdout.index("\nresults ")]
+    assert results in second.stdout
 
 
 @pytest.mark.slow
@@ -193,6 +214,39 @@ def test_passages_of_a_file_become_a_document(tmp_path):
     assert documents == ["one\ntwo", "three", "four"]
 
 
+def test_search_is_evaluated_on_sentences_that_training_does_not_see(tmp_path):
+    rows = [
+        "The first one is for the training. It has a second sentence with many words.",
+        "This one is too short. It has a second sentence that nothing repeats.",
+        "New: the shortest path of a graph. New: it has the fewest edges of all.",
+        "New: a sentence that another text holds. New: and a document of its own here.",
+        "New: this text quotes the one before it. New: a sentence that another text holds. New: as a part of it.",
+        "New: this query is followed by known words. It has a second sentence with many words.",
+        "New: one sentence is no pair of sentences.",
+    ]
+    lines = "".join(json.dumps({"text": text, "source": f"{place}.py"}) + "\n" for place, text in enumerate(rows))
+    (tmp_path / "corpus.jsonl").write_text(lines)
+    write_search(tmp_path / "corpus.jsonl", out := tmp_path / "search", lambda text: text.startswith("New:"))
+    assert sorted(str(path.relative_to(out)) for path in out.rglob("*.*")) == sorted(FILES)
+    pairs, passages = (
+        [json.loads(line) for line in (out / name).read_text().splitlines()]
+        for name in ("pairs.jsonl", "passages.jsonl")
+    )
+    assert pairs == [
+        {"query": "The first one is for the training.", "document": "It has a second sentence with many words."}
+    ]
+    assert passages == [{"text": text, "source": f"{place}.py"} for place, text in enumerate(rows) if place > 1]
+    data = read_beir(out, "test")
+    found = {data.queries[query]: [data.documents[name] for name in of] for query, of in data.judged.items()}
+    assert found == {
+        "New: the shortest path of a graph.": ["New: it has the fewest edges of all."],
+        "New: this text quotes the one before it.": ["New: a sentence that another text holds. New: as a part of it."],
+    }
+    assert len(data.documents) == len(data.queries) == 2
+    with pytest.raises(UserError, match="no pairs of sentences"):
+        write_search(tmp_path / "corpus.jsonl", out, lambda text: False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -203,6 +257,7 @@ def test_passages_of_a_file_become_a_document(tmp_path):
         (["--compare", "--val_fraction", "0.1"], "--val_fraction needs --data_files"),
         (["--compare", "--length", "64"], "--length needs --pretrain_only"),
         (["--compare", "--seeds", "0"], "at least 1"),
+        (["--search_pairs", "0"], "--search_pairs 0 must be at least 1"),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_written(arguments, words, tmp_path):

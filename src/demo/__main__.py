@@ -1,11 +1,13 @@
 """From text to a small published model, without the Hub:  python -m src.demo [--model lion-s-tiny] [--compare]
 
 Docstrings of the installed packages → tokenizer → shards of tokens → pretraining → fine-tuning on two tasks, with and
-without pretraining → Hub folder → filled masks, by the commands of a full run. Finished steps are reused, interrupted
-ones resume. With --compare, several models are pretrained and fine-tuned, each with one or more seeds.
+without pretraining → Hub folder → filled masks → text embeddings → answers to questions, by the commands of a full run.
+Finished steps are reused, interrupted ones resume. With --compare, several models are pretrained and fine-tuned, each
+with one or more seeds.
 """
 
 import argparse
+import contextlib
 import functools
 import importlib
 import json
@@ -15,14 +17,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from src import cli
 from src.data.convert import is_validation
 from src.data.readers import find_files
 from src.data.workers import usable_cores
-from src.demo import tasks
+from src.demo import search, tasks
 from src.demo.comparison import print_comparison
 from src.demo.corpus import build_corpus, join_documents
 from src.demo.steps import ROOT, Steps, in_rounds, run, share_cores
@@ -32,6 +34,7 @@ from src.tables import markdown
 
 MODELS = ("lion-lit-tiny", "lion-d-tiny", "lion-s-tiny", "lion-s-plus-tiny", "hydra-tiny", "bert-tiny")
 FROM_SCRATCH = "-from-scratch"  # suffix of fine-tuning runs without pretraining
+EMBEDDER = "-embedder"  # suffix of the embedding model
 MAX_SEQ_LEN = 32  # of yamls/pretrain/tiny.yaml
 SEEDS = (17, 19)  # of the first run: pretraining, fine-tuning
 TRIAL_STEPS = 6  # per precision, after one to warm up
@@ -52,6 +55,7 @@ def main(argv: list[str]) -> None:
     add("--vocab_size", type=int, default=8192, help="tokens of the vocabulary (default: 8192)")
     add("--train_examples", type=int, default=8000, help="of each labelled task (default: 8000)")
     add("--dev_examples", type=int, default=1000, help="of each labelled task (default: 1000)")
+    add("--search_pairs", type=int, default=10240, help="to train the search on (default: 10240)")
     add("--compare", action="store_true", help="compare models, by default " + ", ".join(MODELS))
     add("--models", nargs="+", metavar="NAME", help="with --compare: configs of yamls/pretrain, or paths of others")
     add("--seeds", type=int, default=1, help="with --compare: runs of each model (default: 1)")
@@ -77,7 +81,7 @@ def main(argv: list[str]) -> None:
     for name, needed in NEEDED.items():
         if getattr(options, name) != parser.get_default(name) and not getattr(options, needed):
             raise UserError(f"--{name} needs --{needed}; add it")
-    for name, least in (("seeds", 1), ("jobs", 1), ("length", 3)):
+    for name, least in (("seeds", 1), ("jobs", 1), ("length", 3), ("search_pairs", 1)):
         if (value := getattr(options, name)) is not None and value < least:
             raise UserError(f"--{name} {value} must be at least {least}")
     demo = Demo(options)
@@ -105,7 +109,7 @@ class Demo(Steps):
         self.options = options
         self.corpus, self.tokenizer, self.shards = out / "corpus.jsonl", out / "tokenizer", out / "token-shards"
         self.tasks, self.pretrained, self.finetuned = out / "glue", out / "pretrained", out / "finetuned"
-        self.exported = out / "exported"
+        self.embedded, self.exported, self.searched = out / "embedded", out / "exported", out / "search"
         self.yamls: dict[str, Path] = {}  # name of a model → its config
         self.filled = ""
         self.lock = threading.Lock()  # of --jobs
@@ -174,6 +178,8 @@ class Demo(Steps):
         self.pretrain(model, number)
         if not self.options.pretrain_only:
             self.finetune(model, number)
+        if not self.options.compare:
+            self.search(model)
 
     def pretrain(self, model: str, number: int) -> None:
         name, options = run_name(model, number), self.options
@@ -203,26 +209,55 @@ class Demo(Steps):
             pretrained += share_cores(self.options.jobs)
             return self.step(f"fine-tuning {model}", [], lambda: run(pretrained))
         baseline += ["from_scratch=true", "progress_bar=false"]
-        action, option = ("verify", "--folder") if exported.exists() else ("export", "--out")
-        export = ["src/hub.py", action, "--checkpoint", checkpoint, option, exported]
 
         def export_and_fill() -> None:
-            run(export)
+            export(checkpoint, exported)
             self.fill_masks(exported)
 
-        os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // 2))  # for each fine-tuning command
-        self.step(f"fine-tuning {model}, export", [], lambda: run(pretrained, baseline, meanwhile=export_and_fill))
+        with half_the_cores():
+            self.step(f"fine-tuning {model}, export", [], lambda: run(pretrained, baseline, meanwhile=export_and_fill))
         print(f"\n=== filled masks\n{self.filled}", flush=True)
 
     def fill_masks(self, folder: Path) -> None:
         """Fill masks with a Hub folder as its users would: without this repository and the Hub."""
         sentences, words = tasks.masked_sentences(self.corpus, self.tokenizer / "vocab.txt", IS_VALIDATION)
-        program = [sys.executable, ROOT / "src/demo/fill_masks.py", folder.resolve(), *sentences]
+        filled = self.run_as_user("fill_masks.py", folder.resolve(), *sentences)
+        self.filled = f"{filled}  (hidden words: {', '.join(words)})"
+
+    def search(self, model: str) -> None:
+        """Train text embeddings from the pretrained encoder, evaluate both beside BM25, and meanwhile export the
+        embedding model and answer questions."""
+        name, data, report = f"{model}{EMBEDDER}", self.searched, self.searched / model
+        checkpoint, trained = self.pretrained / model / LATEST, self.embedded / name / LATEST
+        exported, answers = self.exported / name, report / "answers.txt"
+        files = [data / file for file in search.FILES]
+        self.step("pairs", files, lambda: search.write_search(self.corpus, data, IS_VALIDATION))
+        config = ["embed.py", "yamls/embed/demo.yaml", f"run_name={name}", f"save_folder={trained.parent}"]
+        config += [f"starting_checkpoint_load_path={checkpoint}", f"data.docstrings.files={data / search.PAIRS}"]
+        config += [f"eval_data=[{data}]", f"max_duration={self.options.search_pairs}sp", *self.precision()]
+        self.step(f"training {name}", [trained.with_name("summary.json")], lambda: run(config))
+        evaluate = ["embed.py", "evaluate", checkpoint, trained, "bm25", "--data", data, "--out", report]
+
+        def export_and_answer() -> None:
+            export(trained, exported)
+            texts = (data / search.PASSAGES).resolve()
+            found = self.run_as_user("answer_questions.py", exported.resolve(), texts, *search.QUESTIONS)
+            report.mkdir(exist_ok=True)
+            write_atomically(answers, found)
+
+        done = [exported, report / "report.json", answers]
+        with half_the_cores():
+            self.step("evaluation, export", done, lambda: run(evaluate, meanwhile=export_and_answer))
+        print(f"\n=== search\n{answers.read_text()}", end="", flush=True)
+
+    def run_as_user(self, program: str, *arguments: object) -> str:
+        """Return the output of a program that needs neither this repository nor the Hub."""
+        command = [sys.executable, ROOT / "src/demo" / program, *arguments]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(program, cwd=self.out, env=environment, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(command, cwd=self.out, env=environment, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             raise SystemExit(1)
-        self.filled = f"{done.stdout}  (hidden words: {', '.join(words)})"
+        return done.stdout
 
     def print_end(self, models: Sequence[str]) -> None:
         """Print the results, unless several models are compared, and name the outputs and the seconds of each step."""
@@ -230,11 +265,13 @@ class Demo(Steps):
             self.print_results(models[0])
         print(f"runs     {self.pretrained}, {self.finetuned}  (tensorboard --logdir {self.pretrained})")
         if not self.options.compare:
-            print(f"export   {self.exported / models[0]}")
+            exported = self.exported / models[0]
+            print(f"search   {self.searched / models[0]}, {self.embedded}")
+            print(f"export   {exported}, {exported}{EMBEDDER}")
         self.print_seconds()
 
     def print_results(self, model: str) -> None:
-        """Print a table of the model with and without pretraining, and draw curves and scores."""
+        """Print tables of the model with and without pretraining, and of its search, and draw curves and scores."""
         from src import plots
         from src.jobs import report
         from src.mlm.task import CURVES
@@ -252,10 +289,30 @@ class Demo(Steps):
         titles = (f"{row['title']}, {row['metrics'][0]}" for row in rows)
         lines.insert(0, ["model", "parameters", "masked accuracy", *titles, "pretraining"])
         table, curves, scores = (self.out / name for name in ("results.md", "curves.png", "scores.png"))
-        table.write_text(f"{markdown(lines)}\n\nBaseline: always the most frequent token or the majority class.\n")
+        searched = markdown(search.scores(self.searched / model / "report.json"))
+        note = "Baseline: always the most frequent token or the majority class."
+        table.write_text(f"{markdown(lines)}\n\n{note}\n\n{searched}\n")
         plots.curves([(model, self.pretrained / model)], CURVES, curves, "Pretraining on docstrings")
         report.draw(runs, scores, "Fine-tuning on tasks made from docstrings")
         print(f"\n{table.read_text()}\nresults  {table}, {curves}, {scores}")
+
+
+@contextlib.contextmanager
+def half_the_cores() -> Iterator[None]:
+    """Let each command that starts meanwhile use half of the cores."""
+    before = {name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"}
+    os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // 2))
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        os.environ.update(before)
+
+
+def export(checkpoint: Path, folder: Path) -> None:
+    """Write a Hub folder, or verify the one that is there."""
+    action, option = ("verify", "--folder") if folder.exists() else ("export", "--out")
+    run(["src/hub.py", action, "--checkpoint", checkpoint, option, folder])
 
 
 def choose_precision(arguments: Sequence[str], vocab_size: int) -> str | None:
