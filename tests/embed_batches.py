@@ -15,7 +15,7 @@ from composer.devices import DeviceCPU
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from src.embed.cache import GradientCache
+from src.embed.cache import GradientCache, seed_of
 from src.embed.loss import contrastive_loss, false_negatives
 from src.embed.microbatches import assemble, split
 from src.lion import LionConfig, LionEmbeddingModel
@@ -54,9 +54,8 @@ def batch_of(ids, pairs: int, texts: int | None, tokens: int | None, packing: bo
     """What the collator gives, with keys and positives that are made up: query 1 knows document 2 too."""
     parts = [assemble(ids, group, 0, packing) for group in split(list(map(len, ids)), texts, tokens, packing)]
     keys = torch.tensor([hash(tuple(text)) for text in ids[pairs:]])
-    positives = torch.stack([keys[:pairs], keys[:pairs]], 1)
-    positives[1, 1] = keys[2]
-    return {"parts": parts, "keys": keys, "positives": positives}
+    positives = torch.tensor([*enumerate(keys[:pairs].tolist()), (1, int(keys[2])), (1, -9)])
+    return {"parts": parts, "keys": keys, "positives": positives, "counts": {"queries": pairs}}
 
 
 def cached(model: Embedder, batch: dict, options: dict) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -80,8 +79,8 @@ def at_once(model: Embedder, batch: dict, options: dict) -> tuple[torch.Tensor, 
     model.zero_grad()
     numbers = torch.cat([part["texts"] for part in batch["parts"]])
     vectors = torch.cat([model(part) for part in batch["parts"]])[numbers.argsort()]
-    pairs = len(batch["positives"])
-    excluded = false_negatives(batch["keys"], batch["positives"])
+    pairs = batch["counts"]["queries"]
+    excluded = false_negatives(batch["keys"], batch["positives"], pairs)
     loss = contrastive_loss(vectors[:pairs], vectors[pairs:], excluded, **options)
     loss.backward()
     return loss.detach(), [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
@@ -106,24 +105,36 @@ if __name__ == "__main__":
     rank = int(other == 0)
     torch.distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=2)
     options = {"temperature": 0.1, "symmetric": True, "dims": (4, 16)}
-    model, ids = Embedder(0.0), texts()
-    keys = torch.tensor([hash(tuple(text)) for text in ids[PAIRS:]])
-    everything = batch_of(ids, PAIRS, None, None, False)
-    everything["positives"] = keys[:PAIRS, None]  # device by device
-    for part in everything["parts"]:
-        part["seed"] = 0
-    loss, expected = at_once(model, everything, options)
-    for packing in (False, True):  # three and five microbatches
-        mine = batch_of(share(rank), PAIRS // 2, 3 if rank else 2, None, packing)
-        mine["positives"] = mine["keys"][: PAIRS // 2, None]
-        if rank:
-            mine["positives"] = mine["positives"].expand(-1, 3)  # padded with its own
-        found, gradients = cached(model, mine, options)
-        for gradient in gradients:  # as DDP does
-            torch.distributed.all_reduce(gradient)
-            gradient /= 2
-        assert torch.allclose(found, loss, rtol=1e-12, atol=0), (found, loss)
-        assert close(gradients, expected), packing
+    half = PAIRS // 2
+    for dropout in (0.0, 0.3):
+        model = Embedder(dropout)
+        for packing in (False, True):
+            both = [batch_of(share(of), half, 3 if of else 2, None, packing) for of in range(2)]  # 3 and 5 microbatches
+            assert len({len(batch["parts"]) for batch in both}) == 2
+            vectors = []
+            for of, batch in enumerate(both):
+                for number, part in enumerate(batch["parts"]):
+                    part["seed"] = seed_of(SEED, 7, of, number)
+                order = torch.cat([part["texts"] for part in batch["parts"]]).argsort()
+                vectors.append(torch.cat([model(part) for part in batch["parts"]])[order])
+            pieces = [slice(0, half), slice(half, 2 * half), slice(2 * half, None)]  # queries, documents, negatives
+            queries, *documents = (torch.cat([each[piece] for each in vectors]) for piece in pieces)
+            keys = torch.cat([batch["keys"][piece] for piece in (slice(0, half), slice(half, None)) for batch in both])
+            positives = torch.cat([both[0]["positives"], both[1]["positives"] + torch.tensor([half, 0])])
+            excluded = false_negatives(keys, positives, PAIRS)
+            model.zero_grad()
+            loss = contrastive_loss(queries, torch.cat(documents), excluded, **options)
+            loss.backward()
+            expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+            mine = both[rank]
+            for part in mine["parts"]:
+                del part["seed"]
+            found, gradients = cached(model, mine, options)
+            for gradient in gradients:  # as DDP does
+                torch.distributed.all_reduce(gradient)
+                gradient /= 2
+            assert torch.allclose(found, loss, rtol=1e-12, atol=0), (found, loss)
+            assert close(gradients, expected), (dropout, packing)
     if other == 0:
         os._exit(0)
     sys.exit(os.waitpid(other, 0)[1])

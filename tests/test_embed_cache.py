@@ -18,8 +18,9 @@ def test_the_loss_is_its_formula(symmetric, dims):
     generator = torch.Generator().manual_seed(0)
     B, N, τ = 4, 7, 0.3
     q, d = (F.normalize(torch.randn(n, 8, dtype=torch.float64, generator=generator), dim=-1) for n in (B, N))
-    keys, positives = torch.tensor([1, 2, 3, 1, 5, 2, 7]), torch.tensor([[1, 7], [2, 2], [3, 3], [1, 1]])
-    excluded = false_negatives(keys, positives)
+    keys, positives = torch.tensor([1, 2, 3, 1, 5, 2, 7]), [[1, 7, 8], [2], [3], [1]]
+    pairs = torch.tensor([(row, key) for row, of_row in enumerate(positives) for key in of_row])
+    excluded = false_negatives(keys, pairs, B)
     expected = 0.0
     for m in dims or (8,):
         u, v = (F.normalize(x[:, :m], dim=-1) for x in (q, d))

@@ -1,6 +1,7 @@
 """Pairs → batches. Which pairs a batch holds depends on (seed, epoch) alone, and a pair's negatives on (seed, epoch,
 row): neither workers nor the number of devices change a step, and a resumed run repeats an uninterrupted one."""
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
+from src.data.readers import grouped
 from src.data.streaming import ignore_signals
 from src.embed.beir import Retrieval
 from src.embed.microbatches import Part, assemble, split
@@ -23,7 +25,7 @@ from src.errors import UserError
 ROWS, SOURCES, NEGATIVES = range(3)  # what random numbers are for
 PATIENCE = 8  # times the rows of a source, drawn in vain for one batch
 Draw = tuple[int, int, int]  # (epoch, source, row)
-Item = tuple[int, list[int], Span | None]
+Item = tuple[int, Sequence[int], Span | None]
 
 
 def generator(*entropy: int) -> np.random.Generator:
@@ -51,6 +53,10 @@ class PairDataset(Dataset):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.resume_at = state["sample_in_epoch"]
+
+    def positives(self, query_key: int) -> np.ndarray:
+        """Return the keys of all documents that are pairs of a query, of any source."""
+        return np.unique(np.concatenate([pairs.positives(query_key) for pairs in self.sources]))
 
     def retrieval(self) -> list[Retrieval]:
         """The held-out pairs of each source: their documents are the corpus."""
@@ -120,11 +126,12 @@ class Batches(DistributedSampler):
 
     def fill(self, sources: list[int]) -> Iterator[list[Draw]]:
         """Yield batches of the pairs of some sources, without end. Raises UserError if one cannot be filled."""
-        stream, waiting = self.stream(sources), deque()
+        stream: Iterator[tuple[int, int]] = self.stream(sources)
+        waiting: deque[tuple[int, int]] = deque()
         patience = PATIENCE * (sum(len(self.dataset.rows[number]) for number in sources) + self.batch_size)
         while True:
             batch, queries, documents, tried = [], set(), set(), 0
-            returning = len(waiting)
+            returning = min(len(waiting), self.batch_size)  # a text that is everywhere would make many wait
             while len(batch) < self.batch_size:
                 source, row = waiting.popleft() if tried < returning else next(stream)
                 tried += 1
@@ -180,7 +187,7 @@ class CutTexts:
 
 class Collator:
     """Draws → a device's batch: `parts`, microbatches; `keys`, (texts − queries,), of documents and then negatives;
-    `positives`, (B, P), the keys of all documents that are pairs of a query; and `counts`."""
+    `positives`, (P, 2), a query's number and the key of a document that is a pair of it; and `counts`."""
 
     def __init__(
         self,
@@ -210,9 +217,8 @@ class Collator:
             others += [before + text for text in negatives]
             of_others += map(text_key, negatives)
             keys.append(int(pairs.document_keys[row]))
-            positives.append(pairs.positives(row))
-        width = max(map(len, positives))
-        padded = [np.pad(found, (0, width - len(found)), constant_values=key) for found, key in zip(positives, keys)]
+            positives.append(self.dataset.positives(int(pairs.query_keys[row])))
+        numbers = np.repeat(np.arange(len(positives)), [*map(len, positives)])
         query_ids, query_spans, cut_queries = tokenize(self.tokenizer, queries, self.limits[0])
         passages += [None] * len(others)
         document_ids, spans, cut_documents = tokenize(self.tokenizer, documents + others, self.limits[1], passages)
@@ -221,7 +227,7 @@ class Collator:
         return {
             "parts": [assemble(ids, group, self.tokenizer.pad_token_id, self.packing, spans) for group in groups],
             "keys": torch.tensor([*keys, *of_others]),
-            "positives": torch.from_numpy(np.stack(padded)),
+            "positives": torch.from_numpy(np.stack([numbers, np.concatenate(positives)], 1)),
             "counts": {
                 "queries": len(queries), "documents": len(document_ids),
                 "cut_queries": cut_queries, "cut_documents": cut_documents,
@@ -273,27 +279,34 @@ def train_loader(
 
 class EvaluationTexts(Dataset):
     """The tokens of documents and queries, the longest first; each item is (number, ids, span of the passage), the
-    number of `Rankings`."""
+    number of `Rankings`. Each retrieval has prompts of its own."""
 
     def __init__(
-        self, retrievals: list[Retrieval], tokenizer: PreTrainedTokenizerBase, limits: tuple[int, int], prompts: dict
+        self,
+        retrievals: list[Retrieval],
+        tokenizer: PreTrainedTokenizerBase,
+        limits: tuple[int, int],
+        prompts: Sequence[dict[str, str]],
     ):
-        ids: list[list[int]] = []
+        ids: list[Sequence[int]] = []
         spans: list[Span | None] = []
         self.cut = 0
-        for retrieval in retrievals:
-            before = len(prompts.get("document", ""))
+        for retrieval, own in zip(retrievals, prompts):
+            before = len(own.get("document", ""))
             found = (retrieval.passages.get(name) for name in retrieval.documents)
             passages = [passage and (passage[0] + before, passage[1] + before) for passage in found]
             for kind, texts, limit, places in (
                 ("document", retrieval.documents, limits[1], passages),
                 ("query", retrieval.queries, limits[0], ()),
             ):
-                given = [prompts.get(kind, "") + text for text in texts.values()]
-                read, of_texts, cut = tokenize(tokenizer, given, limit, places)
-                ids += read
-                spans += of_texts
-                self.cut += cut
+                items = itertools.zip_longest(texts.values(), places)
+                for group in grouped(items, lambda item: len(item[0])):
+                    given, of_group = zip(*group)
+                    given = [own.get(kind, "") + text for text in given]
+                    read, of_texts, cut = tokenize(tokenizer, given, limit, of_group)
+                    ids += (np.array(row, np.int32) for row in read)
+                    spans += of_texts
+                    self.cut += cut
         self.items = sorted(zip(range(len(ids)), ids, spans), key=lambda item: -len(item[1]))
 
     def __len__(self) -> int:
@@ -333,7 +346,7 @@ def count_tokens(batch: dict[str, Any]) -> dict[str, Any]:
 
 def count_samples(batch: dict[str, Any]) -> int:
     """Return the number of pairs, or of texts in evaluation."""
-    return len(batch["positives"]) if "positives" in batch else len(batch["texts"])
+    return batch["counts"]["queries"] if "counts" in batch else len(batch["texts"])
 
 
 def split_batch(batch: dict[str, Tensor], microbatch_size: int) -> list[dict[str, Any]]:

@@ -16,6 +16,10 @@ from torch import Tensor
 from src.embed.loss import contrastive_loss, false_negatives
 
 
+def seed_of(*entropy: int) -> int:
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
+
+
 class GradientCache(Callback):
     """Before each training step, put ℓ and the rows of g into the batch's microbatches. A microbatch's dropout is drawn
     from (seed, step, rank, microbatch) in both passes."""
@@ -29,17 +33,17 @@ class GradientCache(Callback):
         counts = dist.all_gather_object(len(parts))
         # Devices that communicate in a microbatch need equally many: they repeat one, without gradients.
         parts += [dict(parts[0]) for _ in range(max(counts) - len(parts))]
-        for number, part in enumerate(parts):
-            entropy = (self.seed, state.timestamp.batch.value, rank, number)
-            part["seed"] = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
+        queries = batch["counts"]["queries"]
         own: Tensor | None = None
         with torch.no_grad(), get_precision_context(state.precision):
-            for part in parts:
+            for number, part in enumerate(parts):
+                part["seed"] = seed_of(self.seed, state.timestamp.batch.value, rank, number)
                 vectors = state.model(part)
                 if own is None:
-                    own = vectors.new_zeros(len(batch["keys"]) + len(batch["positives"]), vectors.shape[1])
-                own[part["texts"]] = vectors
-        loss, gradients = self.differentiate(own, batch["keys"], batch["positives"])
+                    own = vectors.new_zeros(queries + len(batch["keys"]), vectors.shape[1])
+                if number < counts[rank]:  # a repeated one has dropout of its own
+                    own[part["texts"]] = vectors
+        loss, gradients = self.differentiate(own, queries, batch["keys"], batch["positives"])
         for number, part in enumerate(parts):
             repeated = number >= counts[rank]
             part["gradients"] = gradients[part["texts"]] * (0 if repeated else 1)
@@ -47,16 +51,18 @@ class GradientCache(Callback):
             part["scale"] = len(parts) * dist.get_world_size()
             part["loss"] = loss
 
-    def differentiate(self, own: Tensor, keys: Tensor, positives: Tensor) -> tuple[Tensor, Tensor]:
+    def differentiate(self, own: Tensor, size: int, keys: Tensor, positives: Tensor) -> tuple[Tensor, Tensor]:
         """Return ℓ of all devices' vectors, and ∂ℓ of this device's, (texts, D), in the order of the collator: its
-        queries, their documents, and the negatives."""
-        size, rank = len(positives), dist.get_global_rank()
+        `size` queries, their documents, and the negatives."""
+        rank = dist.get_global_rank()
         pairs, negatives = own[: 2 * size], own[2 * size :]
         gathered = [gather(x) for x in (pairs[:size], pairs[size:], negatives)]
         leaves = [torch.cat(x).requires_grad_() for x in gathered]
         queries, documents = leaves[0], torch.cat(leaves[1:])
         all_keys = torch.cat([torch.cat(gather(x)) for x in (keys[:size], keys[size:])])
-        excluded = false_negatives(all_keys, torch.cat(gather_padded(positives)))
+        starts = np.cumsum([0, *map(len, gathered[0])])  # of each device's queries
+        moved = [of + of.new_tensor([start, 0]) for start, of in zip(starts.tolist(), gather(positives))]
+        excluded = false_negatives(all_keys, torch.cat(moved), len(queries))
         with torch.enable_grad():
             loss = contrastive_loss(queries, documents, excluded, self.temperature, self.symmetric, self.dims)
         rows = []
@@ -74,11 +80,3 @@ def gather(x: Tensor) -> list[Tensor]:
     padded = x.new_zeros(max(counts), *x.shape[1:])
     padded[: len(x)] = x
     return [rows[:count] for rows, count in zip(dist.all_gather(padded), counts)]
-
-
-def gather_padded(positives: Tensor) -> list[Tensor]:
-    """Return the positives of each device, (B, P), padded to the largest P with the first of each."""
-    if dist.get_world_size() == 1:
-        return [positives]
-    width = max(dist.all_gather_object(positives.shape[1]))
-    return gather(torch.cat([positives, positives[:, :1].expand(-1, width - positives.shape[1])], 1))

@@ -1,5 +1,5 @@
 """The contrastive loss of queries and documents (InfoNCE, van den Oord et al., arXiv:1807.03748). Shape letters: B
-queries, N documents, of which the first B are the queries' own, P positives of a query, D size of a vector."""
+queries, N documents, of which the first B are the queries' own, P positives of all queries, D size of a vector."""
 
 from collections.abc import Sequence
 
@@ -7,16 +7,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+AT_ONCE = 1024  # positives that are looked for among the keys
 
-def false_negatives(keys: Tensor, positives: Tensor) -> Tensor:
+
+def false_negatives(keys: Tensor, positives: Tensor, queries: int) -> Tensor:
     """Return which documents must not count against a query, (B, N): those other than its own that have the text of its
     own, or of another of its positives.
 
     Args:
         keys: (N,), numbers of the documents' texts.
-        positives: (B, P), numbers of the texts of each query's positives.
+        positives: (P, 2), a query, from 0, and the number of a text that is a positive of it.
+        queries: B.
     """
-    found = (keys[None, :, None] == positives[:, None]).any(-1)
+    found = keys[:queries, None] == keys
+    present = positives[torch.isin(positives[:, 1], keys)]  # most of a query's positives are not in the batch
+    for of_some in present.split(AT_ONCE):
+        rows, columns = (of_some[:, 1:] == keys).nonzero(as_tuple=True)
+        found[of_some[rows, 0], columns] = True
     found.fill_diagonal_(False)
     return found
 

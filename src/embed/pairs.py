@@ -62,9 +62,9 @@ class Pairs:
     def __getitem__(self, row: int) -> Pair:
         return Pair(*(self.table.column(name)[row].as_py() for name in Pair._fields))
 
-    def positives(self, row: int) -> np.ndarray:
-        """The numbers of all documents that are pairs of a row's query."""
-        start, stop = np.searchsorted(self.sorted_queries, self.query_keys[row] + np.array([0, 1]))
+    def positives(self, query_key: int) -> np.ndarray:
+        """The numbers of all documents that are pairs of a query."""
+        start, stop = (np.searchsorted(self.sorted_queries, query_key, side) for side in ("left", "right"))
         return np.unique(self.document_keys[self.by_query[start:stop]])
 
 

@@ -55,8 +55,10 @@ class Embedding(Task):
         self.dataset = PairDataset(sources, config.seed, 0 if config.eval_data else config.held_out)
         if config.eval_data:
             data = [read_beir(Path(name), config.eval_split, "eval_data") for name in config.eval_data]
+            self.prompts = [config.prompts] * len(data)
         else:
             data = self.dataset.retrieval()
+            self.prompts = [pairs.prompts for pairs in sources]
         self.retrievals = data
         longest = max(self.limits)
         if (start := config.starting_checkpoint_load_path) is not None:
@@ -100,7 +102,7 @@ class Embedding(Task):
         train = batches.train_loader(
             self.dataset, collator, device_batch_size, config.mixed_batches, config.train_loader.num_workers
         )
-        texts = batches.EvaluationTexts(self.retrievals, self.tokenizer, self.limits, config.prompts)
+        texts = batches.EvaluationTexts(self.retrievals, self.tokenizer, self.limits, self.prompts)
         if texts.cut:
             log.info(f"evaluation reads {texts.cut:,} of {len(texts):,} texts only up to their maximum length")
         self.statistics = train.cut
