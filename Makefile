@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.10 python3 python;
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
-demo: $(VENV)/installed  ## prepare text, pretrain, fine-tune, export and fill masks (MODEL=lion-d-tiny chooses another model)
+demo: $(VENV)/installed  ## prepare text, pretrain, fine-tune, export, fill masks and search (MODEL=lion-d-tiny chooses another model)
 	$(VENV)/bin/python -m src.demo --model $(MODEL)
 
 compare: $(VENV)/installed  ## compare all mixers, trained for longer than the demo (SEEDS=3 trains each three times, JOBS=2 two at a time)

@@ -1,5 +1,5 @@
 """Pretrain an encoder as a masked language model:  [composer -n N] main.py FILE.yaml [key=value ...]
-Measure whether it uses what is far away:  python main.py context MODEL [MODEL ...] --data_files GLOB --out DIR"""
+Measure whether it uses distant context:  python main.py context MODEL [MODEL ...] --data_files GLOB --out DIR"""
 
 import sys
 from pathlib import Path

@@ -1,8 +1,8 @@
 """What annealing to long rows is worth: masked accuracy by length of context (main.py context) of small models that were
-pretrained on rows of 128 tokens, before and after they are trained on with long rows, with their decays as they were
-and with stretched horizons:
+pretrained on rows of 128 tokens, before and after annealing on long rows, with unchanged decays and with stretched
+horizons:
 
-    python benchmarks/anneal.py --out anneal [--data_files 'texts/*.jsonl']
+    python benchmarks/anneal.py --out anneal --data_files 'texts/*.jsonl'
 
 Trains by `python -m src.demo --compare`; run it again to resume. Writes a table with mean and standard deviation over
 the seeds, its numbers and a picture.
@@ -30,8 +30,8 @@ from src.tables import spread
 ROOT = Path(__file__).resolve().parents[1]
 SEED, SHORT = 17, 128
 MIXERS = ("lion-d", "lion-s")
-BEFORE, CONTINUED = "before", "trained on, decays as they were"
-STRETCHED = "trained on, horizons 8 to L, key weights"
+BEFORE, CONTINUED = "before", "annealed, decays unchanged"
+STRETCHED = "annealed, horizons 8 to L, key weights"
 STARTS = {  # how annealing starts: name in a table → suffix of runs, and model options for rows of L tokens
     CONTINUED: ("continued", lambda length: {}),
     STRETCHED: ("stretched", lambda length: {"decay_horizon": [8, length], "key_weight": "linear"}),
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> None:
     text = ", ".join(options.data_files) if options.data_files else "the demo's corpus"
     title = (
         f"Masked accuracy in percent by tokens of context, on {text}, of models pretrained on {options.tokens:,} tokens "
-        f"in rows of {SHORT}, and trained on with {options.anneal_tokens:,} in rows of {options.length:,}, mean ± "
+        f"in rows of {SHORT} and annealed on {options.anneal_tokens:,} in rows of {options.length:,}, mean ± "
         f"standard deviation of {options.seeds} seeds:"
     )
     facts = measure.machine("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,11 +1,11 @@
 """How far models carry information: passkey and header, see src/embed/synthetic.py, by the length of the documents.
 
-    python benchmarks/reach.py header --tokenizer demo/tokenizer --out reach/header
-    python benchmarks/reach.py passkey --tokenizer demo/tokenizer --out reach/passkey
+    python benchmarks/reach.py header
+    python benchmarks/reach.py passkey
 
 Trains models of 2 layers on short documents by embed.py, from random weights, and evaluates them on long ones: the
 share of queries that find their document first. Run it again to resume. Writes a table with mean and standard deviation
-over the seeds, a second one by where in the longest documents the query's word is, the numbers and a picture.
+over the seeds, a second one by the position of the query's word in the longest documents, the numbers and a picture.
 """
 
 import os
@@ -69,17 +69,19 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("task", choices=list(CASES))
-    add("--tokenizer", default="demo/tokenizer", help="whose words are used (default: demo/tokenizer)")
+    words = "tokenizer folder; its words form the texts (default: demo/tokenizer)"
+    add("--tokenizer", default="demo/tokenizer", help=words)
     add("--lengths", nargs="+", type=int, help="tokens of the documents (default: 128 to 8192, or 256 to 16384)")
-    add("--steps", type=int, default=500, help="of training (default: 500)")
-    add("--batch", type=int, default=32, help="pairs of a step (default: 32)")
+    add("--steps", type=int, default=500, help="training steps (default: 500)")
+    add("--batch", type=int, default=32, help="pairs per step (default: 32)")
     add("--seeds", type=int, default=3, help="runs of each model (default: 3)")
     add("--mixers", nargs="+", help="only these (default: all)")
     add("--jobs", type=int, default=1, help="runs at a time, which share the cores (default: 1)")
-    add("--out", type=Path, default=Path("reach"), help="folder for all outputs (default: reach)")
+    add("--out", type=Path, help="folder for all outputs (default: reach/TASK)")
     add("overrides", nargs="*", metavar="key=value", help="changes to the config of training")
     options = parser.parse_args(argv)
     options.lengths = sorted(options.lengths or LENGTHS[options.task])
+    options.out = options.out or Path("reach", options.task)
     data, out = options.out / "data", options.out
     folders = [data / f"{options.task}-{length}" for length in options.lengths]
     if not all(path.exists() for path in (*folders, data / "pairs.jsonl")):
@@ -101,7 +103,7 @@ def main(argv: list[str]) -> None:
     title = (
         f"{options.task}: queries that find their document first, in percent, after {options.steps} steps of "
         f"{options.batch} pairs of at most {LONGEST_PAIR[options.task]} tokens, mean ± standard deviation of "
-        f"{options.seeds} seeds; then the mean by where in the longest documents the query's word is:"
+        f"{options.seeds} seeds; then the mean by the position of the query's word in the longest documents:"
     )
     facts = measure.machine("cuda" if torch.cuda.is_available() else "cpu")
     measure.write(out, "results", title, facts, [table(rows, cases), by_place(rows, cases)], rows)

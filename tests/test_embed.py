@@ -222,20 +222,20 @@ def test_all_documents_of_a_query_are_its_positives(tmp_path):
                [(q, d, 1) for q, d in rows], split="train")  # fmt: skip
     found = open_pairs("x", {"beir": str(tmp_path / "beir")}, {}, tmp_path)
     assert len(found) == 4
-    by_text = {(found[row].query, found[row].document): row for row in range(4)}
-    assert {*found.positives(by_text["the q", "d2"])} == {text_key(d) for d in ("d1", "d2", "d3")}
-    assert found.positives(by_text["the p", "d1"]).tolist() == [text_key("d1")]
+    assert {*found.positives(text_key("the q"))} == {text_key(d) for d in ("d1", "d2", "d3")}
+    assert found.positives(text_key("the p")).tolist() == [text_key("d1")]
 
 
 MISTAKES = [
-    ({"data": {}}, "data names no source"),
+    ({"data": {}}, "data has no sources"),
     ({"data": {"a": {}}}, "data.a must be a section with either files or beir"),
     ({"data": {"a": {"files": "x.jsonl", "column": {}}}}, "unknown key data.a.column; did you mean columns?"),
     ({"data": {"a": {"files": "x.jsonl", "columns": {"doc": "d"}}}}, "unknown key data.a.columns.doc"),
-    ({"data": {"a": {"files": "x.jsonl", "split": "train"}}}, "data.a.split is of a BEIR folder"),
+    ({"data": {"a": {"files": "x.jsonl", "split": "train"}}}, "data.a.split applies only to beir sources"),
     ({"data": {"a": {"files": "x.jsonl"}}}, "x.jsonl"),
     ({"data": {"a": {"beir": "nowhere"}}}, "data.a.beir: nowhere is not a folder"),
-    ({"data": {"a": {"files": "x", "proportion": 1}, "b": {"files": "x"}}}, "data.a.proportion"),
+    ({"data": {"a": {"files": "x", "proportion": 1}, "b": {"files": "x"}}}, "only some sources set proportion"),
+    ({"data": {"a": {"files": "x", "proportion": 1}}, "mixed_batches": True}, "no effect with mixed_batches=true"),
     ({"eval_data": ["nowhere"]}, "eval_data: nowhere is not a folder"),
     ({"device_train_microbatch_size": 2}, "set one of device_train_microbatch_size"),
     ({"prompts": {"passage": "x"}}, "unknown key prompts.passage"),
@@ -295,3 +295,11 @@ def test_each_config_is_complete(path):
     config = load_config(EmbedConfig, "embed.py", "", [str(path), "data.pairs.files=pairs.jsonl"])
     assert config.run_name == ("embed-tiny" if path.stem == "tiny" else path.stem)
     assert Embedding(config).limits == (config.query_max_seq_len, config.max_seq_len)
+
+
+def test_a_config_without_the_negatives_it_asks_for_is_reported(caplog):
+    arguments = [str(ROOT / "yamls/embed/lion-s-base-finetune.yaml"), "data.x.files=x.jsonl"]
+    load_config(EmbedConfig, "embed.py", "", [*arguments, "data.x.columns.negatives=negatives"])
+    assert not caplog.text
+    load_config(EmbedConfig, "embed.py", "", arguments)
+    assert "negatives=7 has no effect: no source sets columns.negatives" in caplog.text

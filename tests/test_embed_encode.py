@@ -114,7 +114,7 @@ def test_an_interrupted_encoding_continues_with_the_same_result(files, checkpoin
 
 def test_mistakes_are_named(files, checkpoint, tmp_path):
     command = ["encode", str(checkpoint), "--data_files", str(files / "b.txt"), "--out", str(tmp_path / "out")]
-    with pytest.raises(UserError, match=r"--unit lines is of passages; give --passages"):
+    with pytest.raises(UserError, match=r"--unit lines needs --passages"):
         embed.main([*command, "--unit", "lines"])
     with pytest.raises(UserError, match="none"):
         embed.main(["encode", str(checkpoint), "--data_files", str(files / "none*"), "--out", str(tmp_path / "out")])

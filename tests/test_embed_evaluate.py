@@ -154,7 +154,7 @@ def test_the_command_scores_models_beside_bm25_and_resumes(beir, checkpoint, ber
     embed.main([*command, "--resamples", "100"])
     shown = capsys.readouterr().out
     assert "beir: 6 queries, 12 documents" in shown
-    assert "second: 2 queries, 4 documents; without a relevant document, and left out: 1" in shown
+    assert "second: 2 queries, 4 documents; queries without a relevant document omitted: 1" in shown
     names = ("bm25", checkpoint.parent.name, "tiny-bert")
     for name in names:
         assert len(re.findall(rf"^\| *{name} ", shown, re.M)) == 3
@@ -209,9 +209,9 @@ def test_a_mistake_is_named(arguments, words, beir, bert, tmp_path, write_checkp
         embed.main(["evaluate", *arguments, "--data", str(beir)])
 
 
-def test_the_command_says_what_it_does_and_what_it_read_only_in_part(beir, checkpoint, capsys):
+def test_the_command_says_what_it_does_and_what_it_truncated(beir, checkpoint, capsys):
     with pytest.raises(SystemExit):
         embed.main(["evaluate", "--help"])
     assert "TREC" in capsys.readouterr().out
     embed.main(["evaluate", str(checkpoint), "--data", str(beir), "--max_seq_len", "8"])
-    assert re.search(r"read .*\d of 12 documents only up to 8 tokens", capsys.readouterr().out)
+    assert re.search(r"truncated .*\d of 12 documents to 8 tokens", capsys.readouterr().out)

@@ -1,7 +1,7 @@
 """The demo's search: pairs to train text embeddings on, and queries and documents to evaluate them on.
 
-The first sentence of a passage is a query, and the rest of the passage is the document to find. Training pairs are of
-the passages that the model is pretrained on; the evaluation set, a BEIR folder, is of the validation passages.
+The first sentence of a passage is a query, and the rest of the passage is the document to find. Training pairs come
+from the passages that the model is pretrained on; the evaluation set, a BEIR folder, from the validation passages.
 """
 
 import json

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from src.cli import log
 from src.config import Rule, check_known, check_value, duration, key
 from src.data.tokenizers import check_path
 from src.errors import UserError
@@ -25,14 +26,16 @@ class EmbedConfig(RunConfig):
     """Keys of `embed.py`."""
 
     starting_checkpoint_load_path: str | None = key(
-        "checkpoint of main.py or embed.py, Hub folder, BERT or ModernBERT to start from; null: random weights", None
+        "checkpoint of main.py or embed.py, Hub folder, Hugging Face BERT, or ModernBERT with global attention alone; "
+        "null: random weights",
+        None,
     )
     model: dict[str, Any] = key("arguments of LionConfig that replace the checkpoint's, or define a model", {})
     tokenizer_name: str | None = key("Hub name or folder of the tokenizer; null: the checkpoint's", None)
     data: dict[str, Any] = key(
         "sources by name, each with `files` (.jsonl, .csv, .tsv, .parquet) and `columns` (query, document, negatives: "
-        "a column that holds a list, or a list of columns; passage: a column that holds [first, last], the characters "
-        "of the document whose vector is meant, or two columns), or with `beir` (a folder) and `split` (train); and "
+        "a column that holds a list, or a list of columns; passage: a column that holds [first, last], the character "
+        "range of the passage to embed, or two columns), or with `beir` (a folder) and `split` (train); and "
         "with `prompts` and `proportion` (of the batches; default: by size) of its own",
     )
     mixed_batches: bool = key("draw each batch from all sources; otherwise, from one of them", False)
@@ -40,12 +43,16 @@ class EmbedConfig(RunConfig):
     eval_split: str = key("qrels of the folders in eval_data", "test", may_change=True)
     held_out: int = key("pairs of each source for evaluation, if eval_data is empty", 256, **COUNT)
     max_seq_len: int = key("maximum length of documents in tokens; longer ones are cut", at_least=3, at_most=2**32 - 1)
-    query_max_seq_len: int = key("the same of queries", 512, at_least=3, at_most=2**32 - 1)
-    pooling: str = key("of tokens to a vector", "mean", choices=("mean", "attention", "cls"))
-    prompts: dict[str, Any] = key("what stands before each `query` and each `document`", {})
-    temperature: float = key("divides cosines", 0.02, above=0)
-    symmetric: bool = key("also find the query of each document", False)
-    matryoshka_dims: list[int] = key("train the first m coordinates too, for each m given; empty: all alone", [])
+    query_max_seq_len: int = key(
+        "maximum length of queries in tokens; longer ones are cut", 512, at_least=3, at_most=2**32 - 1
+    )
+    pooling: str = key("how a text's token vectors become one vector", "mean", choices=("mean", "attention", "cls"))
+    prompts: dict[str, Any] = key("text prepended to each `query` and each `document`", {})
+    temperature: float = key("divisor of the cosine similarities in the loss", 0.02, above=0)
+    symmetric: bool = key("add the loss of retrieving each document's query", False)
+    matryoshka_dims: list[int] = key(
+        "vector sizes to train (Matryoshka); include the full size; empty: the full size only", []
+    )
     negatives: int = key("negatives used for each query in a step, drawn from those it has", 7, at_least=0)
     packing: bool = key("pack texts of a microbatch into shared rows instead of padding them", False)
     device_train_microbatch_size: int | None = key(
@@ -63,20 +70,24 @@ class EmbedConfig(RunConfig):
         if (self.device_train_microbatch_size is None) == (self.device_train_microbatch_tokens is None):
             raise UserError("set one of device_train_microbatch_size (texts) and device_train_microbatch_tokens")
         if not self.data:
-            raise UserError("data names no source; add one, such as data.pairs.files=[pairs.jsonl]")
+            raise UserError("data has no sources; add one, such as data.pairs.files=[pairs.jsonl]")
         check_prompts("prompts", self.prompts)
         for name, source in self.data.items():
             check_source(f"data.{name}", source)
             if self.pooling == "cls" and "passage" in source.get("columns", {}):
-                raise UserError(f"data.{name}.columns.passage: pooling=cls has no vectors of passages; choose mean")
+                hint = "pooling=cls cannot embed passages; set pooling to mean or attention"
+                raise UserError(f"data.{name}.columns.passage: {hint}")
         given = [name for name, source in self.data.items() if source.get("proportion") is not None]
-        if given and (len(given) < len(self.data) or self.mixed_batches):
-            problem = "mixed_batches draws pairs by size" if self.mixed_batches else "some sources have a proportion"
-            raise UserError(
-                f"data.{given[0]}.proportion: {problem}; give it for all sources of unmixed batches, or none"
-            )
+        if given and self.mixed_batches:
+            raise UserError(f"data.{given[0]}.proportion has no effect with mixed_batches=true; omit it")
+        if given and len(given) < len(self.data):
+            raise UserError(f"data.{given[0]}.proportion: only some sources set proportion; set it for all or none")
         for number in self.matryoshka_dims:
             check_value("matryoshka_dims", number, int, Rule(at_least=1))
+        if self.negatives and not any("negatives" in source.get("columns", {}) for source in self.data.values()):
+            log.warning(
+                f"negatives={self.negatives} has no effect: no source sets columns.negatives; set it, or negatives=0"
+            )
 
     def check_data_paths(self) -> None:
         """Raise UserError for a file or folder that does not exist."""
@@ -113,7 +124,7 @@ def check_source(name: str, source: Any) -> None:
         if "columns" in source:
             raise UserError(f"{name}.columns: a BEIR folder has columns of its own; omit it")
     elif "split" in source:
-        raise UserError(f"{name}.split is of a BEIR folder; omit it, or name the files of the split")
+        raise UserError(f"{name}.split applies only to beir sources; omit it")
     else:
         columns = source.get("columns", {})
         if not isinstance(columns, dict):

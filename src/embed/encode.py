@@ -43,7 +43,7 @@ def encode(argv: list[str]) -> None:
     options = parse(argv)
     check_counts(options, "passages")
     if options.unit != "tokens" and options.passages is None:
-        raise UserError(f"--unit {options.unit} is of passages; give --passages, the most tokens of one")
+        raise UserError(f"--unit {options.unit} needs --passages; set it to the maximum tokens per passage")
     check_path(options.model)
     check_writable("--out", options.out)
     files = find_files(options.data_files)
@@ -58,7 +58,7 @@ def encode(argv: list[str]) -> None:
             at = write_all(files, at, options)
             write_json(options.out / STATE, {**settings, FINISHED: at})
     name = "passages" if options.passages else "texts"
-    cut = f"; {at.cut:,} of them were read only in part" if at.cut else ""
+    cut = f"; texts truncated: {at.cut:,}" if at.cut else ""
     print(
         f"\n{at.vectors:,} vectors of {at.texts:,} texts, {at.tokens:,} tokens{cut}\nvectors  {options.out}/*.parquet"
     )
@@ -69,8 +69,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "embed.py encode",
         description="Write the vectors of texts, of unit length, as Parquet files with the columns file, row (from 0), "
-        "start and stop (tokens), first and last (characters), and vector. An interrupted command continues when it is "
-        "repeated, with the same result.",
+        "start and stop (tokens), first and last (characters), and vector. Repeat an interrupted command to resume; it "
+        "writes the same files.",
         epilog=f"Example: {EXAMPLE}",
     )
     add = parser.add_argument
@@ -81,8 +81,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder for the vectors")
     words = "a vector for each passage of at most this many tokens, which has seen the whole text (late chunking; "
     add("--passages", type=int, metavar="TOKENS", help=f"{words}default: one for each text)")
-    add("--unit", choices=list(UNITS), default="tokens", help="what passages are, if not longer (default: tokens)")
-    add("--kind", choices=["document", "query"], default="document", help="whose prompt texts get (default: document)")
+    units = "where passages end; units longer than --passages are split (default: tokens)"
+    add("--unit", choices=list(UNITS), default="tokens", help=units)
+    add("--kind", choices=["document", "query"], default="document", help="which prompt to prepend (default: document)")
     add_reading(parser)
     return parser.parse_args(argv)
 

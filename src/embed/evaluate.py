@@ -9,7 +9,7 @@ from typing import Any
 
 from src.cli import log
 from src.embed.beir import Retrieval, read_beir
-from src.embed.options import add_reading, check_counts, check_path, fingerprint, open_model
+from src.embed.options import MODEL, add_reading, check_counts, check_path, fingerprint, open_model
 from src.errors import UserError
 from src.files import check_writable, distinct, sha256, write_atomically, write_json
 from src.jobs.report import writing
@@ -59,21 +59,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "embed.py evaluate",
         description="Rank the documents of BEIR folders (corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv) for each of "
         "their queries, by cosine or by BM25, and print nDCG@10, recall and reciprocal rank. Nothing is downloaded "
-        "but a MODEL named on the Hub. With --out, a repeated command continues where it was interrupted.",
+        "except a MODEL named on the Hub. With --out, repeat an interrupted command to resume.",
         epilog=f"Example: {EXAMPLE}",
     )
     add = parser.add_argument
-    words = (
-        "checkpoint of main.py, glue.py or embed.py, Hub folder or name, any model of sentence-transformers; or bm25"
-    )
-    add("models", metavar="MODEL", nargs="+", help=f"{words}. The others are compared with the first")
+    add("models", metavar="MODEL", nargs="+", help=f"{MODEL}; or bm25. The others are compared with the first")
     add("--data", metavar="DIR", type=Path, nargs="+", required=True, help="folders in BEIR's layout")
     add("--split", default="test", help="which qrels (default: test)")
     add("--out", type=Path, help="folder for report.md, report.json and rankings in TREC's format")
     add("--passages", type=int, metavar="TOKENS", help="score a document by its best passage of this many tokens, each "
         "with a vector that has seen the whole document")  # fmt: skip
     add_reading(parser)
-    add("--resamples", type=int, default=1000, help="of the bootstrap (default: 1000)")
+    add("--resamples", type=int, default=1000, help="bootstrap resamples (default: 1000)")
     return parser.parse_args(argv)
 
 
@@ -164,7 +161,7 @@ def compare(results: dict[str, dict[str, Any]], resamples: int) -> dict[str, dic
 
 
 def text(results: dict[str, dict[str, Any]], differences: dict[str, dict[str, Any]], resamples: int) -> str:
-    """Return the tables, and what was cut and left out."""
+    """Return the tables, and how many texts were truncated and queries omitted."""
     from src.embed.scores import METRICS
     from src.jobs.comparison import Difference
 
@@ -177,7 +174,7 @@ def text(results: dict[str, dict[str, Any]], differences: dict[str, dict[str, An
             gap = differences.get(title, {}).get(name)
             shown = [str(Difference(**gap)) if gap else ""] if differences else []
             lines.append([title, *(f"{100 * found[name]['scores'][metric]:.2f}" for metric in METRICS), *shown])
-        left = f"; without a relevant document, and left out: {one['left_out']:,}" if one["left_out"] else ""
+        left = f"; queries without a relevant document omitted: {one['left_out']:,}" if one["left_out"] else ""
         parts.append(f"{name}: {one['queries']:,} queries, {one['documents']:,} documents{left}\n\n{markdown(lines)}")
         parts += [sentence for title, found in results.items() if (sentence := cut(title, found[name]))]
     if len(datasets) > 1:
@@ -192,7 +189,7 @@ def text(results: dict[str, dict[str, Any]], differences: dict[str, dict[str, An
 
 
 def cut(title: str, found: dict[str, Any]) -> str:
-    """Say how many texts a model has read only in part."""
+    """Say how many texts a model has truncated."""
     kinds = {"queries": found.get("cut", {}).get("query", 0), "documents": found.get("cut", {}).get("document", 0)}
     words = [f"{count:,} of {found[kind]:,} {kind}" for kind, count in kinds.items() if count]
-    return f"{title} read {' and '.join(words)} only up to {found['limit']:,} tokens." if words else ""
+    return f"{title} truncated {' and '.join(words)} to {found['limit']:,} tokens." if words else ""

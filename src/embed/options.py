@@ -12,7 +12,7 @@ from src.files import looks_like_path
 if TYPE_CHECKING:
     from src.embed.encoder import Encoder
 
-MODEL = "checkpoint of main.py, glue.py or embed.py, Hub folder or name, any model of sentence-transformers"
+MODEL = "checkpoint of main.py, glue.py or embed.py, Hub folder or name, or any model that sentence-transformers loads"
 READING = ("max_seq_len", "query_prompt", "document_prompt", "precision")  # options that change vectors
 
 
@@ -27,7 +27,7 @@ def add_reading(parser: ArgumentParser) -> None:
     add("--piece_length", type=int, metavar="TOKENS", help=words)
     add("--device", choices=["gpu", "cpu"], help="default: a GPU if there is one")
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="default: fp32")
-    add("--trust_remote_code", action="store_true", help="run the code of other people's models")
+    add("--trust_remote_code", action="store_true", help="allow a model to run its own code")
 
 
 def check_counts(options: Namespace, *names: str) -> None:

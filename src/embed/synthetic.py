@@ -8,9 +8,9 @@ passkey: a document is full of names, and one of them follows a marker. The quer
 vector keep one word among thousands?
 
 header: a document begins with a subject, and one passage of 16 tokens, anywhere further on, holds a key. The query is
-subject and key, and these passages are to be found. Several share each subject, and several each key, so a passage's
-vector finds its query only if it knows the subject, too. A model that reads each passage alone is right for one query
-in 8 (of 128 documents).
+subject and key, and the passages are what is retrieved. Several share each subject, and several each key, so a
+passage's vector finds its query only if it knows the subject, too. A model that reads each passage alone is right for
+one query in 8 (of 128 documents).
 
 Every word is one token of the tokenizer, and all lengths and the pairs use the same words.
 """
@@ -57,11 +57,11 @@ def main(argv: list[str]) -> None:
     add("task", choices=list(DOCUMENTS))
     add("--tokenizer", required=True, help="folder or Hub name; its words are those of the texts")
     add("--lengths", type=int, nargs="+", required=True, help="tokens of the documents to evaluate on")
-    add("--documents", type=int, help="of each length, one query each (default: 64 for passkey, 128 for header)")
-    add("--pairs", type=int, default=16384, help="to train on; 0: none (default: 16384)")
+    add("--documents", type=int, help="per length, with one query each (default: 64 for passkey, 128 for header)")
+    add("--pairs", type=int, default=16384, help="training pairs; 0: none (default: 16384)")
     words = "tokens of the pairs' documents, from shortest to longest (default: 64 256 for passkey, 128 128 for header)"
     add("--pair_lengths", type=int, nargs=2, metavar="N", help=words)
-    add("--seed", type=int, default=0, help="for words and documents (default: 0)")
+    add("--seed", type=int, default=0, help="seed of words and documents (default: 0)")
     add("--out", type=Path, required=True, help="folder for a BEIR folder TASK-LENGTH of each length, and pairs.jsonl")
     options = parser.parse_args(argv)
     for name, least in (("documents", 1), ("pairs", 0), ("seed", 0)):
@@ -85,9 +85,10 @@ def main(argv: list[str]) -> None:
         lengths = rng.integers(low, high + 1, options.pairs).tolist()
         pairs = (maker.pair(length, rng) for length in progress(lengths, desc="pairs"))
         rows = ({"query": made.query, "document": made.document, **of_passage(made)} for made in pairs)
-        write_atomically(options.out / "pairs.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
-        columns = ", columns.passage=passage" if options.task == "header" else ""
-        print(f"to train on  {options.out}/pairs.jsonl (data.{options.task}.files=…{columns})")
+        path, source = options.out / "pairs.jsonl", f"data.{options.task}"
+        write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in rows))
+        columns = f" {source}.columns.passage=passage" if options.task == "header" else ""
+        print(f"to train on  {source}.files={path}{columns}")
 
 
 def of_passage(made: Made) -> dict[str, list[int]]:

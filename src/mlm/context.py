@@ -72,12 +72,15 @@ def context(argv: list[str]) -> None:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "main.py context",
-        description="Measure whether masked language models use what is far away: print accuracy and loss for the "
+        description="Measure whether masked language models use distant context: print accuracy and loss for the "
         "same masked tokens when the text is cut into pieces of several lengths.",
         epilog=f"Example: {EXAMPLE}",
     )
     add = parser.add_argument
-    words = "checkpoint of main.py, Hub folder or name, or a BERT or ModernBERT; all with the same tokenizer"
+    words = (
+        "checkpoint of main.py, Hub folder or name, Hugging Face BERT, or ModernBERT with global attention alone; all "
+        "with the same tokenizer"
+    )
     add("models", metavar="MODEL", nargs="+", help=words)
     add("--data_files", required=True, nargs="+", metavar="GLOB", help="text, in the formats of convert_dataset")
     add("--text_column", default="text", metavar="NAME", help="column or key with the text (default: text)")
@@ -86,11 +89,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--lengths", type=int, nargs="+", metavar="TOKENS", default=(128, 512, 2048, 8192), help=words)
     add("--rows", type=int, default=32, help="rows to read, if there is enough text (default: 32)")
     add("--mlm_probability", type=float, default=0.15, help="masking rate (default: 0.15)")
-    add("--seed", type=int, default=17, help="of the masks (default: 17)")
+    add("--seed", type=int, default=17, help="seed of the masks (default: 17)")
     add("--batch_tokens", type=int, default=16384, help="tokens per batch (default: 16384)")
     add("--device", choices=["gpu", "cpu"], help="default: a GPU if there is one")
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="default: fp32")
-    add("--resamples", type=int, default=1000, help="of the bootstrap (default: 1000)")
+    add("--resamples", type=int, default=1000, help="bootstrap resamples (default: 1000)")
     add("--out", type=Path, required=True, help="folder for report.md, report.json and context.png")
     return parser.parse_args(argv)
 
