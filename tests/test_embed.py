@@ -216,6 +216,38 @@ def test_a_batch_has_what_the_loss_needs(pairs, tmp_path, tokenizer):
     assert batches.count_tokens(batch) == {"total": sum(map(len, ids.values())), "loss_generating": 3.0}
 
 
+def test_held_out_pairs_are_evaluated_with_the_prompts_of_their_source(write_config, tmp_path, tokenizer):
+    changes = yaml.safe_load(write_config(tmp_path).read_text())["data"]
+    changes["a"]["prompts"] = {"query": "the king ", "document": "a cat "}
+    path = write_config(tmp_path, data=changes)
+    task = Embedding(load_config(EmbedConfig, "embed.py", "", [str(path)]))
+    task.build_model(None)
+    texts = batches.EvaluationTexts(task.retrievals, task.tokenizer, (64, 64), task.prompts)
+    ids = {number: list(row) for number, row, _ in texts.items}
+    start = 0
+    for name, retrieval in zip("ab", task.retrievals):
+        before = {"query": "the king ", "document": "a cat "} if name == "a" else {"query": "the dog ", "document": ""}
+        given = [before["document"] + text for text in retrieval.documents.values()]
+        given += [before["query"] + text for text in retrieval.queries.values()]
+        assert [ids[start + n] for n in range(len(given))] == tokenizer(given)["input_ids"]
+        start += len(given)
+
+
+def test_a_text_that_is_in_many_pairs_does_not_slow_each_batch(tmp_path):
+    rows = [{"query": f"q{n}", "document": "same" if n % 3 else f"d{n}"} for n in range(3000)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_pairs("x", {"files": str(tmp_path / "pairs.jsonl")}, {}, tmp_path)
+    sampler = batches.Batches(batches.PairDataset([source], 1), 8, False)
+    filled, tried = sampler.fill([0]), []
+    stream = sampler.stream
+    sampler.stream = lambda sources: (tried.append(place) or place for place in stream(sources))
+    for _ in range(60):
+        batch = next(filled)
+        documents = [source[row].document for _, _, row in batch]
+        assert len(documents) == 8 and documents.count("same") <= 1
+    assert len(tried) <= 60 * 8 * 3  # two of three pairs wait
+
+
 def test_all_documents_of_a_query_are_its_positives(tmp_path):
     rows = [("q", "d1"), ("p", "d1"), ("q", "d2"), ("q", "d3")]
     write_beir(tmp_path / "beir", {d: {"text": d} for d in ("d1", "d2", "d3")}, {"q": "the q", "p": "the p"},
@@ -224,6 +256,10 @@ def test_all_documents_of_a_query_are_its_positives(tmp_path):
     assert len(found) == 4
     assert {*found.positives(text_key("the q"))} == {text_key(d) for d in ("d1", "d2", "d3")}
     assert found.positives(text_key("the p")).tolist() == [text_key("d1")]
+    write_jsonl(tmp_path / "more.jsonl", ["the p"], column="query")
+    more = open_pairs("y", {"files": str(tmp_path / "more.jsonl"), "columns": {"document": "query"}}, {}, tmp_path)
+    both = batches.PairDataset([found, more], seed=0)
+    assert {*both.positives(text_key("the p"))} == {text_key("d1"), text_key("the p")}
 
 
 MISTAKES = [
@@ -243,6 +279,7 @@ MISTAKES = [
     ({"starting_checkpoint_load_path": None}, "random weights need a tokenizer"),
     ({"starting_checkpoint_load_path": "./none.pt"}, "./none.pt is not a file or folder"),
     ({"global_train_batch_size": 32}, "data.b has 20 pairs, some of them held out, and a batch 32"),
+    ({"eval_subset_num_batches": 2}, "eval_subset_num_batches: rankings need all texts"),
     ({"pooling": "max"}, "pooling=max must be one of mean, attention, cls"),
 ]
 

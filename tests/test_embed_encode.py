@@ -14,7 +14,7 @@ import embed
 from src.data import readers
 from src.embed import encode
 from src.embed.encoder import DOCUMENT, Passages, Settings, open_encoder
-from src.embed.passages import UNITS, characters, passage_edges, unit_starts
+from src.embed.passages import UNITS, characters, passage_edges, special_tokens, unit_starts
 from src.errors import UserError
 
 TEXT = "the king sees a dog. the cat hears\nthe old ship!  a house\n\n a river. the end"
@@ -31,19 +31,19 @@ def files(tmp_path_factory) -> Path:
 
 
 def test_passages_cover_a_text_once_and_begin_at_units():
-    assert passage_edges(12, 2, 4) == [0, 5, 9, 12]
-    assert passage_edges(2, 2, 4) == [0, 2]  # no word
-    assert passage_edges(12, 0, 4) == [0, 4, 8, 12]
-    assert passage_edges(12, 2, 4, [1, 3, 6]) == [0, 3, 6, 10, 12]
-    assert passage_edges(20, 2, 4, [15]) == [0, 5, 9, 13, 15, 20]
+    assert passage_edges(12, (1, 1), 4) == [0, 5, 9, 12]
+    assert passage_edges(2, (1, 1), 4) == [0, 2]  # no word
+    assert passage_edges(12, (0, 0), 4) == [0, 4, 8, 12]
+    assert passage_edges(12, (1, 1), 4, [1, 3, 6]) == [0, 3, 6, 10, 12]
+    assert passage_edges(20, (1, 1), 4, [15]) == [0, 5, 9, 13, 15, 20]
 
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_units_begin_at_their_first_word(unit, tokenizer):
     encoded = tokenizer(TEXT, return_offsets_mapping=True)
     offsets, length = encoded["offset_mapping"], len(encoded["input_ids"])
-    edges = passage_edges(length, 2, 100, unit_starts(TEXT, offsets, 2, unit))
-    found = [TEXT[slice(*characters(span, offsets, 2))] for span in itertools.pairwise(edges)]
+    edges = passage_edges(length, (1, 1), 100, unit_starts(TEXT, offsets, (1, 1), unit))
+    found = [TEXT[slice(*characters(span, offsets, (1, 1)))] for span in itertools.pairwise(edges)]
     expected = {
         "tokens": [TEXT],
         "lines": ["the king sees a dog. the cat hears", "the old ship!  a house", "a river. the end"],
@@ -51,6 +51,27 @@ def test_units_begin_at_their_first_word(unit, tokenizer):
         "sentences": ["the king sees a dog.", "the cat hears\nthe old ship!", "a house\n\n a river.", "the end"],
     }
     assert [re.sub("!$", "", text) for text in found] == [re.sub("!$", "", text) for text in expected[unit]]
+
+
+def test_a_token_that_starts_with_a_space_begins_its_sentence():
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["ĠDogs", "Ġbark", "ĠCats", "Ġsleep", ".", "[CLS]", "[SEP]", "</s>", "[UNK]"]
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel()
+    for template, special in (("[CLS] $A [SEP]", (1, 1)), ("$A </s>", (0, 1)), ("$A", (0, 0))):
+        named = [(word, words.index(word)) for word in template.split() if word != "$A"]
+        made.post_processor = processors.TemplateProcessing(single=template, special_tokens=named)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]")
+        assert special_tokens(tokenizer) == special
+        text = "Dogs bark. Cats sleep."
+        encoded = tokenizer(text, return_offsets_mapping=True)
+        starts = unit_starts(text, encoded["offset_mapping"], special, "sentences")
+        assert starts == [special[0] + 3]
+        spans = itertools.pairwise(passage_edges(len(encoded["input_ids"]), special, 100, starts))
+        found = [text[slice(*characters(span, encoded["offset_mapping"], special))].strip() for span in spans]
+        assert found == ["Dogs bark.", "Cats sleep."]
 
 
 def rows_of(out: Path) -> list[dict]:

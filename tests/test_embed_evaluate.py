@@ -85,7 +85,7 @@ def test_given_passages_are_of_texts_read_once_or_around_them(encoder, checkpoin
     texts = [" ".join(texts[:4]), " ".join(texts[4:]), " ".join(texts[:4])]
     spots = [(0, 3), (len(texts[1]) - 9, len(texts[1])), (20, 40)]
     tokens = [encoder.tokenizer(text, return_offsets_mapping=True) for text in texts]
-    spans = [tokens_of(spot, each["offset_mapping"], 2) for spot, each in zip(spots, tokens)]
+    spans = [tokens_of(spot, each["offset_mapping"], (1, 1)) for spot, each in zip(spots, tokens)]
     states = [hidden_states(encoder, text) for text in texts]
     expected = torch.stack([F.normalize(x[start:stop].mean(0), dim=0) for x, (start, stop) in zip(states, spans)])
     found = encoder.encode_passages(texts, spots)
@@ -100,7 +100,7 @@ def test_given_passages_are_of_texts_read_once_or_around_them(encoder, checkpoin
     found = open_encoder(str(checkpoint), Settings(limit=8)).encode_passages(texts, spots)
     assert found.cut == 3
     for vector, each, span in zip(found.vectors, tokens, spans):
-        ids, (start, stop) = cut_around(each["input_ids"], span, 8, 2)
+        ids, (start, stop) = cut_around(each["input_ids"], span, 8, (1, 1))
         with torch.no_grad():
             x = encoder.model.lion(torch.tensor([ids])).last_hidden_state[0]
         torch.testing.assert_close(vector, F.normalize(x[start:stop].mean(0), dim=0), atol=1e-5, rtol=1e-5)
@@ -113,6 +113,13 @@ def test_passages_of_texts_longer_than_a_segment(encoder, monkeypatch):
     expected = encoder.encode(TEXTS, DOCUMENT, passages=Passages(16))
     monkeypatch.setattr(encoder.model.config, "segment_length", 64)
     found = encoder.encode(TEXTS, DOCUMENT, passages=Passages(16))
+    torch.testing.assert_close(found.vectors, expected.vectors, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_without_states_reads_passages_of_long_texts_whole(write_checkpoint, tmp_path):
+    checkpoint = str(write_checkpoint(tmp_path / "softmax.pt", "softmax"))
+    expected = open_encoder(checkpoint, Settings()).encode(TEXTS, DOCUMENT, passages=Passages(8))
+    found = open_encoder(checkpoint, Settings(segment_length=16)).encode(TEXTS, DOCUMENT, passages=Passages(8))
     torch.testing.assert_close(found.vectors, expected.vectors, atol=1e-5, rtol=1e-5)
 
 
@@ -183,12 +190,14 @@ def test_the_command_scores_models_beside_bm25_and_resumes(beir, checkpoint, ber
         (["bm25", "bm25"], "MODEL: bm25 is named twice"),
         (["bm25", "--split", "dev"], "its splits are test"),
         (["bm25", "--passages", "0"], "--passages=0 must be an integer ≥ 1"),
-        (["BERT", "--passages", "8"], "gives one vector a text"),
+        (["BERT", "--passages", "8"], "gives one vector per text"),
         (["BERT", "--max_seq_len", "1000"], "reads at most 128 tokens"),
         (["LIT", "--max_seq_len", "1000"], "has 128 position embeddings"),
-        (["CLS", "--passages", "8"], "takes a text's first token"),
+        (["CLS", "--passages", "8"], "pools only the first token"),
         (["NO-TOKENIZER"], "has no tokenizer"),
         (["nobody/nothing"], "cannot be downloaded from the Hugging Face Hub"),
+        (["all-nothing"], "sentence-transformers cannot load it"),
+        (["bm25", "--max_seq_len", "2"], "--max_seq_len=2 must be an integer ≥ 3"),
     ],
 )
 def test_a_mistake_is_named(arguments, words, beir, bert, tmp_path, write_checkpoint):

@@ -12,7 +12,7 @@ from conftest import DATA
 
 from src.embed.beir import Retrieval, read_beir
 from src.embed.bm25 import bm25, words
-from src.embed.scores import cosines, means, measure, rank, write_run
+from src.embed.scores import Ranking, cosines, means, measure, rank, write_run
 from src.errors import UserError
 
 DOCUMENTS = {
@@ -51,10 +51,10 @@ def test_a_document_may_be_a_passage_of_its_text(tmp_path):
         "b": {"text": "a dog ", "passage": [0, 6]}, "c": {"title": "Cats", "text": "a red cat"},
     }  # fmt: skip
     found = read_beir(write_beir(tmp_path / "beir", documents, {"q": "ship"}, [("q", "a", 1)]), "test")
-    texts = [text[first:last] for text, (first, last) in zip(found.documents.values(), found.spans())]
+    texts = [text[slice(*(span or (None,)))] for text, span in zip(found.documents.values(), found.spans())]
     assert texts == ["old ship", "a dog", "Cats a red cat"] and list(found.passages) == ["a", "b"]
-    (scores,) = bm25(found)
-    assert (scores > 0).tolist() == [[True, False, False]]
+    ((query, scores),) = bm25(found)
+    assert query == "q" and (scores > 0).tolist() == [[True, False, False]]
 
 
 def replaced(file: str, old: str, new: str):
@@ -181,7 +181,9 @@ def test_bm25_is_its_formula(tmp_path):
                 idf = math.log(1 + (len(texts) - n + 0.5) / (n + 0.5))
                 total += idf * text[word] / (text[word] + 1.2 * (1 - 0.75 + 0.75 * text.total() / mean))
             expected[row, column] = total or -math.inf
-    torch.testing.assert_close(next(bm25(data)), expected)
+    names, rows = zip(*bm25(data))
+    assert names == ("q1", "q2")
+    torch.testing.assert_close(torch.cat(rows), expected)
 
 
 def test_a_run_is_written_in_trec_s_format(tmp_path):
@@ -195,6 +197,8 @@ def test_a_run_is_written_in_trec_s_format(tmp_path):
 @pytest.mark.parametrize("name, ndcg, recall", [("cranfield", 49.5, 72.3), ("qmsum-val", 90.5, 100)])
 def test_bm25_s_baselines(name, ndcg, recall):
     data = read_beir(DATA / "retrieval" / name, "test")
-    found = means(measure(data, rank(data, bm25(data))))
+    ranking = Ranking(data)
+    run = {name: found for query, scores in bm25(data) for name, found in ranking.run([query], [scores]).items()}
+    found = means(measure(data, run))
     assert 100 * found["nDCG@10"] == pytest.approx(ndcg, abs=0.1)
     assert 100 * found["R@100"] == pytest.approx(recall, abs=0.1)

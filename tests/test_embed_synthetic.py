@@ -70,10 +70,10 @@ def test_the_passage_of_a_pair_is_one_of_those_that_evaluation_reads(header, tok
         first, last = pair["passage"]
         assert pair["query"].split()[1] in pair["document"][first:last].split()
         encoded = tokenizer(pair["document"], return_offsets_mapping=True)
-        span = passages.tokens_of((first, last), encoded["offset_mapping"], 2)
-        edges = passages.passage_edges(len(encoded["input_ids"]), 2, synthetic.PASSAGE)
+        span = passages.tokens_of((first, last), encoded["offset_mapping"], (1, 1))
+        edges = passages.passage_edges(len(encoded["input_ids"]), (1, 1), synthetic.PASSAGE)
         assert span in itertools.pairwise(edges)
-        assert passages.characters(span, encoded["offset_mapping"], 2) == (first, last)
+        assert passages.characters(span, encoded["offset_mapping"], (1, 1)) == (first, last)
 
 
 def test_a_passkey_follows_the_marker_among_other_names(tokenizer_folder, tokenizer, tmp_path):

@@ -164,3 +164,11 @@ def test_the_pooling_is_in_the_configuration_only_if_it_is_not_the_mean():
     assert LionConfig(pooling="cls").to_dict()["pooling"] == "cls"
     with pytest.raises(ValueError, match=r"pooling must be one of mean, attention, cls \(got max\)"):
         LionConfig(pooling="max")
+
+
+def test_spans_are_summed_in_float32_under_autocast():
+    x = 1 + torch.randn(900, 8) / 100
+    expected, _ = pool_spans(x, [(0, 900), (3, 7)])
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = pool_spans(x, [(0, 900), (3, 7)])
+    assert torch.equal(found, expected)

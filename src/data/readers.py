@@ -132,11 +132,22 @@ def read_rows(
             yield from enumerate(zip(*values), first + 1)
         return
     with _open(path, compression) as (lines, _):
-        lines = list(lines)
-        while lines and not lines[-1][1].strip("\r\n"):
-            lines.pop()
-        rows = _rows(lines, path, kind, columns, malformed_rows, optional=optional) if lines else ()
-        yield from (row for row in rows if row[1])
+        lines = _without_last_empty(lines)
+        if (first := next(lines, None)) is not None:
+            rows = _rows(itertools.chain([first], lines), path, kind, columns, malformed_rows, optional=optional)
+            yield from (row for row in rows if row[1])
+
+
+def _without_last_empty(lines: Lines) -> Iterator[tuple[int, str]]:
+    """Yield lines up to the last that is not empty."""
+    empty = []
+    for number, line in lines:
+        if line.strip("\r\n"):
+            yield from empty
+            yield number, line
+            empty = []
+        else:
+            empty.append((number, line))
 
 
 def _rows(

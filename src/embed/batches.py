@@ -19,7 +19,7 @@ from src.data.streaming import ignore_signals
 from src.embed.beir import Retrieval
 from src.embed.microbatches import Part, assemble, split
 from src.embed.pairs import Pairs, text_key
-from src.embed.passages import Span, cut_around, tokens_of
+from src.embed.passages import Span, cut_around, special_tokens, tokens_of
 from src.errors import UserError
 
 ROWS, SOURCES, NEGATIVES = range(3)  # what random numbers are for
@@ -244,7 +244,7 @@ def tokenize(
     if not any(passages):
         encoded = tokenizer(texts, truncation=True, max_length=limit, **options)
         return encoded["input_ids"], [None] * len(texts), sum(bool(one.overflowing) for one in encoded.encodings or ())
-    special = tokenizer.num_special_tokens_to_add()
+    special = special_tokens(tokenizer)
     encoded = tokenizer(texts, return_offsets_mapping=True, **options)
     rows, spans = [], []
     for ids, offsets, passage in zip(encoded["input_ids"], encoded["offset_mapping"], passages):

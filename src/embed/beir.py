@@ -24,9 +24,9 @@ class Retrieval:
     left_out: int  # queries without a relevant document
     passages: dict[str, Span] = field(default_factory=dict)  # documents of which a passage is meant, in characters
 
-    def spans(self) -> list[Span]:
-        """The characters of each document that are meant."""
-        return [self.passages.get(name, (0, len(text))) for name, text in self.documents.items()]
+    def spans(self) -> list[Span | None]:
+        """The characters of each document that are meant; None: all."""
+        return [self.passages.get(name) for name in self.documents]
 
 
 def read_beir(folder: Path, split: str, key: str = "--data") -> Retrieval:

@@ -17,20 +17,18 @@ def words(text: str) -> list[str]:
     return WORD.findall(text.lower())
 
 
-def bm25(retrieval: Retrieval) -> Iterator[Tensor]:
-    """Yield the scores of all documents, (queries, documents), as one block; −∞ for one without a word of the query."""
+def bm25(retrieval: Retrieval) -> Iterator[tuple[str, Tensor]]:
+    """Yield each query's _id, and the scores of all documents, (1, documents); −∞ for one without a word of the
+    query."""
     from bm25s import BM25
 
     logging.getLogger("bm25s").setLevel(logging.WARNING)
-    corpus = [words(text[first:last]) for text, (first, last) in zip(retrieval.documents.values(), retrieval.spans())]
-    queries = [words(text) for text in retrieval.queries.values()]
-    scores = torch.full((len(queries), len(corpus)), -torch.inf)
+    texts = zip(retrieval.documents.values(), retrieval.spans())
+    corpus = [words(text[slice(*(span or (None,)))]) for text, span in texts]
+    index = BM25(method="lucene", k1=1.2, b=0.75)
     if any(corpus):
-        index = BM25(method="lucene", k1=1.2, b=0.75)
         index.index(corpus, show_progress=False)
-        for row, query in zip(scores, progress(queries, desc=f"bm25: {retrieval.name}", unit="query")):
-            known = [word for word in query if word in index.vocab_dict]
-            if known:
-                row.copy_(torch.from_numpy(index.get_scores(known)))
-        scores[scores <= 0] = -torch.inf
-    yield scores
+    for name, text in progress(retrieval.queries.items(), desc=f"bm25: {retrieval.name}", unit="query"):
+        known = [word for word in words(text) if any(corpus) and word in index.vocab_dict]
+        scores = torch.from_numpy(index.get_scores(known)) if known else torch.zeros(len(corpus))
+        yield name, scores.masked_fill(scores <= 0, -torch.inf)[None]

@@ -18,12 +18,13 @@ from transformers import PreTrainedTokenizerBase
 from src.checkpoints.reading import Checkpoint, load_all, read_pretrained
 from src.cli import progress
 from src.data.readers import grouped
-from src.embed.passages import Span, characters, cut_around, passage_edges, tokens_of, unit_starts
+from src.embed.passages import Span, characters, cut_around, passage_edges, special_tokens, tokens_of, unit_starts
 from src.errors import RunFailed, UserError, first_line
 from src.files import looks_like_path
 from src.lion import LionEmbeddingModel
 from src.lion.cpu import speed_up
-from src.lion.pooling import pool
+from src.lion.mixers import MIXERS
+from src.lion.pooling import pool_spans
 
 QUERY, DOCUMENT = "query", "document"
 
@@ -76,9 +77,10 @@ class Encoder(ABC):
         """Encode texts of a kind, QUERY or DOCUMENT; with `passages`, each of their passages. With a `title` there is a
         progress bar. Raises RunFailed for vectors that are not finite, UserError for a model without passages."""
 
-    def encode_passages(self, texts: Sequence[str], passages: Sequence[Span], title: str = "") -> Encoded:
-        """Encode a passage of each text, given in characters. Unless a subclass can do better, it is read alone."""
-        return self.encode([text[first:last] for text, (first, last) in zip(texts, passages)], DOCUMENT, title)
+    def encode_passages(self, texts: Sequence[str], passages: Sequence[Span | None], title: str = "") -> Encoded:
+        """Encode a passage of each text, given in characters, or the whole text for None. Unless a subclass can do
+        better, a passage is read alone."""
+        return self.encode([text[slice(*(span or (None,)))] for text, span in zip(texts, passages)], DOCUMENT, title)
 
 
 def open_encoder(name: str, settings: Settings) -> Encoder:
@@ -92,11 +94,14 @@ def _is_ours(name: str) -> bool:
         if path.exists() or looks_like_path(name):
             return True
         from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
         try:
             path = Path(hf_hub_download(name, "config.json")).parent
-        except Exception:  # which reading the model then reports
-            return True
+        except Exception as error:  # which loading the model then reports
+            local = isinstance(error, LocalEntryNotFoundError)
+            # Models of sentence-transformers may have no owner, or no configuration of transformers.
+            return "/" in name and (local or not isinstance(error, EntryNotFoundError))
     try:
         return (
             json.loads((path / "config.json").read_text()).get("model_type")
@@ -126,10 +131,10 @@ class LionEncoder(Encoder):
                 raise UserError(f"--max_seq_len={settings.limit}: {name} has {table} position embeddings; lower it")
             self.limit = self.limit or table
         self.prompts = {**read.embedding.get("prompts", {}), **settings.prompts}
-        self.special = len(tokenizer("")["input_ids"])  # tokens around a text, as many before as after it, or one more
         self.title = f"{config.mixer}, {config.pooling} pooling"
         if not tokenizer.is_fast:
             raise UserError(f"{name}: its tokenizer has no fast version (tokenizer.json); export it with one")
+        self.special = special_tokens(tokenizer)
 
     def encode(self, texts: Sequence[str], kind: str, title: str = "", passages: Passages | None = None) -> Encoded:
         if passages is not None:
@@ -155,14 +160,14 @@ class LionEncoder(Encoder):
                     for number, one in zip(batch, found):
                         of_text[number] = one
                     bar.update(len(batch))
-                vectors += of_text
+                vectors.append(torch.cat(of_text))
                 counts += map(len, spans)
                 tokens += sum(map(len, rows))
                 cut += sum(bool(one.overflowing) for one in encoded.encodings) if self.limit else 0
         owners = None if passages is None else torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         return Encoded(self.normalized(torch.cat(vectors)), owners, tokens, cut, torch.tensor(places))
 
-    def encode_passages(self, texts: Sequence[str], passages: Sequence[Span], title: str = "") -> Encoded:
+    def encode_passages(self, texts: Sequence[str], passages: Sequence[Span | None], title: str = "") -> Encoded:
         """Encode a passage of each text, after the whole text has been read, once for all its passages; or, if it is
         too long for the model, as much of it as is around the passage."""
         self.check_passages()
@@ -178,8 +183,11 @@ class LionEncoder(Encoder):
                 encoded = self.tokenizer([prompt + text for text, _ in group], **options)
                 rows, spans, owners = [], [], []
                 for (_, own), ids, offsets in zip(group, encoded["input_ids"], encoded["offset_mapping"]):
-                    shifted = [(passages[n][0] + len(prompt), passages[n][1] + len(prompt)) for n in own]
-                    found = [tokens_of(passage, offsets, self.special) for passage in shifted]
+                    moved = [
+                        span and (span[0] + len(prompt), span[1] + len(prompt))
+                        for span in map(passages.__getitem__, own)
+                    ]
+                    found = [tokens_of(span, offsets, self.special) if span else (0, len(ids)) for span in moved]
                     if self.limit is None or len(ids) <= self.limit:
                         rows.append(ids)
                         spans.append(found)
@@ -197,19 +205,20 @@ class LionEncoder(Encoder):
                         places[owners[number], :2] = torch.tensor(spans[number])
                         bar.update(len(one))
                 tokens += sum(map(len, rows))
-        places[:, 2:] = torch.tensor(passages)
+        places[:, 2:] = torch.tensor([span or (0, len(text)) for text, span in zip(texts, passages)])
         return Encoded(self.normalized(vectors), None, tokens, cut, places)
 
     def check_passages(self) -> None:
         """Raise UserError unless passages have vectors."""
         if self.model.config.pooling == "cls":
-            raise UserError(f"{self.name} takes a text's first token, so passages have no vectors; omit --passages")
+            problem = "pools only the first token (pooling=cls) and cannot embed passages"
+            raise UserError(f"{self.name} {problem}; use a model with mean or attention pooling")
 
     def normalized(self, vectors: Tensor) -> Tensor:
-        """Return vectors of unit length. Raises RunFailed unless they are finite."""
+        """Make vectors of unit length, in place. Raises RunFailed unless they are finite."""
         if not vectors.isfinite().all():
-            raise RunFailed(f"{self.name}: the vectors are not finite; use --precision fp32, or another checkpoint")
-        return F.normalize(vectors, dim=-1)
+            raise RunFailed(f"{self.name}: non-finite vectors; use --precision fp32, or another checkpoint")
+        return F.normalize(vectors, dim=-1, out=vectors)
 
     def spans(self, text: str, length: int, offsets: list[Span], passages: Passages | None) -> list[Span]:
         """Return the passages of a text, in tokens; without `passages`, the whole."""
@@ -224,22 +233,20 @@ class LionEncoder(Encoder):
         model, device = self.model, self.settings.device
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
         lengths = torch.tensor([len(row) for row in rows])
-        places = torch.arange(ids.shape[1])
-        mask = (places < lengths[:, None]).to(device) if len(rows) > 1 else None
+        mask = (torch.arange(ids.shape[1]) < lengths[:, None]).to(device) if len(rows) > 1 else None
         whole = all(each == [(0, len(row))] for row, each in zip(rows, spans))
         with self.settings.autocast():
-            if not whole and len(rows) == 1 and ids.shape[1] > model.config.segment_length:
+            segments = MIXERS[model.config.mixer].has_states and ids.shape[1] > model.config.segment_length
+            if not whole and len(rows) == 1 and segments:
                 return [model.encode_long(ids, spans=spans[0], segment_length=model.config.segment_length)[0]]
             if whole:
                 return list(model(ids.to(device), mask).pooler_output.float().cpu().split(1))
             x = model.lion(ids.to(device), mask).last_hidden_state
-        starts, stops = (
-            torch.nn.utils.rnn.pad_sequence([torch.tensor([s[end] for s in each]) for each in spans], batch_first=True)
-            for end in (0, 1)
-        )
-        inside = (places >= starts[..., None]) & (places < stops[..., None])
-        vectors, _ = pool(x, inside.to(device), model.scores(x))
-        return [each[: len(of_text)] for each, of_text in zip(vectors.float().cpu(), spans)]
+            scores = model.scores(x)
+        return [
+            pool_spans(x[n, : len(row)], spans[n], None if scores is None else scores[n, : len(row)])[0].float()
+            for n, row in enumerate(rows)
+        ]
 
 
 def embedding_model(read: Checkpoint) -> LionEmbeddingModel:
@@ -294,7 +301,7 @@ class OtherEncoder(Encoder):
 
     def encode(self, texts: Sequence[str], kind: str, title: str = "", passages: Passages | None = None) -> Encoded:
         if passages is not None:
-            raise UserError(f"--passages: {self.name} gives one vector a text; omit it, or cut its documents")
+            raise UserError(f"{self.name} gives one vector per text; omit --passages, or split the documents first")
         encode = self.model.encode_query if kind == QUERY else self.model.encode_document
         own = {"prompt": self.settings.prompts[kind]} if kind in self.settings.prompts else {}
         size = max(1, min(32, self.settings.batch_tokens // (self.limit or 512)))

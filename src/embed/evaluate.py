@@ -83,7 +83,8 @@ def evaluate_model(
     for name, retrieval in retrievals.items():
         stem = re.sub(r"[^\w.-]+", "-", f"{name}.{title}")
         stored = None if options.out is None else options.out / "runs" / f"{stem}.json"
-        found = read_result(stored, {**settings, "data": data_digest(retrieval)})
+        of = {**settings, "data": data_digest(retrieval)}
+        found = read_result(stored, of)
         if found is not None:
             log.info(f"{title} on {name}: read from {stored}")
         else:
@@ -96,7 +97,7 @@ def evaluate_model(
                 with writing(options.out):
                     stored.parent.mkdir(parents=True, exist_ok=True)
                     write_run(stored.with_suffix(".trec"), run, re.sub(r"\s+", "-", title))
-                    write_json(stored, {"of": {**settings, "data": data_digest(retrieval)}, **found})
+                    write_json(stored, {"of": of, **found})
         results[name] = found
     return results
 
@@ -109,7 +110,9 @@ def score(encoder: Any, retrieval: Retrieval, title: str, options: argparse.Name
     if encoder is None:
         from src.embed.bm25 import bm25
 
-        blocks = bm25(retrieval)
+        ranking, run = scores.Ranking(retrieval), {}
+        for query, found in bm25(retrieval):
+            run |= ranking.run([query], [found])
     else:
         from src.embed.encoder import DOCUMENT, QUERY, Passages
 
@@ -124,8 +127,7 @@ def score(encoder: Any, retrieval: Retrieval, title: str, options: argparse.Name
             "tokens": queries.tokens + documents.tokens, "limit": encoder.limit,
             "cut": {QUERY: queries.cut, DOCUMENT: documents.cut},
         }  # fmt: skip
-        blocks = scores.cosines(queries.vectors, documents.vectors, documents.owners)
-    run = scores.rank(retrieval, blocks)
+        run = scores.rank(retrieval, scores.cosines(queries.vectors, documents.vectors, documents.owners))
     values = scores.measure(retrieval, run)
     counts = {"documents": len(retrieval.documents), "queries": len(retrieval.queries), "left_out": retrieval.left_out}
     seconds = round(time.perf_counter() - start, 2)
@@ -133,8 +135,8 @@ def score(encoder: Any, retrieval: Retrieval, title: str, options: argparse.Name
 
 
 def data_digest(retrieval: Retrieval) -> str:
-    content = [retrieval.documents, retrieval.queries, retrieval.judged, retrieval.passages]
-    return sha256(json.dumps(part).encode() for part in content)
+    parts = (retrieval.documents, retrieval.queries, retrieval.judged, retrieval.passages)
+    return sha256(json.dumps(item).encode() for part in parts for item in (len(part), *part.items()))
 
 
 def read_result(stored: Path | None, of: dict[str, Any]) -> dict[str, Any] | None:

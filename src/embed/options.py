@@ -33,7 +33,8 @@ def add_reading(parser: ArgumentParser) -> None:
 def check_counts(options: Namespace, *names: str) -> None:
     """Raise UserError for an option that must be at least 1 and is not."""
     for name in ("max_seq_len", "batch_tokens", "piece_length", *names):
-        check_value(f"--{name}", getattr(options, name), int | None, Rule(at_least=1))
+        least = 3 if name == "max_seq_len" else 1
+        check_value(f"--{name}", getattr(options, name), int | None, Rule(at_least=least))
 
 
 def check_path(model: str) -> None:

@@ -1,9 +1,10 @@
-"""Where the passages of a text are, in tokens and in characters. A text's tokens begin and end with `special` ones, as
-many before as after it, or one more before."""
+"""Where the passages of a text are, in tokens and in characters. `special` is the number of special tokens before and
+after a text."""
 
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from typing import Any
 
 UNITS = {  # what stands between two passages
     "tokens": None,
@@ -12,13 +13,21 @@ UNITS = {  # what stands between two passages
     "sentences": re.compile(r"(?<=[.!?…])[\"'”’)\]]*\s+"),
 }
 Span = tuple[int, int]
+Special = tuple[int, int]
 
 
-def passage_edges(length: int, special: int, size: int, breaks: Sequence[int] = ()) -> list[int]:
+def special_tokens(tokenizer: Any) -> Special:
+    """Return how many special tokens a tokenizer puts before and after a text."""
+    mask = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+    before = mask.index(0)
+    return before, mask[::-1].index(0)
+
+
+def passage_edges(length: int, special: Special, size: int, breaks: Sequence[int] = ()) -> list[int]:
     """Return where a text's passages begin, in ascending order, and its length: there is one at each of `breaks`,
     numbers of tokens in ascending order, and after every `size` tokens. Special tokens before the text belong to the
     first passage, and those after it to the last."""
-    start, last, edges = special - special // 2, length - special // 2, [0]
+    start, last, edges = special[0], length - special[1], [0]
     for stop in (*(place for place in breaks if start < place < last), last):
         edges += range(start + size, stop, size)
         edges += [stop] * (stop < last)
@@ -26,40 +35,40 @@ def passage_edges(length: int, special: int, size: int, breaks: Sequence[int] = 
     return [*edges, length]
 
 
-def unit_starts(text: str, offsets: Sequence[Span], special: int, unit: str) -> list[int]:
+def unit_starts(text: str, offsets: Sequence[Span], special: Special, unit: str) -> list[int]:
     """Return the tokens with which lines, paragraphs or sentences begin. `offsets` are the tokens' characters."""
     pattern = UNITS[unit]
     if pattern is None:
         return []
-    before, after = special - special // 2, special // 2
-    starts = [first for first, _ in offsets[before : len(offsets) - after]]
-    found = {before + bisect_left(starts, match.end()) for match in pattern.finditer(text)}
+    before, after = special
+    stops = [stop for _, stop in offsets[before : len(offsets) - after]]  # a token may start with the space before it
+    found = {before + bisect_right(stops, match.end()) for match in pattern.finditer(text)}
     return sorted(found)
 
 
-def characters(span: Span, offsets: Sequence[Span], special: int) -> Span:
+def characters(span: Span, offsets: Sequence[Span], special: Special) -> Span:
     """Return the first character of a span of tokens, and the one after its last; special tokens have none."""
-    before, after = special - special // 2, special // 2
+    before, after = special
     inside = offsets[max(span[0], before) : min(span[1], len(offsets) - after)]
     return (inside[0][0], inside[-1][1]) if inside else (0, 0)
 
 
-def tokens_of(passage: Span, offsets: Sequence[Span], special: int) -> Span:
+def tokens_of(passage: Span, offsets: Sequence[Span], special: Special) -> Span:
     """Return the tokens, at least one, that hold a passage, which is given in characters."""
-    before, after = special - special // 2, special // 2
+    before, after = special
     inside = offsets[before : len(offsets) - after]
     first = min(bisect_right([stop for _, stop in inside], passage[0]), len(inside) - 1)
     last = bisect_left([start for start, _ in inside], passage[1])
     return before + first, before + max(last, first + 1)
 
 
-def cut_around(ids: list[int], span: Span, limit: int, special: int) -> tuple[list[int], Span]:
+def cut_around(ids: list[int], span: Span, limit: int, special: Special) -> tuple[list[int], Span]:
     """Return at most `limit` tokens of a text, with its special tokens and the span in the middle, and where the span
     is in them; of a longer span, the beginning."""
     if len(ids) <= limit:
         return ids, span
-    before, after = special - special // 2, special // 2
-    room = limit - special
+    before, after = special
+    room = limit - before - after
     start = max(min((sum(span) - room) // 2, span[0], len(ids) - after - room), before)
     first = span[0] - start + before
     kept = ids[:before] + ids[start : start + room] + ids[len(ids) - after :]

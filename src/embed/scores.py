@@ -1,6 +1,6 @@
 """Vectors → rankings → scores. Rankings are exhaustive, ties are broken as trec_eval does, scores are ir_measures'."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,31 +14,40 @@ METRICS = ("nDCG@10", "R@10", "R@100", "RR@10")
 Run = dict[str, dict[str, float]]  # query → document → score
 
 
-def rank(retrieval: Retrieval, blocks: Iterator[Tensor], depth: int = DEPTH) -> Run:
-    """Return the documents with the highest scores for each query. `blocks` are the scores of consecutive documents,
-    (queries, documents of the block), in the order of `retrieval`; −∞ is not retrieved. A query does not find the
-    document with its own _id (ArguAna); of equal scores, the last _id comes first, as trec_eval sorts them."""
-    names, queries = list(retrieval.documents), list(retrieval.queries)
-    places = torch.empty(len(names), dtype=torch.long)  # by which ties are broken: 0 for the last _id
-    by_name = sorted(range(len(names)), key=lambda number: names[number].encode(), reverse=True)
-    places[torch.tensor(by_name)] = torch.arange(len(names))
-    numbers = {name: number for number, name in enumerate(names)}
-    own = torch.tensor([numbers.get(query, -1) for query in queries])
-    best, start = torch.empty(len(queries), 0, dtype=torch.long), 0
-    for block in blocks:
-        scores = block.float().cpu()
-        inside = (own >= start) & (own < start + scores.shape[1])
-        scores[inside.nonzero().squeeze(1), own[inside] - start] = -torch.inf
-        keys = _sortable(scores, places[start : start + scores.shape[1]])
-        merged = torch.cat([best, keys], 1)
-        best = merged.topk(min(depth, merged.shape[1])).values
-        start += scores.shape[1]
-    run: Run = {}
-    for query, row in zip(queries, best):
-        scores = _score_of(row)
-        found = [(names[by_name[place]], score) for place, score in zip(_place_of(row).tolist(), scores.tolist())]
-        run[query] = {name: score for name, score in found if score > -torch.inf}
-    return run
+class Ranking:
+    """Ranks the documents of `retrieval`. A query does not find the document with its own _id (ArguAna); of equal
+    scores, the last _id comes first, as trec_eval sorts them."""
+
+    def __init__(self, retrieval: Retrieval):
+        self.names = list(retrieval.documents)
+        self.numbers = {name: number for number, name in enumerate(self.names)}
+        self.by_name = sorted(range(len(self.names)), key=lambda number: self.names[number].encode(), reverse=True)
+        self.places = torch.empty(len(self.names), dtype=torch.long)  # by which ties are broken: 0 for the last _id
+        self.places[torch.tensor(self.by_name)] = torch.arange(len(self.names))
+
+    def run(self, queries: Sequence[str], blocks: Iterable[Tensor], depth: int = DEPTH) -> Run:
+        """Return the documents with the highest scores for each query. `blocks` are the scores of consecutive
+        documents, (queries, documents of the block), in the order of `retrieval`; −∞ is not retrieved."""
+        own = torch.tensor([self.numbers.get(query, -1) for query in queries])
+        best, start = torch.empty(len(queries), 0, dtype=torch.long), 0
+        for block in blocks:
+            scores = block.float().cpu()
+            inside = (own >= start) & (own < start + scores.shape[1])
+            scores[inside.nonzero().squeeze(1), own[inside] - start] = -torch.inf
+            keys = _sortable(scores, self.places[start : start + scores.shape[1]])
+            merged = torch.cat([best, keys], 1)
+            best = merged.topk(min(depth, merged.shape[1])).values
+            start += scores.shape[1]
+        run: Run = {}
+        for query, row in zip(queries, best):
+            names = (self.names[self.by_name[place]] for place in _place_of(row).tolist())
+            run[query] = {name: score for name, score in zip(names, _score_of(row).tolist()) if score > -torch.inf}
+        return run
+
+
+def rank(retrieval: Retrieval, blocks: Iterable[Tensor], depth: int = DEPTH) -> Run:
+    """Return the ranking of each query; `blocks` are those of `Ranking.run`, for all queries."""
+    return Ranking(retrieval).run(list(retrieval.queries), blocks, depth)
 
 
 def _sortable(scores: Tensor, places: Tensor) -> Tensor:

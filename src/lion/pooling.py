@@ -53,6 +53,7 @@ def pool_spans(x: Tensor, spans: Sequence[tuple[int, int]], scores: Tensor | Non
         for first in range(start, stop, PIECE):
             piece = x[first : min(first + PIECE, stop)].to(wide)
             shares = (of_span[first - start : first - start + PIECE] - own).exp()
-            vector += (shares.to(piece) @ piece).cpu()
+            with torch.autocast(x.device.type, enabled=False):
+                vector += (shares.to(piece) @ piece).cpu()
         vectors[number], weights[number] = vector, (own - total).exp()
     return vectors, weights
