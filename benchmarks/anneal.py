@@ -23,12 +23,15 @@ import torch
 
 from benchmarks import measure
 from src import cli, plots
+from src.config import Rule, check_value
 from src.data.convert import is_validation
 from src.data.readers import find_files, read_batches
+from src.errors import UserError
 from src.tables import spread
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED, SHORT = 17, 128
+VAL_FRACTION = 0.04  # the demo's
 MIXERS = ("lion-d", "lion-s")
 BEFORE, CONTINUED = "before", "annealed, decays unchanged"
 STRETCHED = "annealed, horizons 8 to L, key weights"
@@ -50,10 +53,15 @@ def main(argv: list[str]) -> None:
     add("--seeds", type=int, default=3, help="runs of each model (default: 3)")
     add("--jobs", type=int, default=1, help="runs at a time, which share the cores (default: 1)")
     add("--data_files", nargs="+", metavar="GLOB", help="your own text (default: the demo's corpus)")
-    add("--val_fraction", type=float, default=0.04, help="of the text, to evaluate on (default: 0.04)")
+    add("--val_fraction", type=float, default=VAL_FRACTION, help="of --data_files, to evaluate on (default: 0.04)")
     add("--out", type=Path, default=Path("anneal"), help="folder for all outputs (default: anneal)")
     add("overrides", nargs="*", metavar="key=value", help="changes to the config of both trainings")
     options = parser.parse_args(argv)
+    if options.val_fraction != VAL_FRACTION and not options.data_files:
+        raise UserError("--val_fraction is of --data_files; give those too")
+    check_value("--length", options.length, int, Rule(at_least=1024))
+    if options.length % 512:
+        raise UserError(f"--length {options.length} is not a multiple of 512; round it")
     short, long, seeds = options.out / "short", options.out / "long", range(SEED, SEED + options.seeds)
     models: dict[tuple[str, str, int], Path] = {}  # (mixer, start, seed) → checkpoint
     before, after = [], []

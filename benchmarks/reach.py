@@ -26,6 +26,7 @@ import torch
 from benchmarks import measure
 from src import cli, plots
 from src.data.workers import usable_cores
+from src.errors import UserError
 from src.tables import spread
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,13 +84,14 @@ def main(argv: list[str]) -> None:
     options.lengths = sorted(options.lengths or LENGTHS[options.task])
     options.out = options.out or Path("reach", options.task)
     data, out = options.out / "data", options.out
-    folders = [data / f"{options.task}-{length}" for length in options.lengths]
-    if not all(path.exists() for path in (*folders, data / "pairs.jsonl")):
-        pairs = ["--pairs", HELD_OUT + max(1, options.steps // 2) * options.batch]
-        lengths = ["--lengths", *options.lengths]
-        run(
-            "-m", "src.embed.synthetic", options.task, "--tokenizer", options.tokenizer, *lengths, *pairs, "--out", data
-        )
+    pairs = HELD_OUT + max(1, options.steps // 2) * options.batch
+    make = ["--tokenizer", options.tokenizer, "--lengths", *options.lengths, "--pairs", pairs]
+    made = data / "made.json"
+    if not made.exists():
+        run("-m", "src.embed.synthetic", options.task, *make, "--out", data)
+        made.write_text(json.dumps(make))
+    elif json.loads(made.read_text()) != make:
+        raise UserError(f"{data} was made with other options; repeat those, or choose another --out")
     cases = [case for case in CASES[options.task] if case.mixer in (options.mixers or [case.mixer])]
     jobs = [(case, SEED + number) for number in range(options.seeds) for case in cases]
     with ThreadPoolExecutor(options.jobs) as pool:

@@ -99,8 +99,9 @@ def words_of(tokenizer_name: str, rng: np.random.Generator) -> np.ndarray:
     """Return the words that are one token each, in random order."""
     tokenizer = load_tokenizer(tokenizer_name)
     words = sorted(token for token in tokenizer.get_vocab() if re.fullmatch("[a-z]{2,}", token))
-    ids = tokenizer(words, add_special_tokens=False)["input_ids"] if words else []
-    found = [word for word, one in zip(words, ids) if len(one) == 1 and one != [tokenizer.unk_token_id]]
+    pairs = [f"{word} {word}" for word in words]  # the first of a text, and one after a space
+    ids = tokenizer(pairs, add_special_tokens=False)["input_ids"] if words else []
+    found = [word for word, both in zip(words, ids) if len(both) == 2 and tokenizer.unk_token_id not in both]
     return rng.permutation(np.array(found, dtype=object))
 
 
