@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
     options.lengths = sorted(options.lengths or LENGTHS[options.task])
     options.out = options.out or Path("reach", options.task)
     data, out = options.out / "data", options.out
-    pairs = HELD_OUT + max(1, options.steps // 2) * options.batch
+    pairs = HELD_OUT + options.steps * options.batch  # none is seen twice
     make = ["--tokenizer", options.tokenizer, "--lengths", *options.lengths, "--pairs", pairs]
     made = data / "made.json"
     if not made.exists():
