@@ -40,6 +40,7 @@ STARTS = {  # how annealing starts: name in a table → suffix of runs, and mode
     STRETCHED: ("stretched", lambda length: {"decay_horizon": [8, length], "key_weight": "linear"}),
 }
 STEP_TOKENS = 2048
+ROWS = 32  # to evaluate on
 
 
 def main(argv: list[str]) -> None:
@@ -128,7 +129,7 @@ def measure_context(options: argparse.Namespace, data: Path, lengths: list[int],
     held_out = options.out / "held-out.jsonl"
     kept = (text for text in texts if is_validation(text, options.val_fraction))
     held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in kept))
-    command = ["main.py", "context", *checkpoints, "--data_files", held_out, "--lengths", *lengths, "--rows", 256]
+    command = ["main.py", "context", *checkpoints, "--data_files", held_out, "--lengths", *lengths, "--rows", ROWS]
     run(*command, "--out", options.out / "context")
     return json.loads((options.out / "context/report.json").read_text())["results"]
 
