@@ -179,4 +179,4 @@ def test_training_on_passages_reaches_beyond_them(header, tokenizer_folder, tmp_
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     broken = [f"data.made.files={tmp_path / 'pairs.jsonl'}", f"save_folder={tmp_path / 'broken'}"]
     status, output = warm.run("embed.py", *config, *broken, output=tmp_path / "second")
-    assert status == 2 and "pairs.jsonl, line 4: the passage (passage), characters 5 to 9999, are not" in output
+    assert status == 2 and "pairs.jsonl, line 4: the passage, characters 5 to 9999, is not" in output

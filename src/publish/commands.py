@@ -81,11 +81,14 @@ def outputs(read: "Checkpoint") -> str:
 
 def set_limit(read: "Checkpoint", limit: int) -> None:
     """Change how long the texts of an embedding model are. Raises UserError."""
+    from src.publish.inputs import max_seq_length
+
     key, config = f"--max_seq_length {limit}", read.config
     if read.class_name != EMBEDDING:
         raise UserError(f"{key} is for a checkpoint of embed.py, and {read.path} is none; omit it")
-    if limit < 3:
-        raise UserError(f"{key} must be at least 3")
+    if limit < (trained := max_seq_length(read)):
+        shorter = "set max_seq_length in sentence-transformers for shorter texts"
+        raise UserError(f"{key} is less than the {trained} tokens of training; omit it, and {shorter}")
     if config.has_positions and limit > config.max_position_embeddings:
         raise UserError(f"{key}: {read.path} has {config.max_position_embeddings} position embeddings; lower it")
     read.embedding["max_seq_len"] = limit

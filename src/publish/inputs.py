@@ -73,7 +73,7 @@ class TextInputs:
             self._check_embeddings(folder, report, model)
 
     def differing(self, folder: Path) -> list[str]:
-        """Return which of the files for sentence-transformers differ; another limit than in training may stand."""
+        """Return which of the files for sentence-transformers differ; a longer limit than in training may stand."""
         own, trained = self.checkpoint.config, max_seq_length(self.checkpoint)
         expected = {name: json.loads(content) for name, content in sentence_transformers_files(self.checkpoint).items()}
         found = {name: _read_json(folder / name) for name in expected}
@@ -82,7 +82,7 @@ class TextInputs:
         limit = (found.pop(SENTENCE_LIMIT) or {}).get("max_seq_length")
         names = sorted(name for name in found if found[name] != expected[name])
         longest = own.max_position_embeddings if own.has_positions else NO_LIMIT
-        if not (isinstance(limit, int) and 3 <= limit <= longest):  # what set_limit allows
+        if not (isinstance(limit, int) and trained <= limit <= longest):
             names.append(f"max_seq_length ({limit}, and {trained} in training)")
         return names
 
