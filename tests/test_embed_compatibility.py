@@ -1,4 +1,4 @@
-"""Files of embedding models that commit 4966144 wrote (tests/fixtures/embed): today's commands resume, verify and load
+"""Files of embedding models that commit 875a6ea wrote (tests/fixtures/embed): today's commands resume, verify and load
 them."""
 
 import json
