@@ -13,6 +13,7 @@ from conftest import ROOT
 from src.embed import passages, synthetic
 from src.embed.batches import tokenize
 from src.embed.beir import read_beir
+from src.embed.pairs import open_pairs
 from src.errors import UserError
 from src.lion import LionConfig, LionEmbeddingModel
 from src.lion.pooling import pool_spans
@@ -161,7 +162,7 @@ def test_a_passage_is_pooled_as_after_the_whole_text_was_read(pooling):
 
 @pytest.mark.slow
 def test_training_on_passages_reaches_beyond_them(header, tokenizer_folder, tmp_path):
-    """On documents of one length, a run learns from its passages, and says what is wrong with a row."""
+    """A run learns from its passages, and what is wrong with a row is named."""
     config = [
         ROOT / "yamls/embed/tiny.yaml", "run_name=made", f"save_folder={tmp_path / 'run'}", "device=cpu",
         "starting_checkpoint_load_path=null", f"tokenizer_name={tokenizer_folder}", "model.hidden_size=32",
@@ -177,6 +178,6 @@ def test_training_on_passages_reaches_beyond_them(header, tokenizer_folder, tmp_
     rows = pairs_of(header)
     rows[3]["passage"] = [5, 9999]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    broken = [f"data.made.files={tmp_path / 'pairs.jsonl'}", f"save_folder={tmp_path / 'broken'}"]
-    status, output = warm.run("embed.py", *config, *broken, output=tmp_path / "second")
-    assert status == 2 and "pairs.jsonl, line 4: the passage, characters 5 to 9999, is not" in output
+    source = {"files": str(tmp_path / "pairs.jsonl"), "columns": {"passage": "passage"}}
+    with pytest.raises(UserError, match="line 4: the passage, characters 5 to 9999, is not"):
+        open_pairs("made", source, {}, tmp_path)
