@@ -28,6 +28,7 @@ from benchmarks import measure
 from benchmarks.models import BERT, LINEAR, MODERN_BERT, build, created_as, describe, lion_config
 from src import cli, plots
 from src.lion import LionConfig, LionEmbeddingModel
+from src.lion.cpu import keep_freed_memory
 
 MODELS = (BERT, MODERN_BERT, *LINEAR)
 COMPARED = (BERT, MODERN_BERT, "lion-lit", "lion-d", "lion-s")
@@ -158,6 +159,7 @@ def arguments(row: dict[str, Any], a: argparse.Namespace) -> tuple:
 def prepare(length: int, window_batch: int | None, *model: Any) -> Callable[[], Tensor]:
     """Return a function that encodes one document of random tokens; with `window_batch`, in windows. Other arguments
     are those of `load`."""
+    keep_freed_memory()  # as in embed.py encode
     encoder = load(*model)
     ids = torch.randint(5, encoder.config.vocab_size, (1, length), device=encoder.device)
     batches = [ids] if window_batch is None else windows(ids, window_batch)

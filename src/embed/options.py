@@ -45,11 +45,12 @@ def check_path(model: str) -> None:
 def open_model(model: str, options: Namespace) -> "Encoder":
     """Open a model, and say how it reads. Raises UserError."""
     from src.embed.encoder import DOCUMENT, QUERY, Settings, open_encoder
-    from src.lion.cpu import flush_denormals
+    from src.lion.cpu import flush_denormals, keep_freed_memory
     from src.training.trainer import resolve_device, silence_libraries
 
     silence_libraries()
     flush_denormals()
+    keep_freed_memory()  # the next batch requests it again
     prompts = {QUERY: options.query_prompt, DOCUMENT: options.document_prompt}
     settings = Settings(
         limit=options.max_seq_len,
