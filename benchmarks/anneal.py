@@ -1,5 +1,5 @@
-"""What annealing to long rows is worth: masked accuracy by length of context (main.py context) of small models that were
-pretrained on rows of 128 tokens, before and after annealing on long rows, with unchanged decays and with stretched
+"""What annealing to long rows is worth: masked accuracy by length of context (main.py context) of small models that
+were pretrained on rows of 128 tokens, before and after annealing on long rows, with unchanged decays and with stretched
 horizons:
 
     python benchmarks/anneal.py --out anneal --data_files 'texts/*.jsonl'
@@ -87,8 +87,8 @@ def main(argv: list[str]) -> None:
     ]
     text = ", ".join(options.data_files) if options.data_files else "the demo's corpus"
     title = (
-        f"Masked accuracy in percent by tokens of context, on {text}, of models pretrained on {options.tokens:,} tokens "
-        f"in rows of {SHORT} and annealed on {options.anneal_tokens:,} in rows of {options.length:,}, mean ± "
+        f"Masked accuracy in percent by tokens of context, on {text}, of models pretrained on {options.tokens:,} "
+        f"tokens in rows of {SHORT} and annealed on {options.anneal_tokens:,} in rows of {options.length:,}, mean ± "
         f"standard deviation of {options.seeds} seeds:"
     )
     facts = measure.machine("cuda" if torch.cuda.is_available() else "cpu")

@@ -114,7 +114,7 @@ def main(argv: list[str]) -> None:
 
 
 def run(*command: object, threads: int | None = None) -> None:
-    """Run a Python program of this project with its output in a file, and end if it fails."""
+    """Run a Python program of this project silently; if it fails, print its output and end."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     done = subprocess.run([sys.executable, *map(str, command)], env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -133,7 +133,8 @@ def train_and_evaluate(options: argparse.Namespace, case: Case, seed: int) -> di
         "starting_checkpoint_load_path=null", f"tokenizer_name={options.tokenizer}", *SIZES,
         f"model.max_position_embeddings={longest}", f"model.mixer={case.mixer}", *STARTS[case.start],
         f"pooling={case.pooling}", f"data.made.files={data / 'pairs.jsonl'}",
-        *(["data.made.columns.passage=passage"] if options.task == "header" else []), f"max_seq_len={longest}", f"held_out={HELD_OUT}",
+        *(["data.made.columns.passage=passage"] if options.task == "header" else []),
+        f"max_seq_len={longest}", f"held_out={HELD_OUT}",
         f"global_train_batch_size={options.batch}", f"max_duration={options.steps}ba", "eval_interval=1dur",
         "save_interval=100ba", "optimizer.lr=1.0e-3", "progress_bar=false", *options.overrides,
     ]  # fmt: skip

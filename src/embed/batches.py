@@ -19,7 +19,7 @@ from src.data.streaming import ignore_signals
 from src.embed.beir import Retrieval
 from src.embed.microbatches import Part, assemble, split
 from src.embed.pairs import Pairs, text_key
-from src.embed.passages import Span, cut_around, special_tokens, tokens_of
+from src.embed.passages import Span, cut_around, shifted, special_tokens, tokens_of
 from src.errors import UserError
 
 ROWS, SOURCES, NEGATIVES = range(3)  # what random numbers are for
@@ -209,7 +209,7 @@ class Collator:
             before = pairs.prompts.get("document", "")
             queries.append(pairs.prompts.get("query", "") + query)
             documents.append(before + document)
-            passages.append(passage and (passage[0] + len(before), passage[1] + len(before)))
+            passages.append(shifted(passage, len(before)))
             if len(negatives) > self.negatives:
                 draw = generator(self.dataset.seed, NEGATIVES, epoch, source, row)
                 chosen = draw.choice(len(negatives), self.negatives, replace=False)
@@ -292,9 +292,7 @@ class EvaluationTexts(Dataset):
         spans: list[Span | None] = []
         self.cut = 0
         for retrieval, own in zip(retrievals, prompts):
-            before = len(own.get("document", ""))
-            found = (retrieval.passages.get(name) for name in retrieval.documents)
-            passages = [passage and (passage[0] + before, passage[1] + before) for passage in found]
+            passages = [shifted(span, len(own.get("document", ""))) for span in retrieval.spans()]
             for kind, texts, limit, places in (
                 ("document", retrieval.documents, limits[1], passages),
                 ("query", retrieval.queries, limits[0], ()),

@@ -18,7 +18,16 @@ from transformers import PreTrainedTokenizerBase
 from src.checkpoints.reading import Checkpoint, load_all, read_pretrained
 from src.cli import progress
 from src.data.readers import grouped
-from src.embed.passages import Span, characters, cut_around, passage_edges, special_tokens, tokens_of, unit_starts
+from src.embed.passages import (
+    Span,
+    characters,
+    cut_around,
+    passage_edges,
+    shifted,
+    special_tokens,
+    tokens_of,
+    unit_starts,
+)
 from src.errors import RunFailed, UserError, first_line
 from src.files import looks_like_path
 from src.lion import LionEmbeddingModel
@@ -183,10 +192,7 @@ class LionEncoder(Encoder):
                 encoded = self.tokenizer([prompt + text for text, _ in group], **options)
                 rows, spans, owners = [], [], []
                 for (_, own), ids, offsets in zip(group, encoded["input_ids"], encoded["offset_mapping"]):
-                    moved = [
-                        span and (span[0] + len(prompt), span[1] + len(prompt))
-                        for span in map(passages.__getitem__, own)
-                    ]
+                    moved = [shifted(passages[number], len(prompt)) for number in own]
                     found = [tokens_of(span, offsets, self.special) if span else (0, len(ids)) for span in moved]
                     if self.limit is None or len(ids) <= self.limit:
                         rows.append(ids)

@@ -53,6 +53,11 @@ def characters(span: Span, offsets: Sequence[Span], special: Special) -> Span:
     return (inside[0][0], inside[-1][1]) if inside else (0, 0)
 
 
+def shifted(span: Span | None, by: int) -> Span | None:
+    """Return a span after `by` more characters, such as those of a prompt."""
+    return None if span is None else (span[0] + by, span[1] + by)
+
+
 def tokens_of(passage: Span, offsets: Sequence[Span], special: Special) -> Span:
     """Return the tokens, at least one, that hold a passage, which is given in characters."""
     before, after = special
