@@ -56,6 +56,16 @@ def test_cached_gradients_are_those_of_one_batch(size, dropout, packing):
         assert close(found, at_once(model, whole, options)[1])
 
 
+def test_cached_gradients_with_passed_states_are_those_of_one_batch():
+    options, model = {"temperature": 0.1, "symmetric": False, "dims": ()}, Embedder(dropout=0.1)
+    model.model.lion.set_state_passing(0.5)
+    batch = batch_of(texts(), PAIRS, 3, None, False)
+    loss, found = cached(model, batch, options)
+    expected_loss, expected = at_once(model, batch, options)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
+    assert close(found, expected)
+
+
 def test_two_devices_compute_the_gradients_of_one(tmp_path):
     result = run("tests/embed_batches.py", tmp_path / "meeting")
     assert result.returncode == 0, result.stderr

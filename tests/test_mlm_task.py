@@ -104,6 +104,15 @@ def test_a_run_starts_from_the_weights_of_another_checkpoint(config_file, write_
     assert {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, weights[name])} == set()
 
 
+def test_states_are_passed_between_rows_of_one_text_by_mixers_that_have_some(config_file):
+    unpacked = "train_loader.dataset.packing=false"
+    assert task(config_file, "state_passing=0.5", unpacked).build_model(None).model.lion.state_passing == 0.5
+    with pytest.raises(UserError, match=r"set train_loader\.dataset\.packing=false, or omit it"):
+        task(config_file, "state_passing=0.5", "train_loader.dataset.packing=true")
+    with pytest.raises(UserError, match="state_passing: softmax has no states to pass"):
+        task(config_file, "state_passing=0.5", unpacked, "model.mixer=softmax").build_model(None)
+
+
 def test_a_run_does_not_start_from_a_checkpoint_with_another_tokenizer(
     write_config, write_checkpoint, tokenizer_folder, tmp_path
 ):

@@ -445,6 +445,53 @@ def test_encode_long_is_for_inference_by_mixers_with_states_within_their_positio
         build("lion-lit", LionModel).encode_long(ids, segment_length=8)
 
 
+PASSING = [
+    ("lion-lit", {"position_embedding": "none"}), ("lion-d", {}), ("lion-s", {}),
+    ("lion-d", {"feature_map": "silu", "normalize_rows": True}), ("lion-d", {"separate_decays": True}),
+    ("lion-s", {"decay_horizon": [2, 40], "key_weight": "linear"}), ("hydra", {"d_conv": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["full", "chunkwise"])
+@pytest.mark.parametrize(("mixer", "options"), PASSING)
+def test_in_training_a_text_reads_the_states_of_another_as_if_that_stood_on_either_side(mixer, options, form):
+    model, inputs = build(mixer, LionModel, num_hidden_layers=1, **options), texts(padded=True)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"].bool()
+    model.set_state_passing(1.0)
+    model.train()
+    found = model(ids, mask, attention_form=form).last_hidden_state
+    model.eval()
+    assert not torch.allclose(found, model(ids, mask).last_hidden_state, atol=1e-3)
+    for number in range(len(ids)):
+        own, other = ids[number][mask[number]], ids[number - 1][mask[number - 1]]
+        whole = model(torch.cat([other, own, other])[None]).last_hidden_state[0, len(other) :]
+        inner = slice(1, len(own) - 1) if mixer == "hydra" else slice(len(own))  # which shifts by a token
+        torch.testing.assert_close(found[number, inner], whole[inner], atol=1e-5, rtol=1e-5)
+
+
+def test_states_are_passed_without_gradients_by_chance_and_in_training_only():
+    model = build("lion-s", LionModel)
+    embeds = torch.randn(3, 9, D, requires_grad=True)
+    alone = model(inputs_embeds=embeds).last_hidden_state
+    model.set_state_passing(0.5)
+    assert torch.equal(model(inputs_embeds=embeds).last_hidden_state, alone)
+    model.train()
+    torch.manual_seed(2)
+    received = torch.rand(3) < 0.5
+    assert received.any() and not received.all()
+    torch.manual_seed(2)
+    passed = model(inputs_embeds=embeds).last_hidden_state
+    assert [not torch.allclose(*pair, atol=1e-4) for pair in zip(passed, alone)] == received.tolist()
+    project(passed[1]).backward()
+    assert embeds.grad[1].abs().min() > 0 == embeds.grad[[0, 2]].abs().max()
+    assert torch.allclose(model(inputs_embeds=embeds[:1]).last_hidden_state, alone[:1], atol=1e-6)  # of a batch of one
+    with pytest.raises(ValueError, match="one text per row"):
+        model(inputs_embeds=embeds, seq_idx=torch.zeros(3, 9, dtype=torch.long))
+    for mixer, options in (("softmax", {}), ("lion-lit", {}), ("lion-d", {"position_embedding": "rope"})):
+        with pytest.raises(ValueError, match="has no states|has position embeddings"):
+            build(mixer, LionModel, **options).set_state_passing(0.5)
+
+
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_token_types_are_0_unless_given(mixer):
     model, inputs = build(mixer, LionModel), texts()

@@ -9,7 +9,7 @@ from src.config import Rule, check_known, check_value, duration, key
 from src.data.tokenizers import check_path
 from src.errors import UserError
 from src.files import looks_like_path
-from src.training.config import COUNT, RunConfig
+from src.training.config import COUNT, RunConfig, check_state_passing, state_passing
 
 SOURCE = ("files", "columns", "beir", "split", "prompts", "proportion")
 COLUMNS = ("query", "document", "negatives", "passage")
@@ -55,6 +55,7 @@ class EmbedConfig(RunConfig):
     )
     negatives: int = key("negatives used for each query in a step, drawn from those it has", 7, at_least=0)
     packing: bool = key("pack texts of a microbatch into shared rows instead of padding them", False)
+    state_passing: float = state_passing()
     device_train_microbatch_size: int | None = key(
         "texts (not pairs) per device and forward pass", None, at_least=1, may_change=True
     )
@@ -71,6 +72,7 @@ class EmbedConfig(RunConfig):
             raise UserError("set one of device_train_microbatch_size (texts) and device_train_microbatch_tokens")
         if self.eval_subset_num_batches != -1:
             raise UserError("eval_subset_num_batches: rankings need all texts; omit it, or lower held_out")
+        check_state_passing(self.state_passing, self.packing, "packing")
         if not self.data:
             raise UserError("data has no sources; add one, such as data.pairs.files=[pairs.jsonl]")
         check_prompts("prompts", self.prompts)

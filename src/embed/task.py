@@ -47,7 +47,13 @@ class Embedding(Task):
         from src.embed.model import LionEmbedder
         from src.embed.pairs import open_pairs
         from src.lion import LionConfig, LionEmbeddingModel
-        from src.training.text_model import build_lion_config, build_tokenizer, lion_arguments, widen_horizons
+        from src.training.text_model import (
+            build_lion_config,
+            build_tokenizer,
+            lion_arguments,
+            set_state_passing,
+            widen_horizons,
+        )
 
         config, read, own = self.config, None, None
         folder = Path(config.save_folder) / "pairs"
@@ -86,6 +92,7 @@ class Embedding(Task):
             log.info(f"weights of {start}")
             if checkpoint is None:  # a resumed run's are widened already
                 widen_horizons(model.lion, stored)
+        set_state_passing(model.lion, config.state_passing)
         facts = {"prompts": config.prompts, "max_seq_len": config.max_seq_len}
         return LionEmbedder(model, self.tokenizer, self.retrievals, config.temperature, facts)
 

@@ -40,7 +40,7 @@ class Mixer(nn.Module):
 
         rotation: what the function of this name returns, if the model has rotary position embeddings. For segments of
         a long text, states are left_state and right_state of `linear_attention`, and halo are the numbers of tokens of
-        the neighbouring segments that x and mask begin and end with.
+        the neighbouring segments that x and mask begin and end with; or receivers, see `pass_states`.
         """
         raise NotImplementedError
 
@@ -72,6 +72,14 @@ class Mixer(nn.Module):
     def split_linear(self, layer: nn.Linear, x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
         """layer(x) in parts."""
         return layer(x).split(sizes, -1)
+
+
+def pass_states(states: SegmentStates, receivers: Tensor) -> dict[str, Tensor]:
+    """The states from outside for a batch of whole texts with these states of their own, as `linear_attention` takes
+    them: receivers, (B,) bool, get those of the text before them in the batch, as if it stood on either side."""
+    chosen = receivers[:, None, None, None]
+    rolled = {"left_state": states.rightward.roll(1, 0), "right_state": states.leftward.roll(1, 0)}
+    return {name: state.detach() * chosen for name, state in rolled.items()}
 
 
 def count_widths(config: PretrainedConfig, length: int, states: int) -> int:
@@ -181,9 +189,11 @@ class LinearMixer(Attention):
         """log λ in float32: None, (H,) or (B, H, L); if past and future keys have their own, 2H instead of H."""
         return None
 
-    def decays(self, x: Tensor) -> dict[str, Tensor | None]:
-        """The decays as arguments of `linear_attention`."""
+    def decays(self, x: Tensor, real: Tensor | None = None) -> dict[str, Tensor | None]:
+        """The decays as arguments of `linear_attention`. With `real`, (B, L), other tokens forget nothing."""
         log_decay = self.log_decay(x)
+        if log_decay is not None and real is not None:
+            log_decay = self.log_decays(x).masked_fill(~real[:, None], 0)
         if not self.config.separate_decays:
             return {"log_decay": log_decay}
         return dict(zip(("log_decay", "log_decay_future"), log_decay.chunk(2, 0 if log_decay.ndim == 1 else 1)))
@@ -204,16 +214,19 @@ class LinearMixer(Attention):
             weights = (-4 / 3 * (2 * log_decay).expm1()).clamp(min=1e-12).sqrt()  # whose gradient is infinite at 0
         return k * (weights[:, None, None] if weights.ndim == 1 else weights[..., None]).to(k.dtype)
 
-    def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, orders=None, **states):
+    def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, orders=None, receivers=None, **states):
         if output_attentions and form in ("recurrent", "chunkwise"):
             raise ValueError(f"the {form} form has no attention matrix; use attention_form='full'")
-        decays = self.decays(x)
+        decays = self.decays(x, None if receivers is None else mask)
         if self.config.num_orders and decays["log_decay"] is not None:
             how = {"form": form, "chunk_size": self.config.chunk_size, "dropout_p": self.dropout_p}
             y = linear_attention_in_orders(q, k, v, decays["log_decay"], orders, **how)
             return y, matrix_in_orders(q, k, decays["log_decay"], orders) if output_attentions else None
         k = self.weigh(k, decays["log_decay"])
         what = {**decays, "mask": mask, "seq_idx": seq_idx, "normalize": self.config.normalize_rows}
+        if receivers is not None:
+            own = segment_states(k, v, **decays, mask=mask, normalize=self.config.normalize_rows)
+            states |= pass_states(own, receivers)
         how = {"form": form, "chunk_size": self.config.chunk_size, "dropout_p": self.dropout_p}
         y = linear_attention(q, k, v, **what, **how, **states)
         return y, attention_matrix(q, k, **what) if output_attentions else None
@@ -391,8 +404,12 @@ class Hydra(Mixer):
         diagonal = (self.linear(self.fc_D, v) + self.D).mT
         return z, v.unflatten(-1, (len(self.D), -1)).transpose(1, 2), past, future, totals, diagonal, mask
 
-    def forward(self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), rotation=None, **states):
-        z, v, past, future, _, diagonal, mask = self.project(x, mask, seq_idx, halo)
+    def forward(
+        self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), rotation=None, receivers=None, **states
+    ):
+        z, v, past, future, totals, diagonal, mask = self.project(x, mask, seq_idx, halo)
+        if receivers is not None:
+            states |= pass_states(two_sided_segment_states(v, past, future, *totals, mask=mask), receivers)
         where = {"mask": mask, "seq_idx": seq_idx}
         y = two_sided_attention(
             v, past, future, diagonal, **where, **states, form=form, chunk_size=self.config.chunk_size

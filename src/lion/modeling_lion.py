@@ -192,6 +192,8 @@ class LionPreTrainedModel(PreTrainedModel):
 class LionModel(LionPreTrainedModel):
     """The encoder: token ids to hidden states. The pooler, for classification: first token or mean, dense, tanh."""
 
+    state_passing = 0.0
+
     def __init__(self, config: LionConfig, add_pooling_layer: bool = True):
         super().__init__(config)
         self.embeddings = LionEmbeddings(config)
@@ -234,7 +236,7 @@ class LionModel(LionPreTrainedModel):
                 each sequence is encoded as if alone.
 
         Raises ValueError for both or neither of input_ids and inputs_embeds, a text longer than the position
-        embeddings, or the matrix of a form that has none.
+        embeddings, the matrix of a form that has none, or packed rows that would pass states.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -253,10 +255,13 @@ class LionModel(LionPreTrainedModel):
         if position_ids is None:
             tokens = input_ids if inputs_embeds is None else inputs_embeds
             position_ids = positions(0, tokens.shape[1], tokens.device, seq_idx)
-        rotation = self._rotation(position_ids)
+        options = {"rotation": self._rotation(position_ids)}
+        x = self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids)
+        if self.training and self.state_passing:
+            options["receivers"] = self._receivers(x, seq_idx)
         x, hidden_states, matrices = self._run_layers(
-            self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids),
-            lambda layer, x: layer(x, mask, seq_idx, form, output_attentions, rotation=rotation),
+            x,
+            lambda layer, x: layer(x, mask, seq_idx, form, output_attentions, **options),
             output_hidden_states,
         )
         if self.final_norm is not None:
@@ -266,6 +271,24 @@ class LionModel(LionPreTrainedModel):
         pooled = None if self.pooler is None else torch.tanh(self.pooler(self._pooled(x, mask)))
         output = modeling_outputs.BaseModelOutputWithPooling(x, pooled, hidden_states, matrices)
         return output if return_dict else output.to_tuple()
+
+    def set_state_passing(self, chance: float) -> None:
+        """In training, let texts begin, each with this chance, with the final states of another text of the batch, as
+        if it stood on either side, without gradients; a batch of one has no other. So a model learns from short texts
+        what states of long ones are like (arXiv:2507.02782, where text is read in one direction). Raises ValueError
+        for a mixer without states, or for position embeddings, by which the texts would stand in the same place."""
+        config = self.config
+        if chance and not MIXERS[config.mixer].has_states:
+            raise ValueError(f"{config.mixer} has no states to pass; omit it, or use another mixer")
+        if chance and (self.embeddings.position_embeddings is not None or config.position_embedding == "rope"):
+            raise ValueError(f"{config.mixer} has position embeddings here, which states would contradict; omit either")
+        self.state_passing = chance
+
+    def _receivers(self, x: Tensor, seq_idx: Tensor | None) -> Tensor | None:
+        """Draw the texts, (B,) bool, that get states of others."""
+        if seq_idx is not None:
+            raise ValueError("state passing needs one text per row; omit seq_idx")
+        return torch.rand(len(x), device=x.device) < self.state_passing if len(x) > 1 else None
 
     def _segment_length(self, input_ids: Tensor) -> int | None:
         """The length of the segments in which inference reads long texts, (B, L), or None to read them whole."""

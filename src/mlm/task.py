@@ -9,7 +9,7 @@ from src.config import key
 from src.data.config import LoaderConfig, check_split
 from src.data.tokenizers import check_path, vocabulary_digest
 from src.errors import UserError
-from src.training.config import RunConfig
+from src.training.config import RunConfig, check_state_passing, state_passing
 from src.training.task import Curve, Task
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class PretrainConfig(RunConfig):
     data_remote: str | None = key("where the shards are, if data_local is only a cache", None, may_change=True)
     max_seq_len: int = key("maximum sequence length in tokens", at_least=3, at_most=2**32 - 1)
     mlm_probability: float = key("masking rate in training", above=0, below=1)
+    state_passing: float = state_passing()
     train_loader: LoaderConfig = field(default_factory=LoaderConfig)
     eval_loader: LoaderConfig = field(default_factory=LoaderConfig)
 
@@ -49,6 +50,7 @@ class PretrainConfig(RunConfig):
             if (name := getattr(self, loader).dataset.tokenizer_name) != self.tokenizer_name:
                 differs = f"differs from tokenizer_name={self.tokenizer_name}"
                 raise UserError(f"{loader}.dataset.tokenizer_name={name} {differs}; a run has one, so omit it")
+        check_state_passing(self.state_passing, self.train_loader.dataset.packing, "train_loader.dataset.packing")
 
 
 class MaskedLM(Task):
@@ -74,12 +76,20 @@ class MaskedLM(Task):
 
     def build_model(self, checkpoint: Path | None) -> "LionMLM":
         """Return a model with random weights, or with the encoder, and any head, of `model.pretrained_checkpoint`."""
-        from src.checkpoints.reading import load_all, read_pretrained
-        from src.mlm.model import LionMLM
-        from src.training.text_model import build_lion_config, build_tokenizer, lion_arguments, widen_horizons
+        from src.training.text_model import build_tokenizer, set_state_passing
 
         config = self.config
         self.tokenizer = build_tokenizer(config.tokenizer_name, config.max_seq_len, ("mask_token", "pad_token"))
+        model = self._starting_model(checkpoint)
+        set_state_passing(model.model.lion, config.state_passing)
+        return model
+
+    def _starting_model(self, checkpoint: Path | None) -> "LionMLM":
+        from src.checkpoints.reading import load_all, read_pretrained
+        from src.mlm.model import LionMLM
+        from src.training.text_model import build_lion_config, lion_arguments, widen_horizons
+
+        config = self.config
         section = dict(config.model)
         if (name := section.pop("pretrained_checkpoint", None)) is None:
             return LionMLM(build_lion_config(section, self.tokenizer, self.max_seq_len), self.tokenizer)

@@ -11,6 +11,21 @@ COUNT_OR_ALL = {"at_least": 1, "also": (-1,), "may_change": True}
 DDP_SYNC = ("single_auto_sync", "multi_auto_sync", "forced_sync")
 
 
+def state_passing() -> float:
+    """Declare a config key that text models share."""
+    meaning = (
+        "chance with which a text of a microbatch gets the final states of another, as if that text stood before and "
+        "after it, to train for longer texts (an experiment, for the last few hundred steps; needs packing=false)"
+    )
+    return key(meaning, 0.0, at_least=0, at_most=1)
+
+
+def check_state_passing(chance: float, packing: bool, name: str) -> None:
+    """Raise UserError for packed rows, whose texts do not begin and end with the row."""
+    if chance and packing:
+        raise UserError(f"state_passing={chance} needs one text per row; set {name}=false, or omit it")
+
+
 @dataclass
 class TrainerConfig:
     """Keys shared by all training, one long run or many short ones."""

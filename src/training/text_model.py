@@ -55,6 +55,14 @@ def widen_horizons(model: LionModel, stored: LionConfig) -> None:
             log.warning("wider sums are larger, which can stall training; model.key_weight=linear keeps their size")
 
 
+def set_state_passing(model: LionModel, chance: float) -> None:
+    """`LionModel.set_state_passing`. Raises UserError."""
+    try:
+        model.set_state_passing(chance)
+    except ValueError as error:
+        raise UserError(f"state_passing: {error}") from None
+
+
 def lion_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return those settings of a stored configuration that are arguments of LionConfig."""
     return {name: settings[name] for name in ARGUMENTS if name in settings}
