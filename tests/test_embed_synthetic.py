@@ -126,15 +126,21 @@ def test_a_long_document_is_cut_around_its_passage(header, tokenizer):
                 split = text.split()
                 first = len(" ".join(split[: words[0]])) + (words[0] > 0)
                 spots.append((first, first + len(" ".join(split[words[0] : words[1]]))))
-            rows, spans, cut = tokenize(tokenizer, texts, limit, spots)
+            rows, spans, cut = tokenize(tokenizer, [("", *pair) for pair in zip(texts, spots)], limit)
             assert cut == len(texts)
             for text, row, (start, stop) in zip(texts, rows, spans):
                 assert len(row) == limit and row[0] == tokenizer.cls_token_id and row[-1] == tokenizer.sep_token_id
                 wanted = text.split()[words[0] : words[1]][: limit - 2]
                 assert tokenizer.convert_ids_to_tokens(row[start:stop]) == wanted
-    short, spans, cut = tokenize(tokenizer, ["ban bel", "bix bop but"], 4, [None, (4, 7)])
+    spot = (len(" ".join(texts[0].split()[:60])) + 1, len(" ".join(texts[0].split()[:62])))
+    short, spans, cut = tokenize(tokenizer, [("", "ban bel", None), ("", "bix bop but", (4, 7))], 4)
     assert cut == 1 and spans == [None, (2, 3)]
     assert [tokenizer.convert_ids_to_tokens(row)[1:-1] for row in short] == [["ban", "bel"], ["bix", "bop"]]
+    rows, spans, _ = tokenize(tokenizer, [("ban bel ", texts[0], spot), ("ban bel " * 9, texts[0], spot)], 12)
+    for row, (start, stop), before in zip(rows, spans, (2, 4)):  # of a long prompt, the beginning
+        words = tokenizer.convert_ids_to_tokens(row)
+        assert len(words) == 12 and words[1 : before + 1] == (["ban", "bel"] * 2)[:before] and start > before
+        assert words[start:stop] == texts[0][slice(*spot)].split()
 
 
 @pytest.mark.parametrize("pooling", ["mean", "attention"])

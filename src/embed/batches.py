@@ -2,6 +2,7 @@
 row): neither workers nor the number of devices change a step, and a resumed run repeats an uninterrupted one."""
 
 import itertools
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,13 +33,18 @@ def generator(*entropy: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
 
 
+def shuffled(count: int, *entropy: int) -> np.ndarray:
+    """The numbers below `count` in random order, in as few bytes as they need: there may be hundreds of millions."""
+    return generator(*entropy).permutation(np.arange(count, dtype=np.uint32 if count <= 2**32 else np.int64))
+
+
 class PairDataset(Dataset):
     """Pairs of sources, by Draw. `held_out` are rows of each that training does not see. It also holds the position
     from which an epoch resumes, which Composer stores and restores here."""
 
     def __init__(self, sources: Sequence[Pairs], seed: int, held_out: int = 0):
         self.sources, self.seed = sources, seed
-        orders = [generator(seed, ROWS, number).permutation(len(pairs)) for number, pairs in enumerate(sources)]
+        orders = [shuffled(len(pairs), seed, ROWS, number) for number, pairs in enumerate(sources)]
         self.held_out, self.rows = [order[:held_out] for order in orders], [order[held_out:] for order in orders]
         self.resume_at = 0  # pairs of the epoch, on all devices, that a resumed run has already seen
 
@@ -151,15 +157,12 @@ class Batches(DistributedSampler):
 
     def stream(self, sources: list[int]) -> Iterator[tuple[int, int]]:
         """Yield (source, row) in a new order in each pass."""
-        rows = [self.dataset.rows[number] for number in sources]
-        places = np.stack([np.repeat(sources, [*map(len, rows)]), np.concatenate(rows)], 1)
-        turn = 0
-        while True:
-            order = generator(self.seed, ROWS, self.epoch, turn, *sources).permutation(len(places))
-            for place in order:
-                source, row = places[place].tolist()
-                yield source, row
-            turn += 1
+        starts = [0, *itertools.accumulate(len(self.dataset.rows[number]) for number in sources)]
+        for turn in itertools.count():
+            for place in map(int, shuffled(starts[-1], self.seed, ROWS, self.epoch, turn, *sources)):
+                number = bisect_right(starts, place) - 1
+                source = sources[number]
+                yield source, int(self.dataset.rows[source][place - starts[number]])
 
 
 @dataclass
@@ -202,26 +205,31 @@ class Collator:
         self.microbatch, self.packing = microbatch, packing
 
     def __call__(self, draws: Sequence[Draw]) -> dict[str, Any]:
-        queries, documents, others, passages, keys, of_others, positives = [], [], [], [], [], [], []
+        queries, documents, others, keys, of_others, positives = (
+            [],
+            [],
+            [],
+            [],
+            [],
+            [],
+        )  # texts: (prompt, text, passage)
         for epoch, source, row in draws:
             pairs = self.dataset.sources[source]
             query, document, negatives, passage = pairs[row]
             before = pairs.prompts.get("document", "")
-            queries.append(pairs.prompts.get("query", "") + query)
-            documents.append(before + document)
-            passages.append(shifted(passage, len(before)))
+            queries.append((pairs.prompts.get("query", ""), query, None))
+            documents.append((before, document, passage))
             if len(negatives) > self.negatives:
                 draw = generator(self.dataset.seed, NEGATIVES, epoch, source, row)
                 chosen = draw.choice(len(negatives), self.negatives, replace=False)
                 negatives = [negatives[number] for number in chosen]
-            others += [before + text for text in negatives]
+            others += [(before, text, None) for text in negatives]
             of_others += map(text_key, negatives)
             keys.append(int(pairs.document_keys[row]))
             positives.append(self.dataset.positives(int(pairs.query_keys[row])))
         numbers = np.repeat(np.arange(len(positives)), [*map(len, positives)])
         query_ids, query_spans, cut_queries = tokenize(self.tokenizer, queries, self.limits[0])
-        passages += [None] * len(others)
-        document_ids, spans, cut_documents = tokenize(self.tokenizer, documents + others, self.limits[1], passages)
+        document_ids, spans, cut_documents = tokenize(self.tokenizer, documents + others, self.limits[1])
         ids, spans = query_ids + document_ids, query_spans + spans
         groups = split([len(text) for text in ids], *self.microbatch, self.packing)
         return {
@@ -236,20 +244,21 @@ class Collator:
 
 
 def tokenize(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], limit: int, passages: Sequence[Span | None] = ()
+    tokenizer: PreTrainedTokenizerBase, given: Sequence[tuple[str, str, Span | None]], limit: int
 ) -> tuple[list[list[int]], list[Span | None], int]:
-    """Return the token ids of texts, the tokens of their passages, which are given in characters, and how many texts
-    were cut to `limit`: around their passage, if they have one."""
+    """Return the token ids of texts, each given as (prompt, text, passage or None), the tokens of their passages, which
+    are given in characters, and how many texts were cut to `limit`: around their passage, if they have one."""
     options = {"return_attention_mask": False, "return_token_type_ids": False}
-    if not any(passages):
+    texts = [prompt + text for prompt, text, _ in given]
+    if not any(passage for *_, passage in given):
         encoded = tokenizer(texts, truncation=True, max_length=limit, **options)
         return encoded["input_ids"], [None] * len(texts), sum(bool(one.overflowing) for one in encoded.encodings or ())
     special = special_tokens(tokenizer)
     encoded = tokenizer(texts, return_offsets_mapping=True, **options)
     rows, spans = [], []
-    for ids, offsets, passage in zip(encoded["input_ids"], encoded["offset_mapping"], passages):
-        span = (0, len(ids)) if passage is None else tokens_of(passage, offsets, special)
-        kept, span = cut_around(ids, span, limit, special)
+    for ids, offsets, (prompt, _, passage) in zip(encoded["input_ids"], encoded["offset_mapping"], given):
+        span = (0, len(ids)) if passage is None else tokens_of(shifted(passage, len(prompt)), offsets, special)
+        kept, span = cut_around(ids, span, limit, special, offsets, prompt)
         rows.append(kept)
         spans.append(passage and span)
     return rows, spans, sum(len(ids) > limit for ids in encoded["input_ids"])
@@ -292,16 +301,13 @@ class EvaluationTexts(Dataset):
         spans: list[Span | None] = []
         self.cut = 0
         for retrieval, own in zip(retrievals, prompts):
-            passages = [shifted(span, len(own.get("document", ""))) for span in retrieval.spans()]
-            for kind, texts, limit, places in (
-                ("document", retrieval.documents, limits[1], passages),
+            for kind, texts, limit, passages in (
+                ("document", retrieval.documents, limits[1], retrieval.spans()),
                 ("query", retrieval.queries, limits[0], ()),
             ):
-                items = itertools.zip_longest(texts.values(), places)
-                for group in grouped(items, lambda item: len(item[0])):
-                    given, of_group = zip(*group)
-                    given = [own.get(kind, "") + text for text in given]
-                    read, of_texts, cut = tokenize(tokenizer, given, limit, of_group)
+                items = itertools.zip_longest(itertools.repeat(own.get(kind, ""), len(texts)), texts.values(), passages)
+                for group in grouped(items, lambda item: len(item[1])):
+                    read, of_texts, cut = tokenize(tokenizer, group, limit)
                     ids += (np.array(row, np.int32) for row in read)
                     spans += of_texts
                     self.cut += cut

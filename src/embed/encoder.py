@@ -148,7 +148,8 @@ class LionEncoder(Encoder):
     def encode(self, texts: Sequence[str], kind: str, title: str = "", passages: Passages | None = None) -> Encoded:
         if passages is not None:
             self.check_passages()
-        vectors, places, counts, tokens, cut = [], [], [], 0, 0
+        vectors, counts, tokens, cut = [], [], 0, 0
+        places: list[Tensor] = []
         prompt = self.prompts.get(kind, "")
         options = {"return_attention_mask": False, "return_token_type_ids": False, "return_offsets_mapping": True}
         options |= {"truncation": True, "max_length": self.limit} if self.limit else {}
@@ -157,12 +158,12 @@ class LionEncoder(Encoder):
                 group = [prompt + text for text in group]
                 encoded = self.tokenizer(group, **options)
                 rows = encoded["input_ids"]
-                spans = []
+                spans, of_group, before = [], [], len(prompt)
                 for text, row, offsets in zip(group, rows, encoded["offset_mapping"]):
                     spans.append(self.spans(text, len(row), offsets, passages))
                     chars = (characters(span, offsets, self.special) for span in spans[-1])
-                    before = len(prompt)
-                    places += [(*span, *(max(0, c - before) for c in each)) for span, each in zip(spans[-1], chars)]
+                    of_group += [(*span, *(max(0, c - before) for c in each)) for span, each in zip(spans[-1], chars)]
+                places.append(torch.tensor(of_group))
                 of_text: list[Tensor] = [torch.empty(0)] * len(rows)
                 for batch in batches([len(row) for row in rows], self.settings.batch_tokens):
                     found = self._vectors([rows[n] for n in batch], [spans[n] for n in batch])
@@ -174,7 +175,7 @@ class LionEncoder(Encoder):
                 tokens += sum(map(len, rows))
                 cut += sum(bool(one.overflowing) for one in encoded.encodings) if self.limit else 0
         owners = None if passages is None else torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-        return Encoded(self.normalized(torch.cat(vectors)), owners, tokens, cut, torch.tensor(places))
+        return Encoded(self.normalized(torch.cat(vectors)), owners, tokens, cut, torch.cat(places))
 
     def encode_passages(self, texts: Sequence[str], passages: Sequence[Span | None], title: str = "") -> Encoded:
         """Encode a passage of each text, after the whole text has been read, once for all its passages; or, if it is
@@ -199,7 +200,7 @@ class LionEncoder(Encoder):
                         spans.append(found)
                         owners.append(own)
                     else:
-                        windows = [cut_around(ids, span, self.limit, self.special) for span in found]
+                        windows = [cut_around(ids, span, self.limit, self.special, offsets, prompt) for span in found]
                         rows += [kept for kept, _ in windows]
                         spans += [[span] for _, span in windows]
                         owners += [[number] for number in own]

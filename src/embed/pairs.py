@@ -54,7 +54,6 @@ class Pairs:
             self.table.column(name).to_numpy() for name in ("query_key", "document_key")
         )
         self.by_query = np.argsort(self.query_keys, kind="stable")
-        self.sorted_queries = self.query_keys[self.by_query]
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -64,7 +63,7 @@ class Pairs:
 
     def positives(self, query_key: int) -> np.ndarray:
         """The numbers of all documents that are pairs of a query."""
-        start, stop = (np.searchsorted(self.sorted_queries, query_key, side) for side in ("left", "right"))
+        start, stop = (np.searchsorted(self.query_keys, query_key, s, self.by_query) for s in ("left", "right"))
         return np.unique(self.document_keys[self.by_query[start:stop]])
 
 

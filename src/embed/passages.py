@@ -67,12 +67,18 @@ def tokens_of(passage: Span, offsets: Sequence[Span], special: Special) -> Span:
     return before + first, before + max(last, first + 1)
 
 
-def cut_around(ids: list[int], span: Span, limit: int, special: Special) -> tuple[list[int], Span]:
-    """Return at most `limit` tokens of a text, with its special tokens and the span in the middle, and where the span
-    is in them; of a longer span, the beginning."""
+def cut_around(
+    ids: list[int], span: Span, limit: int, special: Special, offsets: Sequence[Span] = (), prompt: str = ""
+) -> tuple[list[int], Span]:
+    """Return at most `limit` tokens of a text, with its special tokens, the prompt that it begins with, up to half of
+    the limit, and the span in the middle, and where the span is in them; of a longer span, the beginning. `offsets` are
+    the tokens' characters."""
     if len(ids) <= limit:
         return ids, span
     before, after = special
+    if prompt:
+        before += bisect_right([stop for _, stop in offsets[before : len(offsets) - after]], len(prompt))
+        before = max(special[0], min(before, (limit - after) // 2, span[0]))
     room = limit - before - after
     start = max(min((sum(span) - room) // 2, span[0], len(ids) - after - room), before)
     first = span[0] - start + before
