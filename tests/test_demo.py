@@ -1,17 +1,20 @@
 """The demo, by its own command, at the smallest size: an existing corpus and a model of one layer."""
 
 import json
+import os
 import random
 import re
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, environment
 
 from src.data.convert import is_validation
-from src.demo.__main__ import MAX_SEQ_LEN, VAL_FRACTION, choose_precision, main
+from src.demo import __main__ as demo_command
+from src.demo.__main__ import MAX_SEQ_LEN, VAL_FRACTION, Demo, choose_precision, main
 from src.demo.comparison import print_comparison
 from src.demo.corpus import join_documents
 from src.demo.search import FILES, QUESTIONS, write_search
@@ -258,12 +261,33 @@ def test_search_is_evaluated_on_sentences_that_training_does_not_see(tmp_path):
         (["--compare", "--length", "64"], "--length needs --pretrain_only"),
         (["--compare", "--seeds", "0"], "at least 1"),
         (["--search_pairs", "0"], "--search_pairs 0 must be at least 1"),
+        (["--compare", "--search_pairs", "9"], "--search_pairs has no effect with --compare"),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_written(arguments, words, tmp_path):
     with pytest.raises(UserError, match=words):
         main([*arguments, "--out", str(tmp_path / "demo")])
     assert not (tmp_path / "demo").exists()
+
+
+def test_the_search_is_trained_again_once_its_encoder_is_pretrained_further(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(demo_command, "run", lambda *command, **options: commands.append(command))
+    monkeypatch.setattr(Demo, "run_as_user", lambda *arguments: "answers\n")
+    written = [f"search/{file}" for file in FILES] + ["pretrained/m/latest-rank0.pt", "precision"]
+    written += [f"embedded/m-embedder/{file}" for file in ("config.yaml", "summary.json", "latest-rank0.pt")]
+    written += ["exported/m-embedder/config.json", "search/m/report.json", "search/m/answers.txt"]
+    for name in written:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    demo = Demo(SimpleNamespace(out=tmp_path, search_pairs=1))
+    demo.search("m")
+    assert not commands
+    later = (tmp_path / "embedded/m-embedder/config.yaml").stat().st_mtime + 1
+    os.utime(tmp_path / "pretrained/m/latest-rank0.pt", (later, later))
+    with pytest.raises(FileNotFoundError):  # the answers, since no command ran
+        demo.search("m")
+    assert len(commands) == 2 and not (tmp_path / "embedded/m-embedder").exists()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import functools
 import importlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -81,6 +82,8 @@ def main(argv: list[str]) -> None:
     for name, needed in NEEDED.items():
         if getattr(options, name) != parser.get_default(name) and not getattr(options, needed):
             raise UserError(f"--{name} needs --{needed}; add it")
+    if options.compare and options.search_pairs != parser.get_default("search_pairs"):
+        raise UserError("--search_pairs has no effect with --compare, which trains no search; omit one of them")
     for name, least in (("seeds", 1), ("jobs", 1), ("length", 3), ("search_pairs", 1)):
         if (value := getattr(options, name)) is not None and value < least:
             raise UserError(f"--{name} {value} must be at least {least}")
@@ -232,6 +235,10 @@ class Demo(Steps):
         exported, answers = self.exported / name, report / "answers.txt"
         files = [data / file for file in search.FILES]
         self.step("pairs", files, lambda: search.write_search(self.corpus, data, IS_VALIDATION))
+        started = trained.with_name("config.yaml")
+        if started.exists() and started.stat().st_mtime < checkpoint.stat().st_mtime:  # pretrained further since
+            for folder in (trained.parent, exported, report):
+                shutil.rmtree(folder, ignore_errors=True)
         config = ["embed.py", "yamls/embed/demo.yaml", f"run_name={name}", f"save_folder={trained.parent}"]
         config += [f"starting_checkpoint_load_path={checkpoint}", f"data.docstrings.files={data / search.PAIRS}"]
         config += [f"eval_data=[{data}]", f"max_duration={self.options.search_pairs}sp", *self.precision()]
