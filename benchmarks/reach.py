@@ -4,8 +4,13 @@
     python benchmarks/reach.py passkey
 
 Trains models of 2 layers on short documents by embed.py, from random weights, and evaluates them on long ones: the
-share of queries that find their document first. Run it again to resume. Writes a table with mean and standard deviation
-over the seeds, a second one by the position of the query's word in the longest documents, the numbers and a picture.
+share of queries that find their document first. Or starts from checkpoints, such as those of benchmarks/anneal.py:
+
+    python benchmarks/reach.py header --tokenizer anneal/short/tokenizer \\
+        --start_from 'before=anneal/short/pretrained/{mixer}-{seed}/latest-rank0.pt'
+
+Run it again to resume. Writes a table with mean and standard deviation over the seeds, a second one by the position of
+the query's word in the longest documents, the numbers and a picture.
 """
 
 import os
@@ -36,11 +41,17 @@ SIZES = (
     "model.hidden_size=128 model.num_hidden_layers=2 model.num_attention_heads=4 model.intermediate_size=512 "
     "model.hidden_dropout_prob=0.0 model.attention_probs_dropout_prob=0.0"
 ).split()
-STARTS = {  # name → model options
-    "as published": [],
-    "8 to 1,024": ["model.decay_horizon=[8, 1024]"],
-    "8 to 1,024, key weights": ["model.decay_horizon=[8, 1024]", "model.key_weight=linear"],
-    "none": [],  # no decay
+RANDOM = [
+    *SIZES,
+    "starting_checkpoint_load_path=null",
+    "model.mixer={mixer}",
+    "model.max_position_embeddings={longest}",
+]
+STARTS = {  # name → config overrides
+    "as published": RANDOM,
+    "8 to 1,024": [*RANDOM, "model.decay_horizon=[8, 1024]"],
+    "8 to 1,024, key weights": [*RANDOM, "model.decay_horizon=[8, 1024]", "model.key_weight=linear"],
+    "none": RANDOM,  # no decay
 }
 
 
@@ -76,7 +87,9 @@ def main(argv: list[str]) -> None:
     add("--steps", type=int, default=500, help="training steps (default: 500)")
     add("--batch", type=int, default=32, help="pairs per step (default: 32)")
     add("--seeds", type=int, default=3, help="runs of each model (default: 3)")
-    add("--mixers", nargs="+", help="only these (default: all)")
+    add("--mixers", nargs="+", help="only these (default: all; with --start_from, lion-d and lion-s)")
+    words = "checkpoints to start from, with {mixer} and {seed} (17, 18, …) in their path, and a name for the table"
+    add("--start_from", nargs="+", metavar="NAME=PATH", help=words)
     add("--jobs", type=int, default=1, help="runs at a time, which share the cores (default: 1)")
     add("--out", type=Path, help="folder for all outputs (default: reach/TASK)")
     add("overrides", nargs="*", metavar="key=value", help="changes to the config of training")
@@ -92,10 +105,12 @@ def main(argv: list[str]) -> None:
         made.write_text(json.dumps(make))
     elif json.loads(made.read_text()) != make:
         raise UserError(f"{data} was made with other options; repeat those, or choose another --out")
-    cases = [case for case in CASES[options.task] if case.mixer in (options.mixers or [case.mixer])]
+    starts, cases = STARTS, [case for case in CASES[options.task] if case.mixer in (options.mixers or [case.mixer])]
+    if options.start_from:
+        starts, cases = from_checkpoints(options)
     jobs = [(case, SEED + number) for number in range(options.seeds) for case in cases]
     with ThreadPoolExecutor(options.jobs) as pool:
-        done = {pool.submit(train_and_evaluate, options, case, seed): (case, seed) for case, seed in jobs}
+        done = {pool.submit(train_and_evaluate, options, case, seed, starts[case.start]): case for case, seed in jobs}
         try:
             rows = [future.result() for future in cli.progress(as_completed(done), total=len(done), desc="runs")]
         except BaseException:
@@ -109,8 +124,20 @@ def main(argv: list[str]) -> None:
     )
     facts = measure.machine("cuda" if torch.cuda.is_available() else "cpu")
     measure.write(out, "results", title, facts, [table(rows, cases), by_place(rows, cases)], rows)
-    draw(rows, cases, out / "results.png", options.task)
+    draw(rows, cases, [*starts], out / "results.png", options.task)
     print(f"picture  {out / 'results.png'}")
+
+
+def from_checkpoints(options: argparse.Namespace) -> tuple[dict[str, list[str]], list[Case]]:
+    """Return name → config overrides, and the cases, for --start_from. Raises UserError."""
+    starts: dict[str, list[str]] = {}
+    for given in options.start_from:
+        name, _, path = given.partition("=")
+        if "{mixer}" not in path or "{seed}" not in path:
+            raise UserError(f"--start_from {given}: give NAME=PATH, with {{mixer}} and {{seed}} in the path")
+        starts[name] = [f"starting_checkpoint_load_path={path}"]
+    mixers, pooling = options.mixers or ("lion-d", "lion-s"), CASES[options.task][-1].pooling
+    return starts, [Case(mixer, name, pooling) for mixer in mixers for name in starts]
 
 
 def run(*command: object, threads: int | None = None) -> None:
@@ -122,16 +149,15 @@ def run(*command: object, threads: int | None = None) -> None:
         raise SystemExit(done.returncode)
 
 
-def train_and_evaluate(options: argparse.Namespace, case: Case, seed: int) -> dict[str, Any]:
+def train_and_evaluate(options: argparse.Namespace, case: Case, seed: int, start: list[str]) -> dict[str, Any]:
     """Return a row of results: per length, the share of queries that find their document first; None if the model does
-    not read documents of that length."""
+    not read documents of that length. start: overrides of the config."""
     threads = max(1, usable_cores() // options.jobs)
     data, name, longest = options.out / "data", f"{case}-seed-{seed}", LONGEST_PAIR[options.task]
     folder = options.out / "runs" / name
     config = [
         ROOT / "embed.py", ROOT / "yamls/embed/tiny.yaml", f"run_name={name}", f"save_folder={folder}", f"seed={seed}",
-        "starting_checkpoint_load_path=null", f"tokenizer_name={options.tokenizer}", *SIZES,
-        f"model.max_position_embeddings={longest}", f"model.mixer={case.mixer}", *STARTS[case.start],
+        f"tokenizer_name={options.tokenizer}", *(part.format(mixer=case.mixer, seed=seed, longest=longest) for part in start),
         f"pooling={case.pooling}", f"data.made.files={data / 'pairs.jsonl'}",
         *(["data.made.columns.passage=passage"] if options.task == "header" else []),
         f"max_seq_len={longest}", f"held_out={HELD_OUT}",
@@ -162,7 +188,7 @@ def of_case(rows: list[dict[str, Any]], case: Case) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]], cases: list[Case]) -> list[list[str]]:
     lengths = list(rows[0]["accuracy"])
-    lines = [["mixer", "horizons at the start", "pooling", *(f"{int(length):,} tokens" for length in lengths)]]
+    lines = [["mixer", "start", "pooling", *(f"{int(length):,} tokens" for length in lengths)]]
     for case in cases:
         seeds = [[row["accuracy"][length] for row in of_case(rows, case)] for length in lengths]
         lines.append([*case, *("-" if None in values else spread(values) for values in seeds)])
@@ -171,7 +197,7 @@ def table(rows: list[dict[str, Any]], cases: list[Case]) -> list[list[str]]:
 
 def by_place(rows: list[dict[str, Any]], cases: list[Case]) -> list[list[str]]:
     longest = list(rows[0]["accuracy"])[-1]
-    lines = [["mixer", "horizons at the start", "pooling", *THIRDS]]
+    lines = [["mixer", "start", "pooling", *THIRDS]]
     for case in cases:
         own = [row for row in of_case(rows, case) if row["accuracy"][longest] is not None]
         thirds = zip(*(row["by_third"][longest] for row in own))
@@ -180,11 +206,11 @@ def by_place(rows: list[dict[str, Any]], cases: list[Case]) -> list[list[str]]:
     return lines
 
 
-def draw(rows: list[dict[str, Any]], cases: list[Case], picture: Path, task: str) -> None:
+def draw(rows: list[dict[str, Any]], cases: list[Case], starts: list[str], picture: Path, task: str) -> None:
     """Draw a plot per mixer and pooling: accuracy against length, a line per start, a dot per seed."""
     groups = list(dict.fromkeys((case.mixer, case.pooling) for case in cases if case.start != "none"))
     figure, axes = plots.subplots(columns=len(groups), title=task)
-    tints = dict(zip(STARTS, ("black", *plots.OTHERS)))
+    tints = dict(zip(starts, ("black", *plots.OTHERS)))
     for axis, group in zip(axes[0], groups):
         for case in cases:
             if (case.mixer, case.pooling) == group:
