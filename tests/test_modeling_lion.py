@@ -488,7 +488,7 @@ def test_states_are_passed_without_gradients_by_chance_and_in_training_only():
     with pytest.raises(ValueError, match="one text per row"):
         model(inputs_embeds=embeds, seq_idx=torch.zeros(3, 9, dtype=torch.long))
     for mixer, options in (("softmax", {}), ("lion-lit", {}), ("lion-d", {"position_embedding": "rope"})):
-        with pytest.raises(ValueError, match="has no states|has position embeddings"):
+        with pytest.raises(ValueError, match=r"has no states|has position embeddings"):
             build(mixer, LionModel, **options).set_state_passing(0.5)
 
 
