@@ -89,7 +89,7 @@ def main(argv: list[str]) -> None:
     add("--seeds", type=int, default=3, help="runs of each model (default: 3)")
     add("--mixers", nargs="+", help="only these (default: all; with --start_from, lion-d and lion-s)")
     words = "checkpoints to start from, with {mixer} and {seed} (17, 18, …) in their path, and a name for the table"
-    add("--start_from", nargs="+", metavar="NAME=PATH", help=words)
+    add("--start_from", action="append", metavar="NAME=PATH", help=f"{words}; may be repeated")
     add("--jobs", type=int, default=1, help="runs at a time, which share the cores (default: 1)")
     add("--out", type=Path, help="folder for all outputs (default: reach/TASK)")
     add("overrides", nargs="*", metavar="key=value", help="changes to the config of training")
