@@ -117,6 +117,9 @@ def _one(run: Callable[[], Any], device: str) -> float:
     return start.elapsed_time(end) / 1000
 
 
+SLOW_IMPORTS = ["torch", "transformers.modeling_utils", "transformers.models.auto.image_processing_auto"]  # of src.lion
+
+
 class Cost(NamedTuple):
     """Of a single run: its peak memory in bytes and its time in seconds."""
 
@@ -141,7 +144,9 @@ def single_runs(
     started; there `make(*warm_up)()` runs first, so that buffers of libraries do not count.
     """
     if device == "cpu":
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(SLOW_IMPORTS)
+        with context.Pool(1) as pool:
             return pool.apply(_single_runs_on_cpu, (make, warm_up, arguments, torch.get_num_threads()))
     costs = []
     for a in arguments:

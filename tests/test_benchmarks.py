@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from glue_files import write_glue
 
 from benchmarks import measure, models
-from tests.conftest import run
 
 STEP = "--layers 1 --hidden 64 --batch 2"
 # What is given to a command, and the name of what it writes.
@@ -39,21 +39,27 @@ SMALL = {
 }  # fmt: skip
 
 
+def benchmark(name: str, out: Path, *arguments: object) -> str:
+    """Run a benchmark that writes to a folder, and return its output."""
+    status, output = warm.run(f"benchmarks/{name}.py", *arguments, "--out", out, output=out / "output")
+    assert status == 0, output
+    return output
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_a_benchmark_writes_a_table_and_its_numbers(name, tmp_path):
     arguments, stem = SMALL[name]
-    result = run(f"benchmarks/{name}.py", *shlex.split(arguments), "--device", "cpu", "--out", tmp_path)
-    assert result.returncode == 0, result.stderr
+    output = benchmark(name, tmp_path, *shlex.split(arguments), "--device", "cpu")
     written = json.loads((tmp_path / f"{stem}.json").read_text())
     assert {"device", "threads", "torch", "date"} <= written["machine"].keys()
-    assert (tmp_path / f"{stem}.md").read_text().strip() in result.stdout
+    assert (tmp_path / f"{stem}.md").read_text().strip() in output
     if name == "operator":
         cases = {(row["length"], row["form"], row["variant"]) for row in written["rows"]}
         assert {(row["length"], row["batch"]) for row in written["rows"]} == {(16, 4), (40, 1)}
         assert len(cases) == len(written["rows"]) == 10
         assert all(row["forward_ms"] > 0 and row["both_ms"] > 0 and row["peak_mib"] >= 0 for row in written["rows"])
         assert all(0 < row["forward_floor_ms"] < row["both_floor_ms"] for row in written["rows"])
-        assert (40, "chunkwise", "hydra") in cases and "| hydra / S |" in result.stdout
+        assert (40, "chunkwise", "hydra") in cases and "| hydra / S |" in output
         assert (tmp_path / f"{stem}.png").stat().st_size > 1000
     elif name == "inference":
         cases = {(row["batch"], row["length"], row["model"], row["form"]) for row in written["rows"]}
@@ -65,7 +71,7 @@ def test_a_benchmark_writes_a_table_and_its_numbers(name, tmp_path):
         cases = [(row["dtype"], row["length"], row["model"], row["reading"]) for row in written["rows"]]
         assert cases == [("bfloat16", length, "lion-s", "whole") for length in (24, 40, 80)]
         assert all(row["ms"] > 0 and row["peak_mib"] >= 0 and not row["error"] for row in written["rows"])
-        assert "time per token at 80, relative to 24" in result.stdout
+        assert "time per token at 80, relative to 24" in output
         assert (tmp_path / f"{stem}.png").stat().st_size > 1000
     elif name == "vision":
         cases = {(row["what"], row["model"], row["pixels"]) for row in written["rows"]}
@@ -204,41 +210,22 @@ def test_the_models_and_the_configs_of_the_ablation_are_about_as_large_as_each_o
 
 
 def test_the_loader_is_timed_with_and_without_packing_and_workers_and_beside_a_step(tmp_path, shards, tokenizer_folder):
-    result = run(
-        "benchmarks/dataloader.py", "--data_local", shards, "--tokenizer_name", tokenizer_folder, "--max_seq_len", 16,
-        "--loader_batch", 8, "--workers", 0, 1, "--seconds", 0.1, *STEP.split(), "--device", "cpu", "--out", tmp_path,
+    output = benchmark(
+        "dataloader", tmp_path, "--data_local", shards, "--tokenizer_name", tokenizer_folder, "--max_seq_len", 16,
+        "--loader_batch", 8, "--workers", 0, 1, "--seconds", 0.1, *STEP.split(), "--device", "cpu",
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr
     *loaders, step = json.loads((tmp_path / "dataloader-cpu.json").read_text())["rows"]
     assert [(row["kind"], row["packing"], row["workers"]) for row in loaders] == [
         ("text", packing, workers) for packing in (False, True) for workers in (0, 1)
     ]
     assert all(row["samples_per_second"] > 0 for row in (*loaders, step))
     assert all(0 <= row["padding"] < 1 for row in loaders)
-    assert (tmp_path / "dataloader-cpu.md").read_text().strip() in result.stdout
+    assert (tmp_path / "dataloader-cpu.md").read_text().strip() in output
 
 
 def test_the_padding_benchmark_times_both_on_the_same_texts(tmp_path, tokenizer_folder):
-    result = run(
-        "benchmarks/finetune_padding.py",
-        "--glue_dir",
-        write_glue(tmp_path / "glue"),
-        "--tokenizer",
-        tokenizer_folder,
-        "--layers",
-        "1",
-        "--hidden",
-        "64",
-        "--batch",
-        "4",
-        "--steps",
-        "3",
-        "--device",
-        "cpu",
-        "--out",
-        tmp_path,
-    )
-    assert result.returncode == 0, result.stderr
+    glue, sizes = write_glue(tmp_path / "glue"), "--layers 1 --hidden 64 --batch 4 --steps 3 --device cpu".split()
+    benchmark("finetune_padding", tmp_path, "--glue_dir", glue, "--tokenizer", tokenizer_folder, *sizes)
     longest, fixed = json.loads((tmp_path / "finetune-padding-cpu.json").read_text())["rows"]
     assert longest["tokens"] < fixed["tokens"] == 128
     assert longest["ratio"] == 1 < fixed["ratio"]
@@ -246,24 +233,12 @@ def test_the_padding_benchmark_times_both_on_the_same_texts(tmp_path, tokenizer_
 
 
 def test_conversion_is_timed_in_both_modes_beside_a_plain_loop(tmp_path, tokenizer_folder):
-    result = run(
-        "benchmarks/convert.py",
-        "--tokenizer",
-        tokenizer_folder,
-        "--megabytes",
-        "0.05",
-        "--workers",
-        "1",
-        "--rounds",
-        "1",
-        "--out",
-        tmp_path,
-    )
-    assert result.returncode == 0, result.stderr
+    sizes = "--megabytes 0.05 --workers 1 --rounds 1".split()
+    output = benchmark("convert", tmp_path, "--tokenizer", tokenizer_folder, *sizes)
     rows = json.loads((tmp_path / "convert-cpu.json").read_text())["rows"]
     assert [row["case"] for row in rows] == ["plain loop", "max_seq_len, 1 worker", "concat_tokens, 1 worker"]
     assert all(row["megabytes_per_second"] > 0 for row in rows)
-    assert (tmp_path / "convert-cpu.md").read_text().strip() in result.stdout
+    assert (tmp_path / "convert-cpu.md").read_text().strip() in output
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import run
+import warm
 from test_main import batches, metrics
 
 import main
@@ -25,10 +25,10 @@ def saved(tmp_path_factory, write_config) -> tuple[Path, Path]:
     """Config file and save_folder of a run of 6 steps that exported each of its saves, and kept one."""
     folder = tmp_path_factory.mktemp("saved")
     config = write_config(folder, hf_export="save", save_num_checkpoints_to_keep=1, loggers={})
-    result = run("main.py", config, cwd=folder)
-    assert result.returncode == 0, result.stderr
-    assert "Hub folder was not written" not in result.stderr
-    assert result.stdout.rstrip().endswith(f"Hub folder    {folder / 'run' / 'hub' / 'ep0-ba6'}")
+    status, output = warm.run("main.py", config, output=folder / "output")
+    assert status == 0, output
+    assert "Hub folder was not written" not in output
+    assert output.rstrip().endswith(f"Hub folder    {folder / 'run' / 'hub' / 'ep0-ba6'}")
     return config, folder / "run"
 
 
@@ -58,12 +58,11 @@ def test_a_failing_export_does_not_affect_the_run(tmp_path, write_config):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "hub").write_text("a file, where the Hub folders should go")
     config = write_config(tmp_path, hf_export="save", save_interval="6ba", loggers={})
-    result = run("main.py", config, cwd=tmp_path)
-    assert result.returncode == 1
-    assert re.findall(r"step (\d+): the Hub folder was not written \(.*\); training continues", result.stderr) == ["6"]
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("error: the run is saved, but its Hub folder is not: ")
-    assert "Traceback" not in result.stderr
+    status, output = warm.run("main.py", config, output=tmp_path / "output")
+    assert status == 1
+    assert re.findall(r"step (\d+): the Hub folder was not written \(.*\); training continues", output) == ["6"]
+    assert output.splitlines()[-1].startswith("error: the run is saved, but its Hub folder is not: ")
+    assert "Traceback" not in output
     assert batches(metrics(tmp_path / "run"), "loss") == [1, 2, 3, 4, 5, 6]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["after"]["step"] == 6
     read_checkpoint(tmp_path / "run" / "latest-rank0.pt").build()
