@@ -280,7 +280,7 @@ MISTAKES = [
     ({"starting_checkpoint_load_path": "./none.pt"}, "./none.pt is not a file or folder"),
     ({"global_train_batch_size": 32}, "data.b has 20 pairs, some of them held out, and a batch 32"),
     ({"eval_subset_num_batches": 2}, "eval_subset_num_batches: rankings need all texts"),
-    ({"state_passing": 0.5}, "state_passing=0.5 needs one text per row; set packing=false"),
+    ({"state_passing": 0.5}, "state_passing=0.5 needs one text per row; set packing=false, or omit state_passing"),
     ({"state_passing": 2.0, "packing": False}, "state_passing=2.0 must be a number ≥ 0 and ≤ 1"),
     ({"pooling": "max"}, "pooling=max must be one of mean, attention, cls"),
 ]

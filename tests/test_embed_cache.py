@@ -64,6 +64,8 @@ def test_cached_gradients_with_passed_states_are_those_of_one_batch():
     expected_loss, expected = at_once(model, batch, options)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
     assert close(found, expected)
+    model.model.lion.set_state_passing(0)
+    assert abs(at_once(model, batch, options)[0] - loss) > 1e-3
 
 
 def test_two_devices_compute_the_gradients_of_one(tmp_path):

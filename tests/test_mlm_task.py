@@ -107,7 +107,9 @@ def test_a_run_starts_from_the_weights_of_another_checkpoint(config_file, write_
 def test_states_are_passed_between_rows_of_one_text_by_mixers_that_have_some(config_file):
     unpacked = "train_loader.dataset.packing=false"
     assert task(config_file, "state_passing=0.5", unpacked).build_model(None).model.lion.state_passing == 0.5
-    with pytest.raises(UserError, match=r"set train_loader\.dataset\.packing=false, or omit it"):
+    with pytest.raises(UserError, match="no effect with device_train_microbatch_size=1; raise that"):
+        task(config_file, "state_passing=0.5", unpacked, "device_train_microbatch_size=1")
+    with pytest.raises(UserError, match=r"set train_loader\.dataset\.packing=false, or omit state_passing"):
         task(config_file, "state_passing=0.5", "train_loader.dataset.packing=true")
     with pytest.raises(UserError, match="state_passing: softmax has no states to pass"):
         task(config_file, "state_passing=0.5", unpacked, "model.mixer=softmax").build_model(None)

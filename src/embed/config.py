@@ -72,7 +72,7 @@ class EmbedConfig(RunConfig):
             raise UserError("set one of device_train_microbatch_size (texts) and device_train_microbatch_tokens")
         if self.eval_subset_num_batches != -1:
             raise UserError("eval_subset_num_batches: rankings need all texts; omit it, or lower held_out")
-        check_state_passing(self.state_passing, self.packing, "packing")
+        check_state_passing(self.state_passing, self.packing, "packing", self.device_train_microbatch_size)
         if not self.data:
             raise UserError("data has no sources; add one, such as data.pairs.files=[pairs.jsonl]")
         check_prompts("prompts", self.prompts)

@@ -40,7 +40,7 @@ class Mixer(nn.Module):
 
         rotation: what the function of this name returns, if the model has rotary position embeddings. For segments of
         a long text, states are left_state and right_state of `linear_attention`, and halo are the numbers of tokens of
-        the neighbouring segments that x and mask begin and end with; or receivers, see `pass_states`.
+        the neighbouring segments that x and mask begin and end with. donors: see `pass_states`; None: no state passing.
         """
         raise NotImplementedError
 
@@ -74,12 +74,12 @@ class Mixer(nn.Module):
         return layer(x).split(sizes, -1)
 
 
-def pass_states(states: SegmentStates, receivers: Tensor) -> dict[str, Tensor]:
-    """The states from outside for a batch of whole texts with these states of their own, as `linear_attention` takes
-    them: receivers, (B,) bool, get those of the text before them in the batch, as if it stood on either side."""
-    chosen = receivers[:, None, None, None]
-    rolled = {"left_state": states.rightward.roll(1, 0), "right_state": states.leftward.roll(1, 0)}
-    return {name: state.detach() * chosen for name, state in rolled.items()}
+def pass_states(states: SegmentStates, donors: Tensor) -> dict[str, Tensor]:
+    """Return left_state and right_state, see `linear_attention`: each text of a batch gets the states of its donor, a
+    number in donors, (B,), as if that text stood on both sides; −1: none."""
+    receives = (donors >= 0)[:, None, None, None]
+    passed = {"left_state": states.rightward, "right_state": states.leftward}
+    return {name: state.index_select(0, donors.clamp(min=0)) * receives for name, state in passed.items()}
 
 
 def count_widths(config: PretrainedConfig, length: int, states: int) -> int:
@@ -190,10 +190,11 @@ class LinearMixer(Attention):
         return None
 
     def decays(self, x: Tensor, real: Tensor | None = None) -> dict[str, Tensor | None]:
-        """The decays as arguments of `linear_attention`. With `real`, (B, L), other tokens forget nothing."""
+        """The decays as arguments of `linear_attention`. With `real`, (B, L) bool, the other tokens do not decay."""
         log_decay = self.log_decay(x)
         if log_decay is not None and real is not None:
-            log_decay = self.log_decays(x).masked_fill(~real[:, None], 0)
+            log_decay = log_decay if log_decay.ndim == 3 else log_decay[:, None]
+            log_decay = log_decay.masked_fill(~real[:, None], 0)
         if not self.config.separate_decays:
             return {"log_decay": log_decay}
         return dict(zip(("log_decay", "log_decay_future"), log_decay.chunk(2, 0 if log_decay.ndim == 1 else 1)))
@@ -214,19 +215,20 @@ class LinearMixer(Attention):
             weights = (-4 / 3 * (2 * log_decay).expm1()).clamp(min=1e-12).sqrt()  # whose gradient is infinite at 0
         return k * (weights[:, None, None] if weights.ndim == 1 else weights[..., None]).to(k.dtype)
 
-    def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, orders=None, receivers=None, **states):
+    def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, orders=None, donors=None, **states):
         if output_attentions and form in ("recurrent", "chunkwise"):
             raise ValueError(f"the {form} form has no attention matrix; use attention_form='full'")
-        decays = self.decays(x, None if receivers is None else mask)
+        decays = self.decays(x, None if donors is None else mask)
         if self.config.num_orders and decays["log_decay"] is not None:
             how = {"form": form, "chunk_size": self.config.chunk_size, "dropout_p": self.dropout_p}
             y = linear_attention_in_orders(q, k, v, decays["log_decay"], orders, **how)
             return y, matrix_in_orders(q, k, decays["log_decay"], orders) if output_attentions else None
         k = self.weigh(k, decays["log_decay"])
         what = {**decays, "mask": mask, "seq_idx": seq_idx, "normalize": self.config.normalize_rows}
-        if receivers is not None:
-            own = segment_states(k, v, **decays, mask=mask, normalize=self.config.normalize_rows)
-            states |= pass_states(own, receivers)
+        if donors is not None:
+            with torch.no_grad():
+                own = segment_states(k, v, **decays, mask=mask, normalize=self.config.normalize_rows)
+                states = {**states, **pass_states(own, donors)}
         how = {"form": form, "chunk_size": self.config.chunk_size, "dropout_p": self.dropout_p}
         y = linear_attention(q, k, v, **what, **how, **states)
         return y, attention_matrix(q, k, **what) if output_attentions else None
@@ -383,6 +385,8 @@ class Hydra(Mixer):
         """Return the gate, (B, L, I), v, (B, H, L, P), past and future triangles, the sums of the log decays, (B, H, 1)
         each, the diagonal, (B, H, L), and the mask; of the segment without its halo."""
         z, v, qk, dt = self.project_in(x, mask, seq_idx)
+        if mask is not None:  # beyond a text, there are no queries to shift
+            qk = qk.masked_fill(~mask[..., None], 0)
         k, q, k_future, q_future = qk.chunk(4, -1)
         q, q_future = F.pad(q, (0, 0, 1, -1)), F.pad(q_future, (0, 0, -1, 1))  # each token reads by its neighbour's
         if any(halo):
@@ -405,11 +409,13 @@ class Hydra(Mixer):
         return z, v.unflatten(-1, (len(self.D), -1)).transpose(1, 2), past, future, totals, diagonal, mask
 
     def forward(
-        self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), rotation=None, receivers=None, **states
+        self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), rotation=None, donors=None, **states
     ):
         z, v, past, future, totals, diagonal, mask = self.project(x, mask, seq_idx, halo)
-        if receivers is not None:
-            states |= pass_states(two_sided_segment_states(v, past, future, *totals, mask=mask), receivers)
+        if donors is not None:
+            with torch.no_grad():
+                own = two_sided_segment_states(v, past, future, *totals, mask=mask)
+                states = {**states, **pass_states(own, donors)}
         where = {"mask": mask, "seq_idx": seq_idx}
         y = two_sided_attention(
             v, past, future, diagonal, **where, **states, form=form, chunk_size=self.config.chunk_size

@@ -258,7 +258,7 @@ class LionModel(LionPreTrainedModel):
         options = {"rotation": self._rotation(position_ids)}
         x = self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids)
         if self.training and self.state_passing:
-            options["receivers"] = self._receivers(x, seq_idx)
+            options["donors"] = self._draw_donors(x, seq_idx)
         x, hidden_states, matrices = self._run_layers(
             x,
             lambda layer, x: layer(x, mask, seq_idx, form, output_attentions, **options),
@@ -272,23 +272,32 @@ class LionModel(LionPreTrainedModel):
         output = modeling_outputs.BaseModelOutputWithPooling(x, pooled, hidden_states, matrices)
         return output if return_dict else output.to_tuple()
 
-    def set_state_passing(self, chance: float) -> None:
-        """In training, let texts begin, each with this chance, with the final states of another text of the batch, as
-        if it stood on either side, without gradients; a batch of one has no other. So a model learns from short texts
-        what states of long ones are like (arXiv:2507.02782, where text is read in one direction). Raises ValueError
-        for a mixer without states, or for position embeddings, by which the texts would stand in the same place."""
+    def set_state_passing(self, probability: float) -> None:
+        """In training, give each text, with this probability, the final states of another text of the batch, without
+        gradients, as if that text stood on both sides of it. So a model learns from short texts what the states of long
+        ones are like (arXiv:2507.02782, for models that read in one direction). A batch of one has no other text.
+        Raises ValueError for a mixer without states, or for position embeddings, which would give both texts the same
+        positions."""
         config = self.config
-        if chance and not MIXERS[config.mixer].has_states:
-            raise ValueError(f"{config.mixer} has no states to pass; omit it, or use another mixer")
-        if chance and (self.embeddings.position_embeddings is not None or config.position_embedding == "rope"):
-            raise ValueError(f"{config.mixer} has position embeddings here, which states would contradict; omit either")
-        self.state_passing = chance
+        if not 0 <= probability <= 1:
+            raise ValueError(f"state_passing must be from 0 to 1 (got {probability})")
+        if probability and not MIXERS[config.mixer].has_states:
+            raise ValueError(f"{config.mixer} has no states to pass; set state_passing=0, or use a lion mixer or hydra")
+        if probability and (self.embeddings.position_embeddings is not None or config.position_embedding == "rope"):
+            problem = f"{config.mixer} with position embeddings cannot pass states"
+            raise ValueError(f"{problem}; set position_embedding=none or state_passing=0")
+        self.state_passing = probability
 
-    def _receivers(self, x: Tensor, seq_idx: Tensor | None) -> Tensor | None:
-        """Draw the texts, (B,) bool, that get states of others."""
+    def _draw_donors(self, x: Tensor, seq_idx: Tensor | None) -> Tensor | None:
+        """Draw whose states each text gets, (B,); −1: none."""
         if seq_idx is not None:
             raise ValueError("state passing needs one text per row; omit seq_idx")
-        return torch.rand(len(x), device=x.device) < self.state_passing if len(x) > 1 else None
+        count, device = len(x), x.device
+        if count == 1:
+            return None
+        distance = torch.randint(1, count, (1,), device=device)
+        donors = (torch.arange(count, device=device) + distance) % count
+        return donors.masked_fill(torch.rand(count, device=device) >= self.state_passing, -1)
 
     def _segment_length(self, input_ids: Tensor) -> int | None:
         """The length of the segments in which inference reads long texts, (B, L), or None to read them whole."""

@@ -14,16 +14,20 @@ DDP_SYNC = ("single_auto_sync", "multi_auto_sync", "forced_sync")
 def state_passing() -> float:
     """Declare a config key that text models share."""
     meaning = (
-        "chance with which a text of a microbatch gets the final states of another, as if that text stood before and "
-        "after it, to train for longer texts (an experiment, for the last few hundred steps; needs packing=false)"
+        "probability with which a text gets the final states of another text of its microbatch, as if that stood on "
+        "both sides of it, so that the model reads longer texts than it is trained on (experimental; for the last few "
+        "hundred steps, in a run of their own; without packing)"
     )
     return key(meaning, 0.0, at_least=0, at_most=1)
 
 
-def check_state_passing(chance: float, packing: bool, name: str) -> None:
-    """Raise UserError for packed rows, whose texts do not begin and end with the row."""
-    if chance and packing:
-        raise UserError(f"state_passing={chance} needs one text per row; set {name}=false, or omit it")
+def check_state_passing(probability: float, packing: bool, packing_key: str, microbatch: Any) -> None:
+    """Raise UserError for rows that hold several texts, and for microbatches that hold one."""
+    given = f"state_passing={probability}"
+    if probability and packing:
+        raise UserError(f"{given} needs one text per row; set {packing_key}=false, or omit state_passing")
+    if probability and microbatch == 1:
+        raise UserError(f"{given} has no effect with device_train_microbatch_size=1; raise that, or omit state_passing")
 
 
 @dataclass

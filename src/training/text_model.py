@@ -55,10 +55,10 @@ def widen_horizons(model: LionModel, stored: LionConfig) -> None:
             log.warning("wider sums are larger, which can stall training; model.key_weight=linear keeps their size")
 
 
-def set_state_passing(model: LionModel, chance: float) -> None:
+def set_state_passing(model: LionModel, probability: float) -> None:
     """`LionModel.set_state_passing`. Raises UserError."""
     try:
-        model.set_state_passing(chance)
+        model.set_state_passing(probability)
     except ValueError as error:
         raise UserError(f"state_passing: {error}") from None
 
