@@ -14,6 +14,7 @@ from conftest import ROOT, environment
 
 from src.data.convert import is_validation
 from src.demo import __main__ as demo_command
+from src.demo import search
 from src.demo.__main__ import MAX_SEQ_LEN, VAL_FRACTION, Demo, choose_precision, main
 from src.demo.comparison import print_comparison
 from src.demo.corpus import join_documents
@@ -270,24 +271,40 @@ def test_a_mistake_is_named_before_anything_is_written(arguments, words, tmp_pat
     assert not (tmp_path / "demo").exists()
 
 
-def test_the_search_is_trained_again_once_its_encoder_is_pretrained_further(tmp_path, monkeypatch):
+def test_what_was_made_from_a_checkpoint_is_made_again_once_that_was_trained_further(tmp_path, monkeypatch, capsys):
     commands = []
-    monkeypatch.setattr(demo_command, "run", lambda *command, **options: commands.append(command))
-    monkeypatch.setattr(Demo, "run_as_user", lambda *arguments: "answers\n")
-    written = [f"search/{file}" for file in FILES] + ["pretrained/m/latest-rank0.pt", "precision"]
-    written += [f"embedded/m-embedder/{file}" for file in ("config.yaml", "summary.json", "latest-rank0.pt")]
-    written += ["exported/m-embedder/config.json", "search/m/report.json", "search/m/answers.txt"]
-    for name in written:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    demo = Demo(SimpleNamespace(out=tmp_path, search_pairs=1))
+    monkeypatch.setattr(demo_command, "run", lambda *command, **options: commands.extend(command))
+    monkeypatch.setattr(Demo, "fill_masks", lambda *arguments: None)
+    monkeypatch.setattr(search, "write_search", lambda *arguments: None)
+    folder, trained = tmp_path / "embedded/m-embedder", tmp_path / "pretrained/m/latest-rank0.pt"
+    written = [trained, tmp_path / "precision", tmp_path / "exported/m/config.json"]
+    written += [folder / file for file in ("config.yaml", "summary.json", "latest-rank0.pt")]
+    written += [tmp_path / "exported/m-embedder/config.json", *(tmp_path / f"search/{file}" for file in FILES)]
+    written += [tmp_path / f"search/m/{file}" for file in ("report.json", "answers.txt")]
+    for path in written:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    options = dict.fromkeys(("search_pairs", "length", "pretrain_only", "compare"))
+    demo = Demo(SimpleNamespace(out=tmp_path, jobs=1, overrides=[], **options))
+    demo.yamls["m"] = tmp_path / "m.yaml"
+    demo.train("m", 0)
+    assert [command[0] for command in commands] == ["main.py", "glue.py", "glue.py"]
+    later = folder.stat().st_mtime + 1
+    os.utime(trained, (later, later))
+    demo_command.export(trained, tmp_path / "exported/m")
+    assert commands[-1][:2] == ["src/hub.py", "export"] and not (tmp_path / "exported/m").exists()
+    commands.clear()
+    demo.train("m", 0)
+    assert [command[0] for command in commands] == ["main.py", "glue.py", "glue.py", "embed.py"]
+    assert not folder.exists()
+    assert f"removing {folder}" in capsys.readouterr().out
+    folder.mkdir()
+    (folder / "latest-rank0.pt").touch()
+    os.utime(folder / "latest-rank0.pt", (later + 1, later + 1))
+    (folder / "summary.json").touch()
+    os.utime(folder / "summary.json", (later + 1, later + 1))
     demo.search("m")
-    assert not commands
-    later = (tmp_path / "embedded/m-embedder/config.yaml").stat().st_mtime + 1
-    os.utime(tmp_path / "pretrained/m/latest-rank0.pt", (later, later))
-    with pytest.raises(FileNotFoundError):  # the answers, since no command ran
-        demo.search("m")
-    assert len(commands) == 2 and not (tmp_path / "embedded/m-embedder").exists()
+    assert commands[-1][:2] == ["embed.py", "evaluate"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import functools
 import importlib
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from src.data.workers import usable_cores
 from src.demo import search, tasks
 from src.demo.comparison import print_comparison
 from src.demo.corpus import build_corpus, join_documents
-from src.demo.steps import ROOT, Steps, in_rounds, run, share_cores
+from src.demo.steps import ROOT, Steps, discard, in_rounds, is_newer, run, share_cores
 from src.errors import UserError
 from src.files import LATEST, check_writable, write_atomically, write_json
 from src.tables import markdown
@@ -235,14 +234,16 @@ class Demo(Steps):
         exported, answers = self.exported / name, report / "answers.txt"
         files = [data / file for file in search.FILES]
         self.step("pairs", files, lambda: search.write_search(self.corpus, data, IS_VALIDATION))
-        started = trained.with_name("config.yaml")
-        if started.exists() and started.stat().st_mtime < checkpoint.stat().st_mtime:  # pretrained further since
-            for folder in (trained.parent, exported, report):
-                shutil.rmtree(folder, ignore_errors=True)
         config = ["embed.py", "yamls/embed/demo.yaml", f"run_name={name}", f"save_folder={trained.parent}"]
         config += [f"starting_checkpoint_load_path={checkpoint}", f"data.docstrings.files={data / search.PAIRS}"]
         config += [f"eval_data=[{data}]", f"max_duration={self.options.search_pairs}sp", *self.precision()]
-        self.step(f"training {name}", [trained.with_name("summary.json")], lambda: run(config))
+
+        def train() -> None:
+            if not is_newer(trained.with_name("config.yaml"), checkpoint):
+                discard(trained.parent)
+            run(config)
+
+        self.step(f"training {name}", [trained.with_name("summary.json")], train, checkpoint)
         evaluate = ["embed.py", "evaluate", checkpoint, trained, "bm25", "--data", data, "--out", report]
 
         def export_and_answer() -> None:
@@ -254,7 +255,7 @@ class Demo(Steps):
 
         done = [exported, report / "report.json", answers]
         with half_the_cores():
-            self.step("evaluation, export", done, lambda: run(evaluate, meanwhile=export_and_answer))
+            self.step("evaluation, export", done, lambda: run(evaluate, meanwhile=export_and_answer), trained)
         print(f"\n=== search\n{answers.read_text()}", end="", flush=True)
 
     def run_as_user(self, program: str, *arguments: object) -> str:
@@ -317,7 +318,9 @@ def half_the_cores() -> Iterator[None]:
 
 
 def export(checkpoint: Path, folder: Path) -> None:
-    """Write a Hub folder, or verify the one that is there."""
+    """Write a Hub folder, or verify the one that is there, unless the checkpoint was trained further since."""
+    if not is_newer(folder, checkpoint):
+        discard(folder)
     action, option = ("verify", "--folder") if folder.exists() else ("export", "--out")
     run(["src/hub.py", action, "--checkpoint", checkpoint, option, folder])
 

@@ -1,6 +1,7 @@
 """What the demos share: steps that are announced, timed and done once, and commands of this project."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -23,11 +24,13 @@ class Steps:
         self.out = out
         self.begin, self.seconds = time.monotonic(), {}
 
-    def step(self, title: str, outputs: Sequence[Path], action: Callable[[], object]) -> None:
-        """Announce a step, do it unless its outputs exist, and time it."""
+    def step(
+        self, title: str, outputs: Sequence[Path], action: Callable[[], object], source: Path | None = None
+    ) -> None:
+        """Announce a step, do it unless its outputs exist and are newer than their source, and time it."""
         print(f"\n=== {title}", flush=True)
         start = time.monotonic()
-        if outputs and all(path.exists() for path in outputs):
+        if outputs and all(path.exists() if source is None else is_newer(path, source) for path in outputs):
             print(f"done earlier: {', '.join(map(str, outputs))}", flush=True)
         else:
             action()
@@ -36,6 +39,21 @@ class Steps:
     def print_seconds(self) -> None:
         self.seconds["total"] = time.monotonic() - self.begin  # steps may overlap
         print("\n" + "\n".join(f"{title:40}{seconds:6.0f} s" for title, seconds in self.seconds.items()), flush=True)
+
+
+def is_newer(output: Path, source: Path) -> bool:
+    """Whether an output is there that is not older than its source."""
+    return output.exists() and (not source.exists() or output.stat().st_mtime >= source.stat().st_mtime)
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder of outputs, if there is one, under another name, so that an interruption leaves no part of it."""
+    if folder.exists():
+        print(f"removing {folder}, which is older than what it was made from", flush=True)
+        old = folder.with_name(f"{folder.name}-outdated")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        shutil.rmtree(old)
 
 
 def run(*commands: Sequence[object], meanwhile: Callable[[], None] | None = None) -> None:
