@@ -117,7 +117,8 @@ def _one(run: Callable[[], Any], device: str) -> float:
     return start.elapsed_time(end) / 1000
 
 
-SLOW_IMPORTS = ["torch", "transformers.modeling_utils", "transformers.models.auto.image_processing_auto"]  # of src.lion
+# What the processes of `single_runs` import, once.
+SLOW_IMPORTS = ["torch", "transformers.modeling_utils", "transformers.models.auto.image_processing_auto"]
 
 
 class Cost(NamedTuple):
@@ -144,7 +145,7 @@ def single_runs(
     started; there `make(*warm_up)()` runs first, so that buffers of libraries do not count.
     """
     if device == "cpu":
-        context = multiprocessing.get_context("forkserver")
+        context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
         context.set_forkserver_preload(SLOW_IMPORTS)
         with context.Pool(1) as pool:
             return pool.apply(_single_runs_on_cpu, (make, warm_up, arguments, torch.get_num_threads()))

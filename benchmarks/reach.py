@@ -20,6 +20,7 @@ sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
 import json
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -74,6 +75,7 @@ CASES = {
 }  # fmt: skip
 LENGTHS = {"header": [128, 512, 2048, 8192], "passkey": [256, 1024, 4096, 16384]}
 LONGEST_PAIR = {"header": 128, "passkey": 256}  # tokens, by default of src.embed.synthetic
+FROM_CHECKPOINTS = {"header": "mean", "passkey": "attention"}  # pooling with --start_from
 THIRDS = ("beginning", "middle", "end")
 
 
@@ -91,11 +93,16 @@ def main(argv: list[str]) -> None:
     words = "checkpoints to start from, with {mixer} and {seed} (17, 18, …) in their path, and a name for the table"
     add("--start_from", action="append", metavar="NAME=PATH", help=f"{words}; may be repeated")
     add("--jobs", type=int, default=1, help="runs at a time, which share the cores (default: 1)")
-    add("--out", type=Path, help="folder for all outputs (default: reach/TASK)")
+    add(
+        "--out", type=Path, help="folder for all outputs (default: reach/TASK; with --start_from, reach/TASK-continued)"
+    )
     add("overrides", nargs="*", metavar="key=value", help="changes to the config of training")
     options = parser.parse_args(argv)
     options.lengths = sorted(options.lengths or LENGTHS[options.task])
-    options.out = options.out or Path("reach", options.task)
+    options.out = options.out or Path("reach", options.task + "-continued" * bool(options.start_from))
+    starts, cases = STARTS, [case for case in CASES[options.task] if case.mixer in (options.mixers or [case.mixer])]
+    if options.start_from:
+        starts, cases = from_checkpoints(options)
     data, out = options.out / "data", options.out
     pairs = HELD_OUT + options.steps * options.batch  # none is seen twice
     make = ["--tokenizer", options.tokenizer, "--lengths", *options.lengths, "--pairs", pairs]
@@ -105,12 +112,9 @@ def main(argv: list[str]) -> None:
         made.write_text(json.dumps(make))
     elif json.loads(made.read_text()) != make:
         raise UserError(f"{data} was made with other options; repeat those, or choose another --out")
-    starts, cases = STARTS, [case for case in CASES[options.task] if case.mixer in (options.mixers or [case.mixer])]
-    if options.start_from:
-        starts, cases = from_checkpoints(options)
     jobs = [(case, SEED + number) for number in range(options.seeds) for case in cases]
     with ThreadPoolExecutor(options.jobs) as pool:
-        done = {pool.submit(train_and_evaluate, options, case, seed, starts[case.start]): case for case, seed in jobs}
+        done = [pool.submit(train_and_evaluate, options, case, seed, starts[case.start]) for case, seed in jobs]
         try:
             rows = [future.result() for future in cli.progress(as_completed(done), total=len(done), desc="runs")]
         except BaseException:
@@ -133,10 +137,12 @@ def from_checkpoints(options: argparse.Namespace) -> tuple[dict[str, list[str]],
     starts: dict[str, list[str]] = {}
     for given in options.start_from:
         name, _, path = given.partition("=")
-        if "{mixer}" not in path or "{seed}" not in path:
-            raise UserError(f"--start_from {given}: give NAME=PATH, with {{mixer}} and {{seed}} in the path")
+        fields = set(re.findall(r"{.*?}", path))
+        if not re.fullmatch(r"[\w-]+", name) or name in starts or fields != {"{mixer}", "{seed}"}:
+            form = "NAME=PATH, with a new name of letters and digits, and {mixer} and {seed} in the path"
+            raise UserError(f"--start_from {given}: give {form}")
         starts[name] = [f"starting_checkpoint_load_path={path}"]
-    mixers, pooling = options.mixers or ("lion-d", "lion-s"), CASES[options.task][-1].pooling
+    mixers, pooling = options.mixers or ("lion-d", "lion-s"), FROM_CHECKPOINTS[options.task]
     return starts, [Case(mixer, name, pooling) for mixer in mixers for name in starts]
 
 

@@ -4,6 +4,7 @@ import importlib
 import json
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import warm
 from glue_files import write_glue
 
 from benchmarks import measure, models
+from src.errors import UserError
 
 STEP = "--layers 1 --hidden 64 --batch 2"
 # What is given to a command, and the name of what it writes.
@@ -83,6 +85,17 @@ def test_a_benchmark_writes_a_table_and_its_numbers(name, tmp_path):
         assert [row["model"] for row in written["rows"]] == names
         assert all(row["ms"] > 0 and row["floor_ms"] > 0 for row in written["rows"])
         assert (tmp_path / f"{stem}.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("given", ["a", "=x", "a/b={mixer}{seed}", "a={mixer}", "a={mixer}-{seed}-{other}"])
+def test_checkpoints_to_start_from_have_a_name_and_a_pattern(given, tmp_path):
+    reach = importlib.import_module("benchmarks.reach")
+    with pytest.raises(UserError, match=r"--start_from .*give NAME=PATH"):
+        reach.main(["header", "--out", str(tmp_path), "--tokenizer", "none", "--start_from", given])
+    options = SimpleNamespace(task="passkey", mixers=["lion-d"], start_from=["a={mixer}/{seed}.pt"])
+    starts, cases = reach.from_checkpoints(options)
+    assert starts == {"a": ["starting_checkpoint_load_path={mixer}/{seed}.pt"]}
+    assert cases == [reach.Case("lion-d", "a", "attention")]
 
 
 def test_a_failing_case_affects_only_its_own_row(tmp_path, capsys):

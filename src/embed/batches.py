@@ -20,7 +20,7 @@ from src.data.streaming import ignore_signals
 from src.embed.beir import Retrieval
 from src.embed.microbatches import Part, assemble, split
 from src.embed.pairs import Pairs, text_key
-from src.embed.passages import Span, cut_around, shifted, special_tokens, tokens_of
+from src.embed.passages import Span, cut_around, prompt_tokens, shifted, special_tokens, tokens_of
 from src.errors import UserError
 
 ROWS, SOURCES, NEGATIVES = range(3)  # what random numbers are for
@@ -35,7 +35,9 @@ def generator(*entropy: int) -> np.random.Generator:
 
 def shuffled(count: int, *entropy: int) -> np.ndarray:
     """The numbers below `count` in random order, in as few bytes as they need: there may be hundreds of millions."""
-    return generator(*entropy).permutation(np.arange(count, dtype=np.uint32 if count <= 2**32 else np.int64))
+    order = np.arange(count, dtype=np.uint32 if count <= 2**32 else np.int64)
+    generator(*entropy).shuffle(order)
+    return order
 
 
 class PairDataset(Dataset):
@@ -205,14 +207,8 @@ class Collator:
         self.microbatch, self.packing = microbatch, packing
 
     def __call__(self, draws: Sequence[Draw]) -> dict[str, Any]:
-        queries, documents, others, keys, of_others, positives = (
-            [],
-            [],
-            [],
-            [],
-            [],
-            [],
-        )  # texts: (prompt, text, passage)
+        queries, documents, others = [], [], []  # as `tokenize` takes them
+        keys, of_others, positives = [], [], []
         for epoch, source, row in draws:
             pairs = self.dataset.sources[source]
             query, document, negatives, passage = pairs[row]
@@ -258,7 +254,7 @@ def tokenize(
     rows, spans = [], []
     for ids, offsets, (prompt, _, passage) in zip(encoded["input_ids"], encoded["offset_mapping"], given):
         span = (0, len(ids)) if passage is None else tokens_of(shifted(passage, len(prompt)), offsets, special)
-        kept, span = cut_around(ids, span, limit, special, offsets, prompt)
+        kept, span = cut_around(ids, span, limit, special, prompt_tokens(prompt, offsets, special))
         rows.append(kept)
         spans.append(passage and span)
     return rows, spans, sum(len(ids) > limit for ids in encoded["input_ids"])

@@ -23,6 +23,7 @@ from src.embed.passages import (
     characters,
     cut_around,
     passage_edges,
+    prompt_tokens,
     shifted,
     special_tokens,
     tokens_of,
@@ -200,7 +201,8 @@ class LionEncoder(Encoder):
                         spans.append(found)
                         owners.append(own)
                     else:
-                        windows = [cut_around(ids, span, self.limit, self.special, offsets, prompt) for span in found]
+                        head = prompt_tokens(prompt, offsets, self.special)
+                        windows = [cut_around(ids, span, self.limit, self.special, head) for span in found]
                         rows += [kept for kept, _ in windows]
                         spans += [[span] for _, span in windows]
                         owners += [[number] for number in own]

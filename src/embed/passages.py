@@ -67,18 +67,19 @@ def tokens_of(passage: Span, offsets: Sequence[Span], special: Special) -> Span:
     return before + first, before + max(last, first + 1)
 
 
-def cut_around(
-    ids: list[int], span: Span, limit: int, special: Special, offsets: Sequence[Span] = (), prompt: str = ""
-) -> tuple[list[int], Span]:
-    """Return at most `limit` tokens of a text, with its special tokens, the prompt that it begins with, up to half of
-    the limit, and the span in the middle, and where the span is in them; of a longer span, the beginning. `offsets` are
-    the tokens' characters."""
+def prompt_tokens(prompt: str, offsets: Sequence[Span], special: Special) -> int:
+    """Return how many tokens of a text are of the prompt that it begins with."""
+    before, after = special
+    return bisect_right([stop for _, stop in offsets[before : len(offsets) - after]], len(prompt)) if prompt else 0
+
+
+def cut_around(ids: list[int], span: Span, limit: int, special: Special, prompt: int = 0) -> tuple[list[int], Span]:
+    """Return at most `limit` tokens of a text, and where a span of it is in them: special tokens, the first `prompt`
+    tokens of the text, up to half of the limit, and the span in the middle; of a longer span, the beginning."""
     if len(ids) <= limit:
         return ids, span
     before, after = special
-    if prompt:
-        before += bisect_right([stop for _, stop in offsets[before : len(offsets) - after]], len(prompt))
-        before = max(special[0], min(before, (limit - after) // 2, span[0]))
+    before += max(0, min(prompt, (limit - after) // 2 - before, span[0] - before))
     room = limit - before - after
     start = max(min((sum(span) - room) // 2, span[0], len(ids) - after - room), before)
     first = span[0] - start + before
