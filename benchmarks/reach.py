@@ -97,7 +97,7 @@ def main(argv: list[str]) -> None:
         "--out", type=Path, help="folder for all outputs (default: reach/TASK; with --start_from, reach/TASK-continued)"
     )
     add("overrides", nargs="*", metavar="key=value", help="changes to the config of training")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)  # overrides may also be last
     options.lengths = sorted(options.lengths or LENGTHS[options.task])
     options.out = options.out or Path("reach", options.task + "-continued" * bool(options.start_from))
     starts, cases = STARTS, [case for case in CASES[options.task] if case.mixer in (options.mixers or [case.mixer])]
