@@ -113,7 +113,6 @@ class Demo(Steps):
         self.tasks, self.pretrained, self.finetuned = out / "glue", out / "pretrained", out / "finetuned"
         self.embedded, self.exported, self.searched = out / "embedded", out / "exported", out / "search"
         self.yamls: dict[str, Path] = {}  # name of a model → its config
-        self.filled = ""
         self.lock = threading.Lock()  # of --jobs
 
     def name(self, model: str) -> str:
@@ -212,19 +211,27 @@ class Demo(Steps):
             return self.step(f"fine-tuning {model}", [], lambda: run(pretrained))
         baseline += ["from_scratch=true", "progress_bar=false"]
 
-        def export_and_fill() -> None:
-            export(checkpoint, exported)
-            self.fill_masks(exported)
+        filled = self.exported / f"{model}-filled-masks.txt"
+
+        def finetune_and_export() -> None:
+            texts = []
+
+            def export_and_fill() -> None:
+                export(checkpoint, exported)
+                texts.append(self.fill_masks(exported))
+
+            run(pretrained, baseline, meanwhile=export_and_fill)
+            write_atomically(filled, texts[0])  # once all is done
 
         with half_the_cores():
-            self.step(f"fine-tuning {model}, export", [], lambda: run(pretrained, baseline, meanwhile=export_and_fill))
-        print(f"\n=== filled masks\n{self.filled}", flush=True)
+            self.step(f"fine-tuning {model}, export", [exported, filled], finetune_and_export, checkpoint)
+        print(f"\n=== filled masks\n{filled.read_text()}", flush=True)
 
-    def fill_masks(self, folder: Path) -> None:
+    def fill_masks(self, folder: Path) -> str:
         """Fill masks with a Hub folder as its users would: without this repository and the Hub."""
         sentences, words = tasks.masked_sentences(self.corpus, self.tokenizer / "vocab.txt", IS_VALIDATION)
         filled = self.run_as_user("fill_masks.py", folder.resolve(), *sentences)
-        self.filled = f"{filled}  (hidden words: {', '.join(words)})"
+        return f"{filled}  (hidden words: {', '.join(words)})"
 
     def search(self, model: str) -> None:
         """Train text embeddings from the pretrained encoder, evaluate both beside BM25, and meanwhile export the
