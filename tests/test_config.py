@@ -509,6 +509,7 @@ def test_fixed_settings_of_a_pretraining_run_determine_its_numbers(config_file):
         "tokenizer_name",
         "max_seq_len",
         "mlm_probability",
+        "state_passing",
         "optimizer",
         "scheduler",
         "algorithms",

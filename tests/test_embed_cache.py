@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import run
+import warm
 from embed_batches import PAIRS, Embedder, at_once, batch_of, cached, close, texts
 from torch.nn import functional as F
 
@@ -69,8 +69,8 @@ def test_cached_gradients_with_passed_states_are_those_of_one_batch():
 
 
 def test_two_devices_compute_the_gradients_of_one(tmp_path):
-    result = run("tests/embed_batches.py", tmp_path / "meeting")
-    assert result.returncode == 0, result.stderr
+    status, output = warm.run("tests/embed_batches.py", tmp_path / "meeting", output=tmp_path / "output")
+    assert status == 0, output
 
 
 def test_microbatches_hold_every_text_once_within_their_limit():
