@@ -25,6 +25,11 @@ def write_json(path: Path, content: Any) -> None:
     write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
+def is_newer(output: Path, source: Path) -> bool:
+    """Whether an output exists and is not older than its source, if that exists."""
+    return output.exists() and (not source.exists() or output.stat().st_mtime >= source.stat().st_mtime)
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Read a .jsonl file up to its first truncated line; a missing file has none."""
     lines = []

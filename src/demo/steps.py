@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from src.data.workers import usable_cores
+from src.files import is_newer
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNING: set[subprocess.Popen] = set()
@@ -39,11 +40,6 @@ class Steps:
     def print_seconds(self) -> None:
         self.seconds["total"] = time.monotonic() - self.begin  # steps may overlap
         print("\n" + "\n".join(f"{title:40}{seconds:6.0f} s" for title, seconds in self.seconds.items()), flush=True)
-
-
-def is_newer(output: Path, source: Path) -> bool:
-    """Whether an output is there that is not older than its source."""
-    return output.exists() and (not source.exists() or output.stat().st_mtime >= source.stat().st_mtime)
 
 
 def discard(folder: Path) -> None:

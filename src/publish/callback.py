@@ -14,7 +14,7 @@ from composer.utils import dist
 
 from src.cli import log
 from src.errors import RunFailed, UserError, first_line
-from src.files import LATEST
+from src.files import LATEST, is_newer
 
 
 class HubExports(Callback):
@@ -56,7 +56,7 @@ def export_latest(folder: Path, time_limit: float | None = None) -> tuple[Path, 
     checkpoint = (folder / LATEST).resolve()
     out = folder / "hub" / checkpoint.name.removesuffix("-rank0.pt")
     if out.is_dir() and checkpoint.exists():
-        if out.stat().st_mtime >= checkpoint.stat().st_mtime:
+        if is_newer(out, checkpoint):
             return out, None
         shutil.rmtree(out, ignore_errors=True)  # exported from an older checkpoint of the same name
     context = multiprocessing.get_context("spawn")
