@@ -287,6 +287,7 @@ def test_what_was_made_from_a_checkpoint_is_made_again_once_that_was_trained_fur
     written += [folder / file for file in ("config.yaml", "summary.json", "latest-rank0.pt")]
     written += [tmp_path / "exported/m-embedder/config.json", *(tmp_path / f"search/{file}" for file in FILES)]
     written += [tmp_path / f"search/m/{file}" for file in ("report.json", "answers.txt")]
+    written += [tmp_path / f"finetuned/{name}/report.json" for name in ("m", "m-from-scratch")]
     for path in [*written, tmp_path / "exported/m-filled-masks.txt"]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -295,6 +296,10 @@ def test_what_was_made_from_a_checkpoint_is_made_again_once_that_was_trained_fur
     demo.yamls["m"] = tmp_path / "m.yaml"
     demo.train("m", 0)
     assert [command[0] for command in commands] == ["main.py"]
+    written[-1].unlink()
+    demo.train("m", 0)
+    assert [command[0] for command in commands[1:]] == ["main.py", "glue.py", "glue.py", "src/hub.py"]
+    written[-1].touch()
     commands.clear()
     later = folder.stat().st_mtime + 1
     os.utime(trained, (later, later))

@@ -27,9 +27,9 @@ from src.data.workers import usable_cores
 from src.demo import search, tasks
 from src.demo.comparison import print_comparison
 from src.demo.corpus import build_corpus, join_documents
-from src.demo.steps import ROOT, Steps, discard, in_rounds, is_newer, run, share_cores
+from src.demo.steps import ROOT, Steps, discard, in_rounds, run, share_cores
 from src.errors import UserError
-from src.files import LATEST, check_writable, write_atomically, write_json
+from src.files import LATEST, check_writable, is_newer, write_atomically, write_json
 from src.tables import markdown
 
 MODELS = ("lion-lit-tiny", "lion-d-tiny", "lion-s-tiny", "lion-s-plus-tiny", "hydra-tiny", "bert-tiny")
@@ -212,6 +212,7 @@ class Demo(Steps):
         baseline += ["from_scratch=true", "progress_bar=false"]
 
         filled = self.exported / f"{model}-filled-masks.txt"
+        reports = [self.finetuned / name / "report.json" for name in (model, f"{model}{FROM_SCRATCH}")]
 
         def finetune_and_export() -> None:
             texts = []
@@ -224,7 +225,7 @@ class Demo(Steps):
             write_atomically(filled, texts[0])  # once all is done
 
         with half_the_cores():
-            self.step(f"fine-tuning {model}, export", [exported, filled], finetune_and_export, checkpoint)
+            self.step(f"fine-tuning {model}, export", [*reports, exported, filled], finetune_and_export, checkpoint)
         print(f"\n=== filled masks\n{filled.read_text()}", flush=True)
 
     def fill_masks(self, folder: Path) -> str:
