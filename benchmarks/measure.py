@@ -22,6 +22,9 @@ from src.errors import first_line
 from src.lion.cpu import linear
 from src.tables import markdown
 
+# What the processes of `single_runs` import, once.
+SLOW_IMPORTS = ["torch", "transformers.modeling_utils", "transformers.models.auto.image_processing_auto"]
+
 
 def attempt(failed: dict[Any, str] | None, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """Return function(*arguments), or None if it fails, with the reason in failed[name]; without `failed`, raise."""
@@ -115,10 +118,6 @@ def _one(run: Callable[[], Any], device: str) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 1000
-
-
-# What the processes of `single_runs` import, once.
-SLOW_IMPORTS = ["torch", "transformers.modeling_utils", "transformers.models.auto.image_processing_auto"]
 
 
 class Cost(NamedTuple):

@@ -163,7 +163,8 @@ def train_and_evaluate(options: argparse.Namespace, case: Case, seed: int, start
     folder = options.out / "runs" / name
     config = [
         ROOT / "embed.py", ROOT / "yamls/embed/tiny.yaml", f"run_name={name}", f"save_folder={folder}", f"seed={seed}",
-        f"tokenizer_name={options.tokenizer}", *(part.format(mixer=case.mixer, seed=seed, longest=longest) for part in start),
+        *(part.format(mixer=case.mixer, seed=seed, longest=longest) for part in start),
+        f"tokenizer_name={options.tokenizer}",
         f"pooling={case.pooling}", f"data.made.files={data / 'pairs.jsonl'}",
         *(["data.made.columns.passage=passage"] if options.task == "header" else []),
         f"max_seq_len={longest}", f"held_out={HELD_OUT}",
