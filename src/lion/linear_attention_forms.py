@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from . import cpu_kernel
+
 # Lower bound of log weights: e^-60 is below every dtype's precision, and its products with ordinary numbers are not yet
 # denormal, which a CPU multiplies many times slower.
 LOG_ZERO = -60.0
@@ -312,12 +314,62 @@ def full(q, k, v, query_sums, key_sums, diagonal, kept, factor: float, scale: fl
 def _chunkwise_forward(*inputs) -> Tensor:
     """The full form inside chunks of C tokens, plus the rest through a D×E state per triangle, stacked to TD×E. The
     backward pass recomputes states and C×C matrices, since storing them would take most of the memory."""
+    if cpu_kernel.covers(inputs[2]):
+        return _native_forward(*inputs)
     return _multiply(_Chunks(*inputs))
 
 
 def _chunkwise_backward(grad: Tensor, *inputs) -> list[Tensor]:
     *inputs, with_sums = inputs
+    if cpu_kernel.covers(inputs[2]):
+        return _native_backward(grad, *inputs, with_sums)
     return [x for x in _gradients(_Chunks(*inputs), grad, with_sums) if x is not None]
+
+
+def _native_forward(q, k, v, query_sums, key_sums, diagonal, scale: float, _, __, triangles: str) -> Tensor:
+    y = torch.empty_like(v, dtype=torch.float32)
+    for number, triangle in enumerate(_native_triangles(q, k, v, query_sums, key_sums, diagonal, scale, triangles)):
+        triangle.forward(y, number > 0)
+    return y.to(v.dtype)
+
+
+def _native_backward(
+    grad, q, k, v, query_sums, key_sums, diagonal, scale: float, _, __, triangles: str, with_sums: bool
+) -> list[Tensor]:
+    G, H, dtype = q.shape[1], v.shape[1], v.dtype
+    # Heads that share queries and keys have gradients of their own first.
+    grad_q, grad_k = (torch.empty_like(x if G == H else x.expand(-1, H, -1, -1), dtype=torch.float32) for x in (q, k))
+    grad_v, of_sums = torch.empty_like(v, dtype=torch.float32), []
+    sides = _sides(triangles, grad_q, grad_k)
+    for number, triangle in enumerate(_native_triangles(q, k, v, query_sums, key_sums, diagonal, scale, triangles)):
+        add = number > 0 and triangles != "separate", number > 0
+        of_sums.append(triangle.backward(grad, *sides[number], grad_v, add, with_sums))
+    if G < H:
+        grad_q, grad_k = (x.sum(1, keepdim=True) for x in (grad_q, grad_k))
+    grads = [x.to(dtype) for x in (grad_q, grad_k, grad_v)]
+    if not with_sums:
+        return grads
+    of_queries, of_keys = (torch.stack(x, -1) for x in zip(*of_sums))
+    if key_sums is None:
+        grads.append((of_queries + of_keys).sum_to_size(query_sums.shape))
+    else:
+        grads += [of_queries.sum_to_size(query_sums.shape), of_keys.sum_to_size(key_sums.shape)]
+    return grads if diagonal is None else [*grads, (grad * v).sum(-1)]
+
+
+def _native_triangles(q, k, v, query_sums, key_sums, diagonal, scale: float, triangles: str):
+    """The triangles of a problem; the first brings the diagonal."""
+    sums = (x.unbind(-1) for x in (query_sums, query_sums if key_sums is None else key_sums))
+    for number, (q, k, *of_sums) in enumerate(zip(*zip(*_sides(triangles, q, k)), *sums)):
+        own = cpu_kernel.OWN if diagonal is None else diagonal
+        direction = DIRECTIONS[triangles][number]
+        yield cpu_kernel.Triangle(q, k, v, *of_sums, direction, scale, cpu_kernel.STRICT if number else own)
+
+
+def _sides(triangles: str, q: Tensor, k: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """q and k of each triangle."""
+    halves = (x.chunk(2, -1) if triangles == "separate" else [x] * len(DIRECTIONS[triangles]) for x in (q, k))
+    return list(zip(*halves))
 
 
 # Both passes access long tensors in place, one block at a time: the system would have to zero the memory of a copy.

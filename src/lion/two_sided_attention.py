@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .cpu import draw_kept, dropout
+from .cpu_kernel import covers
 from .linear_attention_forms import (
     DIRECTIONS,
     LOG_ZERO,
@@ -196,7 +197,7 @@ def attend(
             dropout_p=dropout_p,
         )  # fmt: skip
         return y.unflatten(0, (B, G)).flatten(1, 2)
-    if form != "full" and dtype in (torch.bfloat16, torch.float16):
+    if form != "full" and dtype in (torch.bfloat16, torch.float16) and not (form == "chunkwise" and covers(v)):
         q, k, v = q.float(), k.float(), v.float()  # states accumulate over the text
     k = zero_masked(k, mask)
     with torch.autocast(q.device.type, enabled=False):

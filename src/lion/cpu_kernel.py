@@ -1,0 +1,444 @@
+"""One triangle of linear attention on a CPU, as C that the machine's own compiler translates in about a second, once.
+
+    y_i = Σ_{j<i} s (q_i·k_j) exp(query_i − key_j) v_j  +  δ_i v_i
+
+The chunkwise form with chunks of 32 tokens: in PyTorch each of its steps writes a tensor and reads it again, here a
+chunk stays in the first cache from its inputs to its outputs. Reversed views give the other triangle, and three calls
+with the operands exchanged the gradients, so there is one loop to get right. Parallel over texts and heads.
+
+Without a C compiler, or OpenMP, PyTorch computes the same numbers; `LION_NATIVE=0` has it do so for comparison.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+log = logging.getLogger(__name__)
+USE_NATIVE = os.environ.get("LION_NATIVE", "1") != "0"
+FLAGS = "-O3 -std=gnu11 -march=native -mprefer-vector-width=512 -fno-math-errno -fno-strict-aliasing -fopenmp -fPIC -shared".split()
+SPAN = 256  # as below
+STRICT, OWN, GIVEN = range(3)  # the diagonal: none, q_i·k_i, or δ
+
+SOURCE = r"""
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef __SSE__
+#include <immintrin.h>
+#endif
+
+// A vector has W numbers; NV of them, times 6 rows, leave registers for operands.
+#if defined(__AVX512F__)
+enum { W = 16, NV = 4 };
+#elif defined(__AVX2__)
+enum { W = 8, NV = 2 };
+#elif defined(__aarch64__)
+enum { W = 4, NV = 4 };
+#else
+enum { W = 4, NV = 2 };
+#endif
+enum { C = 32, ROWS = 16 };  // tokens of a chunk, and what all padded sizes are multiples of
+enum { SPAN = 256 };  // tokens between the boundaries at which flows are measured
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+
+// A tensor of rows of adjacent numbers, (batch, head, token, row); strides in numbers.
+struct view { const void *data; int64_t batch, head, token, is_bf16; };
+
+static const void *row(const struct view *x, int64_t b, int64_t h, int64_t t, int size) {
+    return (const char *)x->data + (b * x->batch + h * x->head + t * x->token) * size;
+}
+
+static void load(float *to, const struct view *x, int64_t b, int64_t h, int64_t t, int n, float scale) {
+    if (x->is_bf16) {
+        const uint16_t *from = row(x, b, h, t, 2);
+        for (int i = 0; i < n; i++) {
+            union { uint32_t bits; float number; } wide = {(uint32_t)from[i] << 16};
+            to[i] = scale * wide.number;
+        }
+    } else {
+        const float *from = row(x, b, h, t, 4);
+        for (int i = 0; i < n; i++) to[i] = scale * from[i];
+    }
+}
+
+static void prefetch(const struct view *x, int64_t b, int64_t h, int64_t t, int n) {
+    int size = x->is_bf16 ? 2 : 4;
+    const char *from = row(x, b, h, t, size);
+    for (int i = 0; i < n * size; i += 64) __builtin_prefetch(from + i);
+}
+
+// e^x to two units in the last place, 0 below -60: products with ordinary numbers are then not denormal.
+static inline vf exponential(vf x) {
+    vf n = x * 1.44269504f + 12582912.0f;  // the nearest integer, in the low bits
+    vi exponent = (vi)n << 23;
+    n -= 12582912.0f;
+    vf r = x - n * 0.693145752f - n * 1.42860677e-6f;
+    vf p = r * (1.0f / 5040) + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return (vf)(((vi)p + exponent) & ~(x <= -60.0f));
+}
+
+// y = βy + a b for R rows of a and y, and N vectors of b and y, which all stay in registers.
+#define TILE(R, N) \
+static void tile_##R##_##N(long depth, const float *a, long a_row, long a_column, const float *b, long b_row, \
+                           float *y, long y_row, float beta) { \
+    vf sums[R][N]; \
+    for (int i = 0; i < R; i++) for (int j = 0; j < N; j++) \
+        sums[i][j] = beta == 0 ? (vf){0} : beta * *(vf *)(y + i * y_row + j * W); \
+    for (long k = 0; k < depth; k++) { \
+        vf right[N]; \
+        for (int j = 0; j < N; j++) right[j] = *(const vf *)(b + k * b_row + j * W); \
+        for (int i = 0; i < R; i++) { \
+            float left = a[i * a_row + k * a_column]; \
+            for (int j = 0; j < N; j++) sums[i][j] += left * right[j]; \
+        } \
+    } \
+    for (int i = 0; i < R; i++) for (int j = 0; j < N; j++) *(vf *)(y + i * y_row + j * W) = sums[i][j]; \
+}
+TILE(8, 1) TILE(8, 2) TILE(8, 3) TILE(6, 2) TILE(4, 2) TILE(6, 4) TILE(4, 4)
+
+// y = βy + a b, (rows, depth) times (depth, columns); rows a multiple of ROWS, columns of W.
+static void multiply(int rows, int depth, int columns, const float *a, int a_row, int a_column, const float *b,
+                     int b_row, float *y, int y_row, float beta) {
+    for (int n = 0; n < columns; n += NV * W) for (int m = 0; m < rows; m += ROWS) {
+        int vectors = (columns - n) / W;
+        const float *left = a + m * a_row, *right = b + n;
+        float *out = y + m * y_row + n;
+#define RUN(R, N, at) tile_##R##_##N(depth, left + (at) * a_row, a_row, a_column, right, b_row, out + (at) * y_row, \
+                                     y_row, beta)
+        if (vectors >= NV && NV == 4) { RUN(6, 4, 0); RUN(6, 4, 6); RUN(4, 4, 12); }
+        else if (vectors >= NV) { RUN(6, 2, 0); RUN(6, 2, 6); RUN(4, 2, 12); }
+        else if (vectors == 3) { RUN(8, 3, 0); RUN(8, 3, 8); }
+        else if (vectors == 2) { RUN(8, 2, 0); RUN(8, 2, 8); }
+        else { RUN(8, 1, 0); RUN(8, 1, 8); }
+    }
+}
+
+static void transpose(const float *x, int x_row, float *y, int y_row) {  // a W×W tile
+#ifdef __clang__
+    for (int i = 0; i < W; i++) for (int j = 0; j < W; j++) y[j * y_row + i] = x[i * x_row + j];
+#else
+    vf rows[W], shuffled[W];
+    vi low, high;
+    for (int i = 0; i < W; i++) { low[i] = i / 2 + (i & 1) * W; high[i] = low[i] + W / 2; }
+    for (int i = 0; i < W; i++) rows[i] = *(const vf *)(x + i * x_row);
+    for (int step = 1; step < W; step *= 2) {  // interleaving rows i and i + W/2, log2 W times
+        for (int i = 0; i < W / 2; i++) {
+            shuffled[2 * i] = __builtin_shuffle(rows[i], rows[i + W / 2], low);
+            shuffled[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + W / 2], high);
+        }
+        for (int i = 0; i < W; i++) rows[i] = shuffled[i];
+    }
+    for (int i = 0; i < W; i++) *(vf *)(y + i * y_row) = rows[i];
+#endif
+}
+
+struct problem {
+    int64_t batch, heads, length, depth, width, diagonal, add, threads, mirrored;
+    double scale;
+    struct view q, k, v, query, key, given, y, other, dots;
+    float *states;  // (batch, heads, boundaries, padded depth, padded width)
+    double *flows;  // (batch, heads, boundaries)
+};
+
+static double sum_of(const struct view *x, int64_t b, int64_t h, int64_t t) { return *(double *)row(x, b, h, t, 8); }
+
+static int round_up(int64_t n) { return (n + ROWS - 1) / ROWS * ROWS; }
+
+static void one_head(const struct problem *p, int64_t b, int64_t h, float *memory) {
+    const int D = round_up(p->depth), E = round_up(p->width);
+    float *Q = memory, *K = Q + C * D, *KT = K + C * D, *V = KT + C * D, *Y = V + C * E, *A = Y + C * E, *S = A + C * C;
+    double from_entry[2][C];
+    float high[2][C] __attribute__((aligned(64))), low[2][C] __attribute__((aligned(64)));
+    float query_weight[C] __attribute__((aligned(64))), key_weight[C] __attribute__((aligned(64))), own[C];
+    vi lane;
+    for (int i = 0; i < W; i++) lane[i] = i;
+    memset(memory, 0, sizeof(float) * (S - memory + D * E));
+    // A state, S, enters a chunk decayed up to its first query, as everywhere in this package.
+    double entry = sum_of(&p->query, b, h, 0);
+    int n = p->mirrored && p->length % C ? p->length % C : C;  // boundaries lie where those of the other calls do
+    for (int64_t t = 0; t < p->length; t += n, n = C) {
+        if (n > p->length - t) n = p->length - t;
+        const int last = t + n == p->length;
+        const double exit = last ? entry : sum_of(&p->query, b, h, t + n);
+        for (int i = 0; i < n; i++) prefetch(&p->y, b, h, t + i, p->width);
+        for (int64_t next = t + n; next < t + n + C && next < p->length; next++) {
+            prefetch(&p->q, b, h, next, p->depth);
+            prefetch(&p->k, b, h, next, p->depth);
+            prefetch(&p->v, b, h, next, p->width);
+        }
+        for (int i = 0; i < n; i++) {
+            load(Q + i * D, &p->q, b, h, t + i, p->depth, p->scale);
+            load(K + i * D, &p->k, b, h, t + i, p->depth, 1);
+            load(V + i * E, &p->v, b, h, t + i, p->width, 1);
+            from_entry[0][i] = sum_of(&p->query, b, h, t + i) - entry;
+            from_entry[1][i] = sum_of(&p->key, b, h, t + i) - entry;
+        }
+        for (int i = n; i < C; i++) {  // nothing, at the end of the text
+            memset(Q + i * D, 0, sizeof(float) * D);
+            memset(K + i * D, 0, sizeof(float) * D);
+            memset(V + i * E, 0, sizeof(float) * E);
+            from_entry[0][i] = from_entry[1][i] = from_entry[0][n - 1];
+        }
+        for (int i = 0; i < C; i++) {
+            for (int side = 0; side < 2; side++) {  // two float32 for one float64
+                high[side][i] = from_entry[side][i];
+                low[side][i] = from_entry[side][i] - high[side][i];
+            }
+            query_weight[i] = from_entry[0][i];
+            key_weight[i] = exit - entry - from_entry[1][i];
+        }
+        for (int i = 0; i < C; i += W) {
+            *(vf *)(query_weight + i) = exponential(*(vf *)(query_weight + i));
+            *(vf *)(key_weight + i) = exponential(*(vf *)(key_weight + i));
+        }
+        for (int i = 0; i < C; i += W) for (int d = 0; d < D; d += W) transpose(K + i * D + d, D, KT + d * C + i, C);
+        for (int m = 0; m < C; m += ROWS) multiply(ROWS, D, m + ROWS, Q + m * D, D, 1, KT, C, A + m * C, C, 0);
+        for (int i = 0; i < C; i++) {
+            own[i] = A[i * C + i];
+            for (int j = 0; j < i / ROWS * ROWS + ROWS; j += W) {
+                vf *entries = (vf *)(A + i * C + j);
+                vf exponents = high[0][i] - *(vf *)(high[1] + j) + (low[0][i] - *(vf *)(low[1] + j));
+                *entries = (vf)((vi)(*entries * exponential(exponents)) & (lane + j < i));
+            }
+        }
+        for (int m = 0; m < C; m += ROWS) multiply(ROWS, m + ROWS, E, A + m * C, C, 1, V, E, Y + m * E, E, 0);
+        if (t) {
+            for (int i = 0; i < n; i++) for (int d = 0; d < D; d++) Q[i * D + d] *= query_weight[i];
+            multiply(C, D, E, Q, D, 1, S, E, Y, E, 1);
+        }
+        for (int i = 0; i < n; i++) {
+            float *y = (float *)row(&p->y, b, h, t + i, 4), *computed = Y + i * E;
+            if (p->other.data) {
+                float other[p->width];
+                load(other, &p->other, b, h, t + i, p->width, 1);
+                double dot = 0;
+                for (int e = 0; e < p->width; e++) dot += (double)other[e] * computed[e];
+                *(double *)row(&p->dots, b, h, t + i, 8) = dot;
+            }
+            if (p->diagonal) {
+                float factor = p->diagonal == 1 ? own[i] : *(float *)row(&p->given, b, h, t + i, 4);
+                for (int e = 0; e < E; e++) computed[e] += factor * V[i * E + e];
+            }
+            if (p->add) for (int e = 0; e < p->width; e++) y[e] += computed[e];
+            else memcpy(y, computed, sizeof(float) * p->width);
+        }
+        if (last) return;
+        vf across = {0};
+        across += (float)(exit - entry);
+        for (int i = 0; i < C; i++) for (int d = 0; d < D; d++) K[i * D + d] *= key_weight[i];
+        multiply(D, C, E, K, 1, D, V, E, S, E, exponential(across)[0]);
+        entry = exit;
+        int64_t boundary = p->mirrored ? p->length - t - n : t + n;
+        if (p->states && boundary % SPAN == 0) {
+            int64_t place = (b * p->heads + h) * ((p->length - 1) / SPAN) + boundary / SPAN - 1;
+            float *state = p->states + place * D * E;
+            if (p->mirrored) {
+                double flow = 0;
+                for (int i = 0; i < D * E; i++) flow += (double)state[i] * S[i];
+                p->flows[place] = flow;
+            } else memcpy(state, S, sizeof(float) * D * E);
+        }
+    }
+}
+
+int lion_triangle(const struct problem *p) {
+    const int D = round_up(p->depth), E = round_up(p->width);
+    int failed = 0;
+#pragma omp parallel num_threads(p->threads) reduction(|:failed)
+    {
+#ifdef __SSE__
+        unsigned mode = _mm_getcsr();
+        _mm_setcsr(mode | 0x8040);  // denormal numbers are zero
+#endif
+        float *memory = aligned_alloc(64, sizeof(float) * (C * (3 * D + 2 * E + C) + D * E));
+        failed = !memory;
+#pragma omp for
+        for (int64_t n = 0; n < p->batch * p->heads; n++) if (memory) one_head(p, n / p->heads, n % p->heads, memory);
+        free(memory);
+#ifdef __SSE__
+        _mm_setcsr(mode);
+#endif
+    }
+    return failed;
+}
+"""
+
+
+class _View(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "token", "is_bf16"))]
+
+    @classmethod
+    def of(cls, x: Tensor | None, direction: int) -> "_View":
+        """x: (B, H, L) or (B, H, L, ·). From the last token to the first if direction is −1."""
+        if x is None:
+            return cls()
+        batch, head, token = x.stride()[:3]
+        first = 0 if direction > 0 else (x.shape[2] - 1) * token * x.element_size()
+        return cls(x.data_ptr() + first, batch, head, direction * token, x.dtype == torch.bfloat16)
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = [
+        *((x, ctypes.c_int64) for x in "batch heads length depth width diagonal add threads mirrored".split()),
+        ("scale", ctypes.c_double),
+        *((x, _View) for x in "q k v query key given y other dots".split()),
+        ("states", ctypes.c_void_p),
+        ("flows", ctypes.c_void_p),
+    ]
+
+
+def covers(v: Tensor) -> bool:
+    """Whether the kernel is to compute with values v, (B, H, L, E), and their queries and keys."""
+    return v.device.type == "cpu" and v.dtype in (torch.float32, torch.bfloat16) and v.numel() > 0 and is_available()
+
+
+class Triangle:
+    """One triangle of a problem, and what its calls share.
+
+    q, k: (B, 1 or H, L, D) and v: (B, H, L, E), in float32 or bfloat16; query_sum, key_sum: (B or 1, H or 1, L) in
+    float64; direction: 1 for keys before a query, −1 for keys after it; diagonal: δ, (B, H, L), or OWN for s q_i·k_i,
+    or STRICT for 0."""
+
+    def __init__(self, q, k, v, query_sum, key_sum, direction: int, scale: float, diagonal: Tensor | int):
+        self.q, self.k, self.v, self.sums, self.direction = q, k, v, (query_sum, key_sum), direction
+        self.scale, self.diagonal = scale, diagonal
+
+    def forward(self, y: Tensor, add: bool) -> None:
+        """Write to y, (B, H, L, E) in float32, or add to it, the formula at the top of this file."""
+        self._run(self.q, self.k, self.v, y, add)
+
+    def backward(self, grad: Tensor, grad_q, grad_k, grad_v, add: tuple[bool, bool], with_sums: bool) -> list[Tensor]:
+        """Write to the gradients, (B, H, L, ·) in float32, those of this triangle, or add to them: add says so for q
+        and k, and for v. Each is such a product too; for k and v, the transposed triangle swaps queries and keys.
+        Returns, with_sums, the gradients of both sums, (B, H, L) in float64."""
+        q, k, v = self.q, self.k, self.v
+        (B, H, L, E), D = v.shape, q.shape[-1]
+        self._run(k, q, grad, grad_v, add[1], mirrored=True)
+        self.diagonal = STRICT if isinstance(self.diagonal, Tensor) else self.diagonal
+        if not with_sums:
+            self._run(grad, v, k, grad_q, add[0])
+            self._run(v, grad, q, grad_k, add[0], mirrored=True)
+            return []
+        spans = -(-L // SPAN)
+        states = torch.empty(B * H * (spans - 1) * _padded(D) * _padded(E), dtype=torch.float32)
+        flows = torch.empty(B, H, spans - 1, dtype=torch.float64)
+        of_query = self._run(grad, v, k, grad_q, add[0], other=q, recorded=(states, flows))
+        of_key = self._run(v, grad, q, grad_k, add[0], other=k, recorded=(states, flows), mirrored=True)
+        # An entry adds to its row's sum what it subtracts from its column's, but both are rounded, and through the
+        # cumulative sum of the decays the remainders of all tokens add up. What flows across a boundary, by all entries
+        # with their key on one side and their query on the other, says what those of a span amount to.
+        at = torch.arange(1, spans) * SPAN
+        query, key = (x.flip(-1) if self.direction < 0 else x for x in self.sums)
+        flows = F.pad(flows * (self.scale * (key[..., at - 1] - query[..., at]).exp()), (1, 1))
+        remainders = of_query - of_key if self.direction > 0 else (of_query - of_key).flip(-1)
+        remainders = F.pad(remainders, (0, spans * SPAN - L)).unflatten(-1, (spans, SPAN)).sum(-1) + flows.diff()
+        first = torch.arange(spans) * SPAN
+        of_query[..., first if self.direction > 0 else L - 1 - first] -= remainders
+        return [of_query, -of_key]
+
+    def _run(self, q, k, v, y, add: bool, *, other=None, recorded=(None, None), mirrored: bool = False):
+        (B, H, L, E), direction = y.shape, self.direction
+        sums = [x.expand(B, H, L) for x in self.sums]
+        if mirrored:
+            direction, sums = -direction, [-x for x in reversed(sums)]
+        given = self.diagonal.float().expand(B, H, L) if isinstance(self.diagonal, Tensor) else None
+        dots = None if other is None else y.new_empty(B, H, L, dtype=torch.float64)
+        rows = [None if x is None else _rows(x).expand(B, H, L, -1) for x in (q, k, v, other)]
+        views = [_View.of(x, direction) for x in (*rows[:3], *sums, given, y, rows[3], dots)]
+        kind, threads = self.diagonal if given is None else GIVEN, min(torch.get_num_threads(), B * H)
+        addresses = (None if x is None else x.data_ptr() for x in recorded)
+        problem = _Problem(B, H, L, q.shape[-1], E, kind, add, threads, mirrored, self.scale, *views, *addresses)
+        if _library().lion_triangle(ctypes.byref(problem)):
+            raise MemoryError("no memory for the states of linear attention; use shorter inputs or fewer threads")
+        return dots
+
+
+def _padded(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def is_available() -> bool:
+    return USE_NATIVE and _library() is not None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """Load the kernel, compiled if this machine has not compiled it yet; None if it cannot."""
+    try:
+        library = ctypes.CDLL(str(_compile()))
+        library.lion_triangle.argtypes = [ctypes.POINTER(_Problem)]
+        return library
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        log.info("linear attention on this CPU is computed in PyTorch, several times slower: %s", detail.strip()[-500:])
+        return None
+
+
+def _compile() -> Path:
+    """Return the compiled kernel in the user's cache. Its name tells the source, the compiler and the processor apart,
+    since machines that share a home directory may differ in what their processors can do."""
+    openmp = _loaded_openmp()
+    compiler = os.environ.get("CC", "cc").split()
+    options = dict(check=True, capture_output=True, text=True, timeout=120)
+    version = subprocess.run([*compiler, "--version"], **options).stdout
+    key = "\n".join([SOURCE, *FLAGS, *compiler, version, _processor(), openmp])
+    folder = cache_folder()
+    path = folder / f"linear-attention-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
+    if not path.exists():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:  # processes that start together do not disturb
+            source, built = Path(temporary, "kernel.c"), Path(temporary, "kernel.so")
+            source.write_text(SOURCE)
+            # The runtime that torch uses, by its path: a second one would start threads of its own.
+            objects = [flag for flag in FLAGS if flag != "-shared"]
+            subprocess.run([*compiler, *objects, "-c", str(source), "-o", f"{source}.o"], **options)
+            subprocess.run([*compiler, "-shared", f"{source}.o", openmp, "-lm", "-o", str(built)], **options)
+            built.replace(path)
+    return path
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lion-bert"
+
+
+def _loaded_openmp() -> str:
+    """The OpenMP runtime that this process has loaded."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError as error:
+        raise RuntimeError("only Linux says which OpenMP runtime torch uses") from error
+    found = re.search(r"/.*/lib[gi]?omp5?[-.\w]*\.so[.\d]*$", maps, re.MULTILINE)
+    if found is None:
+        raise RuntimeError("torch uses no OpenMP runtime that the kernel could share")
+    return found[0]
+
+
+def _processor() -> str:
+    names = "model name", "flags", "CPU part", "Features"
+    try:
+        lines = {x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith(names)}
+    except OSError:
+        lines = set()
+    return "\n".join([platform.machine(), *sorted(lines)])
