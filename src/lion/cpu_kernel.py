@@ -36,6 +36,11 @@ SOURCE = r"""
 #include <string.h>
 #ifdef __SSE__
 #include <immintrin.h>
+static unsigned flush_denormals(void) { unsigned mode = _mm_getcsr(); _mm_setcsr(mode | 0x8040); return mode; }
+static void restore(unsigned mode) { _mm_setcsr(mode); }
+#else
+static unsigned flush_denormals(void) { return 0; }
+static void restore(unsigned mode) {}
 #endif
 
 // A vector has W numbers; NV of them, times 6 rows, leave registers for operands.
@@ -52,6 +57,8 @@ enum { C = 32, ROWS = 16 };  // tokens of a chunk, and what all padded sizes are
 enum { SPAN = 256 };  // tokens between the boundaries at which flows are measured
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef double vd __attribute__((vector_size(W * 4)));  // half as many
+typedef float half __attribute__((vector_size(W * 2)));
 
 // A tensor of rows of adjacent numbers, (batch, head, token, row); strides in numbers.
 struct view { const void *data; int64_t batch, head, token, is_bf16; };
@@ -162,9 +169,10 @@ static double sum_of(const struct view *x, int64_t b, int64_t h, int64_t t) { re
 
 static int round_up(int64_t n) { return (n + ROWS - 1) / ROWS * ROWS; }
 
-static void one_head(const struct problem *p, int64_t b, int64_t h, float *memory) {
+static void triangle_head(const struct problem *p, int64_t b, int64_t h, float *memory) {
     const int D = round_up(p->depth), E = round_up(p->width);
-    float *Q = memory, *K = Q + C * D, *KT = K + C * D, *V = KT + C * D, *Y = V + C * E, *A = Y + C * E, *S = A + C * C;
+    float *Q = memory, *K = Q + C * D, *KT = K + C * D, *V = KT + C * D, *Y = V + C * E, *A = Y + C * E, *other = A + C * C,
+          *S = other + E;
     double from_entry[2][C];
     float high[2][C] __attribute__((aligned(64))), low[2][C] __attribute__((aligned(64)));
     float query_weight[C] __attribute__((aligned(64))), key_weight[C] __attribute__((aligned(64))), own[C];
@@ -227,11 +235,12 @@ static void one_head(const struct problem *p, int64_t b, int64_t h, float *memor
         for (int i = 0; i < n; i++) {
             float *y = (float *)row(&p->y, b, h, t + i, 4), *computed = Y + i * E;
             if (p->other.data) {
-                float other[p->width];
+                double sums[ROWS] = {0};  // of every sixteenth product, for the compiler to add vectors
                 load(other, &p->other, b, h, t + i, p->width, 1);
-                double dot = 0;
-                for (int e = 0; e < p->width; e++) dot += (double)other[e] * computed[e];
-                *(double *)row(&p->dots, b, h, t + i, 8) = dot;
+                for (int e = 0; e < E; e += ROWS)
+                    for (int j = 0; j < ROWS; j++) sums[j] += (double)other[e + j] * computed[e + j];
+                for (int j = 1; j < ROWS; j++) sums[0] += sums[j];
+                *(double *)row(&p->dots, b, h, t + i, 8) = sums[0];
             }
             if (p->diagonal) {
                 float factor = p->diagonal == 1 ? own[i] : *(float *)row(&p->given, b, h, t + i, 4);
@@ -259,26 +268,156 @@ static void one_head(const struct problem *p, int64_t b, int64_t h, float *memor
     }
 }
 
-int lion_triangle(const struct problem *p) {
-    const int D = round_up(p->depth), E = round_up(p->width);
-    int failed = 0;
-#pragma omp parallel num_threads(p->threads) reduction(|:failed)
-    {
-#ifdef __SSE__
-        unsigned mode = _mm_getcsr();
-        _mm_setcsr(mode | 0x8040);  // denormal numbers are zero
-#endif
-        float *memory = aligned_alloc(64, sizeof(float) * (C * (3 * D + 2 * E + C) + D * E));
-        failed = !memory;
-#pragma omp for
-        for (int64_t n = 0; n < p->batch * p->heads; n++) if (memory) one_head(p, n / p->heads, n % p->heads, memory);
-        free(memory);
-#ifdef __SSE__
-        _mm_setcsr(mode);
-#endif
-    }
-    return failed;
+// The full form: both triangles of a text at once, with dropout, in blocks of C queries.
+struct full_problem {
+    int64_t batch, heads, length, depth, width, past, future, diagonal, threads;
+    double scale, factor;
+    const uint8_t *kept;  // (batch, heads, length, length): 1 for entries that dropout keeps; or null
+    // sums: of queries and keys of the past, then of the future; gradients if grad is given
+    struct view q, k, v, sums[4], given, y, grad, of_q, of_k, of_v, of_sums[4], of_given;
+};
+
+static void load_rows(float *to, int row, const struct view *x, int64_t b, int64_t h, int64_t t, int count, int padded,
+                      int n, float scale) {
+    for (int i = 0; i < count; i++) load(to + i * row, x, b, h, t + i, n, scale);
+    for (int i = count; i < padded; i++) memset(to + i * row, 0, sizeof(float) * row);
 }
+
+static void store_rows(const struct view *x, int64_t b, int64_t h, int64_t t, int count, const float *from, int row_size,
+                       int n, float scale) {
+    for (int i = 0; i < count; i++) {
+        float *to = (float *)row(x, b, h, t + i, 4);
+        for (int j = 0; j < n; j++) to[j] = scale * from[i * row_size + j];
+    }
+}
+
+static void full_head(const struct full_problem *p, int64_t b, int64_t h, float *memory) {
+    const int L = p->length, LP = (L + C - 1) / C * C, D = round_up(p->depth), E = round_up(p->width);
+    const int backward = p->grad.data != 0, with_sums = p->of_sums[0].data || p->of_sums[2].data;
+    float *K = memory, *KT = K + LP * D, *V = KT + LP * D, *VT = V + LP * E, *dK = VT + LP * E, *dV = dK + LP * D;
+    float *Q = dV + LP * E, *X = Q + C * D, *dX = X + C * E, *A = dX + C * (D > E ? D : E), *dA = A + C * LP;
+    float *high = dA + C * LP, *low = high + 4 * LP, *keep = low + 4 * LP;
+    double *of_sums = (double *)(keep + LP);
+    vi lane;
+    for (int i = 0; i < W; i++) lane[i] = i;
+    memset(memory, 0, sizeof(float) * (A - memory));
+    memset(of_sums, 0, sizeof(double) * 4 * LP);
+    load_rows(K, D, &p->k, b, h, 0, L, LP, p->depth, 1);
+    load_rows(V, E, &p->v, b, h, 0, L, LP, p->width, 1);
+    for (int i = 0; i < LP; i += W) for (int d = 0; d < D; d += W) transpose(K + i * D + d, D, KT + d * LP + i, LP);
+    if (backward)
+        for (int i = 0; i < LP; i += W) for (int e = 0; e < E; e += W) transpose(V + i * E + e, E, VT + e * LP + i, LP);
+    for (int side = 0; side < 4; side++) for (int i = 0; i < LP; i++) {  // two float32 for one float64
+        const int token = i < L ? i : L - 1;
+        double sum = p->sums[side].data ? sum_of(&p->sums[side], b, h, token) : 0;
+        high[side * LP + i] = sum;
+        low[side * LP + i] = sum - high[side * LP + i];
+    }
+    for (int j = 0; j < LP; j++) keep[j] = 1;
+    for (int64_t t = 0; t < L; t += C) {
+        const int n = L - t < C ? L - t : C;
+        load_rows(Q, D, &p->q, b, h, t, n, C, p->depth, p->scale);
+        multiply(C, D, LP, Q, D, 1, KT, LP, A, LP, 0);
+        if (backward) {
+            load_rows(X, E, &p->grad, b, h, t, n, C, p->width, 1);
+            multiply(C, E, LP, X, E, 1, VT, LP, dA, LP, 0);
+        }
+        for (int r = 0; r < n; r++) {
+            const int i = t + r;
+            float given = p->diagonal == 2 ? *(float *)row(&p->given, b, h, i, 4) : 0;
+            if (p->kept) {
+                const uint8_t *kept = p->kept + ((b * p->heads + h) * L + i) * L;
+                for (int j = 0; j < L; j++) keep[j] = kept[j] * (float)p->factor;
+            }
+            if (p->diagonal == 2 && backward) *(float *)row(&p->of_given, b, h, i, 4) = dA[r * LP + i] * keep[i];
+            double row_sums[2][ROWS] __attribute__((aligned(64))) = {{0}};
+            for (int j = 0; j < LP; j += W) {
+                vf weight = {0};
+                for (int side = j > i; side <= (j + W > i); side++) {  // the past, the future, or both
+                    if (!(side ? p->future : p->past)) continue;
+                    vi inside = side ? lane + j > i : lane + j < i;
+                    if (!p->sums[2 * side].data) { weight = (vf)((vi)weight | ((vi)((vf){0} + 1.0f) & inside)); continue; }
+                    const float *query = high + 2 * side * LP, *key = query + LP;
+                    vf x = query[i] - *(vf *)(key + j);
+                    query = low + 2 * side * LP, key = query + LP;
+                    x += query[i] - *(vf *)(key + j);
+                    weight = (vf)((vi)weight | ((vi)exponential(x) & inside));
+                }
+                vi here = lane + j == i;
+                vf scores = *(vf *)(A + r * LP + j), kept = *(vf *)(keep + j), of_matrix, products;
+                if (p->diagonal == 1) weight = (vf)((vi)weight | ((vi)((vf){0} + 1.0f) & here));
+                vf matrix = scores * weight;
+                if (backward) {
+                    of_matrix = *(vf *)(dA + r * LP + j) * kept;
+                    *(vf *)(dA + r * LP + j) = of_matrix * weight;
+                    products = (vf)((vi)(matrix * of_matrix) & ~here);
+                    if (with_sums) for (int side = j > i; side <= (j + W > i); side++) {
+                        vf inside = (vf)((vi)products & (side ? lane + j > i : lane + j < i));
+                        double *columns = of_sums + (2 * side + 1) * LP + j;
+                        for (int u = 0; u < W; u += W / 2) {
+                            half few;
+                            memcpy(&few, (char *)&inside + u * 4, sizeof few);
+                            vd wide = __builtin_convertvector(few, vd);
+                            *(vd *)(row_sums[side] + u) += wide;
+                            *(vd *)(columns + u) -= wide;
+                        }
+                    }
+                }
+                if (p->diagonal == 2) matrix = (vf)(((vi)matrix & ~here) | ((vi)((vf){0} + given) & here));
+                *(vf *)(A + r * LP + j) = matrix * kept;
+            }
+            for (int side = 0; side < 2; side++) for (int u = 0; u < W; u++)
+                of_sums[2 * side * LP + i] += row_sums[side][u];
+        }
+        if (!backward) {
+            multiply(C, LP, E, A, LP, 1, V, E, X, E, 0);
+            store_rows(&p->y, b, h, t, n, X, E, p->width, 1);
+            continue;
+        }
+        for (int r = n; r < C; r++) {  // beyond the text
+            memset(A + r * LP, 0, sizeof(float) * LP);
+            memset(dA + r * LP, 0, sizeof(float) * LP);
+        }
+        multiply(LP, C, E, A, 1, LP, X, E, dV, E, 1);
+        multiply(LP, C, D, dA, 1, LP, Q, D, dK, D, 1);
+        multiply(C, LP, D, dA, LP, 1, K, D, dX, D, 0);
+        store_rows(&p->of_q, b, h, t, n, dX, D, p->depth, p->scale);
+    }
+    if (!backward) return;
+    store_rows(&p->of_k, b, h, 0, L, dK, D, p->depth, 1);
+    store_rows(&p->of_v, b, h, 0, L, dV, E, p->width, 1);
+    for (int side = 0; side < 4; side++) if (p->of_sums[side].data)
+        for (int i = 0; i < L; i++) *(double *)row(&p->of_sums[side], b, h, i, 8) = of_sums[side * LP + i];
+}
+
+static long full_memory(const struct full_problem *p) {
+    const long LP = (p->length + C - 1) / C * C, D = round_up(p->depth), E = round_up(p->width);
+    return 3 * LP * (D + E) + C * (D + E + (D > E ? D : E)) + 2 * C * LP + 9 * LP + 8 * LP;
+}
+
+static long triangle_memory(const struct problem *p) {
+    const long D = round_up(p->depth), E = round_up(p->width);
+    return C * (3 * D + 2 * E + C) + E + D * E;
+}
+
+#define OVER_HEADS(NAME, KIND) \
+int lion_##NAME(const struct KIND *p) { \
+    int failed = 0; \
+    _Pragma("omp parallel num_threads(p->threads) reduction(|:failed)") \
+    { \
+        unsigned mode = flush_denormals(); \
+        float *memory = aligned_alloc(64, (sizeof(float) * NAME##_memory(p) + 63) / 64 * 64); \
+        failed = !memory; \
+        _Pragma("omp for") \
+        for (int64_t n = 0; n < p->batch * p->heads; n++) \
+            if (memory) NAME##_head(p, n / p->heads, n % p->heads, memory); \
+        free(memory); \
+        restore(mode); \
+    } \
+    return failed; \
+}
+OVER_HEADS(triangle, problem)
+OVER_HEADS(full, full_problem)
 """
 
 
@@ -308,6 +447,70 @@ class _Problem(ctypes.Structure):
 def covers(v: Tensor) -> bool:
     """Whether the kernel is to compute with values v, (B, H, L, E), and their queries and keys."""
     return v.device.type == "cpu" and v.dtype in (torch.float32, torch.bfloat16) and v.numel() > 0 and is_available()
+
+
+class _FullProblem(ctypes.Structure):
+    _fields_ = [
+        *((x, ctypes.c_int64) for x in "batch heads length depth width past future diagonal threads".split()),
+        *((x, ctypes.c_double) for x in ("scale", "factor")),
+        ("kept", ctypes.c_void_p),
+        *((x, _View) for x in ("q", "k", "v")),
+        ("sums", _View * 4),
+        *((x, _View) for x in "given y grad of_q of_k of_v".split()),
+        ("of_sums", _View * 4),
+        ("of_given", _View),
+    ]
+
+
+class Full:
+    """Both triangles with the same q and k, or one, as a matrix, with dropout.
+
+    q, k: (B, 1 or H, L, D) and v: (B, H, L, E), in float32 or bfloat16; query_sums, key_sums: (B or 1, H or 1, L, T) in
+    float64, or None for no decay; diagonal: δ, (B, H, L), or None for s q_i·k_i; directions: one of each triangle;
+    kept: (B, H, L, L) in bytes, 1 for the entries that dropout keeps, which are multiplied by factor; or None."""
+
+    def __init__(self, q, k, v, query_sums, key_sums, diagonal, directions, scale: float, kept, factor: float):
+        self.shape, self.directions = (*v.shape[:3], q.shape[-1], v.shape[-1]), directions
+        B, H, L = v.shape[:3]
+        self.rows = [_rows(x).expand(B, H, L, -1) for x in (q, k, v)]
+        self.sums = [None] * 4  # of queries and keys of the past, then of the future
+        if query_sums is not None:
+            for number, direction in enumerate(directions):
+                place = 0 if direction > 0 else 2
+                for x in (query_sums, query_sums if key_sums is None else key_sums):
+                    self.sums[place] = x[..., number].expand(B, H, L)
+                    place += 1
+        self.given = None if diagonal is None else diagonal.float().expand(B, H, L)
+        self.kept = None if kept is None else kept.contiguous()
+        self.options = scale, factor
+
+    def forward(self, y: Tensor) -> None:
+        """Write to y, (B, H, L, E) in float32."""
+        self._run(y=y)
+
+    def backward(self, grad: Tensor, of_q, of_k, of_v, with_sums: bool) -> tuple[list[Tensor | None], Tensor | None]:
+        """Write the gradients of q, k and v, (B, H, L, ·) in float32; return, with_sums, those of the sums, (B, H, L)
+        in float64, in the order of `sums`, and of the diagonal, (B, H, L)."""
+        of_sums = [
+            torch.empty(self.shape[:3], dtype=torch.float64) if with_sums and x is not None else None for x in self.sums
+        ]
+        of_given = None if self.given is None else grad.new_empty(self.shape[:3], dtype=torch.float32)
+        self._run(grad=_rows(grad), of_q=of_q, of_k=of_k, of_v=of_v, of_sums=of_sums, of_given=of_given)
+        return of_sums, of_given
+
+    def _run(self, of_sums=(None,) * 4, **tensors: Tensor | None) -> None:
+        B, H, _, D, E = self.shape
+        views = {name: _View.of(x, 1) for name, x in zip("qkv", self.rows)}
+        views |= {name: _View.of(x, 1) for name, x in tensors.items()} | {"given": _View.of(self.given, 1)}
+        arrays = {
+            name: (_View * 4)(*(_View.of(x, 1) for x in four)) for name, four in (("sums", self.sums), ("of_sums", of_sums))
+        }
+        kind, threads = OWN if self.given is None else GIVEN, min(torch.get_num_threads(), B * H)
+        triangles = [int(direction in self.directions) for direction in (1, -1)]
+        problem = _FullProblem(*self.shape, *triangles, kind, threads, *self.options, **views, **arrays)
+        problem.kept = None if self.kept is None else self.kept.data_ptr()
+        if _library().lion_full(ctypes.byref(problem)):
+            raise MemoryError("no memory for the matrices of attention; use shorter inputs or fewer threads")
 
 
 class Triangle:
@@ -389,6 +592,7 @@ def _library() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(_compile()))
         library.lion_triangle.argtypes = [ctypes.POINTER(_Problem)]
+        library.lion_full.argtypes = [ctypes.POINTER(_FullProblem)]
         return library
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         detail = getattr(error, "stderr", None) or str(error)

@@ -234,7 +234,7 @@ def _choose_form(
 ) -> tuple[str, bool]:
     """Resolve "auto" and decide whether to use the kernels; PyTorch computes what they do not cover."""
     if not USE_TRITON or form == "recurrent":
-        return resolve_form(form, q.shape[-2], decays, dropout_p), False
+        return resolve_form(form, v, decays, dropout_p), False
     uncovered = {
         "causal attention": causal,
         "decays per direction": separate,
@@ -245,4 +245,4 @@ def _choose_form(
     fused = not any(uncovered.values())
     if not fused:
         report_fallback(q, next(what for what, is_so in uncovered.items() if is_so))
-    return resolve_form(form, q.shape[-2], decays, dropout_p, fused), fused
+    return resolve_form(form, v, decays, dropout_p, fused), fused

@@ -285,6 +285,13 @@ class _Full(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, query_sums, key_sums, diagonal, kept, factor: float, scale: float, triangles: str):
         tensors = q, k, v, query_sums, key_sums, diagonal
+        ctx.native = None
+        if triangles != "separate" and cpu_kernel.covers(v) and not torch.compiler.is_compiling():
+            ctx.native, ctx.one_sum = (triangles, scale, factor), key_sums is None
+            ctx.save_for_backward(*tensors, kept)
+            y = torch.empty_like(v, dtype=torch.float32)
+            cpu_kernel.Full(*tensors, DIRECTIONS[triangles], scale, kept, factor).forward(y)
+            return y.to(v.dtype)
         ctx.options = scale, v.shape[2], len(query_sums) == 1, triangles, factor
         weights: list[tuple[Tensor, ...]] = []
         y = _multiply(_Chunks(*tensors, *ctx.options, kept), weights if any(ctx.needs_input_grad) else None)
@@ -296,6 +303,8 @@ class _Full(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
+        if ctx.native is not None:
+            return *_native_full_backward(grad, saved, *ctx.native, any(ctx.needs_input_grad[3:6])), *[None] * 4
         tensors, kept, parts = saved[:6], saved[6], saved[7:]
         count = len(parts) // ctx.blocks
         weights = [parts[i : i + count] for i in range(0, len(parts), count)]
@@ -336,25 +345,15 @@ def _native_forward(q, k, v, query_sums, key_sums, diagonal, scale: float, _, __
 def _native_backward(
     grad, q, k, v, query_sums, key_sums, diagonal, scale: float, _, __, triangles: str, with_sums: bool
 ) -> list[Tensor]:
-    G, H, dtype = q.shape[1], v.shape[1], v.dtype
-    # Heads that share queries and keys have gradients of their own first.
-    grad_q, grad_k = (torch.empty_like(x if G == H else x.expand(-1, H, -1, -1), dtype=torch.float32) for x in (q, k))
-    grad_v, of_sums = torch.empty_like(v, dtype=torch.float32), []
-    sides = _sides(triangles, grad_q, grad_k)
+    grads, of_sums = _empty_gradients(q, k, v), []
+    sides = _sides(triangles, *grads[:2])
     for number, triangle in enumerate(_native_triangles(q, k, v, query_sums, key_sums, diagonal, scale, triangles)):
         add = number > 0 and triangles != "separate", number > 0
-        of_sums.append(triangle.backward(grad, *sides[number], grad_v, add, with_sums))
-    if G < H:
-        grad_q, grad_k = (x.sum(1, keepdim=True) for x in (grad_q, grad_k))
-    grads = [x.to(dtype) for x in (grad_q, grad_k, grad_v)]
-    if not with_sums:
-        return grads
-    of_queries, of_keys = (torch.stack(x, -1) for x in zip(*of_sums))
-    if key_sums is None:
-        grads.append((of_queries + of_keys).sum_to_size(query_sums.shape))
-    else:
-        grads += [of_queries.sum_to_size(query_sums.shape), of_keys.sum_to_size(key_sums.shape)]
-    return grads if diagonal is None else [*grads, (grad * v).sum(-1)]
+        of_sums.append(triangle.backward(grad, *sides[number], grads[2], add, with_sums))
+    of_queries, of_keys = (torch.stack(x, -1) for x in zip(*of_sums)) if with_sums else (None, None)
+    found = *_cast(grads, q, k, v), *_of_sums(of_queries, of_keys, query_sums, key_sums)
+    of_diagonal = (grad * v).sum(-1) if with_sums and diagonal is not None else None
+    return [x for x in (*found, of_diagonal) if x is not None]
 
 
 def _native_triangles(q, k, v, query_sums, key_sums, diagonal, scale: float, triangles: str):
@@ -364,6 +363,34 @@ def _native_triangles(q, k, v, query_sums, key_sums, diagonal, scale: float, tri
         own = cpu_kernel.OWN if diagonal is None else diagonal
         direction = DIRECTIONS[triangles][number]
         yield cpu_kernel.Triangle(q, k, v, *of_sums, direction, scale, cpu_kernel.STRICT if number else own)
+
+
+def _native_full_backward(grad, saved, triangles: str, scale: float, factor: float, with_sums: bool):
+    q, k, v, query_sums, key_sums, diagonal, kept = saved
+    grads = _empty_gradients(q, k, v)
+    problem = cpu_kernel.Full(*saved[:6], DIRECTIONS[triangles], scale, kept, factor)
+    of_sums, of_diagonal = problem.backward(grad, *grads, with_sums)
+    of_queries, of_keys = (
+        torch.stack(x, -1) if x else None for x in ([y for y in of_sums[i::2] if y is not None] for i in range(2))
+    )
+    return *_cast(grads, q, k, v), *_of_sums(of_queries, of_keys, query_sums, key_sums), of_diagonal
+
+
+def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Memory for the gradients in float32. Heads that share queries and keys have gradients of their own first."""
+    return [torch.empty_like(x.expand(-1, v.shape[1], -1, -1), dtype=torch.float32) for x in (q, k, v)]
+
+
+def _cast(grads: list[Tensor], *inputs: Tensor) -> list[Tensor]:
+    return [grad.sum_to_size(x.shape).to(x.dtype) for grad, x in zip(grads, inputs)]
+
+
+def _of_sums(of_queries, of_keys, query_sums, key_sums) -> tuple[Tensor | None, Tensor | None]:
+    if of_queries is None:
+        return None, None
+    if key_sums is None:
+        return (of_queries + of_keys).sum_to_size(query_sums.shape), None
+    return of_queries.sum_to_size(query_sums.shape), of_keys.sum_to_size(key_sums.shape)
 
 
 def _sides(triangles: str, q: Tensor, k: Tensor) -> list[tuple[Tensor, Tensor]]:

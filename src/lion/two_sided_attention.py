@@ -127,7 +127,7 @@ def two_sided_attention(
         log_weights = stacked([v.new_zeros(B, H, L) if x.log_weight is None else x.log_weight for x in given])
     return attend(
         q, k, v, query_sums, key_sums, log_weights, diagonal, triangles, mask=mask, seq_idx=seq_idx, scale=scale,
-        left_state=left_state, right_state=right_state, form=resolve_form(form, L, True), chunk_size=chunk_size,
+        left_state=left_state, right_state=right_state, form=resolve_form(form, v, True), chunk_size=chunk_size,
     )  # fmt: skip
 
 
@@ -220,7 +220,8 @@ def attend(
             rows = max(map(len, given))
             query_sums, key_sums = *(x.expand(rows, H, -1, -1) for x in given), *[None] * (2 - len(given))
         operands = query_sums, key_sums, diagonal
-        if form == "full" and query_sums is None:
+        fused = covers(v) and not torch.compiler.is_compiling()
+        if form == "full" and query_sums is None and not (fused and dropout_p > 0):
             y = dropout(scale * q @ k.mT, dropout_p) @ v
         elif form == "full":
             kept, factor = draw_kept((B, H, L, L), dropout_p, v.device) if dropout_p > 0 else (None, 1.0)
@@ -258,9 +259,10 @@ def add_states(y, q, query_sums, triangles: str, left_state, right_state, scale:
     return y
 
 
-def resolve_form(form: str, length: int, decays: bool, dropout_p: float = 0.0, fused: bool = False) -> str:
-    """Resolve "auto"."""
-    full_up_to = FULL_UP_TO["triton" if fused else "pytorch"][decays]
+def resolve_form(form: str, v: Tensor, decays: bool, dropout_p: float = 0.0, fused: bool = False) -> str:
+    """Resolve "auto" for values v, (B, H, L, E)."""
+    length, native = v.shape[2], decays and covers(v)
+    full_up_to = 0 if native else FULL_UP_TO["triton" if fused else "pytorch"][decays]
     return form if form != "auto" else "full" if dropout_p > 0 or length <= full_up_to else "chunkwise"
 
 
