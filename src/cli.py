@@ -11,6 +11,11 @@ from tqdm import tqdm
 
 from src.errors import UserError
 
+# A thread of OpenMP that has nothing to do spins for milliseconds, at the cost of every other program on its core. This
+# is about as long as the next task takes to come. libgomp reads it when torch is imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
 log = logging.getLogger("lion")
 RANK_DELAY = 10  # seconds
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from .cpu_linear import linear, split_linear
 from .linear_attention_forms import sequence_starts
 
 SLICE = 1024  # tokens that a layer processes at a time in inference: few enough to stay in cache and to reuse memory
-MIN_TOKENS, MIN_WEIGHTS = 1024, 2**19  # below these, oneDNN is no faster, as it reorders the weights on every call
 
 
 def speed_up(model: nn.Module) -> None:
@@ -220,98 +220,6 @@ class _GatedNorm(torch.autograd.Function):
 
 def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(x.flatten(0, -2).split(256) for x in tensors))
-
-
-def linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """Compute layer(x), (..., D) to (..., E), with oneDNN where that is faster. On an x86 CPU torch multiplies float32
-    matrices with MKL but convolves with oneDNN, which takes up to a quarter less time for the layers of a base model on
-    two cores of an AMD EPYC. A linear layer is a 1×1 convolution with tokens as pixels; nothing is copied."""
-    if not (_is_plain(layer, x) and _is_convolved(layer.weight, x)):
-        return layer(x)
-    return _from_pixels(F.conv2d(_to_pixels(x), layer.weight[..., None, None], layer.bias), x)
-
-
-def split_linear(layer: nn.Module, x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Compute layer(x).split(sizes, -1), (..., D) to (..., E_i), as tensors with their own memory. Gradients of parts
-    of one tensor would first be copied next to each other, on two cores of a base model for 3 ms per layer."""
-    if not _is_plain(layer, x) or layer.bias is not None:
-        return layer(x).split(sizes, -1)
-    return _SplitLinear.apply(x, layer.weight, sizes)
-
-
-class _SplitLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, weight)
-        ctx.sizes = sizes
-        parts = weight.split(sizes)
-        return tuple(
-            _from_pixels(F.conv2d(_to_pixels(x), part[..., None, None]), x) if _is_convolved(part, x) else x @ part.T
-            for part in parts
-        )
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad_x, grad_weight = None, torch.empty_like(weight)
-        for grad, part, target in zip(grads, weight.split(ctx.sizes), grad_weight.split(ctx.sizes)):
-            if _is_convolved(part, x):
-                options = [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False]
-                of_x, of_part, _ = torch.ops.aten.convolution_backward(
-                    _to_pixels(grad), _to_pixels(x), part[..., None, None], None, *options
-                )
-                of_x = _from_pixels(of_x, x)
-                target.copy_(of_part[..., 0, 0])
-            else:
-                of_x = grad @ part
-                torch.mm(grad.flatten(0, -2).T, x.flatten(0, -2), out=target)
-            grad_x = of_x if grad_x is None else grad_x.add_(of_x)
-        return grad_x, grad_weight, None
-
-
-def _to_pixels(x: Tensor) -> Tensor:
-    """View x, (..., D), as an image, (1, D, tokens, 1), with channels last in memory."""
-    return x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)
-
-
-def _from_pixels(image: Tensor, like: Tensor) -> Tensor:
-    return image.permute(0, 2, 3, 1).reshape(*like.shape[:-1], -1)
-
-
-def _is_plain(layer: nn.Module, x: Tensor) -> bool:
-    """Whether `layer` is nn.Linear, not replaced, wrapped or hooked, x is float32 on a CPU, and nothing traces it."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False  # before any size is read, which would add a guard
-    return (
-        x.dtype == torch.float32
-        and not torch.is_autocast_enabled("cpu")
-        and type(layer) is nn.Linear
-        and type(layer.weight) in (Tensor, nn.Parameter)
-        and (layer.weight.device, layer.weight.dtype, layer.weight.shape[1]) == (x.device, x.dtype, x.shape[-1])
-        and "forward" not in vars(layer)
-        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
-    )
-
-
-def _is_convolved(weight: Tensor, x: Tensor) -> bool:
-    """Whether oneDNN multiplies x, (..., D), by weight, (E, D), faster."""
-    tokens, oneDNN = x.shape[:-1].numel(), torch.backends.mkldnn
-    # Where float32 matrix products may use lower precision, torch calls oneDNN itself.
-    if hasattr(oneDNN, "matmul"):  # newer than torch 2.7
-        exact = oneDNN.matmul.fp32_precision in ("none", "ieee")
-    else:
-        exact = torch.get_float32_matmul_precision() != "medium"
-    return (
-        exact
-        and tokens >= MIN_TOKENS
-        and torch.backends.mkl.is_available()  # otherwise torch multiplies matrices with another library
-        and oneDNN.is_available()
-        and oneDNN.enabled
-        and torch.get_num_threads() > 1  # with one, torch does not pass such a convolution to oneDNN
-        and weight.numel() >= MIN_WEIGHTS
-        and tokens * max(weight.shape) < 2**31  # larger products are untested
-    )
 
 
 def _may_slice(module: nn.Module, x: Tensor) -> bool:

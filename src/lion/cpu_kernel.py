@@ -14,7 +14,6 @@ import functools
 import hashlib
 import logging
 import os
-import platform
 import re
 import subprocess
 import tempfile
@@ -23,6 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from . import machine
 
 log = logging.getLogger(__name__)
 USE_NATIVE = os.environ.get("LION_NATIVE", "1") != "0"
@@ -499,13 +500,16 @@ class Full:
         return of_sums, of_given
 
     def _run(self, of_sums=(None,) * 4, **tensors: Tensor | None) -> None:
-        B, H, _, D, E = self.shape
         views = {name: _View.of(x, 1) for name, x in zip("qkv", self.rows)}
         views |= {name: _View.of(x, 1) for name, x in tensors.items()} | {"given": _View.of(self.given, 1)}
         arrays = {
-            name: (_View * 4)(*(_View.of(x, 1) for x in four)) for name, four in (("sums", self.sums), ("of_sums", of_sums))
+            name: (_View * 4)(*(_View.of(x, 1) for x in four))
+            for name, four in (("sums", self.sums), ("of_sums", of_sums))
         }
-        kind, threads = OWN if self.given is None else GIVEN, min(torch.get_num_threads(), B * H)
+        kind, threads = (
+            OWN if self.given is None else GIVEN,
+            min(torch.get_num_threads(), self.shape[0] * self.shape[1]),
+        )
         triangles = [int(direction in self.directions) for direction in (1, -1)]
         problem = _FullProblem(*self.shape, *triangles, kind, threads, *self.options, **views, **arrays)
         problem.kept = None if self.kept is None else self.kept.data_ptr()
@@ -583,20 +587,32 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def is_available() -> bool:
-    return USE_NATIVE and _library() is not None
+    return USE_NATIVE and machine.adopted("native", True) and _library() is not None
+
+
+def reason() -> str:
+    """Why there is no kernel, in parentheses; nothing if there is."""
+    if not USE_NATIVE:
+        return " (LION_NATIVE=0)"
+    return "" if _library() is not None else f" ({_failure})"
+
+
+_failure = ""
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """Load the kernel, compiled if this machine has not compiled it yet; None if it cannot."""
+    global _failure
     try:
         library = ctypes.CDLL(str(_compile()))
         library.lion_triangle.argtypes = [ctypes.POINTER(_Problem)]
         library.lion_full.argtypes = [ctypes.POINTER(_FullProblem)]
         return library
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
-        detail = getattr(error, "stderr", None) or str(error)
-        log.info("linear attention on this CPU is computed in PyTorch, several times slower: %s", detail.strip()[-500:])
+        detail = (getattr(error, "stderr", None) or str(error)).strip()
+        _failure = detail.splitlines()[-1] if detail else repr(error)
+        log.info("linear attention on this CPU is computed in PyTorch, several times slower: %s", _failure)
         return None
 
 
@@ -605,10 +621,10 @@ def _compile() -> Path:
     since machines that share a home directory may differ in what their processors can do."""
     openmp = _loaded_openmp()
     compiler = os.environ.get("CC", "cc").split()
-    options = dict(check=True, capture_output=True, text=True, timeout=120)
+    options = {"check": True, "capture_output": True, "text": True, "timeout": 120}
     version = subprocess.run([*compiler, "--version"], **options).stdout
-    key = "\n".join([SOURCE, *FLAGS, *compiler, version, _processor(), openmp])
-    folder = cache_folder()
+    key = "\n".join([SOURCE, *FLAGS, *compiler, version, machine.digest(), openmp])
+    folder = machine.cache_folder()
     path = folder / f"linear-attention-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
     if not path.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -623,10 +639,6 @@ def _compile() -> Path:
     return path
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lion-bert"
-
-
 def _loaded_openmp() -> str:
     """The OpenMP runtime that this process has loaded."""
     try:
@@ -637,12 +649,3 @@ def _loaded_openmp() -> str:
     if found is None:
         raise RuntimeError("torch uses no OpenMP runtime that the kernel could share")
     return found[0]
-
-
-def _processor() -> str:
-    names = "model name", "flags", "CPU part", "Features"
-    try:
-        lines = {x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith(names)}
-    except OSError:
-        lines = set()
-    return "\n".join([platform.machine(), *sorted(lines)])

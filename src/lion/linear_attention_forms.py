@@ -358,17 +358,17 @@ def _native_backward(
 
 def _native_triangles(q, k, v, query_sums, key_sums, diagonal, scale: float, triangles: str):
     """The triangles of a problem; the first brings the diagonal."""
-    sums = (x.unbind(-1) for x in (query_sums, query_sums if key_sums is None else key_sums))
-    for number, (q, k, *of_sums) in enumerate(zip(*zip(*_sides(triangles, q, k)), *sums)):
-        own = cpu_kernel.OWN if diagonal is None else diagonal
-        direction = DIRECTIONS[triangles][number]
-        yield cpu_kernel.Triangle(q, k, v, *of_sums, direction, scale, cpu_kernel.STRICT if number else own)
+    keys, own = query_sums if key_sums is None else key_sums, cpu_kernel.OWN if diagonal is None else diagonal
+    for number, (direction, side) in enumerate(zip(DIRECTIONS[triangles], _sides(triangles, q, k))):
+        sums = query_sums[..., number], keys[..., number]
+        yield cpu_kernel.Triangle(*side, v, *sums, direction, scale, cpu_kernel.STRICT if number else own)
 
 
 def _native_full_backward(grad, saved, triangles: str, scale: float, factor: float, with_sums: bool):
-    q, k, v, query_sums, key_sums, diagonal, kept = saved
+    *tensors, kept = saved
+    q, k, v, query_sums, key_sums, _ = tensors
     grads = _empty_gradients(q, k, v)
-    problem = cpu_kernel.Full(*saved[:6], DIRECTIONS[triangles], scale, kept, factor)
+    problem = cpu_kernel.Full(*tensors, DIRECTIONS[triangles], scale, kept, factor)
     of_sums, of_diagonal = problem.backward(grad, *grads, with_sums)
     of_queries, of_keys = (
         torch.stack(x, -1) if x else None for x in ([y for y in of_sums[i::2] if y is not None] for i in range(2))

@@ -54,6 +54,8 @@ def train(task: Task, folder: Path) -> None:
     startup = Startup()
     device = trainer.resolve_device(config.device)
     trainer.configure_process(device)
+    if device == "cpu":
+        trainer.keep_choices(folder)
     trainer.check_sections(config.fsdp_config, config.compile_config or {}, device)
     precision = trainer.resolve_precision(config.precision, device)
     batch = config.global_train_batch_size

@@ -1,9 +1,12 @@
 """Composer's Trainer, and what depends on the machine: device, precision, batch sizes, FSDP, compilation."""
 
+import contextlib
+import json
 import logging
 import os
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +16,14 @@ from composer.utils import FSDPConfig
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
+from src.cli import is_main_process, log
 from src.errors import UserError, first_line
+from src.files import write_json
+from src.lion import cpu_kernel, cpu_linear, machine
 from src.lion.cpu import flush_denormals, keep_freed_memory
 from src.training.registry import check_arguments
+
+MACHINE = "machine.json"  # in a run folder, see `keep_choices`
 
 
 class AutocastModel(HuggingFaceModel):
@@ -51,6 +59,26 @@ def configure_process(device: str) -> None:
     if device == "cpu":
         keep_freed_memory()
         flush_denormals()
+
+
+def keep_choices(folder: Path) -> None:
+    """Compute as this run did on the machine that started it, see src/lion/machine.py, so that it ends with the same
+    bits; or keep this machine's choices with the run. For training on a CPU."""
+    path = folder / MACHINE
+    try:
+        choices = json.loads(path.read_text())
+    except OSError:
+        choices = {"native": cpu_kernel.is_available()}
+        if cpu_linear.can_convolve():
+            choices["convolutions"] = machine.choice("convolutions", cpu_linear.measure)
+        if is_main_process():
+            with contextlib.suppress(OSError):  # a full disk ends the run where it saves
+                write_json(path, choices)
+    except ValueError:
+        raise UserError(f"save_folder: {path} is damaged; delete it to take this machine's choices") from None
+    machine.adopt(choices)
+    if choices.get("native") and not cpu_kernel.is_available():
+        log.info(f"this run's linear attention was compiled, which is impossible here{cpu_kernel.reason()}: slower")
 
 
 def silence_libraries() -> None:

@@ -1,0 +1,57 @@
+"""What this machine computes faster, as LION found out when it first needed to know:
+
+    python src/machine.py            measure what is not yet known, and print all
+    python src/machine.py --forget   delete what is kept, to be measured again
+
+The choices are files in ~/.cache/lion-bert ($XDG_CACHE_HOME), for each processor, version of torch and number of
+threads. A run keeps those that it started with in its save_folder, so that a resumed run computes the same bits."""
+
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from src import cli
+from src.tables import markdown
+
+
+def main(argv: list[str]) -> None:
+    parser = ArgumentParser(prog="machine.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--forget", action="store_true", help="delete the choices and the compiled kernel")
+    if parser.parse_args(argv).forget:
+        forget()
+    else:
+        report()
+
+
+def report() -> None:
+    import torch
+
+    from src.lion import cpu_kernel, cpu_linear, machine
+
+    print(f"{machine.processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    how = "compiled kernel" if cpu_kernel.is_available() else "PyTorch, several times slower"
+    print(f"\nlinear attention    {how}{cpu_kernel.reason()}")
+    if not cpu_linear.can_convolve():
+        print("linear layers       plain products, as always with one thread, or without MKL or oneDNN")
+    else:
+        found = machine.choice("convolutions", cpu_linear.measure)
+        print("linear layers       in float32, from 1,024 tokens:\n")
+        words = {True: "oneDNN's convolution", False: "MKL's product"}
+        lines = [[name, *(words[faster] for faster in products)] for name, products in found.items()]
+        print(markdown([["weights", "output", "gradient of the input", "of the weights"], *lines]))
+    print("\nkept in", *(machine.kept() or ["no file"]), sep="\n  ")
+
+
+def forget() -> None:
+    from src.lion import machine
+
+    for path in machine.kept():
+        path.unlink(missing_ok=True)
+        print(f"deleted {path}")
+
+
+if __name__ == "__main__":
+    cli.run(main)
