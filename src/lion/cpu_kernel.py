@@ -419,6 +419,23 @@ int lion_##NAME(const struct KIND *p) { \
 }
 OVER_HEADS(triangle, problem)
 OVER_HEADS(full, full_problem)
+
+// 1 in each of 4 `count` bytes with probability 1 - dropped / 2^16, else 0, from 64 bits for every four. The bits are
+// those of SplitMix64 (Steele et al., 2014), which computes each number from its place: threads share nothing.
+void lion_keep(uint8_t *kept, int64_t count, uint64_t seed, uint16_t dropped, int threads) {
+#pragma omp parallel for simd num_threads(threads)
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t z = seed + (i + 1) * 0x9e3779b97f4a7c15u;
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+        z ^= z >> 31;
+        uint32_t bytes = (uint16_t)z >= dropped;
+        bytes |= (uint32_t)((uint16_t)(z >> 16) >= dropped) << 8;
+        bytes |= (uint32_t)((uint16_t)(z >> 32) >= dropped) << 16;
+        bytes |= (uint32_t)((uint16_t)(z >> 48) >= dropped) << 24;
+        ((uint32_t *)kept)[i] = bytes;
+    }
+}
 """
 
 
@@ -578,6 +595,16 @@ class Triangle:
         return dots
 
 
+def draw_kept(size: int, dropped: int) -> Tensor:
+    """`size` bytes, each 1 with probability 1 − dropped / 2^16, or else 0, from a seed of torch's generator."""
+    count = -(-size // 4)
+    kept = torch.empty(4 * count, dtype=torch.uint8)
+    seed = torch.empty((), dtype=torch.int64).random_(-(2**63), None).item()
+    threads = min(torch.get_num_threads(), 1 + count // 2**14)
+    _library().lion_keep(kept.data_ptr(), count, seed % 2**64, dropped, threads)
+    return kept[:size]
+
+
 def _padded(size: int) -> int:
     return -(-size // 16) * 16
 
@@ -608,6 +635,9 @@ def _library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(_compile()))
         library.lion_triangle.argtypes = [ctypes.POINTER(_Problem)]
         library.lion_full.argtypes = [ctypes.POINTER(_FullProblem)]
+        library.lion_keep.argtypes = [
+            ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint16, ctypes.c_int
+        ]  # fmt: skip
         return library
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         detail = (getattr(error, "stderr", None) or str(error)).strip()
