@@ -179,7 +179,7 @@ static void triangle_head(const struct problem *p, int64_t b, int64_t h, float *
     float query_weight[C] __attribute__((aligned(64))), key_weight[C] __attribute__((aligned(64))), own[C];
     vi lane;
     for (int i = 0; i < W; i++) lane[i] = i;
-    memset(memory, 0, sizeof(float) * (S - memory + D * E));
+    memset(S, 0, sizeof(float) * D * E);
     // A state, S, enters a chunk decayed up to its first query, as everywhere in this package.
     double entry = sum_of(&p->query, b, h, 0);
     int n = p->mirrored && p->length % C ? p->length % C : C;  // boundaries lie where those of the other calls do
@@ -301,7 +301,7 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, float 
     double *of_sums = (double *)(keep + LP);
     vi lane;
     for (int i = 0; i < W; i++) lane[i] = i;
-    memset(memory, 0, sizeof(float) * (A - memory));
+    if (backward) memset(dK, 0, sizeof(float) * LP * (D + E));
     memset(of_sums, 0, sizeof(double) * 4 * LP);
     load_rows(K, D, &p->k, b, h, 0, L, LP, p->depth, 1);
     load_rows(V, E, &p->v, b, h, 0, L, LP, p->width, 1);
@@ -407,7 +407,9 @@ int lion_##NAME(const struct KIND *p) { \
     _Pragma("omp parallel num_threads(p->threads) reduction(|:failed)") \
     { \
         unsigned mode = flush_denormals(); \
-        float *memory = aligned_alloc(64, (sizeof(float) * NAME##_memory(p) + 63) / 64 * 64); \
+        size_t size = (sizeof(float) * NAME##_memory(p) + 63) / 64 * 64; \
+        float *memory = aligned_alloc(64, size); \
+        if (memory) memset(memory, 0, size);  /* padding stays so, from head to head */ \
         failed = !memory; \
         _Pragma("omp for") \
         for (int64_t n = 0; n < p->batch * p->heads; n++) \

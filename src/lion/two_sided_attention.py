@@ -36,10 +36,10 @@ from .linear_attention_forms import (
 
 log = logging.getLogger(__name__)
 FORMS = ("auto", "full", "recurrent", "chunkwise")
-# "auto" takes the full form up to these lengths, without and with decay: where benchmarks/operator.py finds it no
-# slower than the chunkwise one, forward and backward in float32, on two cores of an AMD EPYC. For the kernels they are
-# estimated, not measured.
-FULL_UP_TO = {"pytorch": (64, 256), "triton": (128, 512)}
+# "auto" takes the full form up to these lengths, without and with decay: where its matrix costs fewer operations than
+# states of heads of 64, or, of "pytorch" and on GPUs, which take more steps, about where it is measured or, for
+# "triton", estimated to be no slower.
+FULL_UP_TO = {"native": (64, 192), "pytorch": (64, 256), "triton": (128, 512)}
 
 
 class Triangle(NamedTuple):
@@ -261,8 +261,8 @@ def add_states(y, q, query_sums, triangles: str, left_state, right_state, scale:
 
 def resolve_form(form: str, v: Tensor, decays: bool, dropout_p: float = 0.0, fused: bool = False) -> str:
     """Resolve "auto" for values v, (B, H, L, E)."""
-    length, native = v.shape[2], decays and covers(v)
-    full_up_to = 0 if native else FULL_UP_TO["triton" if fused else "pytorch"][decays]
+    length, kernels = v.shape[2], "triton" if fused else "native" if covers(v) else "pytorch"
+    full_up_to = FULL_UP_TO[kernels][decays]
     return form if form != "auto" else "full" if dropout_p > 0 or length <= full_up_to else "chunkwise"
 
 
