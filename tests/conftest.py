@@ -234,3 +234,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.stem in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(params=["kernel", "PyTorch"])
+def with_and_without_kernel(request, monkeypatch):
+    """Compute in float32 with the CPU's kernel, then without."""
+    from src.lion import cpu_kernel
+
+    monkeypatch.setattr(cpu_kernel, "USE_NATIVE", request.param == "kernel")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from src.lion import cpu
+from src.lion import cpu, cpu_kernel, cpu_linear, machine
 from src.lion.configuration_lion import MIXERS, LionConfig
 from src.lion.cpu import Dropout, dropout, linear, split_linear
 from src.lion.modeling_lion import LionForMaskedLM, LionLayer, LionModel, MixerLayer
@@ -27,7 +27,8 @@ TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attent
 
 @pytest.fixture
 def convolutions(monkeypatch, two_threads):
-    """The arguments of each convolution."""
+    """The arguments of each convolution, on a machine where they are faster than products."""
+    monkeypatch.setattr(machine, "_adopted", {"convolutions": dict.fromkeys(cpu_linear.SHAPES, [True] * 3)})
     calls, convolve = [], F.conv2d
     monkeypatch.setattr(F, "conv2d", lambda *args: calls.append(args) or convolve(*args))
     return calls
@@ -79,6 +80,22 @@ def test_parts_of_a_layer_have_its_outputs_and_gradients(shape, convolutions):
     actual = *parts, *torch.autograd.grad(parts, [x, dense.weight], grads)
     for one, wanted in zip(actual, (*expected, *expected_grads), strict=True):
         torch.testing.assert_close(one, wanted, rtol=0, atol=5e-6 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("faster", ["output", "input", "weight"])
+def test_each_product_is_convolved_by_itself(faster, convolutions, monkeypatch):
+    ways = [name == faster for name in ("output", "input", "weight")]
+    monkeypatch.setattr(machine, "_adopted", {"convolutions": {"wider": ways, "square": [False] * 3}})
+    backward, gradients = [], cpu_linear._gradient
+    monkeypatch.setattr(cpu_linear, "_gradient", lambda *args: backward.append(args[-1]) or gradients(*args))
+    for dense in (layer(outputs=1600), layer()):
+        x, grad = torch.randn(1024, 768, requires_grad=True), torch.randn(1024, len(dense.weight))
+        leaves = [x, *dense.parameters()]
+        expected = torch.autograd.grad(dense(x), leaves, grad)
+        for one, wanted in zip(torch.autograd.grad(linear(dense, x), leaves, grad), expected):
+            torch.testing.assert_close(one, wanted, rtol=0, atol=5e-6 * wanted.abs().max().item())
+    assert len(convolutions) == (faster == "output")
+    assert backward == {"output": [], "input": [0], "weight": [1]}[faster]
 
 
 def test_a_hooked_layer_is_called_for_its_parts():
@@ -347,7 +364,8 @@ def test_dropout_depends_on_the_seed():
     assert not torch.equal(drawn(0), drawn(1))
 
 
-def test_four_entries_share_a_draw_of_64_bits():
+def test_four_entries_share_a_draw_of_64_bits(monkeypatch):
+    monkeypatch.setattr(cpu_kernel, "USE_NATIVE", False)
     torch.manual_seed(0)
     y = dropout(torch.ones(11), 0.5)
     torch.manual_seed(0)

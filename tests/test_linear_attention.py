@@ -376,6 +376,7 @@ def test_a_head_with_decay_0_sees_only_its_own_token(form):
 @pytest.mark.parametrize("length", [7, 70])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("with_and_without_kernel")
 def test_float32_is_accurate_to_five_digits(form, decay, length, mask, normalize):
     inputs, real = draw(decay, length, mask=mask, positive=normalize)
     inputs = [None if x is None else x.float() for x in inputs]
@@ -393,6 +394,7 @@ def test_float32_is_accurate_to_five_digits(form, decay, length, mask, normalize
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("with_and_without_kernel")
 def test_half_precision_is_accurate_to_two_digits(form, decay, dtype, normalize):
     inputs, mask = draw(decay, 70, mask="holes", positive=normalize)
     inputs = [None if x is None else x.to(dtype) for x in inputs[:3]] + [inputs[3]]
@@ -408,6 +410,7 @@ def test_half_precision_is_accurate_to_two_digits(form, decay, dtype, normalize)
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("with_and_without_kernel")
 def test_bfloat16_error_is_at_most_twice_that_of_softmax_attention(form, decay):
     (q, k, v, log_decay), _ = draw(decay, 70, 2, 4, d=32, e=32)
     q, k, v = (x.bfloat16() for x in (q, k, v))
@@ -422,6 +425,7 @@ def test_bfloat16_error_is_at_most_twice_that_of_softmax_attention(form, decay):
 @pytest.mark.parametrize("mean_log_decay", [-0.002, -0.5, -20.0])
 @pytest.mark.parametrize("shape", ["head", "token", "token, slow at the end"])
 @pytest.mark.parametrize("form", ["full", "chunkwise", "auto"])
+@pytest.mark.usefixtures("with_and_without_kernel")
 def test_float32_is_accurate_to_five_digits_over_a_long_text(form, shape, mean_log_decay):
     check_sampled_rows(2000, form, shape, mean_log_decay)
 
@@ -434,6 +438,7 @@ def test_float32_is_accurate_to_five_digits_over_100_000_tokens(shape, mean_log_
 
 @pytest.mark.parametrize("decay", ["head", "token"])
 @pytest.mark.parametrize("form, length", [("full", 1000), ("chunkwise", 16_384)])
+@pytest.mark.usefixtures("with_and_without_kernel")
 def test_the_gradient_of_a_decay_is_accurate_over_a_long_text(form, length, decay):
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(1, 4, length, 16, generator=generator) for _ in range(4))

@@ -348,6 +348,7 @@ def test_decays_and_weights_near_0_give_the_definitions_finite_numbers(form, str
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("length", [7, 70])
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("with_and_without_kernel")
 def test_float32_is_accurate_to_five_digits(form, length, structure):
     tensors, mask = draw(structure, length, mask="holes")
     options = {"mask": mask, "form": form, "chunk_size": CHUNK}
@@ -359,6 +360,7 @@ def test_float32_is_accurate_to_five_digits(form, length, structure):
 
 @pytest.mark.parametrize("mean", [-0.002, -0.5, -20.0])
 @pytest.mark.parametrize("form", ["full", "chunkwise"])
+@pytest.mark.usefixtures("with_and_without_kernel")
 def test_float32_is_accurate_to_five_digits_over_a_long_text(form, mean):
     tensors, _ = draw("hydra", 3000, 1, 2)
     for number, factor in ((3, 1.0), (7, 0.01)):  # one direction forgets, the other remembers
@@ -371,6 +373,7 @@ def test_float32_is_accurate_to_five_digits_over_a_long_text(form, mean):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("with_and_without_kernel")
 def test_half_precision_is_accurate_to_two_digits(form, structure, dtype):
     tensors, _ = draw(structure, 70)
     half = [x.to(dtype) if x.ndim == 4 else x.float() for x in tensors]  # decays, weights and diagonal are not

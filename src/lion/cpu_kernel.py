@@ -28,7 +28,7 @@ from . import machine
 log = logging.getLogger(__name__)
 USE_NATIVE = os.environ.get("LION_NATIVE", "1") != "0"
 FLAGS = "-O3 -std=gnu11 -march=native -mprefer-vector-width=512 -fno-math-errno -fno-strict-aliasing -fopenmp -fPIC -shared".split()
-SPAN = 256  # as below
+SPAN = 64  # as below
 STRICT, OWN, GIVEN = range(3)  # the diagonal: none, q_i·k_i, or δ
 
 SOURCE = r"""
@@ -55,7 +55,7 @@ enum { W = 4, NV = 4 };
 enum { W = 4, NV = 2 };
 #endif
 enum { C = 32, ROWS = 16 };  // tokens of a chunk, and what all padded sizes are multiples of
-enum { SPAN = 256 };  // tokens between the boundaries at which flows are measured
+enum { SPAN = 64 };  // tokens between the boundaries at which flows are measured
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef double vd __attribute__((vector_size(W * 4)));  // half as many
@@ -634,7 +634,12 @@ def _library() -> ctypes.CDLL | None:
     """Load the kernel, compiled if this machine has not compiled it yet; None if it cannot."""
     global _failure
     try:
-        library = ctypes.CDLL(str(_compile()))
+        path = _compile()
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError:  # a damaged file
+            path.unlink()
+            library = ctypes.CDLL(str(_compile()))
         library.lion_triangle.argtypes = [ctypes.POINTER(_Problem)]
         library.lion_full.argtypes = [ctypes.POINTER(_FullProblem)]
         library.lion_keep.argtypes = [

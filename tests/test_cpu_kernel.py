@@ -1,0 +1,189 @@
+"""The kernel in C: outputs and gradients against the definition in float64, whatever the vectors of the processor, and
+what happens where it cannot be compiled."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from src.lion import cpu_kernel, linear_attention, machine, two_sided_attention
+from src.lion.cpu import draw_kept
+from src.lion.linear_attention import definition
+from src.lion.two_sided_attention import definition as two_sided_definition
+from tests import test_two_sided_attention as two_sided
+from tests.conftest import ROOT, environment
+from tests.test_linear_attention import distance, draw, outputs_and_gradients
+
+FORMS = "full", "chunkwise"
+VECTORS = {"widest": [], "AVX2": ["-mno-avx512f"], "SSE": ["-mno-avx512f", "-mno-avx2", "-mno-avx", "-mno-fma"]}
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The kernel, or a skip where there is none."""
+    monkeypatch.setattr(cpu_kernel, "USE_NATIVE", True)
+    if not cpu_kernel.is_available():
+        pytest.skip(f"no kernel{cpu_kernel.reason()}")
+
+
+@pytest.fixture(params=VECTORS)
+def vectors(request, monkeypatch, kernel):
+    """The kernel compiled for smaller vectors."""
+    if VECTORS[request.param] and os.uname().machine != "x86_64":
+        pytest.skip("smaller vectors of x86 only")
+    monkeypatch.setattr(cpu_kernel, "FLAGS", cpu_kernel.FLAGS + VECTORS[request.param])
+    cpu_kernel._library.cache_clear()
+    yield
+    cpu_kernel._library.cache_clear()
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The names of the functions that the kernel ran."""
+    library, names = cpu_kernel._library(), []
+
+    class Spy:
+        def __getattr__(self, name: str):
+            names.append(name)
+            return getattr(library, name)
+
+    monkeypatch.setattr(cpu_kernel, "_library", lambda: Spy())
+    return names
+
+
+def check(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for number, (x, exact) in enumerate(zip(actual, expected, strict=True)):
+        if exact.any():  # a head's decay gets the small difference of large numbers
+            assert distance(x, exact) < (1e-4 if exact.ndim == 1 else 1e-5), number
+
+
+@pytest.mark.parametrize("sizes", [(4, 6), (33, 65), (64, 64)])
+@pytest.mark.parametrize("length", [1, 2, 31, 33, 70])
+@pytest.mark.parametrize("form", FORMS)
+def test_outputs_and_gradients_with_vectors_of_any_width(form, length, sizes, vectors):
+    for decay, mask in (("head", "none"), ("token", "holes"), ("token", "left")):
+        (q, k, v, log_decay), mask = draw(decay, length, mask=mask, d=sizes[0], e=sizes[1])
+        expected = outputs_and_gradients(definition, [q, k, v, log_decay], mask=mask)
+        inputs = [x.float() for x in (q, k, v, log_decay)]
+        check(outputs_and_gradients(linear_attention, inputs, mask=mask, form=form), expected)
+
+
+@pytest.mark.parametrize("groups", [1, 6])
+@pytest.mark.parametrize("batch, length", [(1, 1), (2, 33), (1, 300)])
+@pytest.mark.parametrize("structure", two_sided.STRUCTURES)
+@pytest.mark.parametrize("form", FORMS)
+def test_all_kinds_of_triangles(form, structure, batch, length, groups, kernel, runs):
+    tensors, mask = two_sided.draw(structure, length, batch, groups=groups, mask="holes")
+    expected = two_sided.outputs_and_gradients(two_sided_definition, structure, tensors, mask=mask)
+    inputs = [x.float() for x in tensors]
+    check(two_sided.outputs_and_gradients(two_sided_attention, structure, inputs, mask=mask, form=form), expected)
+    separate = structure in ("hydra", "scans")  # their matrix is left to PyTorch
+    assert set(runs) == ({"lion_triangle"} if form == "chunkwise" else set() if separate else {"lion_full"})
+
+
+@pytest.mark.parametrize("decay", ["none", "head", "token"])
+def test_dropout_keeps_the_same_entries_with_and_without_the_kernel(decay, kernel, runs, monkeypatch):
+    (q, k, v, log_decay), mask = draw(decay, 70, mask="right")
+    kept = draw_kept((2, 3, 70, 70), 0.25, q.device)
+    operator = sys.modules["src.lion.two_sided_attention"]
+    monkeypatch.setattr(operator, "draw_kept", lambda *_: kept)
+    monkeypatch.setattr(operator, "dropout", lambda x, _: x * kept[0] * kept[1])
+    runs.clear()
+    expected = outputs_and_gradients(linear_attention, [q, k, v, log_decay], mask=mask, dropout_p=0.25)
+    assert not runs  # float64
+    inputs = [None if x is None else x.float() for x in (q, k, v, log_decay)]
+    check(outputs_and_gradients(linear_attention, inputs, mask=mask, dropout_p=0.25), expected)
+    assert "lion_full" in runs
+
+
+def test_bits_do_not_depend_on_the_number_of_threads(kernel):
+    def results(threads: int) -> list[torch.Tensor]:
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        inputs = [x.float() for x in draw("token", 300)[0]]
+        options = [{"form": "chunkwise"}, {"form": "full", "dropout_p": 0.1}]
+        kept = draw_kept((500_001,), 0.1, torch.device("cpu"))[0]
+        return [*(x for one in options for x in outputs_and_gradients(linear_attention, inputs, **one)), kept]
+
+    before = torch.get_num_threads()
+    try:
+        assert all(torch.equal(*pair) for pair in zip(results(1), results(3)))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9999])
+def test_kept_entries_are_independent_and_as_many_as_asked_for(share, kernel, runs):
+    torch.manual_seed(0)
+    kept, factor = draw_kept((1000, 1001), share, torch.device("cpu"))
+    assert "lion_keep" in runs
+    assert set(kept.unique().tolist()) <= {0, 1}
+    assert factor == pytest.approx(1 / (1 - round(share * 2**16) / 2**16))
+    deviation = (share * (1 - share) / kept.numel()) ** 0.5
+    centered = kept.double() - (1 - round(share * 2**16) / 2**16)
+    assert abs(centered.mean()) <= 4 * deviation
+    for distance_apart in (1, 2, 4, 1001):
+        flat = centered.flatten()
+        assert abs((flat[distance_apart:] * flat[:-distance_apart]).mean()) <= 5 * share * (1 - share) / 1000
+
+
+def test_nan_and_infinity_are_seen(kernel):
+    for value in (float("nan"), float("inf")):
+        for form in FORMS:
+            q, k, v, log_decay = (x.float() for x in draw("token", 40)[0])
+            v[0, 0, 20] = value
+            y = linear_attention(q, k, v, log_decay, form=form)
+            assert not y[0, 0, 20].isfinite().any() and y[1:].isfinite().all() and y[0, 1:].isfinite().all()
+
+
+PROGRAM = """
+import logging, sys
+logging.basicConfig(format="%(message)s", level=logging.INFO)
+import torch
+from src.lion import cpu_kernel, linear_attention
+torch.manual_seed(0)
+q = torch.randn(1, 2, 300, 16)
+y = linear_attention(q, q, q, torch.tensor([-0.5, -0.1]))
+exact = linear_attention(*[q.double()] * 3, torch.tensor([-0.5, -0.1]).double())
+print(cpu_kernel.is_available(), float((y - exact).abs().max()) < 1e-4)
+"""
+
+
+def run_program(cache, **variables) -> tuple[list[str], str]:
+    variables = environment() | {"XDG_CACHE_HOME": str(cache)} | variables
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split(), done.stderr
+
+
+def test_without_a_compiler_pytorch_computes_the_same_and_says_so_once(tmp_path):
+    printed, log = run_program(tmp_path, CC="no-such-compiler")
+    assert printed == ["False", "True"]
+    assert log.count("computed in PyTorch") == 1 and "no-such-compiler" in log
+    printed, log = run_program(tmp_path, LION_NATIVE="0")
+    assert printed == ["False", "True"] and not log
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_damaged_kernel_is_compiled_again(tmp_path, kernel):
+    assert run_program(tmp_path)[0] == ["True", "True"]
+    (compiled,) = tmp_path.rglob("*.so")
+    size = compiled.stat().st_size
+    compiled.write_bytes(b"\x7fELF, but no more")
+    printed, log = run_program(tmp_path)
+    assert printed == ["True", "True"] and not log
+    assert compiled.stat().st_size == size
+
+
+def test_a_cache_that_cannot_be_written_costs_only_speed(tmp_path):
+    (tmp_path / "file").touch()
+    printed, log = run_program(tmp_path / "file")
+    assert printed == ["False", "True"] and "computed in PyTorch" in log
+
+
+def test_a_run_that_began_without_the_kernel_continues_without(kernel, monkeypatch):
+    monkeypatch.setattr(machine, "_adopted", {})
+    machine.adopt({"native": False})
+    assert not cpu_kernel.is_available()

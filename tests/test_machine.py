@@ -1,0 +1,133 @@
+"""What is measured on a machine: once, in the user's cache, and kept with a run."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from src.errors import UserError
+from src.lion import cpu_kernel, cpu_linear, machine
+from src.training import trainer
+from tests.conftest import ROOT, environment
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and nothing known in this process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(machine, "_adopted", {})
+    machine._choice.cache_clear()
+    yield tmp_path / "lion-bert"
+    machine._choice.cache_clear()
+
+
+def test_a_choice_is_measured_once_and_read_by_later_processes(cache):
+    calls = []
+
+    def measure() -> list[bool]:
+        calls.append(1)
+        return [True, False]
+
+    assert machine.choice("example", measure) == [True, False]
+    assert machine.choice("example", measure) == [True, False] and len(calls) == 1
+    machine._choice.cache_clear()  # as in another process
+    assert machine.choice("example", measure) == [True, False] and len(calls) == 1
+    (path,) = machine.kept()
+    stored = json.loads(path.read_text())
+    assert stored["threads"] == torch.get_num_threads() and stored["torch"] == torch.__version__
+    path.write_text("{")  # damaged
+    machine._choice.cache_clear()
+    assert machine.choice("example", measure) == [True, False] and len(calls) == 2
+
+
+def test_of_two_processes_that_measure_at_once_both_take_the_first_result(cache):
+    def measure_slowly() -> str:
+        machine._choice.__wrapped__("example", lambda: "first", torch.get_num_threads())
+        return "second"
+
+    assert machine.choice("example", measure_slowly) == "first"
+
+
+def test_another_processor_and_other_threads_are_measured_by_themselves(cache, monkeypatch):
+    names = iter("abc")
+    assert machine.choice("example", lambda: next(names)) == "a"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert machine.choice("example", lambda: next(names)) == "b"
+    monkeypatch.setattr(machine, "digest", lambda: "other")
+    machine._choice.cache_clear()
+    assert machine.choice("example", lambda: next(names)) == "c"
+
+
+def test_without_a_writable_home_it_is_measured_in_each_process(cache):
+    cache.touch()  # a file in place of the folder
+    assert machine.choice("example", lambda: 1) == 1
+    assert machine.kept() == []
+
+
+def test_the_measurement_names_every_shape_and_product(monkeypatch):
+    monkeypatch.setattr(cpu_linear, "SHAPES", {"square": (64, 64), "wider": (96, 64), "narrower": (64, 96)})
+    found = cpu_linear.measure()
+    assert set(found) == {"square", "wider", "narrower"}
+    assert all(len(x) == 3 and {type(y) for y in x} == {bool} for x in found.values())
+
+
+def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run.mkdir()
+    there = {"square": [True] * 3, "wider": [False] * 3, "narrower": [False] * 3}
+    monkeypatch.setattr(cpu_linear, "can_convolve", lambda: True)
+    monkeypatch.setattr(cpu_linear, "measure", lambda: there)
+    trainer.keep_choices(run)
+    stored = json.loads((run / trainer.MACHINE).read_text())
+    assert stored == {"native": cpu_kernel.is_available(), "convolutions": there}
+    monkeypatch.setattr(machine, "_adopted", {})
+    machine._choice.cache_clear()
+    machine.kept()[0].unlink()
+    trainer.keep_choices(run)
+    assert machine.choice("convolutions", lambda: "measured here") == there
+    (run / trainer.MACHINE).write_text("{")
+    with pytest.raises(UserError, match=r"machine\.json is damaged; delete it"):
+        trainer.keep_choices(run)
+
+
+def test_a_run_says_that_its_kernel_is_missing(tmp_path, monkeypatch, caplog):
+    (tmp_path / trainer.MACHINE).write_text('{"native": true}')
+    monkeypatch.setattr(machine, "_adopted", {})
+    monkeypatch.setattr(cpu_kernel, "USE_NATIVE", False)
+    trainer.keep_choices(tmp_path)
+    assert "impossible here (LION_NATIVE=0)" in caplog.text
+
+
+def test_the_command_prints_what_was_found_and_forgets_it(tmp_path):
+    def run(*options: str) -> str:
+        command = [sys.executable, "src/machine.py", *options]
+        variables = environment() | {"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    printed = run()
+    assert "1 threads" in printed and "linear attention" in printed and "plain products" in printed
+    kept = os.listdir(tmp_path / "lion-bert") if (tmp_path / "lion-bert").is_dir() else []
+    assert all(name in printed for name in kept)
+    assert run("--forget").count("deleted") == len(kept)
+    assert not any((tmp_path / "lion-bert").glob("*"))
+
+
+def test_idle_threads_of_openmp_do_not_spin_for_long():
+    program = "import os; from src import cli; print(os.environ.get('GOMP_SPINCOUNT'))"
+    for given, expected in (({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")):
+        variables = {k: v for k, v in environment().items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} | given
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=variables, capture_output=True, text=True)
+        assert done.stdout.strip() == expected
+
+
+def test_commands_say_so_before_torch_is_imported():
+    for script in ("main.py", "glue.py", "vision.py", "embed.py", "src/hub.py", "src/convert_dataset.py"):
+        lines = (ROOT / script).read_text().splitlines()
+        ours = [line for line in lines if line.startswith(("from ", "import ")) and "src" in line]
+        assert ours[0].startswith(("from src import cli", "from src.cli import")), script
+        assert not any(line.startswith(("import torch", "from torch")) for line in lines), script
