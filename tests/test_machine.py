@@ -97,6 +97,7 @@ def test_a_run_says_that_its_kernel_is_missing(tmp_path, monkeypatch, caplog):
     (tmp_path / trainer.MACHINE).write_text('{"native": true}')
     monkeypatch.setattr(machine, "_adopted", {})
     monkeypatch.setattr(cpu_kernel, "USE_NATIVE", False)
+    caplog.set_level("INFO")
     trainer.keep_choices(tmp_path)
     assert "impossible here (LION_NATIVE=0)" in caplog.text
 

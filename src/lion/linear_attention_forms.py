@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from . import cpu_kernel
+from . import linear_attention_native as native
+from .cpu_kernel import covers
 
 # Lower bound of log weights: e^-60 is below every dtype's precision, and its products with ordinary numbers are not yet
 # denormal, which a CPU multiplies many times slower.
@@ -285,13 +286,11 @@ class _Full(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, query_sums, key_sums, diagonal, kept, factor: float, scale: float, triangles: str):
         tensors = q, k, v, query_sums, key_sums, diagonal
-        ctx.native = None
-        if triangles != "separate" and cpu_kernel.covers(v) and not torch.compiler.is_compiling():
-            ctx.native, ctx.one_sum = (triangles, scale, factor), key_sums is None
+        ctx.native = triangles != "separate" and covers(v)
+        if ctx.native:
+            ctx.options = factor, scale, DIRECTIONS[triangles]
             ctx.save_for_backward(*tensors, kept)
-            y = torch.empty_like(v, dtype=torch.float32)
-            cpu_kernel.Full(*tensors, DIRECTIONS[triangles], scale, kept, factor).forward(y)
-            return y.to(v.dtype)
+            return native.full_forward(*tensors, kept, *ctx.options)
         ctx.options = scale, v.shape[2], len(query_sums) == 1, triangles, factor
         weights: list[tuple[Tensor, ...]] = []
         y = _multiply(_Chunks(*tensors, *ctx.options, kept), weights if any(ctx.needs_input_grad) else None)
@@ -303,8 +302,9 @@ class _Full(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        if ctx.native is not None:
-            return *_native_full_backward(grad, saved, *ctx.native, any(ctx.needs_input_grad[3:6])), *[None] * 4
+        if ctx.native:
+            grads = native.full_backward(grad, *saved, *ctx.options, any(ctx.needs_input_grad[3:6]))
+            return *grads, None, None, None, None
         tensors, kept, parts = saved[:6], saved[6], saved[7:]
         count = len(parts) // ctx.blocks
         weights = [parts[i : i + count] for i in range(0, len(parts), count)]
@@ -323,80 +323,18 @@ def full(q, k, v, query_sums, key_sums, diagonal, kept, factor: float, scale: fl
 def _chunkwise_forward(*inputs) -> Tensor:
     """The full form inside chunks of C tokens, plus the rest through a D×E state per triangle, stacked to TD×E. The
     backward pass recomputes states and C×C matrices, since storing them would take most of the memory."""
-    if cpu_kernel.covers(inputs[2]):
-        return _native_forward(*inputs)
+    if covers(inputs[2]):
+        return native.chunkwise_forward(*inputs, DIRECTIONS)
     return _multiply(_Chunks(*inputs))
 
 
 def _chunkwise_backward(grad: Tensor, *inputs) -> list[Tensor]:
     *inputs, with_sums = inputs
-    if cpu_kernel.covers(inputs[2]):
-        return _native_backward(grad, *inputs, with_sums)
-    return [x for x in _gradients(_Chunks(*inputs), grad, with_sums) if x is not None]
-
-
-def _native_forward(q, k, v, query_sums, key_sums, diagonal, scale: float, _, __, triangles: str) -> Tensor:
-    y = torch.empty_like(v, dtype=torch.float32)
-    for number, triangle in enumerate(_native_triangles(q, k, v, query_sums, key_sums, diagonal, scale, triangles)):
-        triangle.forward(y, number > 0)
-    return y.to(v.dtype)
-
-
-def _native_backward(
-    grad, q, k, v, query_sums, key_sums, diagonal, scale: float, _, __, triangles: str, with_sums: bool
-) -> list[Tensor]:
-    grads, of_sums = _empty_gradients(q, k, v), []
-    sides = _sides(triangles, *grads[:2])
-    for number, triangle in enumerate(_native_triangles(q, k, v, query_sums, key_sums, diagonal, scale, triangles)):
-        add = number > 0 and triangles != "separate", number > 0
-        of_sums.append(triangle.backward(grad, *sides[number], grads[2], add, with_sums))
-    of_queries, of_keys = (torch.stack(x, -1) for x in zip(*of_sums)) if with_sums else (None, None)
-    found = *_cast(grads, q, k, v), *_of_sums(of_queries, of_keys, query_sums, key_sums)
-    of_diagonal = (grad * v).sum(-1) if with_sums and diagonal is not None else None
-    return [x for x in (*found, of_diagonal) if x is not None]
-
-
-def _native_triangles(q, k, v, query_sums, key_sums, diagonal, scale: float, triangles: str):
-    """The triangles of a problem; the first brings the diagonal."""
-    keys, own = query_sums if key_sums is None else key_sums, cpu_kernel.OWN if diagonal is None else diagonal
-    for number, (direction, side) in enumerate(zip(DIRECTIONS[triangles], _sides(triangles, q, k))):
-        sums = query_sums[..., number], keys[..., number]
-        yield cpu_kernel.Triangle(*side, v, *sums, direction, scale, cpu_kernel.STRICT if number else own)
-
-
-def _native_full_backward(grad, saved, triangles: str, scale: float, factor: float, with_sums: bool):
-    *tensors, kept = saved
-    q, k, v, query_sums, key_sums, _ = tensors
-    grads = _empty_gradients(q, k, v)
-    problem = cpu_kernel.Full(*tensors, DIRECTIONS[triangles], scale, kept, factor)
-    of_sums, of_diagonal = problem.backward(grad, *grads, with_sums)
-    of_queries, of_keys = (
-        torch.stack(x, -1) if x else None for x in ([y for y in of_sums[i::2] if y is not None] for i in range(2))
-    )
-    return *_cast(grads, q, k, v), *_of_sums(of_queries, of_keys, query_sums, key_sums), of_diagonal
-
-
-def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Memory for the gradients in float32. Heads that share queries and keys have gradients of their own first."""
-    return [torch.empty_like(x.expand(-1, v.shape[1], -1, -1), dtype=torch.float32) for x in (q, k, v)]
-
-
-def _cast(grads: list[Tensor], *inputs: Tensor) -> list[Tensor]:
-    return [grad.sum_to_size(x.shape).to(x.dtype) for grad, x in zip(grads, inputs)]
-
-
-def _of_sums(of_queries, of_keys, query_sums, key_sums) -> tuple[Tensor | None, Tensor | None]:
-    if of_queries is None:
-        return None, None
-    if key_sums is None:
-        return (of_queries + of_keys).sum_to_size(query_sums.shape), None
-    return of_queries.sum_to_size(query_sums.shape), of_keys.sum_to_size(key_sums.shape)
-
-
-def _sides(triangles: str, q: Tensor, k: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """q and k of each triangle."""
-    halves = (x.chunk(2, -1) if triangles == "separate" else [x] * len(DIRECTIONS[triangles]) for x in (q, k))
-    return list(zip(*halves))
+    if covers(inputs[2]):
+        grads = native.chunkwise_backward(grad, *inputs, DIRECTIONS, with_sums)
+    else:
+        grads = _gradients(_Chunks(*inputs), grad, with_sums)
+    return [x for x in grads if x is not None]
 
 
 # Both passes access long tensors in place, one block at a time: the system would have to zero the memory of a copy.

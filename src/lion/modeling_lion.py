@@ -19,9 +19,14 @@ from transformers.utils import ModelOutput
 
 from .configuration_lion import DECAYING, LionConfig
 from .cpu import speed_up
+from .cpu_kernel import covers  # noqa: F401
+from .cpu_kernel_source import SOURCE  # noqa: F401
+from .cpu_linear import linear  # noqa: F401
 from .linear_attention import SegmentStates  # noqa: F401
 from .linear_attention_forms import sequence_starts
+from .linear_attention_native import full_forward  # noqa: F401
 from .linear_attention_triton import fused_linear_attention  # noqa: F401
+from .machine import choice  # noqa: F401
 from .mixers import MIXERS, build_norm, rotation
 from .patch_orders import snakes  # noqa: F401
 from .pooling import pool_spans

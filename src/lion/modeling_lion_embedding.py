@@ -9,9 +9,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .configuration_lion import LionConfig
 from .cpu import speed_up  # noqa: F401
+from .cpu_kernel import covers  # noqa: F401
+from .cpu_kernel_source import SOURCE  # noqa: F401
+from .cpu_linear import linear  # noqa: F401
 from .linear_attention import SegmentStates  # noqa: F401
 from .linear_attention_forms import sequence_starts
+from .linear_attention_native import full_forward  # noqa: F401
 from .linear_attention_triton import fused_linear_attention  # noqa: F401
+from .machine import choice  # noqa: F401
 from .mixers import MIXERS  # noqa: F401
 from .modeling_lion import HeadedModel, LionModel
 from .patch_orders import snakes  # noqa: F401

@@ -17,9 +17,14 @@ from transformers.utils import ModelOutput
 
 from .configuration_lion import LionVisionConfig
 from .cpu import speed_up  # noqa: F401
+from .cpu_kernel import covers  # noqa: F401
+from .cpu_kernel_source import SOURCE  # noqa: F401
+from .cpu_linear import linear  # noqa: F401
 from .linear_attention import SegmentStates  # noqa: F401
 from .linear_attention_forms import sequence_starts  # noqa: F401
+from .linear_attention_native import full_forward  # noqa: F401
 from .linear_attention_triton import fused_linear_attention  # noqa: F401
+from .machine import choice  # noqa: F401
 from .mixers import MIXERS  # noqa: F401
 from .modeling_lion import LionLayer, LionPreTrainedModel
 from .patch_orders import snakes

@@ -220,8 +220,7 @@ def attend(
             rows = max(map(len, given))
             query_sums, key_sums = *(x.expand(rows, H, -1, -1) for x in given), *[None] * (2 - len(given))
         operands = query_sums, key_sums, diagonal
-        fused = covers(v) and not torch.compiler.is_compiling()
-        if form == "full" and query_sums is None and not (fused and dropout_p > 0):
+        if form == "full" and query_sums is None and not (dropout_p > 0 and covers(v)):
             y = dropout(scale * q @ k.mT, dropout_p) @ v
         elif form == "full":
             kept, factor = draw_kept((B, H, L, L), dropout_p, v.device) if dropout_p > 0 else (None, 1.0)

@@ -1,0 +1,418 @@
+"""The source of cpu_kernel.py, in C with the vectors of GCC: triangles and matrices of linear attention, and dropout.
+
+Sizes are padded to multiples of ROWS, and text to that of C, with zeros. A call may be of any layout: a `view` has the
+strides of a tensor whose rows are adjacent, and those of a reversed text are negative.
+"""
+
+SOURCE = r"""
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef __SSE__
+#include <immintrin.h>
+static unsigned flush_denormals(void) { unsigned mode = _mm_getcsr(); _mm_setcsr(mode | 0x8040); return mode; }
+static void restore(unsigned mode) { _mm_setcsr(mode); }
+#else
+static unsigned flush_denormals(void) { return 0; }
+static void restore(unsigned mode) {}
+#endif
+
+// A vector has W numbers; NV of them, times 6 rows, leave registers for operands.
+#if defined(__AVX512F__)
+enum { W = 16, NV = 4 };
+#elif defined(__AVX2__)
+enum { W = 8, NV = 2 };
+#elif defined(__aarch64__)
+enum { W = 4, NV = 4 };
+#else
+enum { W = 4, NV = 2 };
+#endif
+enum { C = 32, ROWS = 16 };  // tokens of a chunk, and what all padded sizes are multiples of
+enum { SPAN = 64 };  // tokens between the boundaries at which flows are measured
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef double vd __attribute__((vector_size(W * 4)));  // half as many
+typedef float half __attribute__((vector_size(W * 2)));
+
+// A tensor of rows of adjacent numbers, (batch, head, token, row); strides in numbers.
+struct view { const void *data; int64_t batch, head, token, is_bf16; };
+
+static const void *row(const struct view *x, int64_t b, int64_t h, int64_t t, int size) {
+    return (const char *)x->data + (b * x->batch + h * x->head + t * x->token) * size;
+}
+
+static void load(float *to, const struct view *x, int64_t b, int64_t h, int64_t t, int n, float scale) {
+    if (x->is_bf16) {
+        const uint16_t *from = row(x, b, h, t, 2);
+        for (int i = 0; i < n; i++) {
+            union { uint32_t bits; float number; } wide = {(uint32_t)from[i] << 16};
+            to[i] = scale * wide.number;
+        }
+    } else {
+        const float *from = row(x, b, h, t, 4);
+        for (int i = 0; i < n; i++) to[i] = scale * from[i];
+    }
+}
+
+static void prefetch(const struct view *x, int64_t b, int64_t h, int64_t t, int n) {
+    int size = x->is_bf16 ? 2 : 4;
+    const char *from = row(x, b, h, t, size);
+    for (int i = 0; i < n * size; i += 64) __builtin_prefetch(from + i);
+}
+
+// e^x to two units in the last place, 0 below -60: products with ordinary numbers are then not denormal.
+static inline vf exponential(vf x) {
+    vf n = x * 1.44269504f + 12582912.0f;  // the nearest integer, in the low bits
+    vi exponent = (vi)n << 23;
+    n -= 12582912.0f;
+    vf r = x - n * 0.693145752f - n * 1.42860677e-6f;
+    vf p = r * (1.0f / 5040) + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return (vf)(((vi)p + exponent) & ~(x <= -60.0f));
+}
+
+// y = βy + a b for R rows of a and y, and N vectors of b and y, which all stay in registers.
+#define TILE(R, N) \
+static void tile_##R##_##N(long depth, const float *a, long a_row, long a_column, const float *b, long b_row, \
+                           float *y, long y_row, float beta) { \
+    vf sums[R][N]; \
+    for (int i = 0; i < R; i++) for (int j = 0; j < N; j++) \
+        sums[i][j] = beta == 0 ? (vf){0} : beta * *(vf *)(y + i * y_row + j * W); \
+    for (long k = 0; k < depth; k++) { \
+        vf right[N]; \
+        for (int j = 0; j < N; j++) right[j] = *(const vf *)(b + k * b_row + j * W); \
+        for (int i = 0; i < R; i++) { \
+            float left = a[i * a_row + k * a_column]; \
+            for (int j = 0; j < N; j++) sums[i][j] += left * right[j]; \
+        } \
+    } \
+    for (int i = 0; i < R; i++) for (int j = 0; j < N; j++) *(vf *)(y + i * y_row + j * W) = sums[i][j]; \
+}
+TILE(8, 1) TILE(8, 2) TILE(8, 3) TILE(6, 2) TILE(4, 2) TILE(6, 4) TILE(4, 4)
+
+// y = βy + a b, (rows, depth) times (depth, columns); rows a multiple of ROWS, columns of W.
+static void multiply(int rows, int depth, int columns, const float *a, int a_row, int a_column, const float *b,
+                     int b_row, float *y, int y_row, float beta) {
+    for (int n = 0; n < columns; n += NV * W) for (int m = 0; m < rows; m += ROWS) {
+        int vectors = (columns - n) / W;
+        const float *left = a + m * a_row, *right = b + n;
+        float *out = y + m * y_row + n;
+#define RUN(R, N, at) tile_##R##_##N(depth, left + (at) * a_row, a_row, a_column, right, b_row, out + (at) * y_row, \
+                                     y_row, beta)
+        if (vectors >= NV && NV == 4) { RUN(6, 4, 0); RUN(6, 4, 6); RUN(4, 4, 12); }
+        else if (vectors >= NV) { RUN(6, 2, 0); RUN(6, 2, 6); RUN(4, 2, 12); }
+        else if (vectors == 3) { RUN(8, 3, 0); RUN(8, 3, 8); }
+        else if (vectors == 2) { RUN(8, 2, 0); RUN(8, 2, 8); }
+        else { RUN(8, 1, 0); RUN(8, 1, 8); }
+    }
+}
+
+static void transpose(const float *x, int x_row, float *y, int y_row) {  // a W×W tile
+#ifdef __clang__
+    for (int i = 0; i < W; i++) for (int j = 0; j < W; j++) y[j * y_row + i] = x[i * x_row + j];
+#else
+    vf rows[W], shuffled[W];
+    vi low, high;
+    for (int i = 0; i < W; i++) { low[i] = i / 2 + (i & 1) * W; high[i] = low[i] + W / 2; }
+    for (int i = 0; i < W; i++) rows[i] = *(const vf *)(x + i * x_row);
+    for (int step = 1; step < W; step *= 2) {  // interleaving rows i and i + W/2, log2 W times
+        for (int i = 0; i < W / 2; i++) {
+            shuffled[2 * i] = __builtin_shuffle(rows[i], rows[i + W / 2], low);
+            shuffled[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + W / 2], high);
+        }
+        for (int i = 0; i < W; i++) rows[i] = shuffled[i];
+    }
+    for (int i = 0; i < W; i++) *(vf *)(y + i * y_row) = rows[i];
+#endif
+}
+
+struct problem {
+    int64_t batch, heads, length, depth, width, diagonal, add, threads, mirrored;
+    double scale;
+    struct view q, k, v, query, key, given, y, other, dots;
+    float *states;  // (batch, heads, boundaries, padded depth, padded width)
+    double *flows;  // (batch, heads, boundaries)
+};
+
+static double sum_of(const struct view *x, int64_t b, int64_t h, int64_t t) { return *(double *)row(x, b, h, t, 8); }
+
+static int round_up(int64_t n) { return (n + ROWS - 1) / ROWS * ROWS; }
+
+static void triangle_head(const struct problem *p, int64_t b, int64_t h, float *memory) {
+    const int D = round_up(p->depth), E = round_up(p->width);
+    float *Q = memory, *K = Q + C * D, *KT = K + C * D, *V = KT + C * D, *Y = V + C * E, *A = Y + C * E;
+    float *other = A + C * C, *S = other + E;
+    double from_entry[2][C];
+    float high[2][C] __attribute__((aligned(64))), low[2][C] __attribute__((aligned(64)));
+    float query_weight[C] __attribute__((aligned(64))), key_weight[C] __attribute__((aligned(64))), own[C];
+    vi lane;
+    for (int i = 0; i < W; i++) lane[i] = i;
+    memset(S, 0, sizeof(float) * D * E);
+    // A state, S, enters a chunk decayed up to its first query, as everywhere in this package.
+    double entry = sum_of(&p->query, b, h, 0);
+    int n = p->mirrored && p->length % C ? p->length % C : C;  // boundaries lie where those of the other calls do
+    for (int64_t t = 0; t < p->length; t += n, n = C) {
+        if (n > p->length - t) n = p->length - t;
+        const int last = t + n == p->length;
+        const double exit = last ? entry : sum_of(&p->query, b, h, t + n);
+        for (int i = 0; i < n; i++) prefetch(&p->y, b, h, t + i, p->width);
+        for (int64_t next = t + n; next < t + n + C && next < p->length; next++) {
+            prefetch(&p->q, b, h, next, p->depth);
+            prefetch(&p->k, b, h, next, p->depth);
+            prefetch(&p->v, b, h, next, p->width);
+        }
+        for (int i = 0; i < n; i++) {
+            load(Q + i * D, &p->q, b, h, t + i, p->depth, p->scale);
+            load(K + i * D, &p->k, b, h, t + i, p->depth, 1);
+            load(V + i * E, &p->v, b, h, t + i, p->width, 1);
+            from_entry[0][i] = sum_of(&p->query, b, h, t + i) - entry;
+            from_entry[1][i] = sum_of(&p->key, b, h, t + i) - entry;
+        }
+        for (int i = n; i < C; i++) {  // nothing, at the end of the text
+            memset(Q + i * D, 0, sizeof(float) * D);
+            memset(K + i * D, 0, sizeof(float) * D);
+            memset(V + i * E, 0, sizeof(float) * E);
+            from_entry[0][i] = from_entry[1][i] = from_entry[0][n - 1];
+        }
+        for (int i = 0; i < C; i++) {
+            for (int side = 0; side < 2; side++) {  // two float32 for one float64
+                high[side][i] = from_entry[side][i];
+                low[side][i] = from_entry[side][i] - high[side][i];
+            }
+            query_weight[i] = from_entry[0][i];
+            key_weight[i] = exit - entry - from_entry[1][i];
+        }
+        for (int i = 0; i < C; i += W) {
+            *(vf *)(query_weight + i) = exponential(*(vf *)(query_weight + i));
+            *(vf *)(key_weight + i) = exponential(*(vf *)(key_weight + i));
+        }
+        for (int i = 0; i < C; i += W) for (int d = 0; d < D; d += W) transpose(K + i * D + d, D, KT + d * C + i, C);
+        for (int m = 0; m < C; m += ROWS) multiply(ROWS, D, m + ROWS, Q + m * D, D, 1, KT, C, A + m * C, C, 0);
+        for (int i = 0; i < C; i++) {
+            own[i] = A[i * C + i];
+            for (int j = 0; j < i / ROWS * ROWS + ROWS; j += W) {
+                vf *entries = (vf *)(A + i * C + j);
+                vf exponents = high[0][i] - *(vf *)(high[1] + j) + (low[0][i] - *(vf *)(low[1] + j));
+                *entries = (vf)((vi)(*entries * exponential(exponents)) & (lane + j < i));
+            }
+        }
+        for (int m = 0; m < C; m += ROWS) multiply(ROWS, m + ROWS, E, A + m * C, C, 1, V, E, Y + m * E, E, 0);
+        if (t) {
+            for (int i = 0; i < n; i++) for (int d = 0; d < D; d++) Q[i * D + d] *= query_weight[i];
+            multiply(C, D, E, Q, D, 1, S, E, Y, E, 1);
+        }
+        for (int i = 0; i < n; i++) {
+            float *y = (float *)row(&p->y, b, h, t + i, 4), *computed = Y + i * E;
+            if (p->other.data) {
+                double sums[ROWS] = {0};  // of every sixteenth product, for the compiler to add vectors
+                load(other, &p->other, b, h, t + i, p->width, 1);
+                for (int e = 0; e < E; e += ROWS)
+                    for (int j = 0; j < ROWS; j++) sums[j] += (double)other[e + j] * computed[e + j];
+                for (int j = 1; j < ROWS; j++) sums[0] += sums[j];
+                *(double *)row(&p->dots, b, h, t + i, 8) = sums[0];
+            }
+            if (p->diagonal) {
+                float factor = p->diagonal == 1 ? own[i] : *(float *)row(&p->given, b, h, t + i, 4);
+                for (int e = 0; e < E; e++) computed[e] += factor * V[i * E + e];
+            }
+            if (p->add) for (int e = 0; e < p->width; e++) y[e] += computed[e];
+            else memcpy(y, computed, sizeof(float) * p->width);
+        }
+        if (last) return;
+        vf across = {0};
+        across += (float)(exit - entry);
+        for (int i = 0; i < C; i++) for (int d = 0; d < D; d++) K[i * D + d] *= key_weight[i];
+        multiply(D, C, E, K, 1, D, V, E, S, E, exponential(across)[0]);
+        entry = exit;
+        int64_t boundary = p->mirrored ? p->length - t - n : t + n;
+        if (p->states && boundary % SPAN == 0) {
+            int64_t place = (b * p->heads + h) * ((p->length - 1) / SPAN) + boundary / SPAN - 1;
+            float *state = p->states + place * D * E;
+            if (p->mirrored) {
+                double flow = 0;
+                for (int i = 0; i < D * E; i++) flow += (double)state[i] * S[i];
+                p->flows[place] = flow;
+            } else memcpy(state, S, sizeof(float) * D * E);
+        }
+    }
+}
+
+// The full form: both triangles of a text at once, with dropout, in blocks of C queries.
+struct full_problem {
+    int64_t batch, heads, length, depth, width, past, future, diagonal, threads;
+    double scale, factor;
+    const uint8_t *kept;  // (batch, heads, length, length): 1 for entries that dropout keeps; or null
+    // sums: of queries and keys of the past, then of the future; gradients if grad is given
+    struct view q, k, v, sums[4], given, y, grad, of_q, of_k, of_v, of_sums[4], of_given;
+};
+
+static void load_rows(float *to, int row, const struct view *x, int64_t b, int64_t h, int64_t t, int count, int padded,
+                      int n, float scale) {
+    for (int i = 0; i < count; i++) load(to + i * row, x, b, h, t + i, n, scale);
+    for (int i = count; i < padded; i++) memset(to + i * row, 0, sizeof(float) * row);
+}
+
+static void store_rows(const struct view *x, int64_t b, int64_t h, int64_t t, int count, const float *from,
+                       int from_row, int n, float scale) {
+    for (int i = 0; i < count; i++) {
+        float *to = (float *)row(x, b, h, t + i, 4);
+        for (int j = 0; j < n; j++) to[j] = scale * from[i * from_row + j];
+    }
+}
+
+static void full_head(const struct full_problem *p, int64_t b, int64_t h, float *memory) {
+    const int L = p->length, LP = (L + C - 1) / C * C, D = round_up(p->depth), E = round_up(p->width);
+    const int backward = p->grad.data != 0, with_sums = p->of_sums[0].data || p->of_sums[2].data;
+    float *K = memory, *KT = K + LP * D, *V = KT + LP * D, *VT = V + LP * E, *dK = VT + LP * E, *dV = dK + LP * D;
+    float *Q = dV + LP * E, *X = Q + C * D, *dX = X + C * E, *A = dX + C * (D > E ? D : E), *dA = A + C * LP;
+    float *high = dA + C * LP, *low = high + 4 * LP, *keep = low + 4 * LP;
+    double *of_sums = (double *)(keep + LP);
+    const vf ones = (vf){0} + 1.0f;
+    vi lane;
+    for (int i = 0; i < W; i++) lane[i] = i;
+    if (backward) memset(dK, 0, sizeof(float) * LP * (D + E));
+    memset(of_sums, 0, sizeof(double) * 4 * LP);
+    load_rows(K, D, &p->k, b, h, 0, L, LP, p->depth, 1);
+    load_rows(V, E, &p->v, b, h, 0, L, LP, p->width, 1);
+    for (int i = 0; i < LP; i += W) for (int d = 0; d < D; d += W) transpose(K + i * D + d, D, KT + d * LP + i, LP);
+    if (backward)
+        for (int i = 0; i < LP; i += W) for (int e = 0; e < E; e += W) transpose(V + i * E + e, E, VT + e * LP + i, LP);
+    for (int side = 0; side < 4; side++) for (int i = 0; i < LP; i++) {  // two float32 for one float64
+        const int token = i < L ? i : L - 1;
+        double sum = p->sums[side].data ? sum_of(&p->sums[side], b, h, token) : 0;
+        high[side * LP + i] = sum;
+        low[side * LP + i] = sum - high[side * LP + i];
+    }
+    for (int j = 0; j < LP; j++) keep[j] = 1;
+    for (int64_t t = 0; t < L; t += C) {
+        const int n = L - t < C ? L - t : C;
+        load_rows(Q, D, &p->q, b, h, t, n, C, p->depth, p->scale);
+        multiply(C, D, LP, Q, D, 1, KT, LP, A, LP, 0);
+        if (backward) {
+            load_rows(X, E, &p->grad, b, h, t, n, C, p->width, 1);
+            multiply(C, E, LP, X, E, 1, VT, LP, dA, LP, 0);
+        }
+        for (int r = 0; r < n; r++) {
+            const int i = t + r;
+            float given = p->diagonal == 2 ? *(float *)row(&p->given, b, h, i, 4) : 0;
+            if (p->kept) {
+                const uint8_t *kept = p->kept + ((b * p->heads + h) * L + i) * L;
+                for (int j = 0; j < L; j++) keep[j] = kept[j] * (float)p->factor;
+            }
+            if (p->diagonal == 2 && backward) *(float *)row(&p->of_given, b, h, i, 4) = dA[r * LP + i] * keep[i];
+            double row_sums[2][ROWS] __attribute__((aligned(64))) = {{0}};
+            for (int j = 0; j < LP; j += W) {
+                vf weight = {0};
+                for (int side = j > i; side <= (j + W > i); side++) {  // the past, the future, or both
+                    if (!(side ? p->future : p->past)) continue;
+                    vi inside = side ? lane + j > i : lane + j < i;
+                    if (!p->sums[2 * side].data) {  // no decay
+                        weight = (vf)((vi)weight | ((vi)ones & inside));
+                        continue;
+                    }
+                    const float *query = high + 2 * side * LP, *key = query + LP;
+                    vf x = query[i] - *(vf *)(key + j);
+                    query = low + 2 * side * LP, key = query + LP;
+                    x += query[i] - *(vf *)(key + j);
+                    weight = (vf)((vi)weight | ((vi)exponential(x) & inside));
+                }
+                vi here = lane + j == i;
+                vf scores = *(vf *)(A + r * LP + j), kept = *(vf *)(keep + j), of_matrix, products;
+                if (p->diagonal == 1) weight = (vf)((vi)weight | ((vi)ones & here));
+                vf matrix = scores * weight;
+                if (backward) {
+                    of_matrix = *(vf *)(dA + r * LP + j) * kept;
+                    *(vf *)(dA + r * LP + j) = of_matrix * weight;
+                    products = (vf)((vi)(matrix * of_matrix) & ~here);
+                    if (with_sums) for (int side = j > i; side <= (j + W > i); side++) {
+                        vf inside = (vf)((vi)products & (side ? lane + j > i : lane + j < i));
+                        double *columns = of_sums + (2 * side + 1) * LP + j;
+                        for (int u = 0; u < W; u += W / 2) {
+                            half few;
+                            memcpy(&few, (char *)&inside + u * 4, sizeof few);
+                            vd wide = __builtin_convertvector(few, vd);
+                            *(vd *)(row_sums[side] + u) += wide;
+                            *(vd *)(columns + u) -= wide;
+                        }
+                    }
+                }
+                if (p->diagonal == 2) matrix = (vf)(((vi)matrix & ~here) | ((vi)((vf){0} + given) & here));
+                *(vf *)(A + r * LP + j) = matrix * kept;
+            }
+            for (int side = 0; side < 2; side++) for (int u = 0; u < W; u++)
+                of_sums[2 * side * LP + i] += row_sums[side][u];
+        }
+        if (!backward) {
+            multiply(C, LP, E, A, LP, 1, V, E, X, E, 0);
+            store_rows(&p->y, b, h, t, n, X, E, p->width, 1);
+            continue;
+        }
+        for (int r = n; r < C; r++) {  // beyond the text
+            memset(A + r * LP, 0, sizeof(float) * LP);
+            memset(dA + r * LP, 0, sizeof(float) * LP);
+        }
+        multiply(LP, C, E, A, 1, LP, X, E, dV, E, 1);
+        multiply(LP, C, D, dA, 1, LP, Q, D, dK, D, 1);
+        multiply(C, LP, D, dA, LP, 1, K, D, dX, D, 0);
+        store_rows(&p->of_q, b, h, t, n, dX, D, p->depth, p->scale);
+    }
+    if (!backward) return;
+    store_rows(&p->of_k, b, h, 0, L, dK, D, p->depth, 1);
+    store_rows(&p->of_v, b, h, 0, L, dV, E, p->width, 1);
+    for (int side = 0; side < 4; side++) if (p->of_sums[side].data)
+        for (int i = 0; i < L; i++) *(double *)row(&p->of_sums[side], b, h, i, 8) = of_sums[side * LP + i];
+}
+
+static long full_memory(const struct full_problem *p) {
+    const long LP = (p->length + C - 1) / C * C, D = round_up(p->depth), E = round_up(p->width);
+    return 3 * LP * (D + E) + C * (D + E + (D > E ? D : E)) + 2 * C * LP + 9 * LP + 8 * LP;
+}
+
+static long triangle_memory(const struct problem *p) {
+    const long D = round_up(p->depth), E = round_up(p->width);
+    return C * (3 * D + 2 * E + C) + E + D * E;
+}
+
+#define OVER_HEADS(NAME, KIND) \
+int lion_##NAME(const struct KIND *p) { \
+    int failed = 0; \
+    _Pragma("omp parallel num_threads(p->threads) reduction(|:failed)") \
+    { \
+        unsigned mode = flush_denormals(); \
+        size_t size = (sizeof(float) * NAME##_memory(p) + 63) / 64 * 64; \
+        float *memory = aligned_alloc(64, size); \
+        if (memory) memset(memory, 0, size);  /* padding stays so, from head to head */ \
+        failed = !memory; \
+        _Pragma("omp for") \
+        for (int64_t n = 0; n < p->batch * p->heads; n++) \
+            if (memory) NAME##_head(p, n / p->heads, n % p->heads, memory); \
+        free(memory); \
+        restore(mode); \
+    } \
+    return failed; \
+}
+OVER_HEADS(triangle, problem)
+OVER_HEADS(full, full_problem)
+
+// 1 in each of 4 `count` bytes with probability 1 - dropped / 2^16, else 0, from 64 bits for every four. The bits are
+// those of SplitMix64 (Steele et al., 2014), which computes each number from its place: threads share nothing.
+void lion_keep(uint8_t *kept, int64_t count, uint64_t seed, uint16_t dropped, int threads) {
+#pragma omp parallel for simd num_threads(threads)
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t z = seed + (i + 1) * 0x9e3779b97f4a7c15u;
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+        z ^= z >> 31;
+        uint32_t bytes = (uint16_t)z >= dropped;
+        bytes |= (uint32_t)((uint16_t)(z >> 16) >= dropped) << 8;
+        bytes |= (uint32_t)((uint16_t)(z >> 32) >= dropped) << 16;
+        bytes |= (uint32_t)((uint16_t)(z >> 48) >= dropped) << 24;
+        ((uint32_t *)kept)[i] = bytes;
+    }
+}
+"""

@@ -1,0 +1,86 @@
+"""The full and the chunkwise form by the CPU's kernel: their operands, as linear_attention_forms.py describes them, cut
+into what the kernel takes, and its results put together. `directions`: 1 or −1 for each triangle; `all_directions`:
+those for each kind of triangles."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .cpu_kernel import OWN, STRICT, Full, Triangle
+
+
+def full_forward(q, k, v, query_sums, key_sums, diagonal, kept, factor: float, scale: float, directions) -> Tensor:
+    """The output, (B, H, L, E); kept and factor: dropout, as in `linear_attention_forms.full`."""
+    y = torch.empty_like(v, dtype=torch.float32)
+    Full(q, k, v, query_sums, key_sums, diagonal, directions, scale, kept, factor).forward(y)
+    return y.to(v.dtype)
+
+
+def full_backward(
+    grad, q, k, v, query_sums, key_sums, diagonal, kept, factor: float, scale: float, directions, with_sums: bool
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the six tensors; of both sums only with_sums."""
+    problem = Full(q, k, v, query_sums, key_sums, diagonal, directions, scale, kept, factor)
+    grads = _empty_gradients(q, k, v)
+    of_sums, of_diagonal = problem.backward(grad, *grads, with_sums)
+    of_queries, of_keys = ([x for x in of_sums[side::2] if x is not None] for side in range(2))
+    return *_cast(grads, q, k, v), *_of_sums(of_queries, of_keys, query_sums, key_sums), of_diagonal
+
+
+def chunkwise_forward(
+    q, k, v, query_sums, key_sums, diagonal, scale: float, _chunk_size, _uniform, triangles: str, all_directions: dict
+) -> Tensor:
+    """The output, (B, H, L, E). The kernel has a chunk size of its own, and needs no uniform decays."""
+    directions, separate = all_directions[triangles], triangles == "separate"
+    y = torch.empty_like(v, dtype=torch.float32)
+    for number, triangle in enumerate(_triangles(q, k, v, query_sums, key_sums, diagonal, scale, directions, separate)):
+        triangle.forward(y, add=number > 0)
+    return y.to(v.dtype)
+
+
+def chunkwise_backward(
+    grad, q, k, v, query_sums, key_sums, diagonal, scale: float, _chunk_size, _uniform, triangles: str,
+    all_directions: dict, with_sums: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of the six tensors; of sums and diagonal only with_sums."""
+    directions, separate = all_directions[triangles], triangles == "separate"
+    grads, of_sums = _empty_gradients(q, k, v), []
+    sides = _sides(*grads[:2], directions, separate)
+    for number, triangle in enumerate(_triangles(q, k, v, query_sums, key_sums, diagonal, scale, directions, separate)):
+        add = number > 0 and not separate, number > 0
+        of_sums.append(triangle.backward(grad, *sides[number], grads[2], add, with_sums))
+    of_queries, of_keys = zip(*of_sums) if with_sums else ((), ())
+    of_diagonal = (grad * v).sum(-1) if with_sums and diagonal is not None else None
+    return *_cast(grads, q, k, v), *_of_sums(of_queries, of_keys, query_sums, key_sums), of_diagonal
+
+
+def _triangles(q, k, v, query_sums, key_sums, diagonal, scale, directions, separate) -> Iterator[Triangle]:
+    """The first triangle brings the diagonal."""
+    keys, own = query_sums if key_sums is None else key_sums, OWN if diagonal is None else diagonal
+    for number, (direction, side) in enumerate(zip(directions, _sides(q, k, directions, separate))):
+        sums = query_sums[..., number], keys[..., number]
+        yield Triangle(*side, v, *sums, direction, scale, STRICT if number else own)
+
+
+def _sides(q: Tensor, k: Tensor, directions, separate: bool) -> list[tuple[Tensor, Tensor]]:
+    """q and k of each triangle."""
+    return list(zip(*(x.chunk(2, -1) if separate else [x] * len(directions) for x in (q, k))))
+
+
+def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Memory for the gradients in float32. Heads that share queries and keys have gradients of their own first."""
+    return [torch.empty_like(x.expand(-1, v.shape[1], -1, -1), dtype=torch.float32) for x in (q, k, v)]
+
+
+def _cast(grads: list[Tensor], *inputs: Tensor) -> list[Tensor]:
+    return [grad.sum_to_size(x.shape).to(x.dtype) for grad, x in zip(grads, inputs)]
+
+
+def _of_sums(of_queries, of_keys, query_sums, key_sums) -> tuple[Tensor | None, Tensor | None]:
+    if not of_queries:
+        return None, None
+    of_queries, of_keys = torch.stack(list(of_queries), -1), torch.stack(list(of_keys), -1)
+    if key_sums is None:
+        return (of_queries + of_keys).sum_to_size(query_sums.shape), None
+    return of_queries.sum_to_size(query_sums.shape), of_keys.sum_to_size(key_sums.shape)
