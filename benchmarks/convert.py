@@ -35,8 +35,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens per row (default: 128)")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
     parser.add_argument("--rounds", type=int, default=3, help="conversions per case (default: 3)")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, help=measure.OUT)
     a = parser.parse_args(argv)
+    a.out = a.out or measure.results_folder("cpu")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     logging.getLogger("lion").setLevel(logging.WARNING)
     tokenizer = load_tokenizer(a.tokenizer)

@@ -41,8 +41,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--batch", type=int, help="batch size of its step (default: 8 on a CPU, 128 on a GPU)")
     parser.add_argument("--layers", type=int, default=12, help="(default: 12, that is 23 in hydra)")
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, help=measure.OUT)
     a = parser.parse_args(argv)
+    a.out = a.out or measure.results_folder(a.device)
     trainers.silence_libraries()
     tokenizer = text_model.build_tokenizer(a.tokenizer_name, a.max_seq_len)
 

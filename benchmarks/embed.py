@@ -53,8 +53,9 @@ def main(argv: list[str]) -> None:
     add("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
     add("--rounds", type=int, help="runs per case, or as few as 1 if slow (default: 3; 9 on a GPU)")
     add("--seconds", type=float, default=240, help="limit per length, after the first round (default: 240)")
-    add("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
+    add("--out", type=Path, help=measure.OUT)
     a = parser.parse_args(argv)
+    a.out = a.out or measure.results_folder(a.device)
     on_gpu = a.device == "cuda"
     a.lengths, a.dtype = sorted(set(a.lengths)), list(dict.fromkeys(a.dtype))
     a.window_batch = a.window_batch or (64 if on_gpu else 8)

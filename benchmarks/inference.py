@@ -38,8 +38,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile every model's layers")
     parser.add_argument("--rounds", type=int, default=9, help="runs per case, or as few as 3 if slow (default: 9)")
     parser.add_argument("--seconds", type=float, default=20, help="limit per length, after 3 rounds (default: 20)")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, help=measure.OUT)
     a = parser.parse_args(argv)
+    a.out = a.out or measure.results_folder(a.device)
     usual = "bfloat16" if a.device == "cuda" else "float32"
     a.dtype = a.dtype or usual
     a.lengths = sorted(a.lengths or [128, 512, 2048, *([8192, 16384, 65536] if a.device == "cuda" else [])])

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--head_dims", type=int, nargs="+", default=[32, 64, 128], help="(default: 32 64 128)")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
     parser.add_argument("--decays", nargs="+", default=["none", "token"], choices=("none", "head", "token"))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, default=measure.RESULTS, help="(default: benchmarks/results)")
     a = parser.parse_args(argv)
     rows = []
     cases = [

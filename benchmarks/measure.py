@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import platform
+import re
 import resource
 import statistics
 import sys
@@ -22,6 +23,8 @@ from src.errors import first_line
 from src.lion.cpu import linear
 from src.tables import markdown
 
+RESULTS = Path("benchmarks/results")
+OUT = f"(default: this machine's folder in {RESULTS})"
 # What the processes of `single_runs` import, once.
 SLOW_IMPORTS = ["torch", "transformers.modeling_utils", "transformers.models.auto.image_processing_auto"]
 
@@ -236,11 +239,24 @@ def _version(package: str) -> str | None:
 
 
 def processor() -> str:
+    names = (line.split(":", 1)[1].strip() for line in _cpuinfo().splitlines() if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _cpuinfo() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return Path("/proc/cpuinfo").read_text()
     except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+        return ""
+
+
+def results_folder(device: str) -> Path:
+    """This machine's folder of results, named after its GPU or processor: results/nvidia-h100, results/amd-epyc."""
+    name = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else processor()
+    words = re.sub(r"\(\w+\)|\b(Processor|CPU)\b|@.*", " ", name)
+    if device == "cpu" and "amx_tile" in _cpuinfo():  # with the same name, but much faster in bfloat16
+        words += " amx"
+    return RESULTS / "-".join(re.findall(r"[a-z0-9]+", words.lower()))
 
 
 def write(

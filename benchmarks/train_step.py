@@ -44,8 +44,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--form", default="auto", help="form of the operator (default: auto)")
     parser.add_argument("--compile", action="store_true", help="torch.compile every model's layers")
     parser.add_argument("--rounds", type=int, default=9, help="steps per model (default: 9)")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, help=measure.OUT)
     a = parser.parse_args(argv)
+    a.out = a.out or measure.results_folder(a.device)
     if len({Path(name).stem for name in a.models}) < len(a.models):
         parser.error("--models must have different names; rename a config")
     a.batch = a.batch or (8 if a.device == "cpu" else 128)

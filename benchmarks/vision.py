@@ -50,8 +50,9 @@ def main(argv: list[str]) -> None:
     add("--images", type=int, default=1, help="per inference (default: 1)")
     add("--precision", choices=("fp32", "bf16"), help="(default: bf16 on a GPU, fp32 on a CPU)")
     add("--rounds", type=int, default=9, help="(default: 9)")
-    add("--out", type=Path, default=Path("benchmarks/results"), help="(default: benchmarks/results)")
+    add("--out", type=Path, help=measure.OUT)
     a = parser.parse_args(argv)
+    a.out = a.out or measure.results_folder(a.device)
     a.batch = a.batch or (4 if a.device == "cpu" else 128)
     a.precision = a.precision or ("fp32" if a.device == "cpu" else "bf16")
     if a.device == "cpu":

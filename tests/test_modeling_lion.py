@@ -841,7 +841,8 @@ def test_a_layer_compiles_as_one_graph(mixer, form):
 
     torch.compiler.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    tolerance = 5e-2 if mixer == "hydra" else 1e-2  # its gated norm, for one, is rounded to bfloat16 elsewhere
+    # Hydra's gated norm, for one, and matrices that the kernel does not compute, are rounded to bfloat16 elsewhere.
+    tolerance = 5e-2 if mixer == "hydra" else 3e-2 if form == "full" else 1e-2
     for x, y in zip(outputs_and_gradients(compiled), outputs_and_gradients(layer)):
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 

@@ -69,7 +69,7 @@ def linear_attention_in_orders(
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v = q.to(wide), k.to(wide), v.to(wide)
     scale = D**-0.5 if scale is None else scale
-    full = resolve_form(form, L, True, dropout_p) == "full" and dropout_p == 0
+    full = resolve_form(form, v, True, dropout_p) == "full" and dropout_p == 0
     how = {"scale": scale, "form": form, "chunk_size": chunk_size, "dropout_p": dropout_p}
     with torch.autocast(q.device.type, enabled=False):
         if orders is None and not (full and q.is_cpu):  # on GPUs perhaps by a kernel
