@@ -1,4 +1,4 @@
-"""What this machine computes faster, as LION found out when it first needed to know:
+"""What is faster on this machine, measured when it was first needed:
 
     python src/machine.py            measure what is not yet known, and print all
     python src/machine.py --forget   delete what is kept, to be measured again
@@ -32,7 +32,7 @@ def report() -> None:
     from src.lion import cpu_kernel, cpu_linear, machine
 
     print(f"{machine.processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    how = "compiled kernel" if cpu_kernel.is_available() else "PyTorch, several times slower"
+    how = "compiled kernel" if cpu_kernel.is_available() else "PyTorch, slower"
     print(f"\nlinear attention    {how}{cpu_kernel.reason()}")
     if not cpu_linear.can_convolve():
         print("linear layers       plain products, as always with one thread, or without MKL or oneDNN")
@@ -42,7 +42,7 @@ def report() -> None:
         words = {True: "oneDNN's convolution", False: "MKL's product"}
         lines = [[name, *(words[faster] for faster in products)] for name, products in found.items()]
         print(markdown([["weights", "output", "gradient of the input", "of the weights"], *lines]))
-    print("\nkept in", *(machine.kept() or ["no file"]), sep="\n  ")
+    print("\nkept in", *(machine.kept() or ["no file yet"]), sep="\n  ")
 
 
 def forget() -> None:

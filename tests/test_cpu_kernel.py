@@ -187,3 +187,80 @@ def test_a_run_that_began_without_the_kernel_continues_without(kernel, monkeypat
     monkeypatch.setattr(machine, "_adopted", {})
     machine.adopt({"native": False})
     assert not cpu_kernel.is_available()
+
+
+# What the models do not do, and a caller may
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_transposed_inputs_have_the_results_of_contiguous_ones(form, kernel, runs):
+    inputs = [x.float() for x in draw("token", 80, d=24, e=24)[0]]
+    expected = outputs_and_gradients(linear_attention, inputs, form=form)
+    for number in range(3):
+        strided = [x.mT.contiguous().mT if i == number else x for i, x in enumerate(inputs)]
+        leaves = [x.detach().requires_grad_() for x in strided]
+        y = linear_attention(*leaves, form=form)
+        probe = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).float()
+        check([y.detach(), *torch.autograd.grad((y * probe).sum(), leaves)], expected)
+
+
+@pytest.mark.parametrize("place", [31, 32, 63, 64])
+@pytest.mark.parametrize("structure", ["hydra", "scans", "past", "future"])
+def test_a_key_of_almost_no_weight_at_the_end_of_a_chunk(structure, place, kernel):
+    tensors, mask = two_sided.draw(structure, 100)
+    tensors[4][..., place] = tensors[8][..., place] = -60.0  # the log weights of both directions
+    expected = two_sided.outputs_and_gradients(two_sided_definition, structure, tensors, mask=mask)
+    inputs = [x.float() for x in tensors]
+    check(
+        two_sided.outputs_and_gradients(two_sided_attention, structure, inputs, mask=mask, form="chunkwise"), expected
+    )
+
+
+@pytest.mark.parametrize("decay", ["none", "head", "token"])
+@pytest.mark.parametrize("form", FORMS)
+def test_bfloat16_is_summed_in_float32(form, decay, kernel):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 2000, 16, generator=generator).bfloat16() for _ in range(3))
+    q, k, v = q - q.mean(-1, keepdim=True), k.abs(), v + 1
+    log_decay = {"none": None, "head": torch.tensor([-0.01, -0.001]), "token": -0.01 * torch.rand(1, 2, 2000)}[decay]
+    exact = linear_attention(*(x.double() for x in (q, k, v)), None if decay == "none" else log_decay.double())
+    if not (form == "full" and decay == "none"):  # a product in bfloat16, as in PyTorch
+        assert distance(linear_attention(q, k, v, log_decay, form=form), exact) < 5e-3
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_text_with_nan_leaves_the_others_alone(form, kernel):
+    q, k, v, log_decay = (x.float() for x in draw("token", 70, batch=3, d=5)[0])
+    expected = linear_attention(q, k, v, log_decay, form=form)
+    log_decay[0, 0, 40] = float("nan")
+    y = linear_attention(q, k, v, log_decay, form=form)
+    assert y[0, 0].isnan().any() and torch.equal(y[0, 1:], expected[0, 1:]) and torch.equal(y[1:], expected[1:])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_mixed_dtypes_are_refused(form, kernel):
+    q, k, v, log_decay = (x.float() for x in draw("token", 40)[0])
+    for dtype in (torch.float16, torch.float64):
+        with pytest.raises((TypeError, RuntimeError), match=r"dtype|expected scalar type"):
+            linear_attention(q.to(dtype), k.to(dtype), v, log_decay, form=form)
+
+
+def test_fake_tensors_have_the_shape_of_the_result(kernel):
+    with torch._subclasses.FakeTensorMode():
+        q = torch.randn(1, 2, 40, 8)
+        for options in ({"form": "full"}, {"form": "chunkwise"}, {"dropout_p": 0.1}):
+            assert linear_attention(q, q, q, torch.zeros(2), **options).shape == q.shape
+
+
+def test_weights_beyond_the_largest_number_are_infinite(kernel):
+    tensors, _ = two_sided.draw("past", 40)
+    tensors[4][..., 20] = 100.0
+    y = two_sided.run(two_sided_attention, "past", [x.float() for x in tensors], form="chunkwise")
+    assert not y[:, :, 21].isfinite().any()
+
+
+def test_other_users_cannot_place_a_kernel(tmp_path):
+    (tmp_path / "lion-bert").mkdir()
+    (tmp_path / "lion-bert").chmod(0o777)
+    printed, log = run_program(tmp_path)
+    assert printed == ["False", "True"] and "chmod 700" in log

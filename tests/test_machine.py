@@ -99,7 +99,7 @@ def test_a_run_says_that_its_kernel_is_missing(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(cpu_kernel, "USE_NATIVE", False)
     caplog.set_level("INFO")
     trainer.keep_choices(tmp_path)
-    assert "impossible here (LION_NATIVE=0)" in caplog.text
+    assert "not available here (LION_NATIVE=0)" in caplog.text
 
 
 def test_the_command_prints_what_was_found_and_forgets_it(tmp_path):

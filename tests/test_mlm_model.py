@@ -6,7 +6,7 @@ from conftest import MIXERS, TINY_MODEL, run, settings_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from src.data.batches import split_batch
-from src.lion import LionConfig
+from src.lion import LionConfig, cpu_kernel
 from src.mlm.model import LionMLM
 
 
@@ -48,7 +48,8 @@ def labelled_batch(tokenizer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_a_microbatch_never_synchronises_a_gpu(mixer, tokenizer):
+def test_a_microbatch_never_synchronises_a_gpu(mixer, tokenizer, monkeypatch):
+    monkeypatch.setattr(cpu_kernel, "USE_NATIVE", False)  # as on a GPU
     model = build(tokenizer, mixer=mixer).train()
     (part,) = split_batch(labelled_batch(tokenizer), 4)
     (metric,) = model.get_metrics(is_train=True).values()

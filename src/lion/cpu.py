@@ -79,7 +79,9 @@ def draw_kept(shape: torch.Size, p: float, device: torch.device) -> tuple[Tensor
         return (torch.rand(shape, device=device) >= dropped / 2**16).byte(), factor
     size = math.prod(shape)
     if dropped < 2**16 and cpu_kernel.is_available():
-        return cpu_kernel.draw_kept(size, dropped).view(shape), factor
+        seed = torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None)
+        if type(seed) is Tensor:  # not one of FakeTensorMode
+            return cpu_kernel.draw_kept(size, dropped, int(seed)).view(shape), factor
     draws = torch.empty(-(-size // 4), dtype=torch.int64).random_(-(2**63), None)
     kept = torch.empty(size, dtype=torch.uint8)
     return torch.ge(draws.view(torch.int16)[:size], dropped - 2**15, out=kept).view(shape), factor

@@ -1,4 +1,5 @@
-"""One triangle of linear attention on a CPU, as C that the machine's own compiler translates in about a second, once.
+"""Linear attention on a CPU, and the bits of its dropout, as C that the machine's own compiler translates once, in about
+a second.
 
     y_i = Σ_{j<i} s (q_i·k_j) exp(query_i − key_j) v_j  +  δ_i v_i
 
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import machine
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 USE_NATIVE = os.environ.get("LION_NATIVE", "1") != "0"
 FLAGS = "-O3 -std=gnu11 -march=native -fno-math-errno -fno-strict-aliasing -fopenmp -fPIC".split()
 FLAGS += ["-mprefer-vector-width=512"] * (platform.machine() in ("x86_64", "AMD64"))
-SPAN = 64  # as below
+SPAN = 64  # as in cpu_kernel_source.py
 STRICT, OWN, GIVEN = range(3)  # the diagonal: none, q_i·k_i, or δ
 
 
@@ -40,10 +41,14 @@ class _View(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "token", "is_bf16"))]
 
     @classmethod
-    def of(cls, x: Tensor | None, direction: int) -> "_View":
+    def of(cls, x: Tensor | None, direction: int = 1) -> "_View":
         """x: (B, H, L) or (B, H, L, ·). From the last token to the first if direction is −1."""
         if x is None:
             return cls()
+        allowed = (torch.float64, torch.float32) if x.ndim == 3 else (torch.float32, torch.bfloat16)
+        if x.dtype not in allowed or x.device.type != "cpu":
+            raise TypeError(f"q, k and v must be of one dtype and on one device (got {x.dtype} on {x.device})")
+        assert x.ndim == 3 or x.stride(-1) == 1 or x.shape[-1] == 1
         batch, head, token = x.stride()[:3]
         first = 0 if direction > 0 else (x.shape[2] - 1) * token * x.element_size()
         return cls(x.data_ptr() + first, batch, head, direction * token, x.dtype == torch.bfloat16)
@@ -60,9 +65,9 @@ class _Problem(ctypes.Structure):
 
 
 def covers(v: Tensor) -> bool:
-    """Whether the kernel is to compute with values v, (B, H, L, E), and their queries and keys."""
-    if torch.compiler.is_compiling() or v.device.type != "cpu":
-        return False
+    """Whether the kernel is to compute with values v, (B, H, L, E), and queries and keys of the same kind."""
+    if torch.compiler.is_compiling() or v.device.type != "cpu" or type(v) not in (Tensor, nn.Parameter):
+        return False  # not within a compiler, nor of a tensor without memory of its own
     return v.dtype in (torch.float32, torch.bfloat16) and v.numel() > 0 and is_available()
 
 
@@ -83,7 +88,7 @@ class Full:
     """Both triangles with the same q and k, or one, as a matrix, with dropout.
 
     q, k: (B, 1 or H, L, D) and v: (B, H, L, E), in float32 or bfloat16; query_sums, key_sums: (B or 1, H or 1, L, T) in
-    float64, or None for no decay; diagonal: δ, (B, H, L), or None for s q_i·k_i; directions: one of each triangle;
+    float64, or None for no decay; diagonal: δ, (B, H, L), or None for s q_i·k_i; directions: 1 or −1 for each triangle;
     kept: (B, H, L, L) in bytes, 1 for the entries that dropout keeps, which are multiplied by factor; or None."""
 
     def __init__(self, q, k, v, query_sums, key_sums, diagonal, directions, scale: float, kept, factor: float):
@@ -109,17 +114,18 @@ class Full:
         """Write the gradients of q, k and v, (B, H, L, ·) in float32; return, with_sums, those of the sums, (B, H, L)
         in float64, in the order of `sums`, and of the diagonal, (B, H, L)."""
         of_sums = [
-            torch.empty(self.shape[:3], dtype=torch.float64) if with_sums and x is not None else None for x in self.sums
+            torch.empty(self.shape[:3], dtype=torch.float64, device="cpu") if with_sums and x is not None else None
+            for x in self.sums
         ]
         of_given = None if self.given is None else grad.new_empty(self.shape[:3], dtype=torch.float32)
         self._run(grad=_rows(grad), of_q=of_q, of_k=of_k, of_v=of_v, of_sums=of_sums, of_given=of_given)
         return of_sums, of_given
 
     def _run(self, of_sums=(None,) * 4, **tensors: Tensor | None) -> None:
-        views = {name: _View.of(x, 1) for name, x in zip("qkv", self.rows)}
-        views |= {name: _View.of(x, 1) for name, x in tensors.items()} | {"given": _View.of(self.given, 1)}
+        views = {name: _View.of(x) for name, x in zip("qkv", self.rows)}
+        views |= {name: _View.of(x) for name, x in tensors.items()} | {"given": _View.of(self.given)}
         arrays = {
-            name: (_View * 4)(*(_View.of(x, 1) for x in four))
+            name: (_View * 4)(*(_View.of(x) for x in four))
             for name, four in (("sums", self.sums), ("of_sums", of_sums))
         }
         kind, threads = (
@@ -161,19 +167,17 @@ class Triangle:
             self._run(v, grad, q, grad_k, add[0], mirrored=True)
             return []
         spans = -(-L // SPAN)
-        states = torch.empty(B * H * (spans - 1) * _padded(D) * _padded(E), dtype=torch.float32)
-        flows = torch.empty(B, H, spans - 1, dtype=torch.float64)
+        states = torch.empty(B * H * (spans - 1) * _padded(D) * _padded(E), dtype=torch.float32, device="cpu")
+        flows = torch.empty(B, H, spans - 1, dtype=torch.float64, device="cpu")
         of_query = self._run(grad, v, k, grad_q, add[0], other=q, recorded=(states, flows))
         of_key = self._run(v, grad, q, grad_k, add[0], other=k, recorded=(states, flows), mirrored=True)
         # An entry adds to its row's sum what it subtracts from its column's, but both are rounded, and through the
         # cumulative sum of the decays the remainders of all tokens add up. What flows across a boundary, by all entries
         # with their key on one side and their query on the other, says what those of a span amount to.
-        at = torch.arange(1, spans) * SPAN
-        query, key = (x.flip(-1) if self.direction < 0 else x for x in self.sums)
-        flows = F.pad(flows * (self.scale * (key[..., at - 1] - query[..., at]).exp()), (1, 1))
+        flows = F.pad(flows * self.scale, (1, 1))
         remainders = of_query - of_key if self.direction > 0 else (of_query - of_key).flip(-1)
         remainders = F.pad(remainders, (0, spans * SPAN - L)).unflatten(-1, (spans, SPAN)).sum(-1) + flows.diff()
-        first = torch.arange(spans) * SPAN
+        first = torch.arange(spans, device="cpu") * SPAN
         of_query[..., first if self.direction > 0 else L - 1 - first] -= remainders
         return [of_query, -of_key]
 
@@ -194,11 +198,10 @@ class Triangle:
         return dots
 
 
-def draw_kept(size: int, dropped: int) -> Tensor:
-    """`size` bytes, each 1 with probability 1 − dropped / 2^16, or else 0, from a seed of torch's generator."""
+def draw_kept(size: int, dropped: int, seed: int) -> Tensor:
+    """`size` bytes, each 1 with probability 1 − dropped / 2^16, or else 0."""
     count = -(-size // 4)
     kept = np.empty(4 * count, dtype=np.uint8)  # within a transform of torch.func, a tensor would show no memory
-    seed = int(torch.empty((), dtype=torch.int64).random_(-(2**63), None))
     threads = min(torch.get_num_threads(), 1 + count // 2**14)
     _library().lion_keep(kept.ctypes.data, count, seed % 2**64, dropped, threads)
     return torch.from_numpy(kept)[:size]
@@ -231,12 +234,14 @@ def _library() -> ctypes.CDLL | None:
     """Load the kernel, compiled if this machine has not compiled it yet; None if it cannot."""
     global _failure
     try:
-        path = _compile()
+        path, is_new = _compile()
         try:
             library = ctypes.CDLL(str(path))
-        except OSError:  # a damaged file
-            path.unlink()
-            library = ctypes.CDLL(str(_compile()))
+        except OSError:
+            if is_new:
+                raise
+            path.unlink(missing_ok=True)  # a damaged file
+            library = ctypes.CDLL(str(_compile()[0]))
         library.lion_triangle.argtypes = [ctypes.POINTER(_Problem)]
         library.lion_full.argtypes = [ctypes.POINTER(_FullProblem)]
         library.lion_keep.argtypes = [
@@ -244,24 +249,24 @@ def _library() -> ctypes.CDLL | None:
         ]  # fmt: skip
         return library
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
-        detail = (getattr(error, "stderr", None) or str(error)).strip()
-        _failure = detail.splitlines()[-1] if detail else repr(error)
-        log.info("linear attention on this CPU is computed in PyTorch, several times slower: %s", _failure)
+        lines = str(getattr(error, "stderr", None) or error).strip().splitlines() or [repr(error)]
+        _failure = next((line for line in lines if "error" in line), lines[0])
+        log.warning("linear attention on this CPU is computed in PyTorch, which is slower: %s", _failure)
         return None
 
 
-def _compile() -> Path:
-    """Return the compiled kernel in the user's cache. Its name tells the source, the compiler and the processor apart,
-    since machines that share a home directory may differ in what their processors can do."""
+def _compile() -> tuple[Path, bool]:
+    """Return the compiled kernel in the user's cache, and whether this process compiled it. Its name tells sources,
+    compilers and processors apart, since machines that share a home directory may differ in what they can do."""
     openmp = _loaded_openmp()
     compiler = os.environ.get("CC", "cc").split()
     options = {"check": True, "capture_output": True, "text": True, "timeout": 120}
     version = subprocess.run([*compiler, "--version"], **options).stdout
     key = "\n".join([SOURCE, *FLAGS, *compiler, version, machine.digest(), openmp])
-    folder = machine.cache_folder()
+    folder = machine.private_folder()
     path = folder / f"linear-attention-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
-    if not path.exists():
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    is_new = not path.exists()
+    if is_new:
         with tempfile.TemporaryDirectory(dir=folder) as temporary:  # processes that start together do not disturb
             source, built = Path(temporary, "kernel.c"), Path(temporary, "kernel.so")
             source.write_text(SOURCE)
@@ -269,16 +274,17 @@ def _compile() -> Path:
             subprocess.run([*compiler, *FLAGS, "-c", str(source), "-o", f"{source}.o"], **options)
             subprocess.run([*compiler, "-shared", f"{source}.o", openmp, "-lm", "-o", str(built)], **options)
             built.replace(path)
-    return path
+    return path, is_new
 
 
 def _loaded_openmp() -> str:
-    """The OpenMP runtime that this process has loaded."""
+    """The OpenMP runtime that torch has loaded; other packages may have brought others."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError as error:
-        raise RuntimeError("only Linux says which OpenMP runtime torch uses") from error
-    found = re.search(r"/.*/lib[gi]?omp5?[-.\w]*\.so[.\d]*$", maps, re.MULTILINE)
-    if found is None:
+        raise RuntimeError("the kernel needs Linux, where /proc/self/maps lists libraries") from error
+    found = sorted(set(re.findall(r"/.*/lib(?:gomp|iomp5|omp)[-.\w]*\.so[.\d]*$", maps, re.MULTILINE)))
+    of_torch = [path for path in found if Path(path).is_relative_to(Path(torch.__file__).parent)]
+    if not found:
         raise RuntimeError("torch uses no OpenMP runtime that the kernel could share")
-    return found[0]
+    return (of_torch or found)[0]

@@ -1,7 +1,7 @@
 """The source of cpu_kernel.py, in C with the vectors of GCC: triangles and matrices of linear attention, and dropout.
 
-Sizes are padded to multiples of ROWS, and text to that of C, with zeros. A call may be of any layout: a `view` has the
-strides of a tensor whose rows are adjacent, and those of a reversed text are negative.
+D and E are padded with zeros to multiples of ROWS, and the last chunk to C tokens. Tensors may have any strides except
+within a row; a reversed text has a negative token stride.
 """
 
 SOURCE = r"""
@@ -60,7 +60,7 @@ static void prefetch(const struct view *x, int64_t b, int64_t h, int64_t t, int 
     for (int i = 0; i < n * size; i += 64) __builtin_prefetch(from + i);
 }
 
-// e^x to two units in the last place, 0 below -60: products with ordinary numbers are then not denormal.
+// e^x to two units in the last place; 0 below -60, as products with ordinary numbers would soon be denormal.
 static inline vf exponential(vf x) {
     vf n = x * 1.44269504f + 12582912.0f;  // the nearest integer, in the low bits
     vi exponent = (vi)n << 23;
@@ -73,7 +73,8 @@ static inline vf exponential(vf x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    return (vf)(((vi)p + exponent) & ~(x <= -60.0f));
+    vi infinite = x > 88.7f;
+    return (vf)((((vi)p + exponent) & ~(x <= -60.0f) & ~infinite) | (infinite & 0x7f800000));
 }
 
 // y = βy + a b for R rows of a and y, and N vectors of b and y, which all stay in registers.
@@ -152,14 +153,15 @@ static void triangle_head(const struct problem *p, int64_t b, int64_t h, float *
     float query_weight[C] __attribute__((aligned(64))), key_weight[C] __attribute__((aligned(64))), own[C];
     vi lane;
     for (int i = 0; i < W; i++) lane[i] = i;
-    memset(S, 0, sizeof(float) * D * E);
     // A state, S, enters a chunk decayed up to its first query, as everywhere in this package.
     double entry = sum_of(&p->query, b, h, 0);
     int n = p->mirrored && p->length % C ? p->length % C : C;  // boundaries lie where those of the other calls do
     for (int64_t t = 0; t < p->length; t += n, n = C) {
         if (n > p->length - t) n = p->length - t;
         const int last = t + n == p->length;
-        const double exit = last ? entry : sum_of(&p->query, b, h, t + n);
+        // Between the same two tokens as in the other calls, that is at the key of the last where both are exchanged.
+        const double exit = last ? entry
+            : p->mirrored ? sum_of(&p->key, b, h, t + n - 1) : sum_of(&p->query, b, h, t + n);
         for (int i = 0; i < n; i++) prefetch(&p->y, b, h, t + i, p->width);
         for (int64_t next = t + n; next < t + n + C && next < p->length; next++) {
             prefetch(&p->q, b, h, next, p->depth);
@@ -203,7 +205,7 @@ static void triangle_head(const struct problem *p, int64_t b, int64_t h, float *
         }
         for (int m = 0; m < C; m += ROWS) multiply(ROWS, m + ROWS, E, A + m * C, C, 1, V, E, Y + m * E, E, 0);
         if (t) {
-            for (int i = 0; i < n; i++) for (int d = 0; d < D; d++) Q[i * D + d] *= query_weight[i];
+            for (int i = 0; i < n; i++) for (int d = 0; d < p->depth; d++) Q[i * D + d] *= query_weight[i];
             multiply(C, D, E, Q, D, 1, S, E, Y, E, 1);
         }
         for (int i = 0; i < n; i++) {
@@ -226,8 +228,8 @@ static void triangle_head(const struct problem *p, int64_t b, int64_t h, float *
         if (last) return;
         vf across = {0};
         across += (float)(exit - entry);
-        for (int i = 0; i < C; i++) for (int d = 0; d < D; d++) K[i * D + d] *= key_weight[i];
-        multiply(D, C, E, K, 1, D, V, E, S, E, exponential(across)[0]);
+        for (int i = 0; i < n; i++) for (int d = 0; d < p->depth; d++) K[i * D + d] *= key_weight[i];
+        multiply(D, C, E, K, 1, D, V, E, S, E, t ? exponential(across)[0] : 0);
         entry = exit;
         int64_t boundary = p->mirrored ? p->length - t - n : t + n;
         if (p->states && boundary % SPAN == 0) {

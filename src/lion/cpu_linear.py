@@ -33,7 +33,6 @@ class _Linear(torch.autograd.Function):
         return _output(x, weight, bias, convolved[0])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needed, (_, of_input, of_weight) = ctx.needs_input_grad, ctx.convolved
@@ -168,7 +167,7 @@ def measure() -> dict[str, list[bool]]:
     for _ in range(6):
         for shape, (E, D) in SHAPES.items():
             # In new places every time, on whose alignment the speed depends.
-            operands = torch.rand(1024, D), torch.rand(E, D), torch.rand(1024, E)
+            operands = [_operand(rows, columns) for rows, columns in ((1024, D), (E, D), (1024, E))]
             for name, product in products.items():
                 for way in (False, True):
                     start = time.perf_counter()
@@ -178,3 +177,7 @@ def measure() -> dict[str, list[bool]]:
     return {
         shape: [least[shape, name][True] < TIE * least[shape, name][False] for name in products] for shape in SHAPES
     }
+
+
+def _operand(rows: int, columns: int) -> Tensor:
+    return torch.rand(rows, columns, generator=torch.Generator(), dtype=torch.float32, device="cpu")

@@ -12,9 +12,9 @@ from .cpu_kernel import OWN, STRICT, Full, Triangle
 
 def full_forward(q, k, v, query_sums, key_sums, diagonal, kept, factor: float, scale: float, directions) -> Tensor:
     """The output, (B, H, L, E); kept and factor: dropout, as in `linear_attention_forms.full`."""
-    y = torch.empty_like(v, dtype=torch.float32)
+    y = _room(v)
     Full(q, k, v, query_sums, key_sums, diagonal, directions, scale, kept, factor).forward(y)
-    return y.to(v.dtype)
+    return _laid_out(y, v)
 
 
 def full_backward(
@@ -33,10 +33,10 @@ def chunkwise_forward(
 ) -> Tensor:
     """The output, (B, H, L, E). The kernel has a chunk size of its own, and needs no uniform decays."""
     directions, separate = all_directions[triangles], triangles == "separate"
-    y = torch.empty_like(v, dtype=torch.float32)
+    y = _room(v)
     for number, triangle in enumerate(_triangles(q, k, v, query_sums, key_sums, diagonal, scale, directions, separate)):
         triangle.forward(y, add=number > 0)
-    return y.to(v.dtype)
+    return _laid_out(y, v)
 
 
 def chunkwise_backward(
@@ -51,7 +51,7 @@ def chunkwise_backward(
         add = number > 0 and not separate, number > 0
         of_sums.append(triangle.backward(grad, *sides[number], grads[2], add, with_sums))
     of_queries, of_keys = zip(*of_sums) if with_sums else ((), ())
-    of_diagonal = (grad * v).sum(-1) if with_sums and diagonal is not None else None
+    of_diagonal = (grad.float() * v).sum(-1) if with_sums and diagonal is not None else None
     return *_cast(grads, q, k, v), *_of_sums(of_queries, of_keys, query_sums, key_sums), of_diagonal
 
 
@@ -68,13 +68,26 @@ def _sides(q: Tensor, k: Tensor, directions, separate: bool) -> list[tuple[Tenso
     return list(zip(*(x.chunk(2, -1) if separate else [x] * len(directions) for x in (q, k))))
 
 
+def _room(x: Tensor) -> Tensor:
+    """Memory for a result in the order of x, or, if its rows are not adjacent, as the kernel needs them, in its own."""
+    like = torch.empty_like(x, dtype=torch.float32)
+    return like if like.stride(-1) == 1 else like.new_empty(x.shape)
+
+
+def _laid_out(y: Tensor, like: Tensor) -> Tensor:
+    """y in the dtype and with the strides of `torch.empty_like(like)`, which a compiler expects."""
+    y = y.to(like.dtype)
+    wanted = torch.empty_like(like, device="meta").stride()
+    return y if y.stride() == wanted else torch.empty_like(like).copy_(y)
+
+
 def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Memory for the gradients in float32. Heads that share queries and keys have gradients of their own first."""
-    return [torch.empty_like(x.expand(-1, v.shape[1], -1, -1), dtype=torch.float32) for x in (q, k, v)]
+    return [_room(x.expand(-1, v.shape[1], -1, -1)) for x in (q, k, v)]
 
 
 def _cast(grads: list[Tensor], *inputs: Tensor) -> list[Tensor]:
-    return [grad.sum_to_size(x.shape).to(x.dtype) for grad, x in zip(grads, inputs)]
+    return [_laid_out(grad.sum_to_size(x.shape), x) for grad, x in zip(grads, inputs)]
 
 
 def _of_sums(of_queries, of_keys, query_sums, key_sums) -> tuple[Tensor | None, Tensor | None]:

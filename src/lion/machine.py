@@ -3,12 +3,12 @@
 A choice may change how results are rounded, so a run keeps the choices that it started with (`chosen`, `adopt`).
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,29 +26,33 @@ def choice(name: str, measure: Callable[[], Any]) -> Any:
 
 @functools.cache
 def _choice(name: str, measure: Callable[[], Any], threads: int) -> Any:
-    path = cache_folder() / f"{name}-{threads}-threads-{digest()}.json"
-    stored = _read(path)
-    if stored is None:
-        stored = {"processor": processor_name(), "torch": torch.__version__, "threads": threads, name: measure()}
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                file.write(json.dumps(stored, indent=1))
-            try:
-                os.link(file.name, path)  # unless another process was first: all take the same choice
-            except FileExistsError:
-                stored = _read(path) or stored
-            finally:
-                os.unlink(file.name)
-        except OSError:
-            pass  # a home that cannot be written; measured again next time
-    return stored[name]
-
-
-def _read(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
+        path = private_folder() / f"{name}-{threads}-threads-{digest()}.json"
+    except (OSError, RuntimeError):  # a home that cannot be written; measured in every process
+        return measure()
+    if (known := _read(path, name)) is not None:
+        return known
+    damaged, found = path.exists(), measure()
+    stored = {"processor": processor_name(), "torch": torch.__version__, "threads": threads, name: found}
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):  # a full disk
+        try:
+            temporary.write_text(json.dumps(stored, indent=1))
+            if damaged:
+                temporary.replace(path)
+            else:
+                os.link(temporary, path)
+        except FileExistsError:  # another process was first, and all take the same choice
+            found = _read(path, name) or found
+        finally:
+            temporary.unlink(missing_ok=True)
+    return found
+
+
+def _read(path: Path, name: str) -> Any:
+    try:
+        return json.loads(path.read_text())[name]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -63,11 +67,21 @@ def adopted(name: str, default: Any) -> Any:
 
 def kept() -> list[Path]:
     """The files of all choices and kernels in the user's cache."""
-    return sorted(path for path in cache_folder().glob("*") if path.suffix in (".json", ".so"))
+    return sorted(path for path in cache_folder().glob("*") if path.suffix in (".json", ".so", ".tmp"))
 
 
 def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lion-bert"
+
+
+def private_folder() -> Path:
+    """The cache folder, created if need be. Raises RuntimeError if another user could have written what is in it."""
+    folder = cache_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = folder.stat()
+    if hasattr(os, "getuid") and (state.st_uid != os.getuid() or state.st_mode & 0o022):
+        raise RuntimeError(f"{folder} can be written by other users; make it private with chmod 700")
+    return folder
 
 
 @functools.cache

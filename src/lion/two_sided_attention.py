@@ -36,9 +36,8 @@ from .linear_attention_forms import (
 
 log = logging.getLogger(__name__)
 FORMS = ("auto", "full", "recurrent", "chunkwise")
-# "auto" takes the full form up to these lengths, without and with decay: where its matrix costs fewer operations than
-# states of heads of 64, or, of "pytorch" and on GPUs, which take more steps, about where it is measured or, for
-# "triton", estimated to be no slower.
+# "auto" takes the full form up to these lengths, without and with decay. native: where the matrix costs fewer
+# operations than the states of heads of 64. pytorch: about where it was measured to be no slower. triton: estimated.
 FULL_UP_TO = {"native": (64, 192), "pytorch": (64, 256), "triton": (128, 512)}
 
 
@@ -197,7 +196,8 @@ def attend(
             dropout_p=dropout_p,
         )  # fmt: skip
         return y.unflatten(0, (B, G)).flatten(1, 2)
-    if form != "full" and dtype in (torch.bfloat16, torch.float16) and not (form == "chunkwise" and covers(v)):
+    in_kernel = form == "chunkwise" and query_sums is not None and covers(v)  # which sums in float32
+    if form != "full" and dtype in (torch.bfloat16, torch.float16) and not in_kernel:
         q, k, v = q.float(), k.float(), v.float()  # states accumulate over the text
     k = zero_masked(k, mask)
     with torch.autocast(q.device.type, enabled=False):
@@ -248,7 +248,7 @@ def add_states(y, q, query_sums, triangles: str, left_state, right_state, scale:
     """Add to y, (B, H, L, E), what the queries read from the states of other segments."""
     if left_state is None and right_state is None:
         return y
-    q = scale * q
+    q = scale * q.to(torch.promote_types(q.dtype, torch.float32))
     past, future = q.chunk(2, -1) if triangles == "separate" else (q, q)
     if left_state is not None:
         y = y + read_state(past, None if query_sums is None else query_sums[..., 0], left_state)

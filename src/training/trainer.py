@@ -62,23 +62,29 @@ def configure_process(device: str) -> None:
 
 
 def keep_choices(folder: Path) -> None:
-    """Compute as this run did on the machine that started it, see src/lion/machine.py, so that it ends with the same
-    bits; or keep this machine's choices with the run. For training on a CPU."""
+    """Compute as this run did on the machine that started it, see src/lion/machine.py, so that rounding does not change
+    on the way; or keep this machine's choices with a new run. For training on a CPU."""
     path = folder / MACHINE
     try:
         choices = json.loads(path.read_text())
-    except OSError:
-        choices = {"native": cpu_kernel.is_available()}
-        if cpu_linear.can_convolve():
-            choices["convolutions"] = machine.choice("convolutions", cpu_linear.measure)
+        if not isinstance(choices, dict) or not isinstance(choices.get("native"), bool):
+            raise ValueError
+    except FileNotFoundError:
+        if next(folder.glob("ep*-rank0.pt"), None) is None:
+            choices = {"native": cpu_kernel.is_available()}
+            if cpu_linear.can_convolve():
+                choices["convolutions"] = machine.choice("convolutions", cpu_linear.measure)
+        else:  # a run of before there were choices
+            choices = {"native": False, "convolutions": dict.fromkeys(cpu_linear.SHAPES, [True] * 3)}
         if is_main_process():
             with contextlib.suppress(OSError):  # a full disk ends the run where it saves
                 write_json(path, choices)
-    except ValueError:
-        raise UserError(f"save_folder: {path} is damaged; delete it to take this machine's choices") from None
+    except (OSError, ValueError):
+        raise UserError(f"save_folder: {path} is damaged; delete it to continue, perhaps with other rounding") from None
     machine.adopt(choices)
-    if choices.get("native") and not cpu_kernel.is_available():
-        log.info(f"this run's linear attention was compiled, which is impossible here{cpu_kernel.reason()}: slower")
+    if choices["native"] and not cpu_kernel.is_available():
+        problem = f"this run started with the compiled kernel, which is not available here{cpu_kernel.reason()}"
+        log.warning(f"{problem}; it continues in PyTorch, slower and with other dropout")
 
 
 def silence_libraries() -> None:
