@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from src.errors import UserError
 
-# A thread of OpenMP that has nothing to do spins for milliseconds, at the cost of every other program on its core. 10,000
-# rounds cover the usual gap between two parallel operations. libgomp reads it when torch is imported.
+# A thread of OpenMP that has nothing to do spins for milliseconds, at the cost of every other program on its core.
+# 10,000 rounds cover the usual gap between two parallel operations. libgomp reads it when torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

@@ -2,7 +2,6 @@
 what happens where it cannot be compiled."""
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -13,7 +12,6 @@ from src.lion.cpu import draw_kept
 from src.lion.linear_attention import definition
 from src.lion.two_sided_attention import definition as two_sided_definition
 from tests import test_two_sided_attention as two_sided
-from tests.conftest import ROOT, environment
 from tests.test_linear_attention import distance, draw, outputs_and_gradients
 
 FORMS = "full", "chunkwise"
@@ -138,49 +136,60 @@ def test_nan_and_infinity_are_seen(kernel):
             assert not y[0, 0, 20].isfinite().any() and y[1:].isfinite().all() and y[0, 1:].isfinite().all()
 
 
-PROGRAM = """
-import logging, sys
-logging.basicConfig(format="%(message)s", level=logging.INFO)
-import torch
-from src.lion import cpu_kernel, linear_attention
-torch.manual_seed(0)
-q = torch.randn(1, 2, 300, 16)
-y = linear_attention(q, q, q, torch.tensor([-0.5, -0.1]))
-exact = linear_attention(*[q.double()] * 3, torch.tensor([-0.5, -0.1]).double())
-print(cpu_kernel.is_available(), float((y - exact).abs().max()) < 1e-4)
-"""
+@pytest.fixture
+def compiled_in(tmp_path, monkeypatch, caplog):
+    """A function that loads the kernel with an empty cache, and says whether it is there; results must be right."""
+    monkeypatch.setattr(machine, "_adopted", {})
+    monkeypatch.setattr(cpu_kernel, "USE_NATIVE", True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def load() -> bool:
+        cpu_kernel._library.cache_clear()
+        inputs = draw("head", 70)[0]
+        y = linear_attention(*(x.float() for x in inputs))
+        assert distance(y, linear_attention(*inputs)) < 1e-5
+        return cpu_kernel.is_available()
+
+    yield load
+    cpu_kernel._library.cache_clear()
 
 
-def run_program(cache, **variables) -> tuple[list[str], str]:
-    variables = environment() | {"XDG_CACHE_HOME": str(cache)} | variables
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split(), done.stderr
-
-
-def test_without_a_compiler_pytorch_computes_the_same_and_says_so_once(tmp_path):
-    printed, log = run_program(tmp_path, CC="no-such-compiler")
-    assert printed == ["False", "True"]
-    assert log.count("computed in PyTorch") == 1 and "no-such-compiler" in log
-    printed, log = run_program(tmp_path, LION_NATIVE="0")
-    assert printed == ["False", "True"] and not log
+def test_without_a_compiler_pytorch_computes_the_same_and_says_so_once(compiled_in, monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert not compiled_in()
+    assert caplog.text.count("computed in PyTorch") == 1 and "no-such-compiler" in caplog.text
+    assert "no-such-compiler" in cpu_kernel.reason()
+    monkeypatch.setattr(cpu_kernel, "USE_NATIVE", False)  # LION_NATIVE=0
+    assert not compiled_in() and cpu_kernel.reason() == " (LION_NATIVE=0)"
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_a_damaged_kernel_is_compiled_again(tmp_path, kernel):
-    assert run_program(tmp_path)[0] == ["True", "True"]
+def test_a_source_that_does_not_compile_is_reported_by_its_first_error(compiled_in, monkeypatch, caplog, kernel):
+    monkeypatch.setattr(cpu_kernel, "SOURCE", "int lion_full(void) { return missing; }")
+    assert not compiled_in()
+    assert "missing" in caplog.text and "error" in caplog.text
+
+
+def test_a_damaged_kernel_is_compiled_again(compiled_in, tmp_path, monkeypatch, kernel):
+    assert compiled_in()
     (compiled,) = tmp_path.rglob("*.so")
-    size = compiled.stat().st_size
-    compiled.write_bytes(b"\x7fELF, but no more")
-    printed, log = run_program(tmp_path)
-    assert printed == ["True", "True"] and not log
-    assert compiled.stat().st_size == size
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))  # this process has loaded the first
+    damaged = tmp_path / "other" / "lion-bert" / compiled.name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"\x7fELF, but no more")
+    assert compiled_in()
+    assert damaged.stat().st_size == compiled.stat().st_size
 
 
-def test_a_cache_that_cannot_be_written_costs_only_speed(tmp_path):
-    (tmp_path / "file").touch()
-    printed, log = run_program(tmp_path / "file")
-    assert printed == ["False", "True"] and "computed in PyTorch" in log
+def test_a_cache_that_cannot_be_written_costs_only_speed(compiled_in, tmp_path, caplog):
+    (tmp_path / "lion-bert").touch()
+    assert not compiled_in() and "computed in PyTorch" in caplog.text
+
+
+def test_other_users_cannot_place_a_kernel(compiled_in, tmp_path, caplog):
+    (tmp_path / "lion-bert").mkdir()
+    (tmp_path / "lion-bert").chmod(0o777)
+    assert not compiled_in() and "chmod 700" in caplog.text
 
 
 def test_a_run_that_began_without_the_kernel_continues_without(kernel, monkeypatch):
@@ -257,10 +266,3 @@ def test_weights_beyond_the_largest_number_are_infinite(kernel):
     tensors[4][..., 20] = 100.0
     y = two_sided.run(two_sided_attention, "past", [x.float() for x in tensors], form="chunkwise")
     assert not y[:, :, 21].isfinite().any()
-
-
-def test_other_users_cannot_place_a_kernel(tmp_path):
-    (tmp_path / "lion-bert").mkdir()
-    (tmp_path / "lion-bert").chmod(0o777)
-    printed, log = run_program(tmp_path)
-    assert printed == ["False", "True"] and "chmod 700" in log

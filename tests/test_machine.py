@@ -10,7 +10,7 @@ import torch
 
 from src.errors import UserError
 from src.lion import cpu_kernel, cpu_linear, machine
-from src.training import trainer
+from src.training import choices
 from tests.conftest import ROOT, environment
 
 
@@ -80,25 +80,34 @@ def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch
     there = {"square": [True] * 3, "wider": [False] * 3, "narrower": [False] * 3}
     monkeypatch.setattr(cpu_linear, "can_convolve", lambda: True)
     monkeypatch.setattr(cpu_linear, "measure", lambda: there)
-    trainer.keep_choices(run)
-    stored = json.loads((run / trainer.MACHINE).read_text())
+    choices.keep(choices.recall(run, "*.pt"), run)
+    stored = json.loads((run / choices.MACHINE).read_text())
     assert stored == {"native": cpu_kernel.is_available(), "convolutions": there}
     monkeypatch.setattr(machine, "_adopted", {})
     machine._choice.cache_clear()
     machine.kept()[0].unlink()
-    trainer.keep_choices(run)
+    choices.recall(run, "*.pt")
     assert machine.choice("convolutions", lambda: "measured here") == there
-    (run / trainer.MACHINE).write_text("{")
+    (run / choices.MACHINE).write_text("{")
     with pytest.raises(UserError, match=r"machine\.json is damaged; delete it"):
-        trainer.keep_choices(run)
+        choices.recall(run, "*.pt")
+
+
+def test_a_run_of_before_there_were_choices_continues_as_it_began(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_adopted", {})
+    (tmp_path / "ep0-ba1-rank0.pt").touch()
+    assert choices.recall(tmp_path, "ep*-rank0.pt")["native"] is False
+    assert not cpu_kernel.is_available()
+    (tmp_path / "ep0-ba1-rank0.pt").unlink()
+    assert choices.recall(tmp_path, "ep*-rank0.pt")["native"] is cpu_kernel.is_available()
 
 
 def test_a_run_says_that_its_kernel_is_missing(tmp_path, monkeypatch, caplog):
-    (tmp_path / trainer.MACHINE).write_text('{"native": true}')
+    (tmp_path / choices.MACHINE).write_text('{"native": true}')
     monkeypatch.setattr(machine, "_adopted", {})
     monkeypatch.setattr(cpu_kernel, "USE_NATIVE", False)
     caplog.set_level("INFO")
-    trainer.keep_choices(tmp_path)
+    choices.recall(tmp_path, "*.pt")
     assert "not available here (LION_NATIVE=0)" in caplog.text
 
 

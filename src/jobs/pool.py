@@ -25,6 +25,7 @@ from src.data.workers import usable_cores
 from src.errors import RunFailed, UserError, first_line, reason
 from src.files import write_json
 from src.jobs.experiment import LOG_FILE, RESULT_FILE, Experiment, Job
+from src.training import choices
 from src.training.trainer import configure_process
 
 BAR = "{percentage:3.0f}% |{bar:20}| {elapsed} elapsed, {remaining} left{postfix}"
@@ -176,6 +177,8 @@ def run_job(
         except OSError as error:
             raise RunFailed(f"cannot write {job.folder / LOG_FILE}: {reason(error)}") from None
         cli.start_log()
+        if device == "cpu":
+            choices.keep(choices.recall(experiment.folder, f"jobs/*/{RESULT_FILE}"), experiment.folder)
         result = experiment.run(job, device, StepReporter(connection))
         write_json(job.folder / RESULT_FILE, {**result, "settings": job.settings})
     except UserError as error:

@@ -57,7 +57,8 @@ def _read(path: Path, name: str) -> Any:
 
 
 def adopt(choices: dict[str, Any]) -> None:
-    """Take these choices for the rest of this process, instead of this machine's."""
+    """Take these choices from now on, instead of this machine's or earlier ones."""
+    _adopted.clear()
     _adopted.update(choices)
 
 

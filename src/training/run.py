@@ -46,7 +46,7 @@ def train(task: Task, folder: Path) -> None:
     from tqdm.contrib.logging import logging_redirect_tqdm
 
     from src.publish.callback import HubExports
-    from src.training import guards, registry, trainer
+    from src.training import choices, guards, registry, trainer
     from src.training.checkpointing import CheckpointWriter, check_load_path, latest_valid_checkpoint
     from src.training.run_log import RunLog, Startup
 
@@ -54,8 +54,7 @@ def train(task: Task, folder: Path) -> None:
     startup = Startup()
     device = trainer.resolve_device(config.device)
     trainer.configure_process(device)
-    if device == "cpu":
-        trainer.keep_choices(folder)
+    chosen = choices.recall(folder, "ep*-rank0.pt") if device == "cpu" else {}
     trainer.check_sections(config.fsdp_config, config.compile_config or {}, device)
     precision = trainer.resolve_precision(config.precision, device)
     batch = config.global_train_batch_size
@@ -121,6 +120,8 @@ def train(task: Task, folder: Path) -> None:
         log.info(f"resuming from step {now.batch.value}")
     if is_main_process():
         save_config(config, folder)
+        if chosen:
+            choices.keep(chosen, folder)
     if config.eval_first and now.batch == 0:
         composer_trainer.eval()
         startup.done("first evaluation")

@@ -1,12 +1,9 @@
 """Composer's Trainer, and what depends on the machine: device, precision, batch sizes, FSDP, compilation."""
 
-import contextlib
-import json
 import logging
 import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +13,9 @@ from composer.utils import FSDPConfig
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from src.cli import is_main_process, log
 from src.errors import UserError, first_line
-from src.files import write_json
-from src.lion import cpu_kernel, cpu_linear, machine
 from src.lion.cpu import flush_denormals, keep_freed_memory
 from src.training.registry import check_arguments
-
-MACHINE = "machine.json"  # in a run folder, see `keep_choices`
 
 
 class AutocastModel(HuggingFaceModel):
@@ -59,32 +51,6 @@ def configure_process(device: str) -> None:
     if device == "cpu":
         keep_freed_memory()
         flush_denormals()
-
-
-def keep_choices(folder: Path) -> None:
-    """Compute as this run did on the machine that started it, see src/lion/machine.py, so that rounding does not change
-    on the way; or keep this machine's choices with a new run. For training on a CPU."""
-    path = folder / MACHINE
-    try:
-        choices = json.loads(path.read_text())
-        if not isinstance(choices, dict) or not isinstance(choices.get("native"), bool):
-            raise ValueError
-    except FileNotFoundError:
-        if next(folder.glob("ep*-rank0.pt"), None) is None:
-            choices = {"native": cpu_kernel.is_available()}
-            if cpu_linear.can_convolve():
-                choices["convolutions"] = machine.choice("convolutions", cpu_linear.measure)
-        else:  # a run of before there were choices
-            choices = {"native": False, "convolutions": dict.fromkeys(cpu_linear.SHAPES, [True] * 3)}
-        if is_main_process():
-            with contextlib.suppress(OSError):  # a full disk ends the run where it saves
-                write_json(path, choices)
-    except (OSError, ValueError):
-        raise UserError(f"save_folder: {path} is damaged; delete it to continue, perhaps with other rounding") from None
-    machine.adopt(choices)
-    if choices["native"] and not cpu_kernel.is_available():
-        problem = f"this run started with the compiled kernel, which is not available here{cpu_kernel.reason()}"
-        log.warning(f"{problem}; it continues in PyTorch, slower and with other dropout")
 
 
 def silence_libraries() -> None:

@@ -1,0 +1,45 @@
+"""A run on a CPU computes as it did on the machine that started it, see src/lion/machine.py, so that rounding does not
+change on the way: its choices are in its folder."""
+
+import contextlib
+import json
+from pathlib import Path
+
+from src.cli import log
+from src.errors import UserError
+from src.files import write_json
+from src.lion import cpu_kernel, cpu_linear, machine
+
+MACHINE = "machine.json"
+
+
+def recall(folder: Path, results: str) -> dict:
+    """Compute as the run in this folder does, or, if it is new, as is fastest here, and return the choices. A run that
+    already has `results`, a pattern of files, but no choices was started before there were any. Raises UserError."""
+    path = folder / MACHINE
+    machine.adopt({})
+    try:
+        choices = json.loads(path.read_text())
+        if not isinstance(choices, dict) or not isinstance(choices.get("native"), bool):
+            raise ValueError
+    except FileNotFoundError:
+        if next(folder.glob(results), None) is not None:
+            choices = {"native": False, "convolutions": dict.fromkeys(cpu_linear.SHAPES, [True] * 3)}
+        else:
+            choices = {"native": cpu_kernel.is_available()}
+            if cpu_linear.can_convolve():
+                choices["convolutions"] = machine.choice("convolutions", cpu_linear.measure)
+    except (OSError, ValueError):
+        raise UserError(f"save_folder: {path} is damaged; delete it to continue, perhaps with other rounding") from None
+    machine.adopt(choices)
+    if choices["native"] and not cpu_kernel.is_available():
+        problem = f"this run started with the compiled kernel, which is not available here{cpu_kernel.reason()}"
+        log.warning(f"{problem}; it continues in PyTorch, slower and with other dropout")
+    return choices
+
+
+def keep(choices: dict, folder: Path) -> None:
+    """Write the choices beside the results."""
+    if not (folder / MACHINE).exists():
+        with contextlib.suppress(OSError):  # a full disk ends the run where it saves
+            write_json(folder / MACHINE, choices)
