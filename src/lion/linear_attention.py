@@ -22,6 +22,7 @@ import os
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .linear_attention_forms import cumulative_log_decay, write_state
 from .linear_attention_triton import covers, fused_linear_attention
@@ -49,6 +50,7 @@ def linear_attention(
     log_decay: Tensor | None = None,
     *,
     log_decay_future: Tensor | None = None,
+    forget_logits: Tensor | None = None,
     mask: Tensor | None = None,
     seq_idx: Tensor | None = None,
     left_state: Tensor | None = None,
@@ -59,6 +61,7 @@ def linear_attention(
     form: str = "auto",
     chunk_size: int = 128,
     dropout_p: float = 0.0,
+    qkv: Tensor | None = None,
 ) -> Tensor:
     """Compute bidirectional linear attention with decay, arXiv:2502.16249 section 3.
 
@@ -67,6 +70,8 @@ def linear_attention(
             k then serves H/G heads of v.
         log_decay: log λ ≤ 0: None for λ = 1 (LION-LIT), (H,) for one per head (LION-D), or (B, H, L) (LION-S).
         log_decay_future: the decays of keys after a query, if they are not those of log_decay.
+        forget_logits: the logit of 1 − λ, shaped like log_decay and in any dtype, instead of it. The GPU kernels compute
+            log λ = −softplus(forget_logits) and its gradient themselves.
         mask: (B, L) bool, True at real tokens. Padding keys contribute nothing.
         seq_idx: (B, L) integers, the sequence that each token of a packed row belongs to; each sequence gets the same
             output as on its own. A new sequence starts where the number changes. From FlashAttention's offsets:
@@ -79,25 +84,34 @@ def linear_attention(
         form: "full", "recurrent", "chunkwise", or "auto", which chooses by length.
         chunk_size: tokens per chunk of the chunkwise form.
         dropout_p: dropout on the matrix s·QKᵀ⊙M, which only the full form computes.
+        qkv: (B, L, 3, H, D), of which q, k and v are views, if they are. The GPU kernels then compute its gradient as
+            one tensor; those of three views would have to be copied into one.
 
     Returns:
         (B, H, L, E) in v's dtype. States and log decays are summed in float32 or better for any input dtype.
 
     Raises ValueError for shapes that do not match, an unknown form, dropout in a form without a matrix, states
-    combined with packing, states or decays from the right with `causal`, or decays for future keys only.
+    combined with packing, states or decays from the right with `causal`, decays for future keys only, or decays in two
+    ways.
     """
     _check(
-        q, k, v, log_decay, log_decay_future, mask, seq_idx, left_state, right_state, normalize, causal, form,
-        chunk_size, dropout_p,
+        q, k, v, log_decay, log_decay_future, forget_logits, mask, seq_idx, left_state, right_state, normalize, causal,
+        form, chunk_size, dropout_p, qkv,
     )  # fmt: skip
     dtype, separate = v.dtype, log_decay_future is not None
-    decays = log_decay is not None or seq_idx is not None or causal
+    decays = log_decay is not None or forget_logits is not None or seq_idx is not None or causal
     if normalize and dtype in (torch.bfloat16, torch.float16):
         q, k, v = q.float(), k.float(), v.float()
     form, fused = _choose_form(q, k, v, decays, normalize, form, dropout_p, causal, separate)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if fused and left_state is None and right_state is None and not normalize:
+        q, k, v = (q, k, v) if qkv is None else (qkv, None, None)
+        given, size = log_decay if forget_logits is None else forget_logits, 0 if form == "full" else chunk_size
+        return fused_linear_attention(q, k, v, given, mask, seq_idx, scale, size, dropout_p, forget_logits is not None)
+    if forget_logits is not None:
+        log_decay = log_of_decay(forget_logits)
     if normalize:
         v = with_ones(v)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     triangles, sums = "past" if causal else "shared", None
     with torch.autocast(q.device.type, enabled=False):
         if not fused or left_state is not None or right_state is not None:  # the kernels sum decays themselves
@@ -173,6 +187,12 @@ def segment_states(k, v, log_decay=None, *, log_decay_future=None, mask=None, no
     return two_sided_segment_states(v, past, future, total[..., -1:], inclusive[..., -1:], mask=mask)
 
 
+def log_of_decay(forget_logits: Tensor) -> Tensor:
+    """log λ in float32 or better, of logits of 1 − λ, (H,) or (B, H, L)."""
+    x = forget_logits.to(torch.promote_types(forget_logits.dtype, torch.float32))
+    return F.logsigmoid(-x.mT).mT if x.ndim == 3 else F.logsigmoid(-x)  # as a linear layer's output is in memory
+
+
 def with_ones(v: Tensor) -> Tensor:
     """v with a column of ones, which receives the row sums, (B, H, L, E + 1)."""
     return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
@@ -199,8 +219,8 @@ def _signed_sums(
 
 
 def _check(
-    q, k, v, log_decay, log_decay_future, mask, seq_idx, left_state, right_state, normalize, causal, form, chunk_size,
-    dropout_p,
+    q, k, v, log_decay, log_decay_future, forget_logits, mask, seq_idx, left_state, right_state, normalize, causal, form,
+    chunk_size, dropout_p, qkv,
 ) -> None:  # fmt: skip
     """Raise ValueError if the arguments are inconsistent."""
     for name, x in (("q", q), ("v", v)):
@@ -214,12 +234,16 @@ def _check(
         ("v", v, (B, H, L, E)),
         ("log_decay", log_decay, (H,), (B, H, L)),
         ("log_decay_future", log_decay_future, (H,), (B, H, L)),
+        ("forget_logits", forget_logits, (H,), (B, H, L)),
+        ("qkv", qkv, (B, L, 3, H, D)),
         ("mask", mask, (B, L)),
         ("seq_idx", seq_idx, (B, L)),
         ("left_state", left_state, state),
         ("right_state", right_state, state),
     )
     check_options(mask, seq_idx, left_state, right_state, form, chunk_size)
+    if forget_logits is not None and not (log_decay is None and log_decay_future is None):
+        raise ValueError("forget_logits and log_decay are two ways to give decays; omit one")
     if log_decay is None and log_decay_future is not None:
         raise ValueError("log_decay_future needs log_decay; give both, zeros for none")
     for name, of_future in (("right_state", right_state), ("log_decay_future", log_decay_future)):

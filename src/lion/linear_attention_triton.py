@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import os
 
 import torch
 from torch import Tensor
@@ -14,15 +15,23 @@ from .triton_kernels import tl, triton
 
 # Head sizes, of q and k and of v, that fit the registers of one program; larger ones would spill to memory.
 LARGEST_HEAD = {torch.bfloat16: 128, torch.float16: 64, torch.float32: 64}
-ROWS = 64  # T, the rows of a program: what a warp group of a Hopper GPU multiplies at once
-COLUMNS = 32  # S, the columns processed at a time; with more, a thread runs out of registers
+# Triton is known to miscompile such kernels for newer cards than Hopper's; LION_TRITON=force runs them there too.
+NEWEST = (99, 0) if os.environ.get("LION_TRITON") == "force" else (9, 0)
+
+# Of each kernel by compute capability, for heads of up to 64: rows and columns of its tiles, warps, and stages in which
+# tiles are loaded. Chosen by registers and instructions of the compiled kernels, see benchmarks/kernels.py;
+# benchmarks/first_card.py measures them on a card and prints the fastest ones.
+TILES = {
+    (8, 0): {"y": (64, 64, 4, 2), "dq": (64, 32, 4, 2), "dk": (64, 32, 4, 2), "states": (64, 32, 4, 3)},
+    (9, 0): {"y": (64, 64, 4, 2), "dq": (64, 64, 4, 2), "dk": (64, 64, 4, 2), "states": (64, 32, 4, 3)},
+}
 
 INTERPRETED = kernels.AVAILABLE and not isinstance(kernels.product_kernel, triton.JITFunction)  # TRITON_INTERPRET=1
 
 
 def covers(q: Tensor, k: Tensor, v: Tensor, extra_columns: int = 0) -> bool:
     """Whether the kernels support these operands, with `extra_columns` added to v: bfloat16, float16 or float32, heads
-    up to LARGEST_HEAD, on an NVIDIA GPU (Ampere or newer) or on any device in Triton's interpreter."""
+    up to LARGEST_HEAD, on an NVIDIA GPU (Ampere, Ada or Hopper) or on any device in Triton's interpreter."""
     return (
         kernels.AVAILABLE
         and q.dtype == k.dtype == v.dtype
@@ -36,106 +45,224 @@ def covers(q: Tensor, k: Tensor, v: Tensor, extra_columns: int = 0) -> bool:
 @torch.compiler.assume_constant_result
 def _runs_on(device: torch.device) -> bool:
     is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return INTERPRETED or (is_nvidia and _capability(device) >= (8, 0))
+    return INTERPRETED or (is_nvidia and (8, 0) <= _capability(device) <= NEWEST)
 
 
 _capability = functools.cache(torch.cuda.get_device_capability)
 
 
-def fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, chunk_size: int, dropout_p: float) -> Tensor:
+def _card(device: torch.device) -> tuple[int, int]:
+    """The compute capability whose tiles are used; Triton's interpreter has none of its own."""
+    return _capability(device) if device.type == "cuda" else (9, 0)
+
+
+def fused_linear_attention(
+    q, k, v, log_decay, mask, seq_idx, scale, chunk_size: int, dropout_p: float, forget_logits: bool = False
+) -> Tensor:
     """Compute `linear_attention`, (B, H, L, E), for operands that `covers` accepts; the full form if `chunk_size` is 0.
-    Only the full form has dropout, with 0 ≤ dropout_p < 1."""
-    # One number per matrix, from which both passes derive the dropped entries.
-    seed = torch.randint(2**62, q.shape[:2], device=q.device) if dropout_p > 0 else None
-    arguments = q, k, v, log_decay, mask, seq_idx, seed, None, scale, chunk_size, dropout_p
+    Only the full form has dropout, with 0 ≤ dropout_p < 1. k and v may be None: q, (B, L, 3, H, D), is then all three
+    of them and gets one gradient. forget_logits: whether log_decay are these instead."""
+    seed = None  # one number per matrix, from which both passes derive the dropped entries
+    if dropout_p > 0:
+        seed = torch.randint(2**62, (q.shape[0], q.shape[-2] if v is None else q.shape[1]), device=q.device)
+    arguments = q, k, v, log_decay, mask, seq_idx, seed, None, None, scale, chunk_size, dropout_p, forget_logits
     if type(q) is not Tensor or torch.compiler.is_compiling():
         return _forward(*arguments)
     with_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4])
     return _Eager.apply(*arguments) if with_gradient else _launch_forward(*arguments)
 
 
-class _Call:
-    """The operands of one call as the kernels read them, how the kernels cut them, and the cumulative log decays. A
-    backward pass gets these `sums` from its forward pass, unless that was compiled."""
+class Kernel:
+    """A kernel with the numbers that it gets after its tensors, and its constants."""
 
-    def __init__(self, q, k, v, log_decay, mask, seq_idx, seed, sums, scale, chunk_size, dropout_p):
-        self.B, self.H, self.L, D = q.shape
-        self.q, self.k, self.v = map(_tokens, (q, k, v))
-        self.mask = None if mask is None else mask.contiguous().view(torch.uint8)
-        self.seed, self.scale, self.dropped = seed, scale / (1 - dropout_p), round(dropout_p * 2**32)
-        self.T = min(ROWS, max(16, triton.next_power_of_2(self.L)))
-        self.S = min(COLUMNS if max(D, v.shape[-1]) <= 64 else COLUMNS // 2, self.T)
-        self.inside = log_decay is not None or seq_idx is not None or chunk_size == 0
+    def __init__(self, name: str, kernel, programs: int, numbers: tuple, **options):
+        self.name, self.kernel, self.programs, self.numbers, self.options = name, kernel, programs, numbers, options
+        self.compiled = None
+
+    def launch(self, *tensors: Tensor | None) -> None:
+        """Launch it. Triton would look up the compiled kernel by all arguments each time; a plan's are always alike."""
+        if self.compiled is not None:
+            self.compiled(*tensors, *self.numbers, *self.constants)
+            return
+        compiled = self.kernel[(self.programs,)](*tensors, *self.numbers, **self.options)
+        if compiled is not None:  # the interpreter has none
+            self.constants = [self.options[name] for name in self.kernel.arg_names if name in self.options]
+            self.compiled = compiled[(self.programs, 1, 1)]
+
+
+class Plan:
+    """How the kernels cut operands of certain types, shapes and strides. Plans are kept, since making one takes the
+    host longer than all launches."""
+
+    def __init__(
+        self, device, dtype, precision, shape, E, strides, decay_dims, decay_strides, packed: bool, given: tuple, scale,
+        chunk_size: int, dropped: int, logits: bool,
+    ):  # fmt: skip
+        self.device, self.shape, self.E = device, shape, E
+        B, H, L, D = shape
+        self.decays = decay_dims > 0 or given[-1] is not None
+        self.inside = self.decays or chunk_size == 0
+        tiles = {name: tile(name, device, precision, L, max(D, E)) for name in ("y", "dq", "dk", "states")}
+        rows = [tiles[name][0] for name in ("y", "dq", "dk")]
+        self.G, step = min(rows), max(rows)
         if not self.inside:
             chunk_size *= 4  # nothing is computed inside chunks, and fewer states have to be summed
-        self.C = triton.cdiv(min(chunk_size or self.L, self.L), self.T) * self.T
-        self.N = triton.cdiv(self.L, self.C)
-        dot, precision = _dot_precision(q.dtype)
-        exact = precision == "ieee" and dot == tl.float32  # no tensor cores, and more than the registers hold
-        self.options = {"DOT": dot, "PRECISION": precision, "num_stages": 2 if dot == tl.float32 else 3}
-        self.options["num_warps"] = max(1, self.T // (8 if exact else 16))  # 8 or 16 rows per warp
-        self.uniform = seq_idx is None and log_decay is not None and log_decay.ndim == 1  # all chunks decay alike
-        if log_decay is not None and log_decay.ndim == 1:
-            log_decay = log_decay[None, :, None].expand(q.shape[:3])
-        self.log_decay, self.decay_strides = log_decay, (0, 0, 0) if log_decay is None else log_decay.stride()
-        if sums is None and (log_decay is not None or seq_idx is not None):
-            B, N = (1, 1) if self.uniform else (self.B, self.N)
-            sums = q.new_empty(B, self.H, N, self.C, 4, dtype=torch.float32)
-            _launch(
-                kernels.sums_kernel, B * self.H * N,
-                sums, log_decay, None if seq_idx is None else seq_idx.contiguous(),
-                self.H, self.L, self.C, N, *self.decay_strides, LOG_ZERO=LOG_ZERO, LOG2E=math.log2(math.e),
-                SIZE=min(triton.next_power_of_2(self.C), 1024), num_warps=4,
-            )  # fmt: skip
-            sums = sums.expand(self.B, -1, self.N, -1, -1) if self.uniform else sums
-        self.sums, self.sums_strides = sums, (0, 0, 0) if sums is None else sums.stride()[:3]
+        self.C = triton.cdiv(min(chunk_size or L, L), step) * step
+        self.N = triton.cdiv(L, self.C)
+        self.has_states = not (self.inside and self.N == 1)
+        # The sums: 8 numbers per token, 2 per block and 2 more, each chunk's aligned.
+        uniform, width = (
+            decay_dims == 1 and given[-1] is None,
+            triton.cdiv(8 * self.C + 2 * self.C // self.G + 2, 16) * 16,
+        )
+        self.sums_shape = (1, H, 1, width) if uniform else (B, H, self.N, width)  # uniform: all chunks decay alike
+        sums = (0, width, 0) if uniform else (H * self.N * width, self.N * width, width) if self.decays else (0, 0, 0)
+        directions = 2 if self.decays else 1
+        self.states_shape = directions, B * H, self.N, D, E
+        # In which they are multiplied. Without decays they are summed before.
+        self.states_dtype = dtype if dtype == torch.bfloat16 and self.decays else torch.float32
+        side = B * H * self.N * D * E if self.has_states else 0
+        plane = B * H * self.N * self.C
+        where = H, L, self.C, self.N
+        q, k, v = strides[:3], strides[3:6], strides[6:]
+        dy = L * H * E, E, H * E
+        size = min(max(triton.next_power_of_2(self.C), 2 * self.G), 1024)
+        log_zero = {"LOGITS": logits, "LOG_ZERO": LOG_ZERO}
 
-    def incoming_states(self, k: Tensor, v: Tensor, mask: Tensor | None, sign: int = 1) -> Tensor | None:
+        def options(name: str) -> dict:
+            _, columns, warps, stages = tiles[name]
+            dot, ways = precision
+            return {"S": columns, "DOT": dot, "PRECISION": ways, "num_warps": warps, "num_stages": stages}
+
+        def states(name: str, D: int, E: int, of_k: tuple, of_v: tuple, sign: int) -> Kernel:
+            part = min(_padded(E), 64)
+            columns = triton.cdiv(E, part)
+            numbers = *where, columns, side, *of_k, *of_v, *sums
+            cut = {"D": D, "E": E, "PD": _padded(D), "PE": part, "SIGN": sign}
+            return Kernel(name, kernels.states_kernel, B * H * self.N * columns, numbers, **cut, **options("states"))
+
+        def product(name: str, D: int, E: int, *of_operands: tuple, out: int, out_x: int) -> Kernel:
+            T = tiles[name][0]
+            of_operands = [stride for operand in of_operands for stride in operand]
+            blocks = triton.cdiv(L, T)
+            numbers = scale, *where, blocks, side, plane, *of_operands, out, out_x, *sums
+            cut = {"D": D, "E": E, "PD": _padded(D), "PE": _padded(E), "T": T, "G": self.G}
+            how = {"INSIDE": self.inside, "DROPPED": dropped, **options(name)}
+            how["S"] = min(how["S"], self.G)
+            return Kernel(name, kernels.product_kernel, B * H * blocks, numbers, **cut, **how)
+
+        self.sums = Kernel(
+            "sums", kernels.sums_kernel, math.prod(self.sums_shape[:3]),
+            (H, L, self.C, self.sums_shape[2], width, *decay_strides), **log_zero, LOG2E=math.log2(math.e), G=self.G,
+            SIZE=size, num_warps=4,
+        )  # fmt: skip
+        self.states, self.grad_states = states("states", D, E, k, v, 1), states("grad_states", D, E, q, dy, -1)
+        parts = triton.cdiv(D * E, 256)
+        self.scan = Kernel(
+            "scan", kernels.scan_kernel, B * H * 2 * parts, (H, self.C, self.N, parts, side, *sums), SIZE=D * E,
+            PART=256, STAGES=4, num_warps=2,
+        )  # fmt: skip
+        of_q, of_v = (3 * H * D, 3 * H * D) if packed else (H * D, H * E)  # between tokens, in the gradients
+        self.y = product("y", D, E, q, k, v, q, out=H * E, out_x=0)
+        # Compiled with and without the gradients of decays.
+        self.dq = [product("dq", E, D, dy, v, k, q, out=of_q, out_x=0) for _ in range(2)]
+        self.dk = [product("dk", E, D, v, dy, q, k, out=of_q, out_x=of_v) for _ in range(2)]
+        self.decay_gradients = Kernel(
+            "decay_gradients", kernels.decay_gradients_kernel, B * H * self.N,
+            (scale, *where, side, plane, *decay_strides, *sums), **log_zero, STATE=D * E, PART=1024, SIZE=size,
+            num_warps=4,
+        )  # fmt: skip
+        self.plane, self.packed = plane, packed
+
+
+def tile(name: str, device: torch.device, precision: tuple, length: int, size: int) -> tuple[int, int, int, int]:
+    """Return the rows and columns of a kernel's tiles, its warps, and the stages of its loads, for heads of a size."""
+    rows, columns, warps, stages = TILES[max(known for known in TILES if known <= _card(device))][name]
+    columns = columns if size <= 64 else columns // 2  # with more, a thread runs out of registers
+    if precision[0] == tl.float32:
+        columns, stages = min(columns, 32), 2
+    if precision == (tl.float32, "ieee"):  # no tensor cores, and more than the registers hold
+        warps *= 2
+    used = min(rows, max(16, triton.next_power_of_2(length)))
+    return used, min(columns, used), max(1, warps * used // rows), stages
+
+
+_plan = functools.lru_cache(1024)(Plan)
+
+
+class _Call:
+    """The operands of one call as the kernels read them. A backward pass gets the `sums`, and the states `incoming` to
+    each chunk from left and right, from its forward pass, unless that was compiled."""
+
+    def __init__(
+        self, q, k, v, log_decay, mask, seq_idx, seed, sums, incoming, scale, chunk_size, dropout_p, forget_logits
+    ):  # fmt: skip
+        self.seed, self.decay, packed = seed, log_decay, v is None
+        q, k, v = q.permute(2, 0, 3, 1, 4).unbind() if packed else (q, k, v)
+        self.q, self.k, self.v = q, k, v = _tokens(q), _tokens(k), _tokens(v)
+        self.mask = None if mask is None else mask.contiguous()
+        seq_idx = None if seq_idx is None else seq_idx.contiguous()
+        dims, decay_strides = 0, (0, 0, 0)
+        if log_decay is not None:
+            dims, decay_strides = log_decay.ndim, log_decay.stride()
+            decay_strides = (0, *decay_strides, 0) if dims == 1 else decay_strides
+        strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
+        # Triton compiles differently what is not aligned.
+        given = [x if x is None else (x.dtype, x.data_ptr() % 16) for x in (q, k, v, log_decay, mask, seq_idx)]
+        self.plan = plan = _plan(
+            q.device, q.dtype, _dot_precision(q.dtype), q.shape, v.shape[-1], strides, dims, decay_strides, packed,
+            tuple(given), scale / (1 - dropout_p), chunk_size, round(dropout_p * 2**32), forget_logits,
+        )  # fmt: skip
+        if sums is None and plan.decays:
+            sums = torch.empty(plan.sums_shape, dtype=torch.float32, device=q.device)
+            plan.sums.launch(sums, log_decay, seq_idx)
+        self.sums = sums
+        self.incoming = incoming if incoming is not None else self.pass_states(plan.states, k, v, self.mask)
+
+    def pass_states(self, own: Kernel, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor | None:
         """The states that enter each chunk from the left and from the right, (2, B·H, N, D, E); without decays one for
-        all, (1, B·H, 1, D, E). sign: −1 for gradients, with q and dy in place of k and v."""
-        if self.inside and self.N == 1:
+        all, (1, B·H, 1, D, E). For gradients, q and dy are in place of k and v."""
+        plan = self.plan
+        if not plan.has_states:
             return None
-        B, H, L, D = k.shape
-        E, N = v.shape[-1], self.N
-        states = k.new_empty(1 if self.sums is None else 2, B * H, N, D, E, dtype=torch.float32)
-        PE = min(_padded(E), 64)
-        columns = triton.cdiv(E, PE)
-        _launch(
-            kernels.states_kernel, B * H * N * columns, k, v, mask, self.sums, states,
-            H, L, self.C, N, columns, states.stride(0), *k.stride()[:3], *v.stride()[:3], *self.sums_strides,
-            D=D, E=E, S=self.S, PD=_padded(D), PE=PE, SIGN=sign, **self.options,
-        )  # fmt: skip
-        dtype = k.dtype if k.dtype == torch.bfloat16 else torch.float32  # in which the states are multiplied
+        states = torch.empty(plan.states_shape, dtype=plan.states_dtype, device=k.device)
+        own.launch(k, v, mask, self.sums, states)
         if self.sums is None:
-            return states.sum(2, keepdim=True).to(dtype)
-        incoming = torch.empty_like(states, dtype=dtype)
-        part = 256
-        parts = triton.cdiv(D * E, part)
-        _launch(
-            kernels.scan_kernel, B * H * 2 * parts, states, incoming, self.sums, H, self.C, N, parts, states.stride(0),
-            *self.sums_strides, SIZE=D * E, PART=part, STAGES=4, num_warps=2,
-        )  # fmt: skip
+            return states if plan.N == 1 else states.sum(2, keepdim=True)
+        incoming = torch.empty_like(states)
+        plan.scan.launch(states, incoming, self.sums)
         return incoming
 
     def output(self) -> Tensor:
         y = _empty(self.v)
-        self.product(self.q, self.k, self.v, y, self.incoming_states(self.k, self.v, self.mask))
+        plan, of_states = self.plan, (self.sums, self.incoming)
+        plan.y.launch(self.q, self.k, self.v, None, y, None, self.mask, self.seed, *of_states, None)
         return y
 
-    def product(self, q, k, v, out, incoming, x=None, out_x=None, grad_sums=None) -> None:
-        """Fill `out`, and the others that are given, as `kernels.product_kernel` says."""
-        D, E = q.shape[-1], v.shape[-1]
-        blocks = triton.cdiv(self.L, self.T)
-        side = 0 if incoming is None else incoming.stride(0)
-        plane = 0 if grad_sums is None else grad_sums.stride(0)
-        strides = [stride for operand in (q, k, v, q if x is None else x) for stride in operand.stride()[:3]]
-        _launch(
-            kernels.product_kernel, self.B * self.H * blocks,
-            q, k, v, x, out, out_x, self.mask, self.seed, self.sums, incoming, grad_sums, self.scale,
-            self.H, self.L, self.C, self.N, blocks, side, plane, *strides, *self.sums_strides,
-            D=D, E=E, T=self.T, S=self.S, PD=_padded(D), PE=_padded(E),
-            INSIDE=self.inside, DROPPED=self.dropped, **self.options,
-        )  # fmt: skip
+    def gradients(self, dy: Tensor, with_decays: bool) -> list[Tensor]:
+        """∂q, ∂k, ∂v, or of all three in one, and, if requested, ∂log_decay."""
+        plan, q, k, v = self.plan, self.q, self.k, self.v
+        dy = _empty(v).copy_(dy) if not dy.transpose(1, 2).is_contiguous() or dy.data_ptr() % 16 else dy
+        if plan.packed:
+            (B, H, L, D) = q.shape
+            whole = torch.empty(B, L, 3, H, D, dtype=q.dtype, device=q.device)
+            grads, (dq, dk, dv) = [whole], whole.unbind(2)
+        else:
+            grads = dq, dk, dv = [_empty(x) for x in (q, k, v)]
+        grad_incoming = self.pass_states(plan.grad_states, q, dy, None)
+        grad_sums = None
+        if with_decays:
+            grad_sums = torch.empty(6, plan.plane, dtype=torch.float32, device=q.device)
+        rest = self.mask, self.seed, self.sums
+        plan.dq[with_decays].launch(dy, v, k, q, dq, None, *rest, self.incoming, grad_sums)
+        plan.dk[with_decays].launch(v, dy, q, k, dk, dv, *rest, grad_incoming, grad_sums)
+        if not with_decays:
+            return grads
+        B, H, L, _ = q.shape
+        per_head = self.decay.ndim == 1
+        grad = torch.empty(B, L, H, dtype=torch.float64 if per_head else self.decay.dtype, device=q.device)
+        plan.decay_gradients.launch(grad, self.decay, self.sums, grad_sums, self.incoming, grad_incoming)
+        return [*grads, grad.sum((0, 1)).to(self.decay.dtype) if per_head else grad.mT]
 
 
 @functools.cache
@@ -149,9 +276,16 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _empty(x: Tensor) -> Tensor:
-    """A tensor like x, (B, H, L, ·), with the heads of a token contiguous, as the layer after attention reads them."""
+    """A tensor like x, (B, H, L, ·), with the heads of a token contiguous, as the layer after attention reads them; or
+    like q, k and v in one, (B, L, 3, H, ·)."""
+    if x.ndim == 5:
+        return x.new_empty(x.shape)
     B, H, L, size = x.shape
     return x.new_empty(B, L, H, size).transpose(1, 2)
+
+
+def _empty_output(q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+    return _empty(q[:, :, 0].transpose(1, 2) if v is None else v)
 
 
 def _dot_precision(dtype: torch.dtype) -> tuple["tl.dtype", str]:
@@ -165,39 +299,22 @@ def _dot_precision(dtype: torch.dtype) -> tuple["tl.dtype", str]:
     return tl.float32, "tf32" if dtype != torch.float32 or tf32_is_allowed else "ieee"
 
 
-def _launch(kernel, programs: int, first: Tensor, *arguments, **options) -> None:
-    elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()  # Triton launches on the latter
-    with torch.cuda.device(first.device) if elsewhere else contextlib.nullcontext():
-        kernel[(programs,)](first, *arguments, **options)
+def _on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Make a GPU the current one, on which Triton launches."""
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
 
 
 def _launch_forward(*arguments) -> Tensor:
-    return _Call(*arguments).output()
+    with _on(arguments[0].device):
+        return _Call(*arguments).output()
 
 
 def _launch_backward(dy: Tensor, *arguments) -> list[Tensor]:
-    """∂q, ∂k, ∂v and, if the last argument is True, ∂log_decay; the others are those of `_Call`."""
+    """The gradients of `_Call.gradients`; the arguments are those of `_Call`, and whether decays need one."""
     *arguments, with_decays = arguments
-    call = _Call(*arguments)
-    q, k, v, dy = call.q, call.k, call.v, _tokens(dy)
-    incoming, grad_incoming = call.incoming_states(k, v, call.mask), call.incoming_states(q, dy, None, sign=-1)
-    dq, dk, dv = map(_empty, (q, k, v))
-    grad_sums = q.new_empty(6, call.B * call.H * call.N * call.C, dtype=torch.float32) if with_decays else None
-    call.product(dy, v, k, dq, incoming, x=q, grad_sums=grad_sums)
-    call.product(v, dy, q, dk, grad_incoming, x=k, out_x=dv, grad_sums=grad_sums)
-    if not with_decays:
-        return [dq, dk, dv]
-    log_decay = arguments[3]
-    per_head = log_decay.ndim == 1
-    grad = q.new_empty(q.shape[:3], dtype=torch.float64 if per_head else log_decay.dtype)
-    _launch(
-        kernels.decay_gradients_kernel, call.B * call.H * call.N,
-        call.log_decay, call.sums, grad_sums, incoming, grad_incoming, grad, call.scale,
-        call.H, call.L, call.C, call.N, 0 if incoming is None else incoming.stride(0), grad_sums.stride(0),
-        *call.decay_strides, *call.sums_strides, LOG_ZERO=LOG_ZERO, STATE=q.shape[-1] * v.shape[-1], PART=1024,
-        SIZE=min(triton.next_power_of_2(call.C), 1024), num_warps=4,
-    )  # fmt: skip
-    return [dq, dk, dv, grad.sum((0, 2)).to(log_decay.dtype) if per_head else grad]
+    with _on(dy.device):
+        return _Call(*arguments).gradients(dy, with_decays)
 
 
 class _Eager(torch.autograd.Function):
@@ -205,9 +322,10 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        call = _Call(*arguments)
-        save_inputs(ctx, (*arguments[:7], call.sums, *arguments[8:]), None)
-        return call.output()
+        with _on(arguments[0].device):
+            call = _Call(*arguments)
+            save_inputs(ctx, (*arguments[:7], call.sums, call.incoming, *arguments[9:]), None)
+            return call.output()
 
     @staticmethod
     @once_differentiable
@@ -215,6 +333,6 @@ class _Eager(torch.autograd.Function):
         return gradients(ctx, _launch_backward, dy)
 
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? mask, Tensor? seq_idx, Tensor? seed, Tensor? sums"
-_INPUTS += ", float scale, SymInt chunk_size, float dropout_p"
-_forward, _backward = operator(_launch_forward, _launch_backward, _INPUTS, _empty)
+_INPUTS = "Tensor q, Tensor? k, Tensor? v, Tensor? log_decay, Tensor? mask, Tensor? seq_idx, Tensor? seed"
+_INPUTS += ", Tensor? sums, Tensor? incoming, float scale, SymInt chunk_size, float dropout_p, bool forget_logits"
+_forward, _backward = operator(_launch_forward, _launch_backward, _INPUTS, _empty, _empty_output)

@@ -6,7 +6,9 @@ per entry. Past keys of another block are decayed through a point between them a
 
     M_ij = exp(exclusive_i − exclusive_first) · exp(exclusive_first − exclusive_j),    first: the queries' first token,
 
-one factor per query and one per key, neither above 1; future keys likewise through the queries' last token.
+one factor per query and one per key, neither above 1; future keys likewise through the queries' last token. A key's
+factor is split once more, at the edge of its block: what remains is one number per block, and one per key that all
+queries share and one kernel computes.
 
 Inside a chunk of a text all pairs of blocks are computed. Keys and values of other chunks arrive as states, one from
 the left and one from the right, for which one kernel sums each chunk and another scans chunks. The full form is one
@@ -33,10 +35,14 @@ except ImportError:  # the kernels are then never launched, see `linear_attentio
 
 AVAILABLE = not isinstance(triton, SimpleNamespace)
 
-# For each token the kernels load three numbers: high, low and half. In units of log 2, the cumulative log decays are
-# exclusive = high + low − half and inclusive = high + low + half: their mean as two float32 numbers, precise enough for
-# differences of neighbours, and half their difference. SIGN = −1 swaps exclusive and inclusive. A fourth number is
-# padding, so that a token is one load. "Sums" are these numbers.
+# "Sums" are what one chunk's decays come to, counted from its start, in units of log 2, in float32:
+#
+#   C × 4     high, low, half and nothing, so that a token is one load. exclusive = high + low − half and inclusive =
+#             high + low + half: their mean as two numbers, precise enough for differences of neighbours, and half their
+#             difference. SIGN = −1 swaps exclusive and inclusive.
+#   4 × C     a key's factor to the end of its block of G tokens, and from the block's start, with exclusive and inclusive
+#             as M has them; then the same two for Mᵀ.
+#   C/G+1 × 2 high and low of inclusive at the last token of each block, after a zero.
 
 # These vary with a batch's length: a kernel would be recompiled where one is 1 or a multiple of 16.
 kernel = triton.jit(do_not_specialize=["H", "L", "N", "blocks", "columns", "parts", "decay_batch", "decay_head"])
@@ -116,36 +122,58 @@ def _keeps(seed, i, j, DROPPED):
 # Sums and states
 
 
+@triton.jit
+def _log_decay(decay, LOGITS, LOG_ZERO):
+    """log λ in float64, at least LOG_ZERO, of log λ or of the logit of 1 − λ."""
+    if LOGITS:
+        decay = -(tl.maximum(decay, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(decay))))
+    return tl.maximum(decay, LOG_ZERO, propagate_nan=tl.PropagateNan.ALL)
+
+
 @kernel
-def sums_kernel(sums, log_decay, seq_idx, H, L, C, N, decay_batch, decay_head, decay_token, LOG_ZERO: tl.constexpr,
-        LOG2E: tl.constexpr, SIZE: tl.constexpr):
-    """Sums of one chunk, counted from its start: (B or 1, H, N·C, 4)."""
+def sums_kernel(sums, decay, seq_idx, H, L, C, N, width, decay_batch, decay_head, decay_token, LOGITS: tl.constexpr,
+        LOG_ZERO: tl.constexpr, LOG2E: tl.constexpr, G: tl.constexpr, SIZE: tl.constexpr):
+    """Sums of one chunk: (B or 1, H, N, width)."""
     row, chunk = tl.program_id(0) // N, (tl.program_id(0) % N).to(tl.int64)
     b, h = (row // H).to(tl.int64), (row % H).to(tl.int64)
+    sums += (row.to(tl.int64) * N + chunk) * width
+    edges, number = sums + 8 * C, tl.arange(0, SIZE // G)
+    tl.store(edges + tl.arange(0, 2), tl.zeros((2,), tl.float32))
     so_far = tl.zeros((1,), tl.float64)
     for first in range(0, C, SIZE):
-        local = first + tl.arange(0, SIZE)
+        local = first + number[:, None] * G + tl.arange(0, G)[None, :]
         token = chunk * C + local
         inside = (local < C) & (token < L)
-        decay = tl.zeros((SIZE,), tl.float64)
-        if log_decay is not None:
-            place = log_decay + b * decay_batch + h * decay_head + token * decay_token
-            decay = tl.load(place, mask=inside, other=0.0).to(tl.float64)
-            decay = tl.maximum(decay, LOG_ZERO, propagate_nan=tl.PropagateNan.ALL)
-        step = decay
+        log_decay = tl.zeros((SIZE // G, G), tl.float64)
+        if decay is not None:
+            place = decay + b * decay_batch + h * decay_head + token * decay_token
+            log_decay = _log_decay(tl.load(place, mask=inside, other=0.0).to(tl.float64), LOGITS, LOG_ZERO)
+            log_decay = tl.where(inside, log_decay, 0.0)
+        step = log_decay
         if seq_idx is not None:
-            number = tl.load(seq_idx + b * L + token, mask=inside, other=0)
+            sequence = tl.load(seq_idx + b * L + token, mask=inside, other=0)
             previous = tl.load(seq_idx + b * L + token - 1, mask=inside & (token > 0), other=0)
-            step += tl.where(inside & (token > 0) & (number != previous), LOG_ZERO, 0.0)
-        inclusive = so_far + tl.cumsum(step, 0)
-        so_far += tl.sum(step, 0)
-        half = (decay * (0.5 * LOG2E)).to(tl.float32)
-        middle = inclusive * LOG2E - half.to(tl.float64)
+            step += tl.where(inside & (token > 0) & (sequence != previous), LOG_ZERO, 0.0)
+        within, whole = tl.cumsum(step, 1), tl.sum(step, 1)  # in each block
+        edge = so_far + tl.cumsum(whole, 0)
+        so_far += tl.sum(whole, 0)
+        until_end = whole[:, None] - within
+        half = (log_decay * (0.5 * LOG2E)).to(tl.float32)
+        middle = (edge[:, None] - until_end) * LOG2E - half.to(tl.float64)
         high = middle.to(tl.float32)
-        out = sums + (row.to(tl.int64) * N * C + token) * 4
-        tl.store(out, high, mask=local < C)
-        tl.store(out + 1, (middle - high.to(tl.float64)).to(tl.float32), mask=local < C)
-        tl.store(out + 2, half, mask=local < C)
+        tl.store(sums + local * 4, high, mask=local < C)
+        tl.store(sums + local * 4 + 1, (middle - high.to(tl.float64)).to(tl.float32), mask=local < C)
+        tl.store(sums + local * 4 + 2, half, mask=local < C)
+        factor = sums + 4 * C + local
+        tl.store(factor, tl.exp2(((until_end + log_decay) * LOG2E).to(tl.float32)), mask=local < C)
+        tl.store(factor + C, tl.exp2((within * LOG2E).to(tl.float32)), mask=local < C)
+        tl.store(factor + 2 * C, tl.exp2((until_end * LOG2E).to(tl.float32)), mask=local < C)
+        tl.store(factor + 3 * C, tl.exp2(((within - log_decay) * LOG2E).to(tl.float32)), mask=local < C)
+        edge *= LOG2E
+        high = edge.to(tl.float32)
+        place = edges + 2 * (first // G + 1 + number)
+        tl.store(place, high, mask=first // G + number < C // G)
+        tl.store(place + 1, (edge - high.to(tl.float64)).to(tl.float32), mask=first // G + number < C // G)
 
 
 @kernel
@@ -176,8 +204,9 @@ def states_kernel(k, v, mask, sums, states, H, L, C, N, columns, side, k_batch, 
             high, low, half = _load_sums(sums, block * S, S, SIGN)
             to_end = _weight(end_high, end_low, end_half, high, low, -half)
             from_start = tl.exp2(high + low + half)
-            rightward = tl.dot(tl.trans((K * to_end[:, None]).to(DOT)), V, rightward, input_precision=PRECISION)
-            leftward = tl.dot(tl.trans((K * from_start[:, None]).to(DOT)), V, leftward, input_precision=PRECISION)
+            # V is weighed, not K: a transposed product of registers would be Hopper's riskiest kind, and slower.
+            rightward = tl.dot(tl.trans(K), (V * to_end[:, None]).to(DOT), rightward, input_precision=PRECISION)
+            leftward = tl.dot(tl.trans(K), (V * from_start[:, None]).to(DOT), leftward, input_precision=PRECISION)
     states += (row * N + chunk) * D * E + column
     _store_tile(states, 0, E, D, rightward, E - column, PD, PE)
     if sums is not None:
@@ -198,7 +227,7 @@ def scan_kernel(states, incoming, sums, H, C, N, parts, side, sums_batch, sums_h
     high, low, half = _load_sum(sums + direction * (N - 1) * sums_chunk, C - 1, 1)
     for step in tl.range(0, N, num_stages=STAGES):
         chunk = direction * (N - 1 - step) + (1 - direction) * step
-        own = tl.load(states + place + chunk * SIZE, mask=entry < SIZE, other=0.0)
+        own = tl.load(states + place + chunk * SIZE, mask=entry < SIZE, other=0.0).to(tl.float32)
         after = tl.minimum(step + 1, N - 1)  # loads the next sum during this chunk
         following = direction * (N - 1 - after) + (1 - direction) * after
         high2, low2, half2 = _load_sum(sums + following * sums_chunk, C - 1, 1)
@@ -207,9 +236,7 @@ def scan_kernel(states, incoming, sums, H, C, N, parts, side, sums_batch, sums_h
         high, low, half = high2, low2, half2
 
 
-# Outputs and gradients. Contributions from before the rows' block are decayed to its first token, summed, and then
-# decayed to all rows at once; later ones are decayed through its last token to each row, block by block, since no
-# registers are left for a second sum.
+# Outputs and gradients
 
 
 @triton.jit
@@ -238,24 +265,28 @@ def _add_block(total, total_x, Q, X, k, v, mask, seed, start, first, length, wei
 
 
 @triton.jit
-def _read_state(Q, X, pointer, D, E, PD, PE, DOT, PRECISION):
-    """QS and, for gradients, whose S is stored transposed, also XSᵀ."""
+def _read_state(total, total_x, Q, X, pointer, decay, D, E, PD, PE, DOT, PRECISION):
+    """Add QS, decayed, to `total` and, for gradients, whose S is stored transposed, XSᵀ to total_x. The third result
+    are the row sums of QS ⊙ X. One product after the other, since there are no registers for both."""
+    row_sums = tl.zeros((Q.shape[0],), tl.float32)
     if X is None:
-        out = tl.dot(Q, _tile(pointer, 0, E, D, None, E, PD, PE, DOT), input_precision=PRECISION)
-        out_x = tl.zeros((Q.shape[0], PD), tl.float32)
+        read = tl.dot(Q, _tile(pointer, 0, E, D, None, E, PD, PE, DOT), input_precision=PRECISION)
+        total += read * decay
     else:
         transposed = _tile(pointer, 0, D, E, None, D, PE, PD, DOT)
-        out = tl.dot(Q, tl.trans(transposed), input_precision=PRECISION)
-        out_x = tl.dot(X, transposed, input_precision=PRECISION)
-    return out, out_x
+        read = tl.dot(Q, tl.trans(transposed), input_precision=PRECISION) * decay
+        row_sums = tl.sum(X * read, 1)
+        total += read
+        total_x += tl.dot(X, transposed, input_precision=PRECISION) * decay
+    return total, total_x, row_sums
 
 
 @kernel
 def product_kernel(q, k, v, x, out, out_x, mask, seed, sums, incoming, grad_sums, scale, H, L, C, N, blocks, side,
         plane, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, x_batch, x_head, x_token,
-        sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
-        PD: tl.constexpr, PE: tl.constexpr, INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-        DROPPED: tl.constexpr):
+        out_token, out_x_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
+        S: tl.constexpr, G: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, INSIDE: tl.constexpr, DOT: tl.constexpr,
+        PRECISION: tl.constexpr, DROPPED: tl.constexpr):
     """out = scale · (QKᵀ⊙M) V for T rows of a head: the output of linear attention, or, of other operands, a gradient.
 
         out   q    k    v    x   out_x
@@ -273,79 +304,77 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, sums, incoming, grad_sums
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     b, h = (row // H).to(tl.int64), (row % H).to(tl.int64)
     chunk, own = block // (C // T), block % (C // T)  # `own`: the block of rows in its chunk
-    count = tl.cdiv(tl.minimum(C, L - chunk * C), S)  # of blocks of columns in the chunk
+    length = tl.minimum(C, L - chunk * C)
+    count = tl.cdiv(length, S)  # of blocks of columns in the chunk
     row, chunk = row.to(tl.int64), chunk.to(tl.int64)
-    begin, start = chunk * C, chunk * C + own * T
-    k += b * k_batch + h * k_head
-    v += b * v_batch + h * v_head
+    start = chunk * C + own * T
+    # From here on tokens are counted from the chunk's start, so that places in it are numbers of 32 bits.
+    k += b * k_batch + h * k_head + chunk * C * k_token
+    v += b * v_batch + h * v_head + chunk * C * v_token
     if mask is not None:
-        mask += b * L
+        mask += b * L + chunk * C
     if seed is not None:
         seed = tl.load(seed + row)
     Q = _tile(q + b * q_batch + h * q_head, start, q_token, L, None, D, T, PD, DOT)
     X = None
     if x is not None:
-        X = _tile(x + b * x_batch + h * x_head, start, x_token, L, None, E, T, PE, DOT)
-        if ROWS_ARE_KEYS and mask is not None:  # after the load: this costs fewer registers here
-            X = tl.where(_real_tokens(mask, start, L, T)[:, None], X, 0.0).to(DOT)
+        x += b * x_batch + h * x_head + chunk * C * x_token
+        X = _tile(x, own * T, x_token, length, mask if ROWS_ARE_KEYS else None, E, T, PE, DOT)
     total, total_x = tl.zeros((T, PE), tl.float32), tl.zeros((T, PD), tl.float32)
-    if incoming is not None:
-        incoming += (row if sums is None else row * N + chunk) * D * E
-        total, total_x = _read_state(Q, X, incoming, D, E, PD, PE, DOT, PRECISION)
     if sums is None:
+        if incoming is not None:
+            total, total_x, _ = _read_state(total, total_x, Q, X, incoming + row * D * E, 1.0, D, E, PD, PE, DOT,
+                PRECISION)
         if INSIDE:
             for other in range(0, count):
-                total, total_x, _ = _add_block(total, total_x, Q, X, k, v, mask, seed, start, begin + other * S, L,
+                total, total_x, _ = _add_block(total, total_x, Q, X, k, v, mask, seed, own * T, other * S, length,
                     1.0, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, False, ROWS_ARE_KEYS)
     else:
         sums += b * sums_batch + h * sums_head + chunk * sums_chunk
         high, low, half = _load_sums(sums, own * T, T, SIGN)
-        high0, low0, half0 = _load_sum(sums, own * T, SIGN)  # of the first token
-        high1, low1, half1 = _load_sum(sums, own * T + T - 1, SIGN)  # of the last
         past, future, outside = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
-        if incoming is not None:
-            from_start = tl.exp2(high0 + low0 - half0)
-            total *= from_start
-            total_x *= from_start
-            if DECAYS:
-                past = tl.sum(X * total, 1)
-        for other in range(0, own * (T // S)):
-            high2, low2, half2 = _load_sums(sums, other * S, S, SIGN)
-            weight = _weight(high0, low0, -half0, high2, low2, -half2)[None, :]
-            total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, seed, start, begin + other * S, L,
-                weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS)
-            if DECAYS:
-                past += tl.sum(pairs, 1)
-        from_first = _weight(high, low, -half, high0, low0, -half0)
-        total *= from_first[:, None]
-        total_x *= from_first[:, None]
-        past *= from_first
-        to_last = _weight(high1, low1, half1, high, low, half)
-        if incoming is not None:
-            end_high, end_low, end_half = _load_sum(sums, C - 1, 1)
-            until_end = (_weight(end_high, end_low, end_half, high1, low1, half1) * to_last)[:, None]
-            right, right_x = _read_state(Q, X, incoming + side, D, E, PD, PE, DOT, PRECISION)
-            right *= until_end
-            total += right
-            total_x += right_x * until_end
-            if DECAYS:
-                outside = tl.sum(X * right, 1)
-        for other in range((own + 1) * (T // S), count):
-            high2, low2, half2 = _load_sums(sums, other * S, S, SIGN)
-            weight = to_last[:, None] * _weight(high2, low2, half2, high1, low1, half1)[None, :]
-            total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, seed, start, begin + other * S, L,
-                weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS)
-            if DECAYS:
-                future += tl.sum(pairs, 1)
         i, j = own * T + tl.arange(0, T), tl.arange(0, S)
-        for other in range(own * (T // S), tl.minimum((own + 1) * (T // S), count)):
-            high2, low2, half2 = _load_sums(sums, other * S, S, SIGN)
-            weight = _decay_mask(high, low, half, high2, low2, half2)
-            total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, seed, start, begin + other * S, L,
+        for part in tl.static_range(T // S):  # of the rows' own block
+            first = own * T + part * S
+            high2, low2, half2 = _load_sums(sums, first, S, SIGN)
+            own_weight = _decay_mask(high, low, half, high2, low2, half2)
+            total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, seed, own * T, first, length,
+                own_weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS)
+            if DECAYS:
+                past += tl.sum(tl.where(i[:, None] > first + j[None, :], pairs, 0.0), 1)
+                future += tl.sum(tl.where(i[:, None] < first + j[None, :], pairs, 0.0), 1)
+        # Blocks before and after that of the rows: from a key to an edge of its block, from there to the rows' first or
+        # last token, and on to each row.
+        high0, low0, half0 = _load_sum(sums, own * T, SIGN)
+        high1, low1, half1 = _load_sum(sums, own * T + T - 1, SIGN)
+        from_first = _weight(high, low, -half, high0, low0, -half0)
+        to_last = _weight(high1, low1, half1, high, low, half)
+        factors, edges = sums + (6 if ROWS_ARE_KEYS else 4) * C + tl.arange(0, S), sums + 8 * C
+        for step in range(0, tl.maximum(own * (T // S), count - T // S)):
+            before = step < own * (T // S)
+            other = step + tl.where(before, 0, T // S)
+            edge = edges + 2 * (other * S // G + tl.where(before, 1, 0))
+            high3, low3 = tl.load(edge), tl.load(edge + 1)
+            across = tl.where(before, (high0 - high3) + (low0 - low3) - half0, (high3 - high1) + (low3 - low1) - half1)
+            factor = tl.load(factors + other * S + tl.where(before, 0, C))
+            weight = (tl.where(before, from_first, to_last) * tl.exp2(across))[:, None] * factor[None, :]
+            total, total_x, of_others = _add_block(total, total_x, Q, X, k, v, mask, seed, own * T, other * S, length,
                 weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS)
             if DECAYS:
-                past += tl.sum(tl.where(i[:, None] > other * S + j[None, :], pairs, 0.0), 1)
-                future += tl.sum(tl.where(i[:, None] < other * S + j[None, :], pairs, 0.0), 1)
+                of_rows = tl.sum(of_others, 1)
+                past += tl.where(before, of_rows, 0.0)
+                future += tl.where(before, 0.0, of_rows)
+        if incoming is not None:
+            incoming += (row * N + chunk) * D * E
+            end_high, end_low, end_half = _load_sum(sums, C - 1, 1)
+            from_start = tl.exp2(high + low - half)
+            until_end = _weight(end_high, end_low, end_half, high, low, half)
+            for direction in tl.range(0, 2, num_stages=1):  # a loop, so that registers need not hold both states
+                decay = tl.where(direction == 0, from_start, until_end)
+                total, total_x, row_sums = _read_state(total, total_x, Q, X, incoming + direction * side,
+                    decay[:, None], D, E, PD, PE, DOT, PRECISION)
+                past += tl.where(direction == 0, row_sums, 0.0)
+                outside = row_sums
         if DECAYS:
             plane = tl.cast(plane, tl.int64)
             grad_sums += row * N * C + start + tl.arange(0, T) + (3 * plane if ROWS_ARE_KEYS else 0)
@@ -353,10 +382,10 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, sums, incoming, grad_sums
             tl.store(grad_sums + (0 if ROWS_ARE_KEYS else plane), -future * scale)
             tl.store(grad_sums + 2 * plane, outside * scale)
     if ROWS_ARE_KEYS and mask is not None:
-        total = tl.where(_real_tokens(mask, start, L, T)[:, None], total, 0.0)
-    _store_tile(out + (b * L * H + h) * E, start, H * E, L, total * scale, E, T, PE)
+        total = tl.where(_real_tokens(mask, own * T, length, T)[:, None], total, 0.0)
+    _store_tile(out + b * L * out_token + h * E, start, out_token, L, total * scale, E, T, PE)
     if ROWS_ARE_KEYS:
-        _store_tile(out_x + (b * L * H + h) * D, start, H * D, L, total_x * scale, D, T, PD)
+        _store_tile(out_x + b * L * out_x_token + h * D, start, out_x_token, L, total_x * scale, D, T, PD)
 
 
 @triton.jit
@@ -366,11 +395,12 @@ def _plane(grad_sums, number, plane, token, length):
 
 
 @kernel
-def decay_gradients_kernel(log_decay, sums, grad_sums, incoming, grad_incoming, grad, scale, H, L, C, N, side, plane,
-        decay_batch, decay_head, decay_token, sums_batch, sums_head, sums_chunk, LOG_ZERO: tl.constexpr,
-        STATE: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr):
-    """∂ log_decay of one chunk, (B, H, L). A token's decay is part of exclusive at all later tokens of its chunk, of
-    inclusive at these and at its own, and of the chunk's sum: keys and queries decay to its end, states across it."""
+def decay_gradients_kernel(grad, decay, sums, grad_sums, incoming, grad_incoming, scale, H, L, C, N, side, plane,
+        decay_batch, decay_head, decay_token, sums_batch, sums_head, sums_chunk, LOGITS: tl.constexpr,
+        LOG_ZERO: tl.constexpr, STATE: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr):
+    """∂ log λ of one chunk, or of the logit of 1 − λ: (B, L, H). A token's decay is part of exclusive at all later tokens
+    of its chunk, of inclusive at these and at its own, and of the chunk's sum: keys and queries decay to its end, states
+    across it."""
     row, chunk = (tl.program_id(0) // N).to(tl.int64), (tl.program_id(0) % N).to(tl.int64)
     b, h = row // H, row % H
     plane = tl.cast(plane, tl.int64)
@@ -400,8 +430,11 @@ def decay_gradients_kernel(log_decay, sums, grad_sums, incoming, grad_incoming, 
         inclusive = _plane(grad_sums, 1, plane, token, length) - _plane(grad_sums, 2, plane, token, length)
         exclusive -= _plane(grad_sums, 5, plane, token, length)
         inclusive += _plane(grad_sums, 4, plane, token, length)
-        decay = log_decay + b * decay_batch + h * decay_head + (chunk * C + token) * decay_token
-        clamped = tl.load(decay, mask=token < length, other=0.0) < LOG_ZERO
+        token += chunk * C
+        given = tl.load(decay + b * decay_batch + h * decay_head + token * decay_token, mask=token < L, other=0.0)
+        clamped = given > -LOG_ZERO if LOGITS else given < LOG_ZERO
         own = tl.where(clamped, 0.0, total - tl.cumsum(exclusive + inclusive, 0) + inclusive)
-        tl.store(grad + row * L + chunk * C + token, own.to(grad.dtype.element_ty), mask=token < length)
+        if LOGITS:
+            own *= -1.0 / (1.0 + tl.exp(-given.to(tl.float64)))
+        tl.store(grad + (b * L + token) * H + h, own.to(grad.dtype.element_ty), mask=token < chunk * C + length)
         total -= tl.sum(exclusive + inclusive, 0)
