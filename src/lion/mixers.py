@@ -2,14 +2,16 @@
 softmax as the baseline. Shape letters: B batch, L length, D hidden size, H heads, I width of all heads."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.backends.cuda import flash_sdp_enabled
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from .cpu import depthwise_conv, gated_norm, positive_map, rotate
-from .linear_attention import attention_matrix, linear_attention, segment_states
+from .linear_attention import attention_matrix, linear_attention, log_of_decay, segment_states
 from .linear_attention_forms import LOG_ZERO, cumulative_log_decay, sequence_starts
 from .patch_orders import linear_attention_in_orders, matrix_in_orders
 from .two_sided_attention import SegmentStates, Triangle, two_sided_attention, two_sided_segment_states
@@ -32,6 +34,14 @@ class Mixer(nn.Module):
 
     def init_parameters(self) -> None:
         """Initialize the mixer's own parameters; `_init_weights` has initialized its layers."""
+
+    @classmethod
+    def prepare(
+        cls, config: PretrainedConfig, x: Tensor, mask: Tensor | None, seq_idx: Tensor | None
+    ) -> tuple[Tensor | None, dict]:
+        """Compute once per batch of embedded tokens, (B, L, D), what all layers need: the mask to give them, and other
+        arguments of `forward`, which also works without these."""
+        return mask, {}
 
     def forward(
         self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), rotation=None, **states
@@ -110,16 +120,20 @@ class Attention(Mixer):
     def add_parameters(self, hidden_size: int) -> None:
         """Create the parameters that only this mixer has."""
 
-    def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, **states) -> tuple[Tensor, Tensor | None]:
-        """Return the heads' outputs, (B, H, L, D/H), and the attention matrix, (B, H, L, L), if requested."""
+    def mix(
+        self, x, q, k, v, mask, seq_idx, form, output_attentions, qkv=None, **states
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the heads' outputs, (B, H, L, D/H), and the attention matrix, (B, H, L, L), if requested. qkv: see
+        `project`."""
         raise NotImplementedError
 
     @classmethod
     def products_per_token(cls, config: PretrainedConfig, length: int) -> int:
         return 2 * config.hidden_size * length
 
-    def project(self, x, mask, seq_idx, halo=(0, 0), rotation=None) -> tuple[Tensor, ...]:
-        """Return q, k and v, each (B, H, L, D/H), and x and mask, of the segment without its halo."""
+    def project(self, x, mask, seq_idx, halo=(0, 0), rotation=None) -> tuple[Tensor | None, ...]:
+        """Return q, k and v, each (B, H, L, D/H), and x and mask, of the segment without its halo; and, if q, k and v
+        are views of one tensor, that, (B, L, 3, H, D/H)."""
         qkv = self.linear(self.qkv, x)
         if self.conv is not None:
             if mask is not None:  # so that tokens near a text's end see zeros, as beyond it
@@ -129,10 +143,12 @@ class Attention(Mixer):
             own = slice(halo[0], x.shape[1] - halo[1])
             qkv, x, mask = qkv[:, own], x[:, own], None if mask is None else mask[:, own]
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in qkv.chunk(3, -1))
+        if self.config.feature_map == "none" and rotation is None:
+            return q, k, v, x, mask, qkv.unflatten(-1, (3, self.num_heads, -1))
         q, k = FEATURE_MAPS[self.config.feature_map](q), FEATURE_MAPS[self.config.feature_map](k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        return q, k, v, x, mask
+        return q, k, v, x, mask, None
 
     def values(self, x: Tensor) -> Tensor:
         return self.project(x, None, None)[2]
@@ -141,8 +157,8 @@ class Attention(Mixer):
         return self.linear(self.out, y if self.gate is not None else self.norm(y))
 
     def forward(self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), rotation=None, **states):
-        q, k, v, x, mask = self.project(x, mask, seq_idx, halo, rotation)
-        y, matrix = self.mix(x, q, k, v, mask, seq_idx, form, output_attentions, **states)
+        q, k, v, x, mask, qkv = self.project(x, mask, seq_idx, halo, rotation)
+        y, matrix = self.mix(x, q, k, v, mask, seq_idx, form, output_attentions, qkv=qkv, **states)
         y = y.transpose(1, 2).reshape(x.shape)
         return y if self.gate is None else gated_norm(self.norm, y, self.linear(self.gate, x)), matrix
 
@@ -163,21 +179,96 @@ def rotation(position_ids: Tensor, size: int, theta: float) -> Tensor:
 
 
 class Softmax(Attention):
-    """BERT's attention."""
+    """BERT's attention. On a GPU, FlashAttention takes no mask: where all tokens are real none is given, and packed rows
+    are given as sequences instead."""
 
     has_positions = True
 
-    def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, **states):
-        allowed = None if mask is None else mask[:, None, None, :]  # real keys, (B, 1, 1, L)
-        if seq_idx is not None:  # keys of a query's own sequence, (B, 1, L, L)
-            number = sequence_starts(seq_idx).cumsum(1)
-            same = number[:, None, :, None] == number[:, None, None, :]
-            allowed = same if allowed is None else same & allowed
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=self.dropout_p)
+    @classmethod
+    def prepare(cls, config, x, mask, seq_idx):
+        eager = _is_eager(x)
+        if seq_idx is not None:
+            sequences = find_sequences(mask, seq_idx) if eager and _has_flash_attention(config, x) else None
+            return mask, {"keys": visible_keys(mask, seq_idx)} if sequences is None else {"sequences": sequences}
+        # The program waits for a GPU here, so mixers that lose little by a mask keep theirs; and in training, where it
+        # should not wait, all do: loaders give none where all tokens are real.
+        unneeded = mask is not None and eager and not torch.is_grad_enabled() and mask.all()
+        return None if unneeded else mask, {}
+
+    def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, keys=None, sequences=None, **states):
+        if torch.compiler.is_compiling():  # which would compile anew for each longest sequence
+            sequences = None
+        if keys is None and (sequences is None or output_attentions):
+            keys = visible_keys(mask, seq_idx)
+        if sequences is None:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=keys, dropout_p=self.dropout_p)
+        else:
+            y = attend_within(sequences, q, k, v, self.dropout_p)
         if not output_attentions:
             return y, None
         scores = q @ k.mT * q.shape[-1] ** -0.5
-        return y, (scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)).softmax(-1)
+        return y, (scores if keys is None else scores.masked_fill(~keys, -torch.inf)).softmax(-1)
+
+
+def visible_keys(mask: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
+    """Mark the keys that queries attend to: the real ones, (B, 1, 1, L), of their own sequence, (B, 1, L, L)."""
+    real = None if mask is None else mask[:, None, None, :]
+    if seq_idx is None:
+        return real
+    number = sequence_starts(seq_idx).cumsum(1)
+    same = number[:, None, :, None] == number[:, None, None, :]
+    return same if real is None else same & real
+
+
+class Sequences(NamedTuple):
+    """Where the sequences of packed rows and the padding between them start in the flattened rows, from 0 to B·L, and
+    how long the shortest and the longest is."""
+
+    starts: Tensor
+    shortest: int
+    longest: int
+
+
+def find_sequences(mask: Tensor | None, seq_idx: Tensor) -> Sequences | None:
+    """Find the sequences of packed rows, (B, L); None if there is padding within one. The program waits for a GPU."""
+    B, L = seq_idx.shape
+    number = 2 * sequence_starts(seq_idx).cumsum(1) + (1 if mask is None else mask)  # odd at real tokens
+    number = number.cpu() + 2 * L * torch.arange(B)[:, None]
+    numbers, lengths = number.flatten().unique_consecutive(return_counts=True)
+    if (numbers[numbers % 2 == 1].diff() == 0).any():
+        return None
+    starts = F.pad(lengths.cumsum(0), (1, 0)).to(seq_idx.device)
+    return Sequences(starts, int(lengths.min()), int(lengths.max()))
+
+
+def attend_within(sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+    """Softmax attention, (B, H, L, D/H), without a mask: each sequence attends to itself, and so does padding."""
+    starts, shortest, longest = sequences
+
+    def nest(x: Tensor) -> Tensor:  # (B, H, L, D/H) to (sequences, H, their lengths, D/H)
+        flat = x.transpose(1, 2).flatten(0, 1)
+        given = {"min_seqlen": shortest, "max_seqlen": longest}
+        return torch.nested.nested_tensor_from_jagged(flat, starts, **given).transpose(1, 2)
+
+    y = F.scaled_dot_product_attention(nest(q), nest(k), nest(v), dropout_p=dropout_p)
+    return y.transpose(1, 2).values().unflatten(0, (len(q), -1)).transpose(1, 2)
+
+
+def _is_eager(x: Tensor) -> bool:
+    """Whether the program may depend on the values of a batch."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor or x.is_meta:
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _has_flash_attention(config: PretrainedConfig, x: Tensor) -> bool:
+    """Whether FlashAttention can compute with what the layers make of x."""
+    if not (x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0) and flash_sdp_enabled()):
+        return False
+    size, dtype = config.hidden_size // config.num_attention_heads, x.dtype
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+    return dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= 256
 
 
 class LinearMixer(Attention):
@@ -187,6 +278,10 @@ class LinearMixer(Attention):
 
     def log_decay(self, x: Tensor) -> Tensor | None:
         """log λ in float32: None, (H,) or (B, H, L); if past and future keys have their own, 2H instead of H."""
+        return None
+
+    def forget_logits(self, x: Tensor) -> Tensor | None:
+        """The logits of 1 − λ, (B, H, L), in any dtype, if λ is a sigmoid and each token has its own."""
         return None
 
     def decays(self, x: Tensor, real: Tensor | None = None) -> dict[str, Tensor | None]:
@@ -215,26 +310,31 @@ class LinearMixer(Attention):
             weights = (-4 / 3 * (2 * log_decay).expm1()).clamp(min=1e-12).sqrt()  # whose gradient is infinite at 0
         return k * (weights[:, None, None] if weights.ndim == 1 else weights[..., None]).to(k.dtype)
 
-    def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, orders=None, donors=None, **states):
+    def mix(
+        self, x, q, k, v, mask, seq_idx, form, output_attentions, qkv=None, orders=None, donors=None, **states
+    ):  # fmt: skip
         if output_attentions and form in ("recurrent", "chunkwise"):
             raise ValueError(f"the {form} form has no attention matrix; use attention_form='full'")
+        how = {"form": form, "chunk_size": self.config.chunk_size, "dropout_p": self.dropout_p}
+        what = {"mask": mask, "seq_idx": seq_idx, "normalize": self.config.normalize_rows}
+        if donors is None and not output_attentions and (logits := self.forget_logits(x)) is not None:
+            return linear_attention(q, k, v, forget_logits=logits, qkv=qkv, **what, **how, **states), None
         decays = self.decays(x, None if donors is None else mask)
         if self.config.num_orders and decays["log_decay"] is not None:
-            how = {"form": form, "chunk_size": self.config.chunk_size, "dropout_p": self.dropout_p}
             y = linear_attention_in_orders(q, k, v, decays["log_decay"], orders, **how)
             return y, matrix_in_orders(q, k, decays["log_decay"], orders) if output_attentions else None
-        k = self.weigh(k, decays["log_decay"])
-        what = {**decays, "mask": mask, "seq_idx": seq_idx, "normalize": self.config.normalize_rows}
+        if self.config.key_weight != "none":
+            k, qkv = self.weigh(k, decays["log_decay"]), None
+        what = {**what, **decays}
         if donors is not None:
             with torch.no_grad():
                 own = segment_states(k, v, **decays, mask=mask, normalize=self.config.normalize_rows)
                 states = {**states, **pass_states(own, donors)}
-        how = {"form": form, "chunk_size": self.config.chunk_size, "dropout_p": self.dropout_p}
-        y = linear_attention(q, k, v, **what, **how, **states)
+        y = linear_attention(q, k, v, qkv=qkv, **what, **how, **states)
         return y, attention_matrix(q, k, **what) if output_attentions else None
 
     def segment_states(self, x: Tensor, mask: Tensor | None, halo=(0, 0), rotation=None) -> SegmentStates:
-        _, k, v, x, mask = self.project(x, mask, None, halo, rotation)
+        _, k, v, x, mask, _ = self.project(x, mask, None, halo, rotation)
         decays = self.decays(x)
         k = self.weigh(k, decays["log_decay"])
         return segment_states(k, v, **decays, mask=mask, normalize=self.config.normalize_rows)
@@ -327,8 +427,13 @@ class LionS(DecayingMixer):
     def add_to_logits(self, amount: Tensor) -> None:
         self.decay.bias.sub_(amount.to(self.decay.bias))
 
+    def forget_logits(self, x: Tensor) -> Tensor | None:
+        config = self.config
+        needs_decays = config.num_prefix_tokens or config.num_orders or config.separate_decays
+        return None if needs_decays or config.key_weight != "none" else self.decay(x).mT
+
     def log_decay(self, x: Tensor) -> Tensor:
-        log_decay = F.logsigmoid(-self.decay(x).float()).mT
+        log_decay = log_of_decay(self.decay(x).mT)
         prefix = self.config.num_prefix_tokens  # which do not decay
         return F.pad(log_decay[..., prefix:], (prefix, 0)) if prefix else log_decay
 
