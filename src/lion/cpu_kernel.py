@@ -17,8 +17,10 @@ import logging
 import os
 import platform
 import re
+import struct
 import subprocess
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -37,31 +39,30 @@ SPAN = 64  # as in cpu_kernel_source.py
 STRICT, OWN, GIVEN = range(3)  # the diagonal: none, q_i·k_i, or δ
 
 
-class _View(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "token", "is_bf16"))]
-
-    @classmethod
-    def of(cls, x: Tensor | None, direction: int = 1) -> "_View":
-        """x: (B, H, L) or (B, H, L, ·). From the last token to the first if direction is −1."""
-        if x is None:
-            return cls()
-        allowed = (torch.float64, torch.float32) if x.ndim == 3 else (torch.float32, torch.bfloat16)
-        if x.dtype not in allowed or x.device.type != "cpu":
-            raise TypeError(f"q, k and v must be of one dtype and on one device (got {x.dtype} on {x.device})")
-        assert x.ndim == 3 or x.stride(-1) == 1 or x.shape[-1] == 1
-        batch, head, token = x.stride()[:3]
-        first = 0 if direction > 0 else (x.shape[2] - 1) * token * x.element_size()
-        return cls(x.data_ptr() + first, batch, head, direction * token, x.dtype == torch.bfloat16)
+# The structures of cpu_kernel_source.py, in words of 8 bytes. Packed at once, since ctypes' own take several times as
+# long as it takes to compute a short text.
+_NOTHING = (0,) * 5  # a view: its address, strides of batch, head and token, and whether it is bfloat16
+_PROBLEM = struct.Struct("=9q d 45q 2q")
+_FULL_PROBLEM = struct.Struct("=9q 2d q 90q")
 
 
-class _Problem(ctypes.Structure):
-    _fields_ = [
-        *((x, ctypes.c_int64) for x in "batch heads length depth width diagonal add threads mirrored".split()),
-        ("scale", ctypes.c_double),
-        *((x, _View) for x in "q k v query key given y other dots".split()),
-        ("states", ctypes.c_void_p),
-        ("flows", ctypes.c_void_p),
-    ]
+def _view(x: Tensor | None, direction: int = 1) -> tuple[int, ...]:
+    """x: (B or 1, H or 1, L) or (B or 1, H or 1, L, ·). From the last token to the first if direction is −1."""
+    if x is None:
+        return _NOTHING
+    dtype, shape, strides = x.dtype, x.shape, x.stride()
+    allowed = (torch.float64, torch.float32) if len(shape) == 3 else (torch.float32, torch.bfloat16)
+    if dtype not in allowed or x.device.type != "cpu":
+        raise TypeError(f"q, k and v must be of one dtype and on one device (got {dtype} on {x.device})")
+    assert len(shape) == 3 or strides[3] == 1 or shape[3] == 1
+    token = strides[2]
+    first = 0 if direction > 0 else (shape[2] - 1) * token * x.element_size()
+    batch, head = strides[0] if shape[0] > 1 else 0, strides[1] if shape[1] > 1 else 0
+    return x.data_ptr() + first, batch, head, direction * token, dtype == torch.bfloat16
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def covers(v: Tensor) -> bool:
@@ -69,19 +70,6 @@ def covers(v: Tensor) -> bool:
     if torch.compiler.is_compiling() or v.device.type != "cpu" or type(v) not in (Tensor, nn.Parameter):
         return False  # not within a compiler, nor of a tensor without memory of its own
     return v.dtype in (torch.float32, torch.bfloat16) and v.numel() > 0 and is_available()
-
-
-class _FullProblem(ctypes.Structure):
-    _fields_ = [
-        *((x, ctypes.c_int64) for x in "batch heads length depth width past future diagonal threads".split()),
-        *((x, ctypes.c_double) for x in ("scale", "factor")),
-        ("kept", ctypes.c_void_p),
-        *((x, _View) for x in ("q", "k", "v")),
-        ("sums", _View * 4),
-        *((x, _View) for x in "given y grad of_q of_k of_v".split()),
-        ("of_sums", _View * 4),
-        ("of_given", _View),
-    ]
 
 
 class Full:
@@ -93,16 +81,14 @@ class Full:
 
     def __init__(self, q, k, v, query_sums, key_sums, diagonal, directions, scale: float, kept, factor: float):
         self.shape, self.directions = (*v.shape[:3], q.shape[-1], v.shape[-1]), directions
-        B, H, L = v.shape[:3]
-        self.rows = [_rows(x).expand(B, H, L, -1) for x in (q, k, v)]
-        self.sums = [None] * 4  # of queries and keys of the past, then of the future
+        self.rows = [_rows(x) for x in (q, k, v)]
+        self.sums: list[Tensor | None] = [None] * 4  # of queries and keys of the past, then of the future
         if query_sums is not None:
             for number, direction in enumerate(directions):
                 place = 0 if direction > 0 else 2
-                for x in (query_sums, query_sums if key_sums is None else key_sums):
-                    self.sums[place] = x[..., number].expand(B, H, L)
-                    place += 1
-        self.given = None if diagonal is None else diagonal.float().expand(B, H, L)
+                self.sums[place] = own = query_sums[..., number]
+                self.sums[place + 1] = own if key_sums is None else key_sums[..., number]
+        self.given = None if diagonal is None else diagonal.float()
         self.kept = None if kept is None else kept.contiguous()
         self.options = scale, factor
 
@@ -121,21 +107,15 @@ class Full:
         self._run(grad=_rows(grad), of_q=of_q, of_k=of_k, of_v=of_v, of_sums=of_sums, of_given=of_given)
         return of_sums, of_given
 
-    def _run(self, of_sums=(None,) * 4, **tensors: Tensor | None) -> None:
-        views = {name: _View.of(x) for name, x in zip("qkv", self.rows)}
-        views |= {name: _View.of(x) for name, x in tensors.items()} | {"given": _View.of(self.given)}
-        arrays = {
-            name: (_View * 4)(*(_View.of(x) for x in four))
-            for name, four in (("sums", self.sums), ("of_sums", of_sums))
-        }
-        kind, threads = (
-            OWN if self.given is None else GIVEN,
-            min(torch.get_num_threads(), self.shape[0] * self.shape[1]),
-        )
-        triangles = [int(direction in self.directions) for direction in (1, -1)]
-        problem = _FullProblem(*self.shape, *triangles, kind, threads, *self.options, **views, **arrays)
-        problem.kept = None if self.kept is None else self.kept.data_ptr()
-        if _library().lion_full(ctypes.byref(problem)):
+    def _run(self, *, y=None, grad=None, of_q=None, of_k=None, of_v=None, of_sums=(None,) * 4, of_given=None) -> None:
+        kind = OWN if self.given is None else GIVEN
+        threads = min(torch.get_num_threads(), self.shape[0] * self.shape[1])
+        tensors = *self.rows, *self.sums, self.given, y, grad, of_q, of_k, of_v, *of_sums, of_given
+        problem = _FULL_PROBLEM.pack(
+            *self.shape, 1 in self.directions, -1 in self.directions, kind, threads, *self.options,
+            _address(self.kept), *chain.from_iterable(map(_view, tensors)),
+        )  # fmt: skip
+        if _library().lion_full(problem):
             raise MemoryError("no memory for the matrices of attention; use shorter inputs or fewer threads")
 
 
@@ -182,18 +162,19 @@ class Triangle:
         return [of_query, -of_key]
 
     def _run(self, q, k, v, y, add: bool, *, other=None, recorded=(None, None), mirrored: bool = False):
-        (B, H, L, E), direction = y.shape, self.direction
-        sums = [x.expand(B, H, L) for x in self.sums]
+        (B, H, L, E), direction, sums = y.shape, self.direction, self.sums
         if mirrored:
             direction, sums = -direction, [-x for x in reversed(sums)]
-        given = self.diagonal.float().expand(B, H, L) if isinstance(self.diagonal, Tensor) else None
+        given = self.diagonal.float() if isinstance(self.diagonal, Tensor) else None
         dots = None if other is None else y.new_empty(B, H, L, dtype=torch.float64)
-        rows = [None if x is None else _rows(x).expand(B, H, L, -1) for x in (q, k, v, other)]
-        views = [_View.of(x, direction) for x in (*rows[:3], *sums, given, y, rows[3], dots)]
+        rows = [None if x is None else _rows(x) for x in (q, k, v, other)]
+        tensors = *rows[:3], *sums, given, y, rows[3], dots
         kind, threads = self.diagonal if given is None else GIVEN, min(torch.get_num_threads(), B * H)
-        addresses = (None if x is None else x.data_ptr() for x in recorded)
-        problem = _Problem(B, H, L, q.shape[-1], E, kind, add, threads, mirrored, self.scale, *views, *addresses)
-        if _library().lion_triangle(ctypes.byref(problem)):
+        problem = _PROBLEM.pack(
+            B, H, L, q.shape[-1], E, kind, add, threads, mirrored, self.scale,
+            *chain.from_iterable(_view(x, direction) for x in tensors), *map(_address, recorded),
+        )  # fmt: skip
+        if _library().lion_triangle(problem):
             raise MemoryError("no memory for the states of linear attention; use shorter inputs or fewer threads")
         return dots
 
@@ -242,8 +223,7 @@ def _library() -> ctypes.CDLL | None:
                 raise
             path.unlink(missing_ok=True)  # a damaged file
             library = ctypes.CDLL(str(_compile()[0]))
-        library.lion_triangle.argtypes = [ctypes.POINTER(_Problem)]
-        library.lion_full.argtypes = [ctypes.POINTER(_FullProblem)]
+        library.lion_triangle.argtypes = library.lion_full.argtypes = [ctypes.c_char_p]
         library.lion_keep.argtypes = [
             ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint16, ctypes.c_int
         ]  # fmt: skip

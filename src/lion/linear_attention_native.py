@@ -2,6 +2,7 @@
 into what the kernel takes, and its results put together. `directions`: 1 or −1 for each triangle; `all_directions`:
 those for each kind of triangles."""
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -77,8 +78,13 @@ def _room(x: Tensor) -> Tensor:
 def _laid_out(y: Tensor, like: Tensor) -> Tensor:
     """y in the dtype and with the strides of `torch.empty_like(like)`, which a compiler expects."""
     y = y.to(like.dtype)
-    wanted = torch.empty_like(like, device="meta").stride()
-    return y if y.stride() == wanted else torch.empty_like(like).copy_(y)
+    return y if y.stride() == _strides(like.shape, like.stride()) else torch.empty_like(like).copy_(y)
+
+
+@functools.lru_cache(1024)
+def _strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of `torch.empty_like` of a tensor with these."""
+    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
 def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
