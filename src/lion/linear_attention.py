@@ -70,8 +70,8 @@ def linear_attention(
             k then serves H/G heads of v.
         log_decay: log λ ≤ 0: None for λ = 1 (LION-LIT), (H,) for one per head (LION-D), or (B, H, L) (LION-S).
         log_decay_future: the decays of keys after a query, if they are not those of log_decay.
-        forget_logits: the logit of 1 − λ, shaped like log_decay and in any dtype, instead of it. The GPU kernels compute
-            log λ = −softplus(forget_logits) and its gradient themselves.
+        forget_logits: the logit of 1 − λ, shaped like log_decay and in any dtype, instead of it. The GPU kernels
+            compute log λ = −softplus(forget_logits) and its gradient themselves.
         mask: (B, L) bool, True at real tokens. Padding keys contribute nothing.
         seq_idx: (B, L) integers, the sequence that each token of a packed row belongs to; each sequence gets the same
             output as on its own. A new sequence starts where the number changes. From FlashAttention's offsets:
@@ -219,8 +219,8 @@ def _signed_sums(
 
 
 def _check(
-    q, k, v, log_decay, log_decay_future, forget_logits, mask, seq_idx, left_state, right_state, normalize, causal, form,
-    chunk_size, dropout_p, qkv,
+    q, k, v, log_decay, log_decay_future, forget_logits, mask, seq_idx, left_state, right_state, normalize, causal,
+    form, chunk_size, dropout_p, qkv,
 ) -> None:  # fmt: skip
     """Raise ValueError if the arguments are inconsistent."""
     for name, x in (("q", q), ("v", v)):

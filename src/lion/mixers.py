@@ -179,8 +179,8 @@ def rotation(position_ids: Tensor, size: int, theta: float) -> Tensor:
 
 
 class Softmax(Attention):
-    """BERT's attention. On a GPU, FlashAttention takes no mask: where all tokens are real none is given, and packed rows
-    are given as sequences instead."""
+    """BERT's attention. On a GPU, FlashAttention takes no mask: where all tokens are real none is given, and packed
+    rows are given as sequences instead."""
 
     has_positions = True
 

@@ -264,9 +264,10 @@ class LionModel(LionPreTrainedModel):
         x = self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids)
         if self.training and self.state_passing:
             options["donors"] = self._draw_donors(x, seq_idx)
+        layer_mask, prepared = MIXERS[config.mixer].prepare(config, x, mask, seq_idx)
         x, hidden_states, matrices = self._run_layers(
             x,
-            lambda layer, x: layer(x, mask, seq_idx, form, output_attentions, **options),
+            lambda layer, x: layer(x, layer_mask, seq_idx, form, output_attentions, **options, **prepared),
             output_hidden_states,
         )
         if self.final_norm is not None:

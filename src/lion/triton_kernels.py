@@ -40,8 +40,8 @@ AVAILABLE = not isinstance(triton, SimpleNamespace)
 #   C × 4     high, low, half and nothing, so that a token is one load. exclusive = high + low − half and inclusive =
 #             high + low + half: their mean as two numbers, precise enough for differences of neighbours, and half their
 #             difference. SIGN = −1 swaps exclusive and inclusive.
-#   4 × C     a key's factor to the end of its block of G tokens, and from the block's start, with exclusive and inclusive
-#             as M has them; then the same two for Mᵀ.
+#   4 × C     a key's factor to the end of its block of G tokens, and from the block's start, with exclusive and
+#             inclusive as M has them; then the same two for Mᵀ.
 #   C/G+1 × 2 high and low of inclusive at the last token of each block, after a zero.
 
 # These vary with a batch's length: a kernel would be recompiled where one is 1 or a multiple of 16.
@@ -326,7 +326,11 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, sums, incoming, grad_sums
             total, total_x, _ = _read_state(total, total_x, Q, X, incoming + row * D * E, 1.0, D, E, PD, PE, DOT,
                 PRECISION)
         if INSIDE:
-            for other in range(0, count):
+            # The first block, not zeros, defines what the loop adds to: else ptxas makes each product of the loop wait
+            # for the one before (warning C7515).
+            total, total_x, _ = _add_block(total, total_x, Q, X, k, v, mask, seed, own * T, 0, length,
+                1.0, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, False, ROWS_ARE_KEYS)
+            for other in range(1, count):
                 total, total_x, _ = _add_block(total, total_x, Q, X, k, v, mask, seed, own * T, other * S, length,
                     1.0, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, False, ROWS_ARE_KEYS)
     else:
@@ -334,7 +338,7 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, sums, incoming, grad_sums
         high, low, half = _load_sums(sums, own * T, T, SIGN)
         past, future, outside = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
         i, j = own * T + tl.arange(0, T), tl.arange(0, S)
-        for part in tl.static_range(T // S):  # of the rows' own block
+        for part in tl.static_range(T // S):  # the rows' own block; first, for the same reason
             first = own * T + part * S
             high2, low2, half2 = _load_sums(sums, first, S, SIGN)
             own_weight = _decay_mask(high, low, half, high2, low2, half2)
@@ -398,9 +402,9 @@ def _plane(grad_sums, number, plane, token, length):
 def decay_gradients_kernel(grad, decay, sums, grad_sums, incoming, grad_incoming, scale, H, L, C, N, side, plane,
         decay_batch, decay_head, decay_token, sums_batch, sums_head, sums_chunk, LOGITS: tl.constexpr,
         LOG_ZERO: tl.constexpr, STATE: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr):
-    """∂ log λ of one chunk, or of the logit of 1 − λ: (B, L, H). A token's decay is part of exclusive at all later tokens
-    of its chunk, of inclusive at these and at its own, and of the chunk's sum: keys and queries decay to its end, states
-    across it."""
+    """∂ log λ of one chunk, or of the logit of 1 − λ: (B, L, H). A token's decay is part of exclusive at all later
+    tokens of its chunk, of inclusive at these and at its own, and of the chunk's sum: keys and queries decay to its
+    end, states across it."""
     row, chunk = (tl.program_id(0) // N).to(tl.int64), (tl.program_id(0) % N).to(tl.int64)
     b, h = row // H, row % H
     plane = tl.cast(plane, tl.int64)
