@@ -235,6 +235,17 @@ def test_microbatches_hold_every_row_once_and_are_as_many_as_without_packing(tok
         assert torch.equal(torch.cat([part[name] for part in parts]), batch[name])
 
 
+def test_a_microbatch_for_a_gpu_has_a_mask_only_if_there_is_padding(tokenizer, monkeypatch):
+    batch = collator(tokenizer)(samples(sentences(2)))
+    batch["attention_mask"] = torch.tensor([[1, 0], [1, 1]]).repeat_interleave(batch["labels"].shape[1] // 2, 1)
+    assert all("attention_mask" in part for part in split_batch(batch, 1))
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    padded, full = split_batch(batch, 1)
+    assert "attention_mask" in padded and "attention_mask" not in full
+    assert full["token_counts"]["total"] == batch["labels"].shape[1]
+
+
 def test_a_device_with_fewer_rows_adds_empty_microbatches(tokenizer, monkeypatch):
     batch = collator(tokenizer, packing=True)(samples(sentences(24)))
     rows = len(batch["input_ids"])

@@ -156,7 +156,8 @@ def split_batch(batch: dict[str, Tensor], microbatch_size: int) -> list[dict[str
     """Split a batch into microbatches of about equally many rows, as many microbatches as without packing if there are
     enough rows. All devices get the same number, since they may communicate in each: one with fewer packed rows adds
     microbatches without labels. A microbatch carries `token_counts` and `masked_positions`, (labels,), in the flattened
-    rows, so that training need not synchronize with the GPU to compute them."""
+    rows, so that training need not synchronize with the GPU to compute them; for a GPU, which is faster without a mask,
+    it has none if all tokens are real."""
     count = min(-(-sample_count(batch) // microbatch_size), len(batch["input_ids"]))
     splits = zip(*(tensor.tensor_split(count) for tensor in batch.values()))
     parts = [dict(zip(batch, split)) for split in splits]
@@ -169,4 +170,6 @@ def split_batch(batch: dict[str, Tensor], microbatch_size: int) -> list[dict[str
         part["token_counts"] = token_counts(part)
         positions = labelled_positions(part["labels"])
         part["masked_positions"] = positions.pin_memory() if part["labels"].is_pinned() else positions
+        if part["labels"].is_pinned() and part["attention_mask"].all():
+            del part["attention_mask"]
     return parts
