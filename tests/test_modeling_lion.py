@@ -401,6 +401,125 @@ def test_packed_sequences_are_encoded_as_when_alone(mixer, form):
     assert_same(packed_gradients, gradients(model, loss), tolerance=1e-4)
 
 
+def record_attention(monkeypatch) -> list:
+    """The first operand and the mask of each softmax attention."""
+    given, attend = [], F.scaled_dot_product_attention
+
+    def record(q, k, v, attn_mask=None, **options):
+        given.append((q, attn_mask))
+        return attend(q, k, v, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    return given
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_softmax_is_given_a_mask_only_if_there_is_padding(dtype, monkeypatch):
+    model, ids = build("softmax", LionModel).to(dtype), texts()["input_ids"]
+    given = record_attention(monkeypatch)
+    with torch.no_grad():
+        expected = model(ids).last_hidden_state
+        assert torch.equal(model(ids, torch.ones_like(ids)).last_hidden_state, expected)
+        assert [mask for _, mask in given] == [None] * 2 * LAYERS
+        model(**texts(padded=True))
+    assert torch.equal(model(ids, torch.ones_like(ids)).last_hidden_state, expected)  # does not wait to find out
+    assert [mask.shape for _, mask in given[2 * LAYERS :]] == [(3, 1, 1, 21)] * 2 * LAYERS
+
+
+def test_the_mask_of_packed_rows_is_made_once_for_all_layers(monkeypatch):
+    seq_idx, given = (torch.arange(21) >= 9).long().expand(3, -1), record_attention(monkeypatch)
+    build("softmax", LionModel)(**texts(padded=True), seq_idx=seq_idx)
+    (_, first), (_, second) = given
+    assert first is second and first.shape == (3, 1, 21, 21)
+
+
+@pytest.mark.parametrize("record", ["compile", "trace"])
+@torch.no_grad()
+def test_a_recorded_encoder_does_not_depend_on_the_padding_of_its_first_batch(record):
+    model, ids = build("softmax", LionModel).requires_grad_(False), texts()["input_ids"]
+    padded = texts(padded=True)["attention_mask"]
+
+    def encode(ids: Tensor, mask: Tensor) -> Tensor:
+        return model(ids, mask).last_hidden_state
+
+    if record == "compile":
+        torch.compiler.reset()
+        recorded = torch.compile(encode, backend="eager", fullgraph=True)
+    else:
+        recorded = torch.jit.trace(encode, (ids, torch.ones_like(ids)), check_trace=False)
+    for mask in (torch.ones_like(ids), padded):
+        torch.testing.assert_close(recorded(ids, mask), encode(ids, mask), atol=1e-5, rtol=1e-5)
+
+
+def give_sequences(monkeypatch) -> None:
+    """Give softmax packed rows as sequences, as on a GPU. On a CPU, nested tensors have to be contiguous."""
+    nest = torch.nested.nested_tensor_from_jagged
+    monkeypatch.setattr(mixers, "_has_flash_attention", lambda config, x: True)
+    monkeypatch.setattr(
+        torch.nested, "nested_tensor_from_jagged", lambda x, *given, **options: nest(x.contiguous(), *given, **options)
+    )
+
+
+PACKED = torch.tensor([[0] * 9 + [1] + [2] * 11, [4] * 5 + [3] * 16, [0] * 9 + [1] * 12])
+REAL = torch.tensor([[1] * 21, [1] * 17 + [0] * 4, [1] * 6 + [0] * 5 + [1] * 10])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("options", [{}, {"position_embedding": "rope", "short_conv": 3}])
+def test_packed_rows_as_sequences_give_what_they_give_with_a_mask(options, recompute, monkeypatch):
+    model, ids = build("softmax", **options).train(), texts()["input_ids"]
+    labels = draw_labels().where(REAL.bool(), -100)
+    inputs = {"attention_mask": REAL, "seq_idx": PACKED, "output_attentions": True}
+    expected = model(ids, labels=labels, **inputs)
+    expected_gradients = gradients(model, expected.loss)
+    give_sequences(monkeypatch)
+    given = record_attention(monkeypatch)
+    if recompute:  # without reentrance, nested tensors on a CPU cannot be saved
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    actual = model(ids, labels=labels, **inputs)
+    assert_same(gradients(model, actual.loss), expected_gradients)
+    assert given and all(q.is_nested and mask is None for q, mask in given)
+    torch.testing.assert_close(actual.logits, expected.logits, atol=1e-5, rtol=1e-5)
+    for x, y in zip(actual.attentions, expected.attentions):
+        x, y = (z.transpose(1, 2)[REAL.bool()] for z in (x, y))
+        torch.testing.assert_close(x, y)
+    with torch.inference_mode():
+        assert model.eval()(ids, **inputs).logits.isfinite().all()
+
+
+def test_sequences_are_found_unless_there_is_padding_within_one(monkeypatch):
+    starts, shortest, longest = mixers.find_sequences(None, PACKED)
+    assert (starts.tolist(), shortest, longest) == ([0, 9, 10, 21, 26, 42, 51, 63], 1, 16)
+    starts, shortest, longest = mixers.find_sequences(REAL.bool(), PACKED)
+    assert (starts.tolist(), shortest, longest) == ([0, 9, 10, 21, 26, 38, 42, 48, 51, 53, 63], 1, 12)
+    within = REAL.bool().clone()
+    within[1, 2] = False
+    assert mixers.find_sequences(within, PACKED) is None
+    give_sequences(monkeypatch)
+    for mask, expected in ((REAL.bool(), "sequences"), (within, "keys")):
+        _, prepared = mixers.Softmax.prepare(LionConfig(), torch.zeros(3, 21, D), mask, PACKED)
+        assert list(prepared) == [expected]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_packed_rows_are_computed_by_flash_attention_on_a_gpu(monkeypatch):
+    model = build("softmax", LionModel, hidden_size=128, num_attention_heads=2).cuda()
+    inputs = {"attention_mask": REAL, "seq_idx": PACKED, **texts()}
+    inputs = {name: x.cuda() for name, x in inputs.items()}
+    results = []
+    for by_flash in (True, False):
+        if not by_flash:
+            monkeypatch.setattr(mixers, "_has_flash_attention", lambda config, x: False)
+        with torch.profiler.profile() as profile, torch.autocast("cuda", torch.bfloat16):
+            y = model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
+            results.append([y, *gradients(model, project(y.cpu())).values()])
+        called = {event.key for event in profile.key_averages()}
+        assert {"aten::_flash_attention_forward", "aten::_flash_attention_backward"} <= called or not by_flash
+    for x, y in zip(*results):
+        assert (x - y).float().norm() < 0.03 * y.float().norm()
+
+
 @pytest.mark.parametrize("mixer", WITH_POSITIONS)
 def test_a_packed_row_may_be_longer_than_the_position_table_but_not_a_sequence_in_it(mixer):
     model, ids = build(mixer, LionModel), texts(1, 2 * POSITIONS)["input_ids"]
