@@ -6,9 +6,10 @@ Every form of every variant and `scaled_dot_product_attention` on one random inp
 interleaved runs, medians. Writes a table, its numbers and a picture.
 
 On a GPU, full and chunkwise are the kernels, pytorch-full and pytorch-chunkwise the forms in PyTorch, softmax is
-FlashAttention (PyTorch's memory-efficient attention in float32), softmax-cudnn cuDNN's, and fla is chunk_simple_gla of
-flash-linear-attention in both directions, if that package is installed. Two times are measured there: with the program
-that launches the kernels, and on the device alone, by replaying a CUDA graph.
+FlashAttention (PyTorch's memory-efficient attention in float32 or with --mask, which FlashAttention does not take),
+softmax-cudnn cuDNN's, and fla is chunk_simple_gla of flash-linear-attention in both directions, if that package is
+installed. Two times are measured there: with the program that launches the kernels, and on the device alone, by
+replaying a CUDA graph.
 
 Each time's floor is the longer of its bytes at a copy's rate and its operations at a matrix product's, both measured in
 the same run. q, k, v and the gradient are (B, L, H, D) in memory, as in the model; log decays are given, in float32.
@@ -72,6 +73,7 @@ def main(argv: list[str]) -> None:
         "--chunk_size", type=int, default=128, help="tokens per chunk of the chunkwise form (default: 128)"
     )
     parser.add_argument("--dtype", help="(default: bfloat16 on a GPU, float32 on a CPU)")
+    parser.add_argument("--mask", action="store_true", help="mask the last tenth of each text as padding")
     parser.add_argument("--forms", nargs="+", choices=[form for form in LONGEST["cuda"] if form != "softmax"])
     parser.add_argument("--rounds", type=int, default=9, help="runs per case, or as few as 3 if slow (default: 9)")
     parser.add_argument("--seconds", type=float, default=20, help="limit per length, after 3 rounds (default: 20)")
@@ -89,8 +91,9 @@ def main(argv: list[str]) -> None:
     facts = measure.machine(a.device)
     facts |= {"copied": f"{rates.bytes / 1e9:,.0f} GB/s", "multiplied": f"{rates.operations / 1e12:,.1f} TFLOP/s"}
     texts = f"{a.tokens:,} tokens" if a.tokens else f"batch {a.batch}"
+    texts += ", a tenth of each text masked" if a.mask else ""
     title = f"Attention of {a.heads} heads of {a.head_dim}, {texts}, {a.dtype}, chunks of {a.chunk_size}:"
-    unusual = [a.dtype] * (a.dtype != usual) + [f"{a.heads}-heads"] * (a.heads != 12)
+    unusual = [a.dtype] * (a.dtype != usual) + [f"{a.heads}-heads"] * (a.heads != 12) + ["masked"] * a.mask
     name = "-".join(["operator", a.device, *unusual])
 
     cases = [SOFTMAX] + [(form, variant) for form in a.forms for variant in variants(form, a.device)]
@@ -139,7 +142,8 @@ def timed(
     failed: dict[tuple[str, str], str] = {}
     times, alone = {}, {}
     for kind, backward in (("forward", False), ("both", True)):
-        runs = {case: measure.attempt(failed, case, prepare, *case, length, backward, *shape) for case in cases}
+        given = (length, backward, *shape, a.mask)
+        runs = {case: measure.attempt(failed, case, prepare, *case, *given) for case in cases}
         runs = {case: run for case, run in runs.items() if case not in failed}
         times[kind] = measure.interleaved(runs, a.device, a.rounds, a.seconds, failed)
         alone[kind] = {}
@@ -152,6 +156,8 @@ def timed(
     rows = []
     for case in cases:
         row = {"length": length, "batch": shape[0], "form": case[0], "variant": case[1]}
+        if case[1] == "softmax" and a.device == "cuda":
+            row["backend"] = backend(case[0], getattr(torch, a.dtype), a.mask).name
         for kind, backward in (("forward", False), ("both", True)):
             seconds, on_device = times[kind].get(case), alone[kind].get(case)
             moved, operations = least(*case, length, backward, *shape)
@@ -172,7 +178,7 @@ def timed(
 
 def fill_peaks(rows: list[dict], a: argparse.Namespace) -> None:
     """Measure the peak memory of each row that has times."""
-    fixed = (a.heads, a.head_dim, a.dtype, a.chunk_size, a.device)
+    fixed = (a.heads, a.head_dim, a.dtype, a.chunk_size, a.device, a.mask)
     rows = [row for row in rows if row["both_ms"]]
     for case in dict.fromkeys((row["form"], row["variant"]) for row in rows):
         own = [row for row in rows if (row["form"], row["variant"]) == case]
@@ -251,9 +257,11 @@ def table(rows: list[dict]) -> list[list[str]]:
     lines = [[*columns, "µs per token", "softmax's time is", "peak, MiB"]]
     for row in rows:
         ratio, tokens = row["softmax_over_this"], row["length"] * row["batch"]
+        form = f"{row['form']} ({row['backend']})" if "backend" in row else row["form"]
+        times = [f"{kind}_{key}" for kind in ("forward", "both") for key in measured]
         lines.append([
-            f"{row['length']:,}", str(row["batch"]), row["form"], row["variant"],
-            *(shown(row[f"{kind}_{key}"]) for kind in ("forward", "both") for key in measured),
+            f"{row['length']:,}", str(row["batch"]), form, row["variant"],
+            *("failed" if row[key] is None and row["error"] else shown(row[key]) for key in times),
             *("-" if row[key] is None else f"{row[key]:.0%}" for key in ("both_bandwidth", "both_products")),
             "-" if row["both_ms"] is None else shown(1000 * best(row) / tokens),
             "-" if ratio is None else f"×{ratio:.2f}",
@@ -262,7 +270,7 @@ def table(rows: list[dict]) -> list[list[str]]:
     return lines
 
 
-def prepare(form, variant, length, backward, batch, heads, head_dim, dtype, chunk_size, device):
+def prepare(form, variant, length, backward, batch, heads, head_dim, dtype, chunk_size, device, masked=False):
     """Return a function that runs one case once."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -281,38 +289,42 @@ def prepare(form, variant, length, backward, batch, heads, head_dim, dtype, chun
         of_hydra = [draw_one(batch, length, 1, head_dim).to(half).transpose(1, 2) for _ in range(2)]
         steps = F.softplus(draw_one(batch, length, 2, heads) - 4.6).permute(2, 0, 3, 1)  # near 0.01, as initialized
         of_hydra += [-steps, steps.log(), draw_one(batch, length, heads).mT]
+    mask = torch.arange(length, device=device).expand(batch, -1) < 0.9 * length if masked else None
     leaves = [x.requires_grad_(backward) for x in (q, k, v, log_decay, *of_hydra) if x is not None]
 
     def run() -> None:
         if form.startswith("softmax"):
-            with softmax_by(form, half, device):
-                y = F.scaled_dot_product_attention(q, k, v)
+            # One implementation on a GPU, so that no other replaces it silently.
+            only = contextlib.nullcontext() if device == "cpu" else sdpa_kernel(backend(form, half, masked))
+            with only:
+                y = F.scaled_dot_product_attention(q, k, v, None if mask is None else mask[:, None, None])
         elif form == "fla":
             per_token = log_decay if log_decay.ndim == 3 else log_decay[None, :, None].expand(q.shape[:3])
-            y = both_directions(q, k, v, per_token)
+            y = both_directions(q, k if mask is None else k * mask[:, None, :, None], v, per_token)
         elif variant == "hydra":
-            y = hydra(q, k, v, *of_hydra, form=form.removeprefix("pytorch-"), chunk_size=chunk_size)
+            y = hydra(q, k, v, *of_hydra, form=form.removeprefix("pytorch-"), chunk_size=chunk_size, mask=mask)
         elif form.startswith("pytorch-"):
             module = importlib.import_module("src.lion.linear_attention")
             use_triton, module.USE_TRITON = module.USE_TRITON, False
-            y = linear_attention(q, k, v, log_decay, form=form.removeprefix("pytorch-"), chunk_size=chunk_size)
-            module.USE_TRITON = use_triton
+            how = {"form": form.removeprefix("pytorch-"), "chunk_size": chunk_size, "mask": mask}
+            try:
+                y = linear_attention(q, k, v, log_decay, **how)
+            finally:  # or the kernels would not run once these had needed too much memory
+                module.USE_TRITON = use_triton
         else:
-            y = linear_attention(q, k, v, log_decay, form=form, chunk_size=chunk_size)
+            y = linear_attention(q, k, v, log_decay, form=form, chunk_size=chunk_size, mask=mask)
         if backward:
             torch.autograd.grad(y, leaves, grad)
 
     return run
 
 
-def softmax_by(form: str, dtype: torch.dtype, device: str) -> contextlib.AbstractContextManager:
-    """Select one implementation of softmax attention on a GPU, so that no other replaces it silently."""
-    if device == "cpu":
-        return contextlib.nullcontext()
+def backend(form: str, dtype: torch.dtype, masked: bool) -> SDPBackend:
+    """Return the implementation of softmax attention on a GPU: the form's, or the fastest that takes such arguments."""
     if form == "softmax-cudnn":
-        return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
-    half = dtype in (torch.bfloat16, torch.float16)
-    return sdpa_kernel(SDPBackend.FLASH_ATTENTION if half else SDPBackend.EFFICIENT_ATTENTION)
+        return SDPBackend.CUDNN_ATTENTION
+    flash = dtype in (torch.bfloat16, torch.float16) and not masked
+    return SDPBackend.FLASH_ATTENTION if flash else SDPBackend.EFFICIENT_ATTENTION
 
 
 def both_directions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
