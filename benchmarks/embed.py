@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import measure
-from benchmarks.models import BERT, LINEAR, MODERN_BERT, build, created_as, describe, lion_config
+from benchmarks.models import BERT, LINEAR, MODERN_BERT, build, created_as, describe, lion_config, setting, titled
 from src import cli, plots
 from src.lion import LionConfig, LionEmbeddingModel
 from src.lion.cpu import keep_freed_memory
@@ -94,6 +94,7 @@ def plan(a: argparse.Namespace) -> list[dict[str, Any]]:
     cases += [(model, WINDOWS) for model in a.models if model not in LINEAR]
     return [
         {"dtype": dtype, "length": length, "model": model, "reading": reading}
+        | setting(model, a.device, dtype == "bfloat16")
         | {"ms": None, "peak_mib": None, "error": None}
         for dtype in a.dtype
         for length in a.lengths
@@ -110,7 +111,7 @@ def caption(a: argparse.Namespace) -> str:
         usual = ModernBertConfig()
         about += (
             f"; one of {usual.global_attn_every_n_layers} layers of ModernBERT has global attention, the others local "
-            f"attention to {usual.local_attention} tokens, by a mask"
+            f"attention to {usual.local_attention} tokens{', by a mask' if a.device == 'cpu' else ''}"
         )
     if a.lengths[-1] > LionConfig.segment_length:
         about += f"; LION reads documents above {LionConfig.segment_length:,} tokens in segments"
@@ -174,7 +175,7 @@ def load(name: str, layers: int, hidden: int, longest: int, dtype: str, device: 
     with created_as(dtype, device):
         if name in LINEAR:
             return LionEmbeddingModel(lion_config(name, layers, hidden, longest)).eval()
-        return build(name, layers, hidden, longest).eval()
+        return build(name, layers, hidden, longest, half=dtype == "bfloat16").eval()
 
 
 def windows(ids: Tensor, batch: int) -> list[Tensor]:
@@ -205,7 +206,7 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
         numbers = [f"{ms:,.1f}", f"{1000 * ms / length:,.1f}", f"{1000 * length / ms:,.0f}"]
         peak = "-" if row["peak_mib"] is None else f"{row['peak_mib']:,.0f}"
         times = numbers if row["ms"] else ["-"] * len(numbers)
-        lines.append([row["dtype"], f"{length:,}", row["model"], row["reading"], *times, peak])
+        lines.append([row["dtype"], f"{length:,}", titled(row), row["reading"], *times, peak])
     return lines
 
 

@@ -3,17 +3,22 @@ Hydra has no MLP and is about half of another's, so Hydra has about twice as man
 
 import argparse
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.utils import is_flash_attn_2_available
 
 from src.config import read_file
 from src.lion import LionConfig, LionForMaskedLM, LionModel
 from src.lion.mixers import MIXERS
 
 BERT, MODERN_BERT = "Hugging Face BERT", "Hugging Face ModernBERT"
+FLASH = "flash_attention_2, unpadded"
 PLUS = "lion-s-plus"
 PRETRAIN = Path(__file__).resolve().parents[1] / "yamls/pretrain"
 LINEAR = (*(name for name, mixer in MIXERS.items() if mixer.has_states), PLUS)
@@ -67,13 +72,40 @@ def bert_sizes(mixer: str, layers: int, hidden: int) -> dict[str, int]:
     return sizes if mixer == "hydra" else sizes | of_bert
 
 
+def setting(name: str, device: str, half: bool) -> dict[str, str]:
+    """Return {"attention": how a Hugging Face model computes it on a GPU}, the fastest way of those available; nothing
+    for our models, and on a CPU, where it is always sdpa. half: whether attention is computed in bfloat16."""
+    if device != "cuda" or name not in (BERT, MODERN_BERT):
+        return {}
+    if name == BERT:  # transformers has no other way to FlashAttention for it
+        return {"attention": "sdpa, no mask"}
+    return {"attention": FLASH if half and is_flash_attn_2_available() else "sdpa, masks in local layers only"}
+
+
+def titled(row: dict) -> str:
+    """Return the name of a row's model with its setting."""
+    return f"{row['model']} ({row['attention']})" if "attention" in row else row["model"]
+
+
 def build(
-    name: str, layers: int, hidden: int, longest: int, dropout=0.0, form="auto", masked_lm=False
+    name: str, layers: int, hidden: int, longest: int, dropout=0.0, form="auto", masked_lm=False, half=False
 ) -> torch.nn.Module:
-    """Build the encoder `name` with random weights for texts of up to `longest` tokens, optionally with an MLM head."""
-    if name not in (BERT, MODERN_BERT):
-        config = lion_config(name, layers, hidden, longest, dropout, form)
-        return (LionForMaskedLM if masked_lm else LionModel)(config)
+    """Build the encoder `name` with random weights for texts of up to `longest` tokens without padding, optionally with
+    an MLM head, on the default device; a Hugging Face model in its `setting`."""
+    if name in (BERT, MODERN_BERT):
+        chosen = setting(name, torch.get_default_device().type, half).get("attention")
+        model = build_peer(name, layers, hidden, longest, dropout, masked_lm, chosen == FLASH)
+        if chosen not in (None, FLASH):
+            drop_masks(model)
+        return model
+    config = lion_config(name, layers, hidden, longest, dropout, form)
+    return (LionForMaskedLM if masked_lm else LionModel)(config)
+
+
+def build_peer(
+    name: str, layers: int, hidden: int, longest: int, dropout: float, masked_lm: bool, flash: bool
+) -> torch.nn.Module:
+    """Build Hugging Face's BERT or ModernBERT as `build` does."""
     sizes = table_sizes(longest) | bert_sizes(name, layers, hidden)
     if name == BERT:
         from transformers import BertConfig, BertForMaskedLM, BertModel
@@ -87,9 +119,39 @@ def build(
     sizes["intermediate_size"] = 8 * hidden // 3
     dropouts = {"embedding_dropout": dropout, "mlp_dropout": dropout, "attention_dropout": dropout}
     tokens = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3, "pad_token_id": 0}
-    options = {"sparse_prediction": True, "reference_compile": False, "attn_implementation": "sdpa"}
-    config = ModernBertConfig(**sizes, **dropouts, **tokens, **options)
+    attention = "flash_attention_2" if flash else "sdpa"
+    options = {"sparse_prediction": True, "reference_compile": False}  # `compile_layers` compiles more
+    config = ModernBertConfig(**sizes, **dropouts, **tokens, **options, attn_implementation=attention)
     return (ModernBertForMaskedLM if masked_lm else ModernBertModel)(config)
+
+
+def drop_masks(model: torch.nn.Module) -> None:
+    """Tell a Hugging Face encoder that texts have no padding. In each pass it would look for some, for which it waits
+    for the GPU, as a CUDA graph cannot; and ModernBERT would make masks of all pairs of tokens, partly on the CPU, also
+    for its global layers, which FlashAttention computes only without."""
+    encoder, model.config.pad_token_id = model.base_model, None
+    if model.config.model_type == "bert":
+        encoder.attn_implementation = None  # so that it calls the next line
+        encoder.get_extended_attention_mask = lambda *mask: None
+        return
+
+    @functools.lru_cache(1)
+    def local(length: int) -> Tensor:
+        place = torch.arange(length, device=model.device)
+        far = (place[:, None] - place).abs() > model.config.local_attention // 2
+        return torch.zeros(1, 1, length, length, dtype=model.dtype, device=model.device).masked_fill(far, -torch.inf)
+
+    encoder._update_attention_mask = lambda mask, output_attentions: (None, local(mask.shape[1]))
+
+
+def masked_lm_loss(model: torch.nn.Module, ids: Tensor, labels: Tensor, labelled: Tensor) -> Tensor:
+    """Return the loss at the labelled tokens, whose positions in the flattened labels, (labelled,), are known."""
+    if model.config.model_type == "bert":  # which computes the logits of all tokens
+        return model(input_ids=ids, labels=labels).loss
+    if model.config.model_type == "modernbert":  # its own way waits for the GPU, and fails with FlashAttention
+        x = model.model(ids).last_hidden_state.flatten(0, 1).index_select(0, labelled)
+        return F.cross_entropy(model.decoder(model.head(x)).float(), labels.flatten().index_select(0, labelled))
+    return model(input_ids=ids, labels=labels, masked_positions=labelled).loss
 
 
 def lion_config(name: str, layers: int, hidden: int, longest: int, dropout=0.0, form="auto") -> LionConfig:
