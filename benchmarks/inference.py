@@ -2,7 +2,8 @@
 
 One forward pass of each mixer and form, and of Hugging Face's BERT and ModernBERT, at base size on random tokens
 without padding; interleaved runs, medians. All have the same number of layers except Hydra: 23 smaller ones instead of
-12. Writes a table, its numbers and a picture.
+12. On a GPU, passes of our encoders are also timed on the device alone, by replaying a CUDA graph, and with --graph
+those of the others. Writes a table, its numbers and a picture.
 """
 
 import os
@@ -16,9 +17,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import measure
+from benchmarks import measure, models
 from benchmarks.models import BERT, LINEAR, MODELS, MODERN_BERT, build, compile_layers, created_as, describe
 from src import cli, plots
+from src.errors import UserError
 
 LONGEST = {"full": 4096, "recurrent": 2048, "chunkwise": 2**20, "auto": 2**20, "softmax": 32768}
 
@@ -36,10 +38,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
     parser.add_argument("--dtype", help="(default: bfloat16 on a GPU, float32 on a CPU)")
     parser.add_argument("--compile", action="store_true", help="torch.compile every model's layers")
+    words = "also capture Hugging Face's models as CUDA graphs, each in a process of its own"
+    parser.add_argument("--graph", action="store_true", help=words)
     parser.add_argument("--rounds", type=int, default=9, help="runs per case, or as few as 3 if slow (default: 9)")
     parser.add_argument("--seconds", type=float, default=20, help="limit per length, after 3 rounds (default: 20)")
     parser.add_argument("--out", type=Path, help=measure.OUT)
     a = parser.parse_args(argv)
+    if a.graph and a.device == "cpu":
+        raise UserError("--graph needs a GPU; omit it")
     a.out = a.out or measure.results_folder(a.device)
     usual = "bfloat16" if a.device == "cuda" else "float32"
     a.dtype = a.dtype or usual
@@ -66,10 +72,14 @@ def main(argv: list[str]) -> None:
             times = measure.interleaved(runs, a.device, a.rounds, a.seconds, failed)
             for case in here:
                 alone = None
-                if a.device == "cuda" and case in times and case[0] not in (BERT, MODERN_BERT):  # some synchronise
+                if a.device == "cuda" and case in times and case[0] not in (BERT, MODERN_BERT):
                     alone = measure.attempt({}, case, measure.device_time, runs[case], times[case])
+                elif a.graph and case in times:  # a failed capture would be the last of its process
+                    arguments = (prepare, *case, batch, length, *size)
+                    alone = measure.attempt(failed, case, measure.graph_time, *arguments)
                 rows.append({
                     "batch": batch, "length": length, "model": case[0], "form": case[1],
+                    **models.setting(case[0], a.device, a.dtype != "float32"),
                     "ms": 1000 * times[case] if case in times else None, "device_ms": alone and 1000 * alone,
                     "peak_mib": None, "error": failed.get(case),
                 })  # fmt: skip
@@ -98,7 +108,8 @@ def prepare(name, form, batch, length, layers, hidden, longest, dtype, device, c
     """Return a function that encodes one batch."""
     torch.manual_seed(0)
     with created_as(dtype, device):
-        model = build(name, layers, hidden, longest, form="auto" if form == "softmax" else form).eval()
+        how = {"form": "auto" if form == "softmax" else form, "half": dtype != "float32"}
+        model = build(name, layers, hidden, longest, **how).eval()
     if compiled:
         compile_layers(model)
     ids = torch.randint(5, model.config.vocab_size, (batch, length), device=device)
@@ -130,7 +141,7 @@ def table(rows: list[dict]) -> list[list[str]]:
         times = [row["ms"], *([row["device_ms"]] if on_device else [])]
         ratios = [ratio(beside.get((row["batch"], row["length"], name)), row) for name in others]
         lines.append([
-            str(row["batch"]), f"{row['length']:,}", row["model"], row["form"],
+            str(row["batch"]), f"{row['length']:,}", models.titled(row), row["form"],
             *("-" if ms is None else f"{ms:,.2f}" for ms in times),
             "-" if own is None else f"{1000 * own / tokens(row):.2f}",
             *("-" if ratio is None else f"×{ratio:.2f}" for ratio in ratios),

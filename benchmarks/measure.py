@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from src.tables import markdown
 
 RESULTS = Path("benchmarks/results")
 OUT = f"(default: this machine's folder in {RESULTS})"
-# What the processes of `single_runs` import, once.
+# What the processes of `apart` import, once.
 SLOW_IMPORTS = ["torch", "transformers.modeling_utils", "transformers.models.auto.image_processing_auto"]
 
 
@@ -87,10 +88,31 @@ def device_time(run: Callable[[], Any], about: float, rounds: int = 5) -> float 
     if not _can_capture:
         return None
     runs = min(max(1, math.ceil(0.005 / about)), 50)
+    try:
+        return _replay_seconds(run, runs, rounds)
+    except Exception as error:
+        _can_capture = False
+        print(f"no more times on the device alone, since a CUDA graph failed: {first_line(error)}", file=sys.stderr)
+        return None
+
+
+def graph_time(make: Callable[..., Callable[[], Any]], *arguments: Any, rounds: int = 9) -> float:
+    """Return the median seconds of `make(*arguments)()` as a CUDA graph. Captures it in a process of its own, since a
+    failed capture can break the next."""
+    return apart(_make_and_replay, make, arguments, rounds)
+
+
+def _make_and_replay(make: Callable[..., Callable[[], Any]], arguments: tuple, rounds: int) -> float:
+    return _replay_seconds(make(*arguments), 1, rounds)
+
+
+def _replay_seconds(run: Callable[[], Any], runs: int, rounds: int) -> float:
+    """Return the median seconds of a run in a CUDA graph of several. Raises the error of one that cannot be captured."""
     before, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     stream.wait_stream(before)
     with torch.cuda.stream(stream):
-        run()
+        for _ in range(3):  # what the first runs allocate and compile does not belong in a graph
+            run()
     before.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
@@ -99,9 +121,7 @@ def device_time(run: Callable[[], Any], about: float, rounds: int = 5) -> float 
                 run()
     except Exception as error:
         torch.cuda.set_stream(before)  # a failed capture does not restore it
-        _can_capture = False
-        print(f"no more times on the device alone, since a CUDA graph failed: {first_line(error)}", file=sys.stderr)
-        return None
+        raise error.__context__ or error from None  # the end of the capture fails too, and says less
     graph.replay()
     return statistics.median(_one(graph.replay, "cuda") for _ in range(rounds)) / runs
 
@@ -147,10 +167,7 @@ def single_runs(
     started; there `make(*warm_up)()` runs first, so that buffers of libraries do not count.
     """
     if device == "cpu":
-        context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-        context.set_forkserver_preload(SLOW_IMPORTS)
-        with context.Pool(1) as pool:
-            return pool.apply(_single_runs_on_cpu, (make, warm_up, arguments, torch.get_num_threads()))
+        return apart(_single_runs_on_cpu, make, warm_up, arguments, torch.get_num_threads())
     costs = []
     for a in arguments:
         torch.cuda.empty_cache()
@@ -161,6 +178,14 @@ def single_runs(
         costs.append(Cost(torch.cuda.max_memory_allocated() - before, seconds))
         del run
     return costs
+
+
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return function(*arguments), computed in a process of its own."""
+    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    context.set_forkserver_preload(SLOW_IMPORTS)
+    with ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def _single_runs_on_cpu(make: Callable, warm_up: tuple, arguments: list[tuple], threads: int) -> list[Cost]:

@@ -4,6 +4,7 @@
 
 Masked language modelling at base size on random tokens without padding. The models take steps in turn; medians and
 ratios. All have about as many weights, and the same number of layers except Hydra: 23 smaller ones instead of 12.
+With --graph, each model's step is also captured as a CUDA graph, which the GPU replays without waiting for the program.
 Writes a table, its numbers and a picture.
 """
 
@@ -18,10 +19,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import measure
+from benchmarks import measure, models
 from benchmarks.models import BERT, MODELS, MODERN_BERT, VOCABULARY, build, compile_layers, describe, model_name
 from src import cli, plots
+from src.errors import UserError
 from src.lion.cpu import keep_freed_memory
+from src.lion.modeling_lion import labelled_positions
 
 
 def main(argv: list[str]) -> None:
@@ -43,10 +46,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--precision", choices=("fp32", "amp_bf16"), help="(default: amp_bf16 on a GPU, fp32 on a CPU)")
     parser.add_argument("--form", default="auto", help="form of the operator (default: auto)")
     parser.add_argument("--compile", action="store_true", help="torch.compile every model's layers")
+    parser.add_argument("--graph", action="store_true", help="also time each model's step as a CUDA graph")
     parser.add_argument("--rounds", type=int, default=9, help="steps per model (default: 9)")
     parser.add_argument("--out", type=Path, help=measure.OUT)
     a = parser.parse_args(argv)
     a.out = a.out or measure.results_folder(a.device)
+    if a.graph and a.device == "cpu":
+        raise UserError("--graph needs a GPU; omit it")
     if len({Path(name).stem for name in a.models}) < len(a.models):
         parser.error("--models must have different names; rename a config")
     a.batch = a.batch or (8 if a.device == "cpu" else 128)
@@ -60,17 +66,23 @@ def main(argv: list[str]) -> None:
     steps = {name: step for name, step in steps.items() if step}
     print(f"{a.rounds} rounds of {len(steps)} steps …", file=sys.stderr, flush=True)
     times = measure.interleaved(steps, a.device, a.rounds, 600, failed)
-    times = {Path(name).stem if name.endswith(".yaml") else name: seconds for name, seconds in times.items()}
+    graphs, graph_errors = {}, {}
+    if a.graph:
+        steps.clear()  # their memory
+        torch.cuda.empty_cache()
+        for name in cli.progress(times, desc="graphs"):
+            graphs[name] = measure.attempt(graph_errors, name, measure.graph_time, prepare, name, a)
     floor = least_seconds(a)
-    rows = [{"model": name, "ms": 1000 * seconds, "floor_ms": 1000 * floor} for name, seconds in times.items()]
-    rows += [{"model": name, "error": error} for name, error in failed.items()]
-    compared = [name for name in (BERT, MODERN_BERT, "softmax") if name in times]
-    ratios = [f"relative to {name.replace('softmax', 'our softmax')}" for name in compared]
-    lines = [["model", "step, ms", "tokens per second", "floor / time", *ratios]]
+    rows = []
     for name, seconds in times.items():
-        ratios = [f"×{seconds / times[other]:.2f}" for other in compared]
-        rate = f"{a.batch * a.length / seconds:,.0f}"
-        lines.append([name, f"{1000 * seconds:,.1f}", rate, f"{floor / seconds:.0%}", *ratios])
+        row = {"model": short(name), **models.setting(name, a.device, a.precision == "amp_bf16")}
+        row |= {"ms": 1000 * seconds, "floor_ms": 1000 * floor}
+        if a.graph:
+            row |= {"graph_ms": graphs[name] and 1000 * graphs[name], "graph_error": graph_errors.get(name)}
+        rows.append(row)
+    times = {short(name): seconds for name, seconds in times.items()}
+    lines = table(rows, a.batch * a.length)
+    rows += [{"model": name, "error": error} for name, error in failed.items()]
     size = describe(a.models, a.layers, a.hidden)
     title = (
         f"A training step (forward, backward, AdamW) of {size}"
@@ -86,21 +98,45 @@ def main(argv: list[str]) -> None:
     print(f"picture  {a.out / name}.png")
 
 
+def short(name: str) -> str:
+    """Return the name of a model, or of a config without its folder."""
+    return Path(name).stem if name.endswith(".yaml") else name
+
+
+def table(rows: list[dict], tokens: int) -> list[list[str]]:
+    """Return one line per model, for steps of this many tokens."""
+    times = {row["model"]: row["ms"] for row in rows}
+    compared = [name for name in (BERT, MODERN_BERT, "softmax") if name in times]
+    ratios = [f"relative to {name.replace('softmax', 'our softmax')}" for name in compared]
+    graphs = any("graph_ms" in row for row in rows)
+    lines = [["model", "step, ms", *["as a CUDA graph, ms"] * graphs, "tokens per second", "floor / time", *ratios]]
+    for row in rows:
+        ms = row["ms"]
+        graph = [row["graph_error"] or f"{row['graph_ms']:,.1f}"] if graphs else []
+        ratios = [f"×{ms / times[other]:.2f}" for other in compared]
+        rate, floor = f"{1000 * tokens / ms:,.0f}", f"{row['floor_ms'] / ms:.0%}"
+        lines.append([models.titled(row), f"{ms:,.1f}", *graph, rate, floor, *ratios])
+    return lines
+
+
 def prepare(name: str, a: argparse.Namespace):
     """Return a function that takes one step of the model `name`."""
     torch.manual_seed(0)
     with torch.device(a.device):
-        model = build(name, a.layers, a.hidden, a.length, dropout=a.dropout, form=a.form, masked_lm=True).train()
+        how = {"dropout": a.dropout, "form": a.form, "half": a.precision == "amp_bf16"}
+        model = build(name, a.layers, a.hidden, a.length, **how, masked_lm=True).train()
     if a.compile:
         compile_layers(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    # A graph needs AdamW's step counts on the GPU, where the fused one has them anyway.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=a.device == "cuda")
     ids = torch.randint(5, 30522, (a.batch, a.length), device=a.device)
     labels = ids.masked_fill(torch.rand(ids.shape, device=a.device) >= a.masked, -100)
+    labelled = labelled_positions(labels)  # as in training
     half = torch.autocast(a.device, torch.bfloat16) if a.precision == "amp_bf16" else contextlib.nullcontext()
 
     def step() -> None:
         with half:
-            loss = model(input_ids=ids, labels=labels).loss
+            loss = models.masked_lm_loss(model, ids, labels, labelled)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
