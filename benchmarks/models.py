@@ -8,12 +8,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils import is_flash_attn_2_available
 
-from src.config import read_file
 from src.lion import LionConfig, LionForMaskedLM, LionModel
 from src.lion.mixers import MIXERS
 
@@ -56,6 +54,10 @@ def lion_arguments(name: str, hidden: int) -> dict:
     An MLP that is narrower than BERT's stays so in proportion."""
     if name != PLUS and not name.endswith(".yaml"):
         return {"mixer": name}
+    from omegaconf import OmegaConf  # here, since the other models need neither
+
+    from src.config import read_file
+
     path = PRETRAIN / f"{PLUS}-base.yaml" if name == PLUS else Path(name)
     given = OmegaConf.to_container(read_file(path)).get("model", {})
     given = {key: value for key, value in given.items() if key != "pretrained_checkpoint"}

@@ -1,18 +1,26 @@
 """The benchmarks run, and write what they say, at sizes where their numbers mean nothing."""
 
+import contextlib
 import importlib
 import json
+import os
 import shlex
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import warm
+from conftest import run
 from glue_files import write_glue
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 from benchmarks import measure, models
 from src.errors import UserError
+from src.lion.modeling_lion import labelled_positions
 
 STEP = "--layers 1 --hidden 64 --batch 2"
 # What is given to a command, and the name of what it writes.
@@ -121,6 +129,96 @@ def test_a_slow_case_runs_once_if_asked_to():
     assert runs == ["a", "b"] * 4
 
 
+def test_a_process_of_its_own_returns_what_a_function_returns_or_its_failure():
+    assert measure.apart(divmod, 7, 2) == (3, 1)
+    failed = {}
+    assert measure.attempt(failed, "raises", measure.apart, divmod, 1, 0) is None
+    assert measure.attempt(failed, "dies", measure.apart, os._exit, 1) is None
+    assert failed["raises"].startswith("integer division") and "terminated" in failed["dies"]
+
+
+def test_a_capture_that_fails_says_why(monkeypatch):
+    @contextlib.contextmanager
+    def graph(*given, **options):
+        try:
+            yield
+        finally:
+            raise RuntimeError("the capture is invalid")
+
+    runs = iter([1, 1, 1])  # three to warm up
+    monkeypatch.setattr(torch, "cuda", MagicMock(graph=graph))
+    with pytest.raises(ZeroDivisionError):
+        measure._replay_seconds(lambda: 1 / next(runs, 0), 1, 1)
+
+
+@pytest.mark.parametrize("name", ["train_step", "inference"])
+def test_a_cuda_graph_needs_a_gpu(name):
+    with pytest.raises(UserError, match="--graph needs a GPU"):
+        importlib.import_module(f"benchmarks.{name}").main(["--device", "cpu", "--graph"])
+
+
+def test_the_table_of_steps_has_the_time_or_the_failure_of_a_graph_and_the_setting_of_a_peer():
+    train_step = importlib.import_module("benchmarks.train_step")
+    rows = [
+        {"model": models.BERT, "attention": "sdpa, no mask", "ms": 20, "graph_ms": 16, "graph_error": None},
+        {"model": "softmax", "ms": 10, "graph_ms": None, "graph_error": "not permitted"},
+    ]
+    header, bert, softmax = train_step.table([{**row, "floor_ms": 5} for row in rows], 1000)
+    assert header[:3] == ["model", "step, ms", "as a CUDA graph, ms"]
+    assert bert == ["Hugging Face BERT (sdpa, no mask)", "20.0", "16.0", "50,000", "25%", "×1.00", "×2.00"]
+    assert softmax == ["softmax", "10.0", "not permitted", "100,000", "50%", "×0.50", "×1.00"]
+
+
+def test_peers_are_named_by_their_setting_on_a_gpu_only(monkeypatch):
+    def titles(device: str, half: bool) -> list[str]:
+        names = (models.BERT, models.MODERN_BERT, "softmax")
+        return [models.titled({"model": name, **models.setting(name, device, half)}) for name in names]
+
+    assert titles("cpu", True) == [models.BERT, models.MODERN_BERT, "softmax"]
+    for available, kind in ((False, "sdpa, masks in local layers only"), (True, "flash_attention_2, unpadded")):
+        monkeypatch.setattr(models, "is_flash_attn_2_available", lambda available=available: available)
+        expected = [f"{models.BERT} (sdpa, no mask)", f"{models.MODERN_BERT} ({kind})", "softmax"]
+        assert titles("cuda", True) == expected
+    assert "sdpa" in titles("cuda", False)[1]
+
+
+@pytest.mark.parametrize("name", [models.BERT, models.MODERN_BERT])
+def test_a_peer_without_masks_computes_the_same_and_does_not_look_for_padding(name, monkeypatch):
+    torch.manual_seed(0)
+    model, ids = models.build(name, 4, 64, 300).eval(), torch.randint(5, 1000, (2, 300))
+    given, attend = [], F.scaled_dot_product_attention
+
+    def record(*heads, attn_mask, **options):
+        given.append(attn_mask)
+        return attend(*heads, attn_mask=attn_mask, **options)
+
+    with torch.no_grad():
+        expected = model(ids).last_hidden_state
+        models.drop_masks(model)
+        monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+        torch.testing.assert_close(model(ids).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
+    local = {1, 2} if name == models.MODERN_BERT else set()
+    assert {layer for layer, mask in enumerate(given) if mask is not None} == local
+
+
+@pytest.mark.parametrize("name", [models.BERT, models.MODERN_BERT, "softmax"])
+def test_the_loss_of_masked_language_modelling_is_the_models_own(name):
+    model, ids = models.build(name, 1, 64, 16, masked_lm=True).train(), torch.randint(5, 1000, (2, 16))
+    labels = ids.masked_fill(torch.rand(ids.shape) < 0.7, -100)
+    loss = models.masked_lm_loss(model, ids, labels, labelled_positions(labels))
+    torch.testing.assert_close(loss, model(input_ids=ids, labels=labels).loss)
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_a_step_of_each_model_reads_no_value_so_that_a_cuda_graph_can_contain_it(name):
+    with FakeTensorMode():  # whose tensors have none
+        model = models.build(name, 2, 64, 16, dropout=0.1, masked_lm=True).train()
+        if name in (models.BERT, models.MODERN_BERT):
+            models.drop_masks(model)
+        ids = torch.randint(5, 1000, (2, 16))
+        models.masked_lm_loss(model, ids, ids, torch.arange(7)).backward()
+
+
 @pytest.mark.parametrize("name", [models.BERT, models.MODERN_BERT])
 def test_the_vector_of_a_document_in_windows_is_the_mean_of_theirs(name):
     embed = importlib.import_module("benchmarks.embed")
@@ -171,6 +269,45 @@ def test_operator_cases_have_the_models_memory_layout(form, monkeypatch):
     assert [tuple(x.shape) for x in seen["leaves"]] == [(2, 3, 24, 8)] * 3 + [(2, 3, 24)] * (variant == "lion-s")
     assert all(x.transpose(1, 2).is_contiguous() and x.is_leaf for x in seen["leaves"])
     assert seen["y"].shape == seen["grad"].shape
+
+
+@pytest.mark.parametrize("form", ["softmax", "full", "chunkwise", "pytorch-chunkwise", "fla"])
+def test_padding_is_masked_in_every_form_of_the_operator(form, monkeypatch):
+    operator, grad = importlib.import_module("benchmarks.operator"), torch.autograd.grad
+    seen = []
+    monkeypatch.setattr(operator, "both_directions", lambda q, k, v, _: F.scaled_dot_product_attention(q, k, k * v))
+    case = "softmax" if form == "softmax" else "lion-lit" if form != "fla" else "lion-s"
+    monkeypatch.setattr(torch.autograd, "grad", lambda y, leaves, dy: seen.extend(grad(y, leaves[2], dy)))
+    operator.prepare(form, case, 40, True, 2, 3, 8, "float32", 16, "cpu", True)()
+    (grad_v,) = seen
+    assert grad_v[:, :, :36].any(-1).all() and not grad_v[:, :, 36:].any()
+
+
+@pytest.mark.parametrize(
+    "form, dtype, masked, expected",
+    [
+        ("softmax", torch.bfloat16, False, "FLASH_ATTENTION"),
+        ("softmax", torch.bfloat16, True, "EFFICIENT_ATTENTION"),
+        ("softmax", torch.float32, False, "EFFICIENT_ATTENTION"),
+        ("softmax-cudnn", torch.bfloat16, True, "CUDNN_ATTENTION"),
+    ],
+)
+def test_softmax_is_computed_by_an_implementation_that_takes_its_arguments(form, dtype, masked, expected):
+    assert importlib.import_module("benchmarks.operator").backend(form, dtype, masked).name == expected
+
+
+def test_a_form_whose_backward_pass_fails_still_has_a_forward_time(monkeypatch):
+    operator = importlib.import_module("benchmarks.operator")
+    monkeypatch.setattr(operator, "prepare", lambda form, *given: lambda: given[2] and form == "fla" and 1 / 0)
+    a = SimpleNamespace(device="cpu", rounds=1, seconds=1, mask=False, dtype="float32")
+    cases = [operator.SOFTMAX, ("fla", "lion-s")]
+    softmax, fla = operator.timed(cases, 16, (1, 2, 8, "float32", 16, "cpu"), measure.Rates(1e9, 1e9), a)
+    assert fla["forward_ms"] > 0 and fla["both_ms"] is None and fla["error"] == "division by zero"
+    assert softmax["both_ms"] > 0 and softmax["error"] is None
+    softmax["backend"] = "FLASH_ATTENTION"
+    header, first, second = operator.table([softmax, fla])
+    assert first[2] == "softmax (FLASH_ATTENTION)"
+    assert [x == "failed" for x in second] == [title == "with backward, ms" for title in header]
 
 
 @pytest.mark.parametrize("form", ["full", "recurrent", "chunkwise", "pytorch-full", "pytorch-chunkwise"])
@@ -255,23 +392,79 @@ def test_conversion_is_timed_in_both_modes_beside_a_plain_loop(tmp_path, tokeniz
 
 
 @pytest.mark.parametrize(
-    "form, card, which", [("chunkwise", 80, "key_gradients"), ("chunkwise", 90, ""), ("full, dropout", 90, "output")]
-)
-def test_the_kernels_compile_and_keep_their_numbers_in_registers(form, card, which):
+    "form, decay, card, which",
+    [
+        ("chunkwise", "token", 80, {"dk"}), ("chunkwise", "token", 90, {"sums", "states", "scan", "dk"}),
+        ("full, dropout", "token", 90, {"y"}), ("full", "none", 90, {"dk"}),
+    ],
+)  # fmt: skip
+def test_the_kernels_compile_and_keep_their_numbers_in_registers(form, decay, card, which):
     """What Triton's interpreter accepts the compiler need not. Heads of 64 in bfloat16; benchmarks/kernels.py compiles
     all."""
     pytest.importorskip("triton", reason="triton is not installed")
     from benchmarks import kernels
 
-    launches = kernels.launches(form, "token", torch.bfloat16, 64, 64)
-    distinct = {(start.name, start.options.get("SIGN")): start for start in launches}
-    # sums, the output and three gradients; and states of keys and of queries, and their scan
-    assert len(distinct) == (8 if form == "chunkwise" else 5)
-    for (name, _), start in distinct.items():
-        if which in name:
-            needs = kernels.compiled(start, card)
-            assert needs["spilled"] <= 128, name
-            assert needs["shared"] <= kernels.SHARED[card] // 2, name  # two programs a multiprocessor at least
+    launches = kernels.launches(form, decay, torch.bfloat16, 64, 64, card=card)
+    distinct = {start.kernel.name: start for start in launches}
+    states = {"states", "grad_states", "scan"} if form == "chunkwise" else set()
+    of_decays = {"sums", "decay_gradients"} if decay != "none" else set()
+    assert set(distinct) == {"y", "dq", "dk", *of_decays, *states}
+    for name in which:
+        needs = kernels.compiled(distinct[name], card)
+        assert needs["spilled"] <= 128, name
+        assert needs["programs"] >= 2 and needs["serialized"] == 0, name
+        if name in ("y", "dk"):
+            assert needs["from_registers"] + needs["from_shared"] >= 6 and needs["instructions"]
+
+
+def test_the_time_of_launches_is_measured_without_a_gpu(tmp_path):
+    pytest.importorskip("triton", reason="triton is not installed")
+    output = benchmark("kernels", tmp_path, "--host", "--decays", "token")
+    rows = json.loads((tmp_path / "kernels-host.json").read_text())["rows"]
+    assert [row["launches"] for row in rows] == [5, 5, 5]  # 128 tokens are one chunk
+    assert all(0 < row["forward_us"] < row["both_us"] for row in rows)
+    assert (tmp_path / "kernels-host.md").read_text().strip() in output
+
+
+def test_the_first_steps_on_a_card_run_in_small_on_a_cpu(tmp_path):
+    pytest.importorskip("triton", reason="triton is not installed")
+    out = tmp_path / "card"
+    steps = "card correctness ptxas sanitizer sweep".split()
+    done = run("benchmarks/first_card.py", "--device", "cpu", "--out", out, "--steps", *steps, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = (out / "summary.md").read_text()
+    assert summary.strip() in done.stdout and all(f"| {step} " in summary for step in steps)
+    checks = {step: json.loads((out / f"{step}.json").read_text()) for step in steps}
+    assert sum(check["passed"] is True for check in checks["correctness"]) > 90
+    assert [check["what"] for check in checks["ptxas"] + checks["sanitizer"]] == ["skipped"] * 2
+    assert "tiles (9, 0): {'y': (" in done.stdout  # to paste
+
+
+def test_a_step_that_fails_or_takes_too_long_is_named_and_the_next_one_runs(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("triton", reason="triton is not installed")
+    from benchmarks import first_card
+
+    def wrong(report, a):
+        report.check("numbers", "3 of 4", False)
+
+    def broken(report, a):
+        raise ValueError("no such kernel")
+
+    def slow(report, a):
+        report.check("begun", "yes")
+        time.sleep(60)
+
+    steps = {name: first_card.Step(run, 2) for name, run in (("wrong", wrong), ("broken", broken), ("slow", slow))}
+    monkeypatch.setattr(first_card, "STEPS", steps)
+    with pytest.raises(SystemExit, match="1"):
+        first_card.main(["--device", "cpu", "--out", str(tmp_path)])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (tmp_path / "summary.md").open()][2:]
+    assert [(row[0], row[2], row[3]) for row in rows] == [
+        ("wrong", "0", "numbers"),
+        ("broken", "0", "broken: ValueError: no such kernel"),
+        ("slow", "1", "slow: stopped after 2 s"),
+    ]
+    assert "FAILED  numbers: 3 of 4" in capsys.readouterr().out
 
 
 def test_kernels_are_compiled_once_for_texts_of_all_lengths():

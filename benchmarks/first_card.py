@@ -1,0 +1,427 @@
+"""The first ten minutes on a GPU: are the kernels right, are they fast, and which tiles suit the card?
+
+    python benchmarks/first_card.py [--out first-card] [--steps card correctness sweep] [--device cpu]
+
+Runs these steps, each in a process of its own and with a time limit, and writes everything into one folder:
+
+    card          versions, memory and matrix rates
+    correctness   every form in bfloat16 with heads of 64 against PyTorch in float64, in memory filled with NaN, and
+                  whether 20 runs give the same bits
+    ptxas         the same numbers as compiled by another assembler, the CUDA toolkit's, if there is one
+    tests         the tests of the kernels
+    sanitizer     one call of each form under compute-sanitizer, if installed
+    operator      benchmarks/operator.py at four lengths
+    sweep         the fastest tiles of each kernel, printed as the table in src/lion/linear_attention_triton.py
+    train         benchmarks/train_step.py with 128 and 16 texts
+
+A step that fails or takes too long leaves what it has found, and the next one starts. Ends with a summary that names
+what failed, and with exit status 1 if anything did. Needs torch, triton, transformers and matplotlib; Composer is not
+used. On a CPU the steps run in small, the kernels in Triton's interpreter.
+"""
+
+import os
+import sys
+
+sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if "cpu" in sys.argv:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+
+import argparse
+import contextlib
+import itertools
+import json
+import multiprocessing
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks import measure
+from src import cli
+from src.errors import UserError, first_line
+from src.files import write_atomically
+from src.lion import linear_attention
+from src.lion import linear_attention_triton as host
+from src.lion.linear_attention import attention_matrix
+from src.tables import markdown
+
+BFLOAT16 = {"y": 5e-3, "dq": 5.5e-3, "dk": 5.5e-3, "dv": 5.5e-3, "per token": 3e-3, "per head": 2e-2}
+REPEATS = 20
+# Rows and columns, warps, stages. The rows of all products must divide the longest.
+CANDIDATES = [
+    (rows, columns, warps, stages)
+    for rows, columns, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), (2, 3, 4))
+    if rows * columns <= 128 * 64 and not (rows == 64 and warps == 8)
+]
+
+
+class Step(NamedTuple):
+    """What is run, for how many seconds at most."""
+
+    run: Callable[["Report", argparse.Namespace], None]
+    seconds: int
+
+
+class Report:
+    """The checks of one step, written after each, so that nothing is lost when the step is cut off."""
+
+    def __init__(self, path: Path):
+        self.path, self.checks = path, []
+
+    def check(self, what: str, value: str, passed: bool | None = True) -> None:
+        """Note one result; passed: None if there is nothing to pass."""
+        self.checks.append({"what": what, "value": value, "passed": passed})
+        write_atomically(self.path, json.dumps(self.checks, indent=1))
+        print(f"{'' if passed is None else 'ok      ' if passed else 'FAILED  '}{what}: {value}", flush=True)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="(default: cuda)")
+    parser.add_argument("--out", type=Path, default=Path("first-card"), help="(default: first-card)")
+    parser.add_argument("--steps", nargs="+", default=list(STEPS), choices=STEPS, help="(default: all)")
+    a = parser.parse_args(argv)
+    if not host.kernels.AVAILABLE:
+        raise UserError("Triton is not installed; install it to run the kernels")
+    if a.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("no GPU is available; use --device cpu to run the steps in small in Triton's interpreter")
+    a.small = a.device == "cpu"
+    a.out.mkdir(parents=True, exist_ok=True)
+    begin, rows = time.monotonic(), []
+    for name in a.steps:
+        started = time.monotonic()
+        print(f"\n== {name}, at most {STEPS[name].seconds} s (log: {a.out / name}.log)", flush=True)
+        ended = in_own_process(name, a)
+        path = a.out / f"{name}.json"
+        checks = json.loads(path.read_text()) if path.is_file() else []
+        failed = [check["what"] for check in checks if check["passed"] is False]
+        if ended:
+            failed.append(ended)
+        passed = sum(check["passed"] is True for check in checks)
+        rows.append([name, f"{time.monotonic() - started:.0f} s", str(passed), "; ".join(failed) or "-"])
+        table = markdown([["step", "time", "checks passed", "failed"], *rows])
+        write_atomically(a.out / "summary.md", f"{table}\n")
+    print(f"\n{table}\n\n{time.monotonic() - begin:.0f} s; everything is in {a.out}")
+    if any(row[-1] != "-" for row in rows):
+        sys.exit(1)
+
+
+def in_own_process(name: str, a: argparse.Namespace) -> str | None:
+    """Run one step, with what it prints in a log, and show its checks. Return why it did not end well, or None."""
+    (a.out / f"{name}.json").unlink(missing_ok=True)
+    log = a.out / f"{name}.log"
+    process = multiprocessing.get_context("fork").Process(target=child, args=(name, a, log))
+    process.start()
+    process.join(STEPS[name].seconds)
+    late = process.is_alive()
+    if late:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
+        process.join()
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    print("\n".join(line for line in text.splitlines() if line.startswith(("ok ", "FAILED ", "tiles "))))
+    if late:
+        return f"{name}: stopped after {STEPS[name].seconds} s"
+    return f"{name}: {text.strip().splitlines()[-1] if text.strip() else 'ended'}" if process.exitcode else None
+
+
+def child(name: str, a: argparse.Namespace, log: Path) -> None:
+    os.setsid()
+    sys.stdout = sys.stderr = file = log.open("w", buffering=1)
+    for stream in (1, 2):  # of the programs that it starts
+        os.dup2(file.fileno(), stream)
+    STEPS[name].run(Report(a.out / f"{name}.json"), a)
+
+
+# The steps
+
+
+def card(report: Report, a: argparse.Namespace) -> None:
+    facts = measure.machine(a.device)
+    for name, value in facts.items():
+        report.check(name, str(value), None)
+    if a.device == "cuda":
+        report.check("compute capability", ".".join(map(str, torch.cuda.get_device_capability())), None)
+        report.check("driver", said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"), None)
+    bundled = Path(host.triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    for path in filter(None, (str(bundled), other_ptxas())):
+        report.check(path, said(path, "--version").splitlines()[-1], None)
+    rates = measure.rates(a.device, torch.float32 if a.small else torch.bfloat16)
+    report.check("copy", f"{rates.bytes / 1e12:.2f} TB/s", None)
+    report.check("matrix product", f"{rates.operations / 1e12:.1f} TFLOP/s", None)
+
+
+def said(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or "-"
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"- ({first_line(error)})"
+
+
+def correctness(report: Report, a: argparse.Namespace) -> None:
+    lengths, batch, heads = ((20,), 1, 1) if a.small else ((1, 7, 64, 65, 300, 1000), 3, 12)
+    kept = {}
+    for form, decay, case, length in itertools.product(*CASES, lengths):
+        if case == "dropout" and (form == "chunkwise" or length not in (64, 300, 20)):
+            continue
+        name = f"{form}, {DECAYS[decay]}, {case}, {length} tokens"
+        run, exact = prepare(form, decay, case, length, batch, heads, a.device)
+        with poisoned():
+            actual = run()
+        for kind, x, y in zip(("y", "dq", "dk", "dv", DECAYS[decay]), actual, exact()):
+            error = float((x.double() - y).norm() / y.norm().clamp(min=1e-12)) if y.norm() > 1e-9 else float(x.norm())
+            limit = BFLOAT16[kind] * (4 if a.small else 1)  # the interpreter truncates to bfloat16
+            limit *= 3 if length == 1 else 1  # a single product may cancel
+            report.check(f"{name}: {kind}", f"{error:.1e}", bool(error <= limit))
+        if length == (20 if a.small else 300):
+            again = (run() for _ in range(2 if a.small else REPEATS))
+            same = all(torch.equal(x, y) for one in again for x, y in zip(one, actual))
+            report.check(f"{name}: the same bits", str(same), same)
+            kept[name] = [x.cpu() for x in actual]
+    torch.save(kept, a.out / "outputs.pt")
+
+
+DECAYS = {"none": "no decay", "head": "per head", "token": "per token"}
+CASES = (("full", "chunkwise"), DECAYS, ("plain", "mask", "packed", "dropout"))
+
+
+def prepare(form: str, decay: str, case: str, length: int, batch: int, heads: int, device: str) -> tuple:
+    """Return a function for the output and the gradients of one case by the kernels in bfloat16, and one for those of
+    PyTorch in float64."""
+    generator = torch.Generator(device).manual_seed(length)
+    shape, size = (batch, heads, length), 16 if device == "cpu" else 64
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    operands = [normal(*shape, size).bfloat16() for _ in range(3)]
+    grad = normal(*shape, size).bfloat16()
+    if decay != "none":
+        operands.append(-torch.nn.functional.softplus(normal(*(shape if decay == "token" else (heads,)))))
+    options = {"form": form, "chunk_size": 16 if device == "cpu" else 128}
+    what = {}
+    if case == "mask":
+        what["mask"] = torch.rand(batch, length, generator=generator, device=device) > 0.2
+    elif case == "packed":
+        what["seq_idx"] = (torch.arange(length, device=device) // 48).expand(batch, -1)
+    dropout_p = 0.1 if case == "dropout" else 0.0
+
+    def gradients(function: Callable, dtype: torch.dtype | None) -> list[torch.Tensor]:
+        leaves = [(x if dtype is None else x.to(dtype)).detach().requires_grad_() for x in operands]
+        y = function(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))]
+
+    def fused(*x) -> torch.Tensor:
+        torch.manual_seed(length)
+        return linear_attention(*x, **what, **options, dropout_p=dropout_p)
+
+    def exact(*x) -> torch.Tensor:
+        if dropout_p == 0:
+            return linear_attention(*x, **what, form="full")
+        return (attention_matrix(*x[:2], *x[3:], **what) * kept_entries()) @ x[2]
+
+    def kept_entries() -> torch.Tensor:
+        ones, columns = torch.ones(*shape, 1, device=device), []
+        for unit in torch.eye(length, device=device).split(64, dim=1):
+            torch.manual_seed(length)
+            columns.append(
+                linear_attention(ones, ones, unit.expand(*shape[:2], -1, -1), scale=1.0, **options, dropout_p=dropout_p)
+            )
+        return torch.cat(columns, -1).double()
+
+    return lambda: gradients(fused, None), lambda: gradients(exact, torch.float64)
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Let torch.empty return NaN, so that what is read before it was written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def other_ptxas() -> str | None:
+    """The CUDA toolkit's ptxas, which is not Triton's own."""
+    return shutil.which("ptxas") or shutil.which("/usr/local/cuda/bin/ptxas")
+
+
+def ptxas(report: Report, a: argparse.Namespace) -> None:
+    path, before = other_ptxas(), a.out / "outputs.pt"
+    if a.small or path is None or not before.is_file():
+        report.check("skipped", "needs a GPU, another ptxas, and what the step `correctness` wrote", None)
+        return
+    os.environ |= {"TRITON_PTXAS_PATH": path, "TRITON_CACHE_DIR": str((a.out / "cache").resolve())}
+    expected = torch.load(before, weights_only=True)
+    for form, decay, case in itertools.product(*CASES):
+        name = f"{form}, {DECAYS[decay]}, {case}, 300 tokens"
+        if name in expected:
+            run, _ = prepare(form, decay, case, 300, 3, 12, a.device)
+            error = max(
+                float((x.cpu().double() - y.double()).norm() / y.double().norm()) for x, y in zip(run(), expected[name])
+            )
+            report.check(name, f"{error:.1e}", error <= 1e-3)
+
+
+def tests(report: Report, a: argparse.Namespace) -> None:
+    files = ["tests/test_linear_attention_triton.py"]
+    if a.small:
+        files = [f"{files[0]}::test_the_operands_gpu_decides"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    if not a.small and measure._version("pytest-xdist"):
+        command += ["-n", str(max(1, (os.cpu_count() or 2) - 2))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout)
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    report.check("pytest", done.stdout.strip().splitlines()[-1], done.returncode == 0)
+    for line in failed:
+        report.check(line.removeprefix("FAILED ").partition(" - ")[0], "failed", False)
+
+
+def sanitizer(report: Report, a: argparse.Namespace) -> None:
+    tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if a.small or tool is None:
+        report.check("skipped", "needs a GPU and compute-sanitizer", None)
+        return
+    program = "from benchmarks.first_card import prepare\nfor form in ('full', 'chunkwise'):\n"
+    program += "    prepare(form, 'token', 'mask', 300, 1, 2, 'cuda')[0]()\n"
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": sys.path[0]}
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", program]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    print(done.stdout)
+    lines = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line] or done.stdout.splitlines()[-1:]
+    report.check("memcheck", lines[-1].strip("= "), done.returncode == 0)
+
+
+def operator(report: Report, a: argparse.Namespace) -> None:
+    import benchmarks.operator as benchmark
+
+    small = ["--lengths", "8", "--heads", "1", "--head_dim", "8", "--rounds", "1", "--forms", "full", "chunkwise"]
+    lengths = ["--lengths", "128", "512", "4096", "16384", "--tokens", "65536", "--seconds", "2"]
+    benchmark.main(["--device", a.device, "--out", str(a.out), *(small if a.small else lengths)])
+    rows = json.loads((a.out / f"operator-{a.device}.json").read_text())["rows"]
+    for length, form, least in ((512, "full", 0.9), (4096, "chunkwise", 5)):
+        ratios = [
+            row["softmax_over_this"]
+            for row in rows
+            if (row["length"], row["form"], row["variant"]) == (length, form, "lion-s")
+        ]
+        if ratios and ratios[0]:
+            report.check(f"LION-S, {form}, {length} tokens: softmax's time is", f"×{ratios[0]:.2f}", ratios[0] >= least)
+    for row in rows:
+        if row.get("error"):
+            report.check(f"{row['form']} {row['variant']} {row['length']}", row["error"], None)
+    report.check("table", str(a.out / f"operator-{a.device}.md"), bool(rows))
+
+
+SWEPT = ("y", "dq", "dk", "states")
+
+
+def sweep(report: Report, a: argparse.Namespace) -> None:
+    candidates = CANDIDATES[:2] if a.small else CANDIDATES
+    if not a.small:  # fill Triton's cache
+        with multiprocessing.get_context("spawn").Pool(max(1, min(14, (os.cpu_count() or 2) - 1))) as pool:
+            list(pool.imap_unordered(compile_only, candidates))
+    times: dict[tuple, dict[str, float]] = {}
+    base = None
+    for candidate in cli.progress(candidates, desc="tiles"):
+        failed: dict[str, str] = {}
+        found = measure.attempt(failed, "error", timed_kernels, candidate, a.small)
+        if found is None:
+            report.check(str(candidate), failed["error"], None)
+            continue
+        own, outputs = found
+        base = base or outputs
+        errors = [float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(outputs, base)]
+        times[candidate] = own
+        shown = ", ".join(f"{name} {1e6 * seconds:.1f}" for name, seconds in own.items())
+        report.check(f"{candidate}, µs", shown, max(errors) < 2e-2)
+    best = {name: min(times, key=lambda candidate: times[candidate][name]) for name in SWEPT if times}
+    capability = (9, 0) if a.small else torch.cuda.get_device_capability()
+    print(f"tiles {capability}: {best},")
+    before = host.TILES[max(card for card in host.TILES if card <= capability)]
+    for name, candidate in best.items():
+        gain = times[before[name]][name] / times[candidate][name] if before[name] in times else None
+        report.check(f"fastest {name}", f"{candidate}{'' if gain is None else f', ×{gain:.2f} of the present'}", None)
+
+
+def compile_only(candidate: tuple) -> None:
+    measure.attempt({}, "error", timed_kernels, candidate, False, False)
+
+
+def timed_kernels(candidate: tuple, small: bool, timed: bool = True) -> tuple[dict[str, float], list[torch.Tensor]]:
+    """Return the seconds of each kernel with these tiles, the sum of a short text in the full form and of a long one in
+    the chunkwise form, and their outputs and gradients."""
+    device = "cpu" if small else "cuda"
+    tiles, launch = host.TILES, host.Kernel.launch
+    seconds, outputs = dict.fromkeys(SWEPT, 0.0), []
+    cases = (("full", 16, 1), ("chunkwise", 80, 1)) if small else (("full", 512, 32), ("chunkwise", 4096, 4))
+    host.TILES = dict.fromkeys(tiles, dict.fromkeys(SWEPT, candidate))
+    host._plan.cache_clear()
+    try:
+        for form, length, batch in cases:
+            recorded: dict[str, tuple] = {}
+
+            def record(kernel: host.Kernel, *tensors, recorded=recorded) -> None:
+                recorded.setdefault("states" if kernel.name == "grad_states" else kernel.name, (kernel, tensors))
+                launch(kernel, *tensors)
+
+            host.Kernel.launch = record
+            run, _ = prepare(form, "token", "mask", length, batch, 1 if small else 12, device)
+            outputs += run()
+            host.Kernel.launch = launch
+            for name, (kernel, tensors) in recorded.items():
+                if timed and name in SWEPT:
+                    if small:
+                        seconds[name] += measure.interleaved(
+                            {0: lambda k=kernel, t=tensors: k.launch(*t)}, "cpu", 1, 1
+                        )[0]
+                    else:
+                        seconds[name] += measure.device_time(lambda k=kernel, t=tensors: k.launch(*t), 2e-4) or float(
+                            "nan"
+                        )
+    finally:
+        host.TILES, host.Kernel.launch = tiles, launch
+        host._plan.cache_clear()
+    return seconds, outputs
+
+
+def train(report: Report, a: argparse.Namespace) -> None:
+    from benchmarks import train_step
+
+    models = ["softmax", "lion-lit", "lion-s"]
+    small = ["--layers", "1", "--hidden", "64", "--length", "8", "--rounds", "1", "--precision", "fp32"]
+    for batch in (1,) if a.small else (128, 16):
+        out = a.out / f"train-{batch}"
+        how = small if a.small else ["--rounds", "9", "--graph"]
+        train_step.main(["--device", a.device, "--models", *models, "--batch", str(batch), "--out", str(out), *how])
+        rows = json.loads(next(out.glob("train-step-*.json")).read_text())["rows"]
+        times = {row["model"]: row.get("ms") for row in rows}
+        for row in rows:
+            if row.get("error"):
+                report.check(f"{row['model']}, {batch} texts", row["error"], False)
+        if times.get("lion-s") and times.get("softmax"):
+            ratio = times["lion-s"] / times["softmax"]
+            passed = ratio <= 1.10 if batch == 128 else None
+            report.check(f"LION-S's step, {batch} texts, relative to softmax's", f"×{ratio:.2f}", passed)
+
+
+STEPS = {
+    "card": Step(card, 40),
+    "correctness": Step(correctness, 110),
+    "ptxas": Step(ptxas, 60),
+    "tests": Step(tests, 120),
+    "sanitizer": Step(sanitizer, 45),
+    "operator": Step(operator, 110),
+    "sweep": Step(sweep, 120),
+    "train": Step(train, 90),
+}
+
+if __name__ == "__main__":
+    cli.run(main)
