@@ -7,7 +7,7 @@ Runs these steps, each in a process of its own and with a time limit, and writes
     card          versions, memory and matrix rates
     correctness   every form in bfloat16 with heads of 64 against PyTorch in float64, in memory filled with NaN, and
                   whether 20 runs give the same bits
-    ptxas         the same numbers as compiled by another assembler, the CUDA toolkit's, if there is one
+    ptxas         the same numbers as compiled by another assembler, such as the CUDA toolkit's
     tests         the tests of the kernels
     sanitizer     one call of each form under compute-sanitizer, if installed
     operator      benchmarks/operator.py at four lengths
@@ -28,6 +28,7 @@ if "cpu" in sys.argv:
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import multiprocessing
@@ -248,8 +249,9 @@ def poisoned() -> Iterator[None]:
 
 
 def other_ptxas() -> str | None:
-    """The CUDA toolkit's ptxas, which is not Triton's own."""
-    return shutil.which("ptxas") or shutil.which("/usr/local/cuda/bin/ptxas")
+    """The CUDA toolkit's ptxas, or else the one that Triton brings for newer cards."""
+    bundled = Path(host.triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell"
+    return shutil.which("ptxas") or shutil.which("/usr/local/cuda/bin/ptxas") or shutil.which(bundled)
 
 
 def ptxas(report: Report, a: argparse.Namespace) -> None:
@@ -376,20 +378,22 @@ def timed_kernels(candidate: tuple, small: bool, timed: bool = True) -> tuple[di
             run, _ = prepare(form, "token", "mask", length, batch, 1 if small else 12, device)
             outputs += run()
             host.Kernel.launch = launch
-            for name, (kernel, tensors) in recorded.items():
-                if timed and name in SWEPT:
-                    if small:
-                        seconds[name] += measure.interleaved(
-                            {0: lambda k=kernel, t=tensors: k.launch(*t)}, "cpu", 1, 1
-                        )[0]
-                    else:
-                        seconds[name] += measure.device_time(lambda k=kernel, t=tensors: k.launch(*t), 2e-4) or float(
-                            "nan"
-                        )
+            for name in SWEPT if timed else ():
+                if name in recorded:
+                    kernel, tensors = recorded[name]
+                    seconds[name] += time_of(functools.partial(kernel.launch, *tensors), device)
     finally:
         host.TILES, host.Kernel.launch = tiles, launch
         host._plan.cache_clear()
     return seconds, outputs
+
+
+def time_of(run: Callable[[], None], device: str) -> float:
+    """Return the seconds that the device takes. Raises ValueError if it cannot be measured without the program's."""
+    taken = measure.interleaved({0: run}, "cpu", 1, 1)[0] if device == "cpu" else measure.device_time(run, 2e-4)
+    if taken is None:
+        raise ValueError("no CUDA graph could be captured")
+    return taken
 
 
 def train(report: Report, a: argparse.Namespace) -> None:

@@ -132,11 +132,11 @@ def operands(decay: str, dtype: torch.dtype, d: int, e: int, length: int, B: int
 def step(q, k, v, given, mask, qkv, form: str, dropout_p: float, backward: bool = True) -> Callable[[], None]:
     """Return a function that takes a forward and, if requested, a backward pass as a layer of a model does."""
     name = "log_decay" if given is not None and given.ndim == 1 else "forget_logits"
-    leaves = [x for x in ((q, k, v) if qkv is None else (qkv,)) if x.requires_grad]
-    leaves += [] if given is None else [given]
+    parts = (q, k, v) if qkv is None else (qkv,)
+    leaves = [*parts] if given is None else [*parts, given]
 
     def run() -> None:
-        y = linear_attention(q, k, v, mask=mask, qkv=qkv, form=form, dropout_p=dropout_p, **{name: given})
+        y = linear_attention(*parts, mask=mask, form=form, dropout_p=dropout_p, **{name: given})
         if backward:
             torch.autograd.grad(y, leaves, y)
 

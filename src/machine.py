@@ -37,12 +37,15 @@ def report() -> None:
     if not cpu_linear.can_convolve():
         print("linear layers       plain products, as always with one thread, or without MKL or oneDNN")
     else:
-        found = machine.choice("convolutions", cpu_linear.measure)
-        print("linear layers       in float32, from 1,024 tokens:\n")
-        words = {True: "oneDNN's convolution", False: "MKL's product"}
-        lines = [[name, *(words[faster] for faster in products)] for name, products in found.items()]
+        found = machine.choice("convolved_from", cpu_linear.measure)
+        print("linear layers       in float32, as convolutions by oneDNN or products by MKL:\n")
+        lines = [[name, *map(described, products)] for name, products in found.items()]
         print(markdown([["weights", "output", "gradient of the input", "of the weights"], *lines]))
     print("\nkept in", *(machine.kept() or ["no file yet"]), sep="\n  ")
+
+
+def described(least: int | None) -> str:
+    return "product" if least is None else f"convolution from {least:,} tokens"
 
 
 def forget() -> None:

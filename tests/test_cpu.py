@@ -28,7 +28,7 @@ TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attent
 @pytest.fixture
 def convolutions(monkeypatch, two_threads):
     """The arguments of each convolution, on a machine where they are faster than products."""
-    monkeypatch.setattr(machine, "_adopted", {"convolutions": dict.fromkeys(cpu_linear.SHAPES, [True] * 3)})
+    monkeypatch.setattr(machine, "_adopted", {"convolved_from": dict.fromkeys(cpu_linear.SHAPES, [1024] * 3)})
     calls, convolve = [], F.conv2d
     monkeypatch.setattr(F, "conv2d", lambda *args: calls.append(args) or convolve(*args))
     return calls
@@ -84,12 +84,12 @@ def test_parts_of_a_layer_have_its_outputs_and_gradients(shape, convolutions):
 
 @pytest.mark.parametrize("faster", ["output", "input", "weight"])
 def test_each_product_is_convolved_by_itself(faster, convolutions, monkeypatch):
-    ways = [name == faster for name in ("output", "input", "weight")]
-    monkeypatch.setattr(machine, "_adopted", {"convolutions": {"wider": ways, "square": [False] * 3}})
+    least = [64 if name == faster else None for name in ("output", "input", "weight")]
+    monkeypatch.setattr(machine, "_adopted", {"convolved_from": {"wider": least, "square": [None] * 3}})
     backward, gradients = [], cpu_linear._gradient
     monkeypatch.setattr(cpu_linear, "_gradient", lambda *args: backward.append(args[-1]) or gradients(*args))
     for dense in (layer(outputs=1600), layer()):
-        x, grad = torch.randn(1024, 768, requires_grad=True), torch.randn(1024, len(dense.weight))
+        x, grad = torch.randn(64, 768, requires_grad=True), torch.randn(64, len(dense.weight))
         leaves = [x, *dense.parameters()]
         expected = torch.autograd.grad(dense(x), leaves, grad)
         for one, wanted in zip(torch.autograd.grad(linear(dense, x), leaves, grad), expected):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -333,8 +334,8 @@ def test_views_of_one_projection_are_read_in_place(form, in_one):
     def projected(qkv, log_decay):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
         assert not q.is_contiguous() and host._tokens(q) is q
-        one = {"qkv": qkv} if in_one else {}
-        return linear_attention(q, k, v, log_decay.mT.contiguous().mT, form=form, chunk_size=CHUNK, **one)
+        parts = (qkv,) if in_one else (q, k, v)
+        return linear_attention(*parts, log_decay=log_decay.mT.contiguous().mT, form=form, chunk_size=CHUNK)
 
     qkv, log_decay = (x.to(DEVICE, torch.float32).requires_grad_() for x in (qkv, inputs[3]))
     y = projected(qkv, log_decay)
@@ -440,6 +441,29 @@ def test_the_custom_operators_pass_pytorchs_checks(decay):
         qkv = torch.stack([x.transpose(1, 2) for x in (q, k, q)], 2)
         torch.library.opcheck(host._forward, (qkv, None, None, *how))
         torch.library.opcheck(host._backward, (torch.ones_like(q), qkv, None, None, *how, log_decay is not None))
+
+
+@pytest.mark.parametrize("decay", ["head", "token"])
+@pytest.mark.parametrize("in_one", [False, True])
+def test_a_compiler_is_told_the_strides_of_all_results(in_one, decay):
+    inputs, mask = draw(decay, 20, 2, 3, "holes")
+    q, k, v, log_decay = (x.to(DEVICE, torch.float32) for x in inputs)
+    parts = (torch.stack([x.transpose(1, 2) for x in (q, k, q)], 2), None, None) if in_one else (q, k, v)
+    how = log_decay, mask.to(DEVICE), None, None, None, None, 0.5, 16, 0.0, False
+    grad = torch.ones_like(q if in_one else v)
+    real = host._forward(*parts, *how), *host._backward(grad, *parts, *how, True)
+    with FakeTensorMode() as mode:
+        *parts, grad = (x if x is None else mode.from_tensor(x) for x in (*parts, grad))
+        how = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in how]
+        fake = host._forward(*parts, *how), *host._backward(grad, *parts, *how, True)
+    assert [(x.shape, x.stride(), x.dtype) for x in fake] == [(x.shape, x.stride(), x.dtype) for x in real]
+
+
+def test_a_matrix_whose_places_need_more_than_32_bits_is_refused():
+    shape, strides = torch.Size((1, 1, 100, 16)), (0, 0, 2**25) * 3
+    device, types = torch.device(DEVICE), (torch.float16, host._dot_precision(torch.float16))
+    with pytest.raises(ValueError, match="use the chunkwise form"):
+        host.Plan(device, *types, shape, 16, strides, 0, (0, 0, 0), False, (None,) * 6, 1.0, 0, 0, False)
 
 
 @pytest.mark.parametrize("slow_at_the_end", [False, True])

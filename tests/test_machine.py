@@ -71,23 +71,44 @@ def test_the_measurement_names_every_shape_and_product(monkeypatch):
     monkeypatch.setattr(cpu_linear, "SHAPES", {"square": (64, 64), "wider": (96, 64), "narrower": (64, 96)})
     found = cpu_linear.measure()
     assert set(found) == {"square", "wider", "narrower"}
-    assert all(len(x) == 3 and {type(y) for y in x} == {bool} for x in found.values())
+    assert all(len(x) == 3 and {*x} <= {None, *cpu_linear.TOKENS} for x in found.values())
+
+
+def test_a_convolution_is_chosen_from_where_it_is_faster_with_all_larger_numbers(monkeypatch):
+    now = 0.0
+
+    def product(x, weight, grad, way: bool = False) -> None:
+        nonlocal now
+        now += {64: 0.5, 128: 2, 256: 0.95, 512: 0.8, 1024: 0.5}[len(x)] if way else 1  # of the plain product's time
+
+    def of_weight(grad, x, weight, way: bool) -> None:
+        nonlocal now
+        now += 1
+
+    monkeypatch.setattr(cpu_linear.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(cpu_linear, "_output", product)
+    monkeypatch.setattr(cpu_linear, "_of_input", lambda grad, x, weight, way: product(x, weight, grad, way))
+    monkeypatch.setattr(cpu_linear, "_of_weight", of_weight)
+    assert cpu_linear.measure() == {shape: [512, 512, None] for shape in cpu_linear.SHAPES}
 
 
 def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
-    there = {"square": [True] * 3, "wider": [False] * 3, "narrower": [False] * 3}
+    there = {"square": [64, 128, None], "wider": [1024] * 3, "narrower": [None] * 3}
     monkeypatch.setattr(cpu_linear, "can_convolve", lambda: True)
     monkeypatch.setattr(cpu_linear, "measure", lambda: there)
     choices.keep(choices.recall(run, "*.pt"), run)
     stored = json.loads((run / choices.MACHINE).read_text())
-    assert stored == {"native": cpu_kernel.is_available(), "convolutions": there}
+    assert stored == {"native": cpu_kernel.is_available(), "convolved_from": there}
     monkeypatch.setattr(machine, "_adopted", {})
     machine._choice.cache_clear()
     machine.kept()[0].unlink()
     choices.recall(run, "*.pt")
-    assert machine.choice("convolutions", lambda: "measured here") == there
+    assert machine.choice("convolved_from", lambda: "measured here") == there
+    earlier = {"square": [True, False, True], "wider": [False] * 3, "narrower": [True] * 3}
+    (run / choices.MACHINE).write_text(json.dumps({"native": True, "convolutions": earlier}))
+    assert choices.recall(run, "*.pt")["convolved_from"]["square"] == [1024, None, 1024]
     (run / choices.MACHINE).write_text("{")
     with pytest.raises(UserError, match=r"machine\.json is damaged; delete it"):
         choices.recall(run, "*.pt")

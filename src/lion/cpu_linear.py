@@ -1,8 +1,9 @@
 """Linear layers on a CPU. torch multiplies float32 matrices with MKL but convolves with oneDNN, and a linear layer is a
-1×1 convolution with tokens as pixels: which of the two is faster, by up to half, depends on the processor, and on the
-product (the output, the gradient of the input, that of the weights)."""
+1×1 convolution with tokens as pixels: which of the two is faster, by up to half, depends on the processor, on the number
+of tokens, and on the product (the output, the gradient of the input, that of the weights)."""
 
 import collections
+import itertools
 import time
 
 import torch
@@ -12,7 +13,8 @@ from torch.nn import functional as F
 
 from . import machine
 
-MIN_TOKENS, MIN_WEIGHTS = 1024, 2**19  # below these, oneDNN is no faster, as it reorders the weights on every call
+TOKENS = (64, 128, 256, 512, 1024)  # numbers that are measured; oneDNN reorders the weights on every call
+MIN_WEIGHTS = 2**19
 SHAPES = {"square": (768, 768), "wider": (3072, 768), "narrower": (768, 3072)}  # of the weights that are measured
 TIE = 0.9  # of the plain product's time, which varies from one process to the next: what a convolution may take
 
@@ -136,7 +138,7 @@ def _convolved(weight: Tensor, x: Tensor) -> tuple[bool, ...]:
         exact = torch.get_float32_matmul_precision() != "medium"
     possible = (
         exact
-        and tokens >= MIN_TOKENS
+        and tokens >= TOKENS[0]
         and oneDNN.enabled
         and can_convolve()
         and weight.numel() >= MIN_WEIGHTS
@@ -146,7 +148,7 @@ def _convolved(weight: Tensor, x: Tensor) -> tuple[bool, ...]:
         return False, False, False
     wider, narrower = (a > 1.5 * b for a, b in (weight.shape, weight.shape[::-1]))
     shape = "wider" if wider else "narrower" if narrower else "square"
-    return tuple(machine.choice("convolutions", measure)[shape])
+    return tuple(least is not None and tokens >= least for least in machine.choice("convolved_from", measure)[shape])
 
 
 def can_convolve() -> bool:
@@ -155,28 +157,33 @@ def can_convolve() -> bool:
     return torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and torch.get_num_threads() > 1
 
 
-def measure() -> dict[str, list[bool]]:
-    """Time both ways of each product of 1,024 tokens, in turns; takes a second or two. Of each of SHAPES, whether a
-    convolution is faster for the output and the gradients of input and weight, by more than a tie."""
+def measure() -> dict[str, list[int | None]]:
+    """Time both ways of each product of some numbers of TOKENS, in turns; takes about two seconds. Return, for each of
+    SHAPES and for the output and the gradients of input and weight, the number of tokens from which on a convolution is
+    faster by more than a tie; None: it never is."""
     seconds = collections.defaultdict(lambda: ([], []))
     products = {
         "output": lambda x, weight, grad, way: _output(x, weight, None, way),
         "input": lambda x, weight, grad, way: _of_input(grad, x, weight, way),
         "weight": lambda x, weight, grad, way: _of_weight(grad, x, weight, way),
     }
-    for _ in range(6):
-        for shape, (E, D) in SHAPES.items():
-            # In new places every time, on whose alignment the speed depends.
-            operands = [_operand(rows, columns) for rows, columns in ((1024, D), (E, D), (1024, E))]
-            for name, product in products.items():
-                for way in (False, True):
-                    start = time.perf_counter()
-                    product(*operands, way)
-                    seconds[shape, name][way].append(time.perf_counter() - start)
-    least = {key: [min(times) for times in ways] for key, ways in seconds.items()}  # the rest is other programs' time
-    return {
-        shape: [least[shape, name][True] < TIE * least[shape, name][False] for name in products] for shape in SHAPES
-    }
+    for _, tokens, (shape, (E, D)) in itertools.product(range(4), TOKENS, SHAPES.items()):
+        # In new places every time, on whose alignment the speed depends.
+        operands = [_operand(rows, columns) for rows, columns in ((tokens, D), (E, D), (tokens, E))]
+        for (name, product), way in itertools.product(products.items(), (False, True)):
+            start = time.perf_counter()
+            product(*operands, way)
+            seconds[shape, name, tokens][way].append(time.perf_counter() - start)
+    found = {}
+    for shape, name in itertools.product(SHAPES, products):
+        least = None
+        for tokens in reversed(TOKENS):
+            plain, convolved = map(min, seconds[shape, name, tokens])  # the rest is other programs' time
+            if convolved >= TIE * plain:
+                break
+            least = tokens
+        found.setdefault(shape, []).append(least)
+    return found
 
 
 def _operand(rows: int, columns: int) -> Tensor:

@@ -45,8 +45,8 @@ USE_TRITON = os.environ.get("LION_TRITON", "1") != "0"  # LION_TRITON=0 computes
 
 def linear_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     log_decay: Tensor | None = None,
     *,
     log_decay_future: Tensor | None = None,
@@ -61,13 +61,13 @@ def linear_attention(
     form: str = "auto",
     chunk_size: int = 128,
     dropout_p: float = 0.0,
-    qkv: Tensor | None = None,
 ) -> Tensor:
     """Compute bidirectional linear attention with decay, arXiv:2502.16249 section 3.
 
     Args:
         q, k, v: queries and keys, (B, G, L, D), and values, (B, H, L, E). G may be any divisor of H: each head of q and
-            k then serves H/G heads of v.
+            k then serves H/G heads of v. Or q is all three, (B, L, 3, H, D), and so is its gradient: those of three
+            parts would have to be copied into one.
         log_decay: log λ ≤ 0: None for λ = 1 (LION-LIT), (H,) for one per head (LION-D), or (B, H, L) (LION-S).
         log_decay_future: the decays of keys after a query, if they are not those of log_decay.
         forget_logits: the logit of 1 − λ, shaped like log_decay and in any dtype, instead of it. The GPU kernels
@@ -84,8 +84,6 @@ def linear_attention(
         form: "full", "recurrent", "chunkwise", or "auto", which chooses by length.
         chunk_size: tokens per chunk of the chunkwise form.
         dropout_p: dropout on the matrix s·QKᵀ⊙M, which only the full form computes.
-        qkv: (B, L, 3, H, D), of which q, k and v are views, if they are. The GPU kernels then compute its gradient as
-            one tensor; those of three views would have to be copied into one.
 
     Returns:
         (B, H, L, E) in v's dtype. States and log decays are summed in float32 or better for any input dtype.
@@ -94,9 +92,14 @@ def linear_attention(
     combined with packing, states or decays from the right with `causal`, decays for future keys only, or decays in two
     ways.
     """
+    qkv = q if k is None and v is None else None
+    if qkv is not None:
+        if q.ndim != 5 or q.shape[2] != 3:
+            raise ValueError(f"q without k and v must be (batch, length, 3, heads, head_dim) (got {tuple(q.shape)})")
+        q, k, v = (x.squeeze(2).transpose(1, 2) for x in qkv.chunk(3, 2))
     _check(
         q, k, v, log_decay, log_decay_future, forget_logits, mask, seq_idx, left_state, right_state, normalize, causal,
-        form, chunk_size, dropout_p, qkv,
+        form, chunk_size, dropout_p,
     )  # fmt: skip
     dtype, separate = v.dtype, log_decay_future is not None
     decays = log_decay is not None or forget_logits is not None or seq_idx is not None or causal
@@ -190,7 +193,9 @@ def segment_states(k, v, log_decay=None, *, log_decay_future=None, mask=None, no
 def log_of_decay(forget_logits: Tensor) -> Tensor:
     """log λ in float32 or better, of logits of 1 − λ, (H,) or (B, H, L)."""
     x = forget_logits.to(torch.promote_types(forget_logits.dtype, torch.float32))
-    return F.logsigmoid(-x.mT).mT if x.ndim == 3 else F.logsigmoid(-x)  # as a linear layer's output is in memory
+    return (
+        F.logsigmoid(-x.mT).mT if x.ndim == 3 else F.logsigmoid(-x)
+    )  # in the memory layout of a linear layer's output
 
 
 def with_ones(v: Tensor) -> Tensor:
@@ -220,10 +225,12 @@ def _signed_sums(
 
 def _check(
     q, k, v, log_decay, log_decay_future, forget_logits, mask, seq_idx, left_state, right_state, normalize, causal,
-    form, chunk_size, dropout_p, qkv,
+    form, chunk_size, dropout_p,
 ) -> None:  # fmt: skip
     """Raise ValueError if the arguments are inconsistent."""
-    for name, x in (("q", q), ("v", v)):
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x is None:
+            raise ValueError(f"{name} is None; give k and v, or neither if q holds all three")
         if x.ndim != 4:
             raise ValueError(f"{name} must be (batch, heads, length, head_dim) (got {tuple(x.shape)})")
     (B, G, L, D), (H, E) = q.shape, (v.shape[1], v.shape[-1])
@@ -235,7 +242,6 @@ def _check(
         ("log_decay", log_decay, (H,), (B, H, L)),
         ("log_decay_future", log_decay_future, (H,), (B, H, L)),
         ("forget_logits", forget_logits, (H,), (B, H, L)),
-        ("qkv", qkv, (B, L, 3, H, D)),
         ("mask", mask, (B, L)),
         ("seq_idx", seq_idx, (B, L)),
         ("left_state", left_state, state),

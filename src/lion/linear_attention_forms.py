@@ -544,11 +544,11 @@ class _Chunks:
 # Custom operators hide kernels and the loops over tokens and blocks from torch.compile, which would unroll the loops.
 
 
-def operator(forward: Callable, backward: Callable, inputs: str, empty: Callable, output=None) -> list[Callable]:
+def operator(forward: Callable, backward: Callable, inputs: str, empty, output=None, of_decay=None) -> list[Callable]:
     """Register forward(q, k, v, ...) and its gradient as operators, and return both. `inputs` is their schema, tensors
     first. `backward` takes the output's gradient, the inputs, and whether any other floating-point tensor (log decays)
-    needs a gradient; it returns the gradients of q, k and v, if given, and, if so, of all those. `empty(x)` returns a
-    tensor laid out like the gradient of x, for q, k and v; `output(q, k, v)` one like the output, if not empty(v)."""
+    needs a gradient; it returns the gradients of q, k and v, if given, and, if so, of all those. A compiler expects the
+    layout of `empty(x)` for gradients of q, k and v, of `of_decay(x)` for others, and of `output(q, k, v)`."""
     name = re.sub(r"\W", "_", forward.__module__)  # a copy of this file in a Hub folder registers its own operators
     schemas = f"({inputs}) -> Tensor", f"(Tensor grad, {inputs}, bool with_decays) -> Tensor[]"
     run, run_backward = operators = [
@@ -559,7 +559,8 @@ def operator(forward: Callable, backward: Callable, inputs: str, empty: Callable
     @run_backward.register_fake
     def _(grad, q, k, v, *others):
         decays = [x for x in others if isinstance(x, Tensor) and x.is_floating_point()] if others[-1] else []
-        return [*(empty(x) for x in (q, k, v) if x is not None), *(x.new_empty(x.shape) for x in decays)]
+        of_decays = [of_decay(x) if of_decay else x.new_empty(x.shape) for x in decays]
+        return [*(empty(x) for x in (q, k, v) if x is not None), *of_decays]
 
     run.register_fake(lambda q, k, v, *others: output(q, k, v) if output else empty(v))
     run.register_autograd(lambda ctx, grad: gradients(ctx, run_backward, grad), setup_context=save_inputs)

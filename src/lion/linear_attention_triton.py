@@ -18,9 +18,9 @@ LARGEST_HEAD = {torch.bfloat16: 128, torch.float16: 64, torch.float32: 64}
 # Triton is known to miscompile such kernels for newer cards than Hopper's; LION_TRITON=force runs them there too.
 NEWEST = (99, 0) if os.environ.get("LION_TRITON") == "force" else (9, 0)
 
-# Of each kernel by compute capability, for heads of up to 64: rows and columns of its tiles, warps, and stages in which
-# tiles are loaded. Chosen by registers and instructions of the compiled kernels, see benchmarks/kernels.py;
-# benchmarks/first_card.py measures them on a card and prints the fastest ones.
+# Tiles of each kernel by compute capability, for heads of up to 64: rows, columns, warps and pipeline stages. Chosen by
+# registers and instructions of the compiled kernels, see benchmarks/kernels.py; benchmarks/first_card.py measures them
+# on a card and prints the fastest ones.
 TILES = {
     (8, 0): {"y": (64, 64, 4, 2), "dq": (64, 32, 4, 2), "dk": (64, 32, 4, 2), "states": (64, 32, 4, 3)},
     (9, 0): {"y": (64, 64, 4, 2), "dq": (64, 64, 4, 2), "dk": (64, 64, 4, 2), "states": (64, 32, 4, 3)},
@@ -60,10 +60,10 @@ def fused_linear_attention(
     q, k, v, log_decay, mask, seq_idx, scale, chunk_size: int, dropout_p: float, forget_logits: bool = False
 ) -> Tensor:
     """Compute `linear_attention`, (B, H, L, E), for operands that `covers` accepts; the full form if `chunk_size` is 0.
-    Only the full form has dropout, with 0 ≤ dropout_p < 1. k and v may be None: q, (B, L, 3, H, D), is then all three
-    of them and gets one gradient. forget_logits: whether log_decay are these instead."""
+    Only the full form has dropout, with 0 ≤ dropout_p < 1. If k and v are None, q holds all three, (B, L, 3, H, D), and
+    so does its gradient. forget_logits: whether log_decay holds logits of 1 − λ."""
     seed = None  # one number per matrix, from which both passes derive the dropped entries
-    if dropout_p > 0:
+    if count_dropped(dropout_p) > 0:
         seed = torch.randint(2**62, (q.shape[0], q.shape[-2] if v is None else q.shape[1]), device=q.device)
     arguments = q, k, v, log_decay, mask, seq_idx, seed, None, None, scale, chunk_size, dropout_p, forget_logits
     if type(q) is not Tensor or torch.compiler.is_compiling():
@@ -72,15 +72,21 @@ def fused_linear_attention(
     return _Eager.apply(*arguments) if with_gradient else _launch_forward(*arguments)
 
 
+def count_dropped(dropout_p: float) -> int:
+    """Of 2^32 entries, those that dropout drops."""
+    return round(dropout_p * 2**32)
+
+
 class Kernel:
     """A kernel with the numbers that it gets after its tensors, and its constants."""
 
     def __init__(self, name: str, kernel, programs: int, numbers: tuple, **options):
         self.name, self.kernel, self.programs, self.numbers, self.options = name, kernel, programs, numbers, options
-        self.compiled = None
+        self.compiled, self.constants = None, []
 
     def launch(self, *tensors: Tensor | None) -> None:
-        """Launch it. Triton would look up the compiled kernel by all arguments each time; a plan's are always alike."""
+        """Launch it. Triton would look up the compiled kernel by all arguments each time; within a plan, the first call
+        decides."""
         if self.compiled is not None:
             self.compiled(*tensors, *self.numbers, *self.constants)
             return
@@ -98,7 +104,6 @@ class Plan:
         self, device, dtype, precision, shape, E, strides, decay_dims, decay_strides, packed: bool, given: tuple, scale,
         chunk_size: int, dropped: int, logits: bool,
     ):  # fmt: skip
-        self.device, self.shape, self.E = device, shape, E
         B, H, L, D = shape
         self.decays = decay_dims > 0 or given[-1] is not None
         self.inside = self.decays or chunk_size == 0
@@ -110,19 +115,19 @@ class Plan:
         self.C = triton.cdiv(min(chunk_size or L, L), step) * step
         self.N = triton.cdiv(L, self.C)
         self.has_states = not (self.inside and self.N == 1)
-        # The sums: 8 numbers per token, 2 per block and 2 more, each chunk's aligned.
-        uniform, width = (
-            decay_dims == 1 and given[-1] is None,
-            triton.cdiv(8 * self.C + 2 * self.C // self.G + 2, 16) * 16,
-        )
-        self.sums_shape = (1, H, 1, width) if uniform else (B, H, self.N, width)  # uniform: all chunks decay alike
+        uniform = decay_dims == 1 and given[-1] is None  # all chunks decay alike
+        # Of the sums of a chunk: 8 numbers per token and 2 per edge of a block, aligned.
+        width = triton.cdiv(8 * self.C + 2 * (self.C // self.G + 1), 16) * 16
+        self.sums_shape = (1, H, 1, width) if uniform else (B, H, self.N, width)
         sums = (0, width, 0) if uniform else (H * self.N * width, self.N * width, width) if self.decays else (0, 0, 0)
         directions = 2 if self.decays else 1
         self.states_shape = directions, B * H, self.N, D, E
-        # In which they are multiplied. Without decays they are summed before.
+        # The type in which states are multiplied; without decays they are summed before.
         self.states_dtype = dtype if dtype == torch.bfloat16 and self.decays else torch.float32
         side = B * H * self.N * D * E if self.has_states else 0
         plane = B * H * self.N * self.C
+        if self.C * max(H * E, *strides[2::3]) >= 2**31:
+            raise ValueError(f"{self.C:,} tokens are too many for one matrix on a GPU; use the chunkwise form")
         where = H, L, self.C, self.N
         q, k, v = strides[:3], strides[3:6], strides[6:]
         dy = L * H * E, E, H * E
@@ -132,7 +137,7 @@ class Plan:
         def options(name: str) -> dict:
             _, columns, warps, stages = tiles[name]
             dot, ways = precision
-            return {"S": columns, "DOT": dot, "PRECISION": ways, "num_warps": warps, "num_stages": stages}
+            return {"S": min(columns, self.G), "DOT": dot, "PRECISION": ways, "num_warps": warps, "num_stages": stages}
 
         def states(name: str, D: int, E: int, of_k: tuple, of_v: tuple, sign: int) -> Kernel:
             part = min(_padded(E), 64)
@@ -148,7 +153,6 @@ class Plan:
             numbers = scale, *where, blocks, side, plane, *of_operands, out, out_x, *sums
             cut = {"D": D, "E": E, "PD": _padded(D), "PE": _padded(E), "T": T, "G": self.G}
             how = {"INSIDE": self.inside, "DROPPED": dropped, **options(name)}
-            how["S"] = min(how["S"], self.G)
             return Kernel(name, kernels.product_kernel, B * H * blocks, numbers, **cut, **how)
 
         self.sums = Kernel(
@@ -207,11 +211,12 @@ class _Call:
             dims, decay_strides = log_decay.ndim, log_decay.stride()
             decay_strides = (0, *decay_strides, 0) if dims == 1 else decay_strides
         strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
-        # Triton compiles differently what is not aligned.
-        given = [x if x is None else (x.dtype, x.data_ptr() % 16) for x in (q, k, v, log_decay, mask, seq_idx)]
+        # Triton compiles other code for misaligned pointers.
+        tensors = q, k, v, log_decay, self.mask, seq_idx
+        given = [x if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors]
         self.plan = plan = _plan(
             q.device, q.dtype, _dot_precision(q.dtype), q.shape, v.shape[-1], strides, dims, decay_strides, packed,
-            tuple(given), scale / (1 - dropout_p), chunk_size, round(dropout_p * 2**32), forget_logits,
+            tuple(given), scale / (1 - dropout_p), chunk_size, count_dropped(dropout_p), forget_logits,
         )  # fmt: skip
         if sums is None and plan.decays:
             sums = torch.empty(plan.sums_shape, dtype=torch.float32, device=q.device)
@@ -265,7 +270,6 @@ class _Call:
         return [*grads, grad.sum((0, 1)).to(self.decay.dtype) if per_head else grad.mT]
 
 
-@functools.cache
 def _padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
@@ -282,6 +286,11 @@ def _empty(x: Tensor) -> Tensor:
         return x.new_empty(x.shape)
     B, H, L, size = x.shape
     return x.new_empty(B, L, H, size).transpose(1, 2)
+
+
+def _empty_decays(x: Tensor) -> Tensor:
+    """A tensor like the gradient of log decays, (H,) or (B, H, L)."""
+    return x.new_empty(x.shape) if x.ndim == 1 else x.new_empty(x.mT.shape).mT
 
 
 def _empty_output(q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
@@ -335,4 +344,4 @@ class _Eager(torch.autograd.Function):
 
 _INPUTS = "Tensor q, Tensor? k, Tensor? v, Tensor? log_decay, Tensor? mask, Tensor? seq_idx, Tensor? seed"
 _INPUTS += ", Tensor? sums, Tensor? incoming, float scale, SymInt chunk_size, float dropout_p, bool forget_logits"
-_forward, _backward = operator(_launch_forward, _launch_backward, _INPUTS, _empty, _empty_output)
+_forward, _backward = operator(_launch_forward, _launch_backward, _INPUTS, _empty, _empty_output, _empty_decays)

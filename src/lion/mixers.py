@@ -277,7 +277,8 @@ class LinearMixer(Attention):
     has_states = True
 
     def log_decay(self, x: Tensor) -> Tensor | None:
-        """log λ in float32: None, (H,) or (B, H, L); if past and future keys have their own, 2H instead of H."""
+        """log λ in float32 or better: None, (H,) or (B, H, L); 2H instead of H if past and future keys have their
+        own."""
         return None
 
     def forget_logits(self, x: Tensor) -> Tensor | None:
@@ -317,20 +318,22 @@ class LinearMixer(Attention):
             raise ValueError(f"the {form} form has no attention matrix; use attention_form='full'")
         how = {"form": form, "chunk_size": self.config.chunk_size, "dropout_p": self.dropout_p}
         what = {"mask": mask, "seq_idx": seq_idx, "normalize": self.config.normalize_rows}
+        operands = (q, k, v) if qkv is None else (qkv,)
         if donors is None and not output_attentions and (logits := self.forget_logits(x)) is not None:
-            return linear_attention(q, k, v, forget_logits=logits, qkv=qkv, **what, **how, **states), None
+            return linear_attention(*operands, forget_logits=logits, **what, **how, **states), None
         decays = self.decays(x, None if donors is None else mask)
         if self.config.num_orders and decays["log_decay"] is not None:
             y = linear_attention_in_orders(q, k, v, decays["log_decay"], orders, **how)
             return y, matrix_in_orders(q, k, decays["log_decay"], orders) if output_attentions else None
         if self.config.key_weight != "none":
-            k, qkv = self.weigh(k, decays["log_decay"]), None
+            k = self.weigh(k, decays["log_decay"])
+            operands = q, k, v
         what = {**what, **decays}
         if donors is not None:
             with torch.no_grad():
                 own = segment_states(k, v, **decays, mask=mask, normalize=self.config.normalize_rows)
                 states = {**states, **pass_states(own, donors)}
-        y = linear_attention(q, k, v, qkv=qkv, **what, **how, **states)
+        y = linear_attention(*operands, **what, **how, **states)
         return y, attention_matrix(q, k, **what) if output_attentions else None
 
     def segment_states(self, x: Tensor, mask: Tensor | None, halo=(0, 0), rotation=None) -> SegmentStates:

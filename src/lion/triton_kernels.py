@@ -18,7 +18,7 @@ The backward pass recomputes everything. y = (s·QKᵀ⊙M) V, so the gradients 
 the same kernel; for k and v, which need Mᵀ, exclusive and inclusive swap roles. No two programs write the same entry.
 
 Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk size, T and S
-block sizes of rows and columns.
+block sizes of rows and columns, G of the blocks that factors refer to.
 """
 
 # One argument per line would double this file.
@@ -35,11 +35,11 @@ except ImportError:  # the kernels are then never launched, see `linear_attentio
 
 AVAILABLE = not isinstance(triton, SimpleNamespace)
 
-# "Sums" are what one chunk's decays come to, counted from its start, in units of log 2, in float32:
+# "Sums" are the cumulative log decays of one chunk, from its start, in float32 and in units of log 2:
 #
-#   C × 4     high, low, half and nothing, so that a token is one load. exclusive = high + low − half and inclusive =
-#             high + low + half: their mean as two numbers, precise enough for differences of neighbours, and half their
-#             difference. SIGN = −1 swaps exclusive and inclusive.
+#   C × 4     high, low, half and an unused fourth, so that a token is one load. exclusive = high + low − half and
+#             inclusive = high + low + half: their mean as two numbers, precise enough for differences of neighbours,
+#             and half their difference. SIGN = −1 swaps exclusive and inclusive.
 #   4 × C     a key's factor to the end of its block of G tokens, and from the block's start, with exclusive and
 #             inclusive as M has them; then the same two for Mᵀ.
 #   C/G+1 × 2 high and low of inclusive at the last token of each block, after a zero.
@@ -267,7 +267,7 @@ def _add_block(total, total_x, Q, X, k, v, mask, seed, start, first, length, wei
 @triton.jit
 def _read_state(total, total_x, Q, X, pointer, decay, D, E, PD, PE, DOT, PRECISION):
     """Add QS, decayed, to `total` and, for gradients, whose S is stored transposed, XSᵀ to total_x. The third result
-    are the row sums of QS ⊙ X. One product after the other, since there are no registers for both."""
+    is the row sums of QS ⊙ X. One product after the other, since there are no registers for both."""
     row_sums = tl.zeros((Q.shape[0],), tl.float32)
     if X is None:
         read = tl.dot(Q, _tile(pointer, 0, E, D, None, E, PD, PE, DOT), input_precision=PRECISION)

@@ -22,14 +22,17 @@ def recall(folder: Path, results: str) -> dict:
         choices = json.loads(path.read_text())
         if not isinstance(choices, dict) or not isinstance(choices.get("native"), bool):
             raise ValueError
+        if "convolutions" in choices:  # once with 1,024 tokens, or never
+            of_shapes = choices.pop("convolutions").items()
+            choices["convolved_from"] = {shape: [1024 if one else None for one in each] for shape, each in of_shapes}
     except FileNotFoundError:
         if next(folder.glob(results), None) is not None:
-            choices = {"native": False, "convolutions": dict.fromkeys(cpu_linear.SHAPES, [True] * 3)}
+            choices = {"native": False, "convolved_from": dict.fromkeys(cpu_linear.SHAPES, [1024] * 3)}
         else:
             choices = {"native": cpu_kernel.is_available()}
             if cpu_linear.can_convolve():
-                choices["convolutions"] = machine.choice("convolutions", cpu_linear.measure)
-    except (OSError, ValueError):
+                choices["convolved_from"] = machine.choice("convolved_from", cpu_linear.measure)
+    except (OSError, ValueError, AttributeError, TypeError):
         raise UserError(f"save_folder: {path} is damaged; delete it to continue, perhaps with other rounding") from None
     machine.adopt(choices)
     if choices["native"] and not cpu_kernel.is_available():
