@@ -84,12 +84,12 @@ def test_parts_of_a_layer_have_its_outputs_and_gradients(shape, convolutions):
 
 @pytest.mark.parametrize("faster", ["output", "input", "weight"])
 def test_each_product_is_convolved_by_itself(faster, convolutions, monkeypatch):
-    least = [64 if name == faster else None for name in ("output", "input", "weight")]
+    least = [128 if name == faster else None for name in ("output", "input", "weight")]
     monkeypatch.setattr(machine, "_adopted", {"convolved_from": {"wider": least, "square": [None] * 3}})
     backward, gradients = [], cpu_linear._gradient
     monkeypatch.setattr(cpu_linear, "_gradient", lambda *args: backward.append(args[-1]) or gradients(*args))
     for dense in (layer(outputs=1600), layer()):
-        x, grad = torch.randn(64, 768, requires_grad=True), torch.randn(64, len(dense.weight))
+        x, grad = torch.randn(128, 768, requires_grad=True), torch.randn(128, len(dense.weight))
         leaves = [x, *dense.parameters()]
         expected = torch.autograd.grad(dense(x), leaves, grad)
         for one, wanted in zip(torch.autograd.grad(linear(dense, x), leaves, grad), expected):

@@ -79,7 +79,7 @@ def test_a_convolution_is_chosen_from_where_it_is_faster_with_all_larger_numbers
 
     def product(x, weight, grad, way: bool = False) -> None:
         nonlocal now
-        now += {64: 0.5, 128: 2, 256: 0.95, 512: 0.8, 1024: 0.5}[len(x)] if way else 1  # of the plain product's time
+        now += {128: 0.5, 256: 0.95, 512: 0.8, 1024: 0.5}[len(x)] if way else 1  # of the plain product's time
 
     def of_weight(grad, x, weight, way: bool) -> None:
         nonlocal now
@@ -95,7 +95,7 @@ def test_a_convolution_is_chosen_from_where_it_is_faster_with_all_larger_numbers
 def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
-    there = {"square": [64, 128, None], "wider": [1024] * 3, "narrower": [None] * 3}
+    there = {"square": [128, 256, None], "wider": [1024] * 3, "narrower": [None] * 3}
     monkeypatch.setattr(cpu_linear, "can_convolve", lambda: True)
     monkeypatch.setattr(cpu_linear, "measure", lambda: there)
     choices.keep(choices.recall(run, "*.pt"), run)
