@@ -1,6 +1,6 @@
 """Linear layers on a CPU. torch multiplies float32 matrices with MKL but convolves with oneDNN, and a linear layer is a
-1×1 convolution with tokens as pixels: which of the two is faster, by up to half, depends on the processor, on the number
-of tokens, and on the product (the output, the gradient of the input, that of the weights)."""
+1×1 convolution with tokens as pixels: which of the two is faster, by up to half, depends on the processor, on the
+number of tokens, and on the product (the output, the gradient of the input, that of the weights)."""
 
 import collections
 import itertools
