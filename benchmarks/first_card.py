@@ -275,7 +275,7 @@ def tests(report: Report, a: argparse.Namespace) -> None:
     files = ["tests/test_linear_attention_triton.py"]
     if a.small:
         files = [f"{files[0]}::test_the_operands_gpu_decides"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files]
     if not a.small and measure._version("pytest-xdist"):
         command += ["-n", str(max(1, (os.cpu_count() or 2) - 2))]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -307,7 +307,8 @@ def operator(report: Report, a: argparse.Namespace) -> None:
     small = ["--lengths", "8", "--heads", "1", "--head_dim", "8", "--rounds", "1", "--forms", "full", "chunkwise"]
     lengths = ["--lengths", "128", "512", "4096", "16384", "--tokens", "65536", "--seconds", "2"]
     benchmark.main(["--device", a.device, "--out", str(a.out), *(small if a.small else lengths)])
-    rows = json.loads((a.out / f"operator-{a.device}.json").read_text())["rows"]
+    path = next(a.out.glob("operator-*.json"))
+    rows = json.loads(path.read_text())["rows"]
     for length, form, least in ((512, "full", 0.9), (4096, "chunkwise", 5)):
         ratios = [
             row["softmax_over_this"]
@@ -319,7 +320,7 @@ def operator(report: Report, a: argparse.Namespace) -> None:
     for row in rows:
         if row.get("error"):
             report.check(f"{row['form']} {row['variant']} {row['length']}", row["error"], None)
-    report.check("table", str(a.out / f"operator-{a.device}.md"), bool(rows))
+    report.check("table", str(path.with_suffix(".md")), bool(rows))
 
 
 SWEPT = ("y", "dq", "dk", "states")
