@@ -78,7 +78,12 @@ class Report:
         """Note one result; passed: None if there is nothing to pass."""
         self.checks.append({"what": what, "value": value, "passed": passed})
         write_atomically(self.path, json.dumps(self.checks, indent=1))
-        print(f"{'' if passed is None else 'ok      ' if passed else 'FAILED  '}{what}: {value}", flush=True)
+        print(described(self.checks[-1]), flush=True)
+
+
+def described(check: dict) -> str:
+    words = {None: "", True: "ok      ", False: "FAILED  "}
+    return f"{words[check['passed']]}{check['what']}: {check['value']}"
 
 
 def main(argv: list[str]) -> None:
@@ -104,6 +109,9 @@ def main(argv: list[str]) -> None:
         if ended:
             failed.append(ended)
         passed = sum(check["passed"] is True for check in checks)
+        print(
+            *(described(check) for check in checks if check["passed"] is not True), f"{passed} checks passed", sep="\n"
+        )
         rows.append([name, f"{time.monotonic() - started:.0f} s", str(passed), "; ".join(failed) or "-"])
         table = markdown([["step", "time", "checks passed", "failed"], *rows])
         write_atomically(a.out / "summary.md", f"{table}\n")
@@ -113,7 +121,7 @@ def main(argv: list[str]) -> None:
 
 
 def in_own_process(name: str, a: argparse.Namespace) -> str | None:
-    """Run one step, with what it prints in a log, and show its checks. Return why it did not end well, or None."""
+    """Run one step, with what it prints in a log. Return why it did not end well, or None."""
     (a.out / f"{name}.json").unlink(missing_ok=True)
     log = a.out / f"{name}.log"
     process = multiprocessing.get_context("fork").Process(target=child, args=(name, a, log))
@@ -125,7 +133,6 @@ def in_own_process(name: str, a: argparse.Namespace) -> str | None:
             os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
         process.join()
     text = log.read_text(errors="replace") if log.is_file() else ""
-    print("\n".join(line for line in text.splitlines() if line.startswith(("ok ", "FAILED ", "tiles "))))
     if late:
         return f"{name}: stopped after {STEPS[name].seconds} s"
     return f"{name}: {text.strip().splitlines()[-1] if text.strip() else 'ended'}" if process.exitcode else None
@@ -347,7 +354,7 @@ def sweep(report: Report, a: argparse.Namespace) -> None:
         report.check(f"{candidate}, µs", shown, max(errors) < 2e-2)
     best = {name: min(times, key=lambda candidate: times[candidate][name]) for name in SWEPT if times}
     capability = (9, 0) if a.small else torch.cuda.get_device_capability()
-    print(f"tiles {capability}: {best},")
+    report.check(f"tiles {capability}", f"{best},", None)
     before = host.TILES[max(card for card in host.TILES if card <= capability)]
     for name, candidate in best.items():
         gain = times[before[name]][name] / times[candidate][name] if before[name] in times else None
