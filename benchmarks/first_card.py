@@ -29,6 +29,7 @@ if "cpu" in sys.argv:
 import argparse
 import contextlib
 import functools
+import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -43,6 +44,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import measure
+from benchmarks.kernels import TOOLS, replaced
 from src import cli
 from src.errors import UserError, first_line
 from src.files import write_atomically
@@ -94,7 +96,7 @@ def main(argv: list[str]) -> None:
     a = parser.parse_args(argv)
     if not host.kernels.AVAILABLE:
         raise UserError("Triton is not installed; install it to run the kernels")
-    if a.device == "cuda" and not torch.cuda.is_available():
+    if a.device == "cuda" and not has_gpu():
         raise UserError("no GPU is available; use --device cpu to run the steps in small in Triton's interpreter")
     a.small = a.device == "cpu"
     a.out.mkdir(parents=True, exist_ok=True)
@@ -118,6 +120,14 @@ def main(argv: list[str]) -> None:
     print(f"\n{table}\n\n{time.monotonic() - begin:.0f} s; everything is in {a.out}")
     if any(row[-1] != "-" for row in rows):
         sys.exit(1)
+
+
+def has_gpu() -> bool:
+    """Look for a GPU in a process of its own: where torch has looked for one, no forked process may use it."""
+    process = multiprocessing.get_context("fork").Process(target=lambda: os._exit(not torch.cuda.is_available()))
+    process.start()
+    process.join()
+    return process.exitcode == 0
 
 
 def in_own_process(name: str, a: argparse.Namespace) -> str | None:
@@ -156,8 +166,7 @@ def card(report: Report, a: argparse.Namespace) -> None:
     if a.device == "cuda":
         report.check("compute capability", ".".join(map(str, torch.cuda.get_device_capability())), None)
         report.check("driver", said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"), None)
-    bundled = Path(host.triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    for path in filter(None, (str(bundled), other_ptxas())):
+    for path in filter(None, (str(TOOLS / "ptxas"), other_ptxas())):
         report.check(path, said(path, "--version").splitlines()[-1], None)
     rates = measure.rates(a.device, torch.float32 if a.small else torch.bfloat16)
     report.check("copy", f"{rates.bytes / 1e12:.2f} TB/s", None)
@@ -257,8 +266,8 @@ def poisoned() -> Iterator[None]:
 
 def other_ptxas() -> str | None:
     """The CUDA toolkit's ptxas, or else the one that Triton brings for newer cards."""
-    bundled = Path(host.triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell"
-    return shutil.which("ptxas") or shutil.which("/usr/local/cuda/bin/ptxas") or shutil.which(bundled)
+    places = "ptxas", "/usr/local/cuda/bin/ptxas", TOOLS / "ptxas-blackwell"
+    return next(filter(None, map(shutil.which, places)), None)
 
 
 def ptxas(report: Report, a: argparse.Namespace) -> None:
@@ -283,7 +292,7 @@ def tests(report: Report, a: argparse.Namespace) -> None:
     if a.small:
         files = [f"{files[0]}::test_the_operands_gpu_decides"]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files]
-    if not a.small and measure._version("pytest-xdist"):
+    if not a.small and importlib.util.find_spec("xdist"):
         command += ["-n", str(max(1, (os.cpu_count() or 2) - 2))]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(done.stdout)
@@ -323,7 +332,8 @@ def operator(report: Report, a: argparse.Namespace) -> None:
             if (row["length"], row["form"], row["variant"]) == (length, form, "lion-s")
         ]
         if ratios and ratios[0]:
-            report.check(f"LION-S, {form}, {length} tokens: softmax's time is", f"×{ratios[0]:.2f}", ratios[0] >= least)
+            what = f"LION-S, {form}, {length} tokens: softmax's time is"
+            report.check(what, f"×{ratios[0]:.2f}", ratios[0] >= least)
     for row in rows:
         if row.get("error"):
             report.check(f"{row['form']} {row['variant']} {row['length']}", row["error"], None)
@@ -368,13 +378,11 @@ def compile_only(candidate: tuple) -> None:
 def timed_kernels(candidate: tuple, small: bool, timed: bool = True) -> tuple[dict[str, float], list[torch.Tensor]]:
     """Return the seconds of each kernel with these tiles, the sum of a short text in the full form and of a long one in
     the chunkwise form, and their outputs and gradients."""
-    device = "cpu" if small else "cuda"
-    tiles, launch = host.TILES, host.Kernel.launch
+    device, launch = "cpu" if small else "cuda", host.Kernel.launch
     seconds, outputs = dict.fromkeys(SWEPT, 0.0), []
     cases = (("full", 16, 1), ("chunkwise", 80, 1)) if small else (("full", 512, 32), ("chunkwise", 4096, 4))
-    host.TILES = dict.fromkeys(tiles, dict.fromkeys(SWEPT, candidate))
     host._plan.cache_clear()
-    try:
+    with replaced(host, "TILES", dict.fromkeys(host.TILES, dict.fromkeys(SWEPT, candidate))):
         for form, length, batch in cases:
             recorded: dict[str, tuple] = {}
 
@@ -382,17 +390,14 @@ def timed_kernels(candidate: tuple, small: bool, timed: bool = True) -> tuple[di
                 recorded.setdefault("states" if kernel.name == "grad_states" else kernel.name, (kernel, tensors))
                 launch(kernel, *tensors)
 
-            host.Kernel.launch = record
             run, _ = prepare(form, "token", "mask", length, batch, 1 if small else 12, device)
-            outputs += run()
-            host.Kernel.launch = launch
+            with replaced(host.Kernel, "launch", record):
+                outputs += run()
             for name in SWEPT if timed else ():
                 if name in recorded:
                     kernel, tensors = recorded[name]
                     seconds[name] += time_of(functools.partial(kernel.launch, *tensors), device)
-    finally:
-        host.TILES, host.Kernel.launch = tiles, launch
-        host._plan.cache_clear()
+    host._plan.cache_clear()
     return seconds, outputs
 
 

@@ -293,8 +293,7 @@ def launching_nothing() -> Iterator[None]:
 
     def launch(kernel: host.Kernel, *tensors) -> None:
         if kernel.compiled is None:
-            kernel.constants = [kernel.options[x] for x in kernel.kernel.arg_names if x in kernel.options]
-            kernel.compiled = runner(kernel.programs)
+            kernel.keep(runner(kernel.programs))
         usual(kernel, *tensors)
 
     usual = host.Kernel.launch

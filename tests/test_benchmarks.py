@@ -5,6 +5,8 @@ import importlib
 import json
 import os
 import shlex
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import warm
-from conftest import run
+from conftest import ROOT, environment, run
 from glue_files import write_glue
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -438,6 +440,21 @@ def test_the_first_steps_on_a_card_run_in_small_on_a_cpu(tmp_path):
     assert sum(check["passed"] is True for check in checks["correctness"]) > 90
     assert [check["what"] for check in checks["ptxas"] + checks["sanitizer"]] == ["skipped"] * 2
     assert "tiles (9, 0): {'y': (" in done.stdout  # to paste
+
+
+def test_looking_for_a_gpu_leaves_it_to_the_processes_of_the_steps(tmp_path):
+    pytest.importorskip("triton", reason="triton is not installed")
+    program = """
+import multiprocessing, os, torch
+from benchmarks import first_card
+first_card.has_gpu()
+step = multiprocessing.get_context("fork").Process(target=lambda: os._exit(torch.cuda._is_in_bad_fork()))
+step.start()
+step.join()
+print(step.exitcode)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.stdout.split() == ["0"], done.stderr
 
 
 def test_a_step_that_fails_or_takes_too_long_is_named_and_the_next_one_runs(tmp_path, monkeypatch, capsys):
