@@ -66,8 +66,8 @@ def linear_attention(
 
     Args:
         q, k, v: queries and keys, (B, G, L, D), and values, (B, H, L, E). G may be any divisor of H: each head of q and
-            k then serves H/G heads of v. Or q is all three, (B, L, 3, H, D), and so is its gradient: those of three
-            parts would have to be copied into one.
+            k then serves H/G heads of v. Or q holds all three, (B, L, 3, H, D): its gradient is then computed in
+            place, and not copied from three parts.
         log_decay: log λ ≤ 0: None for λ = 1 (LION-LIT), (H,) for one per head (LION-D), or (B, H, L) (LION-S).
         log_decay_future: the decays of keys after a query, if they are not those of log_decay.
         forget_logits: the logit of 1 − λ, shaped like log_decay and in any dtype, instead of it. The GPU kernels
@@ -193,9 +193,9 @@ def segment_states(k, v, log_decay=None, *, log_decay_future=None, mask=None, no
 def log_of_decay(forget_logits: Tensor) -> Tensor:
     """log λ in float32 or better, of logits of 1 − λ, (H,) or (B, H, L)."""
     x = forget_logits.to(torch.promote_types(forget_logits.dtype, torch.float32))
-    return (
-        F.logsigmoid(-x.mT).mT if x.ndim == 3 else F.logsigmoid(-x)
-    )  # in the memory layout of a linear layer's output
+    if x.ndim == 3:  # in the memory layout of a linear layer's output
+        return F.logsigmoid(-x.mT).mT
+    return F.logsigmoid(-x)
 
 
 def with_ones(v: Tensor) -> Tensor:

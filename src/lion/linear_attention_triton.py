@@ -60,8 +60,8 @@ def fused_linear_attention(
     q, k, v, log_decay, mask, seq_idx, scale, chunk_size: int, dropout_p: float, forget_logits: bool = False
 ) -> Tensor:
     """Compute `linear_attention`, (B, H, L, E), for operands that `covers` accepts; the full form if `chunk_size` is 0.
-    Only the full form has dropout, with 0 ≤ dropout_p < 1. If k and v are None, q holds all three, (B, L, 3, H, D), and
-    so does its gradient. forget_logits: whether log_decay holds logits of 1 − λ."""
+    Only the full form has dropout, with 0 ≤ dropout_p < 1. If k and v are None, q holds all three, (B, L, 3, H, D),
+    and so does its gradient. forget_logits: whether log_decay holds logits of 1 − λ."""
     seed = None  # one number per matrix, from which both passes derive the dropped entries
     if count_dropped(dropout_p) > 0:
         seed = torch.randint(2**62, (q.shape[0], q.shape[-2] if v is None else q.shape[1]), device=q.device)
@@ -92,8 +92,12 @@ class Kernel:
             return
         compiled = self.kernel[(self.programs,)](*tensors, *self.numbers, **self.options)
         if compiled is not None:  # the interpreter has none
-            self.constants = [self.options[name] for name in self.kernel.arg_names if name in self.options]
-            self.compiled = compiled[(self.programs, 1, 1)]
+            self.keep(compiled[(self.programs, 1, 1)])
+
+    def keep(self, compiled) -> None:
+        """Launch this function from now on: it takes the tensors, the numbers and the constants."""
+        self.compiled = compiled
+        self.constants = [self.options[name] for name in self.kernel.arg_names if name in self.options]
 
 
 class Plan:

@@ -196,7 +196,7 @@ class Softmax(Attention):
         return None if unneeded else mask, {}
 
     def mix(self, x, q, k, v, mask, seq_idx, form, output_attentions, keys=None, sequences=None, **states):
-        if torch.compiler.is_compiling():  # which would compile anew for each longest sequence
+        if torch.compiler.is_compiling():  # which would recompile for each longest sequence
             sequences = None
         if keys is None and (sequences is None or output_attentions):
             keys = visible_keys(mask, seq_idx)

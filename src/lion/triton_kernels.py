@@ -402,9 +402,9 @@ def _plane(grad_sums, number, plane, token, length):
 def decay_gradients_kernel(grad, decay, sums, grad_sums, incoming, grad_incoming, scale, H, L, C, N, side, plane,
         decay_batch, decay_head, decay_token, sums_batch, sums_head, sums_chunk, LOGITS: tl.constexpr,
         LOG_ZERO: tl.constexpr, STATE: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr):
-    """∂ log λ of one chunk, or of the logit of 1 − λ: (B, L, H). A token's decay is part of exclusive at all later
-    tokens of its chunk, of inclusive at these and at its own, and of the chunk's sum: keys and queries decay to its
-    end, states across it."""
+    """∂ log λ of one chunk, or of the logit of 1 − λ: (B, L, H). A token's decay is part of exclusive at all
+    later tokens of its chunk, of inclusive at these and at its own, and of the chunk's sum: keys and queries decay to
+    its end, states across it."""
     row, chunk = (tl.program_id(0) // N).to(tl.int64), (tl.program_id(0) % N).to(tl.int64)
     b, h = row // H, row % H
     plane = tl.cast(plane, tl.int64)
