@@ -267,13 +267,40 @@ static void store_rows(const struct view *x, int64_t b, int64_t h, int64_t t, in
     }
 }
 
+// Q_i - K_j of the sums of queries and keys, for W keys from j on; their low parts follow `low` numbers later.
+static inline vf difference(const float *query, int i, const float *key, int j, int low) {
+    return query[i] - *(const vf *)(key + j) + (query[low + i] - *(const vf *)(key + low + j));
+}
+
+// Turns scores into the matrix and its gradient into that of the scores, for W entries. Returns the product of both.
+static inline vf weigh(float *scores, float *of_matrix, const float *kept, vf weight, int backward) {
+    vf matrix = *(vf *)scores * weight, factor = *(const vf *)kept, gradient = {0};
+    *(vf *)scores = matrix * factor;
+    if (backward) {
+        gradient = *(vf *)of_matrix * factor;
+        *(vf *)of_matrix = gradient * weight;
+    }
+    return matrix * gradient;
+}
+
+static inline void count(vf products, double *row_sums, double *columns) {
+    for (int u = 0; u < W; u += W / 2) {
+        half few;
+        memcpy(&few, (char *)&products + u * 4, sizeof few);
+        vd wide = __builtin_convertvector(few, vd);
+        *(vd *)(row_sums + u) += wide;
+        *(vd *)(columns + u) -= wide;
+    }
+}
+
 static void full_head(const struct full_problem *p, int64_t b, int64_t h, float *memory) {
     const int L = p->length, LP = (L + C - 1) / C * C, D = round_up(p->depth), E = round_up(p->width);
     const int backward = p->grad.data != 0, with_sums = p->of_sums[0].data || p->of_sums[2].data;
     float *K = memory, *KT = K + LP * D, *V = KT + LP * D, *VT = V + LP * E, *dK = VT + LP * E, *dV = dK + LP * D;
     float *Q = dV + LP * E, *X = Q + C * D, *dX = X + C * E, *A = dX + C * (D > E ? D : E), *dA = A + C * LP;
-    float *high = dA + C * LP, *low = high + 4 * LP, *keep = low + 4 * LP;
-    double *of_sums = (double *)(keep + LP);
+    float *high = dA + C * LP, *low = high + 4 * LP, *keep = low + 4 * LP, *columns = keep + LP;
+    float rows[2][C] __attribute__((aligned(64)));
+    double *of_sums = (double *)(columns + LP);
     const vf ones = (vf){0} + 1.0f;
     vi lane;
     for (int i = 0; i < W; i++) lane[i] = i;
@@ -291,8 +318,23 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, float 
         low[side * LP + i] = sum - high[side * LP + i];
     }
     for (int j = 0; j < LP; j++) keep[j] = 1;
-    for (int64_t t = 0; t < L; t += C) {
+    const int decays[2] = {p->sums[0].data != 0, p->sums[2].data != 0};
+    for (int t = 0; t < L; t += C) {
         const int n = L - t < C ? L - t : C;
+        // Outside the block on the diagonal, a weight is a product of one number per query and one per key, as of a
+        // state that passes the first query to read it: no exponential per entry.
+        for (int side = 0; side < 2; side++) {
+            const float *query = high + 2 * side * LP;
+            const int first = side ? t + n - 1 : t, given = side ? p->future : p->past;
+            for (int r = 0; r < C; r += W) {
+                vf row = decays[side] ? exponential(-difference(query, first, query, t + r, 4 * LP)) : ones;
+                *(vf *)(rows[side] + r) = row;
+            }
+            for (int j = side ? t + C : 0; j < (side ? LP : t); j += W) {
+                vf column = decays[side] ? exponential(difference(query, first, query + LP, j, 4 * LP)) : ones;
+                *(vf *)(columns + j) = given ? column : 0 * ones;
+            }
+        }
         load_rows(Q, D, &p->q, b, h, t, n, C, p->depth, p->scale);
         multiply(C, D, LP, Q, D, 1, KT, LP, A, LP, 0);
         if (backward) {
@@ -308,44 +350,29 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, float 
             }
             if (p->diagonal == 2 && backward) *(float *)row(&p->of_given, b, h, i, 4) = dA[r * LP + i] * keep[i];
             double row_sums[2][ROWS] __attribute__((aligned(64))) = {{0}};
-            for (int j = 0; j < LP; j += W) {
-                vf weight = {0};
-                for (int side = j > i; side <= (j + W > i); side++) {  // the past, the future, or both
-                    if (!(side ? p->future : p->past)) continue;
-                    vi inside = side ? lane + j > i : lane + j < i;
-                    if (!p->sums[2 * side].data) {  // no decay
-                        weight = (vf)((vi)weight | ((vi)ones & inside));
-                        continue;
-                    }
-                    const float *query = high + 2 * side * LP, *key = query + LP;
-                    vf x = query[i] - *(vf *)(key + j);
-                    query = low + 2 * side * LP, key = query + LP;
-                    x += query[i] - *(vf *)(key + j);
-                    weight = (vf)((vi)weight | ((vi)exponential(x) & inside));
+            float *scores = A + r * LP, *of_matrix = dA + r * LP;
+            for (int side = 0; side < 2; side++) {
+                double *of_keys = of_sums + (2 * side + 1) * LP;
+                for (int j = side ? t + C : 0; j < (side ? LP : t); j += W) {
+                    vf weight = rows[side][r] * *(vf *)(columns + j);
+                    vf products = weigh(scores + j, of_matrix + j, keep + j, weight, backward);
+                    if (with_sums) count(products, row_sums[side], of_keys + j);
                 }
-                vi here = lane + j == i;
-                vf scores = *(vf *)(A + r * LP + j), kept = *(vf *)(keep + j), of_matrix, products;
-                if (p->diagonal == 1) weight = (vf)((vi)weight | ((vi)ones & here));
-                vf matrix = scores * weight;
-                if (backward) {
-                    of_matrix = *(vf *)(dA + r * LP + j) * kept;
-                    *(vf *)(dA + r * LP + j) = of_matrix * weight;
-                    products = (vf)((vi)(matrix * of_matrix) & ~here);
-                    if (with_sums) for (int side = j > i; side <= (j + W > i); side++) {
-                        vf inside = (vf)((vi)products & (side ? lane + j > i : lane + j < i));
-                        double *columns = of_sums + (2 * side + 1) * LP + j;
-                        for (int u = 0; u < W; u += W / 2) {
-                            half few;
-                            memcpy(&few, (char *)&inside + u * 4, sizeof few);
-                            vd wide = __builtin_convertvector(few, vd);
-                            *(vd *)(row_sums[side] + u) += wide;
-                            *(vd *)(columns + u) -= wide;
-                        }
-                    }
-                }
-                if (p->diagonal == 2) matrix = (vf)(((vi)matrix & ~here) | ((vi)((vf){0} + given) & here));
-                *(vf *)(A + r * LP + j) = matrix * kept;
             }
+            for (int j = t; j < t + C; j += W) {
+                const vi inside[2] = {lane + j < i, lane + j > i}, here = lane + j == i;
+                vf weight = (vf)((vi)ones & here & -(p->diagonal == 1));
+                for (int side = 0; side < 2; side++) {
+                    const float *query = high + 2 * side * LP;
+                    if (!(side ? p->future : p->past)) continue;
+                    vf own = decays[side] ? exponential(difference(query, i, query + LP, j, 4 * LP)) : ones;
+                    weight = (vf)((vi)weight | ((vi)own & inside[side]));
+                }
+                vf products = weigh(scores + j, of_matrix + j, keep + j, weight, backward);
+                if (with_sums) for (int side = 0; side < 2; side++)
+                    count((vf)((vi)products & inside[side]), row_sums[side], of_sums + (2 * side + 1) * LP + j);
+            }
+            if (p->diagonal == 2) scores[i] = given * keep[i];
             for (int side = 0; side < 2; side++) for (int u = 0; u < W; u++)
                 of_sums[2 * side * LP + i] += row_sums[side][u];
         }
@@ -372,12 +399,31 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, float 
 
 static long full_memory(const struct full_problem *p) {
     const long LP = (p->length + C - 1) / C * C, D = round_up(p->depth), E = round_up(p->width);
-    return 3 * LP * (D + E) + C * (D + E + (D > E ? D : E)) + 2 * C * LP + 9 * LP + 8 * LP;
+    return 3 * LP * (D + E) + C * (D + E + (D > E ? D : E)) + 2 * C * LP + 10 * LP + 8 * LP;
 }
 
 static long triangle_memory(const struct problem *p) {
     const long D = round_up(p->depth), E = round_up(p->width);
     return C * (3 * D + 2 * E + C) + E + D * E;
+}
+
+// A thread keeps its memory, unless it is large: the system would hand out every page again, full of zeros.
+enum { KEPT = 1 << 22 };
+static _Thread_local struct { void *memory; size_t size; } own;
+
+static void *reserve(size_t size) {
+    if (size > own.size) {
+        free(own.memory);
+        own.memory = aligned_alloc(64, size);
+        own.size = own.memory ? size : 0;
+    }
+    return own.memory;
+}
+
+static void release(void) {
+    if (own.size <= KEPT) return;
+    free(own.memory);
+    own.memory = 0, own.size = 0;
 }
 
 #define OVER_HEADS(NAME, KIND) \
@@ -387,13 +433,13 @@ int lion_##NAME(const struct KIND *p) { \
     { \
         unsigned mode = flush_denormals(); \
         size_t size = (sizeof(float) * NAME##_memory(p) + 63) / 64 * 64; \
-        float *memory = aligned_alloc(64, size); \
-        if (memory) memset(memory, 0, size);  /* padding stays so, from head to head */ \
+        float *memory = reserve(size); \
+        if (memory && (p->depth % ROWS || p->width % ROWS)) memset(memory, 0, size);  /* columns that are padding */ \
         failed = !memory; \
         _Pragma("omp for") \
         for (int64_t n = 0; n < p->batch * p->heads; n++) \
             if (memory) NAME##_head(p, n / p->heads, n % p->heads, memory); \
-        free(memory); \
+        release(); \
         restore(mode); \
     } \
     return failed; \
