@@ -9,7 +9,8 @@ import torch
 
 from src.lion import cpu_kernel, linear_attention, machine, two_sided_attention
 from src.lion.cpu import draw_kept
-from src.lion.linear_attention import definition
+from src.lion.linear_attention import definition, signed_sums
+from src.lion.linear_attention_forms import cumulative_log_decay
 from src.lion.two_sided_attention import definition as two_sided_definition
 from tests import test_two_sided_attention as two_sided
 from tests.test_linear_attention import distance, draw, outputs_and_gradients
@@ -79,6 +80,24 @@ def test_all_kinds_of_triangles(form, structure, batch, length, groups, kernel, 
     check(two_sided.outputs_and_gradients(two_sided_attention, structure, inputs, mask=mask, form=form), expected)
     separate = structure in ("hydra", "scans")  # their matrix is left to PyTorch
     assert set(runs) == ({"lion_triangle"} if form == "chunkwise" else set() if separate else {"lion_full"})
+
+
+@pytest.mark.parametrize("kernel_used", [False, True])
+@pytest.mark.parametrize("shape", [(3,), (1, 3, 1), (2, 3, 70), (4, 3, 3000)])
+def test_sums_of_decays_and_their_gradients(shape, kernel_used, kernel, runs, monkeypatch):
+    monkeypatch.setattr(cpu_kernel, "USE_NATIVE", kernel_used)
+    log_decay = torch.randn(shape).sub(1).mul(20).clamp(max=0).requires_grad_()  # some below the least
+    length = shape[-1] if len(shape) == 3 else 70
+    sums = signed_sums(log_decay, length)
+    exclusive, inclusive = cumulative_log_decay(exact := log_decay.detach().clone().requires_grad_(), length)
+    expected = torch.stack([exclusive, -inclusive], -1)
+    assert torch.equal(sums, expected)
+    grad = torch.randn_like(sums)
+    sums.backward(grad)
+    expected.backward(grad)
+    assert log_decay.grad.shape == shape
+    torch.testing.assert_close(log_decay.grad, exact.grad, atol=1e-4, rtol=1e-5)
+    assert runs == ["lion_sums", "lion_sums_gradient"] * kernel_used
 
 
 @pytest.mark.parametrize("decay", ["none", "head", "token"])

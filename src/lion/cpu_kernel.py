@@ -44,6 +44,7 @@ STRICT, OWN, GIVEN = range(3)  # the diagonal: none, q_i·k_i, or δ
 _NOTHING = (0,) * 5  # a view: its address, strides of batch, head and token, and whether it is bfloat16
 _PROBLEM = struct.Struct("=9q d 45q 2q")
 _FULL_PROBLEM = struct.Struct("=9q 2d q 90q")
+_SUMS_PROBLEM = struct.Struct("=4q d 15q")
 
 
 def _view(x: Tensor | None, direction: int = 1) -> tuple[int, ...]:
@@ -82,6 +83,7 @@ class Full:
     def __init__(self, q, k, v, query_sums, key_sums, diagonal, directions, scale: float, kept, factor: float):
         self.shape, self.directions = (*v.shape[:3], q.shape[-1], v.shape[-1]), directions
         self.rows = [_rows(x) for x in (q, k, v)]
+        self.given_sums = query_sums is not None, key_sums is not None
         self.sums: list[Tensor | None] = [None] * 4  # of queries and keys of the past, then of the future
         if query_sums is not None:
             for number, direction in enumerate(directions):
@@ -96,16 +98,19 @@ class Full:
         """Write to y, (B, H, L, E) in float32."""
         self._run(y=y)
 
-    def backward(self, grad: Tensor, of_q, of_k, of_v, with_sums: bool) -> tuple[list[Tensor | None], Tensor | None]:
-        """Write the gradients of q, k and v, (B, H, L, ·) in float32; return, with_sums, those of the sums, (B, H, L)
-        in float64, in the order of `sums`, and of the diagonal, (B, H, L)."""
-        of_sums = [
-            torch.empty(self.shape[:3], dtype=torch.float64, device="cpu") if with_sums and x is not None else None
-            for x in self.sums
-        ]
+    def backward(self, grad: Tensor, of_q, of_k, of_v, with_sums: bool) -> list[Tensor | None]:
+        """Write the gradients of q, k and v, (B, H, L, ·) in float32; return those of query_sums and key_sums,
+        (B, H, L, T) in float64, with_sums and if given, and of the diagonal, (B, H, L)."""
+        results: list[Tensor | None] = [None, None]
+        of_sums: list[Tensor | None] = [None] * 4
+        for side in range(2) if with_sums else ():
+            if self.given_sums[side]:
+                results[side] = x = torch.empty(*self.shape[:3], len(self.directions), dtype=torch.float64)
+                for number, direction in enumerate(self.directions):
+                    of_sums[side + (0 if direction > 0 else 2)] = x[..., number]
         of_given = None if self.given is None else grad.new_empty(self.shape[:3], dtype=torch.float32)
         self._run(grad=_rows(grad), of_q=of_q, of_k=of_k, of_v=of_v, of_sums=of_sums, of_given=of_given)
-        return of_sums, of_given
+        return [*results, of_given]
 
     def _run(self, *, y=None, grad=None, of_q=None, of_k=None, of_v=None, of_sums=(None,) * 4, of_given=None) -> None:
         kind = OWN if self.given is None else GIVEN
@@ -179,6 +184,33 @@ class Triangle:
         return dots
 
 
+def signed_sums(log_decay: Tensor, length: int, lowest: float) -> Tensor:
+    """Sums of log_decay, (H,) or (B, H, L) in float32, each at least `lowest`: before each token, and the negative of
+    that up to it, (B or 1, H, L, 2) in float64."""
+    per_token = _per_token(log_decay, length)
+    sums = torch.empty(*per_token.shape, 2, dtype=torch.float64, device="cpu")
+    _library().lion_sums(_sums_problem(per_token, sums, lowest))
+    return sums
+
+
+def signed_sums_gradient(grad: Tensor, log_decay: Tensor, lowest: float) -> Tensor:
+    """The gradient of log_decay from that of its sums, (B or 1, H, L, 2)."""
+    of_decay, grad = torch.empty_like(log_decay), grad.contiguous()
+    per_token = (_per_token(x, grad.shape[2]) for x in (log_decay, of_decay))
+    _library().lion_sums_gradient(_sums_problem(next(per_token), grad, lowest, next(per_token)))
+    return of_decay
+
+
+def _per_token(log_decay: Tensor, length: int) -> Tensor:
+    return log_decay if log_decay.ndim == 3 else log_decay[None, :, None].expand(1, -1, length)
+
+
+def _sums_problem(log_decay: Tensor, sums: Tensor, lowest: float, of_decay: Tensor | None = None) -> bytes:
+    threads = 1 if log_decay.numel() < 2**15 else min(torch.get_num_threads(), len(log_decay) * log_decay.shape[1])
+    views = map(_view, (log_decay, sums[..., 0], of_decay))
+    return _SUMS_PROBLEM.pack(*log_decay.shape, threads, lowest, *chain.from_iterable(views))
+
+
 def draw_kept(size: int, dropped: int, seed: int) -> Tensor:
     """`size` bytes, each 1 with probability 1 − dropped / 2^16, or else 0."""
     count = -(-size // 4)
@@ -223,7 +255,8 @@ def _library() -> ctypes.CDLL | None:
                 raise
             path.unlink(missing_ok=True)  # a damaged file
             library = ctypes.CDLL(str(_compile()[0]))
-        library.lion_triangle.argtypes = library.lion_full.argtypes = [ctypes.c_char_p]
+        for name in ("triangle", "full", "sums", "sums_gradient"):
+            getattr(library, f"lion_{name}").argtypes = [ctypes.c_char_p]
         library.lion_keep.argtypes = [
             ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint16, ctypes.c_int
         ]  # fmt: skip

@@ -393,8 +393,12 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, float 
     if (!backward) return;
     store_rows(&p->of_k, b, h, 0, L, dK, D, p->depth, 1);
     store_rows(&p->of_v, b, h, 0, L, dV, E, p->width, 1);
-    for (int side = 0; side < 4; side++) if (p->of_sums[side].data)
-        for (int i = 0; i < L; i++) *(double *)row(&p->of_sums[side], b, h, i, 8) = of_sums[side * LP + i];
+    for (int side = 0; side < 4; side += 2) if (p->of_sums[side].data) for (int i = 0; i < L; i++) {
+        double *of_query = (double *)row(&p->of_sums[side], b, h, i, 8), of_key = of_sums[(side + 1) * LP + i];
+        *of_query = of_sums[side * LP + i];
+        if (p->of_sums[side + 1].data) *(double *)row(&p->of_sums[side + 1], b, h, i, 8) = of_key;
+        else *of_query += of_key;  // one sum serves both
+    }
 }
 
 static long full_memory(const struct full_problem *p) {
@@ -446,6 +450,37 @@ int lion_##NAME(const struct KIND *p) { \
 }
 OVER_HEADS(triangle, problem)
 OVER_HEADS(full, full_problem)
+
+struct sums_problem { int64_t batch, heads, length, threads; double lowest; struct view decays, sums, of_decays; };
+
+// Of log decays, (batch, heads, length) in float32, to the sums before a token and, negative, up to it, side by side.
+void lion_sums(const struct sums_problem *p) {
+#pragma omp parallel for num_threads(p->threads)
+    for (int64_t n = 0; n < p->batch * p->heads; n++) {
+        double sum = 0;
+        for (int64_t b = n / p->heads, h = n % p->heads, t = 0; t < p->length; t++) {
+            double *sums = (double *)row(&p->sums, b, h, t, 8), decay = *(float *)row(&p->decays, b, h, t, 4);
+            sums[0] = sum;
+            sum += decay < p->lowest ? p->lowest : decay;
+            sums[1] = -sum;
+        }
+    }
+}
+
+// From gradients of the sums to those of the decays, in float32, or of the only one of a head (token stride 0).
+void lion_sums_gradient(const struct sums_problem *p) {
+#pragma omp parallel for num_threads(p->threads)
+    for (int64_t n = 0; n < p->batch * p->heads; n++) {
+        double after = 0, total = 0;
+        for (int64_t b = n / p->heads, h = n % p->heads, t = p->length - 1; t >= 0; t--) {
+            const double *grad = row(&p->sums, b, h, t, 8);
+            if (!(*(float *)row(&p->decays, b, h, t, 4) < p->lowest)) total += after - grad[1];
+            *(float *)row(&p->of_decays, b, h, t, 4) = total;
+            if (p->of_decays.token) total = 0;
+            after += grad[0] - grad[1];
+        }
+    }
+}
 
 // 1 in each of 4 `count` bytes with probability 1 - dropped / 2^16, else 0, from 64 bits for every four. The bits are
 // those of SplitMix64 (Steele et al., 2014), which computes each number from its place: threads share nothing.

@@ -22,9 +22,11 @@ import os
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .linear_attention_forms import cumulative_log_decay, write_state
+from . import cpu_kernel
+from .linear_attention_forms import LOG_ZERO, cumulative_log_decay, write_state
 from .linear_attention_triton import covers, fused_linear_attention
 from .two_sided_attention import (
     FULL_UP_TO,  # noqa: F401
@@ -118,7 +120,7 @@ def linear_attention(
     triangles, sums = "past" if causal else "shared", None
     with torch.autocast(q.device.type, enabled=False):
         if not fused or left_state is not None or right_state is not None:  # the kernels sum decays themselves
-            sums = _signed_sums(log_decay, q.shape[-2], causal, log_decay_future)
+            sums = signed_sums(log_decay, q.shape[-2], causal, log_decay_future)
         if fused:
             size = 0 if form == "full" else chunk_size
             y = fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, size, dropout_p)
@@ -162,7 +164,7 @@ def attention_matrix(
     """Compute the matrix s·QKᵀ⊙M, (B, H, L, L), zero in the columns of padding, for arguments of `linear_attention`."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     identity = torch.eye(q.shape[-2], dtype=q.dtype, device=q.device).expand(*q.shape[:2], -1, -1)
-    sums = _signed_sums(log_decay, q.shape[-2], log_decay_future=log_decay_future)
+    sums = signed_sums(log_decay, q.shape[-2], log_decay_future=log_decay_future)
     matrix = attend(
         q, k, identity, sums, None if log_decay_future is None else sums.clone(), None, None, "shared", mask=mask,
         seq_idx=seq_idx, left_state=None, right_state=None, scale=scale, form="full", chunk_size=0,
@@ -208,19 +210,48 @@ def _is_uniform(*log_decays: Tensor | None) -> bool:
     return log_decays[0] is not None and all(x is None or x.ndim == 1 for x in log_decays)
 
 
-def _signed_sums(
+def signed_sums(
     log_decay: Tensor | None, length: int, causal: bool = False, log_decay_future: Tensor | None = None
 ) -> Tensor | None:
     """The decays as linear_attention_forms.py reads them, (B or 1, H, L, T): exclusive for past, inclusive for future
     keys."""
     if log_decay is None:
         return None
+    if log_decay_future is None and not causal:
+        return _SignedSums.apply(log_decay, length)
     exclusive, inclusive = cumulative_log_decay(log_decay, length)
     if log_decay_future is not None:
         _, inclusive = cumulative_log_decay(log_decay_future, length)
         rows = max(len(exclusive), len(inclusive))
         exclusive, inclusive = (x.expand(rows, -1, -1) for x in (exclusive, inclusive))
     return torch.stack([exclusive] if causal else [exclusive, -inclusive], -1)
+
+
+class _SignedSums(torch.autograd.Function):
+    """`cumulative_log_decay` and its gradient: ten small operations each would take as long as a short text's
+    attention."""
+
+    @staticmethod
+    def forward(ctx, log_decay: Tensor, length: int) -> Tensor:
+        ctx.save_for_backward(log_decay)
+        ctx.native = log_decay.dtype == torch.float32 and cpu_kernel.covers(log_decay)
+        if ctx.native:
+            return cpu_kernel.signed_sums(log_decay, length, LOG_ZERO)
+        exclusive, inclusive = cumulative_log_decay(log_decay, length)
+        return torch.stack([exclusive, -inclusive], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        """A token's decay is in the exclusive sums after it and in the inclusive sums from it on."""
+        (log_decay,) = ctx.saved_tensors
+        if ctx.native:
+            return cpu_kernel.signed_sums_gradient(grad, log_decay, LOG_ZERO), None
+        past, future = grad.unbind(-1)
+        both = past - future
+        grad = both.sum(-1, keepdim=True) - both.cumsum(-1) - future
+        grad = grad.sum((0, 2)) if log_decay.ndim == 1 else grad
+        return (grad * (log_decay >= LOG_ZERO)).to(log_decay.dtype), None
 
 
 def _check(

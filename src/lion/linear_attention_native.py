@@ -24,9 +24,9 @@ def full_backward(
     """The gradients of the six tensors; of both sums only with_sums."""
     problem = Full(q, k, v, query_sums, key_sums, diagonal, directions, scale, kept, factor)
     grads = _empty_gradients(q, k, v)
-    of_sums, of_diagonal = problem.backward(grad, *grads, with_sums)
-    of_queries, of_keys = ([x for x in of_sums[side::2] if x is not None] for side in range(2))
-    return *_cast(grads, q, k, v), *_of_sums(of_queries, of_keys, query_sums, key_sums), of_diagonal
+    *of_sums, of_diagonal = problem.backward(grad, *grads, with_sums)
+    of_sums = [None if x is None else x.sum_to_size(sums.shape) for x, sums in zip(of_sums, (query_sums, key_sums))]
+    return *_cast(grads, q, k, v), *of_sums, of_diagonal
 
 
 def chunkwise_forward(
