@@ -1,16 +1,18 @@
 """File helpers for all packages: atomic writes, hashes, locks and checks."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from src.errors import UserError, reason
 
-LATEST = "latest-rank0.pt"  # in a run folder, the link to the newest checkpoint
+LATEST = "latest-rank0.pt"  # in a run folder, the link to the newest checkpoint, or a text file with its name
 METRICS = "metrics.jsonl"
 
 
@@ -23,6 +25,28 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     write_atomically(path, json.dumps(content, indent=1) + "\n")
+
+
+def link(path: Path, target: str) -> None:
+    """Point a path at a file beside it, atomically: by a link, or, on a file system without, by a file with its name,
+    which `follow` reads. Raises OSError."""
+    temporary = path.with_name(f"{path.name}.unfinished")
+    temporary.unlink(missing_ok=True)
+    try:
+        temporary.symlink_to(target)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL):
+            raise
+        temporary.write_text(f"{target}\n")
+    temporary.replace(path)
+
+
+def follow(path: Path) -> Path:
+    """Return the file that `link` pointed a path at, or the path itself if it is no such file."""
+    if path.is_symlink() or not path.is_file() or path.stat().st_size > 255:
+        return path
+    name = path.read_bytes().decode(errors="replace").strip()
+    return path.with_name(name) if re.fullmatch(r"[\w-][\w.-]*\.pt", name) else path
 
 
 def is_newer(output: Path, source: Path) -> bool:

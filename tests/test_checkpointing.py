@@ -226,8 +226,7 @@ def test_a_run_does_not_start_over_because_all_its_checkpoints_are_corrupt(folde
 def test_a_corrupt_later_checkpoint_does_not_delete_the_new_one(folder):
     (folder / "ep1-ba100-rank0.pt").write_bytes(b"part")
     writer = checkpointing.CheckpointWriter(folder, "10ba", keep=1)
-    torch.save({"batch": 20}, folder / "ep0-ba20.unfinished")
-    writer._publish(folder / "ep0-ba20.unfinished", folder / "ep0-ba20-rank0.pt")
+    assert writer._publish({"batch": 20}, folder / "ep0-ba20-rank0.pt") is None
     assert [path.name for path in checkpointing.checkpoints(folder)] == ["ep1-ba100-rank0.pt", "ep0-ba20-rank0.pt"]
     assert (
         checkpointing.latest_valid_checkpoint(folder)

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import datetime
+import functools
 import io
 import pickletools
 import re
@@ -12,16 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import UserError
+from src.files import follow
 
 
 def check_checkpoint_exists(path: Path) -> None:
     """Raise UserError unless `path` is a file."""
-    if not path.is_file():
+    if not follow(path).is_file():
         raise UserError(f"{path} is not a file; give a checkpoint, such as runs/NAME/latest-rank0.pt")
 
 
 def is_valid_checkpoint(path: Path) -> bool:
-    """Return whether a file that torch.save wrote is complete and its checksums match."""
+    """Return whether a file that torch.save wrote is complete and its checksums match. A process reads it once."""
+    try:
+        path = follow(path).resolve()
+        found = path.stat()
+        return _checksums_match(path, found.st_ino, found.st_size, found.st_mtime_ns)
+    except OSError:
+        return False
+
+
+@functools.lru_cache(64)
+def _checksums_match(path: Path, *_version: int) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
@@ -32,6 +44,7 @@ def is_valid_checkpoint(path: Path) -> bool:
 def load_safely(path: Path) -> dict[str, Any]:
     """Return a checkpoint's contents. Raises UserError for a missing, corrupt or unsafe file."""
     check_checkpoint_exists(path)
+    path = follow(path)
     try:
         if zipfile.is_zipfile(path) and not is_valid_checkpoint(path):  # torch does not compare checksums
             raise ValueError("wrong checksum")
@@ -61,7 +74,8 @@ def _load(file: Path | io.BytesIO) -> Any:
         harmless += [(function, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")]
     with torch.serialization.safe_globals(harmless), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about pickle protocols; loading fails for those that torch cannot read
-        return torch.load(file, map_location="cpu", weights_only=True)
+        mapped = isinstance(file, Path) and zipfile.is_zipfile(file)  # reads what is used, when it is used
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped or None)
 
 
 # Torch refuses every import that is not known to be harmless, but its error, like get_unsafe_globals_in_checkpoint,

@@ -14,7 +14,7 @@ from composer.utils import dist
 
 from src.cli import log
 from src.errors import RunFailed, UserError, first_line
-from src.files import LATEST, is_newer
+from src.files import LATEST, follow, is_newer
 
 
 class HubExports(Callback):
@@ -53,7 +53,7 @@ def export_last(folder: Path) -> Path:
 
 def export_latest(folder: Path, time_limit: float | None = None) -> tuple[Path, str | None]:
     """Export a run's latest checkpoint in another process; return the Hub folder, and the error or None."""
-    checkpoint = (folder / LATEST).resolve()
+    checkpoint = follow(folder / LATEST).resolve()
     out = folder / "hub" / checkpoint.name.removesuffix("-rank0.pt")
     if out.is_dir() and checkpoint.exists():
         if is_newer(out, checkpoint):

@@ -1,19 +1,21 @@
 """Checkpoints of a run: write them atomically, find them again, and check one before a run starts from it."""
 
 import contextlib
+import io
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from composer import Callback, Event, Logger, State, Time
-from composer.utils import create_interval_scheduler, dist
-from composer.utils.checkpoint import save_checkpoint
+from composer.utils import create_interval_scheduler, dist, reproducibility
 
 from src.checkpoints.reading import Checkpoint, read_checkpoint
 from src.checkpoints.safe_load import is_valid_checkpoint
-from src.cli import is_main_process, log
+from src.cli import log
 from src.errors import RunFailed, UserError, reason
-from src.files import LATEST, sync_to_disk
+from src.files import LATEST, follow, link, sync_to_disk
+from src.training.ranks import decide
 
 
 class CheckpointWriter(Callback):
@@ -51,33 +53,51 @@ class CheckpointWriter(Callback):
 
     def _write(self, state: State, path: Path) -> str | None:
         """Return None, or, on every rank, why rank 0 could not write the file."""
-        unfinished, failure = path.with_suffix(".unfinished"), None
-        try:
-            save_checkpoint(state, str(unfinished))  # all ranks contribute, rank 0 writes
-        except (OSError, RuntimeError) as error:
-            if dist.get_global_rank() != 0:
-                raise
-            failure = reason(error)
-            dist.barrier()  # where the other ranks wait for the file
-        if dist.get_global_rank() == 0:
-            try:
-                if failure is None:
-                    self._publish(unfinished, path)
-                unfinished.unlink(missing_ok=True)
-            except OSError as error:
-                failure = failure or reason(error)
-        shared = [failure]
-        dist.broadcast_object_list(shared)
-        return shared[0]
+        torch.cuda.empty_cache()  # gathering sharded weights needs memory
+        contents = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}  # every rank contributes
+        return decide(lambda: self._publish(contents, path))
 
-    def _publish(self, unfinished: Path, path: Path) -> None:
-        sync_to_disk(unfinished)
-        unfinished.replace(path)
-        link_latest(path)
-        if self.keep >= 1:
-            found = checkpoints(self.folder)
-            for old in found[found.index(path) :][self.keep :]:  # any newer one is corrupt and was skipped
-                old.unlink()
+    def _publish(self, contents: dict[str, Any], path: Path) -> str | None:
+        unfinished, file = path.with_suffix(".unfinished"), None
+        try:
+            with _File(unfinished) as file:
+                torch.save(contents, file)
+            sync_to_disk(unfinished)
+            unfinished.replace(path)
+            link(path.with_name(LATEST), path.name)
+            if self.keep >= 1:
+                found = checkpoints(self.folder)
+                for old in found[found.index(path) :][self.keep :]:  # any newer one is corrupt and was skipped
+                    old.unlink()
+        except OSError as error:
+            return reason(error)
+        except RuntimeError:  # torch's, after a failed write
+            if file is None or file.failure is None:
+                raise
+            return reason(file.failure)
+        finally:
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+        return None
+
+
+class _File(io.FileIO):
+    """A file that remembers why a write failed: torch raises another error on the way out."""
+
+    failure: OSError | None = None
+
+    def __init__(self, path: Path):
+        super().__init__(path, "w")
+
+    def write(self, data: bytes) -> int:
+        try:
+            data, written = memoryview(data).cast("B"), 0
+            while written < len(data):
+                written += super().write(data[written:])
+            return written
+        except OSError as error:
+            self.failure = error
+            raise
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -86,22 +106,14 @@ def checkpoints(folder: Path) -> list[Path]:
     return [folder / name[0] for name in sorted(filter(None, found), key=lambda name: -int(name[1]))]
 
 
-def link_latest(path: Path) -> None:
-    """Point `latest-rank0.pt` at a checkpoint, atomically."""
-    link = path.with_name(f"{LATEST}.unfinished")
-    link.unlink(missing_ok=True)
-    link.symlink_to(path.name)
-    link.replace(path.with_name(LATEST))
-
-
 def latest_valid_checkpoint(folder: Path) -> Path | None:
     """Return the newest valid checkpoint, to which latest-rank0.pt then links. Raises UserError if all are corrupt."""
     found = checkpoints(folder)
     for path in found:
         if is_valid_checkpoint(path):
-            if is_main_process() and (folder / LATEST).resolve() != path.resolve():  # killed between file and link
+            if follow(folder / LATEST).resolve() != path.resolve():  # killed between file and link
                 with contextlib.suppress(OSError):  # on a full disk, the next save reports it
-                    link_latest(path)
+                    link(folder / LATEST, path.name)
             return path
         log.warning(f"{path} is corrupt or truncated; skipped")
     if found:
@@ -110,8 +122,8 @@ def latest_valid_checkpoint(folder: Path) -> Path | None:
 
 
 def resume_hint(folder: Path) -> str:
-    """Return what to do after a failure, as the end of a sentence."""
-    latest = next(filter(is_valid_checkpoint, checkpoints(folder)), None)
+    """Return what to do after a failure, as the end of a sentence. Every rank must call this."""
+    latest = decide(lambda: next(filter(is_valid_checkpoint, checkpoints(folder)), None))
     return f"the same command resumes from {latest}" if latest else "no earlier checkpoint exists"
 
 

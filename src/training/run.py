@@ -10,8 +10,19 @@ from omegaconf import OmegaConf
 from src.cli import is_main_process, log
 from src.config import fixed_settings, read_stored, to_dict
 from src.errors import RunFailed, UserError, reason
-from src.files import LATEST, METRICS, check_writable, exclusive_lock, read_json_lines, write_atomically, write_json
+from src.files import (
+    LATEST,
+    METRICS,
+    check_writable,
+    exclusive_lock,
+    follow,
+    read_json_lines,
+    write_atomically,
+    write_json,
+)
+from src.training import ranks
 from src.training.config import RunConfig
+from src.training.ranks import decide
 from src.training.task import Curve, Task
 
 CONFIG, SUMMARY = "config.yaml", "summary.json"  # in a run folder
@@ -24,9 +35,16 @@ SAME_NAME = (  # keys of a config that are arguments of the trainer
 def run(task: Task) -> None:
     """Train or resume unless this run is finished in `save_folder`; print results. Raises UserError, RunFailed."""
     config, folder = task.config, Path(task.config.save_folder)
-    check_save_folder(config, folder)
-    with exclusive_lock(folder, task.command) if is_main_process() else contextlib.nullcontext():
-        if (folder / SUMMARY).is_file() and read_stored(folder / CONFIG, type(config)) == to_dict(config):
+    if ranks.several():  # which then agree on everything below
+        from composer.utils import dist
+
+        from src.training.trainer import resolve_device
+
+        dist.initialize_dist(resolve_device(config.device), config.dist_timeout)
+    decide(lambda: check_save_folder(config, folder))
+    with contextlib.ExitStack() as stack:
+        decide(lambda: stack.enter_context(exclusive_lock(folder, task.command)) and None)
+        if decide(lambda: is_finished(config, folder)):
             log.info(f"{config.run_name} is already finished with this config")
         else:
             task.check_paths()
@@ -45,6 +63,7 @@ def train(task: Task, folder: Path) -> None:
     from composer.utils import dist, reproducibility
     from tqdm.contrib.logging import logging_redirect_tqdm
 
+    from src.lion import machine
     from src.publish.callback import HubExports
     from src.training import choices, guards, registry, trainer
     from src.training.checkpointing import CheckpointWriter, check_load_path, latest_valid_checkpoint
@@ -54,7 +73,8 @@ def train(task: Task, folder: Path) -> None:
     startup = Startup()
     device = trainer.resolve_device(config.device)
     trainer.configure_process(device)
-    chosen = choices.recall(folder, "ep*-rank0.pt") if device == "cpu" else {}
+    chosen = decide(lambda: choices.recall(folder, "ep*-rank0.pt")) if device == "cpu" else {}
+    machine.adopt(chosen)
     trainer.check_sections(config.fsdp_config, config.compile_config or {}, device)
     precision = trainer.resolve_precision(config.precision, device)
     batch = config.global_train_batch_size
@@ -62,16 +82,16 @@ def train(task: Task, folder: Path) -> None:
     scheduler = registry.build_scheduler(config.scheduler, config.max_duration)
     algorithms = registry.build_all("algorithms", config.algorithms)
     reproducibility.seed_all(config.seed)
-    if dist.get_world_size() > 1:  # before streaming, which initializes NCCL wherever there is a GPU
-        dist.initialize_dist(device, config.dist_timeout)
-    latest = latest_valid_checkpoint(folder)
-    model = task.build_model(latest)
+    files = contextlib.ExitStack()
+    latest = decide(lambda: latest_valid_checkpoint(folder))
+    start = files.enter_context(ranks.delivered(latest or (config.load_path and follow(Path(config.load_path)))))
+    model = task.build_model(start if latest else None)
     if config.activation_checkpointing:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
     parameters = sum(parameter.numel() for parameter in model.parameters())  # before FSDP shards them
     optimizer = registry.build_optimizer(config.optimizer, model)
     if latest is None and config.load_path is not None:
-        check_load_path(config.load_path, model.model, optimizer, config.max_duration)
+        decide(lambda: check_load_path(config.load_path, model.model, optimizer, config.max_duration))
     startup.done("model")
     train_data, eval_data = task.build_loaders(device_batch)
     startup.done("data")
@@ -101,9 +121,10 @@ def train(task: Task, folder: Path) -> None:
         ],
         loggers=[*registry.build_all("loggers", config.loggers), run_log],
         accumulate_train_batch_on_tokens=True,  # the loss is a mean over the predictions of the whole batch
-        load_path=str(latest or config.load_path or "") or None,
+        load_path=None if start is None else str(start),
         parallelism_config={"fsdp": dict(config.fsdp_config)} if config.fsdp_config else None,
     )
+    files.close()
     state = composer_trainer.state
     startup.done("trainer")
     model_title, data_title = task.describe(model)
@@ -131,7 +152,7 @@ def train(task: Task, folder: Path) -> None:
         if not trained:
             with logging_redirect_tqdm():  # print messages above the progress bar
                 composer_trainer.fit()
-        elif guards.on_any_rank(not is_evaluated(folder, now.batch.value), state):
+        elif decide(lambda: not is_evaluated(folder, now.batch.value)):
             composer_trainer.eval()  # killed between the last checkpoint and the evaluation that follows it
     except SystemExit:  # after a signal
         composer_trainer.close()
@@ -144,6 +165,11 @@ def train(task: Task, folder: Path) -> None:
     composer_trainer.close()
     if is_main_process():
         write_summary(task, folder, state.timestamp.batch.value, parameters, f"{model_title}; {data_title}")
+
+
+def is_finished(config: RunConfig, folder: Path) -> bool:
+    """Return whether the run in a folder has ended, with the same config."""
+    return (folder / SUMMARY).is_file() and read_stored(folder / CONFIG, type(config)) == to_dict(config)
 
 
 def check_save_folder(config: RunConfig, folder: Path) -> None:
