@@ -7,8 +7,10 @@ import copy
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+from composer import Time, Timestamp
 from composer.distributed import prepare_fsdp_module
 from composer.utils import FSDPConfig
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -17,11 +19,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from src.lion import LionConfig
 from src.mlm.model import LionMLM
+from src.training.checkpointing import CheckpointWriter
 from src.training.registry import build_optimizer
 from src.training.text_model import build_tokenizer
 
 tokenizer = build_tokenizer(sys.argv[1], 64)
 other = os.fork()  # after the imports, which take seconds
+os.environ |= {"RANK": str(int(other == 0)), "WORLD_SIZE": "2"}
 torch.distributed.init_process_group("gloo", f"file://{sys.argv[2]}", rank=int(other == 0), world_size=2)
 torch.cuda.current_device = lambda: torch.device("cpu")  # where Composer puts the shards
 
@@ -60,6 +64,25 @@ torch.testing.assert_close(dict(gathered), dict(unsharded.state_dict()), rtol=1e
 
 assert sharded.flops_per_batch(batch) == unsharded.flops_per_batch(batch)
 assert sharded.get_metadata()["model"] == unsharded.get_metadata()["model"]
+
+# A checkpoint of the shards: the ranks agree that it failed, and then that it did not.
+folder = Path(f"{sys.argv[2]}-run")
+folder.mkdir(exist_ok=True)
+options = StateDictOptions(full_state_dict=True)  # Composer's, which copies to CPUs, crashes where there is no GPU
+state = SimpleNamespace(model=sharded, timestamp=Timestamp(), max_duration=Time.from_timestring("10ba"))
+state.state_dict = lambda: {"model": get_model_state_dict(sharded, options=options)}
+writer = CheckpointWriter(folder, "1ba", keep=-1)
+path = folder / "ep0-ba0-rank0.pt"
+path.mkdir(exist_ok=True)  # rank 0 cannot rename a file to it
+assert writer.save(state) == f"cannot save step 0 to {path}: Is a directory"
+torch.distributed.barrier()
+if other:  # rank 0
+    path.rmdir()
+torch.distributed.barrier()
+assert writer.save(state) is None
+assert writer.saved_batch == 0
+saved = torch.load(folder / "latest-rank0.pt", weights_only=False)["state"]["model"]
+torch.testing.assert_close(dict(saved), dict(unsharded.state_dict()), rtol=1e-4, atol=1e-5)
 torch.distributed.destroy_process_group()
 if other:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))

@@ -8,9 +8,10 @@ import runpy
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,28 +44,28 @@ def run(script: str, *arguments: object, output: Path, **options: object) -> tup
     return join(start(script, *arguments, output=output, **options)), output.read_text()
 
 
-def run_ranks(count: int, script: str, *arguments: object, output: Path) -> tuple[list[int], str]:
-    """Run a script on several ranks, as Composer's launcher does; return their exit statuses and rank 0's output."""
+def run_ranks(count: int, script: str, *arguments: object, output: Path, **options: Any) -> tuple[list[int], str]:
+    """Run a script on several ranks to their end; return their exit statuses and rank 0's output."""
+    ranks = start_ranks(count, script, *arguments, output=output, **options)
+    return [join(process) for process in ranks], output.read_text()
+
+
+def start_ranks(
+    count: int, script: str, *arguments: object, output: Path, each: Sequence[Sequence[object]] = (), **options: Any
+) -> list[BaseProcess]:
+    """Start a script on several ranks, as Composer's launcher does. each: more arguments for each rank."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    world = {
-        "WORLD_SIZE": count,
-        "LOCAL_WORLD_SIZE": count,
-        "NODE_RANK": 0,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    outputs = [output, *(output.with_name(f"{output.name}-{rank}") for rank in range(1, count))]
-    ranks = [
-        start(
-            script,
-            *arguments,
-            output=file,
-            **{key: str(value) for key, value in (world | {"RANK": rank, "LOCAL_RANK": rank}).items()},
-        )
-        for rank, file in enumerate(outputs)
-    ]
-    return [join(process) for process in ranks], output.read_text()
+    world = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "NODE_RANK": 0}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = []
+    for rank in range(count):
+        own = {"RANK": rank, "LOCAL_RANK": rank}
+        file = output.with_name(f"{output.name}-{rank}") if rank else output
+        variables = {key: str(value) for key, value in (world | own).items()}
+        more = each[rank] if each else ()
+        processes.append(start(script, *arguments, *more, output=file, **variables, **options))
+    return processes
 
 
 def join(process: BaseProcess) -> int:

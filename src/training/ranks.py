@@ -41,24 +41,27 @@ def decide(function: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def delivered(path: Path | None) -> Iterator[Path | None]:
-    """Provide a checkpoint of rank 0, if any, to every rank: under its own path where all see the same file there,
-    else on each other machine as a copy, which is deleted in the end."""
+    """Provide a checkpoint of rank 0, if any, to every rank: under its own path where a rank sees the same file there,
+    else as a copy, one per machine, which is deleted in the end."""
     if path is None or not several():
         yield path
         return
     from composer.utils import dist
 
     size, contents = decide(lambda: (path.stat().st_size, _contents(path)))
-    if all(dist.all_gather_object(_contents(path) == contents)):
+    sees = _contents(path) == contents
+    machines = dist.all_gather_object(None if sees else dist.get_global_rank() - dist.get_local_rank())
+    if not any(machine is not None for machine in machines):
         yield path
         return
-    first = dist.get_global_rank() - dist.get_local_rank()  # on this machine
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory()) if dist.get_local_rank() == 0 else None
+        receiver = None if sees else machines.index(machines[dist.get_global_rank()])  # the first such rank there
+        receives = receiver == dist.get_global_rank()
+        folder = stack.enter_context(tempfile.TemporaryDirectory()) if receives else None
         folders = dist.all_gather_object(folder)
-        copy = path if first == 0 else Path(folders[first], path.name)
+        copy = path if sees else Path(folders[receiver], path.name)
         source = stack.enter_context(path.open("rb")) if is_main_process() else None
-        target = stack.enter_context(copy.open("wb")) if folder is not None and first > 0 else None
+        target = stack.enter_context(copy.open("wb")) if receives else None
         for _ in range(0, size, PIECE):
             piece = [None if source is None else source.read(PIECE)]
             dist.broadcast_object_list(piece)

@@ -1,0 +1,48 @@
+"""Several ranks: they agree with rank 0, whatever their own disks hold, and on whether a save failed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import warm
+
+import main
+
+SHORT = {"max_duration": "4ba", "save_interval": "2ba", "eval_interval": "100ba", "loggers": {}, "eval_first": False}
+STILL = ("model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0")  # dropout differs between ranks
+SHORT |= {"device_train_microbatch_size": 4}
+
+
+def losses(folder: Path) -> list[float]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in found if "loss" in line]
+
+
+@pytest.mark.slow
+def test_machines_that_see_other_files_train_as_one(tmp_path, write_config):
+    config, folder, other = write_config(tmp_path, **SHORT), tmp_path / "run", tmp_path / "other"
+    each = [[f"save_folder={folder}"], [f"save_folder={other}"]]  # as on machines without a shared disk
+    other.mkdir()
+    torch.save({"state": "of another run"}, other / "ep0-ba4-rank0.pt")
+    (other / "config.yaml").write_text((tmp_path / "tiny.yaml").read_text() + "\nseed: 5\n")
+    for duration, expected in (("4ba", ""), ("8ba", "resuming from step 4\n")):
+        output = tmp_path / f"output-{duration}"
+        statuses, text = warm.run_ranks(
+            2, "main.py", config, *STILL, f"max_duration={duration}", output=output, each=each
+        )
+        assert statuses == [0, 0], text + output.with_name(f"{output.name}-1").read_text()
+        assert expected in text
+        main.main([str(config), *STILL, f"max_duration={duration}", f"save_folder={tmp_path / 'one'}"])
+    assert sorted(path.name for path in other.iterdir() if path.is_file()) == ["config.yaml", "ep0-ba4-rank0.pt"]
+    assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_all_ranks_go_on_after_a_failed_save_and_end_with_it(tmp_path, write_config):
+    config, folder = write_config(tmp_path, **SHORT), tmp_path / "run"
+    statuses, output = warm.run_ranks(2, "main.py", config, output=tmp_path / "output", file_size=2**16)
+    assert statuses == [1, 1], output
+    assert f"cannot save step 2 to {folder}" in output
+    assert output.rstrip().splitlines()[-1].startswith("error: cannot save the last step, 4, to ")
+    assert not list(folder.glob("ep*"))
