@@ -13,7 +13,7 @@ from typing import Any
 from src.errors import UserError, reason
 
 LATEST = "latest-rank0.pt"  # in a run folder, the link to the newest checkpoint, or a text file with its name
-METRICS = "metrics.jsonl"
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

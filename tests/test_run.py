@@ -151,7 +151,7 @@ def test_settings_that_make_another_run_are_rejected_by_name(config, tmp_path, k
 def test_a_run_is_finished_if_it_has_a_summary_and_the_same_config(config, tmp_path, monkeypatch):
     folder, trained = tmp_path / "run", []
     monkeypatch.setattr(MaskedLM, "check_paths", lambda task: None)
-    monkeypatch.setattr(run_folder, "train", lambda task, folder: trained.append(folder))
+    monkeypatch.setattr(run_folder, "train", lambda task, folder, uploads: trained.append(folder))
     monkeypatch.setattr(run_folder, "print_summary", lambda folder, curves: None)
     config.save_folder = str(folder)
 

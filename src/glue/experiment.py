@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from src.checkpoints.remote import is_remote
 from src.config import to_dict
 from src.errors import UserError
 from src.files import LATEST
@@ -40,7 +41,8 @@ class GlueExperiment(Experiment):
         path = config.starting_checkpoint_load_path
         if path is None and config.tokenizer_name is None:
             raise UserError("starting_checkpoint_load_path is not set; set it, or tokenizer_name for random weights")
-        if path and not Path(path).exists() and (path.count("/") > 1 or path.startswith(".") or path.endswith(".pt")):
+        local = path and not is_remote(path) and not Path(path).exists()
+        if local and (path.count("/") > 1 or path.startswith(".") or path.endswith(".pt")):
             raise UserError(f"starting_checkpoint_load_path: {path} is not a file or folder; fix its path")
         check_sources(self.tasks, config.glue_dir, config.predict_test)
 

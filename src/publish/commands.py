@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
+from src.checkpoints.remote import fetch, is_remote
 from src.checkpoints.safe_load import check_checkpoint_exists
 from src.cli import log
 from src.errors import UserError, first_line, reason
@@ -47,7 +48,7 @@ def export(
         raise UserError(f"--out {out} has a dot in its name, so transformers cannot load its code; choose another name")
     if out.exists():
         raise UserError(f"--out {out} already exists; choose another folder")
-    if not published:
+    if not published and not is_remote(checkpoint):
         check_checkpoint_exists(Path(checkpoint))
     scores = None if glue is None else read_scores(glue)
     read = open_checkpoint(str(checkpoint), tokenizer)
@@ -135,7 +136,7 @@ def push(
 
 def open_checkpoint(name: str, tokenizer: str | None = None) -> "Checkpoint":
     """Read a checkpoint from a file or the Hub. `tokenizer`, a folder or Hub name, replaces its own."""
-    path = Path(name)
+    path = fetch(name, "--checkpoint")
     on_hub = not path.exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)+", name)
     with tempfile.TemporaryDirectory() as work:
         if on_hub:

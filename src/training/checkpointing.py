@@ -21,10 +21,11 @@ from src.training.ranks import decide
 class CheckpointWriter(Callback):
     """Save `folder/ep{epoch}-ba{batch}-rank0.pt` every `interval` and at the end; latest-rank0.pt links to the newest.
     A file gets its final name only once it is complete on disk. All but the newest `keep` are deleted; -1 keeps all.
+    `uploads.busy`, a file that is being uploaded, is deleted later.
     After a failed write the run continues and retries at the next interval; at its end it raises RunFailed."""
 
-    def __init__(self, folder: Path, interval: str, keep: int):
-        self.folder = folder
+    def __init__(self, folder: Path, interval: str, keep: int, uploads: Any = None):
+        self.folder, self.uploads = folder, uploads
         self.keep = keep
         self.is_due = create_interval_scheduler(interval)
         self.saved_batch = -1
@@ -68,7 +69,8 @@ class CheckpointWriter(Callback):
             if self.keep >= 1:
                 found = checkpoints(self.folder)
                 for old in found[found.index(path) :][self.keep :]:  # any newer one is corrupt and was skipped
-                    old.unlink()
+                    if self.uploads is None or self.uploads.busy != old:
+                        old.unlink()
         except OSError as error:
             return reason(error)
         except RuntimeError:  # torch's, after a failed write
@@ -127,14 +129,14 @@ def resume_hint(folder: Path) -> str:
     return f"the same command resumes from {latest}" if latest else "no earlier checkpoint exists"
 
 
-def check_load_path(path: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_duration: str) -> None:
-    """Raise UserError for a file that this run cannot start from. Those behind a URL are left to Composer."""
-    if "://" in path:
-        return
-    name = f"load_path={path}"
-    if not is_valid_checkpoint(Path(path)):
+def check_load_path(
+    given: str, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_duration: str
+) -> None:
+    """Raise UserError for a file, `given` as load_path and now at `path`, that this run cannot start from."""
+    name = f"load_path={given}"
+    if not is_valid_checkpoint(path):
         raise UserError(f"{name} is corrupt or truncated, or not a checkpoint; copy it again or give another")
-    checkpoint = read_checkpoint(Path(path))
+    checkpoint = read_checkpoint(path)
     hint = "use that run's config, or start from its weights alone with model.pretrained_checkpoint"
     shapes, its_shapes = ({n: w.shape for n, w in ws.items()} for ws in (model.state_dict(), checkpoint.weights))
     if shapes != its_shapes or checkpoint.published:

@@ -47,11 +47,13 @@ class TrainerConfig:
 
     def check(self) -> None:
         """Check what the rules of individual keys cannot. Raises UserError."""
-        for name in ("save_folder", "load_path"):
+        for name in ("save_folder", "save_remote", "load_path"):
             if "{" in (value := getattr(self, name, None) or ""):
                 raise UserError(f"{name}={value}: Composer would replace the braces; refer to keys as ${{run_name}}")
         if "://" in self.save_folder:
-            raise UserError(f"save_folder={self.save_folder} is not a local folder; choose one, and copy the results")
+            raise UserError(
+                f"save_folder={self.save_folder} is not a local folder; choose one, and set save_remote to upload it"
+            )
 
 
 @dataclass
@@ -75,7 +77,16 @@ class RunConfig(TrainerConfig):
     seed: int = key("seed for weights, dropout, data order and masks", **SEED)
     save_interval: str = duration("how often to save a checkpoint", may_change=True)
     save_num_checkpoints_to_keep: int = key("how many of the newest to keep; -1: all", -1, **COUNT_OR_ALL)
-    load_path: str | None = key("checkpoint to start from, with optimizer state and position in the data", None)
+    save_remote: str | None = key(
+        "where to upload save_folder in the background, and to resume from if that is empty or older: s3://…, gs://…, "
+        "oci://… or a folder; keeps every checkpoint",
+        None,
+        may_change=True,
+    )
+    load_path: str | None = key(
+        "checkpoint to start from, with optimizer state and position in the data: a file, s3://…, gs://… or oci://…",
+        None,
+    )
     autoresume: bool = key("resume from the last checkpoint in save_folder, if there is one", True, may_change=True)
     on_nonfinite_loss: str = key("end the run, or skip the update", "stop", choices=("stop", "skip"), may_change=True)
     activation_checkpointing: bool = key("recompute layers in the backward pass: less memory", False, may_change=True)

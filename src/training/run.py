@@ -3,7 +3,9 @@
 import contextlib
 import json
 import math
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
@@ -13,9 +15,9 @@ from src.errors import RunFailed, UserError, reason
 from src.files import (
     LATEST,
     METRICS,
+    SUMMARY,
     check_writable,
     exclusive_lock,
-    follow,
     read_json_lines,
     write_atomically,
     write_json,
@@ -25,7 +27,10 @@ from src.training.config import RunConfig
 from src.training.ranks import decide
 from src.training.task import Curve, Task
 
-CONFIG, SUMMARY = "config.yaml", "summary.json"  # in a run folder
+if TYPE_CHECKING:
+    from src.training.uploads import Uploads
+
+CONFIG = "config.yaml"  # in a run folder
 SAME_NAME = (  # keys of a config that are arguments of the trainer
     "run_name", "seed", "float32_matmul_precision", "max_duration", "eval_interval", "eval_subset_num_batches",
     "ddp_sync_strategy", "dist_timeout", "compile_config",
@@ -44,11 +49,19 @@ def run(task: Task) -> None:
     decide(lambda: check_save_folder(config, folder))
     with contextlib.ExitStack() as stack:
         decide(lambda: stack.enter_context(exclusive_lock(folder, task.command)) and None)
-        if decide(lambda: is_finished(config, folder)):
-            log.info(f"{config.run_name} is already finished with this config")
-        else:
-            task.check_paths()
-            train(task, folder)
+        uploads = open_remote(config, folder) if config.save_remote else None
+        try:
+            if decide(lambda: is_finished(config, folder)):
+                log.info(f"{config.run_name} is already finished with this config")
+            else:
+                task.check_paths()
+                train(task, folder, uploads)
+        finally:
+            failure = None if uploads is None else uploads.finish()
+            if failure and sys.exc_info()[0] is not None:
+                log.warning(f"save_remote: {failure}")
+        if failure:
+            raise RunFailed(f"the run is finished and saved in {folder}, but {failure}; repeat the command to retry")
         if is_main_process():
             print_summary(folder, task.curves)
             if config.hf_export is not None:
@@ -57,12 +70,34 @@ def run(task: Task) -> None:
                 print(f"\nHub folder    {export_last(folder)}")
 
 
-def train(task: Task, folder: Path) -> None:
+def open_remote(config: RunConfig, folder: Path) -> "Uploads | None":
+    """Download what `save_remote` has and `folder` lacks; return what uploads the folder, on rank 0. Raises
+    UserError."""
+    from src.checkpoints.remote import Store, checkpoint_step
+    from src.training.checkpointing import checkpoints, is_valid_checkpoint
+    from src.training.uploads import Uploads, restore
+
+    def opened() -> Uploads:
+        store = Store(config.save_remote, "save_remote")
+        own = next(filter(is_valid_checkpoint, checkpoints(folder)), None)
+        restore(folder, store, -1 if own is None else checkpoint_step(own.name), check)
+        return Uploads(folder, store)
+
+    def check(stored: Path) -> None:
+        check_stored(config, stored, "save_remote", config.save_remote)
+
+    uploads: list[Uploads] = []
+    decide(lambda: uploads.append(opened()))
+    return uploads[0] if uploads else None
+
+
+def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     """Train until `max_duration`, from the run's latest valid checkpoint if there is one."""
     from composer import TimeUnit
     from composer.utils import dist, reproducibility
     from tqdm.contrib.logging import logging_redirect_tqdm
 
+    from src.checkpoints.remote import fetch
     from src.lion import machine
     from src.publish.callback import HubExports
     from src.training import choices, guards, registry, trainer
@@ -84,20 +119,21 @@ def train(task: Task, folder: Path) -> None:
     reproducibility.seed_all(config.seed)
     files = contextlib.ExitStack()
     latest = decide(lambda: latest_valid_checkpoint(folder))
-    start = files.enter_context(ranks.delivered(latest or (config.load_path and follow(Path(config.load_path)))))
+    start = latest or (decide(lambda: fetch(config.load_path, "load_path")) if config.load_path else None)
+    start = files.enter_context(ranks.delivered(start))
     model = task.build_model(start if latest else None)
     if config.activation_checkpointing:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
     parameters = sum(parameter.numel() for parameter in model.parameters())  # before FSDP shards them
     optimizer = registry.build_optimizer(config.optimizer, model)
     if latest is None and config.load_path is not None:
-        decide(lambda: check_load_path(config.load_path, model.model, optimizer, config.max_duration))
+        decide(lambda: check_load_path(config.load_path, start, model.model, optimizer, config.max_duration))
     startup.done("model")
     train_data, eval_data = task.build_loaders(device_batch)
     startup.done("data")
     title = config.run_name if config.progress_bar else ""
     run_log = RunLog(folder, config.log_interval, title, task.curves, task.statistics, task.counts)
-    writer = CheckpointWriter(folder, config.save_interval, config.save_num_checkpoints_to_keep)
+    writer = CheckpointWriter(folder, config.save_interval, config.save_num_checkpoints_to_keep, uploads)
     composer_trainer = trainer.build_trainer(
         model,
         **{name: getattr(config, name) for name in SAME_NAME},
@@ -116,6 +152,7 @@ def train(task: Task, folder: Path) -> None:
             guards.FiniteLoss(config.on_nonfinite_loss, writer),
             writer,
             *([HubExports(writer, config.dist_timeout)] if config.hf_export == "save" else []),
+            *([uploads] if uploads else []),
             guards.StopOnSignal(writer),
             startup,
         ],
@@ -136,7 +173,8 @@ def train(task: Task, folder: Path) -> None:
     at_least = "at least " if end.unit.value == "tok" else ""  # samples may be shorter than the maximum
     steps = f"{at_least}{math.ceil(end.value / per_step):,} steps of {batch:,} samples"
     log.info(f"{config.max_duration}: {steps}, up to {tokens:,} tokens per step")
-    log.info(f"checkpoints, curves and metrics: {config.save_folder}, a checkpoint every {config.save_interval}")
+    places = f"{config.save_folder}{f' and {config.save_remote}' if config.save_remote else ''}"
+    log.info(f"checkpoints, curves and metrics: {places}, a checkpoint every {config.save_interval}")
     if now.batch.value:
         log.info(f"resuming from step {now.batch.value}")
     if is_main_process():
@@ -175,25 +213,31 @@ def is_finished(config: RunConfig, folder: Path) -> bool:
 def check_save_folder(config: RunConfig, folder: Path) -> None:
     """Raise UserError for a folder in which this run's results would mix with another's."""
     check_writable("save_folder", folder)
+    check_stored(config, folder, "save_folder", str(folder))
+
+
+def check_stored(config: RunConfig, folder: Path, key: str, shown: str) -> None:
+    """Raise UserError, naming the key that holds the address `shown`, if a run whose files are in a folder is not this
+    one."""
     stored = read_stored(folder / CONFIG, type(config))
     if stored is None:
         if any(folder.glob("ep*-rank0.pt")):
-            raise UserError(f"save_folder: {folder} has checkpoints but no {CONFIG}; restore it or choose another")
+            raise UserError(f"{key}: {shown} has checkpoints but no {CONFIG}; restore it or choose another")
         return
     if not config.autoresume:
-        raise UserError(f"save_folder: {folder} already holds a run; choose another or set autoresume=true")
+        raise UserError(f"{key}: {shown} already holds a run; choose another or set autoresume=true")
     old, new = (fixed_settings(settings, type(config)) for settings in (stored, to_dict(config)))
     changed = {name for name, value in new.items() if old.get(name) != value}
     # A key is named once, without its copies in the loaders.
     if names := sorted(name for name in changed if "." not in name or name.rsplit(".", 1)[-1] not in changed):
-        differs = f"{folder} holds a run that differs in {', '.join(names)}"
-        raise UserError(f"save_folder: {differs}; choose another folder, or resume with its {CONFIG}")
+        differs = f"{shown} holds a run that differs in {', '.join(names)}"
+        raise UserError(f"{key}: {differs}; choose another folder, or resume with its {CONFIG}")
     if config.max_duration != stored["max_duration"]:
         from src.checkpoints.reading import read_checkpoint
         from src.training.checkpointing import check_remaining, latest_valid_checkpoint
 
         if (latest := latest_valid_checkpoint(folder)) is not None:
-            check_remaining(read_checkpoint(latest), config.max_duration, f"save_folder: {latest}")
+            check_remaining(read_checkpoint(latest), config.max_duration, f"{key}: {latest}")
 
 
 def save_config(config: RunConfig, folder: Path) -> None:

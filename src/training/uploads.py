@@ -1,0 +1,157 @@
+"""A run's files in `save_remote`: uploaded in the background while it trains, and read by a machine that has none."""
+
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from composer import Callback, Logger, State
+
+from src.checkpoints.remote import Store, checkpoint_step
+from src.checkpoints.safe_load import is_valid_checkpoint
+from src.cli import log
+from src.errors import UserError, first_line
+from src.files import LATEST, SUMMARY, follow, link
+
+SMALL = (".json", ".jsonl", ".png", ".yaml")  # a run's files besides checkpoints
+KEY = "save_remote"
+PAUSES = (1, 4, 16)  # seconds before each further attempt
+
+
+class Uploads(Callback):
+    """Upload what is new in `folder` to `store`, in a thread of its own, after every save and evaluation. A
+    failed upload is tried again, then reported, and tried again at the next one; it never stops training. Only rank 0
+    has one. Nothing is deleted there."""
+
+    def __init__(self, folder: Path, store: Store):
+        self.folder, self.store = folder, store
+        self.busy: Path | None = None  # the file that is being read
+        self.failure: str | None = None
+        stored = (folder / name for name in store.names() if checkpoint_step(name) is not None)
+        self.known = {path.name: version for path in stored if (version := _version(path)) is not None}
+        self.changed, self.requests, self.served, self.ending = threading.Condition(), 0, 0, False
+        self.thread: threading.Thread | None = None
+
+    def notify(self, state: State | None = None, logger: Logger | None = None) -> None:
+        """Upload what is new, in the background."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._work, daemon=True)
+            self.thread.start()
+        with self.changed:
+            self.requests += 1
+            self.changed.notify_all()
+
+    batch_checkpoint = epoch_checkpoint = eval_end = notify
+
+    def finish(self) -> str | None:
+        """Return once everything is uploaded, or why it is not."""
+        self.ending = True
+        if self.missing():
+            log.info(f"uploading to {self.store.address}")
+        self.notify()
+        with self.changed:
+            self.changed.wait_for(lambda: self.served == self.requests)
+        return self.failure
+
+    def missing(self) -> list[Path]:
+        """Return the files that are new or changed, in the order in which they are to appear."""
+        files = [path for path in self.folder.iterdir() if path.is_file() and path.suffix in (*SMALL, ".pt")]
+        steps = {path: checkpoint_step(path.name) for path in files}
+        files = [path for path in files if path.name == LATEST or path.suffix in SMALL or steps[path] is not None]
+        # A checkpoint comes with its metrics, and the summary, which says that the run is finished, with all of them.
+        last = {LATEST: 2, SUMMARY: 3}
+        files.sort(key=lambda p: (last.get(p.name, int(steps[p] is not None)), steps[p] or 0, p.name))
+        return [path for path in files if self.known.get(path.name) != _version(path)]
+
+    def _work(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.served < self.requests)
+                requests = self.requests
+            failures = [failure for path in self.missing() if (failure := self._upload(path))]
+            self.failure = failures[0] if failures else None
+            if failures and not self.ending:
+                log.warning(f"{KEY}: {failures[0]}; training continues, and the next save tries again")
+            with self.changed:
+                self.served = requests
+                self.changed.notify_all()
+
+    def _upload(self, path: Path) -> str | None:
+        """Return None, or why the file is not uploaded."""
+        for pause in (*PAUSES, None):
+            try:
+                with tempfile.TemporaryDirectory() as work:
+                    version, source = _version(path), path
+                    if path.name == LATEST:
+                        source = Path(work, LATEST)
+                        source.write_text(f"{follow(path).resolve().name}\n")
+                    elif path.suffix != ".pt":  # it may grow meanwhile
+                        source = Path(shutil.copyfile(path, Path(work, path.name)))
+                    self.busy = path
+                    self.store.upload(source, path.name)
+                self.known[path.name] = version
+                return None
+            except FileNotFoundError:
+                if not path.exists():  # deleted meanwhile, since newer checkpoints replaced it
+                    return None
+                failure = "file not found"
+            except Exception as error:  # whatever the client raises
+                failure = first_line(error)
+            finally:
+                self.busy = None
+            if pause is not None:
+                time.sleep(pause)
+        return f"{path.name} was not uploaded to {self.store.address} ({failure})"
+
+
+def restore(folder: Path, store: Store, after: int, check: Callable[[Path], None]) -> None:
+    """Download what a run needs to resume from `store`, unless it has no checkpoint later than step `after`. `check`
+    gets a folder with the stored config and raises UserError for another run's. Raises UserError."""
+    try:
+        names = store.names()
+        steps = {name: step for name in names if (step := checkpoint_step(name)) is not None and step > after}
+        later = sorted(steps, key=steps.get, reverse=True)
+        if not later:
+            return
+        small = [name for name in names if name.endswith(SMALL)]
+        with tempfile.TemporaryDirectory() as work:
+            for name in small:
+                store.download(name, Path(work, name))
+            check(Path(work))
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in later:
+                path = folder / name
+                log.info(f"downloading {store.address}/{name}")
+                store.download(name, path)
+                if is_valid_checkpoint(path):
+                    break
+                path.unlink()
+                log.warning(f"{store.address}/{name} is corrupt or truncated; skipped")
+            else:
+                if after < 0:
+                    raise UserError(f"{KEY}: no checkpoint in {store.address} is valid; remove them or choose another")
+                return
+            if SUMMARY in small and json.loads(Path(work, SUMMARY).read_text())["after"]["step"] != steps[name]:
+                small.remove(SUMMARY)  # of the run before it was extended
+            for file in small:
+                shutil.copyfile(Path(work, file), unfinished := folder / f"{file}.unfinished")
+                unfinished.replace(folder / file)
+        link(folder / LATEST, name)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the client raises
+        problem = f"{KEY}: {store.address} cannot be read ({first_line(error)})"
+        raise UserError(f"{problem}; fix the address or the credentials, or free disk space") from None
+
+
+def _version(path: Path) -> tuple[int, int, str] | None:
+    """What changes with a file's content."""
+    try:
+        status = path.stat()
+        return status.st_size, status.st_mtime_ns, os.path.realpath(path)
+    except OSError:
+        return None

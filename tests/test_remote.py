@@ -1,0 +1,180 @@
+"""`save_remote` and checkpoints in an object store, against a local server that speaks S3, and a folder."""
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import main
+from src.checkpoints import remote
+from src.checkpoints.reading import read_pretrained
+from src.errors import RunFailed, UserError
+from src.publish import commands
+from src.training import uploads
+
+BUCKET = "bucket"
+SHORT = {"max_duration": "4ba", "save_interval": "2ba", "eval_interval": "100ba", "loggers": {}, "eval_first": False}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    moto = pytest.importorskip("moto.server", reason="moto, the local S3 server, is not installed")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    running = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    yield "http://{}:{}".format(*running.get_host_and_port())
+    running.stop()
+
+
+@pytest.fixture
+def s3(server, monkeypatch) -> remote.Store:
+    """An empty folder of a bucket."""
+    import boto3
+
+    keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in {**keys, "S3_ENDPOINT_URL": server}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(uploads, "PAUSES", (0.01,))
+    remote.fetch.cache_clear()
+    client = boto3.client("s3", endpoint_url=server)
+    client.create_bucket(Bucket=BUCKET)
+    for found in client.list_objects_v2(Bucket=BUCKET).get("Contents", ()):
+        client.delete_object(Bucket=BUCKET, Key=found["Key"])
+    return remote.Store(f"s3://{BUCKET}/runs/tiny", "save_remote")
+
+
+@pytest.fixture(params=["s3", "folder"])
+def store(request, tmp_path) -> remote.Store:
+    if request.param == "s3":
+        return request.getfixturevalue("s3")
+    return remote.Store(str(tmp_path / "remote"), "save_remote")
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return torch.load(path, weights_only=False)["state"]["model"]
+
+
+@pytest.mark.slow
+def test_a_machine_with_an_empty_folder_resumes_from_the_remote_one(store, tmp_path, write_config, caplog, capsys):
+    config, run, options = write_config(tmp_path, **SHORT), tmp_path / "run", [f"save_remote={store.address}"]
+    main.main([str(config), *options])
+    expected = ["config.yaml", "curves.png", "ep0-ba2-rank0.pt", "ep0-ba4-rank0.pt", "latest-rank0.pt"]
+    assert {*expected, "metrics.jsonl", "summary.json"} <= {*store.names()}
+    shutil.rmtree(run)
+    with caplog.at_level("INFO", logger="lion"):
+        main.main([str(config), *options])  # it is finished
+        assert "is already finished" in caplog.text
+        shutil.rmtree(run)
+        main.main([str(config), *options, "max_duration=6ba"])
+    assert "resuming from step 4" in caplog.text
+    assert "ep1-ba6-rank0.pt" in store.names() or "ep0-ba6-rank0.pt" in store.names()
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()][:4] == [1, 2, 3, 4]
+    with pytest.raises(UserError, match=rf"^save_remote: {store.address} holds a run that differs in seed"):
+        main.main([str(config), *options, "max_duration=6ba", "seed=5", f"save_folder={tmp_path / 'other'}"])
+    assert not (tmp_path / "other" / "config.yaml").exists()
+    if store.client is not None:  # every command that reads a checkpoint takes its address
+        newest = f"{store.address}/latest-rank0.pt"
+        assert read_pretrained(newest, "model.pretrained_checkpoint").timestamp["batch"] == 6
+        commands.export(newest, tmp_path / "my-model")
+        start = [f"load_path={store.address}/ep0-ba4-rank0.pt", f"save_folder={tmp_path / 'third'}", "max_duration=6ba"]
+        main.main([str(config), *start])
+        a, b = weights(run / "latest-rank0.pt"), weights(tmp_path / "third" / "latest-rank0.pt")
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for step in (2, 4):
+        torch.save({"step": step}, folder / f"ep0-ba{step}-rank0.pt")
+    (folder / "latest-rank0.pt").symlink_to("ep0-ba4-rank0.pt")
+    (folder / "metrics.jsonl").write_text("{}\n")
+    (folder / "summary.json").write_text('{"after": {"step": 4}}')
+    (folder / "tensorboard").mkdir()
+    (folder / "ep0-ba6-rank0.unfinished").write_text("part")
+    return folder
+
+
+def test_only_what_is_new_is_uploaded_in_an_order_that_a_kill_cannot_break(store, folder, monkeypatch):
+    seen, upload = [], store.upload
+    monkeypatch.setattr(store, "upload", lambda path, name: (seen.append(name), upload(path, name)))
+    first = uploads.Uploads(folder, store)
+    assert first.finish() is None
+    assert seen == ["metrics.jsonl", "ep0-ba2-rank0.pt", "ep0-ba4-rank0.pt", "latest-rank0.pt", "summary.json"]
+    assert store.names() == sorted(seen)
+    torch.save({"step": 6}, folder / "ep0-ba6-rank0.pt")
+    seen.clear()
+    assert first.finish() is None
+    assert seen == ["ep0-ba6-rank0.pt"]
+    seen.clear()
+    assert uploads.Uploads(folder, store).finish() is None
+    assert seen == ["metrics.jsonl", "latest-rank0.pt", "summary.json"]  # small files are not compared
+
+
+def test_failed_uploads_are_tried_again_reported_and_never_raised(store, folder, monkeypatch, caplog):
+    attempts, upload = [], store.upload
+
+    def fail(path: Path, name: str) -> None:
+        attempts.append(name)
+        if len(attempts) < 15:
+            raise ConnectionError("the network is down")
+        upload(path, name)
+
+    monkeypatch.setattr(uploads, "PAUSES", (0.01,))
+    monkeypatch.setattr(store, "upload", fail)
+    sent = uploads.Uploads(folder, store)
+    sent.notify()
+    with sent.changed:
+        sent.changed.wait_for(lambda: sent.served)
+    assert len(attempts) == 10  # each of five files twice
+    assert "save_remote: metrics.jsonl was not uploaded to" in caplog.text
+    assert "(the network is down); training continues, and the next save tries again" in caplog.text
+    assert sent.finish().startswith("metrics.jsonl was not uploaded")
+    assert sent.finish() is None
+    assert len(store.names()) == 5
+
+
+def test_a_corrupt_remote_checkpoint_is_skipped(store, folder, tmp_path, caplog):
+    newest = folder / "ep0-ba4-rank0.pt"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    assert uploads.Uploads(folder, store).finish() is None
+    uploads.restore(tmp_path / "new", store, -1, lambda stored: None)
+    assert (tmp_path / "new" / "latest-rank0.pt").resolve().name == "ep0-ba2-rank0.pt"
+    assert "ep0-ba4-rank0.pt is corrupt or truncated; skipped" in caplog.text
+    assert not (tmp_path / "new" / "summary.json").exists()  # of step 4
+    uploads.restore(tmp_path / "none", store, 4, lambda stored: None)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_a_run_whose_files_could_not_be_uploaded_is_kept_and_says_so(s3, tmp_path, write_config, monkeypatch):
+    def fail(self, path, name):
+        raise ConnectionError("the network is down")
+
+    config, options = write_config(tmp_path, **SHORT), [f"save_remote={s3.address}"]
+    upload = remote.Store.upload
+    monkeypatch.setattr(remote.Store, "upload", fail)
+    with pytest.raises(RunFailed, match=r"the run is finished and saved in .*; repeat the command to retry"):
+        main.main([str(config), *options])
+    monkeypatch.setattr(remote.Store, "upload", upload)
+    main.main([str(config), *options])
+    assert "summary.json" in s3.names()
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("s3://no-such-bucket/x", "cannot be read"),
+        ("ftp://host/x", "cannot be opened"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_named(s3, tmp_path, write_config, address, message):
+    with pytest.raises(UserError, match=rf"^save_remote: {address} {message} \("):
+        main.main([str(write_config(tmp_path, **SHORT)), f"save_remote={address}"])
+    with pytest.raises(UserError, match=rf"^KEY: {address}"):
+        remote.fetch(f"{address}/ep0-ba2-rank0.pt", "KEY")
