@@ -6,11 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import snapshot
+import torch
+from conftest import ROOT, snapshot
 from omegaconf import OmegaConf
 
+import main
 from src.config import to_dict
 from src.errors import RunFailed, UserError
+from src.files import read_json_lines
 from src.mlm.task import CURVES, MaskedLM, PretrainConfig
 from src.training import run as run_folder
 from src.training.config import load_config
@@ -219,3 +222,47 @@ def test_a_summary_that_cannot_be_written_ends_the_run_in_one_sentence(config, t
     monkeypatch.setattr(run_folder, "write_json", full_disk)
     with pytest.raises(RunFailed, match=r"finished and saved, but its summary is not \(No space left on device\)"):
         run_folder.write_summary(MaskedLM(config), tmp_path, 6, 13290, "tiny")
+
+
+# resume_with
+
+
+@pytest.mark.slow
+def test_a_resumed_run_takes_its_changed_settings_on_and_records_them(tmp_path, write_config, caplog):
+    config = write_config(tmp_path, save_interval="2ba", eval_interval="100ba", loggers={}, eval_first=False)
+    command, run = [str(config), "max_duration=4ba"], tmp_path / "run"
+    main.main(command)
+    lrs = {line["step"]: line["lr"] for line in read_json_lines(run / "metrics.jsonl") if "lr" in line}
+    changes = ["optimizer.lr=0.1", "optimizer.weight_decay=0.5", "global_train_batch_size=16", "scheduler.t_warmup=0ba"]
+    command = [str(config), "max_duration=8ba", *changes]
+    with pytest.raises(UserError, match=r"differs in global_train_batch_size, optimizer, scheduler"):
+        main.main(command)
+    with pytest.raises(UserError, match=r"differs in global_train_batch_size, scheduler"):
+        main.main([*command, "resume_with=[optimizer.lr,optimizer.weight_decay]"])
+    allowed = "resume_with=[optimizer.lr,optimizer.weight_decay,scheduler,global_train_batch_size]"
+    with caplog.at_level("INFO", logger="lion"):
+        main.main([*command, allowed])
+    old_lr = OmegaConf.load(ROOT / "yamls" / "pretrain" / "recipe.yaml").optimizer.lr
+    assert f"optimizer.lr: {old_lr} up to step 4, 0.1 from now on" in caplog.text
+    (entry,) = OmegaConf.to_container(OmegaConf.load(run / "config.yaml").history)
+    assert entry["step"] == 4
+    assert entry["changed"]["optimizer.lr"] == [old_lr, 0.1]
+    assert entry["changed"]["global_train_batch_size"] == [8, 16]
+    lines = read_json_lines(run / "metrics.jsonl")
+    assert [line["changed"] for line in lines if "changed" in line] == [entry["changed"]]
+    found = {line["step"]: line for line in lines if "lr" in line}
+    assert [found[step]["lr"] for step in range(1, 5)] == list(lrs.values())
+    assert 0.01 < found[8]["lr"] < found[6]["lr"] < found[5]["lr"] < 0.1
+    assert found[8]["samples"] == 4 * 8 + 4 * 16
+    groups = torch.load(run / "latest-rank0.pt", weights_only=False)["state"]["optimizers"]["FusedDecoupledAdamW"]
+    assert {group["initial_lr"] for group in groups["param_groups"]} == {0.1}
+    assert 0.5 in {group["weight_decay"] for group in groups["param_groups"]}
+    main.main([*command, allowed])  # finished
+    main.main([str(run / "config.yaml"), "max_duration=9ba"])  # nothing else changes
+    assert len(OmegaConf.load(run / "config.yaml").history) == 1
+
+
+@pytest.mark.parametrize("name", ["seed", "model.hidden_size", "optimizer", "optimizer.name", "scheduler.", "lr"])
+def test_only_rates_schedule_and_batch_size_can_change(config_file, name):
+    with pytest.raises(UserError, match=rf"^resume_with: {name} cannot change; choose from"):
+        load_config(PretrainConfig, "main.py", "", [str(config_file), f"resume_with=[{name}]"])

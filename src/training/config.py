@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from src.config import SEED, Config, duration, key, load
 from src.errors import UserError
+from src.training import changes
 
 COUNT = {"at_least": 1, "at_most": 2**32 - 1}
 COUNT_OR_ALL = {"at_least": 1, "also": (-1,), "may_change": True}
@@ -87,6 +88,13 @@ class RunConfig(TrainerConfig):
         "checkpoint to start from, with optimizer state and position in the data: a file, s3://…, gs://… or oci://…",
         None,
     )
+    resume_with: list[str] = key(
+        "keys that this command changes in a run that it resumes: of optimizer and scheduler, global_train_batch_size, "
+        "max_duration",
+        [],
+        may_change=True,
+    )
+    history: list[dict[str, Any]] = key("changes of resume_with so far; kept by the command", [], may_change=True)
     autoresume: bool = key("resume from the last checkpoint in save_folder, if there is one", True, may_change=True)
     on_nonfinite_loss: str = key("end the run, or skip the update", "stop", choices=("stop", "skip"), may_change=True)
     activation_checkpointing: bool = key("recompute layers in the backward pass: less memory", False, may_change=True)
@@ -107,6 +115,7 @@ class RunConfig(TrainerConfig):
             raise UserError("on_nonfinite_loss=skip cannot see infinite gradients clipped by value; clip by norm")
         if self.algorithms.get("ema", False) is not False and self.fsdp_config:
             raise UserError("algorithms.ema averages whole weights, which fsdp_config shards; omit one")
+        changes.check(self.resume_with)
         section = getattr(self, "model", {})
         if self.load_path is not None and section.get("pretrained_checkpoint") is not None:
             raise UserError("load_path and model.pretrained_checkpoint both name what to start from; omit one")

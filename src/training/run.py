@@ -5,10 +5,11 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from src.checkpoints.remote import checkpoint_step
 from src.cli import is_main_process, log
 from src.config import fixed_settings, read_stored, to_dict
 from src.errors import RunFailed, UserError, reason
@@ -22,7 +23,7 @@ from src.files import (
     write_atomically,
     write_json,
 )
-from src.training import ranks
+from src.training import changes, ranks
 from src.training.config import RunConfig
 from src.training.ranks import decide
 from src.training.task import Curve, Task
@@ -46,10 +47,11 @@ def run(task: Task) -> None:
         from src.training.trainer import resolve_device
 
         dist.initialize_dist(resolve_device(config.device), config.dist_timeout)
-    decide(lambda: check_save_folder(config, folder))
+    decide(lambda: check_save_folder(config, folder))  # before anything is written
     with contextlib.ExitStack() as stack:
         decide(lambda: stack.enter_context(exclusive_lock(folder, task.command)) and None)
         uploads = open_remote(config, folder) if config.save_remote else None
+        config.history = decide(lambda: check_save_folder(config, folder))
         try:
             if decide(lambda: is_finished(config, folder)):
                 log.info(f"{config.run_name} is already finished with this config")
@@ -73,7 +75,7 @@ def run(task: Task) -> None:
 def open_remote(config: RunConfig, folder: Path) -> "Uploads | None":
     """Download what `save_remote` has and `folder` lacks; return what uploads the folder, on rank 0. Raises
     UserError."""
-    from src.checkpoints.remote import Store, checkpoint_step
+    from src.checkpoints.remote import Store
     from src.training.checkpointing import checkpoints, is_valid_checkpoint
     from src.training.uploads import Uploads, restore
 
@@ -126,6 +128,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
     parameters = sum(parameter.numel() for parameter in model.parameters())  # before FSDP shards them
     optimizer = registry.build_optimizer(config.optimizer, model)
+    settings = changes.settings_of(optimizer)
     if latest is None and config.load_path is not None:
         decide(lambda: check_load_path(config.load_path, start, model.model, optimizer, config.max_duration))
     startup.done("model")
@@ -163,6 +166,9 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     )
     files.close()
     state = composer_trainer.state
+    if latest is not None and config.history and config.history[-1]["step"] >= state.timestamp.batch.value:
+        changes.take_effect(state, settings)
+        run_log.changed(state, config.history[-1]["changed"])
     startup.done("trainer")
     model_title, data_title = task.describe(model)
     log.info(f"{config.run_name}: {model_title}, {parameters:,} parameters, on {device} in {precision}")
@@ -210,34 +216,38 @@ def is_finished(config: RunConfig, folder: Path) -> bool:
     return (folder / SUMMARY).is_file() and read_stored(folder / CONFIG, type(config)) == to_dict(config)
 
 
-def check_save_folder(config: RunConfig, folder: Path) -> None:
-    """Raise UserError for a folder in which this run's results would mix with another's."""
+def check_save_folder(config: RunConfig, folder: Path) -> list[dict[str, Any]]:
+    """Return the run's history. Raises UserError for a folder in which its results would mix with another's."""
     check_writable("save_folder", folder)
-    check_stored(config, folder, "save_folder", str(folder))
+    return check_stored(config, folder, "save_folder", str(folder))
 
 
-def check_stored(config: RunConfig, folder: Path, key: str, shown: str) -> None:
-    """Raise UserError, naming the key that holds the address `shown`, if a run whose files are in a folder is not this
-    one."""
+def check_stored(config: RunConfig, folder: Path, key: str, shown: str) -> list[dict[str, Any]]:
+    """Return the history of the run whose files are in a folder, with what `resume_with` changes now. Raises UserError,
+    naming the key that holds the address `shown`, if it is another run."""
     stored = read_stored(folder / CONFIG, type(config))
     if stored is None:
         if any(folder.glob("ep*-rank0.pt")):
             raise UserError(f"{key}: {shown} has checkpoints but no {CONFIG}; restore it or choose another")
-        return
+        return []
     if not config.autoresume:
         raise UserError(f"{key}: {shown} already holds a run; choose another or set autoresume=true")
-    old, new = (fixed_settings(settings, type(config)) for settings in (stored, to_dict(config)))
+    found = changes.found(stored, now := to_dict(config), config.resume_with)
+    old, new = (fixed_settings(settings, type(config)) for settings in (changes.made(stored, found), now))
     changed = {name for name, value in new.items() if old.get(name) != value}
     # A key is named once, without its copies in the loaders.
     if names := sorted(name for name in changed if "." not in name or name.rsplit(".", 1)[-1] not in changed):
         differs = f"{shown} holds a run that differs in {', '.join(names)}"
         raise UserError(f"{key}: {differs}; choose another folder, or resume with its {CONFIG}")
+    step = max((checkpoint_step(path.name) or 0 for path in folder.glob("ep*-rank0.pt")), default=0)
+    history = [*stored["history"], *([{"step": step, "changed": found}] if found else [])]
     if config.max_duration != stored["max_duration"]:
         from src.checkpoints.reading import read_checkpoint
         from src.training.checkpointing import check_remaining, latest_valid_checkpoint
 
         if (latest := latest_valid_checkpoint(folder)) is not None:
             check_remaining(read_checkpoint(latest), config.max_duration, f"{key}: {latest}")
+    return history
 
 
 def save_config(config: RunConfig, folder: Path) -> None:

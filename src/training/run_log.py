@@ -28,7 +28,8 @@ class RunLog(LoggerDestination):
     """Write a line to `folder/metrics.jsonl` every `interval` batches of training and after every evaluation. Training
     lines: {"step", "samples", "seconds", "loss", "lr", "samples_per_second", "tokens_per_second", …} and the training
     metrics of `curves`; loss and rates are means since the previous line. Evaluation lines: {"step", "samples",
-    "seconds", "eval": {metric: value}}. A resumed run drops the lines after its checkpoint. If a line cannot be
+    "seconds", "eval": {metric: value}}. A resumed run drops the lines after its checkpoint, and writes
+    {"step", "samples", "seconds", "changed": {key: [old, new]}} if it changes its config. If a line cannot be
     written, the run continues without it and warns once. Without a title there is no progress bar."""
 
     def __init__(
@@ -73,6 +74,14 @@ class RunLog(LoggerDestination):
         self.losses = list(state["losses"])
         if self.statistics:
             vars(self.statistics).update(state["padding"])
+
+    def changed(self, state: State, changes: dict[str, Any]) -> None:
+        """Write and log what changes from the next step on: {key: [old value, new value]}."""
+        at = state.timestamp.batch.value
+        if not any(line["step"] == at and line.get("changed") == changes for line in read_json_lines(self.path)):
+            self._write(state, {"changed": changes})
+        for name, (old, new) in changes.items():
+            log.info(f"{name}: {old} up to step {at}, {new} from now on")
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.last_line = _counts(state)
