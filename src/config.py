@@ -91,7 +91,7 @@ def load(schema: type[Config], script: str, argv: list[str], example: str = "", 
         given = OmegaConf.to_container(OmegaConf.merge(read_file(Path(path)), OmegaConf.from_dotlist(overrides)))
         _check_keys(given, schema)
         config = OmegaConf.merge(OmegaConf.structured(schema), _expand_home(given))
-        if missing := [name for name, value in _flatten(OmegaConf.to_container(config)).items() if value == REQUIRED]:
+        if missing := [name for name, value in flatten(OmegaConf.to_container(config)).items() if value == REQUIRED]:
             raise UserError(f"{path} does not set {', '.join(missing)}; set it there or as {missing[0]}=VALUE")
         OmegaConf.resolve(config)
         if arguments.print_config:
@@ -133,7 +133,7 @@ def _check_keys(given: dict[str, Any], schema: type) -> None:
     """Raise UserError for a key that the schema does not have, and for a value in place of a section."""
     known = [name for name, _, _ in _keys(schema)]
     sections = {name.rsplit(".", depth)[0] for name in known for depth in range(1, name.count(".") + 1)}
-    values = _flatten(given)
+    values = flatten(given)
     for name, value in values.items():
         if name in sections:
             raise UserError(f"{name}={value!r} must be a section of `key: value` lines")
@@ -142,12 +142,12 @@ def _check_keys(given: dict[str, Any], schema: type) -> None:
             raise UserError(f"unknown key {name}{nearest(name, {*known, *values} - {name})}")
 
 
-def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a nested dictionary's values by dotted name; an empty dictionary is a value."""
     flat = {}
     for name, value in config.items():
         nested = isinstance(value, dict) and value
-        flat |= _flatten(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+        flat |= flatten(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
     return flat
 
 

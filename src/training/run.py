@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from src.cli import is_main_process, log
+from src.cli import is_main_process, log, start_log
 from src.config import fixed_settings, read_stored, to_dict
 from src.errors import RunFailed, UserError, reason
 from src.files import LATEST, METRICS, check_writable, exclusive_lock, read_json_lines, write_atomically, write_json
@@ -24,6 +24,7 @@ SAME_NAME = (  # keys of a config that are arguments of the trainer
 def run(task: Task) -> None:
     """Train or resume unless this run is finished in `save_folder`; print results. Raises UserError, RunFailed."""
     config, folder = task.config, Path(task.config.save_folder)
+    start_log(config.log_level)
     check_save_folder(config, folder)
     with exclusive_lock(folder, task.command) if is_main_process() else contextlib.nullcontext():
         if (folder / SUMMARY).is_file() and read_stored(folder / CONFIG, type(config)) == to_dict(config):
@@ -48,12 +49,15 @@ def train(task: Task, folder: Path) -> None:
     from src.publish.callback import HubExports
     from src.training import choices, guards, registry, trainer
     from src.training.checkpointing import CheckpointWriter, check_load_path, latest_valid_checkpoint
+    from src.training.loggers import keep_ids
+    from src.training.own_code import import_files
     from src.training.run_log import RunLog, Startup
 
     config = task.config
     startup = Startup()
     device = trainer.resolve_device(config.device)
     trainer.configure_process(device)
+    import_files(config.code_paths)
     chosen = choices.recall(folder, "ep*-rank0.pt") if device == "cpu" else {}
     trainer.check_sections(config.fsdp_config, config.compile_config or {}, device)
     precision = trainer.resolve_precision(config.precision, device)
@@ -99,11 +103,12 @@ def train(task: Task, folder: Path) -> None:
             guards.StopOnSignal(writer),
             startup,
         ],
-        loggers=[*registry.build_all("loggers", config.loggers), run_log],
+        loggers=[*keep_ids(registry.build_all("loggers", config.loggers), folder), run_log],
         accumulate_train_batch_on_tokens=True,  # the loss is a mean over the predictions of the whole batch
         load_path=str(latest or config.load_path or "") or None,
         parallelism_config={"fsdp": dict(config.fsdp_config)} if config.fsdp_config else None,
     )
+    composer_trainer.logger.log_hyperparameters(to_dict(config))
     state = composer_trainer.state
     startup.done("trainer")
     model_title, data_title = task.describe(model)
