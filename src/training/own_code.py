@@ -39,6 +39,8 @@ def _import_file(given: str, path: Path) -> None:
 def find_class(kind: str, name: str, base: type) -> type:
     """Return the class that module:Class names. Raises UserError unless it is a subclass of `base`."""
     module_name, _, class_name = name.partition(":")
+    if not (module_name and class_name) or module_name.startswith("."):
+        raise UserError(f"{kind}: {name!r} must have the form module:Class, such as my_package.my_module:MyClass")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

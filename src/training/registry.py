@@ -6,6 +6,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
@@ -219,7 +220,7 @@ def build(kind: str, name: str | None, given: Mapping[str, Any], **fixed: Any) -
     rules = {} if own else RULES
     check_arguments(place, factory, arguments, " (null removes an inherited one)", rules)
     try:
-        return factory(**fixed, **arguments)
+        return factory(**fixed, **deepcopy(arguments))  # some change theirs, which are the config's
     except Exception as error:  # whatever a class of torch or Composer raises
         raise UserError(f"{place}: {name} rejects these arguments: {error}") from None
 
@@ -249,8 +250,8 @@ def describe_arguments(model: type) -> str:
     described |= {f"{kind}: {name}": factory for kind, named in REGISTRY.items() for name, factory in named.items()}
     lines = [
         "arguments of everything chosen by name (in `callbacks` and the like, as name: {argument: value}):\n",
-        "  module:Class, such as my_package.my_module:MyCallback, also names a class of your own, with the arguments of",
-        "  its constructor; on the command line, brackets keep its dots: callbacks[my_package.my_module:MyCallback].n=1\n",
+        "  module:Class, such as my_package.my_module:MyCallback, names a class of your own, with the arguments of its",
+        "  constructor; on the command line, brackets keep the dots: callbacks[my_package.my_module:MyCallback].n=1\n",
     ]
     for name, factory in described.items():
         shown = [*arguments_of(factory).values(), *(OF_GROUPS if "optimizer:" in name else [])]

@@ -162,7 +162,11 @@ class LibraryMessages(logging.Handler):
     """Pass the messages and warnings of libraries on to this project's log, each once and in one line."""
 
     libraries = ("composer", "streaming")
-    omitted = ()
+    omitted = (  # starts of messages that no user can act on
+        "composer: No batches were trained",  # of a run that resumes at the end of an epoch
+        "composer: Cannot split",  # the last batch is smaller
+        "streaming: Because `num_canonical_nodes`",  # the default, named whenever a run resumes
+    )
 
     def __init__(self) -> None:
         super().__init__()

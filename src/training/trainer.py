@@ -54,7 +54,7 @@ def configure_process(device: str) -> None:
 
 
 def silence_libraries() -> None:
-    """Hide messages of libraries that no user of this project can act on; Composer's and streaming's others are kept."""
+    """Hide messages of libraries that no user of this project can act on, and log Composer's and streaming's others."""
     transformers_logging.set_verbosity_error()
     warnings.filterwarnings("ignore", module=r"(torch|torchmetrics)\b.*")
     for category in (DeprecationWarning, FutureWarning):  # for programmers
