@@ -459,6 +459,7 @@ def plan_of(experiment_of):
         ("callbacks.early_stopper=false", True),
         ("callbacks.lr_monitor={}", True),
         ("callbacks[composer.callbacks:LRMonitor]={}", False),
+        (f"code_paths=[{__file__}]", False),
         ("log_level=warning", True),
         ("precision=amp_bf16", False),
         ("precision=fp32", True),  # what null is on a CPU

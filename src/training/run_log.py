@@ -165,6 +165,7 @@ class LibraryMessages(logging.Handler):
     omitted = (  # starts of messages that no user can act on
         "composer: No batches were trained",  # of a run that resumes at the end of an epoch
         "composer: Cannot split",  # the last batch is smaller
+        "composer: The tokenizer was not provided",  # image models have none
         "streaming: Because `num_canonical_nodes`",  # the default, named whenever a run resumes
     )
 
@@ -187,7 +188,7 @@ class LibraryMessages(logging.Handler):
 
     def show_warning(self, message: Warning, category: type, filename: str, *rest: Any, **named: Any) -> None:
         """Stand in for `warnings.showwarning`."""
-        library = next((name for name in self.libraries if f"/site-packages/{name}/" in filename), None)
+        library = next((name for name in self.libraries if f"-packages/{name}/" in filename), None)
         if library is None:
             self.others(message, category, filename, *rest, **named)
         else:
