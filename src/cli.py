@@ -42,10 +42,10 @@ def run(main: Callable[[list[str]], None]) -> None:
         gc.freeze()  # otherwise Python's last collection visits every object of torch and transformers, for a second
 
 
-def start_log() -> None:
-    """Print log messages to stderr, from rank 0 alone."""
+def start_log(level: str = "info") -> None:
+    """Print log messages from `level` on (debug, info, warning or error) to stderr; of other ranks than 0, errors."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    log.setLevel(logging.INFO if is_main_process() else logging.ERROR)
+    log.setLevel(level.upper() if is_main_process() else logging.ERROR)
 
 
 def is_main_process() -> bool:

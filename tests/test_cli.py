@@ -37,12 +37,15 @@ def test_the_main_process_prints_an_error_first(rank, waits, monkeypatch, capsys
     assert capsys.readouterr().err == "error: a key is wrong\n"
 
 
-@pytest.mark.parametrize(("rank", "level"), [("0", logging.INFO), ("1", logging.ERROR)])
-def test_only_the_main_process_logs(rank, level, monkeypatch):
+@pytest.mark.parametrize(
+    ("rank", "given", "level"),
+    [("0", "info", logging.INFO), ("0", "debug", logging.DEBUG), ("1", "info", logging.ERROR)],
+)
+def test_only_the_main_process_logs_from_its_level_on(rank, given, level, monkeypatch):
     monkeypatch.setenv("RANK", rank)
     before = cli.log.level
     try:
-        cli.start_log()
+        cli.start_log(given)
         assert cli.log.level == level
     finally:
         cli.log.setLevel(before)

@@ -458,6 +458,9 @@ def plan_of(experiment_of):
         ("callbacks.early_stopper={monitor: MaskedAccuracy, dataloader_label: dev, patience: 1ep}", False),
         ("callbacks.early_stopper=false", True),
         ("callbacks.lr_monitor={}", True),
+        ("callbacks[composer.callbacks:LRMonitor]={}", False),
+        (f"code_paths=[{__file__}]", False),
+        ("log_level=warning", True),
         ("precision=amp_bf16", False),
         ("precision=fp32", True),  # what null is on a CPU
         ("tasks.rte.precision=amp_bf16", False),

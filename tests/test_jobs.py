@@ -11,7 +11,9 @@ from src.jobs import jobs, report
 
 def experiment(folder, **changes) -> ToyExperiment:
     config = {"save_folder": str(folder), "base_run_name": "toy", "device": "cpu", "parallel": 2, "rerun": False}
-    return ToyExperiment(SimpleNamespace(**{**config, "progress_bar": False, "size": 10, "failing": "", **changes}))
+    return ToyExperiment(
+        SimpleNamespace(**{**config, "progress_bar": False, "log_level": "info", "size": 10, "failing": "", **changes})
+    )
 
 
 def test_an_experiment_runs_resumes_reports_and_is_compared(tmp_path, capsys, caplog):

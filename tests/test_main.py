@@ -65,6 +65,7 @@ def test_a_run_prints_its_plan_and_where_its_results_are(finished):
     _, folder, result = finished
     for words in ("lion-s, 1 layers of 32", "samples in", "6ba: 6 steps of 8 samples", str(folder)):
         assert words in result.stderr
+    assert result.stderr.count("composer: The warmup duration is 0.") == 1  # a warning that a user can act on
     for words in ("before", "after", "latest-rank0.pt", "curves.png", "metrics.jsonl"):
         assert words in result.stdout
     assert re.search(r"first step after \d+\.\d s: \d+\.\d imports, .* first step", result.stderr)

@@ -11,6 +11,7 @@ from conftest import ROOT, snapshot
 from omegaconf import OmegaConf
 
 import main
+from src.cli import log
 from src.config import to_dict
 from src.errors import RunFailed, UserError
 from src.files import read_json_lines
@@ -169,6 +170,16 @@ def test_a_run_is_finished_if_it_has_a_summary_and_the_same_config(config, tmp_p
     assert not trains()
     config.max_duration = "9ba"
     assert trains()
+
+
+def test_the_least_severe_message_to_print_is_chosen(config, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(MaskedLM, "check_paths", lambda task: log.info("begins"))
+    monkeypatch.setattr(run_folder, "train", lambda task, folder, uploads: log.warning("slow"))
+    monkeypatch.setattr(run_folder, "print_summary", lambda folder, curves: None)
+    with caplog.at_level("INFO", logger="lion"):
+        for config.log_level in ("info", "warning", "error"):
+            run_folder.run(MaskedLM(config))
+    assert caplog.messages == ["begins", "slow", "slow"]
 
 
 def write_evaluations(folder: Path, losses: dict[int, float]) -> None:

@@ -4,7 +4,9 @@ left."""
 import datetime
 import errno
 import json
+import logging
 import os
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from src.files import METRICS, read_json_lines
 from src.mlm.task import CURVES
 from src.training.registry import build_all
-from src.training.run_log import RunLog, Startup
+from src.training.run_log import LibraryMessages, RunLog, Startup
 
 
 def state_at(step: int, seconds: float = 1.0) -> SimpleNamespace:
@@ -123,6 +125,47 @@ def test_lines_after_the_checkpoint_are_dropped_and_a_full_disk_does_not_end_the
     log.after_load(state_at(2), None)
     assert "No space left on device" in caplog.text
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+@pytest.fixture
+def libraries(monkeypatch):
+    """Messages of libraries pass to a new log; what it changes is undone."""
+    loggers = [logging.getLogger(name) for name in LibraryMessages.libraries]
+    before = [(logger.level, logger.handlers, logger.propagate) for logger in loggers]
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    yield LibraryMessages()
+    for logger, (level, handlers, propagate) in zip(loggers, before):
+        logger.level, logger.handlers, logger.propagate = level, handlers, propagate
+
+
+def warn(library: str, text: str) -> None:
+    """Warn as code of a library does."""
+    warnings.warn_explicit(text, UserWarning, f"/venv/lib/site-packages/{library}/core.py", 1)
+
+
+def test_warnings_of_libraries_are_logged_once_in_one_line(libraries, caplog, recwarn):
+    with warnings.catch_warnings(), caplog.at_level("INFO", logger="lion"):
+        warnings.simplefilter("always")
+        libraries.start()
+        libraries.start()
+        for _ in range(2):
+            logging.getLogger("streaming.base.dataset").warning("a shard is\n  slow")
+            warn("composer", "The warmup\nis 0")
+            warn("composer", "No batches were trained for global rank 0, which is usual")
+        logging.getLogger("composer.trainer").info("Using precision fp32")
+        warn("numpy", "overflow")
+    assert caplog.messages == ["streaming: a shard is slow", "composer: The warmup is 0"]
+    assert [str(warning.message) for warning in recwarn.list] == ["overflow"]
+
+
+def test_messages_of_libraries_are_debug(libraries, caplog):
+    with warnings.catch_warnings(), caplog.at_level("DEBUG", logger="lion"):
+        libraries.start()
+        logging.getLogger("composer.trainer").info("Using precision fp32")
+    with caplog.at_level("ERROR", logger="lion"):
+        libraries.start()
+        logging.getLogger("composer.trainer").warning("slow")
+    assert caplog.messages == ["composer: Using precision fp32"]
 
 
 def test_startup_time_counts_from_the_start_of_the_process_and_is_logged_once(monkeypatch, caplog):

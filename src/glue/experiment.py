@@ -8,7 +8,7 @@ from typing import Any
 from src.checkpoints.remote import is_remote
 from src.config import to_dict
 from src.errors import UserError
-from src.files import LATEST
+from src.files import LATEST, file_digest
 from src.glue.examples import DIAGNOSTIC, check_sources, digest, read_task
 from src.glue.tasks import FROM_MNLI, GLUE, FinetuneConfig, Task, select
 from src.jobs import predictions
@@ -49,8 +49,10 @@ class GlueExperiment(Experiment):
     def plan(self, device: str) -> list[Job]:
         from src.glue.finetune import build_model, read_start
         from src.training import registry
+        from src.training.own_code import import_files
 
         config = self.config
+        import_files(config.code_paths)
         registry.build_scheduler(config.scheduler)
         registry.build_all("algorithms", config.algorithms)
         registry.build_all("callbacks", config.callbacks)
@@ -72,8 +74,11 @@ class GlueExperiment(Experiment):
 
         config = self.config
         shared = {name: to_dict(config)[name] for name in ("max_seq_len", "scheduler", "algorithms")}
-        stopper = config.callbacks.get("early_stopper", False)  # the one callback that changes training
-        shared["callbacks"] = {} if stopper is False else {"early_stopper": stopper}
+        # Of our callbacks, the stopper alone changes training; a user's own may.
+        change = {name: given for name, given in config.callbacks.items() if name == "early_stopper" or ":" in name}
+        shared["callbacks"] = {name: given for name, given in change.items() if given is not False}
+        if config.code_paths:
+            shared["code"] = [file_digest(Path(path)) for path in config.code_paths]
         digests = {task.name: digest(task, config.glue_dir, config.predict_test) for task in self.tasks}
         self.test_data = {name: data.pop("test", None) for name, data in digests.items()}
 

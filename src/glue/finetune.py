@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedTokenizerBase
 
 from src.checkpoints.reading import load_all, read_pretrained
+from src.config import to_dict
 from src.data.tokenizers import vocabulary_digest
 from src.errors import RunFailed, UserError
 from src.files import LATEST, sha256
@@ -24,6 +25,7 @@ from src.jobs.experiment import Job, Result, mean_score
 from src.jobs.pool import StepReporter
 from src.lion import LionConfig, LionForSequenceClassification
 from src.training import registry
+from src.training.own_code import import_files
 from src.training.run_log import RunLog
 from src.training.text_model import build_lion_config, build_tokenizer, lion_arguments, widen_horizons
 from src.training.trainer import AutocastModel, build_trainer
@@ -157,6 +159,7 @@ def finetune(config: FinetuneConfig, job: Job, device: str, steps: StepReporter,
     start = read_start(config, None if job.after is None else str(job.after.folder / LATEST))
     data = read_task(job.task, config.glue_dir, config.predict_test)
     task, folder = data.task, job.folder
+    import_files(config.code_paths)
     reproducibility.seed_all(job.seed)
     model = LionClassifier(build_model(start, task), start.tokenizer, use_logits=True)
     model.val_metrics = {metric: TaskScore(task, metric) for metric in task.metrics}
@@ -186,6 +189,7 @@ def finetune(config: FinetuneConfig, job: Job, device: str, steps: StepReporter,
         save_folder=str(folder) if keep_checkpoint else None,
         save_interval=f"{task.epochs}ep",
     )
+    trainer.logger.log_hyperparameters({**to_dict(config), "task": job.settings["task"], "seed": job.seed})
     trainer.fit()
     state, seconds = trainer.state, trainer.state.timestamp.total_wct.total_seconds()
     scores, majority, train_labels = {}, {}, torch.tensor([example.label for example in data.train])

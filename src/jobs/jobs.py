@@ -5,7 +5,7 @@ from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
 
-from src.cli import log
+from src.cli import log, start_log
 from src.errors import UserError
 from src.files import check_writable, exclusive_lock
 from src.jobs import report
@@ -28,6 +28,7 @@ def run(experiment: Experiment) -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError(f"start {experiment.command} with python, not a launcher; parallel=true runs one job per GPU")
     config, folder, average = experiment.config, experiment.folder, experiment.average
+    start_log(config.log_level)
     check_writable("save_folder", folder)
     experiment.check_paths()
     if config.rerun or not any(folder.glob(f"jobs/*/{RESULT_FILE}")):  # else there may be no job to run

@@ -176,7 +176,7 @@ def run_job(
                 os.dup2(file.fileno(), sys.stderr.fileno())
         except OSError as error:
             raise RunFailed(f"cannot write {job.folder / LOG_FILE}: {reason(error)}") from None
-        cli.start_log()
+        cli.start_log(experiment.config.log_level)
         if device == "cpu":
             choices.keep(choices.recall(experiment.folder, f"jobs/*/{RESULT_FILE}"), experiment.folder)
         result = experiment.run(job, device, StepReporter(connection))

@@ -9,6 +9,7 @@ from src.training import changes
 
 COUNT = {"at_least": 1, "at_most": 2**32 - 1}
 COUNT_OR_ALL = {"at_least": 1, "also": (-1,), "may_change": True}
+OWN = ", or module:Class"  # see src/training/own_code.py
 DDP_SYNC = ("single_auto_sync", "multi_auto_sync", "forced_sync")
 
 
@@ -37,10 +38,22 @@ class TrainerConfig:
 
     model_config: ClassVar[str] = "LionConfig"  # the class in src/lion whose arguments `model` has
 
-    scheduler: dict[str, Any] = key("name, such as linear_decay_with_warmup or cosine_with_warmup, and arguments")
-    algorithms: dict[str, Any] = key("by name, with arguments: gradient_clipping, …", {})
-    callbacks: dict[str, Any] = key("by name, with arguments: speed_monitor, lr_monitor, …", {}, may_change=True)
-    loggers: dict[str, Any] = key("by name, with arguments: tensorboard, wandb, mlflow, file", {}, may_change=True)
+    scheduler: dict[str, Any] = key(f"name, such as linear_decay_with_warmup{OWN}, and arguments")
+    algorithms: dict[str, Any] = key(f"by name, with arguments: gradient_clipping, …{OWN}", {})
+    callbacks: dict[str, Any] = key(f"by name, with arguments: speed_monitor, …{OWN}", {}, may_change=True)
+    loggers: dict[str, Any] = key(f"by name: tensorboard, wandb, mlflow, file{OWN}", {}, may_change=True)
+    code_paths: list[str] = key(
+        "Python files to import first, on every rank: my_classes.py provides my_classes:Class. They are executed; a "
+        "resumed run uses them as they are then",
+        [],
+        may_change=True,
+    )
+    log_level: str = key(
+        "least severe messages to print; of Composer and streaming, warnings and errors unless this is debug",
+        "info",
+        choices=("debug", "info", "warning", "error"),
+        may_change=True,
+    )
     precision: str | None = key("default: amp_bf16; on a CPU fp32", None, choices=("fp32", "amp_bf16", "amp_fp16"))
     device: str | None = key("default: a GPU if there is one", None, choices=("gpu", "cpu"), may_change=True)
     save_folder: str = key("folder for everything the command writes", may_change=True)
@@ -62,7 +75,9 @@ class RunConfig(TrainerConfig):
     """Keys of one run with checkpoints."""
 
     run_name: str = key("name of the run")
-    optimizer: dict[str, Any] = key("name, arguments; filter_bias_norm_wd: true exempts biases and norms from decay")
+    optimizer: dict[str, Any] = key(
+        f"name{OWN}, and arguments; filter_bias_norm_wd: true exempts biases and norms from decay"
+    )
     max_duration: str = duration("length of training", units=("ba", "sp", "ep", "tok"), may_change=True)
     eval_interval: str = duration("how often to evaluate", may_change=True)
     eval_first: bool = key("evaluate the untrained model too, for comparison", True, may_change=True)

@@ -6,23 +6,26 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from composer import State, Time, Timestamp, TimeUnit, callbacks, loggers, optim
+from composer import Algorithm, Callback, State, Time, Timestamp, TimeUnit, callbacks, optim
 from composer.algorithms import GradientClipping
 from composer.distributed.mosaic_parallelism import BACKWARD_PREFETCH_MAP, SHARDING_MAP
+from composer.loggers import LoggerDestination
 from composer.utils import FSDPConfig
 from torch import nn
 
-from src.config import TIME_UNITS, Rule, check_known, check_value, nearest
+from src.config import TIME_UNITS, Rule, check_known, check_value, flatten, nearest
 from src.errors import UserError
 from src.training.averages import EMA
 from src.training.guards import ResumableEarlyStopper
-from src.training.run_log import TensorBoard
+from src.training.loggers import File, MLflow, TensorBoard, WandB
+from src.training.own_code import find_class
 
 
 class FusedDecoupledAdamW(optim.DecoupledAdamW):
@@ -118,9 +121,12 @@ REGISTRY: dict[str, dict[str, Callable]] = {
         "system_metrics_monitor": callbacks.SystemMetricsMonitor,
     },
     "loggers": {
-        "file": loggers.FileLogger, "mlflow": loggers.MLFlowLogger,
-        "tensorboard": TensorBoard, "wandb": loggers.WandBLogger,
+        "file": File, "mlflow": MLflow, "tensorboard": TensorBoard, "wandb": WandB,
     },
+}  # fmt: skip
+BASES = {  # of classes that are given as module:Class
+    "optimizer": torch.optim.Optimizer, "scheduler": optim.ComposerScheduler, "algorithms": Algorithm,
+    "callbacks": Callback, "loggers": LoggerDestination,
 }  # fmt: skip
 OF_GROUPS = ("filter_bias_norm_wd=False", "layer_lr_decay=None")  # arguments of `build_optimizer` itself
 RULES = {  # of arguments that Composer would not check before the first step
@@ -198,27 +204,34 @@ def build_all(kind: str, sections: Mapping[str, Any]) -> list[Any]:
 
 
 def build(kind: str, name: str | None, given: Mapping[str, Any], **fixed: Any) -> Any:
-    """Return the object of a name, with given arguments, and fixed ones that a config cannot set. Raises UserError."""
-    if name not in REGISTRY[kind]:
-        raise UserError(f"{kind}: unknown name {name!r}{nearest(str(name), REGISTRY[kind])}")
-    factory = REGISTRY[kind][name]
+    """Return the object of a name or module:Class, with given arguments, and fixed ones that a config cannot set.
+    Raises UserError."""
+    own = ":" in str(name)
+    if not own and name not in REGISTRY[kind]:
+        split = isinstance(given, Mapping) and next((key.split(":") for key in flatten(given) if ":" in key), None)
+        meant = f"; write {kind}[{name}.{split[0]}:{split[1].split('.')[0]}]" if split else ""  # dots of key=value
+        raise UserError(f"{kind}: unknown name {name!r}{meant or nearest(str(name), REGISTRY[kind])}")
+    factory = find_class(kind, str(name), BASES[kind]) if own else REGISTRY[kind][name]
     place = kind if kind in ("optimizer", "scheduler") else f"{kind}.{name}"
     if not isinstance(given, Mapping):
         raise UserError(f"{place}={given!r} must be a section of `key: value` lines")
     known = arguments_of(factory)  # an unknown null is dropped: it removes an argument inherited for another name
     arguments = {argument: value for argument, value in given.items() if argument in known or value is not None}
-    check_arguments(place, factory, arguments, hint=" (null removes an inherited one)")
+    rules = {} if own else RULES
+    check_arguments(place, factory, arguments, " (null removes an inherited one)", rules)
     try:
-        return factory(**fixed, **arguments)
+        return factory(**fixed, **deepcopy(arguments))  # some change theirs, which are the config's
     except Exception as error:  # whatever a class of torch or Composer raises
         raise UserError(f"{place}: {name} rejects these arguments: {error}") from None
 
 
-def check_arguments(place: str, function: Callable, given: Mapping[str, Any], hint: str = "") -> None:
+def check_arguments(
+    place: str, function: Callable, given: Mapping[str, Any], hint: str = "", rules: Mapping[str, Rule] = RULES
+) -> None:
     """Raise UserError for an argument that a class or function does not have, or whose value breaks its rule."""
     check_known(place, given, arguments_of(function), hint)
     for name, value in given.items():
-        check_value(f"{place}.{name}", value, rule=RULES.get(name, Rule()))
+        check_value(f"{place}.{name}", value, rule=rules.get(name, Rule()))
 
 
 def arguments_of(function: Callable) -> dict[str, str]:
@@ -235,7 +248,11 @@ def describe_arguments(model: type) -> str:
     `--help`."""
     described = {"model:": model, "fsdp_config:": FSDPConfig, "compile_config:": torch.compile}
     described |= {f"{kind}: {name}": factory for kind, named in REGISTRY.items() for name, factory in named.items()}
-    lines = ["arguments of everything chosen by name (in `callbacks` and the like, as name: {argument: value}):\n"]
+    lines = [
+        "arguments of everything chosen by name (in `callbacks` and the like, as name: {argument: value}):\n",
+        "  module:Class, such as my_package.my_module:MyCallback, names a class of your own, with the arguments of its",
+        "  constructor; on the command line, brackets keep the dots: callbacks[my_package.my_module:MyCallback].n=1\n",
+    ]
     for name, factory in described.items():
         shown = [*arguments_of(factory).values(), *(OF_GROUPS if "optimizer:" in name else [])]
         words = textwrap.fill(", ".join(shown) or "no arguments", 104)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from src.checkpoints.remote import checkpoint_step
-from src.cli import is_main_process, log
+from src.cli import is_main_process, log, start_log
 from src.config import fixed_settings, read_stored, to_dict
 from src.errors import RunFailed, UserError, reason
 from src.files import (
@@ -41,6 +41,7 @@ SAME_NAME = (  # keys of a config that are arguments of the trainer
 def run(task: Task) -> None:
     """Train or resume unless this run is finished in `save_folder`; print results. Raises UserError, RunFailed."""
     config, folder = task.config, Path(task.config.save_folder)
+    start_log(config.log_level)
     if ranks.several():  # which then agree on everything below
         from composer.utils import dist
 
@@ -104,12 +105,15 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     from src.publish.callback import HubExports
     from src.training import choices, guards, registry, trainer
     from src.training.checkpointing import CheckpointWriter, check_load_path, latest_valid_checkpoint
+    from src.training.loggers import keep_ids
+    from src.training.own_code import import_files
     from src.training.run_log import RunLog, Startup
 
     config = task.config
     startup = Startup()
     device = trainer.resolve_device(config.device)
     trainer.configure_process(device)
+    import_files(config.code_paths)
     chosen = decide(lambda: choices.recall(folder, "ep*-rank0.pt")) if device == "cpu" else {}
     machine.adopt(chosen)
     trainer.check_sections(config.fsdp_config, config.compile_config or {}, device)
@@ -159,12 +163,13 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
             guards.StopOnSignal(writer),
             startup,
         ],
-        loggers=[*registry.build_all("loggers", config.loggers), run_log],
+        loggers=[*keep_ids(registry.build_all("loggers", config.loggers), folder), run_log],
         accumulate_train_batch_on_tokens=True,  # the loss is a mean over the predictions of the whole batch
         load_path=None if start is None else str(start),
         parallelism_config={"fsdp": dict(config.fsdp_config)} if config.fsdp_config else None,
     )
     files.close()
+    composer_trainer.logger.log_hyperparameters(to_dict(config))
     state = composer_trainer.state
     if latest is not None and config.history and config.history[-1]["step"] >= state.timestamp.batch.value:
         changes.take_effect(state, settings)

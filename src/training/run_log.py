@@ -1,18 +1,20 @@
-"""What a run reports: the time of startup, a progress bar, the time left, `metrics.jsonl` and TensorBoard files."""
+"""What a run reports: the time of startup, a progress bar, the time left, and `metrics.jsonl`."""
 
 import contextlib
 import functools
 import json
+import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 from composer import Callback, Logger, State, Time, TimeUnit
-from composer.loggers import LoggerDestination, TensorboardLogger
+from composer.loggers import LoggerDestination
 from tqdm import tqdm
 
 from src.cli import is_main_process, log, progress
@@ -165,6 +167,52 @@ def _counts(state: State) -> tuple[int, int, int, float]:
     return now.batch.value, now.sample.value, now.token.value, now.total_wct.total_seconds()
 
 
+class LibraryMessages(logging.Handler):
+    """Pass the messages and warnings of libraries on to this project's log, each once and in one line."""
+
+    libraries = ("composer", "streaming")
+    omitted = (  # starts of messages that no user can act on
+        "composer: No batches were trained",  # of a run that resumes at the end of an epoch
+        "composer: Cannot split",  # the last batch is smaller
+        "composer: The tokenizer was not provided",  # image models have none
+        "streaming: Because `num_canonical_nodes`",  # the default, named whenever a run resumes
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passed: set[str] = set()
+        self.others = warnings.showwarning
+
+    def start(self) -> None:
+        """Take over from the libraries' own handlers; pass on warnings and errors, and at level debug all messages."""
+        for name in self.libraries:
+            library = logging.getLogger(name)
+            library.setLevel(log.level if log.level == logging.DEBUG else max(log.level, logging.WARNING))
+            library.handlers, library.propagate = [self], False
+        if warnings.showwarning != self.show_warning:
+            self.others, warnings.showwarning = warnings.showwarning, self.show_warning
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._pass(record.name.split(".")[0], record.levelno, record.getMessage(), record.exc_info)
+
+    def show_warning(self, message: Warning, category: type, filename: str, *rest: Any, **named: Any) -> None:
+        """Stand in for `warnings.showwarning`."""
+        library = next((name for name in self.libraries if f"-packages/{name}/" in filename), None)
+        if library is None:
+            self.others(message, category, filename, *rest, **named)
+        else:
+            self._pass(library, logging.WARNING, str(message))
+
+    def _pass(self, library: str, level: int, text: str, error: Any = None) -> None:
+        line = f"{library}: {' '.join(text.split())}"
+        if line not in self.passed and not line.startswith(self.omitted):
+            self.passed.add(line)
+            log.log(level, line, exc_info=error)
+
+
+library_messages = LibraryMessages()
+
+
 class Startup(Callback):
     """Measure the phases of startup and report them after the first step. Construct it once imports are done."""
 
@@ -184,23 +232,3 @@ class Startup(Callback):
             phases = ", ".join(f"{seconds:.1f} {phase}" for phase, seconds in self.phases.items())
             log.info(f"first step after {self.last - self.started:.1f} s: {phases}")
             self.phases = {}
-
-
-class TensorBoard(TensorboardLogger):
-    """Composer's logger; after a failed write it warns once, and the run continues without it."""
-
-    failed = False
-
-    def _try(self, write: Callable[..., None], *arguments: Any, **options: Any) -> None:
-        try:
-            if not self.failed:
-                write(self, *arguments, **options)
-        except OSError as error:
-            self.failed = True
-            problem = f"cannot write to {self.log_dir}: {reason(error)}"
-            log.warning(f"loggers.tensorboard: {problem}; the run continues without it")
-
-    run_event = functools.partialmethod(_try, TensorboardLogger.run_event)
-    log_metrics = functools.partialmethod(_try, TensorboardLogger.log_metrics)
-    log_images = functools.partialmethod(_try, TensorboardLogger.log_images)
-    close = functools.partialmethod(_try, TensorboardLogger.close)

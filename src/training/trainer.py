@@ -1,6 +1,5 @@
 """Composer's Trainer, and what depends on the machine: device, precision, batch sizes, FSDP, compilation."""
 
-import logging
 import os
 import warnings
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from src.errors import UserError, first_line
 from src.lion.cpu import flush_denormals, keep_freed_memory
 from src.training.registry import check_arguments
+from src.training.run_log import library_messages
 
 
 class AutocastModel(HuggingFaceModel):
@@ -54,11 +54,12 @@ def configure_process(device: str) -> None:
 
 
 def silence_libraries() -> None:
-    """Hide messages of libraries that no user of this project can act on."""
+    """Hide messages of libraries that no user of this project can act on, and log Composer's and streaming's others."""
     transformers_logging.set_verbosity_error()
-    for library in ("composer", "streaming"):
-        logging.getLogger(library).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"(composer|torch|torchmetrics|streaming)\b.*")
+    warnings.filterwarnings("ignore", module=r"(torch|torchmetrics)\b.*")
+    for category in (DeprecationWarning, FutureWarning):  # for programmers
+        warnings.filterwarnings("ignore", category=category, module=r"(composer|streaming)\b.*")
+    library_messages.start()
 
 
 def resolve_device(device: str | None) -> str:
