@@ -208,7 +208,8 @@ def write_shards(job: TextSplit, writer: "ShardWriter", options: Namespace) -> C
     )
     if source.unit == "docs" and job.limit is not None and options.val_fraction is None:
         total = min(total or job.limit, job.limit)
-    bar = progress(desc=job.folder.name, total=total, unit=source.unit, initial=counts["read"])
+    name = str(job.folder.relative_to(options.out_root))
+    bar = progress(desc=name, total=total, unit=source.unit, initial=counts["read"])
     groups = groups_of(source, job.units, state["place"])
     unit = source.unit_of(state["place"]) if state["place"] else None
     work = partial(prepare, rows, options.val_fraction, job.validation)

@@ -37,7 +37,7 @@ class Part:
     def units(self, sizes: Sequence[int]) -> range:
         """Return the units of this part, given the sizes of all: those with their middle in its share of the total."""
         ends = list(itertools.accumulate(size + 1 for size in sizes))  # + 1, since a unit may be empty
-        owners = [(2 * end - size - 1) * self.of // (2 * ends[-1]) for size, end in zip(sizes, ends)]
+        owners = [(2 * end - size - 2) * self.of // (2 * ends[-1]) for size, end in zip(sizes, ends)]
         return range(bisect.bisect_left(owners, self.number - 1), bisect.bisect_right(owners, self.number - 1))
 
 
