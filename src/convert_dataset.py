@@ -11,9 +11,13 @@ python src/convert_dataset.py ... --tokenizer bert-base-uncased --concat_tokens 
 python src/convert_dataset.py ... --tokenizer bert-base-uncased --max_seq_len 128     one row per document, truncated
 
 An interrupted conversion resumes with the same command, and gives the same shards as an uninterrupted one.
+
+Machines can share the work (any number of parts gives the same samples), and one of them joins the parts:
+
+python src/convert_dataset.py ... --out_root ./my-texts --part I/8      for each I from 1 to 8
+python src/convert_dataset.py --merge --out_root ./my-texts
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -21,39 +25,20 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from src import cli
-from src.data.convert import SPLITS, convert
+from src.data.convert import convert
 from src.data.convert_images import convert_images
-from src.data.readers import LINE_KINDS
-from src.data.workers import usable_cores
+from src.data.merge import merge
+from src.data.options import conversion_parser
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    source, length = parser.add_mutually_exclusive_group(required=True), parser.add_mutually_exclusive_group()
-    kinds = ".txt (one document per line), .jsonl, .csv, .tsv, each optionally .gz or .zst, or .parquet"
-    splits = {"nargs": "+", "choices": SPLITS, "default": ["train", "val"], "metavar": "SPLIT"}
-    cores = {"type": int, "default": usable_cores()}
-    source.add_argument("--dataset", help="name on the Hub, e.g. allenai/c4; streamed, not downloaded first")
-    source.add_argument("--data_files", nargs="+", metavar="GLOB", help=f"{kinds}; - is standard input")
-    source.add_argument("--images", metavar="FOLDER", help="train/CLASS/*, Parquet, CIFAR, MNIST, or a name on the Hub")
-    add("--data_subset", help="the dataset's configuration, e.g. en")
-    add("--splits", **splits, help=f"some of {', '.join(SPLITS)} (default: train val)")
-    add("--out_root", required=True, help="folder to write to; each split is a folder in it")
-    add("--text_column", default="text", help="column or key with the text (default: text)")
-    add("--one_document_per_file", action="store_true", help="a .txt file is one document, line ends included")
-    add("--stdin_format", choices=LINE_KINDS, help="format of - (default: jsonl if it starts with {, else txt)")
-    add("--val_fraction", type=float, help="hold out this fraction of documents for val, chosen by a hash of the text")
-    add("--tokenizer", metavar="NAME", help="write rows of tokens of this tokenizer: a folder, or a name on the Hub")
-    length.add_argument("--concat_tokens", type=int, metavar="N", help="full rows of N tokens, documents end to end")
-    length.add_argument("--max_seq_len", type=int, metavar="N", help="one row per document, truncated to N tokens")
-    add("--num_workers", **cores, help="processes that tokenize or verify (default: one per core, here %(default)s)")
-    add("--compression", choices=["zstd"], help="compress the shards")
-    add("--size_limit", type=int, default=1 << 26, help="maximum bytes per shard (default: 64 MiB)")
-    add("--overwrite", action="store_true", help="replace existing splits, and unfinished ones of other commands")
+    parser = conversion_parser(__doc__)
     options = parser.parse_args(argv)
     options.splits = list(dict.fromkeys(options.splits))
-    (convert if options.images is None else convert_images)(options)
+    if options.merge:
+        merge(options, [name for name, value in vars(options).items() if value != parser.get_default(name)])
+    else:
+        (convert if options.images is None else convert_images)(options)
 
 
 if __name__ == "__main__":

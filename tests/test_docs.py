@@ -17,6 +17,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CONFIG = ("src/config.py", "src/training/config.py")
 PARSERS = {  # script → the files that declare its options, if they are others
     "glue.py": (*CONFIG, *(f"src/jobs/{path.name}" for path in (ROOT / "src/jobs").glob("*.py"))),
+    "src/convert_dataset.py": ("src/data/options.py",),
     "main.py": (*CONFIG, "src/mlm/context.py"),
     "embed.py": (*CONFIG, *(f"src/embed/{name}.py" for name in ("evaluate", "encode", "options"))),
     "vision.py": (*CONFIG, "src/vision/evaluate.py", "src/vision/draw.py"),

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import II
 
 from src.config import SEED, key
+from src.data.parts import find_parts
 from src.errors import UserError
 from src.files import looks_like_path
 
@@ -57,6 +58,9 @@ def check_split(key: str, local: Path, split: str) -> None:
         splits = ", ".join(sorted(path.parent.name for path in local.glob("*/index.json")))
         found = f"its splits are {splits}" if splits else f"{local} has no finished split"
         found = f"{folder} holds no shards ({found})" if local.is_dir() else f"{local} does not exist"
+        if find_parts(folder):
+            command = f"python src/convert_dataset.py --merge --splits {split} --out_root {local}"
+            raise UserError(f"{key}: {folder} holds parts of a conversion; write all, then join them with `{command}`")
         command = f"src/convert_dataset.py --dataset allenai/c4 --data_subset en --splits {split} --out_root {local}"
         raise UserError(f"{key}: {found}; write shards, e.g. with `python {command}`")
     fix = "copy the split again, or convert it again with --overwrite"

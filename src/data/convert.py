@@ -6,6 +6,7 @@ import os
 import time
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 
 from src.cli import log, progress
 from src.data.corpora import Files, HubDataset
+from src.data.parts import Part, check_others, command_of
 from src.data.readers import STANDARD_INPUT, Batch, file_kind, find_files, grouped
 from src.data.splits import Split, check_options, start_or_resume, unfinished, write_all
 from src.data.token_rows import Packer, RowMaker
@@ -55,6 +57,8 @@ def check(options: Namespace) -> list[Path]:
     fraction = options.val_fraction
     length = options.max_seq_len if options.concat_tokens is None else options.concat_tokens
     splits = [SPLITS[split][0] for split in options.splits]
+    options.part = options.part and Part.parse(options.part)
+    few = next((split for split in options.splits if SPLITS[split][1] is not None), None)
     no_validation = files and fraction is None and "validation" in splits
     for wrong, message in (
         (fraction is not None and not 0 < fraction < 1, f"--val_fraction {fraction} must be between 0 and 1"),
@@ -64,6 +68,8 @@ def check(options: Namespace) -> list[Path]:
         (options.one_document_per_file and "txt" not in kinds, "--one_document_per_file requires .txt files; omit it"),
         (options.data_subset is not None and files, "--data_subset requires --dataset; omit it"),
         (no_validation, "files have no validation split; give --val_fraction 0.01, or --splits train"),
+        (options.part and few, f"--part: {few} is the first documents of a split, for one machine; omit --part"),
+        (options.part and not all(path.is_file() for path in files), "--part requires files, not a stream; omit it"),
         (stdin and len(splits) > 1, "standard input can be read only once; give one split only"),
     ):
         if wrong:
@@ -108,6 +114,8 @@ class TextSplit(Split):
     validation: bool  # whether it is the validation split
     limit: int | None  # maximum number of documents
     rows: RowMaker | None  # None: it holds text
+    units: range  # of the source
+    part: Part | None  # None: it is the whole split
 
 
 def plan(options: Namespace, files: list[Path]) -> list[TextSplit]:
@@ -121,13 +129,21 @@ def plan(options: Namespace, files: list[Path]) -> list[TextSplit]:
     source = Files(files, options) if files else None
     splits = []
     for split in options.splits:
-        folder, (hub_split, limit) = Path(options.out_root, split), SPLITS[split]
+        whole, (hub_split, limit) = Path(options.out_root, split), SPLITS[split]
         if not files:
             source = HubDataset(options, hub_split if options.val_fraction is None else "train")
         command = {**source.description, **{name: getattr(options, name) for name in SHARD_OPTIONS}}
         command["tokenizer"] = rows and rows.tokenizer_digest
-        before = read_progress(unfinished(folder))
-        splits.append(TextSplit(folder, source, command, before, hub_split == "validation", limit, rows))
+        folder, units, finished = whole, range(len(source.sizes)), False
+        if part := options.part:
+            folder, units = whole / str(part), part.units(source.sizes)
+            command |= source.identity()
+            check_others(part, whole, command, options)
+            finished = command_of(folder) == command and not options.overwrite
+            log.info(f"{folder}: {len(units):,} of the {len(source.sizes):,} units that the source can be divided into")
+        before, validation = read_progress(unfinished(folder)), hub_split == "validation"
+        job = TextSplit(folder, source, command, before, validation, limit, rows, units, part, finished=finished)
+        splits.append(job)
     return start_or_resume(splits, options)
 
 
@@ -140,23 +156,44 @@ def write_split(job: TextSplit, options: Namespace) -> None:
     format_ = {"columns": columns, "compression": options.compression, "size_limit": options.size_limit}
     with contextlib.closing(ShardWriter(folder, job.progress, job.source.resumable, **format_)) as writer:
         counts = write_shards(job, writer, options)
-        if not counts["documents"]:
-            if others := counts["of_other_split"]:
-                fix = f"{'raise' if job.validation else 'lower'} --val_fraction {options.val_fraction:g}"
-                found = f"none of the {others:,} documents belongs to it; {fix}, and give --overwrite"
-            else:
-                found = "no document has text; check the source and --text_column"
-            raise UserError(f"{job.folder.name}: {found}")
-        summary = {name: counts[name] for name in ("documents", "empty", "text_bytes")}
+        if job.part is None:
+            check_documents(job.folder.name, counts, options.val_fraction)
         size = sum(path.stat().st_size for path in folder.glob("shard.*"))
-        summary |= {"samples": writer.stored, "shards": len(writer.shards), "bytes": size}
-        summary["source"] = job.source.description
-        if job.rows:
-            share = counts["cut_off"] / counts["tokens"]
-            summary["tokens"] = {**job.rows.summary, "of_text": counts["tokens"], "share_cut_off": share}
+        sizes = {"samples": writer.stored, "shards": len(writer.shards), "bytes": size}
+        summary = summarize(counts, job.source.description, job.rows and job.rows.summary, **sizes)
+        if job.part is not None:
+            summary["part"] = {**vars(job.part), "counts": counts, "command": job.command}
         write_json(folder / "split.json", summary)
         publish(folder, job.folder)
     log.info(f"{job.folder}: {in_words(summary)}")
+
+
+def check_documents(split: str, counts: Counter, fraction: float | None) -> None:
+    """Raise UserError for a split without documents."""
+    if counts["documents"]:
+        return
+    if others := counts["of_other_split"]:
+        fix = f"{'raise' if SPLITS[split][0] == 'validation' else 'lower'} --val_fraction {fraction:g}"
+        found = f"none of the {others:,} documents belongs to it; {fix}, and give --overwrite"
+    else:
+        found = "no document has text; check the source and --text_column"
+    raise UserError(f"{split}: {found}")
+
+
+def summarize(counts: Counter, source: dict, tokens: dict | None, **sizes: int) -> dict[str, Any]:
+    """Return the content of split.json, from the counts of `write_shards` and what is known of the token rows."""
+    summary = {name: counts[name] for name in ("documents", "empty", "text_bytes")} | sizes | {"source": source}
+    if tokens:
+        share = counts["cut_off"] / max(counts["tokens"], 1)
+        summary["tokens"] = {**tokens, "of_text": counts["tokens"], "share_cut_off": share}
+    return summary
+
+
+def groups_of(source: Files | HubDataset, units: range, position: list | None) -> Iterator[list[Batch]]:
+    """Yield consecutive batches of units in groups to process, from a position on. No group is of two units."""
+    first = units.start if position is None else source.unit_of(position)
+    for unit in range(first, units.stop):
+        yield from grouped(source.batches(unit, position if unit == first else None), Batch.length)
 
 
 def write_shards(job: TextSplit, writer: "ShardWriter", options: Namespace) -> Counter:
@@ -166,16 +203,24 @@ def write_shards(job: TextSplit, writer: "ShardWriter", options: Namespace) -> C
     packer = Packer(rows, state["waiting"]) if rows and rows.mode == "concat_tokens" else None
     if writer.stored:
         log.info(f"{job.folder}: resuming after {len(writer.shards):,} shards")
-    total = source.total
+    total = source.total and round(
+        source.total * sum(source.sizes[job.units.start : job.units.stop]) / sum(source.sizes)
+    )
     if source.unit == "docs" and job.limit is not None and options.val_fraction is None:
         total = min(total or job.limit, job.limit)
-    bar = progress(desc=job.folder.name, total=total, unit=source.unit, initial=counts["read"])
-    groups = grouped(source.batches(state["place"]), Batch.length)
+    name = str(job.folder.relative_to(options.out_root))
+    bar = progress(desc=name, total=total, unit=source.unit, initial=counts["read"])
+    groups = groups_of(source, job.units, state["place"])
+    unit = source.unit_of(state["place"]) if state["place"] else None
     work = partial(prepare, rows, options.val_fraction, job.validation)
     workers = options.num_workers if rows else 1  # sending text to another process and back takes longer than its work
     bytes_before, start = counts["text_bytes"], time.perf_counter()
     with bar, contextlib.closing(in_order(work, groups, workers)) as results:
         for group, (sizes, contents, tokens) in results:
+            if packer and (here := source.unit_of(group[0].position)) != unit:
+                for sample in packer.last_sample():
+                    writer.write(sample)
+                unit = here
             places = {"place": group[0].position, "last": group[-1].position}
             writer.mark({**places, "counts": dict(counts), "waiting": packer and packer.state()})
             if job.limit is not None and len(contents) >= (left := job.limit - counts["documents"]):
@@ -204,6 +249,8 @@ def write_shards(job: TextSplit, writer: "ShardWriter", options: Namespace) -> C
 
 def in_words(summary: dict[str, Any]) -> str:
     documents, size = summary["documents"], summary["text_bytes"]
+    if not documents:
+        return "no documents"  # of a part
     words = [f"{documents:,} documents"] + ([f"{summary['empty']:,} empty ones skipped"] if summary["empty"] else [])
     words.append(f"{size / 1e6:,.1f} MB of text ({size / documents:,.0f} bytes per document)")
     if tokens := summary.get("tokens"):

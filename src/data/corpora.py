@@ -1,7 +1,12 @@
-"""Sources of documents: files, or a dataset on the Hugging Face Hub. Both can resume from a batch's position."""
+"""Sources of documents: files, or a dataset on the Hugging Face Hub. Both can resume from a batch's position.
 
+Both consist of units, which are never divided: rows of tokens end with a unit, and a part of a conversion is a run of
+units. What they are depends on the source alone, so that any number of parts gives the same samples."""
+
+import bisect
 import functools
 import itertools
+import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -10,13 +15,17 @@ from pathlib import Path
 from src.cli import log
 from src.data.readers import SET_COLUMN, STANDARD_INPUT, Batch, check_columns, check_texts, read_batches
 from src.errors import UserError, first_line, reason
+from src.files import sha256
 
 RECORDS = 256  # records of a dataset read at a time
+UNIT_BYTES = 1 << 24  # of files: few rows are shorter because a unit ends, and a large corpus still has many units
+MAX_UNITS = 1024  # of a dataset, whose files have unknown sizes; C4 has as many files
 C4_DOCUMENTS = {"train": 364_868_892, "validation": 364_608}  # allenai/c4 en, to estimate the time left
 
 
 class Files:
-    """Files, read in order. A position is [index of the file, records before it in the file]."""
+    """Files, read in order. A position is [index of the file, records before it in the file]. A unit is consecutive
+    files, the fewest that have UNIT_BYTES."""
 
     unit = "B"
 
@@ -30,6 +39,12 @@ class Files:
         # path, size and modification time
         self.stamps = [[str(path), file.st_size, file.st_mtime_ns] for path, file in zip(paths, found)]
         self.total = sum(file.st_size for file in found) if self.resumable else None
+        self.firsts, self.sizes = [0], [0]  # of each unit: its first file, its bytes
+        for number, file in enumerate(found if self.resumable else ()):
+            if self.sizes[-1] >= UNIT_BYTES:
+                self.firsts.append(number)
+                self.sizes.append(0)
+            self.sizes[-1] += file.st_size
         self.description = {"data_files": options.data_files, "files": len(paths)}
         self.stdin_format = "txt"
         if STANDARD_INPUT in paths:
@@ -42,17 +57,27 @@ class Files:
         read = stamps[: position[0] + 1]
         return next((old[0] for old, new in zip(read, self.stamps) if old != new), None)
 
-    def batches(self, position: list | None) -> Iterator[Batch]:
-        first, skip = position or (0, 0)
+    def identity(self) -> dict[str, str]:
+        """Return what all parts of a conversion must have read: a digest of the files' names and sizes."""
+        return {"files": sha256([json.dumps([stamp[:2] for stamp in self.stamps]).encode()])}
+
+    def unit_of(self, position: list) -> int:
+        return bisect.bisect_right(self.firsts, position[0]) - 1
+
+    def batches(self, unit: int, position: list | None) -> Iterator[Batch]:
+        """Yield the batches of a unit, from a position in it on."""
+        first, skip = position or (self.firsts[unit], 0)
+        end = (*self.firsts, len(self.paths))[unit + 1]
         column, whole = self.options.text_column, self.options.one_document_per_file
-        for number, path in enumerate(self.paths[first:], first):
+        for number, path in enumerate(self.paths[first:end], first):
             for batch in read_batches(path, column, skip, whole, self.stdin_format):
                 yield batch._replace(position=[number, batch.position])
             skip = 0
 
 
 class HubDataset:
-    """A split of a dataset on the Hub, streamed. A position is [state or None, batches to skip after it]."""
+    """A split of a dataset on the Hub, streamed. A position is [state or None, batches to skip after it, unit]; earlier
+    versions wrote no unit, and a state of the whole split. A unit is consecutive files."""
 
     unit = "docs"
     resumable = True
@@ -68,19 +93,28 @@ class HubDataset:
         known = C4_DOCUMENTS if (options.dataset, options.data_subset) == ("allenai/c4", "en") else {}
         splits = builder.info.splits or {}
         self.total = splits[split].num_examples if split in splits else known.get(split)
+        self.sizes = [1] * min(self.documents.num_shards, MAX_UNITS)
         names = {"dataset": options.dataset, "data_subset": options.data_subset, "hub_split": split}
         self.description = {**names, "revision": builder.hash}
 
-    def batches(self, position: list | None) -> Iterator[Batch]:
-        state, skip = position or (None, 0)
+    def identity(self) -> dict[str, str]:
+        return {}  # the description has the revision
+
+    def unit_of(self, position: list) -> int:
+        return position[2] if len(position) > 2 else len(self.sizes) - 1  # no unit comes after the whole split
+
+    def batches(self, unit: int, position: list | None) -> Iterator[Batch]:
+        """Yield the batches of a unit, from a position in it on."""
+        state, skip, *where = position or (None, 0, unit)
+        documents = self.documents.shard(len(self.sizes), unit) if where else self.documents
         if state is not None:
-            self.documents.load_state_dict(state)
-        rows = self.documents.iter(batch_size=RECORDS)
+            documents.load_state_dict(state)
+        rows = documents.iter(batch_size=RECORDS)
         for number in itertools.count():
             try:
                 # Before the first batch after a load, `datasets` returns the initial state, and after it one that may
                 # be too far ahead (a table that was split counts twice); count both from the loaded state.
-                here = [state, number] if number < 2 else [self.documents.state_dict(), 0]
+                here = [state, number] if number < 2 else [documents.state_dict(), 0]
                 columns = next(rows, None)
             except Exception as error:
                 raise self._unreadable(error) from None
@@ -89,7 +123,7 @@ class HubDataset:
             check_columns(self.dataset, [self.column], list(columns), SET_COLUMN)
             texts = check_texts(columns[self.column], self.dataset, self.column)
             if number >= skip:
-                yield Batch(here, texts, len(texts))
+                yield Batch([*here, *where], texts, len(texts))
 
     def _unreadable(self, error: Exception) -> UserError:
         found = f"cannot read {self.dataset} ({self.split}) from the Hugging Face Hub: {first_line(error)}"

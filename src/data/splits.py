@@ -7,11 +7,12 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from src.cli import log
+from src.data.parts import differing
 from src.errors import UserError, reason
 from src.files import check_writable
 
@@ -24,6 +25,7 @@ class Split:
     source: Any
     command: dict[str, Any]  # every option that the shards depend on
     progress: dict[str, Any] | None  # left by an earlier process
+    finished: bool = field(default=False, kw_only=True)  # whether the folder is the result of this command
 
 
 def check_options(options: Namespace) -> None:
@@ -32,7 +34,12 @@ def check_options(options: Namespace) -> None:
         raise UserError(f"--size_limit {options.size_limit} must be between 1 and {2**32 - 1} bytes")
     if options.num_workers < 1:
         raise UserError(f"--num_workers {options.num_workers} must be at least 1")
+    if "://" in options.out_root:
+        fix = "give a folder, and copy it to the object store afterwards"
+        raise UserError(f"--out_root {options.out_root} is not a folder; {fix}")
     check_writable("--out_root", Path(options.out_root))
+    if options.part is not None:
+        return  # parts may be there, of this command or another
     folders = [Path(options.out_root, split) for split in options.splits]
     if not any(unfinished(folder).exists() for folder in folders):  # else a finished split may be this command's own
         for folder in folders:
@@ -83,7 +90,8 @@ def start_or_resume(splits: Sequence[Split], options: Namespace) -> list[Split]:
     ]
     left = list(splits)
     for split in splits:
-        if split.progress is None and split.folder.exists() and any(split.folder.name in names for names in resumed):
+        own = split.finished or any(split.folder.name in names for names in resumed)
+        if split.progress is None and split.folder.exists() and own:
             log.info(f"{split.folder}: already written by the same command")
             left.remove(split)
     for split in left:
@@ -99,14 +107,13 @@ def resumable_progress(split: Split, options: Namespace) -> dict[str, Any] | Non
     check_absent(split.folder, options)
     if split.progress is None or not split.progress["shards"]:
         return None
-    (before, now), stamps = (split.progress["command"], split.command), split.progress["stamps"]
-    if differing := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
-        names = [f"--{name}" if hasattr(options, name) else f"the {name.replace('_', ' ')}" for name in differing]
-        why = f"with different options ({', '.join(names)})"
-    elif split.source.stamps and (changed := split.source.changed(stamps, split.progress["state"]["last"])):
+    stamps = split.progress["stamps"]
+    why = differing(split.progress["command"], split.command, options)
+    if not why:
+        changed = split.source.stamps and split.source.changed(stamps, split.progress["state"]["last"])
+        if not changed:
+            return split.progress
         why = f"{changed} has changed since"
-    else:
-        return split.progress
     if not options.overwrite:
         found = f"{unfinished(split.folder)} holds an earlier conversion, but {why}"
         raise UserError(f"{found}; repeat the earlier command on its original data, or give --overwrite to start over")
@@ -123,5 +130,6 @@ def discard_if_empty(splits: list[Split], options: Namespace) -> None:
         return
     for split in splits:
         shutil.rmtree(unfinished(split.folder))
-    with contextlib.suppress(OSError):  # it holds other files
-        Path(options.out_root).rmdir()
+    for folder in (*{split.folder.parent for split in splits}, Path(options.out_root)):
+        with contextlib.suppress(OSError):  # it holds other files
+            folder.rmdir()

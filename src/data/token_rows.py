@@ -3,12 +3,12 @@
 A row is `[CLS] … [SEP]` without padding, in an MDS column `tokens` of the narrowest unsigned integers that hold the
 vocabulary. `--max_seq_len N` makes one row per document, `[CLS] document [SEP]`, truncated to N.
 
-`--concat_tokens N` puts documents, each ending with `[SEP]`, end to end in rows of N tokens; a split's last row may be
-shorter. A document that reaches the end of its row continues after the next row's `[CLS]`; if its `[SEP]` falls on the
-second-to-last position, the row ends with a second one. A column `begins` holds the positions in the row of each
-document's first token, or, since it is never empty, the row's length if no document starts there. So the number of a
-token's document within its row is the number of entries of `begins` up to its position. `[CLS]` belongs to the
-document of the token after it.
+`--concat_tokens N` puts documents, each ending with `[SEP]`, end to end in rows of N tokens; the last row of a unit of
+the source (src/data/corpora.py) may be shorter. A document that reaches the end of its row continues after the next
+row's `[CLS]`; if its `[SEP]` falls on the second-to-last position, the row ends with a second one. A column `begins`
+holds the positions in the row of each document's first token, or, since it is never empty, the row's length if no
+document starts there. So the number of a token's document within its row is the number of entries of `begins` up to
+its position. `[CLS]` belongs to the document of the token after it.
 
 `token_rows` makes rows of another kind, for measurements.
 
@@ -122,9 +122,10 @@ class Packer:
             yield self._sample(row, starts[first:last] - start)
 
     def last_sample(self) -> Iterator[dict[str, bytes]]:
-        """Yield the waiting tokens, if any, as the split's last sample."""
+        """Yield the waiting tokens, if any, as the last sample of a unit; none wait after it."""
         if len(self.waiting):
             yield self._sample(np.insert(self.waiting, 0, self.maker.cls), self.starts)
+            self.waiting, self.starts = self.waiting[:0], self.starts[:0]
 
     def _sample(self, row: np.ndarray, starts: np.ndarray) -> dict[str, bytes]:
         begins = starts + 1 if len(starts) else np.array([len(row)])  # MDS stores no empty array
