@@ -11,6 +11,9 @@ from src.config import SEED, key
 from src.errors import UserError
 from src.files import looks_like_path
 
+SHUFFLE_ALGOS = ("py1br", "py1e", "py1s", "py2s", "naive")  # streaming's, which is slow to import
+BATCHING_METHODS = ("random", "stratified", "per_stream", "device_per_stream")
+
 
 @dataclass
 class DatasetConfig:
@@ -33,6 +36,18 @@ class DatasetConfig:
     predownload: int | None = key("samples to fetch ahead, with `remote`", None, may_change=True)
     cache_limit: str | None = key("maximum disk space of the cache, e.g. 100gb", None, may_change=True)
     num_canonical_nodes: int | None = key("fix the sample order for this many nodes, whatever the real number", None)
+    shuffle_algo: str = key("how `shuffle` draws the order of shards and samples", "py1e", choices=SHUFFLE_ALGOS)
+    shuffle_block_size: int | None = key(
+        "samples shuffled together; default: the larger of 262,144 and 4,000,000 / num_canonical_nodes",
+        None,
+        at_least=1,
+    )
+    batching_method: str = key(
+        "streams of a batch: drawn by chance, in fixed shares, or one per batch or per device",
+        "random",
+        choices=BATCHING_METHODS,
+    )
+    download_timeout: float = key("seconds to wait for a shard of `remote`", 60.0, above=0, may_change=True)
 
 
 @dataclass
@@ -40,6 +55,16 @@ class LoaderConfig:
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     drop_last: bool = key("drop the last batch of an epoch if it is not full", False)
     num_workers: int = key("processes to prepare batches; 0: the main one", 0, at_least=0, below=2**32, may_change=True)
+    prefetch_factor: int | None = key(
+        "batches that each worker prepares ahead; default: 2", None, at_least=1, below=2**32, may_change=True
+    )
+    persistent_workers: bool = key("keep the workers from epoch to epoch", True, may_change=True)
+
+    def check(self, name: str) -> None:
+        """Raise UserError for settings that contradict each other. `name` is the loader's, such as train_loader."""
+        if self.prefetch_factor is not None and not self.num_workers:
+            problem = f"{name}.prefetch_factor={self.prefetch_factor} needs worker processes"
+            raise UserError(f"{problem}; set {name}.num_workers to at least 1, or omit it")
 
 
 def check_images(key: str, name: str, split: str) -> None:

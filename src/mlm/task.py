@@ -50,6 +50,7 @@ class PretrainConfig(RunConfig):
             if (name := getattr(self, loader).dataset.tokenizer_name) != self.tokenizer_name:
                 differs = f"differs from tokenizer_name={self.tokenizer_name}"
                 raise UserError(f"{loader}.dataset.tokenizer_name={name} {differs}; a run has one, so omit it")
+            getattr(self, loader).check(loader)
         packing, microbatch = self.train_loader.dataset.packing, self.device_train_microbatch_size
         check_state_passing(self.state_passing, packing, "train_loader.dataset.packing", microbatch)
 
