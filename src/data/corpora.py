@@ -1,5 +1,6 @@
 """Sources of documents: files, or a dataset on the Hugging Face Hub. Both can resume from a batch's position."""
 
+import copy
 import functools
 import itertools
 import sys
@@ -54,22 +55,33 @@ class Files:
 class HubDataset:
     """A split of a dataset on the Hub, streamed. A position is [state or None, batches to skip after it]."""
 
+    key, set_column = "--dataset", SET_COLUMN  # for messages
+    fix = "check the name and the connection, or use --data_files"
+
     unit = "docs"
     resumable = True
     stamps = None  # the revision, in the description, identifies the data
 
-    def __init__(self, options: Namespace, split: str):
-        self.dataset, self.split, self.column = options.dataset, split, options.text_column
+    def __init__(self, dataset: str, subset: str | None, split: str, column: str, revision: str | None = None):
+        self.dataset, self.split, self.column = dataset, split, column
         try:
-            builder = _builder(options.dataset, options.data_subset)
+            builder = _builder(dataset, subset, revision)
             self.documents = builder.as_streaming_dataset(split=split)
         except Exception as error:  # whatever the Hub's clients raise: connection, missing dataset, missing split, …
             raise self._unreadable(error) from None
-        known = C4_DOCUMENTS if (options.dataset, options.data_subset) == ("allenai/c4", "en") else {}
+        known = C4_DOCUMENTS if (dataset, subset) == ("allenai/c4", "en") else {}
         splits = builder.info.splits or {}
         self.total = splits[split].num_examples if split in splits else known.get(split)
-        names = {"dataset": options.dataset, "data_subset": options.data_subset, "hub_split": split}
+        names = {"dataset": dataset, "data_subset": subset, "hub_split": split}
         self.description = {**names, "revision": builder.hash}
+
+    def files(self) -> "list[HubDataset]":
+        """Return each file of the split as a dataset of its own, to be read from its start."""
+        count = self.documents.num_shards
+        files = [copy.copy(self) for _ in range(count)]
+        for number, file in enumerate(files):
+            file.documents = self.documents.shard(count, number)
+        return files
 
     def batches(self, position: list | None) -> Iterator[Batch]:
         state, skip = position or (None, 0)
@@ -86,18 +98,18 @@ class HubDataset:
                 raise self._unreadable(error) from None
             if columns is None:
                 return
-            check_columns(self.dataset, [self.column], list(columns), SET_COLUMN)
-            texts = check_texts(columns[self.column], self.dataset, self.column)
+            check_columns(self.dataset, [self.column], list(columns), self.set_column)
+            texts = check_texts(columns[self.column], self.dataset, self.column, self.set_column)
             if number >= skip:
                 yield Batch(here, texts, len(texts))
 
     def _unreadable(self, error: Exception) -> UserError:
         found = f"cannot read {self.dataset} ({self.split}) from the Hugging Face Hub: {first_line(error)}"
-        return UserError(f"--dataset: {found}; check the name and the connection, or use --data_files")
+        return UserError(f"{self.key}: {found}; {self.fix}")
 
 
 @functools.cache
-def _builder(dataset: str, subset: str | None):
+def _builder(dataset: str, subset: str | None, revision: str | None):
     from datasets import load_dataset_builder
 
-    return load_dataset_builder(dataset, subset)
+    return load_dataset_builder(dataset, subset, revision=revision)

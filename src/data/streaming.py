@@ -18,6 +18,7 @@ from filelock import FileLock
 from streaming import Stream, StreamingDataLoader, StreamingDataset
 from streaming.base.storage import CloudDownloader
 from torch import Tensor
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from src.config import check_known
@@ -27,6 +28,7 @@ from src.data.tokenizers import vocabulary_digest
 from src.data.workers import short_errors
 from src.errors import UserError, first_line
 
+ANEW = "read the same, or start from its weights alone with model.pretrained_checkpoint"
 PASSED_ON = (  # keys of DatasetConfig that are arguments of StreamingDataset
     "shuffle", "shuffle_algo", "shuffle_block_size", "batching_method", "num_canonical_nodes", "predownload",
     "cache_limit", "download_timeout",
@@ -67,6 +69,11 @@ class StreamingTextDataset(StreamingSamples):
     def _resume_incr_epoch(self) -> tuple[int, int]:
         self.epoch, sample_in_epoch = super()._resume_incr_epoch()
         return self.epoch, sample_in_epoch
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "devices" in state:  # src/data/hub_samples.py saved it
+            raise UserError(f"this data is shards, but the checkpoint's position is in a dataset on the Hub; {ANEW}")
+        super().load_state_dict(state)
 
     def _get_work(self, epoch: int, sample_in_epoch: int) -> np.ndarray:
         try:
@@ -125,7 +132,6 @@ class TextDataLoader(StreamingDataLoader):
 def build(config: LoaderConfig, tokenizer: PreTrainedTokenizerBase, batch_size: int, train: bool) -> TextDataLoader:
     """Build a loader of masked batches of `batch_size` samples for this device. Raises UserError."""
     options = config.dataset
-    masking = Masking(tokenizer, options.mlm_probability, options.seed, train, options.whole_word_masking)
     dataset = build_dataset(options, batch_size)
     for stream in dataset.streams if "tokens" in dataset.shards[0].column_names else ():
         check_tokens(stream, tokenizer, options)
@@ -133,10 +139,25 @@ def build(config: LoaderConfig, tokenizer: PreTrainedTokenizerBase, batch_size: 
         key = "global_train_batch_size" if train else "device_eval_batch_size"
         found = f"the split {options.split} has {len(dataset)} samples per device, fewer than a batch of {batch_size}"
         raise UserError(f"{found}; lower {key}, or convert more text")
-    return TextDataLoader(
+    return open_loader(TextDataLoader, MaskingCollator, dataset, config, tokenizer, batch_size, train)
+
+
+def open_loader(
+    kind: type[TextDataLoader],
+    collator: type[MaskingCollator],
+    dataset: IterableDataset,
+    config: LoaderConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+    train: bool,
+) -> Any:
+    """Return a loader of masked batches of a dataset's samples. Raises UserError."""
+    options = config.dataset
+    masking = Masking(tokenizer, options.mlm_probability, options.seed, train, options.whole_word_masking)
+    return kind(
         dataset,
         batch_size=batch_size,
-        collate_fn=MaskingCollator(tokenizer, options.max_seq_len, masking, options.packing, options.pad_to_max_length),
+        collate_fn=collator(tokenizer, options.max_seq_len, masking, options.packing, options.pad_to_max_length),
         num_workers=config.num_workers,
         prefetch_factor=config.prefetch_factor,
         persistent_workers=config.persistent_workers and config.num_workers > 0,
