@@ -501,6 +501,14 @@ def test_fixed_settings_of_a_pretraining_run_determine_its_numbers(config_file):
             "dataset.shuffle",
             "dataset.seed",
             "dataset.num_canonical_nodes",
+            "dataset.shuffle_algo",
+            "dataset.shuffle_block_size",
+            "dataset.batching_method",
+            "dataset.hub",
+            "dataset.data_subset",
+            "dataset.text_column",
+            "dataset.val_fraction",
+            "dataset.concat_tokens",
         )
     }
     assert fixed.keys() == loaders | {

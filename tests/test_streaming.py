@@ -1,6 +1,7 @@
 """Shards → masked batches: their order, sources, reproducibility, and what is refused."""
 
 import contextlib
+import inspect
 import json
 import multiprocessing
 import shutil
@@ -17,9 +18,10 @@ from streaming import MDSWriter
 from streaming.base.storage.download import S3Downloader
 from transformers import BertTokenizerFast
 
+from src.config import _keys
 from src.convert_dataset import main as convert
 from src.data.batches import IGNORED, sample_count
-from src.data.config import DatasetConfig, LoaderConfig
+from src.data.config import BATCHING_METHODS, SHUFFLE_ALGOS, DatasetConfig, LoaderConfig
 from src.data.streaming import StreamingTextDataset, build, build_dataset, describe, ignore_signals
 from src.data.tokenizers import vocabulary_digest
 from src.errors import UserError
@@ -32,6 +34,7 @@ def unmasked(batch: Batch) -> torch.Tensor:
 
 
 def config(shards: Path, split: str = "train", workers: int = 0, drop_last: bool = False, **changes) -> LoaderConfig:
+    of_loader = {name: changes.pop(name) for name in ("prefetch_factor", "persistent_workers") if name in changes}
     options = {
         "local": str(shards),
         "remote": None,
@@ -41,7 +44,7 @@ def config(shards: Path, split: str = "train", workers: int = 0, drop_last: bool
         "seed": 17,
         **changes,
     }
-    return LoaderConfig(DatasetConfig(**options), num_workers=workers, drop_last=drop_last)
+    return LoaderConfig(DatasetConfig(**options), num_workers=workers, drop_last=drop_last, **of_loader)
 
 
 def same(batches: list[Batch], others: list[Batch]) -> bool:
@@ -345,6 +348,77 @@ def test_text_and_tokens_do_not_mix(two, tokenizer, tmp_path):
     streams = {"dog": two["dog"], "rows": {"local": str(write_tokens(tmp_path, tokenizer, sentences(3)))}}
     with pytest.raises(UserError, match=r"dog/train holds text and \S+ tokens; convert both the same way"):
         build(config(Path("unused"), streams=streams), tokenizer, 4, train=True)
+
+
+# The knobs of streaming and of its loader
+
+
+def test_the_choices_are_those_of_streaming():
+    assert set(SHUFFLE_ALGOS) == streaming.base.shuffle.algos.keys()
+    assert set(BATCHING_METHODS) == streaming.base.batching.batching_methods.keys()
+
+
+def test_every_knob_reaches_streaming_or_its_loader(shards, tokenizer):
+    plain = build(config(shards, workers=1, shuffle=True), tokenizer, 5, train=True)
+    library = inspect.signature(streaming.StreamingDataset).parameters
+    passed = {"shuffle_algo": "py2s", "shuffle_block_size": 7, "batching_method": "stratified"}
+    dataset = build_dataset(config(shards, **passed, download_timeout=5.5).dataset, 5)
+    for name, value in passed.items():
+        assert getattr(plain.dataset, name) == library[name].default != value == getattr(dataset, name)
+    assert plain.dataset.streams[0].download_timeout == library["download_timeout"].default
+    assert dataset.streams[0].download_timeout == 5.5
+    assert (plain.prefetch_factor, plain.persistent_workers) == (2, True)
+    changed = config(shards, workers=1, prefetch_factor=3, persistent_workers=False)
+    loader = build(changed, tokenizer, 5, train=True)
+    assert (loader.prefetch_factor, loader.persistent_workers) == (3, False)
+
+
+def test_workers_that_end_with_their_epoch_give_the_batches_of_those_that_stay(shards, tokenizer):
+    stay, end = (
+        epochs(build(config(shards, workers=1, shuffle=True, persistent_workers=keep), tokenizer, 16, train=True), 2)
+        for keep in (True, False)
+    )
+    assert all(same(one, other) for one, other in zip(stay, end))
+
+
+def test_samples_are_shuffled_within_blocks(shards, tokenizer):
+    def order(**changes):
+        return [sample["sample"][1] for sample in build_dataset(config(shards, shuffle=True, **changes).dataset, 5)]
+
+    far, near = (
+        max(abs(at - sample) for at, sample in enumerate(order(shuffle_algo="py1br", shuffle_block_size=size)))
+        for size in (1 << 18, 4)
+    )
+    assert near < 8 < far
+
+
+def test_stratified_batches_hold_every_stream_in_its_share(two, tokenizer):
+    options = config(Path("unused"), shuffle=True, streams=two, batching_method="stratified")
+    batches = [source_of(batch, tokenizer) for batch in build(options, tokenizer, 6, train=True)]
+    assert [(names.count("dog"), names.count("cat")) for names in batches] == [(4, 2)] * 10
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streams_that_do_not_fit_a_batching_method_are_refused_in_one_sentence(two, tokenizer, workers):
+    options = config(Path("unused"), workers=workers, streams=two, batching_method="stratified")
+    with pytest.raises(
+        UserError, match=r"^batching_method=stratified and .* cannot order these samples: Number of"
+    ) as e:
+        next(iter(build(options, tokenizer, 1, train=True)))
+    assert "\n" not in str(e.value)
+
+
+def test_workers_that_do_not_exist_cannot_prepare_batches_ahead(shards):
+    with pytest.raises(UserError, match=r"^train_loader.prefetch_factor=4 needs .*set train_loader.num_workers to at"):
+        config(shards, prefetch_factor=4).check("train_loader")
+    config(shards, workers=1, prefetch_factor=4).check("train_loader")
+
+
+def test_a_resumed_run_may_change_what_leaves_the_order_of_samples():
+    keys = {name: entry.metadata["may_change"] for name, entry, _ in _keys(LoaderConfig)}
+    knobs = "shuffle_algo shuffle_block_size batching_method download_timeout".split()
+    assert [keys[f"dataset.{name}"] for name in knobs] == [False, False, False, True]
+    assert keys["prefetch_factor"] is keys["persistent_workers"] is True
 
 
 # A remote and its cache

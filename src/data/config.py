@@ -12,6 +12,14 @@ from src.data.parts import find_parts
 from src.errors import UserError
 from src.files import looks_like_path
 
+SHUFFLE_ALGOS = ("py1br", "py1e", "py1s", "py2s", "naive")  # streaming's, which is slow to import
+OF_HUB = ("data_subset", "revision", "text_column", "val_fraction", "concat_tokens")  # keys without effect on shards
+OF_SHARDS = (
+    "streams", "predownload", "cache_limit", "num_canonical_nodes", "shuffle_algo", "batching_method",
+    "download_timeout",
+)  # fmt: skip
+BATCHING_METHODS = ("random", "stratified", "per_stream", "device_per_stream")
+
 
 @dataclass
 class DatasetConfig:
@@ -22,7 +30,23 @@ class DatasetConfig:
         {},
         may_change=("num_workers", "local", "remote", "predownload", "cache_limit"),
     )
-    split: str = key("subfolder of the shards, e.g. train, train_small, val")
+    hub: str | None = key(
+        "dataset on the Hugging Face Hub to read instead of shards, without conversion but slower, e.g. allenai/c4",
+        None,
+    )
+    data_subset: str | None = key("with `hub`: its configuration, e.g. en", None)
+    revision: str | None = key("with `hub`: commit, tag or branch; default: the latest", None, may_change=True)
+    text_column: str = key("with `hub`: column with the text", "text")
+    val_fraction: float | None = key(
+        "with `hub`: hold out this fraction of its train split for val, chosen by a hash of the text",
+        None,
+        above=0,
+        below=1,
+    )
+    concat_tokens: bool = key(
+        "with `hub`: rows of max_seq_len tokens, documents end to end, else one per document", False
+    )
+    split: str = key("subfolder of the shards, e.g. train, train_small, val; the same of `hub`, or its own, e.g. test")
     tokenizer_name: str = key("Hub name or folder of the tokenizer", II("tokenizer_name"))
     max_seq_len: int = key("maximum sequence length; longer texts are cut", II("max_seq_len"), at_least=3, below=2**32)
     mlm_probability: float = key("masking rate: fraction of tokens to predict", II("mlm_probability"), above=0, below=1)
@@ -34,6 +58,19 @@ class DatasetConfig:
     predownload: int | None = key("samples to fetch ahead, with `remote`", None, may_change=True)
     cache_limit: str | None = key("maximum disk space of the cache, e.g. 100gb", None, may_change=True)
     num_canonical_nodes: int | None = key("fix the sample order for this many nodes, whatever the real number", None)
+    shuffle_algo: str = key("how `shuffle` draws the order of shards and samples", "py1e", choices=SHUFFLE_ALGOS)
+    shuffle_block_size: int | None = key(
+        "samples shuffled together; default: the larger of 262,144 and 4,000,000 / num_canonical_nodes, and with `hub` "
+        "10,000, which each worker keeps in memory",
+        None,
+        at_least=1,
+    )
+    batching_method: str = key(
+        "streams of a batch: drawn by chance, in fixed shares, or one per batch or per device",
+        "random",
+        choices=BATCHING_METHODS,
+    )
+    download_timeout: float = key("seconds to wait for a shard of `remote`", 60.0, above=0, may_change=True)
 
 
 @dataclass
@@ -41,6 +78,25 @@ class LoaderConfig:
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     drop_last: bool = key("drop the last batch of an epoch if it is not full", False)
     num_workers: int = key("processes to prepare batches; 0: the main one", 0, at_least=0, below=2**32, may_change=True)
+    prefetch_factor: int | None = key(
+        "batches that each worker prepares ahead; default: 2", None, at_least=1, below=2**32, may_change=True
+    )
+    persistent_workers: bool = key("keep the workers from epoch to epoch", True, may_change=True)
+
+    def check(self, name: str) -> None:
+        """Raise UserError for settings that contradict each other. `name` is the loader's, such as train_loader."""
+        if self.prefetch_factor is not None and not self.num_workers:
+            problem = f"{name}.prefetch_factor={self.prefetch_factor} needs worker processes"
+            raise UserError(f"{problem}; set {name}.num_workers to at least 1, or omit it")
+        dataset, without = self.dataset, DatasetConfig()
+        unused, given = (
+            (OF_HUB, "only applies with hub") if dataset.hub is None else (OF_SHARDS, "only applies to shards")
+        )
+        for each in unused:
+            if getattr(dataset, each) != getattr(without, each):
+                raise UserError(f"{name}.dataset.{each} {given}; omit it")
+        if dataset.hub is not None and looks_like_path(dataset.hub) and not Path(dataset.hub).is_dir():
+            raise UserError(f"{name}.dataset.hub: {dataset.hub} is not a folder; fix its path")
 
 
 def check_images(key: str, name: str, split: str) -> None:

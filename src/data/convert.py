@@ -131,7 +131,8 @@ def plan(options: Namespace, files: list[Path]) -> list[TextSplit]:
     for split in options.splits:
         whole, (hub_split, limit) = Path(options.out_root, split), SPLITS[split]
         if not files:
-            source = HubDataset(options, hub_split if options.val_fraction is None else "train")
+            hub_split_read = hub_split if options.val_fraction is None else "train"
+            source = HubDataset(options.dataset, options.data_subset, hub_split_read, options.text_column)
         command = {**source.description, **{name: getattr(options, name) for name in SHARD_OPTIONS}}
         command["tokenizer"] = rows and rows.tokenizer_digest
         folder, units, finished = whole, range(len(source.sizes)), False

@@ -79,22 +79,25 @@ class HubDataset:
     """A split of a dataset on the Hub, streamed. A position is [state or None, batches to skip after it, unit]; earlier
     versions wrote no unit, and a state of the whole split. A unit is consecutive files."""
 
+    key, set_column = "--dataset", SET_COLUMN  # for messages
+    fix = "check the name and the connection, or use --data_files"
+
     unit = "docs"
     resumable = True
     stamps = None  # the revision, in the description, identifies the data
 
-    def __init__(self, options: Namespace, split: str):
-        self.dataset, self.split, self.column = options.dataset, split, options.text_column
+    def __init__(self, dataset: str, subset: str | None, split: str, column: str, revision: str | None = None):
+        self.dataset, self.split, self.column = dataset, split, column
         try:
-            builder = _builder(options.dataset, options.data_subset)
+            builder = _builder(dataset, subset, revision)
             self.documents = builder.as_streaming_dataset(split=split)
         except Exception as error:  # whatever the Hub's clients raise: connection, missing dataset, missing split, …
             raise self._unreadable(error) from None
-        known = C4_DOCUMENTS if (options.dataset, options.data_subset) == ("allenai/c4", "en") else {}
+        known = C4_DOCUMENTS if (dataset, subset) == ("allenai/c4", "en") else {}
         splits = builder.info.splits or {}
         self.total = splits[split].num_examples if split in splits else known.get(split)
         self.sizes = [1] * min(self.documents.num_shards, MAX_UNITS)
-        names = {"dataset": options.dataset, "data_subset": options.data_subset, "hub_split": split}
+        names = {"dataset": dataset, "data_subset": subset, "hub_split": split}
         self.description = {**names, "revision": builder.hash}
 
     def identity(self) -> dict[str, str]:
@@ -120,18 +123,18 @@ class HubDataset:
                 raise self._unreadable(error) from None
             if columns is None:
                 return
-            check_columns(self.dataset, [self.column], list(columns), SET_COLUMN)
-            texts = check_texts(columns[self.column], self.dataset, self.column)
+            check_columns(self.dataset, [self.column], list(columns), self.set_column)
+            texts = check_texts(columns[self.column], self.dataset, self.column, self.set_column)
             if number >= skip:
                 yield Batch([*here, *where], texts, len(texts))
 
     def _unreadable(self, error: Exception) -> UserError:
         found = f"cannot read {self.dataset} ({self.split}) from the Hugging Face Hub: {first_line(error)}"
-        return UserError(f"--dataset: {found}; check the name and the connection, or use --data_files")
+        return UserError(f"{self.key}: {found}; {self.fix}")
 
 
 @functools.cache
-def _builder(dataset: str, subset: str | None):
+def _builder(dataset: str, subset: str | None, revision: str | None):
     from datasets import load_dataset_builder
 
-    return load_dataset_builder(dataset, subset)
+    return load_dataset_builder(dataset, subset, revision=revision)

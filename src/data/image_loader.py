@@ -16,6 +16,7 @@ from src.data.image_config import ImageLoaderConfig, MixingConfig
 from src.data.image_transforms import Augmentation, Evaluation, seeded
 from src.data.images import Images, decode
 from src.data.streaming import ignore_signals
+from src.data.workers import short_errors
 from src.errors import UserError
 
 ORDER, AUGMENTATION, MIXING = range(3)  # what random numbers are for
@@ -108,10 +109,8 @@ class ImageLoader(DataLoader):
     """A loader whose workers' errors are as short as its own."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        try:
+        with short_errors():
             yield from super().__iter__()
-        except UserError as error:  # a worker's has its traceback before the sentence
-            raise UserError(str(error).rsplit("UserError: ", 1)[-1].strip()) from None
 
 
 def train_loader(dataset: ImageDataset, config: ImageLoaderConfig, batch_size: int, mixing: Mixing) -> ImageLoader:

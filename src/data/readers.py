@@ -91,11 +91,11 @@ def read_batches(
             skip, before = skip + len(group), after
 
 
-def check_texts(values: Iterable[Any], source: str, column: str) -> list[str]:
+def check_texts(values: Iterable[Any], source: str, column: str, fix: str = SET_COLUMN) -> list[str]:
     """Return the values of a column, "" for None. Raises UserError for any that is not a string."""
     for value in values:
         if not isinstance(value, str | None):
-            raise UserError(f"{source}: column {column!r} holds {type(value).__name__}, not text{SET_COLUMN}")
+            raise UserError(f"{source}: column {column!r} holds {type(value).__name__}, not text{fix}")
     return [value or "" for value in values]
 
 

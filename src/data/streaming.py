@@ -11,19 +11,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from composer.utils import dist
 from filelock import FileLock
 from streaming import Stream, StreamingDataLoader, StreamingDataset
 from streaming.base.storage import CloudDownloader
 from torch import Tensor
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from src.config import check_known
 from src.data.batches import Masking, MaskingCollator, sample_count
 from src.data.config import DatasetConfig, LoaderConfig, check_split
 from src.data.tokenizers import vocabulary_digest
+from src.data.workers import short_errors
 from src.errors import UserError, first_line
+
+ANEW = "read the same, or start from its weights alone with model.pretrained_checkpoint"
+PASSED_ON = (  # keys of DatasetConfig that are arguments of StreamingDataset
+    "shuffle", "shuffle_algo", "shuffle_block_size", "batching_method", "num_canonical_nodes", "predownload",
+    "cache_limit", "download_timeout",
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -61,6 +70,18 @@ class StreamingTextDataset(StreamingSamples):
         self.epoch, sample_in_epoch = super()._resume_incr_epoch()
         return self.epoch, sample_in_epoch
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "devices" in state:  # src/data/hub_samples.py saved it
+            raise UserError(f"this data is shards, but the checkpoint's position is in a dataset on the Hub; {ANEW}")
+        super().load_state_dict(state)
+
+    def _get_work(self, epoch: int, sample_in_epoch: int) -> np.ndarray:
+        try:
+            return super()._get_work(epoch, sample_in_epoch)
+        except ValueError as error:  # from batching or shuffling, about sizes that do not fit together
+            given = f"batching_method={self.batching_method} and shuffle_algo={self.shuffle_algo}"
+            raise UserError(f"{given} cannot order these samples: {' '.join(str(error).split())}") from None
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {**super().__getitem__(index), "sample": (self.epoch, int(index))}
 
@@ -92,7 +113,7 @@ class Padding:
 
 
 class TextDataLoader(StreamingDataLoader):
-    """Counts its position in samples, several of which may share a row, and padding."""
+    """Counts its position in samples, several of which may share a row, and padding; its workers' errors are short."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -102,15 +123,15 @@ class TextDataLoader(StreamingDataLoader):
         return sample_count(batch)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for batch in super().__iter__():
-            self.padding.count(batch, self.collate_fn)
-            yield batch
+        with short_errors():
+            for batch in super().__iter__():
+                self.padding.count(batch, self.collate_fn)
+                yield batch
 
 
 def build(config: LoaderConfig, tokenizer: PreTrainedTokenizerBase, batch_size: int, train: bool) -> TextDataLoader:
     """Build a loader of masked batches of `batch_size` samples for this device. Raises UserError."""
     options = config.dataset
-    masking = Masking(tokenizer, options.mlm_probability, options.seed, train, options.whole_word_masking)
     dataset = build_dataset(options, batch_size)
     for stream in dataset.streams if "tokens" in dataset.shards[0].column_names else ():
         check_tokens(stream, tokenizer, options)
@@ -118,15 +139,31 @@ def build(config: LoaderConfig, tokenizer: PreTrainedTokenizerBase, batch_size: 
         key = "global_train_batch_size" if train else "device_eval_batch_size"
         found = f"the split {options.split} has {len(dataset)} samples per device, fewer than a batch of {batch_size}"
         raise UserError(f"{found}; lower {key}, or convert more text")
-    return TextDataLoader(
+    return open_loader(TextDataLoader, MaskingCollator, dataset, config, tokenizer, batch_size, train)
+
+
+def open_loader(
+    kind: type[TextDataLoader],
+    collator: type[MaskingCollator],
+    dataset: IterableDataset,
+    config: LoaderConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+    train: bool,
+) -> Any:
+    """Return a loader of masked batches of a dataset's samples. Raises UserError."""
+    options = config.dataset
+    masking = Masking(tokenizer, options.mlm_probability, options.seed, train, options.whole_word_masking)
+    return kind(
         dataset,
         batch_size=batch_size,
-        collate_fn=MaskingCollator(tokenizer, options.max_seq_len, masking, options.packing, options.pad_to_max_length),
+        collate_fn=collator(tokenizer, options.max_seq_len, masking, options.packing, options.pad_to_max_length),
         num_workers=config.num_workers,
+        prefetch_factor=config.prefetch_factor,
+        persistent_workers=config.persistent_workers and config.num_workers > 0,
         worker_init_fn=ignore_signals,
         drop_last=config.drop_last,
         pin_memory=torch.cuda.is_available(),
-        persistent_workers=config.num_workers > 0,
     )
 
 
@@ -149,8 +186,10 @@ def build_dataset(options: DatasetConfig, batch_size: int) -> StreamingTextDatas
     """Return the samples of a split, or of several streams. Raises UserError without shards of text or tokens."""
     sources = {f"streams.{name}": source for name, source in options.streams.items()}
     sources = sources or {"data_local": {"local": options.local, "remote": options.remote}}
-    names = ("shuffle", "predownload", "cache_limit", "num_canonical_nodes")
-    order = {name: getattr(options, name) for name in names} | {"batch_size": batch_size, "shuffle_seed": options.seed}
+    order = {name: getattr(options, name) for name in PASSED_ON} | {
+        "batch_size": batch_size,
+        "shuffle_seed": options.seed,
+    }
     tries = 20 if dist.get_world_size() == 1 else 1  # the ranks wait for each other inside
     for tries_left in reversed(range(tries)):
         opened = [open_stream(name, source, options.split) for name, source in sources.items()]

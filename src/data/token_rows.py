@@ -46,15 +46,16 @@ class RowMaker:
     summary: dict[str, Any] = field(default_factory=dict)  # for split.json
 
     @classmethod
-    def of(cls, tokenizer: "PreTrainedTokenizerBase", mode: str, length: int) -> "RowMaker":
-        """Return the row maker for a tokenizer. Raises UserError unless it frames a text as [CLS] … [SEP]."""
+    def of(cls, tokenizer: "PreTrainedTokenizerBase", mode: str, length: int, key: str = "--tokenizer") -> "RowMaker":
+        """Return the row maker for a tokenizer. Raises UserError unless it frames a text as [CLS] … [SEP]. `key` is
+        what the user set to get rows of tokens."""
         name, start, end = tokenizer.name_or_path, tokenizer.cls_token_id, tokenizer.sep_token_id
         if not tokenizer.is_fast:
-            raise UserError(f"--tokenizer: {name} has no tokenizer.json, and is too slow without it; choose another")
+            raise UserError(f"{key}: {name} has no tokenizer.json, and is too slow without it; choose another")
         framed, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
         if None in (start, end) or framed != [start, *bare, end]:
-            fix = "choose one like BERT's, or omit --tokenizer"
-            raise UserError(f"--tokenizer: {name} does not frame a text as [CLS] … [SEP], which token rows need; {fix}")
+            fix = f"choose one like BERT's, or omit {key}"
+            raise UserError(f"{key}: {name} does not frame a text as [CLS] … [SEP], which token rows need; {fix}")
         serialized, digest = tokenizer.backend_tokenizer.to_str(), vocabulary_digest(tokenizer)
         summary = {"tokenizer": name, "vocab_size": len(tokenizer), "digest": digest, "mode": mode, "length": length}
         fast = Tokenizer.from_str(serialized)

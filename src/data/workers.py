@@ -1,5 +1,6 @@
-"""Map a function over items in several processes, with results in order."""
+"""Worker processes: map a function over items, with results in order; and the errors of a loader's workers."""
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -48,6 +49,15 @@ def in_order(work: Callable[[Any], Any], items: Iterable[Any], workers: int) -> 
         raise UserError(f"a worker process was killed, perhaps for lack of memory; {fix}") from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def short_errors() -> Iterator[None]:
+    """Shorten a UserError of a loader's worker, which has its traceback before the sentence."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).rsplit("UserError: ", 1)[-1].strip()) from None
 
 
 def _start(work: Callable[[Any], Any]) -> None:

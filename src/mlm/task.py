@@ -50,8 +50,22 @@ class PretrainConfig(RunConfig):
             if (name := getattr(self, loader).dataset.tokenizer_name) != self.tokenizer_name:
                 differs = f"differs from tokenizer_name={self.tokenizer_name}"
                 raise UserError(f"{loader}.dataset.tokenizer_name={name} {differs}; a run has one, so omit it")
+            getattr(self, loader).check(loader)
+        self._check_lengths()
         packing, microbatch = self.train_loader.dataset.packing, self.device_train_microbatch_size
         check_state_passing(self.state_passing, packing, "train_loader.dataset.packing", microbatch)
+
+    def _check_lengths(self) -> None:
+        """Raise UserError for a setting that needs the number of batches of a dataset on the Hub."""
+        lengths = {f"scheduler.{name}": value for name, value in self.scheduler.items()}
+        lengths |= {"max_duration": self.max_duration}
+        for name, value in lengths.items() if self.train_loader.dataset.hub is not None else ():
+            if isinstance(value, str) and value.lower().endswith("ep"):
+                problem = f"{name}={value}: the length of an epoch of train_loader.dataset.hub is unknown"
+                raise UserError(f"{problem}; give it in ba, sp or tok")
+        if self.eval_loader.dataset.hub is not None and self.eval_subset_num_batches == -1:
+            problem = "eval_subset_num_batches=-1: the number of batches of eval_loader.dataset.hub is unknown"
+            raise UserError(f"{problem}; set how many to evaluate on")
 
 
 class MaskedLM(Task):
@@ -72,7 +86,7 @@ class MaskedLM(Task):
         config = self.config
         check_path(config.tokenizer_name, "tokenizer_name")
         for dataset in self.datasets:
-            if dataset.remote is None and not dataset.streams:
+            if dataset.hub is None and dataset.remote is None and not dataset.streams:
                 check_split("data_local", Path(dataset.local), dataset.split)
 
     def build_model(self, checkpoint: Path | None) -> "LionMLM":
@@ -113,13 +127,14 @@ class MaskedLM(Task):
     def build_loaders(self, device_batch_size: int) -> "tuple[DataSpec, DataSpec]":
         from composer import DataSpec
 
-        from src.data import batches, streaming
+        from src.data import batches, hub_samples, streaming
 
         config = self.config
-        train = streaming.build(config.train_loader, self.tokenizer, device_batch_size, train=True)
-        evaluation = streaming.build(config.eval_loader, self.tokenizer, config.device_eval_batch_size, train=False)
+        of_train, of_eval = (streaming if dataset.hub is None else hub_samples for dataset in self.datasets)
+        train = of_train.build(config.train_loader, self.tokenizer, device_batch_size, train=True)
+        evaluation = of_eval.build(config.eval_loader, self.tokenizer, config.device_eval_batch_size, train=False)
         self.statistics = train.padding
-        self.data = streaming.describe(config.train_loader.dataset, train.dataset)
+        self.data = of_train.describe(config.train_loader.dataset, train.dataset)
         methods = {"get_num_tokens_in_batch": batches.token_counts, "split_batch": batches.split_batch}
         methods["get_num_samples_in_batch"] = batches.sample_count  # a packed row holds several
         return DataSpec(train, **methods), DataSpec(evaluation, **methods)

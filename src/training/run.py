@@ -178,7 +178,8 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     model_title, data_title = task.describe(model)
     log.info(f"{config.run_name}: {model_title}, {parameters:,} parameters, on {device} in {precision}")
     log.info(f"data: {data_title}, {task.sample}")
-    steps_per_epoch = len(train_data.dataloader)
+    loader = train_data.dataloader
+    steps_per_epoch = len(loader) if hasattr(loader.dataset, "__len__") else math.inf  # unknown of a Hub dataset
     now, end, tokens = state.timestamp, state.max_duration, batch * task.max_tokens_per_sample
     per_step = {"ba": 1, "sp": batch, "tok": tokens, "ep": 1 / steps_per_epoch}[end.unit.value]
     at_least = "at least " if end.unit.value == "tok" else ""  # samples may be shorter than the maximum
