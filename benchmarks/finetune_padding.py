@@ -22,8 +22,9 @@ import torch
 from benchmarks import measure, models
 from src import cli
 from src.glue.examples import read_task
-from src.glue.finetune import Batches, loader
+from src.glue.finetune import collator, loader
 from src.glue.tasks import GLUE
+from src.glue.tokens import tokenize
 from src.lion import LionConfig, LionForSequenceClassification
 from src.training import text_model
 
@@ -46,10 +47,8 @@ def main(argv: list[str]) -> None:
 
     task = GLUE[a.task]
     tokenizer = text_model.build_tokenizer(a.tokenizer, a.length)
-    examples = read_task(task, a.glue_dir).train
-    batched = loader(
-        examples, Batches(tokenizer, a.length, task.regression), a.batch or task.batch_size, shuffle_seed=19
-    )
+    examples = tokenize(read_task(task, a.glue_dir), tokenizer, a.length).train
+    batched = loader(examples, collator(tokenizer, a.length), a.batch or task.batch_size, shuffle_seed=19)
     every = max(1, len(batched) // a.steps)
     batches = [batch for number, batch in enumerate(batched) if number % every == 0][: a.steps]
     step = prepare(a, len(tokenizer), task.num_labels)

@@ -26,10 +26,11 @@ import glue
 from src.cli import progress
 from src.config import load
 from src.errors import RunFailed, UserError
-from src.glue.examples import Example, read_task
+from src.glue.examples import Data, Example, read_task
 from src.glue.experiment import FinetuneConfig, GlueExperiment
-from src.glue.finetune import Batches, GroupedByLength, LionClassifier, build_model, loader, predict, read_start
+from src.glue.finetune import GroupedByLength, LionClassifier, build_model, collator, loader, predict, read_start
 from src.glue.tasks import GLUE
+from src.glue.tokens import tokenize
 from src.jobs import pool, predictions
 from src.jobs.experiment import Job
 from src.jobs.jobs import finished
@@ -66,11 +67,11 @@ def test_padding_to_the_longest_does_not_change_predictions(shared, write_checkp
     torch.nn.init.normal_(model.model.classifier.weight)
     texts = ["dog", *sentences(8), "a song"]
     examples = [Example((text, texts[i - 1])[: len(task.columns)], float(i % 2)) for i, text in enumerate(texts)]
-    batches = Batches(start.tokenizer, 64, task.regression)
+    tokens, collate = tokenize(Data(task, examples, {}, {}), start.tokenizer, 64).train, collator(start.tokenizer, 64)
     alone, together = (
-        predict(model, loader(examples, batches, size), DeviceCPU(), Precision.FP32) for size in (1, len(examples))
+        predict(model, loader(tokens, collate, size), DeviceCPU(), Precision.FP32) for size in (1, len(examples))
     )
-    assert len({batch["input_ids"].shape[1] for batch in loader(examples, batches, 1)}) > 3
+    assert len({batch["input_ids"].shape[1] for batch in loader(tokens, collate, 1)}) > 3
     assert alone.std() > 0.01
     torch.testing.assert_close(alone, together, atol=1e-5, rtol=1e-5)
 
@@ -109,11 +110,11 @@ def test_predictions_use_the_precision_of_evaluation_during_training(monkeypatch
 
 
 def test_training_batches_hold_every_example_once_in_an_order_set_by_the_seed(tokenizer):
-    batches = Batches(tokenizer, 64, regression=True)
     examples = [Example((text,), float(i)) for i, text in enumerate(sentences(21))]
+    tokens = tokenize(Data(GLUE["stsb"], examples, {}, {}), tokenizer, 64).train
 
     def order(seed: int, epochs: int = 1) -> list[list[float]]:
-        batched = loader(examples, batches, 8, shuffle_seed=seed)
+        batched = loader(tokens, collator(tokenizer, 64), 8, shuffle_seed=seed)
         return [[label for batch in batched for label in batch["labels"].tolist()] for _ in range(epochs)]
 
     first, second = order(1, epochs=2)
@@ -123,8 +124,7 @@ def test_training_batches_hold_every_example_once_in_an_order_set_by_the_seed(to
 
 
 def test_training_batches_group_texts_of_similar_length_in_random_order(tokenizer):
-    examples = [Example(("x" * (1 + i % 97),), float(i)) for i in range(801)]
-    order = list(GroupedByLength(examples, 8, seed=1))
+    order = list(GroupedByLength([1 + i % 97 for i in range(801)], 8, seed=1))
     assert sorted(order) == list(range(801))
     batches = [[1 + i % 97 for i in order[at : at + 8]] for at in range(0, 800, 8)]
     assert sum(max(batch) - min(batch) for batch in batches) / len(batches) < 8  # of 97; about 75 without
@@ -201,6 +201,13 @@ def test_the_scores_of_a_run_follow_from_its_predictions(finetuned, glue_dir):
                 assert last[f"{split}/{metric}"] == pytest.approx(value, abs=1e-6)
 
 
+def test_jobs_take_the_tokens_that_the_command_made(finetuned):
+    _, folder, _ = finetuned
+    tokens = {path.name for path in (folder / "tokens").iterdir()}
+    assert tokens == {f"{task}.safetensors" for task in ("rte", "mnli", "stsb", "sst2", "amount")}
+    assert not any("tokenizing" in path.read_text() for path in folder.glob("jobs/*/log.txt"))
+
+
 def test_tasks_after_mnli_start_from_its_encoder(finetuned):
     _, folder, _ = finetuned
     starts = {path.parent.name: json.loads(path.read_text())["start"] for path in folder.glob("jobs/*/result.json")}
@@ -268,7 +275,10 @@ def test_a_failed_or_killed_job_is_reported_and_does_not_affect_others(tmp_path,
 
     def disturb() -> None:
         wait_for(lambda: metrics(tmp_path / "run/jobs/sst2-19") > 2)
-        (folder / "STS-B/train.tsv").write_bytes(b"\xff\xfe\n")  # after the command has read it
+        # After the command has read them. RTE's job has its tokens, and so needs no example.
+        for task in ("STS-B", "RTE"):
+            (folder / task / "train.tsv").write_bytes(b"\xff\xfe\n")
+        (tmp_path / "run/tokens/stsb.safetensors").write_bytes(b"truncated")
         os.kill(job_process(os.getpid()), signal.SIGKILL)
 
     disturber = threading.Thread(target=disturb)

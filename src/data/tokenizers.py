@@ -44,6 +44,17 @@ def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     return sha256([json.dumps([vocabulary, special]).encode()])
 
 
+def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return the SHA-256 of all that the tokens of a text depend on, but for the arguments of a call."""
+    if tokenizer.is_fast:
+        settings = json.loads(tokenizer.backend_tokenizer.to_str())
+        settings |= {"truncation": None, "padding": None}  # of the latest call
+    else:
+        settings = [type(tokenizer).__name__, vocabulary_digest(tokenizer), tokenizer.init_kwargs]
+    also = tokenizer.model_input_names, tokenizer.truncation_side
+    return sha256([json.dumps([settings, also], sort_keys=True, default=str).encode()])
+
+
 def train_wordpiece(read_texts: Callable[[], Iterator[str]], vocab_size: int, lowercase: bool = True) -> "Tokenizer":
     """Train a WordPiece tokenizer like BERT's, byte for byte the same for the same texts. `read_texts` is called twice.
     Raises UserError without text, or if the vocabulary is too small for its characters."""

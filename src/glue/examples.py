@@ -25,10 +25,12 @@ class Example:
 
 
 class Data(NamedTuple):
+    """A task's data: of each split, its examples, list[Example], or their tokens, Tokens of tokens.py."""
+
     task: Task  # with its labels
-    train: list[Example]
-    validation: dict[str, list[Example]]  # by split
-    test: dict[str, list[Example]]
+    train: Any
+    validation: dict[str, Any]  # by split
+    test: dict[str, Any]
 
 
 class Split(NamedTuple):

@@ -32,6 +32,7 @@ class GlueExperiment(Experiment):
     def check_paths(self) -> None:
         config = self.config
         self.costs: dict[str, int] = {}  # characters that an epoch reads, by task
+        self.kept: dict[str, Any] = {}  # where tokens.py keeps the tokens, by task
         self.tasks = select(config.tasks_to_run, config.tasks, config.default_seed)
         longest = max(2 * len(task.columns) + 1 for task in self.tasks)
         if config.max_seq_len < longest:
@@ -65,7 +66,7 @@ class GlueExperiment(Experiment):
         registry.build_all("loggers", {**config.loggers, "file": file})
         start = read_start(config)
         build_model(start, replace(self.tasks[0], labels=self.tasks[0].labels or ("a", "b")))  # do the weights fit?
-        self.start_name = start.name
+        self.start_name, self.tokenizer = start.name, start.tokenizer
         return self.jobs(start.digest(), device)
 
     def jobs(self, start: dict[str, Any], device: str) -> list[Job]:
@@ -95,16 +96,23 @@ class GlueExperiment(Experiment):
         return [job(task, seed, mnli if task.name in FROM_MNLI else None) for task in self.tasks for seed in task.seeds]
 
     def cost(self, job: Job) -> int:
+        from src.glue import tokens
+
         name = job.task.name
         if name not in self.costs:
-            train = read_task(job.task, self.config.glue_dir, self.config.predict_test).train
-            self.costs[name] = sum(16 + sum(map(len, example.texts)) for example in train)
+            data = read_task(job.task, self.config.glue_dir, self.config.predict_test)
+            self.costs[name] = sum(16 + sum(map(len, example.texts)) for example in data.train)
+            file = self.folder / "tokens" / f"{name}.safetensors"
+            self.kept[name] = tokens.keep(data, self.tokenizer, self.config, file)
         return job.task.epochs * self.costs[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "tokenizer"}  # a job loads its own
 
     def run(self, job: Job, device: str, steps: Any) -> Result:
         from src.glue.finetune import finetune
 
-        result = finetune(self.config, job, device, steps, self.keeps_checkpoint(job))
+        result = finetune(self.config, job, device, steps, self.keeps_checkpoint(job), self.kept[job.task.name])
         return {**result, "test_data": self.test_data[job.task.name]}
 
     def keeps_checkpoint(self, job: Job) -> bool:

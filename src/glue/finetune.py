@@ -1,6 +1,6 @@
 """One fine-tuning run, of one task with one seed: its pretrained start, its batches, training, scores, predictions."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +10,17 @@ from composer.core import Precision, get_precision_context
 from composer.utils import reproducibility
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
-from transformers import PreTrainedTokenizerBase
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from src.checkpoints.reading import load_all, read_pretrained
 from src.config import to_dict
 from src.data.tokenizers import vocabulary_digest
 from src.errors import RunFailed, UserError
 from src.files import LATEST, sha256
-from src.glue.examples import Example, read_task, texts_digest
+from src.glue import tokens
 from src.glue.scores import TaskScore, score
 from src.glue.tasks import FinetuneConfig, Task, of_glue
+from src.glue.tokens import Kept, Tokens
 from src.jobs import predictions
 from src.jobs.experiment import Job, Result, mean_score
 from src.jobs.pool import StepReporter
@@ -88,36 +89,12 @@ def build_model(start: Start, task: Task) -> LionForSequenceClassification:
     return model
 
 
-@dataclass
-class Batches:
-    """Tokenizes examples and pads them to the longest in the batch, up to a multiple of 8 if `max_seq_len` is one."""
-
-    tokenizer: PreTrainedTokenizerBase
-    max_seq_len: int
-    regression: bool
-
-    def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        batch = self.tokenizer(
-            *map(list, zip(*(example.texts for example in examples))),
-            truncation=True,
-            max_length=self.max_seq_len,
-            padding="longest",
-            pad_to_multiple_of=8 if self.max_seq_len % 8 == 0 else None,
-            return_tensors="pt",
-        )
-        if examples[0].label is None:  # an unlabelled test set
-            return dict(batch)
-        dtype = torch.float32 if self.regression else torch.long
-        return {**batch, "labels": torch.tensor([example.label for example in examples], dtype=dtype)}
-
-
 class GroupedByLength(Sampler[int]):
     """Draw a new order in each epoch, with texts of similar length in each batch to reduce padding. Chunks of up to 50
     batches, at most a quarter of the epoch, are sorted by length; then full batches are shuffled."""
 
-    def __init__(self, examples: list[Example], batch_size: int, seed: int):
-        self.lengths = [sum(map(len, example.texts)) for example in examples]
-        self.batch_size = batch_size
+    def __init__(self, lengths: list[int], batch_size: int, seed: int):
+        self.lengths, self.batch_size = lengths, batch_size
         self.generator = torch.Generator().manual_seed(seed)
 
     def __len__(self) -> int:
@@ -136,14 +113,25 @@ class GroupedByLength(Sampler[int]):
         yield from order[full:]
 
 
-def loader(examples: list[Example], batches: Batches, batch_size: int, shuffle_seed: int | None = None) -> DataLoader:
+def collator(tokenizer: PreTrainedTokenizerBase, max_seq_len: int) -> DataCollatorWithPadding:
+    """Pad to the longest text of a batch, up to a multiple of 8 if `max_seq_len` is one."""
+    return DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if max_seq_len % 8 == 0 else None)
+
+
+def loader(
+    tokens: Tokens, collate: DataCollatorWithPadding, batch_size: int, workers: int = 0, shuffle_seed: int | None = None
+) -> DataLoader:
     """Return a loader of all examples; with a seed, their order is new in each epoch."""
+    shuffled = shuffle_seed is not None
     return DataLoader(
-        examples,  # type: ignore[arg-type]  # a list is a map-style dataset
+        tokens,
         batch_size=batch_size,
-        sampler=None if shuffle_seed is None else GroupedByLength(examples, batch_size, shuffle_seed),
-        collate_fn=batches,
+        sampler=GroupedByLength(tokens.characters.tolist(), batch_size, shuffle_seed) if shuffled else None,
+        collate_fn=collate,
+        num_workers=workers,
         pin_memory=torch.cuda.is_available(),
+        # Otherwise each epoch takes a random number from the generator that a CPU, though no GPU, draws dropout from.
+        persistent_workers=workers > 0 and torch.cuda.is_available(),
     )
 
 
@@ -154,21 +142,25 @@ class LionClassifier(AutocastModel):
             return super().eval_forward({"labels": None, **batch}, outputs).float()  # a test set has no labels
 
 
-def finetune(config: FinetuneConfig, job: Job, device: str, steps: StepReporter, keep_checkpoint: bool) -> Result:
+def finetune(
+    config: FinetuneConfig, job: Job, device: str, steps: StepReporter, keep_checkpoint: bool, kept: Kept
+) -> Result:
     """Train and evaluate; return the scores, those of the majority class, and a description of the run."""
     start = read_start(config, None if job.after is None else str(job.after.folder / LATEST))
-    data = read_task(job.task, config.glue_dir, config.predict_test)
+    data = tokens.read(kept, job.task, start.tokenizer, config)
     task, folder = data.task, job.folder
     import_files(config.code_paths)
     reproducibility.seed_all(job.seed)
     model = LionClassifier(build_model(start, task), start.tokenizer, use_logits=True)
     model.val_metrics = {metric: TaskScore(task, metric) for metric in task.metrics}
-    batches = Batches(start.tokenizer, config.max_seq_len, task.regression)
-    train_loader = loader(data.train, batches, task.batch_size, shuffle_seed=job.seed)
+    collate = collator(start.tokenizer, config.max_seq_len)
+    # None on a CPU, whose cores all compute.
+    workers = config.num_workers if config.num_workers is not None else 2 * (device == "gpu")
+    train_loader = loader(data.train, collate, task.batch_size, workers, shuffle_seed=job.seed)
     steps.total = task.epochs * len(train_loader)
     size = config.device_eval_batch_size
     splits = data.validation | data.test
-    loaders = {split: loader(examples, batches, size) for split, examples in splits.items()}
+    loaders = {split: loader(examples, collate, size, workers) for split, examples in splits.items()}
     evaluators = [Evaluator(label=s, dataloader=loaders[s], device_eval_microbatch_size=size) for s in data.validation]
     optimizer = {"name": task.optimizer, "lr": task.lr, "weight_decay": task.weight_decay, "betas": (0.9, 0.98)}
     trainer = build_trainer(
@@ -192,14 +184,14 @@ def finetune(config: FinetuneConfig, job: Job, device: str, steps: StepReporter,
     trainer.logger.log_hyperparameters({**to_dict(config), "task": job.settings["task"], "seed": job.seed})
     trainer.fit()
     state, seconds = trainer.state, trainer.state.timestamp.total_wct.total_seconds()
-    scores, majority, train_labels = {}, {}, torch.tensor([example.label for example in data.train])
+    scores, majority, train_labels = {}, {}, data.train.labels.float()
     constant = train_labels.mean() if task.regression else train_labels.mode().values  # the majority class
     for split, examples in splits.items():
         logits = predict(state.model, loaders[split], state.device, state.precision)
-        lines = [(example.id, example.label) for example in examples]
-        predictions.write(folder / predictions.file_name(split), logits, task.labels, lines)
+        labels = [None] * len(examples) if examples.labels is None else examples.labels.tolist()
+        predictions.write(folder / predictions.file_name(split), logits, task.labels, zip(examples.ids, labels))
         if split in data.validation:
-            labels = torch.tensor([example.label for example in examples])
+            labels = examples.labels.float()
             scores[split] = score(task.metrics, predictions.predicted(logits), labels, task.num_labels)
             majority[split] = score(task.metrics, constant.expand(len(labels)), labels, task.num_labels)
     trainer.close()
@@ -209,7 +201,7 @@ def finetune(config: FinetuneConfig, job: Job, device: str, steps: StepReporter,
         "scores": scores, "score": mean_score(scores.values()), "majority": mean_score(majority.values()),
         "train_examples": len(data.train),
         "validation_examples": {split: len(examples) for split, examples in data.validation.items()},
-        "validation_texts": {split: texts_digest(examples) for split, examples in data.validation.items()},
+        "validation_texts": {split: examples.texts for split, examples in data.validation.items()},
         "glue": of_glue(task), "test_splits": list(data.test), "seconds": round(seconds, 1), "start": start.name,
         "folder": folder.name,
     }  # fmt: skip

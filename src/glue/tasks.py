@@ -41,6 +41,9 @@ class FinetuneConfig(TrainerConfig):
     parallel: Any = key("false: one job at a time; true: one per GPU or CPU core; or the number of jobs", False)
     max_seq_len: int = key("maximum sequence length in tokens", 128)
     device_eval_batch_size: int = key("samples per evaluation batch", 128, at_least=1)
+    num_workers: int | None = key(
+        "processes to prepare batches; 0: the job's own; default: 2 on a GPU, 0 on a CPU", None, at_least=0
+    )
     default_seed: int = key("seed of tasks without seeds", 19, **SEED)
     save_finetuned_checkpoints: bool = key("keep the fine-tuned model of each job", False)
     rerun: bool = key("run finished jobs again; also as --rerun", False)
