@@ -92,13 +92,14 @@ def curves(runs: Iterable[tuple[str, Path]], curves: Sequence["Curve"], path: Pa
         scale, last = 100 if curve.percent else 1, {}
         for shade, (name, lines) in zip(colors(metrics), metrics.items()):
             train = [(line["samples"], scale * line[curve.name]) for line in lines if curve.name in line]
-            evaluations = [line for line in lines if curve.eval_key in line.get("eval", {})]
+            evaluations = [(line["samples"], line.get("eval", {}) | line.get("finetune", {})) for line in lines]
+            evaluations = [(samples, values) for samples, values in evaluations if curve.eval_key in values]
             if train:
                 axis.plot(*zip(*train), color=shade, alpha=0.25, linewidth=1)
             if evaluations:
-                values = [scale * line["eval"][curve.eval_key] for line in evaluations]
-                axis.plot([line["samples"] for line in evaluations], values, color=shade, marker=".", label=name)
-                last |= evaluations[-1]["eval"]
+                points = [(samples, scale * values[curve.eval_key]) for samples, values in evaluations]
+                axis.plot(*zip(*points), color=shade, marker=".", label=name)
+                last |= evaluations[-1][1]
         for floor in curves:
             if floor.baseline and floor.percent == curve.percent and floor.eval_key in last:
                 axis.axhline(scale * last[floor.eval_key], color="black", linewidth=1, ls=":", label=floor.title)

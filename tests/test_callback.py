@@ -3,14 +3,17 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import warm
+from composer import Timestamp
 from test_main import batches, metrics
 
 import main
 from src.checkpoints.reading import read_checkpoint
-from src.errors import RunFailed, UserError
+from src.errors import UserError
+from src.files import LATEST, link
 from src.publish import callback
 from src.publish import folder as hub_folder
 from src.publish.commands import check_proof
@@ -68,51 +71,127 @@ def test_a_failing_export_does_not_affect_the_run(tmp_path, write_config):
     read_checkpoint(tmp_path / "run" / "latest-rank0.pt").build()
 
 
-def test_only_the_first_rank_exports_and_only_after_a_save(tmp_path, monkeypatch):
-    class Writer:
-        folder, saved_batch = tmp_path, -1
+class FakeWorker:
+    """A process that ends when a test says so."""
 
-    asked = []
-    monkeypatch.setattr(callback, "export_latest", lambda *_: asked.append(1) or (tmp_path / "hub" / "x", "refused"))
-    exports = callback.HubExports(Writer, 300.0)
-    exports.batch_checkpoint(None, None)
-    assert asked == []
-    Writer.saved_batch = 3
-    exports.batch_checkpoint(None, None)
-    exports.epoch_checkpoint(None, None)
-    assert asked == [1]
-    Writer.saved_batch = 6
+    started: list["FakeWorker"]
+
+    def __init__(self, function, *arguments, **options):
+        self.arguments, self.options, self.running, self.why = arguments, options, True, None
+        self.started.append(self)
+
+    def end(self, why: str | None = None) -> None:
+        self.running, self.why = False, why
+
+    def is_running(self) -> bool:
+        return self.running
+
+    def failure(self) -> str | None:
+        return self.why
+
+    def kill(self) -> None:
+        self.running = False
+
+
+class FakeExport(FakeWorker):
+    def __init__(self, function, checkpoint: Path, out: Path, aside: bool):
+        super().__init__(function, checkpoint, out)
+        self.step = checkpoint.read_text()
+
+    def end(self, why: str | None = None) -> None:
+        super().end(why)
+        if why is None:
+            self.arguments[1].mkdir(parents=True)
+
+
+class FakeRun:
+    """A run that keeps one checkpoint, with the step as its content, and exports them by fake workers."""
+
+    saved_batch = -1
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.exports = callback.HubExports(self)
+
+    def step(self, batch: int, save: bool = False) -> None:
+        if save:
+            for old in self.folder.glob("*-rank0.pt"):
+                old.unlink()
+            (self.folder / f"ep0-ba{batch}-rank0.pt").write_text(str(batch))
+            link(self.folder / LATEST, f"ep0-ba{batch}-rank0.pt")
+            self.saved_batch = batch
+        state = SimpleNamespace(timestamp=Timestamp(batch=batch))
+        self.exports.batch_checkpoint(state, None)
+        self.exports.epoch_checkpoint(state, None)
+
+    @property
+    def held(self) -> bool:
+        return (self.folder / callback.HELD).exists()
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch) -> FakeRun:
+    FakeWorker.started = []
+    monkeypatch.setattr(callback, "Worker", FakeExport)
+    return FakeRun(tmp_path)
+
+
+def test_training_does_not_wait_for_an_export_and_the_newest_of_the_saves_meanwhile_comes_next(fake):
+    for batch in range(1, 9):
+        fake.step(batch, save=batch % 2 == 0)
+    assert [worker.step for worker in FakeWorker.started] == ["2"]
+    assert fake.held  # and not deleted with the run's own
+    FakeWorker.started[0].end()
+    fake.step(9)
+    assert [worker.step for worker in FakeWorker.started] == ["2", "8"]
+    assert folders(fake.folder) == {"ep0-ba2"}  # until there is a newer one
+    FakeWorker.started[1].end()
+    assert not fake.exports.is_busy()
+    assert folders(fake.folder) == {"ep0-ba8"} and not fake.held
+    fake.step(10)
+    assert len(FakeWorker.started) == 2
+
+
+def test_a_failed_export_warns_and_the_next_save_is_exported(fake, caplog):
+    fake.step(3, save=True)
+    FakeWorker.started[0].end("no space left")
+    fake.step(4)
+    assert caplog.messages == ["step 3: the Hub folder was not written (no space left); training continues"]
+    fake.step(6, save=True)
+    assert [worker.step for worker in FakeWorker.started] == ["3", "6"]
+
+
+def test_a_checkpoint_that_cannot_be_held_warns(fake, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(callback, "hold", full)
+    fake.step(3, save=True)
+    assert caplog.messages == ["step 3: the Hub folder was not written (No space left on device); training continues"]
+
+
+def test_only_the_first_rank_exports(fake, monkeypatch):
     monkeypatch.setattr("composer.utils.dist.get_global_rank", lambda: 1)
-    exports.batch_checkpoint(None, None)
-    assert asked == [1]
+    fake.step(3, save=True)
+    assert FakeWorker.started == [] and not fake.exports.is_busy()
 
 
-@pytest.mark.parametrize("dist_timeout", [60.0, 300.0])
-def test_an_export_ends_before_other_ranks_time_out_and_only_folders_of_lost_checkpoints_are_removed(
-    tmp_path, monkeypatch, dist_timeout
-):
-    class Writer:
-        folder, saved_batch = tmp_path, 6
-
-    for name in ("ep0-ba3", "ep0-ba3-unfinished", "ep0-ba6", "my-best"):
-        (tmp_path / "hub" / name).mkdir(parents=True)
-    (tmp_path / "ep0-ba6-rank0.pt").touch()
-
-    def export_latest(folder: Path, seconds: float) -> tuple[Path, None]:
-        assert 0 < seconds < dist_timeout
-        return folder / "hub" / "ep0-ba6", None
-
-    monkeypatch.setattr(callback, "export_latest", export_latest)
-    callback.HubExports(Writer, dist_timeout).batch_checkpoint(None, None)
-    assert folders(tmp_path) == {"ep0-ba6", "my-best"}
+def test_only_folders_of_lost_checkpoints_are_removed_and_what_a_killed_run_left(fake):
+    for name in ("ep0-ba1", "ep0-ba1-unfinished", "my-best"):
+        (fake.folder / "hub" / name).mkdir(parents=True)
+    (fake.folder / callback.HELD).touch()
+    fake.exports.after_load(None, None)
+    assert not fake.held
+    fake.step(3, save=True)
+    FakeWorker.started[0].end()
+    fake.step(4)
+    assert folders(fake.folder) == {"ep0-ba3", "my-best"}
 
 
-def test_an_export_that_takes_too_long_is_ended_and_reported(tmp_path):
-    (tmp_path / "ep0-ba3-rank0.pt").write_bytes(b"")
-    (tmp_path / "latest-rank0.pt").symlink_to("ep0-ba3-rank0.pt")
-    assert callback.export_latest(tmp_path, 0.01) == (tmp_path / "hub" / "ep0-ba3", "the export took more than 0 s")
-    with pytest.raises(RunFailed, match="not a readable checkpoint"):
-        callback.export_last(tmp_path)
+def test_a_run_that_ends_early_ends_its_export(fake):
+    fake.step(3, save=True)
+    fake.exports.close(None, None)
+    assert not FakeWorker.started[0].is_running()
 
 
 def test_an_invalid_value_is_refused_before_anything_is_written(config_file, tmp_path):

@@ -33,7 +33,7 @@ class GlueExperiment(Experiment):
         config = self.config
         self.costs: dict[str, int] = {}  # characters that an epoch reads, by task
         self.kept: dict[str, Any] = {}  # where tokens.py keeps the tokens, by task
-        self.tasks = select(config.tasks_to_run, config.tasks, config.default_seed)
+        self.tasks = select(config.tasks_to_run, config.tasks, config.default_seed, config.seeds)
         longest = max(2 * len(task.columns) + 1 for task in self.tasks)
         if config.max_seq_len < longest:
             raise UserError(f"max_seq_len={config.max_seq_len} must be at least {longest}: [CLS], two tokens per text")

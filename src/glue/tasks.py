@@ -45,8 +45,10 @@ class FinetuneConfig(TrainerConfig):
         "processes to prepare batches; 0: the job's own; default: 2 on a GPU, 0 on a CPU", None, at_least=0
     )
     default_seed: int = key("seed of tasks without seeds", 19, **SEED)
+    seeds: int | None = key("use only the first so many of each task's seeds", None, at_least=1)
     save_finetuned_checkpoints: bool = key("keep the fine-tuned model of each job", False)
     rerun: bool = key("run finished jobs again; also as --rerun", False)
+    dry_run: bool = key("check the config, the tasks and their files, and end", False)
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,9 @@ def of_glue(task: Task) -> bool:
     return on_hub and all(getattr(task, name) == getattr(glue, name) for name in same)
 
 
-def select(to_run: list[str], changes: Mapping[str, Any], default_seed: int) -> list[Task]:
-    """Return the tasks to run, with the config's changes: several candidates of a searched task. Raises UserError."""
+def select(to_run: list[str], changes: Mapping[str, Any], default_seed: int, seeds: int | None = None) -> list[Task]:
+    """Return the tasks to run, with the config's changes and their first `seeds` seeds: several candidates of a
+    searched task. Raises UserError."""
     known = {name: [task] for name, task in GLUE.items()}
     known |= {name: _candidates(name, given) for name, given in changes.items()}
     for name in to_run:
@@ -127,7 +130,7 @@ def select(to_run: list[str], changes: Mapping[str, Any], default_seed: int) -> 
         to_do = f"name the tasks to run, such as tasks_to_run=[{','.join(own)}]"
         raise UserError(f"tasks_to_run is empty, which means GLUE's eight and not {', '.join(own)}; {to_do}")
     chosen = [task for name in to_run or GLUE for task in known[name]]
-    return [task if task.seeds else replace(task, seeds=(default_seed,)) for task in chosen]
+    return [replace(task, seeds=(task.seeds or (default_seed,))[:seeds]) for task in chosen]
 
 
 def _candidates(name: str, given: Any) -> list[Task]:

@@ -20,7 +20,8 @@ def main(experiment: type[Experiment], argv: list[str]) -> None:
         return
     rerun = ["rerun=true"] if "--rerun" in argv else []
     arguments = [argument for argument in argv if argument != "--rerun"] + rerun  # last: the YAML comes first
-    run(experiment(load_config(experiment.schema, experiment.command, experiment.example, arguments)))
+    planned = experiment(load_config(experiment.schema, experiment.command, experiment.example, arguments))
+    planned.check_paths() if planned.config.dry_run else run(planned)
 
 
 def run(experiment: Experiment) -> None:

@@ -9,7 +9,9 @@ from src.config import key
 from src.data.config import LoaderConfig, check_split
 from src.data.tokenizers import check_path, vocabulary_digest
 from src.errors import UserError
+from src.mlm.finetune_eval import FinetuneEval
 from src.training.config import RunConfig, check_state_passing, state_passing
+from src.training.ranks import decide
 from src.training.task import Curve, Task
 
 if TYPE_CHECKING:
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 
     from src.checkpoints.reading import Checkpoint
     from src.mlm.model import LionMLM
+    from src.publish.callback import Background
+    from src.training.checkpointing import CheckpointWriter
+    from src.training.run_log import RunLog
 
 CURVES = (
     Curve("loss", "loss", "eval/LanguageCrossEntropy", "loss/train/total", unit="nats per masked token"),
@@ -43,6 +48,7 @@ class PretrainConfig(RunConfig):
     state_passing: float = state_passing()
     train_loader: LoaderConfig = field(default_factory=LoaderConfig)
     eval_loader: LoaderConfig = field(default_factory=LoaderConfig)
+    finetune_eval: FinetuneEval = field(default_factory=FinetuneEval)
 
     def check(self) -> None:
         super().check()
@@ -52,6 +58,7 @@ class PretrainConfig(RunConfig):
                 raise UserError(f"{loader}.dataset.tokenizer_name={name} {differs}; a run has one, so omit it")
             getattr(self, loader).check(loader)
         self._check_lengths()
+        self.finetune_eval.check()
         packing, microbatch = self.train_loader.dataset.packing, self.device_train_microbatch_size
         check_state_passing(self.state_passing, packing, "train_loader.dataset.packing", microbatch)
 
@@ -88,6 +95,14 @@ class MaskedLM(Task):
         for dataset in self.datasets:
             if dataset.hub is None and dataset.remote is None and not dataset.streams:
                 check_split("data_local", Path(dataset.local), dataset.split)
+        if config.finetune_eval.tasks:
+            decide(lambda: config.finetune_eval.check_tasks(Path(config.save_folder), config.tokenizer_name))
+
+    def background(self, writer: "CheckpointWriter", run_log: "RunLog") -> "list[Background]":
+        from src.mlm.evaluations import FinetuneEvaluations
+
+        settings = self.config.finetune_eval
+        return [FinetuneEvaluations(writer, settings, self.config.run_name, run_log)] if settings.tasks else []
 
     def build_model(self, checkpoint: Path | None) -> "LionMLM":
         """Return a model with random weights, or with the encoder, and any head, of `model.pretrained_checkpoint`."""

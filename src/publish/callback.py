@@ -1,82 +1,127 @@
-"""The key `hf_export`: export Hub folders of a run's checkpoints during training; a failed export never stops it."""
+"""What a run does with its checkpoints while it trains. The key `hf_export`: export Hub folders of them."""
 
-import contextlib
-import multiprocessing
-import os
 import re
 import shutil
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from composer import Callback, Logger, State
+from composer.devices import DeviceCPU
 from composer.utils import dist
 
 from src.cli import log
-from src.errors import RunFailed, UserError, first_line
+from src.errors import RunFailed, reason
 from src.files import LATEST, follow, is_newer
+from src.publish.background import Worker, hold
+from src.publish.commands import export
+
+HELD = "exporting-unfinished.pt"  # the checkpoint that is exported
 
 
-class HubExports(Callback):
-    """After each save, export to `save_folder/hub/ep{epoch}-ba{batch}`; delete exports whose checkpoint is deleted.
-    Rank 0 exports; the other ranks wait for it, at most `dist_timeout` seconds. `writer` is the callback before this
-    one, which saves checkpoints: it has a `folder` and a `saved_batch`."""
+class Background(Callback):
+    """Works on saved checkpoints, one at a time, in a process of its own beside training; what fails only warns.
+    Rank 0 does it. `writer` is a callback before this one, which saves checkpoints: it has a `folder` and a
+    `saved_batch`. A subclass adds to `waiting`."""
 
-    def __init__(self, writer: Any, dist_timeout: float):
+    work: str  # in words
+
+    def __init__(self, writer: Any):
         self.writer = writer
-        self.time_limit = min(0.8 * dist_timeout, 24 * 3600)  # seconds for one export
-        self.exported_batch = -1
+        self.waiting: list[Any] = []
+        self.current: tuple[Any, Worker] | None = None
+        self.aside = False
+
+    def init(self, state: State, logger: Logger) -> None:
+        self.aside, self.logger = isinstance(state.device, DeviceCPU), logger
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() != 0 or self.writer.saved_batch == self.exported_batch:
+        if dist.get_global_rank() != 0:
             return
-        self.exported_batch = self.writer.saved_batch
-        out, failure = export_latest(self.writer.folder, self.time_limit)
+        if self.writer.saved_batch == state.timestamp.batch.value:
+            try:
+                self.saved(state)
+            except OSError as error:
+                log.warning(f"step {self.writer.saved_batch}: no {self.work} ({reason(error)}); training continues")
+        self.is_busy()
+
+    epoch_checkpoint = batch_checkpoint
+
+    def is_busy(self) -> bool:
+        """Report the process if it has ended, and start the next. Return whether there is one."""
+        if self.current is not None and not self.current[1].is_running():
+            (item, worker), self.current = self.current, None
+            self.ended(item, worker.failure())
+        while self.current is None and self.waiting:
+            item = self.waiting.pop(0)
+            try:
+                self.current = (item, worker) if (worker := self.start(item)) else None
+            except OSError as error:
+                self.ended(item, reason(error))
+        return self.current is not None
+
+    def saved(self, state: State) -> None:
+        """Add what is to be done with the checkpoint of this step, if anything. Raises OSError."""
+        raise NotImplementedError
+
+    def start(self, item: Any) -> Worker | None:
+        """Start what is next, unless it is done already. Raises OSError."""
+        raise NotImplementedError
+
+    def ended(self, item: Any, failure: str | None) -> None:
+        raise NotImplementedError
+
+    def close(self, state: State, logger: Logger) -> None:
+        """End the process of a run that ends early."""
+        if self.current is not None:
+            self.current[1].kill()
+
+
+class HubExports(Background):
+    """Export to `save_folder/hub/ep{epoch}-ba{batch}` after each save; a save during an export waits for it, and the
+    newest one alone. Delete exports whose checkpoint is deleted, except the newest."""
+
+    work = "Hub folder"
+    seen = -1  # the last saved step
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() == 0:
+            (self.writer.folder / HELD).unlink(missing_ok=True)  # of a killed run
+
+    def saved(self, state: State) -> None:
+        if (step := self.writer.saved_batch) != self.seen:  # an epoch's last step has two events
+            self.seen, self.waiting = step, [(step, *latest(self.writer.folder))]
+
+    def start(self, item: tuple[int, Path, Path]) -> Worker | None:
+        _, checkpoint, out = item
+        if is_newer(out, checkpoint):
+            return None
+        hold(checkpoint, self.writer.folder / HELD)
+        shutil.rmtree(out, ignore_errors=True)  # exported from an older checkpoint of the same name
+        return Worker(export, self.writer.folder / HELD, out, aside=self.aside)
+
+    def ended(self, item: tuple[int, Path, Path], failure: str | None) -> None:
+        step, _, out = item
+        (self.writer.folder / HELD).unlink(missing_ok=True)
         if failure:
-            log.warning(f"step {self.exported_batch}: the Hub folder was not written ({failure}); training continues")
+            log.warning(f"step {step}: the Hub folder was not written ({failure}); training continues")
             return
         for folder in out.parent.iterdir():
             ours = re.fullmatch(r"ep\d+-ba\d+(-unfinished)?", folder.name)
-            if ours and not (self.writer.folder / f"{folder.name}-rank0.pt").exists():
+            if ours and folder != out and not (self.writer.folder / f"{folder.name}-rank0.pt").exists():
                 shutil.rmtree(folder, ignore_errors=True)
 
-    epoch_checkpoint = batch_checkpoint
+
+def latest(folder: Path) -> tuple[Path, Path]:
+    """Return a run's latest checkpoint and its Hub folder, which may not exist."""
+    checkpoint = follow(folder / LATEST).resolve()
+    return checkpoint, folder / "hub" / checkpoint.name.removesuffix("-rank0.pt")
 
 
 def export_last(folder: Path) -> Path:
     """Return the Hub folder of a finished run's last checkpoint, exporting it if needed. Raises RunFailed."""
-    out, failure = export_latest(folder)
-    if failure:
-        raise RunFailed(f"the run is saved, but its Hub folder is not: {failure}; repeat the command to retry")
-    return out
-
-
-def export_latest(folder: Path, time_limit: float | None = None) -> tuple[Path, str | None]:
-    """Export a run's latest checkpoint in another process; return the Hub folder, and the error or None."""
-    checkpoint = follow(folder / LATEST).resolve()
-    out = folder / "hub" / checkpoint.name.removesuffix("-rank0.pt")
-    if out.is_dir() and checkpoint.exists():
-        if is_newer(out, checkpoint):
-            return out, None
+    checkpoint, out = latest(folder)
+    if not is_newer(out, checkpoint):
         shutil.rmtree(out, ignore_errors=True)  # exported from an older checkpoint of the same name
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_export, args=(checkpoint, out, sender), daemon=True)
-    process.start()
-    process.join(time_limit)
-    if process.is_alive():
-        process.kill()
-        return out, f"the export took more than {time_limit:.0f} s"
-    if receiver.poll():
-        return out, receiver.recv()
-    return out, f"exit status {process.exitcode}" if process.exitcode else None
-
-
-def _export(checkpoint: Path, out: Path, sender: Connection) -> None:
-    from src.publish.commands import export
-
-    with open(os.devnull, "w") as silence, contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
-        try:
-            export(checkpoint, out)
-        except Exception as error:  # such as out of memory
-            sender.send(("" if isinstance(error, UserError) else f"{type(error).__name__}: ") + first_line(error))
+        if failure := Worker(export, checkpoint, out).failure():
+            raise RunFailed(f"the run is saved, but its Hub folder is not: {failure}; repeat the command to retry")
+    return out

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from src.files import (
 from src.training import changes, ranks
 from src.training.config import RunConfig
 from src.training.ranks import decide
-from src.training.task import Curve, Task
+from src.training.task import Curve, Task, in_words, score_curve
 
 if TYPE_CHECKING:
     from src.training.uploads import Uploads
@@ -141,6 +142,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     title = config.run_name if config.progress_bar else ""
     run_log = RunLog(folder, config.log_interval, title, task.curves, task.statistics, task.counts)
     writer = CheckpointWriter(folder, config.save_interval, config.save_num_checkpoints_to_keep, uploads)
+    background = [*([HubExports(writer)] if config.hf_export == "save" else []), *task.background(writer, run_log)]
     composer_trainer = trainer.build_trainer(
         model,
         **{name: getattr(config, name) for name in SAME_NAME},
@@ -158,7 +160,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
             *task.callbacks(),
             guards.FiniteLoss(config.on_nonfinite_loss, writer),
             writer,
-            *([HubExports(writer, config.dist_timeout)] if config.hf_export == "save" else []),
+            *background,
             *([uploads] if uploads else []),
             guards.StopOnSignal(writer),
             startup,
@@ -212,6 +214,10 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
             run_log.bar.close()
     if task.statistics and not trained:
         log.info(str(task.statistics))
+    if left := [each.work for each in background if each.is_busy()]:
+        log.info(f"the run is trained and saved; waiting for: {', '.join(left)}")
+    while guards.on_any_rank(sum(each.is_busy() for each in background), state):  # no rank may wait for long
+        time.sleep(0.2)
     composer_trainer.close()
     if is_main_process():
         write_summary(task, folder, state.timestamp.batch.value, parameters, f"{model_title}; {data_title}")
@@ -284,10 +290,15 @@ def write_summary(task: Task, folder: Path, step: int, parameters: int, title: s
     results = [{"step": at, **{curve.name: values[curve.eval_key] for curve in curves}} for at, values in evaluations]
     before = results[0] if results[0]["step"] == 0 else None
     best = min(results, key=lambda result: result[curves[0].name])
-    summary = {"run": name, "parameters": parameters, "seconds": lines[-1]["seconds"]}
+    summary = {"run": name, "parameters": parameters, "seconds": max(line["seconds"] for line in lines)}
+    summary |= {"before": before, "best": best, "after": results[-1]}
+    if finetuned := [{"step": line["step"], **line["finetune"]} for line in lines if "finetune" in line]:
+        summary["finetuned"] = finetuned
+    scores = dict.fromkeys(score for each in finetuned for score in each if score != "step")
     try:
-        plots.curves([(name, folder)], curves, folder / "curves.png", f"{name}: {title}")
-        write_json(folder / SUMMARY, summary | {"before": before, "best": best, "after": results[-1]})
+        drawn = (*curves, *map(score_curve, scores))
+        plots.curves([(name, folder)], drawn, folder / "curves.png", f"{name}: {title}")
+        write_json(folder / SUMMARY, summary)
     except OSError as error:
         raise RunFailed(f"the run is finished and saved, but its summary is not ({reason(error)}); {retry}") from None
 
@@ -303,6 +314,9 @@ def print_summary(folder: Path, curves: tuple[Curve, ...]) -> None:
             shown = f"{name}, step {result['step']:,}" if name == "best" else name
             values = (f"{result[c.name]:{width}{'.2%' if c.percent else '.3f'}}" for c, width in widths.items())
             print(f"{shown:14}{''.join(values)}")
+    if finetuned := summary.get("finetuned"):
+        step = finetuned[-1].pop("step")
+        print(f"\nfine-tuned    {in_words(finetuned[-1])}, from step {step:,}")
     checkpoint = folder / LATEST
     print(f"\ncheckpoint    {checkpoint}\ncurves        {folder / 'curves.png'}\nmetrics       {folder / METRICS}")
     print(f"\nnext: python src/hub.py export --checkpoint {checkpoint} --out my-model")

@@ -30,9 +30,11 @@ class RunLog(LoggerDestination):
     """Write a line to `folder/metrics.jsonl` every `interval` batches of training and after every evaluation. Training
     lines: {"step", "samples", "seconds", "loss", "lr", "samples_per_second", "tokens_per_second", …} and the training
     metrics of `curves`; loss and rates are means since the previous line. Evaluation lines: {"step", "samples",
-    "seconds", "eval": {metric: value}}. A resumed run drops the lines after its checkpoint, and writes
-    {"step", "samples", "seconds", "changed": {key: [old, new]}} if it changes its config. If a line cannot be
-    written, the run continues without it and warns once. Without a title there is no progress bar."""
+    "seconds", "eval": {metric: value}}. Lines of other evaluations of a checkpoint: {"step", "samples", "seconds",
+    "finetune": {metric: value}}, all of that checkpoint, and later in the file than the lines of its step. A resumed
+    run drops the lines of later steps than its checkpoint's, and writes {"step", "samples", "seconds", "changed":
+    {key: [old, new]}} if it changes its config. If a line cannot be written, the run continues without it and warns
+    once. Without a title there is no progress bar."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class RunLog(LoggerDestination):
         """Write and log what changes from the next step on: {key: [old value, new value]}."""
         at = state.timestamp.batch.value
         if not any(line["step"] == at and line.get("changed") == changes for line in read_json_lines(self.path)):
-            self._write(state, {"changed": changes})
+            self.write({**place(state), "changed": changes})
         for name, (old, new) in changes.items():
             log.info(f"{name}: {old} up to step {at}, {new} from now on")
 
@@ -94,7 +96,7 @@ class RunLog(LoggerDestination):
         self.losses.append(self.latest[TRAIN_LOSS])
         batch, last = state.timestamp.batch.value, self._last_batch(state)
         if batch % self.interval == 0 or batch == last:
-            self._write(state, self._training_metrics(state))
+            self.write({**place(state), **self._training_metrics(state)})
             self.losses.clear()
         # Log the time left once, after ten steps or twenty seconds, not counting the slow first step.
         self.first_step = self.first_step or _counts(state)
@@ -113,7 +115,7 @@ class RunLog(LoggerDestination):
         values = {}
         for label, metrics in state.eval_metrics.items():
             values |= {f"{label}/{name}": float(m.compute()) for name, m in metrics.items() if m.update_count}
-        self._write(state, {"eval": values})
+        self.write({**place(state), "eval": values})
 
     def _last_batch(self, state: State) -> int | None:
         """Return the batch at which the run ends, or None if it is not known yet."""
@@ -146,11 +148,10 @@ class RunLog(LoggerDestination):
             parts.append(f"{tqdm.format_sizeof(self.latest[FLOPS])}FLOP/s{of_peak}")
         return ", ".join(parts)
 
-    def _write(self, state: State, values: dict[str, Any]) -> None:
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line, which begins with its `place`."""
         if not is_main_process():
             return
-        step, samples, _, seconds = _counts(state)
-        line = {"step": step, "samples": samples, "seconds": round(seconds, 1), **values}
         size = self.path.stat().st_size if self.path.is_file() else 0
         try:
             with self.path.open("a") as file:
@@ -159,6 +160,12 @@ class RunLog(LoggerDestination):
             with contextlib.suppress(OSError):
                 os.truncate(self.path, size)  # a partial line would hide those after it
             self.warn_once(f"cannot write {self.path}: {reason(error)}; training continues without these lines")
+
+
+def place(state: State) -> dict[str, float]:
+    """Return where in a run its state is, as a line has it."""
+    step, samples, _, seconds = _counts(state)
+    return {"step": step, "samples": samples, "seconds": round(seconds, 1)}
 
 
 def _counts(state: State) -> tuple[int, int, int, float]:

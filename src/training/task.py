@@ -1,6 +1,7 @@
 """The interface of a task: what one run trains, and what it measures. `src/training/run.py` does everything else."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,10 @@ from src.errors import UserError
 if TYPE_CHECKING:  # a finished run is reported without these imports, which take seconds
     from composer import Callback, DataSpec
     from composer.models import HuggingFaceModel
+
+    from src.publish.callback import Background
+    from src.training.checkpointing import CheckpointWriter
+    from src.training.run_log import RunLog
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,15 @@ class Curve:
     percent: bool = False
     unit: str = ""  # of a value that is not a percentage, e.g. nats per token
     baseline: bool = False  # drawn as a line: the score of a trivial prediction
+
+
+def score_curve(name: str) -> Curve:
+    """Return the curve of a fine-tuned copy's score, such as finetune/sst2/accuracy."""
+    return Curve(name, name.removeprefix("finetune/").replace("/", " "), name, percent=True)
+
+
+def in_words(scores: Mapping[str, float]) -> str:
+    return ", ".join(f"{score_curve(name).title} {score:.2%}" for name, score in scores.items())
 
 
 class Task(ABC):
@@ -45,6 +59,10 @@ class Task(ABC):
 
     def callbacks(self) -> "list[Callback]":
         """Return callbacks that act on each batch before the others do."""
+        return []
+
+    def background(self, writer: "CheckpointWriter", run_log: "RunLog") -> "list[Background]":
+        """Return what works on the checkpoints that the writer has saved while training continues."""
         return []
 
     def check_paths(self) -> None:

@@ -1,0 +1,125 @@
+"""Fine-tune copies of a model while it trains, and log the scores of each at its step."""
+
+import json
+import shutil
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from composer import Logger, State, Time, TimeUnit
+from composer.loggers import WandBLogger
+from composer.utils import dist
+
+from src.cli import log
+from src.data.workers import usable_cores
+from src.files import METRICS, read_json_lines, write_json
+from src.jobs.experiment import RESULT_FILE
+from src.mlm.finetune_eval import SCRIPT, FinetuneEval
+from src.publish.background import Worker, hold, run_script
+from src.publish.callback import Background, latest
+from src.training.run_log import RunLog, place
+from src.training.task import in_words
+
+HELD, LOG, PLACE = "checkpoint.pt", "log.txt", "place.json"  # HELD is there until its scores are logged
+Place = dict[str, float]  # of a line in METRICS, and the intervals that have passed
+
+
+class FinetuneEvaluations(Background):
+    """Fine-tune the first checkpoint at or after each interval in `save_folder/finetune/ep{epoch}-ba{batch}`. One that a
+    killed run has left unfinished is resumed with the run."""
+
+    work = "fine-tuning"
+
+    def __init__(self, writer: Any, settings: FinetuneEval, name: str, run_log: RunLog):
+        super().__init__(writer)
+        self.settings, self.name, self.run_log = settings, name, run_log
+        self.interval = Time.from_timestring(settings.interval)
+        self.folder = writer.folder / "finetune"
+        self.passed = 0  # intervals at the last evaluation
+
+    def intervals(self, state: State) -> int:
+        """Return how many intervals have passed."""
+        if self.interval.unit == TimeUnit.DURATION:
+            return int(state.get_elapsed_duration().value / self.interval.value + 1e-9)
+        return state.timestamp.get(self.interval.unit).value // self.interval.value
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        """Delete what belongs to later steps than that at which the run resumes, and resume what is unfinished."""
+        if dist.get_global_rank() != 0:
+            return
+        logged = {line["step"] for line in read_json_lines(self.writer.folder / METRICS) if "finetune" in line}
+        found = [(path.parent, json.loads(path.read_text())) for path in self.folder.glob(f"*/{PLACE}")]
+        for folder, at in sorted(found, key=lambda each: each[1]["step"]):
+            if at["step"] > state.timestamp.batch.value:
+                shutil.rmtree(folder)
+                continue
+            self.passed = max(self.passed, at["intervals"])
+            if (folder / HELD).exists():
+                if at["step"] in logged:  # killed just before it was deleted
+                    (folder / HELD).unlink()
+                else:
+                    self.waiting.append((folder, at))
+        self.passed = min(self.passed, self.intervals(state))  # the interval may have changed
+
+    def saved(self, state: State) -> None:
+        if (passed := self.intervals(state)) <= self.passed:
+            return
+        checkpoint, _ = latest(self.writer.folder)
+        folder = self.folder / checkpoint.name.removesuffix("-rank0.pt")
+        at = {**place(state), "intervals": passed}
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        hold(checkpoint, folder / HELD)
+        write_json(folder / PLACE, at)
+        self.passed = passed
+        self.waiting.append((folder, at))
+
+    def start(self, item: tuple[Path, Place]) -> Worker:
+        from src.jobs.pool import devices
+
+        folder, settings = item[0], self.settings
+        gpu = settings.device or ("cpu" if self.aside else devices(True, "gpu")[-1])
+        on_cpu = gpu == "cpu"
+        if not on_cpu:
+            environment = {"CUDA_VISIBLE_DEVICES": gpu}
+        elif self.aside:  # beside a run on the same CPU: one thread
+            environment = {}
+        else:
+            environment = {"OMP_NUM_THREADS": str(max(1, usable_cores() // 2))}
+        arguments = settings.arguments(folder, f"{self.name}-{folder.name}")
+        start = f"starting_checkpoint_load_path={json.dumps(str(folder / HELD))}"
+        log.info(f"{folder.name}: fine-tuning on {', '.join(settings.tasks)} beside training, log: {folder / LOG}")
+        given = {"log": folder / LOG, "environment": environment, "aside": on_cpu}
+        return Worker(run_script, SCRIPT, [*arguments, start, f"device={'cpu' if on_cpu else 'gpu'}"], **given)
+
+    def ended(self, item: tuple[Path, Place], failure: str | None) -> None:
+        folder, at = item
+        scores, failed = read_report(folder)
+        if failure:
+            why = failed or [line[7:] for line in read_lines(folder / LOG) if line.startswith("error: ")] or [failure]
+            log.warning(f"{folder.name}: fine-tuning failed ({'; '.join(why)}), log: {folder / LOG}; the run continues")
+        if scores:
+            where = {name: value for name, value in at.items() if name != "intervals"}
+            self.run_log.write({**where, "finetune": scores})
+            for destination in self.logger.destinations:
+                late = isinstance(destination, WandBLogger)  # which drops values of steps before its last
+                destination.log_metrics({**scores, "finetune/step": at["step"]}, None if late else at["step"])
+            log.info(f"{folder.name}: {in_words(scores)}")
+        (folder / HELD).unlink(missing_ok=True)
+
+
+def read_lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.is_file() else []
+
+
+def read_report(folder: Path) -> tuple[dict[str, float], list[str]]:
+    """Return each metric of each task that glue.py has a score for, its mean over seeds and validation splits; and
+    which jobs failed, and why. Both are empty if it ended before that."""
+    if not (folder / "report.json").is_file():
+        return {}, []
+    report, scores = json.loads((folder / "report.json").read_text()), {}
+    for row in report["tasks"]:
+        results = [json.loads((folder / "jobs" / job / RESULT_FILE).read_text()) for job in row["folders"].values()]
+        splits = [values for result in results for values in result["scores"].values()]
+        scores |= {f"finetune/{row['task']}/{metric}": mean(v[metric] for v in splits) for metric in row["metrics"]}
+    return scores, report["failed"]
