@@ -25,8 +25,8 @@ Place = dict[str, float]  # of a line in METRICS, and the intervals that have pa
 
 
 class FinetuneEvaluations(Background):
-    """Fine-tune the first checkpoint at or after each interval in `save_folder/finetune/ep{epoch}-ba{batch}`. One that a
-    killed run has left unfinished is resumed with the run."""
+    """Fine-tune the first checkpoint at or after each interval, in `save_folder/finetune/ep{epoch}-ba{batch}`. What a
+    killed run has left unfinished is resumed with it."""
 
     work = "fine-tuning"
 

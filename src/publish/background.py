@@ -1,4 +1,5 @@
-"""Functions in processes of their own beside a run. Imports neither torch nor composer, which a process may not need."""
+"""Functions in processes of their own, beside a run. Neither torch nor composer is imported here: before they are, a
+process sets its environment."""
 
 import atexit
 import contextlib
