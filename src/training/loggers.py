@@ -70,7 +70,7 @@ class _Tracker:
             yield
         except errors as error:
             resumed = f"; or delete {self.ids} to begin a new run there" if self.kept_id() else ""
-            problem = f"loggers.{self.kind} cannot start its run: {first_line(error)}"
+            problem = f"loggers.{self.kind} cannot start its run: {first_line(error).rstrip('.')}"
             raise UserError(f"{problem}; fix that, or omit it with loggers.{self.kind}=false{resumed}") from None
 
 
