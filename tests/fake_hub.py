@@ -1,4 +1,5 @@
-"""A Hub in one process: the part of the Hugging Face Hub's HTTP interface that pushing and loading a model use."""
+"""A Hub in one process: the part of the Hugging Face Hub's HTTP interface that pushing and loading a model, and streaming
+a dataset, use. Datasets and models share their names."""
 
 import base64
 import hashlib
@@ -7,7 +8,7 @@ import socket
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 
 class FakeHub:
@@ -21,11 +22,23 @@ class FakeHub:
         self.private: dict[str, bool] = {}
         self.objects: dict[str, bytes] = {}  # large files, by digest
         self.uploads: list[str] = []  # digests, one for each upload
+        self.fail_reads = 0  # number of reads of parts of files to answer with a broken connection
         self.fail_commits = 0  # number of commits to answer with a broken connection
         self.url = ""
 
     def sha(self, files: dict[str, bytes]) -> str:
         return hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+
+    def files(self, name: str, revision: str) -> dict[str, bytes] | None:
+        """The files of a repository at a branch or a commit."""
+        branches = self.repos.get(name, {})
+        if revision in branches:
+            return branches[revision]
+        return next((files for files in branches.values() if self.sha(files) == revision), None)
+
+    def listing(self, files: dict[str, bytes]) -> list[dict]:
+        sizes = {path: {"size": len(data), "oid": hashlib.sha1(data).hexdigest()} for path, data in files.items()}
+        return [{"type": "file", "path": path, **size} for path, size in sizes.items()]
 
 
 @contextmanager
@@ -60,6 +73,10 @@ def serve():
 
         def do_POST(self):
             path, body = unquote(urlsplit(self.path).path), self.body()
+            if "/paths-info/" in path:  # a question, though it is a POST
+                _, _, _, org, name, _, revision = path.split("/")
+                files, asked = hub.files(f"{org}/{name}", revision), parse_qs(body.decode())["paths"]
+                return self.answer(hub.listing({each: files[each] for each in asked if each in files}))
             if self.headers.get("Authorization") != f"Bearer {hub.token}":
                 return self.answer({"error": "Invalid username or password."}, 401)
             if path == "/api/validate-yaml":
@@ -111,12 +128,16 @@ def serve():
 
         def do_GET(self):
             parts = unquote(urlsplit(self.path).path).strip("/").split("/")
-            if parts[0] == "api" and parts[1] == "models":
+            if parts[0] == "datasets":  # before the name of a dataset, in the path of a file
+                parts = parts[1:]
+            if parts[0] == "api" and parts[1] in ("models", "datasets"):
                 name, revision = "/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main"
-                files = hub.repos.get(name, {}).get(revision)
+                files = hub.files(name, revision)
                 if files is None:
                     return self.answer({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
-                if parts[4:5] == ["tree"]:  # of a folder, and no model here has one
+                if parts[4:5] == ["tree"] and len(parts) == 6:
+                    return self.answer(hub.listing(files))
+                if parts[4:5] == ["tree"]:  # of a folder, and no repository here has one
                     return self.answer({"error": "Entry not found"}, 404, X_Error_Code="EntryNotFound")
                 siblings = [{"rfilename": path} for path in files]
                 return self.answer(
@@ -131,11 +152,14 @@ def serve():
                 )
             org, name, verb, revision, *rest = parts
             assert verb == "resolve", self.path
-            branches = hub.repos.get(f"{org}/{name}", {})
-            files = branches.get(revision) or next((f for f in branches.values() if hub.sha(f) == revision), {})
+            files = hub.files(f"{org}/{name}", revision) or {}
             data = files.get("/".join(rest))
             if data is None:
                 return self.answer({"error": "Entry not found"}, 404, X_Error_Code="EntryNotFound")
+            if hub.fail_reads and "Range" in self.headers:
+                hub.fail_reads -= 1
+                self.close_connection = True
+                return self.connection.shutdown(socket.SHUT_RDWR)
             self.answer(data, ETag=f'"{hashlib.sha256(data).hexdigest()}"', X_Repo_Commit=hub.sha(files))
 
         do_HEAD = do_GET

@@ -1,17 +1,28 @@
 """Samples straight from a dataset of the Hub: those of its shards, dealt to readers, shuffled and resumed."""
 
+import copy
 import gzip
+import io
+import itertools
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import sentences, write_jsonl
+import warm
+from conftest import ROOT, environment, sentences, write_jsonl
 from test_streaming import config, epochs, same, unmasked
+from tokenizers.processors import TemplateProcessing
 
 from src.convert_dataset import main as convert
 from src.data import hub_samples, streaming
 from src.data.convert import SPLITS
+from src.errors import UserError
+from src.mlm.task import PretrainConfig
+from src.training.config import load_config
 
 pytestmark = pytest.mark.slow
 TEXTS = [*sentences(150), "", " ", "the dog sees " * 60]
@@ -135,19 +146,217 @@ def test_resuming_at_any_batch_repeats_an_uninterrupted_run(dataset, tokenizer, 
             batches.append(batch)
             states.append((epoch, len(batches), whole.dataset.state_dict(len(batches), True)))
     inside_second = [state for state in states if state[0] == 1]
-    for epoch, done, state in inside_second[:: 1 if changes == {"workers": 0} else 6]:
+    for epoch, done, state in inside_second[:: 1 if changes == {"workers": 0} else 7]:
         resumed = loader(dataset, tokenizer, **options)
-        resumed.dataset.load_state_dict(json_copy(state))
+        resumed.dataset.load_state_dict(checkpointed(state))
         assert resumed.dataset.state_dict(done, True) == state
         assert same(list(resumed), expected[epoch][done:]), f"after {done} batches"
     assert same(list(resumed), expected[2])
 
 
-def json_copy(value):
-    """A checkpoint's copy."""
-    import io
-
-    file = io.BytesIO()
-    torch.save(value, file)
+def checkpointed(state: dict) -> dict:
+    """What a checkpoint gives back of a state."""
+    torch.save(state, file := io.BytesIO())
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+def test_an_epoch_that_is_left_early_is_followed_by_the_next(dataset, tokenizer):
+    """Composer leaves an epoch as soon as one device has no batch."""
+    options = {"workers": 2, "shuffle": True}
+    _, second = epochs(loader(dataset, tokenizer, **options), 2)
+    left = loader(dataset, tokenizer, **options)
+    list(itertools.islice(left, 3))
+    assert same(list(left), second)
+
+
+class Devices:
+    """Composer's `dist` on one of several devices, whose states are gathered in a list."""
+
+    def __init__(self, rank: int, states: list):
+        self.get_global_rank, self.get_world_size = lambda: rank, lambda: len(states)
+        self.all_gather_object = lambda own: [own if n == rank else state for n, state in enumerate(states)]
+
+
+def test_devices_share_the_documents_and_resume_together(dataset, tokenizer, monkeypatch):
+    options = {"workers": 2, "shuffle": True, "shuffle_block_size": 20}
+
+    def on_device(rank, states, **changes):
+        monkeypatch.setattr(hub_samples, "dist", Devices(rank, states))
+        return loader(dataset, tokenizer, **{**options, **changes})
+
+    expected, reached = [], [None, None]
+    for rank in (0, 1):
+        device = on_device(rank, reached)
+        batches = iter(device)
+        for _ in range(5):
+            next(batches)
+        reached[rank] = device.dataset.reached
+        expected.append(list(batches))
+        all_of_epoch = texts_of(on_device(rank, reached))
+        assert len(all_of_epoch) == pytest.approx(76, abs=2)
+    state = checkpointed(on_device(0, reached).dataset.state_dict(50, True) | {"epoch": 0, "devices": reached})
+    for rank in (0, 1):
+        resumed = on_device(rank, reached)
+        resumed.dataset.load_state_dict(state)
+        assert same(list(resumed), expected[rank])
+    for readers, states in (({"workers": 1}, [None, None]), ({}, [None])):
+        found = (
+            f"{len(states)} devices with {readers.get('workers', 2)} loader workers cannot resume .* that 2 with 2 st"
+        )
+        with pytest.raises(UserError, match=found):
+            on_device(0, states, **readers).dataset.load_state_dict(state)
+    between = on_device(0, [None], workers=1)  # epochs, where there is nothing to share out again
+    between.dataset.load_state_dict({**state, "epoch": 1, "devices": [hub_samples.DEVICE_START] * 2})
+    assert sorted(texts_of(between)) == sorted(texts_of(on_device(0, [None], workers=0)))
+
+
+def test_a_position_in_shards_is_not_one_in_a_dataset_nor_the_reverse(dataset, shards, tokenizer):
+    samples, of_shards = loader(dataset, tokenizer).dataset, streaming.build(config(shards), tokenizer, 5, True).dataset
+    with pytest.raises(UserError, match=r"position is in shards; .*pretrained_checkpoint"):
+        samples.load_state_dict(of_shards.state_dict(5, True))
+    with pytest.raises(UserError, match=r"position is in a dataset on the Hub; .*pretrained_checkpoint"):
+        of_shards.load_state_dict(samples.state_dict(0, True))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"text_column": "body"}, r"no column body \(its columns are text\); set dataset.text_column$"),
+        ({"split": "test"}, r"^dataset.hub: cannot read \S+ \(test\) .*train.*; check the name, the split and"),
+        ({"split": "test", "val_fraction": 0.1}, "^dataset.val_fraction divides train into .* not test"),
+        ({"split": "val", "drop_last": True}, r"\(val\) does not fill a batch of 50 on each device; check the split"),
+    ],
+)
+def test_what_cannot_be_read_is_named_in_one_sentence(dataset, tokenizer, changes, words, workers):
+    with pytest.raises(UserError, match=words) as error:
+        list(loader(dataset, tokenizer, batch=50, workers=workers, **changes))
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_that_cannot_concatenate_is_refused_by_the_key(dataset, tokenizer):
+    bare = copy.deepcopy(tokenizer)
+    bare.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
+    with pytest.raises(
+        UserError, match=r"^dataset.concat_tokens: .* does not frame a text .* or omit dataset.concat_to"
+    ):
+        loader(dataset, bare, concat_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.concat_tokens=true"], r"^train_loader.dataset.concat_tokens only applies with hub; omit it$"),
+        (["eval.val_fraction=0.1"], r"^eval_loader.dataset.val_fraction only applies with hub"),
+        (["train.hub=a/b", "train.cache_limit=1gb"], r"^train_loader.dataset.cache_limit only applies to shards"),
+        (["train.hub=a/b", "train.shuffle_algo=py2s"], r"^train_loader.dataset.shuffle_algo only applies to shards"),
+        (["train.hub=./no/where"], r"^train_loader.dataset.hub: ./no/where is not a folder; fix its path$"),
+        (["train.hub=a/b", "max_duration=1ep"], r"^max_duration=1ep: the length of an epoch .*; give it in ba, sp or"),
+        (["train.hub=a/b", "scheduler.t_warmup=1ep"], r"^scheduler.t_warmup=1ep: the length of an epoch"),
+        (["eval.hub=a/b"], r"^eval_subset_num_batches=-1: .* eval_loader.dataset.hub is unknown; set how many"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(config_file, overrides, words):
+    overrides = [
+        each.replace("train.", "train_loader.dataset.").replace("eval.", "eval_loader.dataset.") for each in overrides
+    ]
+    with pytest.raises(UserError, match=words):
+        load_config(PretrainConfig, "main.py", "", [str(config_file), *overrides])
+
+
+# A Hub that is asked over HTTP, and a run
+
+HTTP = """
+import json, os, sys, time
+sys.path[:0] = sys.argv[1:3]
+sleep, time.sleep = time.sleep, lambda seconds: sleep(min(seconds, 0.01))  # before another try
+from fake_hub import serve
+with serve() as hub:
+    os.environ["HF_ENDPOINT"] = hub.url
+    from src.data import corpora, hub_samples
+    from src.data.config import DatasetConfig, LoaderConfig
+    from src.errors import UserError
+    from src.training.text_model import build_tokenizer
+    tokenizer = build_tokenizer(sys.argv[3], 64, needs=("mask_token", "pad_token"))
+
+    def loader(revision=None):
+        corpora._builder.cache_clear()  # as in a new process
+        sizes = {"max_seq_len": 64, "mlm_probability": 0.3, "seed": 17}
+        options = DatasetConfig(hub="org/texts", split="train", revision=revision, local="", remote=None, **sizes)
+        return hub_samples.build(LoaderConfig(options, num_workers=2), tokenizer, 5, train=True)
+
+    def lines(name, count):
+        return "".join(json.dumps({"text": f"the dog {name} {n}"}) + "\\n" for n in range(count)).encode()
+
+    files = {"README.md": b"", "train-0.jsonl": lines("a", 20), "train-1.jsonl": lines("b", 30)}
+    hub.repos["org/texts"] = {"main": files, "first": files}
+    first, found = hub.sha(files), {"counts": []}
+    reading = loader()
+    hub.fail_reads = 3
+    for batch in reading:
+        found["counts"].append(len(batch["input_ids"]))
+        if len(found["counts"]) == 3:
+            state = reading.dataset.state_dict(15, True)
+    found["failures_left"] = hub.fail_reads
+    hub.repos["org/texts"]["main"] = {**files, "train-2.jsonl": lines("c", 40)}
+    try:
+        loader().dataset.load_state_dict(state)
+    except UserError as error:
+        found["changed"] = str(error).replace(first, "FIRST")
+    resumed = loader(first)
+    resumed.dataset.load_state_dict(state)
+    found["resumed"] = sum(len(batch["input_ids"]) for batch in resumed)
+    broken = loader()
+    hub.fail_reads = 10**6
+    try:
+        list(broken)
+    except UserError as error:
+        found["broken"] = str(error)
+print(json.dumps(found))
+"""
+
+
+def test_a_dataset_is_read_over_http_at_its_revision_and_a_broken_connection_is_retried(tokenizer_folder):
+    command = [sys.executable, "-c", HTTP, ROOT, ROOT / "tests", tokenizer_folder]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (sum(found["counts"]), found["failures_left"], found["resumed"]) == (50, 0, 35)
+    assert found["changed"].startswith("org/texts has changed since the checkpoint")
+    assert found["changed"].endswith("set train_loader.dataset.revision=FIRST")
+    assert found["broken"].startswith("dataset.hub: cannot read org/texts (train) from the Hugging Face Hub: ")
+    assert "\n" not in found["broken"]
+
+
+def test_a_run_killed_after_a_checkpoint_ends_like_an_uninterrupted_one(dataset, tmp_path, write_config):
+    file = write_config(
+        tmp_path,
+        train_loader={"num_workers": 0, "dataset": {"hub": str(dataset), "shuffle_block_size": 20, "packing": True}},
+        eval_loader={"num_workers": 0, "dataset": {"hub": str(dataset)}},
+        max_duration="14ba",
+        eval_interval="7ba",
+        eval_subset_num_batches=2,
+        save_interval="11ba",
+        loggers={},
+    )
+    whole, killed = tmp_path / "run", tmp_path / "killed"
+    status, output = warm.run("main.py", file, output=tmp_path / "whole.txt")
+    assert status == 0, output
+    expected = "data: 3 files of {}, train, shuffled by 20 samples, read from the Hub in every epoch, which is slower"
+    assert expected.format(dataset) in output
+    assert "14ba: 14 steps of 8 samples" in output
+    shutil.copytree(whole, killed, ignore=shutil.ignore_patterns("summary.json", "*-ba14-*", "latest*"))
+    status, output = warm.run("main.py", file, f"save_folder={killed}", output=tmp_path / "killed.txt")
+    assert status == 0, output
+    assert "resuming from step 11" in output
+    metrics, weights = [], []
+    for folder in (whole, killed):
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        metrics.append([(line["step"], line["samples"], line.get("loss"), line.get("eval")) for line in lines])
+        weights.append(torch.load(folder / "latest-rank0.pt", weights_only=False)["state"]["model"])
+    assert metrics[0] == metrics[1]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
