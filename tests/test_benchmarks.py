@@ -384,6 +384,13 @@ def test_the_padding_benchmark_times_both_on_the_same_texts(tmp_path, tokenizer_
     assert fixed["epoch_s"] == pytest.approx(6 * fixed["ms"] / 1000)
 
 
+def test_the_reading_benchmark_compares_tokens_that_are_kept_with_tokenizing_each_batch(tmp_path, tokenizer_folder):
+    output = benchmark("glue_reading", tmp_path, "--tokenizer", tokenizer_folder, "--scale", 0.002)
+    (seconds,) = json.loads((tmp_path / "glue-reading-sst2-cpu.json").read_text())["rows"]
+    assert seconds.keys() == {"read", "keep", "open", "pad", "tokenize"} and min(seconds.values()) > 0
+    assert "137 examples, of which 135 to train on" in output and "9 batches of 16" in output
+
+
 def test_conversion_is_timed_in_both_modes_beside_a_plain_loop(tmp_path, tokenizer_folder):
     sizes = "--megabytes 0.05 --workers 1 --rounds 1".split()
     output = benchmark("convert", tmp_path, "--tokenizer", tokenizer_folder, *sizes)

@@ -191,7 +191,7 @@ def test_only_folders_of_lost_checkpoints_are_removed_and_what_a_killed_run_left
 def test_a_run_that_ends_early_ends_its_export(fake):
     fake.step(3, save=True)
     fake.exports.close(None, None)
-    assert not FakeWorker.started[0].is_running()
+    assert not FakeWorker.started[0].is_running() and not fake.held
 
 
 def test_an_invalid_value_is_refused_before_anything_is_written(config_file, tmp_path):

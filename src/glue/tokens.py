@@ -3,6 +3,7 @@ save_folder; jobs map the file into memory, which they share. A job that cannot 
 
 import json
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from src.glue.examples import Data, Example, read_task, texts_digest
 from src.glue.tasks import SPLITS, FinetuneConfig, Task
 
 FORMAT = 1  # raise it if the same examples give another file
-GROUP = 1000  # texts to tokenize at a time
+GROUP = 128  # texts to tokenize at a time; more do not fit into a core's cache
 
 
 class Kept(NamedTuple):
@@ -88,16 +89,18 @@ def tokenize(data: Data, tokenizer: PreTrainedTokenizerBase, max_seq_len: int, s
 
         def split(examples: list[Example]) -> Tokens:
             columns: dict[str, list[np.ndarray]] = {}
+            counts: list[int] = []
             for start in range(0, len(examples), GROUP):
                 group = examples[start : start + GROUP]
                 texts = map(list, zip(*(example.texts for example in group)))
                 encoded = tokenizer(*texts, truncation=True, max_length=max_seq_len, return_attention_mask=False)
+                counts += map(len, encoded["input_ids"])
                 for name, rows in encoded.items():
-                    columns.setdefault(name, []).extend(np.array(row, np.int32) for row in rows)
+                    columns.setdefault(name, []).append(np.fromiter(chain.from_iterable(rows), np.int32))
                 if show_progress:
                     bar.update(len(group))
-            tensors = {name: torch.from_numpy(np.concatenate(rows)) for name, rows in columns.items()}
-            tensors["ends"] = torch.tensor([0, *map(len, columns["input_ids"])]).cumsum(0)
+            tensors = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
+            tensors["ends"] = torch.tensor([0, *counts]).cumsum(0)
             tensors["characters"] = torch.tensor([sum(map(len, example.texts)) for example in examples])
             labels = [example.label for example in examples]
             if labels[0] is not None:

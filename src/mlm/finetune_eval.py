@@ -40,7 +40,7 @@ class FinetuneEval:
         """Return the arguments of glue.py for results in a folder, without the checkpoint and the device."""
         given = {"tasks_to_run": self.tasks, "seeds": self.seeds, "save_folder": str(folder), "base_run_name": name}
         given |= {"progress_bar": False, "rerun": False}
-        return [self.config or str(ROOT / RECIPE), *(f"{key}={json.dumps(value)}" for key, value in given.items())]
+        return [self.config or str(ROOT / RECIPE), *(f"{each}={json.dumps(value)}" for each, value in given.items())]
 
     def check_tasks(self, folder: Path, tokenizer: str) -> None:
         """Let glue.py check its config, the tasks and their files. Raises UserError."""

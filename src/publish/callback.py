@@ -85,7 +85,15 @@ class HubExports(Background):
 
     def after_load(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:
-            (self.writer.folder / HELD).unlink(missing_ok=True)  # of a killed run
+            self.release()  # of a killed run
+
+    def close(self, state: State, logger: Logger) -> None:
+        super().close(state, logger)
+        if self.current is not None:
+            self.release()
+
+    def release(self) -> None:
+        (self.writer.folder / HELD).unlink(missing_ok=True)
 
     def saved(self, state: State) -> None:
         if (step := self.writer.saved_batch) != self.seen:  # an epoch's last step has two events
@@ -101,7 +109,7 @@ class HubExports(Background):
 
     def ended(self, item: tuple[int, Path, Path], failure: str | None) -> None:
         step, _, out = item
-        (self.writer.folder / HELD).unlink(missing_ok=True)
+        self.release()
         if failure:
             log.warning(f"step {step}: the Hub folder was not written ({failure}); training continues")
             return
