@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -242,3 +243,16 @@ def with_and_without_kernel(request, monkeypatch):
     from src.lion import cpu_kernel
 
     monkeypatch.setattr(cpu_kernel, "USE_NATIVE", request.param == "kernel")
+
+
+@pytest.fixture
+def shared_memory_freed(monkeypatch):
+    """Free the shared memory of streaming's datasets after the test, not at exit: each new dataset opens that of all
+    earlier ones, and a process may open so many files only."""
+    from streaming.base.shared import memory
+
+    cleanups = []
+    monkeypatch.setattr(memory, "atexit", SimpleNamespace(register=cleanups.append))
+    yield
+    for cleanup in cleanups:
+        cleanup()

@@ -24,7 +24,7 @@ from src.errors import UserError
 from src.mlm.task import PretrainConfig
 from src.training.config import load_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_memory_freed")]
 TEXTS = [*sentences(150), "", " ", "the dog sees " * 60]
 
 

@@ -28,6 +28,8 @@ from src.errors import UserError
 
 Batch = dict[str, torch.Tensor]
 
+pytestmark = pytest.mark.usefixtures("shared_memory_freed")
+
 
 def unmasked(batch: Batch) -> torch.Tensor:
     return torch.where(batch["labels"] == IGNORED, batch["input_ids"], batch["labels"])
