@@ -13,6 +13,21 @@ SHORT = {"max_duration": "4ba", "save_interval": "2ba", "eval_interval": "100ba"
 STILL = ("model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0")  # dropout differs between ranks
 SHORT |= {"device_train_microbatch_size": 4}
 
+READS = """
+import os
+from pathlib import Path
+import torch
+
+def reading(file, *arguments, load=torch.load, **options):
+    if isinstance(file, Path):
+        with Path(r"{}").open("a") as reads:
+            print(os.environ["RANK"], file=reads)
+    return load(file, *arguments, **options)
+
+if "RANK" in os.environ:
+    torch.load = reading
+"""
+
 
 def losses(folder: Path) -> list[float]:
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -21,7 +36,9 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_machines_that_see_other_files_train_as_one(tmp_path, write_config):
-    config, folder, other = write_config(tmp_path, **SHORT), tmp_path / "run", tmp_path / "other"
+    (tmp_path / "reads.py").write_text(READS.format(reads := tmp_path / "reads"))
+    config = write_config(tmp_path, **SHORT, code_paths=[str(tmp_path / "reads.py")])
+    folder, other = tmp_path / "run", tmp_path / "other"
     each = [[f"save_folder={folder}"], [f"save_folder={other}"]]  # as on machines without a shared disk
     other.mkdir()
     torch.save({"state": "of another run"}, other / "ep0-ba4-rank0.pt")
@@ -33,6 +50,7 @@ def test_machines_that_see_other_files_train_as_one(tmp_path, write_config):
         )
         assert statuses == [0, 0], text + output.with_name(f"{output.name}-1").read_text()
         assert expected in text
+        assert not expected or reads.read_text() == "0\n"  # on rank 0 alone, once
         main.main([str(config), *STILL, f"max_duration={duration}", f"save_folder={tmp_path / 'one'}"])
     assert sorted(path.name for path in other.iterdir() if path.is_file()) == ["config.yaml", "ep0-ba4-rank0.pt"]
     assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-4)

@@ -39,7 +39,7 @@ def s3(server, monkeypatch) -> remote.Store:
     for name, value in {**keys, "S3_ENDPOINT_URL": server}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(uploads, "PAUSES", (0.01,))
-    remote.fetch.cache_clear()
+    monkeypatch.setenv(remote.FETCHED, "{}")
     client = boto3.client("s3", endpoint_url=server)
     client.create_bucket(Bucket=BUCKET)
     for found in client.list_objects_v2(Bucket=BUCKET).get("Contents", ()):

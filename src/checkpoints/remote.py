@@ -1,6 +1,7 @@
 """Files in an object store, through Composer's clients for s3://, gs:// and oci://, or in a folder of another disk."""
 
-import functools
+import json
+import os
 import re
 import shutil
 import tempfile
@@ -10,6 +11,7 @@ from src.cli import log
 from src.errors import UserError, first_line
 from src.files import LATEST, follow
 
+FETCHED = "LION_BERT_FETCHED"  # a variable: what this process and those that it starts find downloaded, by address
 _downloads: list[tempfile.TemporaryDirectory] = []  # deleted when the process ends
 
 
@@ -62,13 +64,20 @@ class Store:
         unfinished.replace(path)
 
 
-@functools.cache
 def fetch(name: str, key: str) -> Path:
     """Return the path of a checkpoint, or, for a folder with config.json, of the folder. What is in an object store is
-    downloaded for as long as this process runs: a file, a run folder's latest checkpoint, or a Hub folder. Raises
-    UserError, naming the `key` that holds the name."""
+    downloaded, once, for as long as this process runs: a file, a run folder's latest checkpoint, or a Hub folder.
+    Raises UserError, naming the `key` that holds the name."""
     if not is_remote(name):
         return follow(Path(name))
+    fetched = json.loads(os.environ.get(FETCHED, "{}"))
+    if name not in fetched or not Path(fetched[name]).exists():
+        fetched[name] = str(_download(name, key))
+        os.environ[FETCHED] = json.dumps(fetched)
+    return Path(fetched[name])
+
+
+def _download(name: str, key: str) -> Path:
     parent, _, last = name.rstrip("/").rpartition("/")
     is_file = "." in last
     store = Store(parent if is_file else name, key)

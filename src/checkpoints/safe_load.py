@@ -41,21 +41,22 @@ def _checksums_match(path: Path, *_version: int) -> bool:
         return False
 
 
-def load_safely(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's contents. Raises UserError for a missing, corrupt or unsafe file."""
+def load_safely(path: Path, mapped: bool = True) -> dict[str, Any]:
+    """Return a checkpoint's contents; `mapped` tensors are read when they are used. Raises UserError for a missing,
+    corrupt or unsafe file."""
     check_checkpoint_exists(path)
     path = follow(path)
     try:
         if zipfile.is_zipfile(path) and not is_valid_checkpoint(path):  # torch does not compare checksums
             raise ValueError("wrong checksum")
-        return _load(path)
+        return _load(path, mapped and zipfile.is_zipfile(path))
     except Exception:  # the unpickler can fail in any way on a file that is not a checkpoint
         if unsafe := next(filter(_is_refused, _imported_names(path)), None):
             raise UserError(f"{path} would execute {unsafe} when loaded; it was not opened") from None
         raise UserError(f"{path} is not a readable checkpoint; copy it again or use an earlier one") from None
 
 
-def _load(file: Path | io.BytesIO) -> Any:
+def _load(file: Path | io.BytesIO, mapped: bool = False) -> Any:
     import numpy
     import torch
 
@@ -74,7 +75,6 @@ def _load(file: Path | io.BytesIO) -> Any:
         harmless += [(function, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")]
     with torch.serialization.safe_globals(harmless), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about pickle protocols; loading fails for those that torch cannot read
-        mapped = isinstance(file, Path) and zipfile.is_zipfile(file)  # reads what is used, when it is used
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped or None)
 
 

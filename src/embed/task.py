@@ -40,13 +40,13 @@ class Embedding(Task):
 
     def build_model(self, checkpoint: Path | None) -> "LionEmbedder":
         """Return a model with random weights, or with those of `starting_checkpoint_load_path`."""
-        from src.checkpoints.reading import read_pretrained
         from src.embed.batches import PairDataset
         from src.embed.beir import read_beir
         from src.embed.encoder import embedding_model
         from src.embed.model import LionEmbedder
         from src.embed.pairs import open_pairs
         from src.lion import LionConfig, LionEmbeddingModel
+        from src.training.loading import read_start
         from src.training.text_model import (
             build_lion_config,
             build_tokenizer,
@@ -68,8 +68,7 @@ class Embedding(Task):
         self.retrievals = data
         longest = max(self.limits)
         if (start := config.starting_checkpoint_load_path) is not None:
-            start = str(checkpoint or start)  # a resumed run's own: the one it started from may be gone
-            read = read_pretrained(start, "starting_checkpoint_load_path")
+            read = read_start(start, "starting_checkpoint_load_path", checkpoint)
             own = read.load_tokenizer()
         given = build_tokenizer(config.tokenizer_name, longest) if config.tokenizer_name else None
         if given and own and vocabulary_digest(given) != vocabulary_digest(own):
@@ -84,14 +83,13 @@ class Embedding(Task):
             raise UserError(
                 f"matryoshka_dims: {max(config.matryoshka_dims)} exceeds the vectors' {settings.hidden_size}"
             )
-        if read is None:
+        if read is None or checkpoint is not None:  # whose weights follow
             model = LionEmbeddingModel(settings)
         else:
             stored, read.config = read.config, LionConfig(**lion_arguments(settings.to_dict()))
             model = embedding_model(read)
             log.info(f"weights of {start}")
-            if checkpoint is None:  # a resumed run's are widened already
-                widen_horizons(model.lion, stored)
+            widen_horizons(model.lion, stored)
         set_state_passing(model.lion, config.state_passing)
         facts = {"prompts": config.prompts, "max_seq_len": config.max_seq_len}
         return LionEmbedder(model, self.tokenizer, self.retrievals, config.temperature, facts)

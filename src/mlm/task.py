@@ -115,28 +115,29 @@ class MaskedLM(Task):
         return model
 
     def _starting_model(self, checkpoint: Path | None) -> "LionMLM":
-        from src.checkpoints.reading import load_all, read_pretrained
+        from src.checkpoints.reading import load_all
         from src.mlm.model import LionMLM
+        from src.training.loading import read_start
         from src.training.text_model import build_lion_config, lion_arguments, widen_horizons
 
         config = self.config
         section = dict(config.model)
         if (name := section.pop("pretrained_checkpoint", None)) is None:
             return LionMLM(build_lion_config(section, self.tokenizer, self.max_seq_len), self.tokenizer)
-        name = str(checkpoint or name)  # a resumed run's own: the one it started from may be gone
-        start = read_pretrained(name, "model.pretrained_checkpoint")
+        start = read_start(name, "model.pretrained_checkpoint", checkpoint)
         if (own := start.load_tokenizer()) and vocabulary_digest(own) != vocabulary_digest(self.tokenizer):
             raise UserError(f"tokenizer_name={config.tokenizer_name} is not the tokenizer of {name}; use that one")
         section = {**lion_arguments(start.config.to_dict()), **section}
         model = LionMLM(build_lion_config(section, self.tokenizer, self.max_seq_len), self.tokenizer)
+        if checkpoint is not None:  # whose weights follow
+            return model
         weights, has_head = masked_lm_weights(start)
         if not has_head:
             random = model.model.state_dict().items()
             weights = {part: tensor for part, tensor in random if part.startswith("head.")} | weights
         load_all(model.model, weights, name)
         log.info(f"weights of {name}{'' if has_head else ', with a new head'}")
-        if checkpoint is None:  # a resumed run's are widened already
-            widen_horizons(model.model.lion, start.config)
+        widen_horizons(model.model.lion, start.config)
         return model
 
     def build_loaders(self, device_batch_size: int) -> "tuple[DataSpec, DataSpec]":

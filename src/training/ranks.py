@@ -1,17 +1,11 @@
 """What the ranks of a distributed run do together: rank 0 decides, and the others do as it says."""
 
-import contextlib
 import os
-import tempfile
-import zipfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from src.cli import is_main_process
 from src.errors import RunFailed, UserError
-
-PIECE = 2**26  # bytes of a file that are sent at a time
 
 
 def several() -> bool:
@@ -39,45 +33,20 @@ def decide(function: Callable[[], Any]) -> Any:
     return outcome[0]
 
 
-@contextlib.contextmanager
-def delivered(path: Path | None) -> Iterator[Path | None]:
-    """Provide a checkpoint of rank 0, if any, to every rank: under its own path where a rank sees the same file there,
-    else as a copy, one per machine, which is deleted in the end."""
-    if path is None or not several():
-        yield path
-        return
+def on_each_machine(function: Callable[[], Any]) -> Any:
+    """Return what `function` returns on the first rank of this one's machine, or raise the error that it raises on any
+    machine: for what is read from afar. Every rank must call this."""
+    if not several():
+        return function()
     from composer.utils import dist
 
-    size, contents = decide(lambda: (path.stat().st_size, _contents(path)))
-    sees = _contents(path) == contents
-    machines = dist.all_gather_object(None if sees else dist.get_global_rank() - dist.get_local_rank())
-    if not any(machine is not None for machine in machines):
-        yield path
-        return
-    with contextlib.ExitStack() as stack:
-        receiver = None if sees else machines.index(machines[dist.get_global_rank()])  # the first such rank there
-        receives = receiver == dist.get_global_rank()
-        folder = stack.enter_context(tempfile.TemporaryDirectory()) if receives else None
-        folders = dist.all_gather_object(folder)
-        copy = path if sees else Path(folders[receiver], path.name)
-        source = stack.enter_context(path.open("rb")) if is_main_process() else None
-        target = stack.enter_context(copy.open("wb")) if receives else None
-        for _ in range(0, size, PIECE):
-            piece = [None if source is None else source.read(PIECE)]
-            dist.broadcast_object_list(piece)
-            if target is not None:
-                target.write(piece[0])
-        if target is not None:
-            target.close()
-        dist.barrier()
-        yield copy
-        dist.barrier()
-
-
-def _contents(path: Path) -> list[tuple[str, int]] | None:
-    """The names and checksums in a checkpoint, read from its end; None if there is no such file."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return [(entry.filename, entry.CRC) for entry in archive.infolist()]
-    except (OSError, zipfile.BadZipFile):
-        return None
+    outcome: tuple[Any, Exception | None] = (None, None)
+    if dist.get_local_rank() == 0:
+        try:
+            outcome = function(), None
+        except UserError as error:
+            outcome = None, error
+    outcomes = dist.all_gather_object(outcome)
+    if error := next((error for _, error in outcomes if error is not None), None):
+        raise error
+    return outcomes[dist.get_global_rank() - dist.get_local_rank()][0]

@@ -124,11 +124,9 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     scheduler = registry.build_scheduler(config.scheduler, config.max_duration)
     algorithms = registry.build_all("algorithms", config.algorithms)
     reproducibility.seed_all(config.seed)
-    files = contextlib.ExitStack()
     latest = decide(lambda: latest_valid_checkpoint(folder))
     start = latest or (decide(lambda: fetch(config.load_path, "load_path")) if config.load_path else None)
-    start = files.enter_context(ranks.delivered(start))
-    model = task.build_model(start if latest else None)
+    model = task.build_model(latest)
     if config.activation_checkpointing:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
     parameters = sum(parameter.numel() for parameter in model.parameters())  # before FSDP shards them
@@ -170,7 +168,6 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
         load_path=None if start is None else str(start),
         parallelism_config={"fsdp": dict(config.fsdp_config)} if config.fsdp_config else None,
     )
-    files.close()
     composer_trainer.logger.log_hyperparameters(to_dict(config))
     state = composer_trainer.state
     if latest is not None and config.history and config.history[-1]["step"] >= state.timestamp.batch.value:

@@ -9,11 +9,13 @@ import torch
 from composer import Trainer
 from composer.models import HuggingFaceModel, huggingface
 from composer.utils import FSDPConfig
+from composer.utils import checkpoint as composer_checkpoint
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from src.errors import UserError, first_line
 from src.lion.cpu import flush_denormals, keep_freed_memory
+from src.training.loading import load_checkpoint
 from src.training.registry import check_arguments
 from src.training.run_log import library_messages
 
@@ -112,6 +114,7 @@ def build_trainer(
     if device == "cpu" and precision == "amp_bf16":
         model.cpu_bfloat16 = True
         precision = "fp32"
+    composer_checkpoint.load_checkpoint = load_checkpoint
     trainer = Trainer(model=model, device=device, precision=precision, progress_bar=False, **arguments)
     torch.set_float32_matmul_precision(float32_matmul_precision)  # Composer's GPU device has just allowed TF32
     return trainer

@@ -49,8 +49,8 @@ class Vision(Task):
 
     def build_model(self, checkpoint: Path | None) -> "LionImageClassifier":
         """Return a model with random weights, or with those of `model.pretrained_checkpoint`."""
-        from src.checkpoints.reading import read_pretrained
         from src.lion import LionForImageClassification
+        from src.training.loading import read_start
         from src.vision.model import LionImageClassifier, token_count
         from src.vision.teachers import read_teacher
 
@@ -66,11 +66,11 @@ class Vision(Task):
         start = section.pop("pretrained_checkpoint", None)
         read = None
         if start is not None:
-            read = read_pretrained(str(checkpoint or start), "model.pretrained_checkpoint", reads="images")
+            read = read_start(start, "model.pretrained_checkpoint", checkpoint, reads="images")
             section = {**image_arguments(read.config.to_dict(), section.get("mixer")), **section}
         model = LionForImageClassification(build_vision_config(section, config.image_size, classes))
-        if read is not None:
-            log.info(f"weights of {checkpoint or start}{load_weights(model, read)}")
+        if read is not None and checkpoint is None:
+            log.info(f"weights of {start}{load_weights(model, read)}")
         self.max_tokens_per_sample = token_count(model.config, config.size)
         teacher = None
         if (name := config.distillation.teacher) is not None:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from src.checkpoints.processors import MEAN, STD, read_processor
-from src.checkpoints.reading import PREPROCESSOR, read_pretrained
+from src.checkpoints.reading import PREPROCESSOR
 from src.errors import UserError, first_line
 from src.lion import LionVisionConfig
+from src.training.loading import read_start
 
 KEY = "distillation.teacher"
 Size = tuple[int, int] | None  # (height, width) that a teacher reads; None: any
@@ -49,7 +50,7 @@ def read_teacher(name: str, classes: list[str], student: Mapping[str, Any]) -> T
     elif _is_of_transformers(name):
         model, size, processor, labels = _read_transformers(name)
     else:
-        read = read_pretrained(name, KEY, reads="images")
+        read = read_start(name, KEY, None, reads="images")
         config, processor, model = read.config, read.processor, read.build()
         size = tuple(side * config.patch_size for side in config.grid) if config.has_positions else None
         labels = [config.id2label[number] for number in range(config.num_labels)]
