@@ -13,7 +13,7 @@ from typing import Any
 from src.errors import UserError, reason
 
 LATEST = "latest-rank0.pt"  # in a run folder, the link to the newest checkpoint, or a text file with its name
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -101,7 +101,7 @@ def exclusive_lock(folder: Path, command: str, key: str = "save_folder") -> Iter
     it is in use."""
     from filelock import FileLock, Timeout
 
-    lock = FileLock(folder / ".lock", timeout=0)
+    lock = FileLock(folder / ".lock", timeout=0, thread_local=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()

@@ -1,6 +1,7 @@
 """Several ranks: they agree with rank 0, whatever their own disks hold, and on whether a save failed."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,17 +44,18 @@ def test_machines_that_see_other_files_train_as_one(tmp_path, write_config):
     other.mkdir()
     torch.save({"state": "of another run"}, other / "ep0-ba4-rank0.pt")
     (other / "config.yaml").write_text((tmp_path / "tiny.yaml").read_text() + "\nseed: 5\n")
+    stored = f"save_remote={tmp_path / 'remote'}"
     for duration, expected in (("4ba", ""), ("8ba", "resuming from step 4\n")):
-        output = tmp_path / f"output-{duration}"
-        statuses, text = warm.run_ranks(
-            2, "main.py", config, *STILL, f"max_duration={duration}", output=output, each=each
-        )
+        output, options = tmp_path / f"output-{duration}", [*STILL, stored, f"max_duration={duration}"]
+        statuses, text = warm.run_ranks(2, "main.py", config, *options, output=output, each=each)
         assert statuses == [0, 0], text + output.with_name(f"{output.name}-1").read_text()
         assert expected in text
         assert not expected or reads.read_text() == "0\n"  # on rank 0 alone, once
         main.main([str(config), *STILL, f"max_duration={duration}", f"save_folder={tmp_path / 'one'}"])
+        shutil.move(folder, first := tmp_path / f"run-{duration}")
+        assert (tmp_path / "remote" / "summary.json").read_text() == (first / "summary.json").read_text()
     assert sorted(path.name for path in other.iterdir() if path.is_file()) == ["config.yaml", "ep0-ba4-rank0.pt"]
-    assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert losses(first) == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
 
 
 @pytest.mark.slow

@@ -5,16 +5,20 @@ import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import warm
 
 import main
+from src import files
 from src.checkpoints import remote
 from src.checkpoints.reading import read_pretrained
 from src.errors import RunFailed, UserError
 from src.publish import commands
 from src.training import uploads
+from src.training.checkpointing import CheckpointWriter, latest_valid_checkpoint
 
 BUCKET = "bucket"
 SHORT = {"max_duration": "4ba", "save_interval": "2ba", "eval_interval": "100ba", "loggers": {}, "eval_first": False}
@@ -86,6 +90,22 @@ def test_a_machine_with_an_empty_folder_resumes_from_the_remote_one(store, tmp_p
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
+def test_what_a_killed_run_has_saved_is_uploaded(tmp_path, write_config):
+    store = remote.Store(str(tmp_path / "remote"), "save_remote")
+    config = write_config(tmp_path, **{**SHORT, "max_duration": "10000ba"})
+    process = warm.start("main.py", config, f"save_remote={store.address}", output=tmp_path / "output")
+    try:
+        warm.wait_for(lambda: "latest-rank0.pt" in store.names(), process)
+    finally:
+        process.kill()
+        process.join()
+    uploads.restore(tmp_path / "new", store, -1, lambda stored: None)
+    assert "run_name: tiny" in (tmp_path / "new" / "config.yaml").read_text()
+    newest = latest_valid_checkpoint(tmp_path / "new")
+    assert read_pretrained(str(newest), "KEY").timestamp["batch"] == remote.checkpoint_step(newest.name)
+
+
 @pytest.fixture
 def folder(tmp_path) -> Path:
     folder = tmp_path / "run"
@@ -94,6 +114,7 @@ def folder(tmp_path) -> Path:
         torch.save({"step": step}, folder / f"ep0-ba{step}-rank0.pt")
     (folder / "latest-rank0.pt").symlink_to("ep0-ba4-rank0.pt")
     (folder / "metrics.jsonl").write_text("{}\n")
+    (folder / "config.yaml").write_text("seed: 1\n")
     (folder / "summary.json").write_text('{"after": {"step": 4}}')
     (folder / "tensorboard").mkdir()
     (folder / "ep0-ba6-rank0.unfinished").write_text("part")
@@ -105,15 +126,43 @@ def test_only_what_is_new_is_uploaded_in_an_order_that_a_kill_cannot_break(store
     monkeypatch.setattr(store, "upload", lambda path, name: (seen.append(name), upload(path, name)))
     first = uploads.Uploads(folder, store)
     assert first.finish() is None
-    assert seen == ["metrics.jsonl", "ep0-ba2-rank0.pt", "ep0-ba4-rank0.pt", "latest-rank0.pt", "summary.json"]
+    small = ["config.yaml", "metrics.jsonl"]
+    assert seen == [*small, "ep0-ba2-rank0.pt", "ep0-ba4-rank0.pt", "latest-rank0.pt", "summary.json"]
     assert store.names() == sorted(seen)
     torch.save({"step": 6}, folder / "ep0-ba6-rank0.pt")
     seen.clear()
     assert first.finish() is None
     assert seen == ["ep0-ba6-rank0.pt"]
+    (folder / "ep0-ba2-rank0.pt").write_bytes(b"of another run")
     seen.clear()
     assert uploads.Uploads(folder, store).finish() is None
-    assert seen == ["metrics.jsonl", "latest-rank0.pt", "summary.json"]  # small files are not compared
+    assert seen == [*small, "ep0-ba2-rank0.pt", "latest-rank0.pt", "summary.json"]  # small files are not compared
+
+
+def test_the_remote_latest_is_a_checkpoint_that_is_there(store, folder, tmp_path, monkeypatch):
+    upload = store.upload
+
+    def slow(path: Path, name: str) -> None:
+        upload(path, name)
+        if name == "ep0-ba4-rank0.pt":  # the run goes on meanwhile
+            torch.save({"step": 6}, folder / "ep0-ba6-rank0.pt")
+            files.link(folder / "latest-rank0.pt", "ep0-ba6-rank0.pt")
+
+    monkeypatch.setattr(store, "upload", slow)
+    sent = uploads.Uploads(folder, store)
+    for newest in ("ep0-ba4-rank0.pt", "ep0-ba6-rank0.pt"):
+        assert sent.finish() is None
+        store.download("latest-rank0.pt", tmp_path / "latest-rank0.pt")
+        assert files.follow(tmp_path / "latest-rank0.pt").name == newest
+
+
+def test_a_checkpoint_is_kept_while_it_is_uploaded(folder, tmp_path):
+    writer = CheckpointWriter(folder, "2ba", keep=1, uploads=SimpleNamespace(busy=folder / "ep0-ba2-rank0.pt"))
+    assert writer._publish({"step": 6}, folder / "ep0-ba6-rank0.pt") is None
+    assert sorted(path.name for path in folder.glob("ep*.pt")) == ["ep0-ba2-rank0.pt", "ep0-ba6-rank0.pt"]
+    writer.uploads.busy = None
+    assert writer._publish({"step": 8}, folder / "ep0-ba8-rank0.pt") is None
+    assert sorted(path.name for path in folder.glob("ep*.pt")) == ["ep0-ba8-rank0.pt"]
 
 
 def test_failed_uploads_are_tried_again_reported_and_never_raised(store, folder, monkeypatch, caplog):
@@ -121,7 +170,7 @@ def test_failed_uploads_are_tried_again_reported_and_never_raised(store, folder,
 
     def fail(path: Path, name: str) -> None:
         attempts.append(name)
-        if len(attempts) < 15:
+        if len(attempts) < 5:
             raise ConnectionError("the network is down")
         upload(path, name)
 
@@ -131,24 +180,52 @@ def test_failed_uploads_are_tried_again_reported_and_never_raised(store, folder,
     sent.notify()
     with sent.changed:
         sent.changed.wait_for(lambda: sent.served)
-    assert len(attempts) == 10  # each of five files twice
-    assert "save_remote: metrics.jsonl was not uploaded to" in caplog.text
+    assert attempts == ["config.yaml"] * 2  # and no later file, of which a checkpoint would have no config
+    assert "save_remote: config.yaml was not uploaded to" in caplog.text
     assert "(the network is down); training continues, and the next save tries again" in caplog.text
-    assert sent.finish().startswith("metrics.jsonl was not uploaded")
+    assert sent.finish().startswith("config.yaml was not uploaded")
     assert sent.finish() is None
-    assert len(store.names()) == 5
+    assert len(store.names()) == 6
+
+
+def test_a_folder_that_cannot_be_read_is_a_failed_upload(store, folder):
+    sent = uploads.Uploads(folder, store)
+    folder.rename(folder.with_name("moved"))
+    sent.notify()
+    with sent.changed:
+        sent.changed.wait_for(lambda: sent.served)
+    assert sent.failure == f"{folder} cannot be read (No such file or directory)"
 
 
 def test_a_corrupt_remote_checkpoint_is_skipped(store, folder, tmp_path, caplog):
     newest = folder / "ep0-ba4-rank0.pt"
     newest.write_bytes(newest.read_bytes()[:-100])
     assert uploads.Uploads(folder, store).finish() is None
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "summary.json").write_text('{"after": {"step": 1}}')
     uploads.restore(tmp_path / "new", store, -1, lambda stored: None)
     assert (tmp_path / "new" / "latest-rank0.pt").resolve().name == "ep0-ba2-rank0.pt"
     assert "ep0-ba4-rank0.pt is corrupt or truncated; skipped" in caplog.text
     assert not (tmp_path / "new" / "summary.json").exists()  # of step 4
     uploads.restore(tmp_path / "none", store, 4, lambda stored: None)
-    assert not (tmp_path / "none").exists()
+    assert not [*(tmp_path / "none").iterdir()]
+
+
+@pytest.mark.slow
+def test_another_runs_address_is_refused_also_by_a_run_that_is_further(store, tmp_path, write_config):
+    config = write_config(tmp_path, **SHORT)
+    main.main([str(config), f"save_remote={store.address}", "max_duration=2ba"])
+    other = [str(config), "seed=5", f"save_folder={tmp_path / 'other'}"]
+    main.main(other)
+    with pytest.raises(UserError, match=rf"^save_remote: {store.address} holds a run that differs in seed; "):
+        main.main([*other, f"save_remote={store.address}"])
+    client, names = store.client, store.names()
+    if client is None:
+        Path(store.address, "config.yaml").unlink()
+        with pytest.raises(UserError, match=r"^save_remote: .* has checkpoints but no config.yaml; restore it or"):
+            main.main([*other, f"save_remote={store.address}"])
+        names.remove("config.yaml")
+    assert store.names() == names
 
 
 @pytest.mark.slow
@@ -174,7 +251,9 @@ def test_a_run_whose_files_could_not_be_uploaded_is_kept_and_says_so(s3, tmp_pat
     ],
 )
 def test_an_address_that_cannot_be_used_is_named(s3, tmp_path, write_config, address, message):
-    with pytest.raises(UserError, match=rf"^save_remote: {address} {message} \("):
+    with pytest.raises(UserError, match=rf"^save_remote: {address} {message}"):
         main.main([str(write_config(tmp_path, **SHORT)), f"save_remote={address}"])
     with pytest.raises(UserError, match=rf"^KEY: {address}"):
         remote.fetch(f"{address}/ep0-ba2-rank0.pt", "KEY")
+    with pytest.raises(UserError, match=r"^KEY: s3:/bucket lacks a slash; write s3://bucket$"):
+        remote.Store("s3:/bucket", "KEY")

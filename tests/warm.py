@@ -13,6 +13,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from src import cli
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -94,6 +96,7 @@ def execute(script: str, arguments: list[str], output: Path, file_size: int | No
     if file_size is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
     os.environ.update(changes)
+    cli.RANK_DELAY = 0
     sys.argv = [script, *arguments]
     try:
         runpy.run_path(str(ROOT / script), run_name="__main__")

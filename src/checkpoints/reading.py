@@ -32,7 +32,7 @@ from src.checkpoints.image_adapters import (
     state_dict_from_vit,
 )
 from src.checkpoints.processors import processor_settings, read_processor
-from src.checkpoints.remote import fetch
+from src.checkpoints.remote import WEIGHTS, fetch
 from src.checkpoints.safe_load import load_safely
 from src.errors import UserError, first_line
 from src.files import looks_like_path
@@ -129,7 +129,7 @@ def read_pretrained(name: str, key: str, reads: str = "texts") -> Checkpoint:
     for a model that reads something else than `reads`: "texts" or "images"."""
     path = fetch(name, key)
     if not path.exists():
-        if path.suffix in (".pt", ".pth", ".bin", ".safetensors") or looks_like_path(name):
+        if path.suffix in WEIGHTS or looks_like_path(name):
             raise UserError(f"{key}: {name} is not a file or folder; fix its path")
         from huggingface_hub import snapshot_download
 

@@ -11,6 +11,7 @@ from src.cli import log
 from src.errors import UserError, first_line
 from src.files import LATEST, follow
 
+WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")  # how the names of files end; others are of folders
 FETCHED = "LION_BERT_FETCHED"  # a variable: what this process and those that it starts find downloaded, by address
 _downloads: list[tempfile.TemporaryDirectory] = []  # deleted when the process ends
 
@@ -34,7 +35,10 @@ class Store:
             except Exception as error:  # whatever the client raises without its package or credentials
                 problem = f"{key}: {address} cannot be opened ({first_line(error)})"
                 raise UserError(f"{problem}; use s3://, gs:// or oci://, and set the credentials") from None
-            self.prefix = parse_uri(self.address)[2] + "/"
+            if path := parse_uri(self.address)[2]:
+                self.prefix = f"{path}/"
+        elif re.match(r"\w+:/", address):
+            raise UserError(f"{key}: {address} lacks a slash; write {address.replace(':/', '://', 1)}")
 
     def names(self) -> list[str]:
         """Return the names of the files directly in this folder."""
@@ -43,6 +47,12 @@ class Store:
             return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
         found = (name.removeprefix(self.prefix) for name in self.client.list_objects(self.prefix))
         return sorted(name for name in found if name and "/" not in name)
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file in this folder."""
+        if self.client is not None:
+            return self.client.get_object_size(f"{self.prefix}{name}")
+        return Path(self.address, name).stat().st_size
 
     def upload(self, path: Path, name: str) -> None:
         """Write a file under a name in this folder, where it appears once it is complete."""
@@ -56,7 +66,7 @@ class Store:
 
     def download(self, name: str, path: Path) -> None:
         """Write a file of this folder to a path, where it appears once it is complete."""
-        unfinished = path.with_name(f"{path.name}.unfinished")
+        unfinished = path.with_name(f"{path.name}.unfinished").resolve()  # Composer's client for oci:// needs this
         if self.client is not None:
             self.client.download_object(f"{self.prefix}{name}", str(unfinished), overwrite=True)
         else:
@@ -79,7 +89,7 @@ def fetch(name: str, key: str) -> Path:
 
 def _download(name: str, key: str) -> Path:
     parent, _, last = name.rstrip("/").rpartition("/")
-    is_file = "." in last
+    is_file = Path(last).suffix in WEIGHTS
     store = Store(parent if is_file else name, key)
     _downloads.append(work := tempfile.TemporaryDirectory())
     folder = Path(work.name)

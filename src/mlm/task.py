@@ -11,7 +11,6 @@ from src.data.tokenizers import check_path, vocabulary_digest
 from src.errors import UserError
 from src.mlm.finetune_eval import FinetuneEval
 from src.training.config import RunConfig, check_state_passing, state_passing
-from src.training.ranks import decide
 from src.training.task import Curve, Task
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ class MaskedLM(Task):
             if dataset.hub is None and dataset.remote is None and not dataset.streams:
                 check_split("data_local", Path(dataset.local), dataset.split)
         if config.finetune_eval.tasks:
-            decide(lambda: config.finetune_eval.check_tasks(Path(config.save_folder), config.tokenizer_name))
+            config.finetune_eval.check_tasks(Path(config.save_folder), config.tokenizer_name)
 
     def background(self, writer: "CheckpointWriter", run_log: "RunLog") -> "list[Background]":
         from src.mlm.evaluations import FinetuneEvaluations

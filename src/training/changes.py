@@ -1,9 +1,7 @@
 """The key `resume_with`: what a resumed run may change on purpose, the record of it, and how it takes effect."""
 
 import copy
-import functools
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from src.config import flatten
@@ -34,12 +32,17 @@ def found(old: Mapping[str, Any], new: Mapping[str, Any], resume_with: Sequence[
     return {n: [old.get(n), new.get(n)] for n in names if old.get(n) != new.get(n)}
 
 
-def made(config: Mapping[str, Any], changes: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """Return a config with changes as `found` returns them."""
-    config = copy.deepcopy(dict(config))
-    for name, (_, value) in changes.items():
+def made(config: Mapping[str, Any], new: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return a config in which the keys of these names are as in a new one."""
+    config, given = copy.deepcopy(dict(config)), flatten(dict(new))
+    for name in names:
         *sections, last = name.split(".")
-        functools.reduce(operator.getitem, sections, config)[last] = value
+        section = config
+        for part in sections:
+            section = section.setdefault(part, {})
+        section.pop(last, None)
+        if name in given:
+            section[last] = given[name]
     return config
 
 

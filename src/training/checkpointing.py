@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ class CheckpointWriter(Callback):
         path = self.folder / f"ep{state.timestamp.epoch.value}-ba{batch}-rank0.pt"
         if (failure := self._write(state, path)) is None:
             self.saved_batch = batch
+            if self.uploads is not None:
+                self.uploads.notify()
             return None
         if state.timestamp < state.max_duration:
             return f"cannot save step {batch} to {path}: {failure}"
@@ -142,13 +145,16 @@ def check_load_path(
     if shapes != its_shapes or checkpoint.published:
         raise UserError(f"{name} is a checkpoint of a different model than this config's; {hint}")
     its_groups = checkpoint.optimizers.get(type(optimizer).__qualname__, ())
-    settings, its_settings = (  # which loading a checkpoint restores, whatever the config says
-        [[g.get("initial_lr", g["lr"]), list(g["betas"]), g["eps"], g["weight_decay"]] for g in groups]
-        for groups in (optimizer.param_groups, its_groups)
-    )
+    settings, its_settings = ([_restored(g) for g in groups] for groups in (optimizer.param_groups, its_groups))
     if settings != its_settings:
         raise UserError(f"{name} was trained with a different optimizer than this config's; {hint}")
     check_remaining(checkpoint, max_duration, name)
+
+
+def _restored(group: Mapping[str, Any]) -> list[Any]:
+    """What loading a checkpoint restores in a group of an optimizer, whatever the config says."""
+    others = (group.get(name) for name in ("eps", "weight_decay", "momentum"))
+    return [group.get("initial_lr", group["lr"]), list(group.get("betas", ())), *others]
 
 
 def check_remaining(checkpoint: Checkpoint, max_duration: str, name: str) -> None:

@@ -2,10 +2,13 @@
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from src.cli import is_main_process
-from src.errors import RunFailed, UserError
+from src.errors import RunFailed, UserError, first_line
+
+PATIENCE = 1  # seconds after which a rank that works tells the others that it still does
 
 
 def several() -> bool:
@@ -15,22 +18,18 @@ def several() -> bool:
 
 def decide(function: Callable[[], Any]) -> Any:
     """Return, on every rank, what `function` returns on rank 0, or raise the error that it raises there: the disks of
-    other machines may differ, or show a shared file later. Every rank must call this, once torch.distributed is
-    initialized."""
+    other machines may differ, or show a shared file later. It may take longer than `dist_timeout`, and must not
+    communicate. Every rank must call this, once torch.distributed is initialized."""
     if not several():
         return function()
     from composer.utils import dist
 
-    outcome: list[Any] = [None, None]
-    if is_main_process():
-        try:
-            outcome[0] = function()
-        except (UserError, RunFailed) as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+    def spread(outcome: Any) -> Any:
+        outcomes = [outcome]
+        dist.broadcast_object_list(outcomes)
+        return outcomes[0]
+
+    return _together(function if is_main_process() else None, spread)
 
 
 def on_each_machine(function: Callable[[], Any]) -> Any:
@@ -40,13 +39,33 @@ def on_each_machine(function: Callable[[], Any]) -> Any:
         return function()
     from composer.utils import dist
 
-    outcome: tuple[Any, Exception | None] = (None, None)
-    if dist.get_local_rank() == 0:
-        try:
-            outcome = function(), None
-        except UserError as error:
-            outcome = None, error
-    outcomes = dist.all_gather_object(outcome)
-    if error := next((error for _, error in outcomes if error is not None), None):
-        raise error
-    return outcomes[dist.get_global_rank() - dist.get_local_rank()][0]
+    first = dist.get_global_rank() - dist.get_local_rank()
+
+    def spread(outcome: Any) -> Any:
+        outcomes = dist.all_gather_object(outcome)
+        if None in outcomes:
+            return None
+        return next((other for other in outcomes if other[1] is not None), outcomes[first])
+
+    return _together(function if dist.get_local_rank() == 0 else lambda: None, spread)
+
+
+def _together(function: Callable[[], Any] | None, spread: Callable[[Any], Any]) -> Any:
+    """Call `function` in a thread, and `spread` with its outcome, or None until there is one, until that returns one:
+    (value, None) or (None, error)."""
+    with ThreadPoolExecutor(1) as pool:
+        work = None if function is None else pool.submit(function)
+        while (outcome := spread(None if work is None else _outcome(work))) is None:
+            pass
+    if (error := outcome[1]) is not None:
+        raise error if work is None or work.exception() is None else work.exception()
+    return outcome[0]
+
+
+def _outcome(work: Future) -> tuple[Any, Exception | None] | None:
+    if not wait([work], PATIENCE).done:
+        return None
+    if (error := work.exception()) is None:
+        return work.result(), None
+    known = isinstance(error, UserError)
+    return None, error if known else RunFailed(f"another rank failed ({first_line(error)}); its error is above")

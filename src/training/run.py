@@ -15,6 +15,7 @@ from src.cli import is_main_process, log, start_log
 from src.config import fixed_settings, read_stored, to_dict
 from src.errors import RunFailed, UserError, reason
 from src.files import (
+    CONFIG,
     LATEST,
     METRICS,
     SUMMARY,
@@ -32,7 +33,6 @@ from src.training.task import Curve, Task, in_words, score_curve
 if TYPE_CHECKING:
     from src.training.uploads import Uploads
 
-CONFIG = "config.yaml"  # in a run folder
 SAME_NAME = (  # keys of a config that are arguments of the trainer
     "run_name", "seed", "float32_matmul_precision", "max_duration", "eval_interval", "eval_subset_num_batches",
     "ddp_sync_strategy", "dist_timeout", "compile_config",
@@ -58,20 +58,18 @@ def run(task: Task) -> None:
             if decide(lambda: is_finished(config, folder)):
                 log.info(f"{config.run_name} is already finished with this config")
             else:
-                task.check_paths()
+                decide(task.check_paths)
                 train(task, folder, uploads)
         finally:
-            failure = None if uploads is None else uploads.finish()
-            if failure and sys.exc_info()[0] is not None:
-                log.warning(f"save_remote: {failure}")
-        if failure:
-            raise RunFailed(f"the run is finished and saved in {folder}, but {failure}; repeat the command to retry")
+            failure = finish_uploads(uploads) if config.save_remote else None
         if is_main_process():
             print_summary(folder, task.curves)
             if config.hf_export is not None:
                 from src.publish.callback import export_last
 
                 print(f"\nHub folder    {export_last(folder)}")
+        if failure:
+            raise RunFailed(f"the run is finished and saved in {folder}, but {failure}; repeat the command to retry")
 
 
 def open_remote(config: RunConfig, folder: Path) -> "Uploads | None":
@@ -79,13 +77,14 @@ def open_remote(config: RunConfig, folder: Path) -> "Uploads | None":
     UserError."""
     from src.checkpoints.remote import Store
     from src.training.checkpointing import checkpoints, is_valid_checkpoint
-    from src.training.uploads import Uploads, restore
+    from src.training.uploads import restore
 
-    def opened() -> Uploads:
+    def opened() -> "Uploads":
+        if Path(config.save_remote).resolve() == folder.resolve():
+            raise UserError(f"save_remote: {config.save_remote} is save_folder itself; give another, or omit it")
         store = Store(config.save_remote, "save_remote")
         own = next(filter(is_valid_checkpoint, checkpoints(folder)), None)
-        restore(folder, store, -1 if own is None else checkpoint_step(own.name), check)
-        return Uploads(folder, store)
+        return restore(folder, store, -1 if own is None else checkpoint_step(own.name), check)
 
     def check(stored: Path) -> None:
         check_stored(config, stored, "save_remote", config.save_remote)
@@ -93,6 +92,21 @@ def open_remote(config: RunConfig, folder: Path) -> "Uploads | None":
     uploads: list[Uploads] = []
     decide(lambda: uploads.append(opened()))
     return uploads[0] if uploads else None
+
+
+def finish_uploads(uploads: "Uploads | None") -> str | None:
+    """Return None once everything is uploaded, or why it is not. After an error that all ranks raise, all wait, since a
+    launcher that sees one end soon kills the others; after Ctrl-C nobody does."""
+    error = sys.exc_info()[1]
+    if isinstance(error, KeyboardInterrupt):
+        return None
+    if error is None or isinstance(error, (RunFailed, SystemExit)):
+        failure = decide(lambda: uploads.finish())
+    else:
+        failure = None if uploads is None else uploads.finish()
+    if failure and error is not None:
+        log.warning(f"save_remote: {failure}")
+    return failure
 
 
 def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
@@ -138,7 +152,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     train_data, eval_data = task.build_loaders(device_batch)
     startup.done("data")
     title = config.run_name if config.progress_bar else ""
-    run_log = RunLog(folder, config.log_interval, title, task.curves, task.statistics, task.counts)
+    run_log = RunLog(folder, config.log_interval, title, task.curves, task.statistics, task.counts, batch)
     writer = CheckpointWriter(folder, config.save_interval, config.save_num_checkpoints_to_keep, uploads)
     background = [*([HubExports(writer)] if config.hf_export == "save" else []), *task.background(writer, run_log)]
     composer_trainer = trainer.build_trainer(
@@ -159,7 +173,6 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
             guards.FiniteLoss(config.on_nonfinite_loss, writer),
             writer,
             *background,
-            *([uploads] if uploads else []),
             guards.StopOnSignal(writer),
             startup,
         ],
@@ -188,14 +201,14 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     log.info(f"checkpoints, curves and metrics: {places}, a checkpoint every {config.save_interval}")
     if now.batch.value:
         log.info(f"resuming from step {now.batch.value}")
-    if is_main_process():
-        save_config(config, folder)
-        if chosen:
-            choices.keep(chosen, folder)
+    decide(lambda: save_config(config, folder))
+    if chosen and is_main_process():
+        choices.keep(chosen, folder)
     if config.eval_first and now.batch == 0:
         composer_trainer.eval()
         startup.done("first evaluation")
-    epochs = now.epoch.value + (now.batch_in_epoch.value >= steps_per_epoch)  # saved before the last epoch was counted
+    # An epoch is counted after its last step is saved, whose batch may have had another size.
+    epochs = now.epoch.value + (now.sample_in_epoch.value > (steps_per_epoch - 1) * batch)
     trained = now >= end or (end.unit == TimeUnit.EPOCH and epochs >= end.value)
     try:
         if not trained:
@@ -242,7 +255,7 @@ def check_stored(config: RunConfig, folder: Path, key: str, shown: str) -> list[
     if not config.autoresume:
         raise UserError(f"{key}: {shown} already holds a run; choose another or set autoresume=true")
     found = changes.found(stored, now := to_dict(config), config.resume_with)
-    old, new = (fixed_settings(settings, type(config)) for settings in (changes.made(stored, found), now))
+    old, new = (fixed_settings(settings, type(config)) for settings in (changes.made(stored, now, found), now))
     changed = {name for name, value in new.items() if old.get(name) != value}
     # A key is named once, without its copies in the loaders.
     if names := sorted(name for name in changed if "." not in name or name.rsplit(".", 1)[-1] not in changed):
@@ -250,7 +263,7 @@ def check_stored(config: RunConfig, folder: Path, key: str, shown: str) -> list[
         raise UserError(f"{key}: {differs}; choose another folder, or resume with its {CONFIG}")
     step = max((checkpoint_step(path.name) or 0 for path in folder.glob("ep*-rank0.pt")), default=0)
     history = [*stored["history"], *([{"step": step, "changed": found}] if found else [])]
-    if config.max_duration != stored["max_duration"]:
+    if found or config.max_duration != stored["max_duration"]:
         from src.checkpoints.reading import read_checkpoint
         from src.training.checkpointing import check_remaining, latest_valid_checkpoint
 

@@ -34,7 +34,7 @@ class RunLog(LoggerDestination):
     "finetune": {metric: value}}, all of that checkpoint, and later in the file than the lines of its step. A resumed
     run drops the lines of later steps than its checkpoint's, and writes {"step", "samples", "seconds", "changed":
     {key: [old, new]}} if it changes its config. If a line cannot be written, the run continues without it and warns
-    once. Without a title there is no progress bar."""
+    once. Without a title there is no progress bar. `batch` is the global batch size, if it can change in a run."""
 
     def __init__(
         self,
@@ -44,10 +44,11 @@ class RunLog(LoggerDestination):
         curves: Sequence[Curve] = (),
         statistics: Any = None,
         counts: str = "tokens",
+        batch: int = 0,
     ):
         self.path = folder / METRICS
         self.interval = Time.from_timestring(interval).value
-        self.title = title
+        self.title, self.batch = title, batch
         self.train_curves = [curve for curve in curves if curve.train_key not in (None, TRAIN_LOSS)]
         self.statistics, self.counts = statistics, counts  # of a Task
         self.latest: dict[str, float] = {}
@@ -120,7 +121,12 @@ class RunLog(LoggerDestination):
     def _last_batch(self, state: State) -> int | None:
         """Return the batch at which the run ends, or None if it is not known yet."""
         if state.max_duration.unit == TimeUnit.EPOCH:
-            return None if state.dataloader_len is None else state.max_duration.value * state.dataloader_len.value
+            if state.dataloader_len is None:
+                return None
+            now, steps = state.timestamp, state.dataloader_len.value
+            # With a resumed run's batch size, which the steps before may not have had.
+            done = math.ceil(now.sample_in_epoch.value / self.batch) if self.batch else now.batch_in_epoch.value
+            return now.batch.value + (state.max_duration.value - now.epoch.value) * steps - done
         elapsed = state.get_elapsed_duration().value
         return round(state.timestamp.batch.value / elapsed) if elapsed else None
 

@@ -1,4 +1,4 @@
-"""A run's files in `save_remote`: uploaded in the background while it trains, and read by a machine that has none."""
+"""A run's files in `save_remote`: uploaded in the background while it trains, and downloaded where it resumes."""
 
 import json
 import os
@@ -9,34 +9,34 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from composer import Callback, Logger, State
-
 from src.checkpoints.remote import Store, checkpoint_step
 from src.checkpoints.safe_load import is_valid_checkpoint
 from src.cli import log
-from src.errors import UserError, first_line
-from src.files import LATEST, SUMMARY, follow, link
+from src.errors import UserError, first_line, reason
+from src.files import CONFIG, LATEST, SUMMARY, follow, link
 
 SMALL = (".json", ".jsonl", ".png", ".yaml")  # a run's files besides checkpoints
 KEY = "save_remote"
 PAUSES = (1, 4, 16)  # seconds before each further attempt
 
 
-class Uploads(Callback):
-    """Upload what is new in `folder` to `store`, in a thread of its own, after every save and evaluation. A
-    failed upload is tried again, then reported, and tried again at the next one; it never stops training. Only rank 0
-    has one. Nothing is deleted there."""
+class Uploads:
+    """Upload what is new in `folder` to `store`, in a thread of its own, after every save. A failed upload is tried
+    again, then reported, and tried again after the next save; it never stops training. Only rank 0 has one. Nothing is
+    deleted there."""
 
     def __init__(self, folder: Path, store: Store):
+        """Raises what the store's client does."""
         self.folder, self.store = folder, store
         self.busy: Path | None = None  # the file that is being read
         self.failure: str | None = None
-        stored = (folder / name for name in store.names() if checkpoint_step(name) is not None)
-        self.known = {path.name: version for path in stored if (version := _version(path)) is not None}
+        stored = [folder / name for name in store.names() if checkpoint_step(name) is not None]
+        whole = (path for path in stored if path.is_file() and path.stat().st_size == store.size(path.name))
+        self.known = {path.name: _version(path) for path in whole}
         self.changed, self.requests, self.served, self.ending = threading.Condition(), 0, 0, False
         self.thread: threading.Thread | None = None
 
-    def notify(self, state: State | None = None, logger: Logger | None = None) -> None:
+    def notify(self) -> None:
         """Upload what is new, in the background."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._work, daemon=True)
@@ -44,8 +44,6 @@ class Uploads(Callback):
         with self.changed:
             self.requests += 1
             self.changed.notify_all()
-
-    batch_checkpoint = epoch_checkpoint = eval_end = notify
 
     def finish(self) -> str | None:
         """Return once everything is uploaded, or why it is not."""
@@ -72,26 +70,32 @@ class Uploads(Callback):
             with self.changed:
                 self.changed.wait_for(lambda: self.served < self.requests)
                 requests = self.requests
-            failures = [failure for path in self.missing() if (failure := self._upload(path))]
-            self.failure = failures[0] if failures else None
-            if failures and not self.ending:
-                log.warning(f"{KEY}: {failures[0]}; training continues, and the next save tries again")
+            try:  # what comes after a failed upload says that all before it is there
+                self.failure = next(filter(None, map(self._upload, self.missing())), None)
+            except OSError as error:
+                self.failure = f"{self.folder} cannot be read ({reason(error)})"
+            if self.failure and not self.ending:
+                log.warning(f"{KEY}: {self.failure}; training continues, and the next save tries again")
             with self.changed:
                 self.served = requests
                 self.changed.notify_all()
 
     def _upload(self, path: Path) -> str | None:
         """Return None, or why the file is not uploaded."""
+        self.busy = path
         for pause in (*PAUSES, None):
             try:
                 with tempfile.TemporaryDirectory() as work:
                     version, source = _version(path), path
                     if path.name == LATEST:
+                        steps = {checkpoint_step(name): name for name in self.known if name.startswith("ep")}
+                        newest = steps[max(steps)]
+                        if follow(path).resolve().name != newest:  # saved meanwhile, and not there yet
+                            version = None
                         source = Path(work, LATEST)
-                        source.write_text(f"{follow(path).resolve().name}\n")
+                        source.write_text(f"{newest}\n")
                     elif path.suffix != ".pt":  # it may grow meanwhile
                         source = Path(shutil.copyfile(path, Path(work, path.name)))
-                    self.busy = path
                     self.store.upload(source, path.name)
                 self.known[path.name] = version
                 return None
@@ -101,23 +105,25 @@ class Uploads(Callback):
                 failure = "file not found"
             except Exception as error:  # whatever the client raises
                 failure = first_line(error)
-            finally:
-                self.busy = None
             if pause is not None:
                 time.sleep(pause)
         return f"{path.name} was not uploaded to {self.store.address} ({failure})"
 
 
-def restore(folder: Path, store: Store, after: int, check: Callable[[Path], None]) -> None:
-    """Download what a run needs to resume from `store`, unless it has no checkpoint later than step `after`. `check`
-    gets a folder with the stored config and raises UserError for another run's. Raises UserError."""
+def restore(folder: Path, store: Store, after: int, check: Callable[[Path], None]) -> Uploads:
+    """Download what a run needs to resume from `store`, if it has a checkpoint later than step `after`; return what
+    uploads the folder to it. `check` gets a folder with the stored config and raises UserError for another run's.
+    Raises UserError."""
     try:
         names = store.names()
-        steps = {name: step for name in names if (step := checkpoint_step(name)) is not None and step > after}
-        later = sorted(steps, key=steps.get, reverse=True)
-        if not later:
-            return
-        small = [name for name in names if name.endswith(SMALL)]
+        steps = {name: step for name in names if (step := checkpoint_step(name)) is not None}
+        later = sorted((name for name in steps if steps[name] > after), key=steps.get, reverse=True)
+        if not steps:
+            return Uploads(folder, store)
+        if CONFIG not in names:
+            problem = f"{KEY}: {store.address} has checkpoints but no {CONFIG}"
+            raise UserError(f"{problem}; restore it or choose another address")
+        small = [name for name in names if name.endswith(SMALL)] if later else [CONFIG]
         with tempfile.TemporaryDirectory() as work:
             for name in small:
                 store.download(name, Path(work, name))
@@ -134,13 +140,15 @@ def restore(folder: Path, store: Store, after: int, check: Callable[[Path], None
             else:
                 if after < 0:
                     raise UserError(f"{KEY}: no checkpoint in {store.address} is valid; remove them or choose another")
-                return
+                return Uploads(folder, store)
             if SUMMARY in small and json.loads(Path(work, SUMMARY).read_text())["after"]["step"] != steps[name]:
                 small.remove(SUMMARY)  # of the run before it was extended
+            (folder / SUMMARY).unlink(missing_ok=True)
             for file in small:
                 shutil.copyfile(Path(work, file), unfinished := folder / f"{file}.unfinished")
                 unfinished.replace(folder / file)
         link(folder / LATEST, name)
+        return Uploads(folder, store)
     except UserError:
         raise
     except Exception as error:  # whatever the client raises
@@ -149,7 +157,7 @@ def restore(folder: Path, store: Store, after: int, check: Callable[[Path], None
 
 
 def _version(path: Path) -> tuple[int, int, str] | None:
-    """What changes with a file's content."""
+    """What changes with a file's content; None if there is no file."""
     try:
         status = path.stat()
         return status.st_size, status.st_mtime_ns, os.path.realpath(path)
