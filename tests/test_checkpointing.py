@@ -1,11 +1,13 @@
 """Checkpoints: valid or absent, found again after a kill; a resumed run equals an uninterrupted one."""
 
+import errno
 import json
 import logging
 import random
 import re
 import shutil
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,9 @@ import torch
 import warm
 
 import main
+from src.checkpoints.safe_load import load_safely
 from src.errors import UserError
+from src.files import follow
 from src.mlm.task import MaskedLM, PretrainConfig
 from src.training import checkpointing
 from src.training.config import load_config
@@ -233,3 +237,36 @@ def test_a_corrupt_later_checkpoint_does_not_delete_the_new_one(folder):
         == (folder / checkpointing.LATEST).resolve()
         == folder / "ep0-ba20-rank0.pt"
     )
+
+
+def test_where_links_fail_latest_is_a_file_with_the_newest_name(folder, monkeypatch):
+    def no_links(*arguments):
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", no_links)
+    writer, latest = checkpointing.CheckpointWriter(folder, "10ba", keep=1), folder / checkpointing.LATEST
+    for batch in (110, 120):
+        assert writer._publish({"batch": batch}, folder / f"ep1-ba{batch}-rank0.pt") is None
+        assert latest.read_text() == f"ep1-ba{batch}-rank0.pt\n"
+        assert load_safely(latest) == {"batch": batch}
+    assert [path.name for path in checkpointing.checkpoints(folder)] == ["ep1-ba120-rank0.pt"]
+    assert checkpointing.latest_valid_checkpoint(folder) == follow(latest)
+
+
+def test_only_a_failed_write_is_a_failed_save(folder, monkeypatch):
+    def out_of_memory(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "save", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        checkpointing.CheckpointWriter(folder, "10ba", keep=1)._publish({}, folder / "ep1-ba120-rank0.pt")
+    assert len(checkpointing.checkpoints(folder)) == 3
+
+
+def test_a_checksum_is_computed_once(folder, monkeypatch):
+    read, testzip = [], zipfile.ZipFile.testzip
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda self: read.append(self.filename) or testzip(self))
+    newest = checkpointing.latest_valid_checkpoint(folder)
+    assert checkpointing.latest_valid_checkpoint(folder) == newest
+    load_safely(folder / checkpointing.LATEST)
+    assert read == [str(newest)]

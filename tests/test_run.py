@@ -273,6 +273,25 @@ def test_a_resumed_run_takes_its_changed_settings_on_and_records_them(tmp_path, 
     assert len(OmegaConf.load(run / "config.yaml").history) == 1
 
 
+@pytest.mark.slow
+def test_an_epoch_goes_on_with_another_batch_size_and_schedule(tmp_path, write_config):
+    main.main([str(write_config(tmp_path, loggers={}, eval_first=False)), "max_duration=4ba"])  # of six in an epoch
+    stored = tmp_path / "run" / "config.yaml"
+    config = OmegaConf.load(stored)
+    config.scheduler = {"name": "constant_with_warmup", "t_warmup": "0ba", "alpha": 0.5}
+    OmegaConf.save(config, tmp_path / "changed.yaml")
+    changed = [str(tmp_path / "changed.yaml"), "max_duration=1ep", "global_train_batch_size=16"]
+    main.main([*changed, "resume_with=[scheduler,global_train_batch_size]"])
+    (entry,) = OmegaConf.to_container(OmegaConf.load(stored).history)
+    assert entry["changed"]["scheduler.alpha_f"] == [0.02, None]
+    assert entry["changed"]["scheduler.alpha"] == [None, 0.5]
+    lines = [line for line in read_json_lines(tmp_path / "run" / "metrics.jsonl") if "lr" in line]
+    assert [line["samples"] for line in lines] == [8, 16, 24, 32, 48]  # of 49, and the last is written
+    assert lines[-1]["lr"] == 0.5 * config.optimizer.lr
+    with pytest.raises(UserError, match=r"ep1-ba5-rank0.pt is at 1ep, so max_duration=1ep leaves nothing to train"):
+        main.main([*changed, "optimizer.lr=0.1", "resume_with=[optimizer.lr]"])
+
+
 @pytest.mark.parametrize("name", ["seed", "model.hidden_size", "optimizer", "optimizer.name", "scheduler.", "lr"])
 def test_only_rates_schedule_and_batch_size_can_change(config_file, name):
     with pytest.raises(UserError, match=rf"^resume_with: {name} cannot change; choose from"):
