@@ -20,6 +20,19 @@ log = logging.getLogger("lion")
 RANK_DELAY = 10  # seconds
 
 
+class _TimmWithoutWandb:
+    """Hides wandb from timm, which transformers imports to list its models: importing it takes two seconds."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        importing = getattr(sys.modules.get("timm.utils.summary"), "__spec__", None)
+        if name == "wandb" and getattr(importing, "_initializing", False):
+            raise ModuleNotFoundError("not for timm", name=name)
+
+
+sys.meta_path.insert(0, _TimmWithoutWandb)
+
+
 def run(main: Callable[[list[str]], None]) -> None:
     """Run `main(argv)` and end with status 0, 2 (unusable input), 1 (failure), 130 (Ctrl-C) or 143 (SIGTERM)."""
     start_log()

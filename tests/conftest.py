@@ -35,7 +35,11 @@ os.environ |= {
     "TOKENIZERS_PARALLELISM": "false",
 }
 sys.path.insert(0, str(ROOT))
+import plain  # noqa: E402
+
 from src.lion.configuration_lion import MIXERS  # noqa: E402
+
+os.environ.setdefault(plain.SOCKET, f"{CACHE.name}/plain")
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = (
@@ -115,6 +119,13 @@ def tokens_of(folder: Path) -> dict[str, int]:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder).get_vocab()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_proofs() -> None:
+    """Let folders be tried outside the repository in processes that start at once."""
+    if folder := sys.modules.get("src.publish.folder"):
+        folder.subprocess = plain
 
 
 @pytest.fixture(scope="session")

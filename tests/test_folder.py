@@ -7,12 +7,12 @@ import contextlib
 import json
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import plain
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -329,10 +329,8 @@ def test_a_pickle_and_a_hidden_file_are_not_published(tmp_path, name):
 def outside(program: str, folder: Path, cwd: Path, **changes: str) -> str:
     """Return the output of a program run in another folder, offline by default, with its own code cache."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(cwd / "modules"), "CUDA_VISIBLE_DEVICES": "", **changes}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, str(folder)], cwd=cwd, capture_output=True, text=True,
-        env=environment(**offline), timeout=240,
-    )  # fmt: skip
+    command = [sys.executable, "-W", "ignore", "-c", program, str(folder)]
+    done = plain.run(command, cwd=cwd, env=environment(**offline))
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -13,16 +13,26 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import plain
+
 from src import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def start(script: str, *arguments: object, output: Path, file_size: int | None = None, **changes: str) -> BaseProcess:
+def start(
+    script: str,
+    *arguments: object,
+    output: Path,
+    errors: Path | None = None,
+    file_size: int | None = None,
+    **changes: str,
+) -> BaseProcess:
     """Start a script of the repository, as `python script arguments` does, as the leader of a process group.
 
     Args:
         output: a new file for stdout and stderr.
+        errors: one for stderr alone.
         file_size: the most bytes that the process can write to a file, as on a full disk.
         changes: environment variables.
     """
@@ -35,7 +45,7 @@ def start(script: str, *arguments: object, output: Path, file_size: int | None =
     finally:
         os.environ.pop("PYTHONPATH") if path is None else os.environ.update(PYTHONPATH=path)
     process = context.Process(
-        target=execute, args=(script, [str(value) for value in arguments], output, file_size, changes)
+        target=execute, args=(script, [str(value) for value in arguments], output, errors, file_size, changes)
     )
     process.start()
     return process
@@ -87,16 +97,23 @@ def wait_for(condition: Callable[[], object], process: BaseProcess, seconds: flo
         time.sleep(0.002)
 
 
-def execute(script: str, arguments: list[str], output: Path, file_size: int | None, changes: dict[str, str]) -> None:
+def execute(
+    script: str,
+    arguments: list[str],
+    output: Path,
+    errors: Path | None,
+    file_size: int | None,
+    changes: dict[str, str],
+) -> None:
     """Be the command."""
     os.setsid()
-    log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
+    for descriptor, file in ((1, output), (2, errors)):
+        os.dup2(1 if file is None else os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     if file_size is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
     os.environ.update(changes)
     cli.RANK_DELAY = 0
+    sys.modules["src.publish.folder"].subprocess = plain
     sys.argv = [script, *arguments]
     try:
         runpy.run_path(str(ROOT / script), run_name="__main__")

@@ -9,6 +9,7 @@ import src.data.streaming
 import src.mlm.model
 import src.plots
 import src.publish.callback
+import src.publish.folder
 import src.training.guards
 import src.training.registry
 import src.training.run_log

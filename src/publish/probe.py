@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import transformers
 
+sys.modules["wandb"] = None  # timm would import it, for two seconds
 folder, auto_class, processor, work = sys.argv[1:]
 given = torch.load(f"{work}/inputs.pt", weights_only=True)
 model = getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=True).eval()
