@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import random
 import re
@@ -17,6 +18,7 @@ import pytest
 import warm
 from conftest import ROOT, environment
 
+from src import cli
 from src.data.convert import is_validation
 from src.demo import __main__ as demo_command
 from src.demo import search, steps
@@ -89,10 +91,13 @@ def demo(tmp_path_factory):
     write_corpus(out / "corpus.jsonl")
     command = ["--model", "lion-d-tiny", "--out", str(out), *SIZES, *TINY]
     first = SimpleNamespace(stdout=io.StringIO(), stderr=io.StringIO())
+    cli.start_log()
+    cli.log.addHandler(handler := logging.StreamHandler(first.stderr))
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(first.stdout), redirect_stderr(first.stderr):
         command_class = partial(WarmCommand, tmp_path_factory.mktemp("output"))
         patch.setattr(steps, "subprocess", SimpleNamespace(Popen=command_class))
         main(command)
+    cli.log.removeHandler(handler)
     first.stdout, first.stderr = first.stdout.getvalue(), first.stderr.getvalue()
     files = {
         path: path.stat().st_mtime_ns

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import plain
@@ -26,6 +27,7 @@ def start(
     output: Path,
     errors: Path | None = None,
     file_size: int | None = None,
+    forks: bool = False,
     **changes: str,
 ) -> BaseProcess:
     """Start a script of the repository, as `python script arguments` does, as the leader of a process group.
@@ -34,6 +36,7 @@ def start(
         output: a new file for stdout and stderr.
         errors: one for stderr alone.
         file_size: the most bytes that the process can write to a file, as on a full disk.
+        forks: whether what it starts beside itself is forked too, and starts at once.
         changes: environment variables.
     """
     context = multiprocessing.get_context("forkserver")
@@ -45,7 +48,7 @@ def start(
     finally:
         os.environ.pop("PYTHONPATH") if path is None else os.environ.update(PYTHONPATH=path)
     process = context.Process(
-        target=execute, args=(script, [str(value) for value in arguments], output, errors, file_size, changes)
+        target=execute, args=(script, [str(value) for value in arguments], output, errors, file_size, forks, changes)
     )
     process.start()
     return process
@@ -103,6 +106,7 @@ def execute(
     output: Path,
     errors: Path | None,
     file_size: int | None,
+    forks: bool,
     changes: dict[str, str],
 ) -> None:
     """Be the command."""
@@ -114,6 +118,10 @@ def execute(
     os.environ.update(changes)
     cli.RANK_DELAY = 0
     sys.modules["src.publish.folder"].subprocess = plain
+    if forks:
+        own = SimpleNamespace(**vars(multiprocessing))
+        own.get_context = lambda method: multiprocessing.get_context("fork")
+        sys.modules["src.publish.background"].multiprocessing = own
     sys.argv = [script, *arguments]
     try:
         runpy.run_path(str(ROOT / script), run_name="__main__")
