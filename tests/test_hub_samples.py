@@ -21,6 +21,7 @@ from src.convert_dataset import main as convert
 from src.data import hub_samples, streaming
 from src.data.convert import SPLITS
 from src.errors import UserError
+from src.mlm import task
 from src.mlm.task import PretrainConfig
 from src.training.config import load_config
 
@@ -262,6 +263,15 @@ def test_a_folder_that_has_changed_cannot_be_resumed_by_its_revision(dataset, to
     state = {**loader(dataset, tokenizer).dataset.state_dict(0, True), "revision": "before"}
     with pytest.raises(UserError, match=r"has changed since .*; restore its files, or start from its weights alone"):
         loader(dataset, tokenizer).dataset.load_state_dict(state)
+
+
+def test_all_ranks_read_the_commit_that_rank_0_finds(dataset, shards, monkeypatch):
+    monkeypatch.setattr(task, "several", lambda: True)
+    monkeypatch.setattr(task, "decide", lambda function: f"{function()} of rank 0")
+    own, of_shards = config(Path("unused"), hub=str(dataset)), config(shards)
+    found = hub_samples.open_source(own.dataset).description["revision"]
+    assert task.at_one_commit(own).dataset.revision == f"{found} of rank 0"
+    assert own.dataset.revision is None and task.at_one_commit(of_shards) is of_shards
 
 
 def test_a_position_in_shards_is_not_one_in_a_dataset_nor_the_reverse(dataset, shards, tokenizer):
