@@ -9,7 +9,7 @@ from src.data.workers import usable_cores
 
 def conversion_parser(description: str) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     source, length = parser.add_mutually_exclusive_group(required=True), parser.add_mutually_exclusive_group()
     kinds = ".txt (one document per line), .jsonl, .csv, .tsv, each optionally .gz or .zst, or .parquet"
