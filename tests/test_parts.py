@@ -270,11 +270,18 @@ def test_indexes_alone_are_joined(source, tmp_path, caplog):
         assert (tmp_path / "copy/train" / name).read_bytes() == (tmp_path / "out/train" / name).read_bytes()
 
 
-def test_a_split_without_documents_is_found_by_the_merge(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", ["", " "])
-    write_parts(2, tmp_path / "out", "--data_files", tmp_path / "a.jsonl", "--splits", "train")
-    with pytest.raises(UserError, match="train: no document has text; check the source and --text_column"):
-        merge(tmp_path / "out", "train")
+@pytest.mark.parametrize(
+    ("texts", "options", "words"),
+    [
+        (["", " "], ["train"], "train: no document has text; check the source and --text_column"),
+        (["a", "b"], ["val", "--val_fraction", 1e-5], "val: none of the 2 documents .*; raise --val_fraction 1e-05"),
+    ],
+)
+def test_a_split_without_documents_is_found_by_the_merge(texts, options, words, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    write_parts(2, tmp_path / "out", "--data_files", tmp_path / "a.jsonl", "--splits", *options)
+    with pytest.raises(UserError, match=f"{words}, delete the parts and convert again$"):
+        merge(tmp_path / "out", options[0])
 
 
 def test_an_invalid_source_leaves_no_folder(tmp_path):

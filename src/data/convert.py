@@ -169,15 +169,16 @@ def write_split(job: TextSplit, options: Namespace) -> None:
     log.info(f"{job.folder}: {in_words(summary)}")
 
 
-def check_documents(split: str, counts: Counter, fraction: float | None) -> None:
+def check_documents(split: str, counts: Counter, fraction: float | None, in_parts: bool = False) -> None:
     """Raise UserError for a split without documents."""
     if counts["documents"]:
         return
+    again = ", delete the parts and convert again" if in_parts else ""
     if others := counts["of_other_split"]:
         fix = f"{'raise' if SPLITS[split][0] == 'validation' else 'lower'} --val_fraction {fraction:g}"
-        found = f"none of the {others:,} documents belongs to it; {fix}, and give --overwrite"
+        found = f"none of the {others:,} documents belongs to it; {fix}{again or ', and give --overwrite'}"
     else:
-        found = "no document has text; check the source and --text_column"
+        found = f"no document has text; check the source and --text_column{again}"
     raise UserError(f"{split}: {found}")
 
 
