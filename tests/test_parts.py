@@ -11,6 +11,7 @@ from conftest import ROOT, assert_one_sentence, run, sentences, snapshot, write_
 from test_convert import convert, documents, files, killed, samples, summary
 from test_streaming import config
 
+from src.data import corpora
 from src.data.parts import Part
 from src.data.streaming import build, build_dataset
 from src.errors import UserError
@@ -206,6 +207,32 @@ def test_an_unfinished_part_of_other_options_is_refused_too(source, tmp_path):
         with pytest.raises(UserError, match=r"different options \(--size_limit\)"):
             convert(*command, 800, "--part", f"{number}/3")
     convert(*command, 800, "--part", "2/3", "--overwrite")
+
+
+def test_parts_of_a_dataset_that_changes_are_completed_at_the_commit_of_the_first(dataset, tmp_path, monkeypatch):
+    build = corpora._builder.__wrapped__
+
+    def of_hub(name, subset, revision):
+        builder = build(str(dataset), subset, None)
+        builder.hash = revision or latest
+        return builder
+
+    monkeypatch.setattr(corpora, "_builder", of_hub)
+    command = ["--dataset", "org/texts", "--splits", "train", "--out_root", tmp_path / "out"]
+    latest = "c0ffee"
+    convert(*command, "--part", "1/2")
+    latest = "decade"
+    with pytest.raises(UserError, match=r"another commit of org/texts \(give --revision c0ffee\); repeat that command"):
+        convert(*command, "--part", "2/2")
+    convert(*command, "--part", "2/2", "--revision", "c0ffee")
+    merge(tmp_path / "out", "train")
+    assert summary(tmp_path / "out" / "train")["source"]["revision"] == "c0ffee"
+
+
+def test_a_revision_is_of_a_dataset_on_the_hub(dataset, source, tmp_path):
+    for given in (["--dataset", dataset], ["--data_files", source]):
+        with pytest.raises(UserError, match=r"^--revision requires --dataset with a name on the Hub; omit it$"):
+            convert(*given, "--revision", "main", "--splits", "train", "--out_root", tmp_path / "out")
 
 
 def test_a_part_beside_a_whole_split_is_refused(source, tmp_path):

@@ -67,6 +67,10 @@ def check(options: Namespace) -> list[Path]:
         (options.stdin_format and not stdin, "--stdin_format requires --data_files -; omit it"),
         (options.one_document_per_file and "txt" not in kinds, "--one_document_per_file requires .txt files; omit it"),
         (options.data_subset is not None and files, "--data_subset requires --dataset; omit it"),
+        (
+            options.revision is not None and (files or Path(options.dataset).is_dir()),
+            "--revision requires --dataset with a name on the Hub; omit it",
+        ),
         (no_validation, "files have no validation split; give --val_fraction 0.01, or --splits train"),
         (options.part and few, f"--part: {few} is the first documents of a split, for one machine; omit --part"),
         (options.part and not all(path.is_file() for path in files), "--part requires files, not a stream; omit it"),
@@ -132,7 +136,8 @@ def plan(options: Namespace, files: list[Path]) -> list[TextSplit]:
         whole, (hub_split, limit) = Path(options.out_root, split), SPLITS[split]
         if not files:
             hub_split_read = hub_split if options.val_fraction is None else "train"
-            source = HubDataset(options.dataset, options.data_subset, hub_split_read, options.text_column)
+            of_hub = options.dataset, options.data_subset, hub_split_read, options.text_column, options.revision
+            source = HubDataset(*of_hub)
         command = {**source.description, **{name: getattr(options, name) for name in SHARD_OPTIONS}}
         command["tokenizer"] = rows and rows.tokenizer_digest
         folder, units, finished = whole, range(len(source.sizes)), False

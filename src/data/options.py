@@ -20,6 +20,7 @@ def conversion_parser(description: str) -> argparse.ArgumentParser:
     source.add_argument("--images", metavar="FOLDER", help="train/CLASS/*, Parquet, CIFAR, MNIST, or a name on the Hub")
     source.add_argument("--merge", action="store_true", help="join the parts in --out_root that --part wrote")
     add("--data_subset", help="the dataset's configuration, e.g. en")
+    add("--revision", help="the dataset's commit, tag or branch (default: the latest)")
     add("--splits", **splits, help=f"some of {', '.join(SPLITS)} (default: train val)")
     add("--out_root", required=True, help="folder to write to; each split is a folder in it")
     add("--text_column", default="text", help="column or key with the text (default: text)")
