@@ -235,6 +235,21 @@ def test_a_revision_is_of_a_dataset_on_the_hub(dataset, source, tmp_path):
             convert(*given, "--revision", "main", "--splits", "train", "--out_root", tmp_path / "out")
 
 
+@pytest.mark.parametrize("saves", range(2, 12, 3))
+def test_rows_that_an_earlier_version_wrote_across_units_are_not_repeated(
+    saves, source, tokenizer_folder, tmp_path, monkeypatch
+):
+    command = ["--data_files", source, "--splits", "train", "--tokenizer", tokenizer_folder, "--concat_tokens", 24,
+               "--num_workers", 1, "--size_limit", 1000]  # fmt: skip
+    convert(*command, "--out_root", tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr("src.data.corpora.UNIT_BYTES", 1 << 24)
+        patch.setattr("src.data.readers.BATCH_BYTES", 4000)
+        assert killed("save_progress", saves, *command, "--out_root", tmp_path / "out")
+    convert(*command, "--out_root", tmp_path / "out")
+    assert documents(tmp_path / "out" / "train") == documents(tmp_path / "whole" / "train")
+
+
 def test_a_part_beside_a_whole_split_is_refused(source, tmp_path):
     command = ["--data_files", source, "--splits", "train", "--out_root", tmp_path / "out"]
     convert(*command)

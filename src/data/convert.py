@@ -225,8 +225,9 @@ def write_shards(job: TextSplit, writer: "ShardWriter", options: Namespace) -> C
     with bar, contextlib.closing(in_order(work, groups, workers)) as results:
         for group, (sizes, contents, tokens) in results:
             if packer and (here := source.unit_of(group[0].position)) != unit:
-                for sample in packer.last_sample():
-                    writer.write(sample)
+                if writer.samples >= writer.stored:  # earlier versions stored rows with documents of two units
+                    for sample in packer.last_sample():
+                        writer.write(sample)
                 unit = here
             places = {"place": group[0].position, "last": group[-1].position}
             writer.mark({**places, "counts": dict(counts), "waiting": packer and packer.state()})
