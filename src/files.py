@@ -17,10 +17,16 @@ METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file under a temporary name, then rename it: readers see the old content or the new, never a mix."""
+    """Write a file under a temporary name, then rename it: readers see the old content or the new, never a mix. Raises
+    OSError, and leaves nothing then."""
     temporary = path.with_name(f"{path.name}.unfinished")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -295,6 +295,12 @@ def test_invalid_arguments_are_refused(tmp_path, monkeypatch, arguments, words):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_help_holds_the_recipes(capsys):
+    with pytest.raises(SystemExit):
+        convert("--help")
+    assert "python src/convert_dataset.py --merge --out_root ./my-texts" in capsys.readouterr().out
+
+
 def test_out_root_cannot_be_a_file(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     with pytest.raises(UserError, match=r"--out_root: .*a\.jsonl is not a directory"):

@@ -24,6 +24,7 @@ def test_a_file_is_written_under_a_temporary_name_and_renamed(tmp_path, monkeypa
     with pytest.raises(OSError, match="No space left"):
         write_json(path, {"two": 2})
     assert path.read_text() == "one"
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]  # nothing takes up the full disk
 
 
 @pytest.mark.parametrize(

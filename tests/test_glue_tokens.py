@@ -83,7 +83,8 @@ def test_batches_are_those_of_tokenizing_each_when_it_is_needed(glue_dir, tokeni
     assert read.train.labels.tolist() == [example.label for example in data.train]
 
 
-def test_processes_prepare_the_same_batches_in_the_same_order(glue_dir, tokenizer):
+def test_processes_prepare_the_same_batches_in_the_same_order(glue_dir, tokenizer, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     split = tokens.tokenize(read_task(GLUE["sst2"], str(glue_dir)), tokenizer, 64).train
     states, orders = set(), []
     for workers in (0, 2):

@@ -21,6 +21,7 @@ from src.convert_dataset import main as convert
 from src.data import hub_samples, streaming
 from src.data.convert import SPLITS
 from src.errors import UserError
+from src.mlm import task
 from src.mlm.task import PretrainConfig
 from src.training.config import load_config
 
@@ -57,6 +58,14 @@ def texts_of(batches) -> list[str]:
     return [str(row[real.bool()].tolist()) for b in batches for row, real in zip(unmasked(b), b["attention_mask"])]
 
 
+class Devices:
+    """Composer's `dist` on one of several devices, whose states are gathered in a list."""
+
+    def __init__(self, rank: int, states: list):
+        self.get_global_rank, self.get_world_size = lambda: rank, lambda: len(states)
+        self.all_gather_object = lambda own: [own if n == rank else state for n, state in enumerate(states)]
+
+
 @pytest.mark.parametrize(
     ("changes", "options"),
     [
@@ -83,13 +92,31 @@ def test_batches_are_those_of_the_converted_dataset(
     assert all(same(one, other) for one, other in zip(expected, found))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
-def test_an_epoch_holds_every_document_once_whatever_the_number_of_readers(dataset, tokenizer, workers):
+@pytest.mark.parametrize(("devices", "workers"), [(1, 2), (1, 5), (2, 2), (4, 1)])
+def test_an_epoch_holds_every_document_once_whatever_the_number_of_readers(
+    dataset, tokenizer, monkeypatch, devices, workers
+):
     expected = sorted(str(tokenizer(t, truncation=True, max_length=64)["input_ids"]) for t in TEXTS if t.strip())
-    found = loader(dataset, tokenizer, workers=workers, shuffle=True, shuffle_block_size=20)
-    first, second = map(texts_of, epochs(found, 2))
+    shuffled, read = {"workers": workers, "shuffle": True, "shuffle_block_size": 20}, []
+    for rank in range(devices):
+        monkeypatch.setattr(hub_samples, "dist", Devices(rank, [None] * devices))
+        read.append([texts_of(epoch) for epoch in epochs(loader(dataset, tokenizer, **shuffled), 2)])
+        assert [len(texts) for texts in read[-1]] == pytest.approx([len(expected) / devices] * 2, abs=3)
+    first, second = (list(itertools.chain(*epoch)) for epoch in zip(*read))
     assert sorted(first) == sorted(second) == expected
     assert first != second
+
+
+@pytest.mark.parametrize(("files", "readers"), [(1, 1), (3, 8), (120, 64), (1024, 64), (41, 64), (100, 7)])
+def test_readers_have_equal_shares_of_the_files(files, readers):
+    owned = [0] * readers
+    for file, document in itertools.product(range(files), range(readers)):
+        owner = hub_samples.owner(file, document, files, readers)
+        owned[owner] += 1
+        assert file in hub_samples.share(files, owner, readers)
+    assert owned == [files] * readers
+    most = max(len(hub_samples.share(files, reader, readers)) for reader in range(readers))
+    assert most <= -(-files // readers) + 1  # so that little is read twice
 
 
 def test_the_first_documents_of_a_split_are_shared_by_all_readers(dataset, tokenizer, monkeypatch):
@@ -122,6 +149,21 @@ def test_evaluation_repeats_its_masks_and_training_does_not(dataset, tokenizer):
     assert not same(first, second)
 
 
+@pytest.mark.parametrize("changes", [{}, {"concat_tokens": True}, {"val_fraction": 0.7, "split": "val"}], ids=str)
+def test_evaluation_starts_with_the_same_batches_whatever_the_number_of_readers(
+    dataset, tokenizer, monkeypatch, changes
+):
+    expected = list(itertools.islice(loader(dataset, tokenizer, train=False, **changes), 12))
+    assert len(expected) == 12
+    for devices, workers in ((2, 0), (2, 3), (3, 2)):
+        read = []
+        for rank in range(devices):
+            monkeypatch.setattr(hub_samples, "dist", Devices(rank, [None] * devices))
+            batches = loader(dataset, tokenizer, train=False, workers=workers, **changes)
+            read.append(list(itertools.islice(batches, 12 // devices)))
+        assert same(list(itertools.chain(*zip(*read))), expected)
+
+
 # Resuming
 
 
@@ -133,10 +175,12 @@ def test_evaluation_repeats_its_masks_and_training_does_not(dataset, tokenizer):
         {"workers": 2, "packing": True},
         {"workers": 3, "concat_tokens": True},
         {"workers": 5, "drop_last": True},
+        {"workers": 2, "concat_tokens": True, "split": "train_small"},
     ],
     ids=str,
 )
-def test_resuming_at_any_batch_repeats_an_uninterrupted_run(dataset, tokenizer, changes, persistent):
+def test_resuming_at_any_batch_repeats_an_uninterrupted_run(dataset, tokenizer, monkeypatch, changes, persistent):
+    monkeypatch.setitem(SPLITS, "train_small", ("train", 120))
     options = {"shuffle": True, "shuffle_block_size": 20, "persistent_workers": persistent, **changes}
     expected, states = [[], [], []], []
     whole = loader(dataset, tokenizer, **options)
@@ -170,15 +214,7 @@ def test_an_epoch_that_is_left_early_is_followed_by_the_next(dataset, tokenizer)
     assert same(list(left), second)
 
 
-class Devices:
-    """Composer's `dist` on one of several devices, whose states are gathered in a list."""
-
-    def __init__(self, rank: int, states: list):
-        self.get_global_rank, self.get_world_size = lambda: rank, lambda: len(states)
-        self.all_gather_object = lambda own: [own if n == rank else state for n, state in enumerate(states)]
-
-
-def test_devices_share_the_documents_and_resume_together(dataset, tokenizer, monkeypatch):
+def test_devices_resume_together(dataset, tokenizer, monkeypatch):
     options = {"workers": 2, "shuffle": True, "shuffle_block_size": 20}
 
     def on_device(rank, states, **changes):
@@ -193,8 +229,6 @@ def test_devices_share_the_documents_and_resume_together(dataset, tokenizer, mon
             next(batches)
         reached[rank] = device.dataset.reached
         expected.append(list(batches))
-        all_of_epoch = texts_of(on_device(rank, reached))
-        assert len(all_of_epoch) == pytest.approx(76, abs=2)
     state = checkpointed(on_device(0, reached).dataset.state_dict(50, True) | {"epoch": 0, "devices": reached})
     for rank in (0, 1):
         resumed = on_device(rank, reached)
@@ -209,6 +243,35 @@ def test_devices_share_the_documents_and_resume_together(dataset, tokenizer, mon
     between = on_device(0, [None], workers=1)  # epochs, where there is nothing to share out again
     between.dataset.load_state_dict({**state, "epoch": 1, "devices": [hub_samples.DEVICE_START] * 2})
     assert sorted(texts_of(between)) == sorted(texts_of(on_device(0, [None], workers=0)))
+
+
+def test_a_position_of_an_earlier_version_is_refused_within_an_epoch_and_taken_between_epochs(dataset, tokenizer):
+    reading = loader(dataset, tokenizer, shuffle=True)
+    list(reading)
+    second = list(reading)
+    start = {"file": 1, "position": None, "documents": 51, "samples": 51, "waiting": None}
+    state = {"revision": reading.dataset.source.description["revision"], "epoch": 1, "workers": 1}
+    inside, between = ({**state, "devices": [{"turn": 0, "places": places}]} for places in ({0: [start, 3]}, {}))
+    resumed = loader(dataset, tokenizer, shuffle=True)
+    with pytest.raises(UserError, match=r"within an epoch of \S+ is of another version; start from its weights alone"):
+        resumed.dataset.load_state_dict(inside)
+    resumed.dataset.load_state_dict(between)
+    assert same(list(resumed), second)
+
+
+def test_a_folder_that_has_changed_cannot_be_resumed_by_its_revision(dataset, tokenizer):
+    state = {**loader(dataset, tokenizer).dataset.state_dict(0, True), "revision": "before"}
+    with pytest.raises(UserError, match=r"has changed since .*; restore its files, or start from its weights alone"):
+        loader(dataset, tokenizer).dataset.load_state_dict(state)
+
+
+def test_all_ranks_read_the_commit_that_rank_0_finds(dataset, shards, monkeypatch):
+    monkeypatch.setattr(task, "several", lambda: True)
+    monkeypatch.setattr(task, "decide", lambda function: f"{function()} of rank 0")
+    own, of_shards = config(Path("unused"), hub=str(dataset)), config(shards)
+    found = hub_samples.open_source(own.dataset).description["revision"]
+    assert task.at_one_commit(own).dataset.revision == f"{found} of rank 0"
+    assert own.dataset.revision is None and task.at_one_commit(of_shards) is of_shards
 
 
 def test_a_position_in_shards_is_not_one_in_a_dataset_nor_the_reverse(dataset, shards, tokenizer):
@@ -332,27 +395,30 @@ def test_a_dataset_is_read_over_http_at_its_revision_and_a_broken_connection_is_
     assert "\n" not in found["broken"]
 
 
-def test_a_run_killed_after_a_checkpoint_ends_like_an_uninterrupted_one(dataset, tmp_path, write_config):
+def test_a_run_on_two_devices_killed_in_its_second_epoch_ends_like_an_uninterrupted_one(tmp_path, write_config):
+    dataset = write_dataset(tmp_path / "texts", TEXTS[:60], files=5)  # 7 batches of 8
     file = write_config(
         tmp_path,
         train_loader={"num_workers": 0, "dataset": {"hub": str(dataset), "shuffle_block_size": 20, "packing": True}},
         eval_loader={"num_workers": 0, "dataset": {"hub": str(dataset)}},
-        max_duration="14ba",
+        device_train_microbatch_size=4,
+        max_duration="16ba",
         eval_interval="7ba",
         eval_subset_num_batches=2,
-        save_interval="11ba",
+        save_interval="9ba",
         loggers={},
     )
     whole, killed = tmp_path / "run", tmp_path / "killed"
-    status, output = warm.run("main.py", file, output=tmp_path / "whole.txt")
-    assert status == 0, output
-    expected = "data: 3 files of {}, train, shuffled by 20 samples, read from the Hub in every epoch, which is slower"
+    statuses, output = warm.run_ranks(2, "main.py", file, output=tmp_path / "whole.txt")
+    assert statuses == [0, 0], output
+    expected = "data: 5 files of {}, train, shuffled by 20 samples, read from the Hub in every epoch, which is slower"
     assert expected.format(dataset) in output
-    assert "14ba: 14 steps of 8 samples" in output
-    shutil.copytree(whole, killed, ignore=shutil.ignore_patterns("summary.json", "*-ba14-*", "latest*"))
-    status, output = warm.run("main.py", file, f"save_folder={killed}", output=tmp_path / "killed.txt")
-    assert status == 0, output
-    assert "resuming from step 11" in output
+    assert "16ba: 16 steps of 8 samples" in output
+    assert (whole / "ep1-ba9-rank0.pt").exists() and (whole / "ep2-ba16-rank0.pt").exists()
+    shutil.copytree(whole, killed, ignore=shutil.ignore_patterns("summary.json", "*-ba16-*", "latest*"))
+    statuses, output = warm.run_ranks(2, "main.py", file, f"save_folder={killed}", output=tmp_path / "killed.txt")
+    assert statuses == [0, 0], output
+    assert "resuming from step 9" in output
     metrics, weights = [], []
     for folder in (whole, killed):
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())

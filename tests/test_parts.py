@@ -11,6 +11,7 @@ from conftest import ROOT, assert_one_sentence, run, sentences, snapshot, write_
 from test_convert import convert, documents, files, killed, samples, summary
 from test_streaming import config
 
+from src.data import corpora
 from src.data.parts import Part
 from src.data.streaming import build, build_dataset
 from src.errors import UserError
@@ -208,6 +209,47 @@ def test_an_unfinished_part_of_other_options_is_refused_too(source, tmp_path):
     convert(*command, 800, "--part", "2/3", "--overwrite")
 
 
+def test_parts_of_a_dataset_that_changes_are_completed_at_the_commit_of_the_first(dataset, tmp_path, monkeypatch):
+    build = corpora._builder.__wrapped__
+
+    def of_hub(name, subset, revision):
+        builder = build(str(dataset), subset, None)
+        builder.hash = revision or latest
+        return builder
+
+    monkeypatch.setattr(corpora, "_builder", of_hub)
+    command = ["--dataset", "org/texts", "--splits", "train", "--out_root", tmp_path / "out"]
+    latest = "c0ffee"
+    convert(*command, "--part", "1/2")
+    latest = "decade"
+    with pytest.raises(UserError, match=r"another commit of org/texts \(give --revision c0ffee\); repeat that command"):
+        convert(*command, "--part", "2/2")
+    convert(*command, "--part", "2/2", "--revision", "c0ffee")
+    merge(tmp_path / "out", "train")
+    assert summary(tmp_path / "out" / "train")["source"]["revision"] == "c0ffee"
+
+
+def test_a_revision_is_of_a_dataset_on_the_hub(dataset, source, tmp_path):
+    for given in (["--dataset", dataset], ["--data_files", source]):
+        with pytest.raises(UserError, match=r"^--revision requires --dataset with a name on the Hub; omit it$"):
+            convert(*given, "--revision", "main", "--splits", "train", "--out_root", tmp_path / "out")
+
+
+@pytest.mark.parametrize("saves", range(2, 12, 3))
+def test_rows_that_an_earlier_version_wrote_across_units_are_not_repeated(
+    saves, source, tokenizer_folder, tmp_path, monkeypatch
+):
+    command = ["--data_files", source, "--splits", "train", "--tokenizer", tokenizer_folder, "--concat_tokens", 24,
+               "--num_workers", 1, "--size_limit", 1000]  # fmt: skip
+    convert(*command, "--out_root", tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr("src.data.corpora.UNIT_BYTES", 1 << 24)
+        patch.setattr("src.data.readers.BATCH_BYTES", 4000)
+        assert killed("save_progress", saves, *command, "--out_root", tmp_path / "out")
+    convert(*command, "--out_root", tmp_path / "out")
+    assert documents(tmp_path / "out" / "train") == documents(tmp_path / "whole" / "train")
+
+
 def test_a_part_beside_a_whole_split_is_refused(source, tmp_path):
     command = ["--data_files", source, "--splits", "train", "--out_root", tmp_path / "out"]
     convert(*command)
@@ -270,11 +312,18 @@ def test_indexes_alone_are_joined(source, tmp_path, caplog):
         assert (tmp_path / "copy/train" / name).read_bytes() == (tmp_path / "out/train" / name).read_bytes()
 
 
-def test_a_split_without_documents_is_found_by_the_merge(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", ["", " "])
-    write_parts(2, tmp_path / "out", "--data_files", tmp_path / "a.jsonl", "--splits", "train")
-    with pytest.raises(UserError, match="train: no document has text; check the source and --text_column"):
-        merge(tmp_path / "out", "train")
+@pytest.mark.parametrize(
+    ("texts", "options", "words"),
+    [
+        (["", " "], ["train"], "train: no document has text; check the source and --text_column"),
+        (["a", "b"], ["val", "--val_fraction", 1e-5], "val: none of the 2 documents .*; raise --val_fraction 1e-05"),
+    ],
+)
+def test_a_split_without_documents_is_found_by_the_merge(texts, options, words, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    write_parts(2, tmp_path / "out", "--data_files", tmp_path / "a.jsonl", "--splits", *options)
+    with pytest.raises(UserError, match=f"{words}, delete the parts and convert again$"):
+        merge(tmp_path / "out", options[0])
 
 
 def test_an_invalid_source_leaves_no_folder(tmp_path):

@@ -67,6 +67,10 @@ def check(options: Namespace) -> list[Path]:
         (options.stdin_format and not stdin, "--stdin_format requires --data_files -; omit it"),
         (options.one_document_per_file and "txt" not in kinds, "--one_document_per_file requires .txt files; omit it"),
         (options.data_subset is not None and files, "--data_subset requires --dataset; omit it"),
+        (
+            options.revision is not None and (files or Path(options.dataset).is_dir()),
+            "--revision requires --dataset with a name on the Hub; omit it",
+        ),
         (no_validation, "files have no validation split; give --val_fraction 0.01, or --splits train"),
         (options.part and few, f"--part: {few} is the first documents of a split, for one machine; omit --part"),
         (options.part and not all(path.is_file() for path in files), "--part requires files, not a stream; omit it"),
@@ -132,7 +136,8 @@ def plan(options: Namespace, files: list[Path]) -> list[TextSplit]:
         whole, (hub_split, limit) = Path(options.out_root, split), SPLITS[split]
         if not files:
             hub_split_read = hub_split if options.val_fraction is None else "train"
-            source = HubDataset(options.dataset, options.data_subset, hub_split_read, options.text_column)
+            of_hub = options.dataset, options.data_subset, hub_split_read, options.text_column, options.revision
+            source = HubDataset(*of_hub)
         command = {**source.description, **{name: getattr(options, name) for name in SHARD_OPTIONS}}
         command["tokenizer"] = rows and rows.tokenizer_digest
         folder, units, finished = whole, range(len(source.sizes)), False
@@ -169,15 +174,16 @@ def write_split(job: TextSplit, options: Namespace) -> None:
     log.info(f"{job.folder}: {in_words(summary)}")
 
 
-def check_documents(split: str, counts: Counter, fraction: float | None) -> None:
+def check_documents(split: str, counts: Counter, fraction: float | None, in_parts: bool = False) -> None:
     """Raise UserError for a split without documents."""
     if counts["documents"]:
         return
+    again = ", delete the parts and convert again" if in_parts else ""
     if others := counts["of_other_split"]:
         fix = f"{'raise' if SPLITS[split][0] == 'validation' else 'lower'} --val_fraction {fraction:g}"
-        found = f"none of the {others:,} documents belongs to it; {fix}, and give --overwrite"
+        found = f"none of the {others:,} documents belongs to it; {fix}{again or ', and give --overwrite'}"
     else:
-        found = "no document has text; check the source and --text_column"
+        found = f"no document has text; check the source and --text_column{again}"
     raise UserError(f"{split}: {found}")
 
 
@@ -219,8 +225,9 @@ def write_shards(job: TextSplit, writer: "ShardWriter", options: Namespace) -> C
     with bar, contextlib.closing(in_order(work, groups, workers)) as results:
         for group, (sizes, contents, tokens) in results:
             if packer and (here := source.unit_of(group[0].position)) != unit:
-                for sample in packer.last_sample():
-                    writer.write(sample)
+                if writer.samples >= writer.stored:  # earlier versions stored rows with documents of two units
+                    for sample in packer.last_sample():
+                        writer.write(sample)
                 unit = here
             places = {"place": group[0].position, "last": group[-1].position}
             writer.mark({**places, "counts": dict(counts), "waiting": packer and packer.state()})

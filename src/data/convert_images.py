@@ -23,7 +23,7 @@ NAMED = 100  # broken images whose names split.json keeps
 COLUMNS = {"image": "bytes", "label": "int"}
 OF_TEXT = {  # options, with what they are if they are not given
     "tokenizer": None, "concat_tokens": None, "max_seq_len": None, "val_fraction": None, "data_subset": None,
-    "stdin_format": None, "part": None, "text_column": "text", "one_document_per_file": False,
+    "revision": None, "stdin_format": None, "part": None, "text_column": "text", "one_document_per_file": False,
 }  # fmt: skip
 
 

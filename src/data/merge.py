@@ -55,7 +55,8 @@ def complete_parts(folder: Path, options: Namespace) -> dict[Path, dict[str, Any
         if any(stored) and size != summary["bytes"]:
             found = f"{path} has {size:,} of its {summary['bytes']:,} bytes of shards"
             raise UserError(f"--merge: {found}; copy it again, or convert it again with --overwrite")
-    check_documents(folder.name, total(summaries.values()), summaries[first]["part"]["command"]["val_fraction"])
+    fraction = summaries[first]["part"]["command"]["val_fraction"]
+    check_documents(folder.name, total(summaries.values()), fraction, in_parts=True)
     return summaries
 
 

@@ -9,7 +9,7 @@ from src.data.workers import usable_cores
 
 def conversion_parser(description: str) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     source, length = parser.add_mutually_exclusive_group(required=True), parser.add_mutually_exclusive_group()
     kinds = ".txt (one document per line), .jsonl, .csv, .tsv, each optionally .gz or .zst, or .parquet"
@@ -20,6 +20,7 @@ def conversion_parser(description: str) -> argparse.ArgumentParser:
     source.add_argument("--images", metavar="FOLDER", help="train/CLASS/*, Parquet, CIFAR, MNIST, or a name on the Hub")
     source.add_argument("--merge", action="store_true", help="join the parts in --out_root that --part wrote")
     add("--data_subset", help="the dataset's configuration, e.g. en")
+    add("--revision", help="the dataset's commit, tag or branch (default: the latest)")
     add("--splits", **splits, help=f"some of {', '.join(SPLITS)} (default: train val)")
     add("--out_root", required=True, help="folder to write to; each split is a folder in it")
     add("--text_column", default="text", help="column or key with the text (default: text)")

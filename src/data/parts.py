@@ -59,7 +59,10 @@ def command_of(folder: Path) -> dict[str, Any] | None:
 def differing(before: dict[str, Any], now: dict[str, Any], known: object) -> str:
     """Return, in words, in which options two commands differ; "" if in none. `known` has options as attributes."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    shown = [f"--{name}" if hasattr(known, name) else f"the {name.replace('_', ' ')}" for name in names]
+    if names == ["revision"] and not Path(now["dataset"]).is_dir():
+        return f"from another commit of {now['dataset']} (give --revision {before['revision']})"
+    known = {*vars(known)} - {"revision"}  # which may be the latest, or of a folder
+    shown = [f"--{name}" if name in known else f"the {name.replace('_', ' ')}" for name in names]
     return f"with different options ({', '.join(shown)})" if names else ""
 
 

@@ -130,7 +130,8 @@ def loader(
         collate_fn=collate,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
-        # Otherwise each epoch takes a random number from the generator that a CPU, though no GPU, draws dropout from.
+        # An epoch takes a random number, unless its workers persist, from the generator that a CPU, though no GPU,
+        # draws dropout from: a CPU's results would depend on the number of workers.
         persistent_workers=workers > 0 and torch.cuda.is_available(),
     )
 

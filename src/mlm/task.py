@@ -1,6 +1,6 @@
 """Masked-language-model pretraining: the config of `main.py`, and the task that `src/training/run.py` runs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from src.data.tokenizers import check_path, vocabulary_digest
 from src.errors import UserError
 from src.mlm.finetune_eval import FinetuneEval
 from src.training.config import RunConfig, check_state_passing, state_passing
+from src.training.ranks import decide, several
 from src.training.task import Curve, Task
 
 if TYPE_CHECKING:
@@ -146,8 +147,10 @@ class MaskedLM(Task):
 
         config = self.config
         of_train, of_eval = (streaming if dataset.hub is None else hub_samples for dataset in self.datasets)
-        train = of_train.build(config.train_loader, self.tokenizer, device_batch_size, train=True)
-        evaluation = of_eval.build(config.eval_loader, self.tokenizer, config.device_eval_batch_size, train=False)
+        train = of_train.build(at_one_commit(config.train_loader), self.tokenizer, device_batch_size, train=True)
+        evaluation = of_eval.build(
+            at_one_commit(config.eval_loader), self.tokenizer, config.device_eval_batch_size, train=False
+        )
         self.statistics = train.padding
         self.data = of_train.describe(config.train_loader.dataset, train.dataset)
         methods = {"get_num_tokens_in_batch": batches.token_counts, "split_batch": batches.split_batch}
@@ -157,6 +160,17 @@ class MaskedLM(Task):
     def describe(self, model: "LionMLM") -> tuple[str, str]:
         sizes = model.config
         return f"{sizes.mixer}, {sizes.num_hidden_layers} layers of {sizes.hidden_size}", self.data
+
+
+def at_one_commit(loader: LoaderConfig) -> LoaderConfig:
+    """Return a loader's config; if several ranks read a dataset of the Hub, at the commit that rank 0 finds."""
+    from src.data.hub_samples import open_source
+
+    dataset = loader.dataset
+    if dataset.hub is None or not several():
+        return loader
+    commit = decide(lambda: open_source(dataset).description["revision"])
+    return replace(loader, dataset=replace(dataset, revision=commit))
 
 
 def masked_lm_weights(read: "Checkpoint") -> "tuple[dict[str, Tensor], bool]":
