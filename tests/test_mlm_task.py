@@ -149,8 +149,8 @@ def test_the_slower_heads_of_a_start_are_widened_unless_a_run_resumes(folder, tm
         widened, resumed = (run.build_model(checkpoint).model for checkpoint in (None, folder))
     assert caplog.text.count("at most to 512 tokens") == 1
     assert caplog.text.count("model.key_weight=linear") == 1
+    assert resumed.config.to_dict() == widened.config.to_dict()  # its weights are loaded later
     for name, tensor in expected.items():
-        assert torch.equal(resumed.state_dict()[name], tensor)
         assert torch.equal(widened.state_dict()[name], tensor) == (name != "lion.layers.0.attention.decay.bias")
     wider = widened.lion.layers[0].attention.decay.bias - expected["lion.layers.0.attention.decay.bias"]
     assert sorted(wider.sign().tolist()) == [-1, 0]  # of two heads, the slower one
