@@ -125,6 +125,15 @@ def test_a_file_is_imported_once_and_two_of_one_name_are_rejected(own, tmp_path)
         import_files([f"other/{own}.py"])
 
 
+def test_a_file_that_python_would_find_itself_is_executed(tmp_path, monkeypatch):
+    (tmp_path / "own_patch.py").write_text("import sys\nsys.own_patch_was_executed = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "own_patch_was_executed", False, raising=False)
+    monkeypatch.delitem(sys.modules, "own_patch", raising=False)
+    import_files([str(tmp_path / "own_patch.py")])
+    assert sys.own_patch_was_executed and sys.modules["own_patch"]
+
+
 def test_names_with_dots_are_keys_in_yaml_and_in_brackets(config_file):
     given = ["callbacks[my_package.mod:Loud].every=2", "callbacks.mod:Loud.every=3", "code_paths=[a.py]"]
     config = load_config(PretrainConfig, "main.py", "", [str(config_file), *given])
