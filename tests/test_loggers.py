@@ -148,6 +148,22 @@ def test_a_service_that_refuses_a_run_ends_the_command_in_one_sentence(resumed, 
         logger.init(SimpleNamespace(run_name="tiny"), None)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"projct": "lion"}, "unexpected keyword argument 'projct'; fix that, or omit it with loggers.wandb=false"),
+        ({"mode": "offlin"}, "mode='offlin': Input should be 'online', 'offline', "),
+        ({"id": "a/b"}, "Run ID cannot contain the characters"),
+    ],
+)
+def test_a_mistake_in_the_arguments_of_wandb_ends_the_command_in_one_sentence(tmp_path, given, words):
+    pytest.importorskip("wandb", reason="needs wandb")
+    given = {"mode": "offline", "dir": str(tmp_path), **given}
+    (logger,) = build_all("loggers", {"wandb": {"init_kwargs": given}})
+    with pytest.raises(UserError, match=f"^loggers.wandb cannot start its run: .*{words}"):
+        logger.init(SimpleNamespace(run_name="tiny"), None)
+
+
 def test_hyperparameters_are_numbers_booleans_or_text():
     nested = {"a": {"b": 1, "c": 1e-5, "d": True}, "e": None, "f": [1, 2], "g": {}, "h.i:J": {"k": "l"}}
     flat = {"a.b": 1, "a.c": 1e-5, "a.d": True, "e": "None", "f": "[1, 2]", "g": "{}", "h.i:J.k": "l"}

@@ -64,13 +64,17 @@ class _Tracker:
             raise UserError(f"{problem}; free disk space or choose another folder") from None
 
     @contextlib.contextmanager
-    def starting(self, errors: type[Exception]):
+    def starting(self, *errors: type[Exception]):
         """Turn an error of the service's client into a UserError."""
         try:
             yield
         except errors as error:
+            cause = first_line(error).rstrip(".")
+            if hasattr(error, "errors"):  # pydantic, whose first line only counts them
+                found = error.errors()[0]
+                cause = f"{found['loc'][0]}={found['input']!r}: {found['msg']}"
             resumed = f"; or delete {self.ids} to begin a new run there" if self.kept_id() else ""
-            problem = f"loggers.{self.kind} cannot start its run: {first_line(error).rstrip('.')}"
+            problem = f"loggers.{self.kind} cannot start its run: {cause}"
             raise UserError(f"{problem}; fix that, or omit it with loggers.{self.kind}=false{resumed}") from None
 
 
@@ -84,7 +88,7 @@ class WandB(_Tracker, WandBLogger):
 
         given = self._init_kwargs.get("id") or os.environ.get("WANDB_RUN_ID")
         self._init_kwargs = {"resume": "allow", **self._init_kwargs, "id": given or self.kept_id() or uuid4().hex[:8]}
-        with self.starting(wandb.errors.Error):
+        with self.starting(wandb.errors.Error, TypeError, ValueError):  # the latter two of a mistake in init_kwargs
             super().init(state, logger)
         if self._enabled:
             self.keep_id(self._init_kwargs["id"])
