@@ -6,10 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
+from test_callback import FakeWorker
 
 import main
 from src.config import flatten
 from src.errors import UserError
+from src.mlm import evaluations
+from src.mlm.finetune_eval import FinetuneEval
 from src.training import run as run_folder
 from src.training.loggers import MLflow, keep_ids, scalars
 from src.training.registry import build_all
@@ -43,6 +46,8 @@ def resumed(tmp_path_factory, write_config) -> tuple[Path, Path]:
     }
     config = write_config(
         folder,
+        finetune_eval={"tasks": ["amount"], "interval": "2ba"},
+        save_interval="1ba",
         loggers={**chosen, "tensorboard": {"log_dir": str(folder / "tensorboard")}},
         code_paths=[str(folder / "loud_callback.py")],
         callbacks={"loud_callback:Loud": {"every": 2}},
@@ -52,31 +57,51 @@ def resumed(tmp_path_factory, write_config) -> tuple[Path, Path]:
         patch.setenv("WANDB_SILENT", "true")
         for name in ("MLFLOW_RUN_ID", "WANDB_RUN_ID", "WANDB_MODE", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"):
             patch.delenv(name, raising=False)
+        patch.setattr(FinetuneEval, "check_tasks", lambda *_: None)
+        patch.setattr(evaluations, "Worker", FakeWorker)
+        patch.setattr(FakeWorker, "started", [], raising=False)
+        patch.setattr(FakeWorker, "is_running", lambda _: False)  # it has ended at the next step
+        patch.setattr(evaluations, "read_report", lambda _: ({"finetune/amount/accuracy": 0.5}, []))
         main.main([str(config)])
         main.main([str(config), "max_duration=9ba"])
         yield config, folder
 
 
-def test_a_resumed_run_is_one_run_in_wandb(resumed):
+def wandb_parts(folder: Path) -> list[tuple[dict, dict[int, dict]]]:
+    """Of each part of the run in W&B, its settings, and the values of each step."""
     from wandb.proto.wandb_internal_pb2 import Record
     from wandb.sdk.internal.datastore import DataStore
 
-    _, folder = resumed
     kept = json.loads((folder / "run" / "loggers-rank0.json").read_text())["wandb"]
     parts = []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         assert path.name == f"run-{kept}.wandb"
-        store, parts = DataStore(), [*parts, ({}, [])]
+        store, parts = DataStore(), [*parts, ({}, {})]
         store.open_for_scan(str(path))
         while (data := store.scan_data()) is not None:
             record = Record()
             record.ParseFromString(data)
             for entry in record.config.update:
                 parts[-1][0][".".join(entry.nested_key) or entry.key] = json.loads(entry.value_json)
-            parts[-1][1].extend(record.history.step.num for _ in record.history.item[:1])
+            if items := record.history.item:
+                values = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+                parts[-1][1].setdefault(record.history.step.num, {}).update(values)
+    return parts
+
+
+def test_a_resumed_run_is_one_run_in_wandb(resumed):
+    parts = wandb_parts(resumed[1])
     assert [settings["max_duration"] for settings, _ in parts] == ["6ba", "9ba"]
     assert [settings["optimizer"]["lr"] for settings, _ in parts] == [8e-4, 8e-4]
     assert [(min(steps), max(steps)) for _, steps in parts] == [(0, 6), (6, 9)]
+
+
+def test_scores_of_an_evaluation_leave_the_losses_of_the_steps_around_it_in_wandb(resumed):
+    parts = [values for _, values in wandb_parts(resumed[1])]
+    losses = [step for part in parts for step, values in part.items() if "loss/train/total" in values]
+    assert losses == list(range(9))
+    scores = [(step, v["finetune/step"]) for part in parts for step, v in part.items() if "finetune/step" in v]
+    assert scores == [(3, 2), (5, 4), (6, 6), (9, 8)]
 
 
 def test_a_resumed_run_is_one_run_in_mlflow(resumed):

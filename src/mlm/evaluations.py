@@ -103,7 +103,8 @@ class FinetuneEvaluations(Background):
             self.run_log.write({**where, "finetune": scores})
             for destination in self.logger.destinations:
                 late = isinstance(destination, WandBLogger)  # which drops values of steps before its last
-                destination.log_metrics({**scores, "finetune/step": at["step"]}, None if late else at["step"])
+                step = self.state.timestamp.batch.value if late else at["step"]
+                destination.log_metrics({**scores, "finetune/step": at["step"]}, step)
             log.info(f"{folder.name}: {in_words(scores)}")
         (folder / HELD).unlink(missing_ok=True)
 
