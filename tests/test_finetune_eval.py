@@ -2,10 +2,12 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import warm
 from composer import Time, Timestamp
 from composer.loggers import WandBLogger
@@ -15,10 +17,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_callback import FakeWorker
 from test_main import metrics
 
+import glue
 import main
 from src.errors import UserError
 from src.files import LATEST, METRICS, link, write_json
-from src.mlm import evaluations
+from src.mlm import evaluations, finetune_eval
 from src.mlm.finetune_eval import FinetuneEval
 from src.mlm.task import PretrainConfig
 from src.training.config import load_config
@@ -281,20 +284,41 @@ def test_a_cpu_shares_itself_and_otherwise_the_last_visible_gpu_is_used(
 # Mistakes
 
 
-@pytest.mark.slow
+@pytest.fixture
+def in_process(monkeypatch):
+    """Let glue.py check its arguments in this process, which has imported what takes seconds; return its environments."""
+    environments = []
+
+    def run(command: list[str], env: dict[str, str], **_) -> SimpleNamespace:
+        assert command[:2] == [sys.executable, str(finetune_eval.SCRIPT)]
+        environments.append(env)
+        try:
+            glue.main(command[2:])
+        except UserError as error:
+            return SimpleNamespace(returncode=2, stderr=f"a warning\nerror: {error}\n")
+        return SimpleNamespace(returncode=0, stderr="a warning\n")
+
+    monkeypatch.setattr(finetune_eval, "subprocess", SimpleNamespace(run=run))
+    return environments
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("tasks=[sst]", "finetune_eval: glue.py reports: tasks_to_run: unknown task sst; did you mean sst2?"),
         ("config=no.yaml", "finetune_eval: glue.py reports: no.yaml is not a file; "),
         ("tasks=[lost]", "finetune_eval: glue.py reports: tasks.lost.files: nowhere.csv does not exist; "),
+        ("device=99", "finetune_eval (device=99): glue.py reports: device=gpu, but no GPU is available; "),
         ("device=first", "finetune_eval.device=first must be cpu or the number of a GPU, such as 7"),
         ("interval=often", "finetune_eval.interval=often is not a duration"),
         ("seeds=0", "finetune_eval.seeds=0 must be an integer ≥ 1"),
         ("task=[sst2]", "unknown key finetune_eval.task; "),
     ],
 )
-def test_a_mistake_is_reported_before_anything_is_written(config_file, tmp_path, given, message):
+def test_a_mistake_is_reported_before_anything_is_written(
+    config_file, tmp_path, in_process, monkeypatch, given, message
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     lost = {"like": "sst2", "files": dict.fromkeys(("train", "validation"), "nowhere.csv")}
     tasks = write_yaml(tmp_path / "tasks.yaml", tasks={"lost": lost})
     overrides = ["finetune_eval.tasks=[sst2]", f"finetune_eval.config={tasks}", f"finetune_eval.{given}"]
@@ -304,10 +328,37 @@ def test_a_mistake_is_reported_before_anything_is_written(config_file, tmp_path,
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-def test_glue_accepts_the_arguments_by_default(tmp_path):
-    FinetuneEval(tasks=["sst2", "rte"]).check_tasks(tmp_path / "a folder: with #signs", "bert-base-uncased")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"scheduler": {"name": "linear"}}, "scheduler: unknown name 'linear'; "),
+        ({"callbacks": {"early_stoper": {}}}, "callbacks: unknown name 'early_stoper'; did you mean early_stopper?"),
+        ({"loggers": {"file": {"filename": "log"}}}, "loggers.file.filename must contain {run_name}"),
+        ({"code_paths": ["no.py"]}, "code_paths: no.py is not a .py file; "),
+    ],
+)
+def test_a_mistake_in_the_config_of_glue_is_reported_before_training(tmp_path, in_process, given, message):
+    config = write_yaml(tmp_path / "glue.yaml", **given)
+    with pytest.raises(UserError, match=re.escape(f"finetune_eval: glue.py reports: {message}")):
+        FinetuneEval(tasks=["sst2"], config=str(config)).check_tasks(tmp_path, "bert-base-uncased")
+
+
+def test_glue_accepts_the_arguments_by_default(tmp_path, in_process, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device, gpu in ((None, "4,6"), ("cpu", "4,6"), ("6", "6")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+        settings = FinetuneEval(tasks=["sst2", "rte"], device=device)
+        settings.check_tasks(tmp_path / "a folder: with #signs", "bert-base-uncased")
+        assert in_process[-1]["CUDA_VISIBLE_DEVICES"] == gpu and "RANK" not in in_process[-1]
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_check_that_is_killed_is_reported(tmp_path, monkeypatch):
+    killed = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=-9, stderr=""))
+    monkeypatch.setattr(finetune_eval, "subprocess", killed)
+    with pytest.raises(UserError, match="^finetune_eval: glue.py reports: exit status -9$"):
+        FinetuneEval(tasks=["sst2"]).check_tasks(tmp_path, "bert-base-uncased")
 
 
 def test_nothing_is_fine_tuned_by_default(config_file):

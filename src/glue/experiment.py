@@ -47,8 +47,7 @@ class GlueExperiment(Experiment):
             raise UserError(f"starting_checkpoint_load_path: {path} is not a file or folder; fix its path")
         check_sources(self.tasks, config.glue_dir, config.predict_test)
 
-    def plan(self, device: str) -> list[Job]:
-        from src.glue.finetune import build_model, read_start
+    def check_sections(self) -> None:
         from src.training import registry
         from src.training.own_code import import_files
 
@@ -64,7 +63,12 @@ class GlueExperiment(Experiment):
             # Do not capture the output of this process.
             file = {**(file or {}), "capture_stdout": False, "capture_stderr": False}
         registry.build_all("loggers", {**config.loggers, "file": file})
-        start = read_start(config)
+
+    def plan(self, device: str) -> list[Job]:
+        from src.glue.finetune import build_model, read_start
+
+        self.check_sections()
+        start = read_start(self.config)
         build_model(start, replace(self.tasks[0], labels=self.tasks[0].labels or ("a", "b")))  # do the weights fit?
         self.start_name, self.tokenizer = start.name, start.tokenizer
         return self.jobs(start.digest(), device)

@@ -48,7 +48,7 @@ class FinetuneConfig(TrainerConfig):
     seeds: int | None = key("use only the first so many of each task's seeds", None, at_least=1)
     save_finetuned_checkpoints: bool = key("keep the fine-tuned model of each job", False)
     rerun: bool = key("run finished jobs again; also as --rerun", False)
-    dry_run: bool = key("check the config, the tasks and their files, and end", False)
+    dry_run: bool = key("check the config, the tasks, their files and the device, and end", False)
 
 
 @dataclass(frozen=True)
