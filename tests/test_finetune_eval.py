@@ -23,7 +23,7 @@ from src.errors import UserError
 from src.files import LATEST, METRICS, link, write_json
 from src.mlm import evaluations, finetune_eval
 from src.mlm.finetune_eval import FinetuneEval
-from src.mlm.task import PretrainConfig
+from src.mlm.task import MaskedLM, PretrainConfig
 from src.training.config import load_config
 from src.training.run_log import RunLog
 
@@ -220,6 +220,31 @@ def test_a_resumed_run_resumes_what_is_unfinished_and_drops_what_belongs_to_late
     assert Run(tmp_path, start=0).evaluations.waiting == [] and [*(tmp_path / "finetune").iterdir()] == []
 
 
+def test_a_folder_that_was_not_filled_before_a_kill_is_deleted(tmp_path, started):
+    (folder := tmp_path / "finetune/ep0-ba10").mkdir(parents=True)
+    (folder / "checkpoint.pt").write_text("10")
+    run = Run(tmp_path, start=10)
+    assert not folder.exists() and run.evaluations.waiting == []
+
+
+def test_checkpoints_that_wait_are_counted_in_a_warning(tmp_path, started, caplog):
+    run = Run(tmp_path)
+    run.steps(10, 20)
+    assert "wait" not in caplog.text
+    run.steps(30, 40)
+    waiting = "{} checkpoints wait for fine-tuning, and take disk space; raise finetune_eval.interval"
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [waiting.format(2), waiting.format(3)]
+
+
+def test_a_run_that_resumes_without_tasks_deletes_the_checkpoints_that_wait(tmp_path, started, config_file):
+    run = Run(tmp_path)
+    run.steps(10, 20)
+    assert len([*tmp_path.glob("finetune/*/checkpoint.pt")]) == 2
+    config = load_config(PretrainConfig, "main.py", "", [str(config_file)])
+    assert MaskedLM(config).background(run, None) == []
+    assert [*tmp_path.glob("finetune/*/checkpoint.pt")] == []
+
+
 def test_an_interval_that_changes_counts_from_the_start(tmp_path, started):
     run = Run(tmp_path, interval="5ba")
     run.steps(20)
@@ -255,6 +280,7 @@ def test_a_full_disk_warns_and_the_next_checkpoint_is_fine_tuned(tmp_path, start
         patch.setattr(evaluations, "hold", full)
         run.steps(10)
     assert caplog.messages[0] == "step 10: no fine-tuning (No space left on device); training continues"
+    assert [*(tmp_path / "finetune").iterdir()] == []
     run.steps(11)
     assert [each.name for each in started] == ["ep0-ba11"]
 

@@ -48,6 +48,9 @@ class FinetuneEvaluations(Background):
         if dist.get_global_rank() != 0:
             return
         logged = {line["step"] for line in read_json_lines(self.writer.folder / METRICS) if "finetune" in line}
+        for folder in self.folder.glob("ep*-ba*"):
+            if not (folder / PLACE).exists():  # killed while it was filled
+                shutil.rmtree(folder)
         found = [(path.parent, json.loads(path.read_text())) for path in self.folder.glob(f"*/{PLACE}")]
         for folder, at in sorted(found, key=lambda each: each[1]["step"]):
             if at["step"] > state.timestamp.batch.value:
@@ -68,11 +71,18 @@ class FinetuneEvaluations(Background):
         folder = self.folder / checkpoint.name.removesuffix("-rank0.pt")
         at = {**place(state), "intervals": passed}
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        hold(checkpoint, folder / HELD)
-        write_json(folder / PLACE, at)
+        try:
+            folder.mkdir(parents=True)
+            hold(checkpoint, folder / HELD)
+            write_json(folder / PLACE, at)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)  # it takes the space of a checkpoint
+            raise
         self.passed = passed
         self.waiting.append((folder, at))
+        if self.current is not None and len(self.waiting) > 1:
+            waiting = f"{len(self.waiting)} checkpoints wait for fine-tuning, and take disk space"
+            log.warning(f"{waiting}; raise finetune_eval.interval")
 
     def start(self, item: tuple[Path, Place]) -> Worker:
         from src.jobs.pool import devices
@@ -107,6 +117,12 @@ class FinetuneEvaluations(Background):
                 destination.log_metrics({**scores, "finetune/step": at["step"]}, step)
             log.info(f"{folder.name}: {in_words(scores)}")
         (folder / HELD).unlink(missing_ok=True)
+
+
+def release(folder: Path) -> None:
+    """Delete the checkpoints that a run in a folder holds for evaluations that are no longer wanted."""
+    for held in folder.glob(f"finetune/*/{HELD}") if dist.get_global_rank() == 0 else ():
+        held.unlink()
 
 
 def read_lines(path: Path) -> list[str]:
