@@ -114,6 +114,7 @@ class Run:
     """A run of 100 steps that keeps one checkpoint, and starts at a step."""
 
     saved_batch = -1
+    max_duration = Time(100, "ba")
 
     def __init__(self, folder: Path, start: int = 0, interval: str = "10ba", **settings):
         self.folder = folder
@@ -127,24 +128,29 @@ class Run:
         self.evaluations.aside = True
         self.evaluations.after_load(self.state(start), None)
 
-    def state(self, batch: int) -> SimpleNamespace:
-        elapsed = Time.from_timestring(f"{batch / 100}dur")
-        now = Timestamp(batch=batch, sample=8 * batch, epoch=batch // 20)
-        return SimpleNamespace(timestamp=now, get_elapsed_duration=lambda: elapsed)
+    def state(self, batch: int, counted: bool = False) -> SimpleNamespace:
+        """The state after a step of an epoch of 20; counted: the epoch is counted too, if that was its last step."""
+        epoch, at = divmod(batch, 20) if counted or not batch else (divmod(batch - 1, 20))
+        now = Timestamp(batch=batch, sample=8 * batch, epoch=epoch, batch_in_epoch=at + (not counted and batch > 0))
+        return SimpleNamespace(timestamp=now, max_duration=self.max_duration, dataloader_len=Time(20, "ba"))
 
     def steps(self, *batches: int, save: int = 1) -> None:
         """Train these steps and save those that are multiples of `save`."""
         for batch in batches:
             if batch % save == 0:
-                for old in self.folder.glob("*-rank0.pt"):
-                    old.unlink()
-                path = self.folder / f"ep0-ba{batch}-rank0.pt"
-                path.write_text(str(batch))
-                link(self.folder / LATEST, path.name)
-                self.saved_batch = batch
+                self.save(batch)
             state = self.evaluations.state = self.state(batch)
             self.evaluations.batch_checkpoint(state, None)
-            self.evaluations.epoch_checkpoint(state, None)
+            if batch % 20 == 0:
+                self.evaluations.epoch_checkpoint(self.state(batch, counted=True), None)
+
+    def save(self, batch: int) -> None:
+        for old in self.folder.glob("*-rank0.pt"):
+            old.unlink()
+        path = self.folder / f"ep0-ba{batch}-rank0.pt"
+        path.write_text(str(batch))
+        link(self.folder / LATEST, path.name)
+        self.saved_batch = batch
 
     def lines(self) -> list[tuple[int, float]]:
         path = self.folder / METRICS
@@ -192,12 +198,19 @@ def test_an_interval_may_be_in_any_unit(tmp_path, started, interval):
         run.evaluations.is_busy()
 
 
-def test_the_last_step_of_an_epoch_completes_it(tmp_path, started):
-    run = Run(tmp_path, interval="1ep")
+@pytest.mark.parametrize("interval", ["1ep", "0.2dur"])
+def test_the_last_step_of_an_epoch_completes_it_once(tmp_path, started, monkeypatch, interval):
+    monkeypatch.setattr(Run, "max_duration", Time(5, "ep"))
+    run = Run(tmp_path, interval=interval)
     run.steps(19)
     assert started == []
     run.steps(20)
-    assert [each.name for each in started] == ["ep0-ba20"]
+    started[0].end(0.5)
+    run.steps(21)
+    run = Run(tmp_path, start=20, interval=interval)  # from the checkpoint, which was saved before the epoch's end
+    run.evaluations.epoch_checkpoint(run.state(20, counted=True), None)
+    run.steps(21, 39, 40)
+    assert [each.name for each in started] == ["ep0-ba20", "ep0-ba40"]
 
 
 def test_a_resumed_run_resumes_what_is_unfinished_and_drops_what_belongs_to_later_steps(tmp_path, started):
@@ -245,14 +258,33 @@ def test_a_run_that_resumes_without_tasks_deletes_the_checkpoints_that_wait(tmp_
     assert [*tmp_path.glob("finetune/*/checkpoint.pt")] == []
 
 
-def test_an_interval_that_changes_counts_from_the_start(tmp_path, started):
-    run = Run(tmp_path, interval="5ba")
+@pytest.mark.parametrize(("before", "after", "due"), [("5ba", "15ba", 30), ("20ba", "5ba", 25)])
+def test_an_interval_that_changes_counts_from_the_start(tmp_path, started, before, after, due):
+    run = Run(tmp_path, interval=before)
     run.steps(20)
     started[0].end(0.5)
     run.steps(21)
-    run = Run(tmp_path, start=21, interval="15ba")
-    run.steps(*range(22, 32))
-    assert [each.name for each in started] == ["ep0-ba20", "ep0-ba30"]
+    run = Run(tmp_path, start=21, interval=after)
+    run.steps(*range(22, due + 2))
+    assert [each.name for each in started] == ["ep0-ba20", f"ep0-ba{due}"]
+
+
+def test_intervals_before_the_checkpoint_that_a_run_starts_from_do_not_count(tmp_path, started):
+    run = Run(tmp_path, start=50)  # with load_path, say, or on another machine
+    run.steps(51, 59)
+    assert started == []
+    run.steps(60)
+    assert [each.name for each in started] == ["ep0-ba60"]
+
+
+def test_a_checkpoint_that_a_signal_has_saved_is_fine_tuned_when_the_run_resumes(tmp_path, started):
+    run = Run(tmp_path)
+    run.steps(12, save=5)
+    run.save(12)
+    run.evaluations.close(run.state(12), None)
+    assert started == []
+    Run(tmp_path, start=12).steps(13, save=5)
+    assert [each.name for each in started] == ["ep0-ba12"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Fine-tune copies of a model while it trains, and log the scores of each at its step."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -21,7 +22,7 @@ from src.training.run_log import RunLog, place
 from src.training.task import in_words
 
 HELD, LOG, PLACE = "checkpoint.pt", "log.txt", "place.json"  # HELD is there until its scores are logged
-Place = dict[str, float]  # of a line in METRICS, and the intervals that have passed
+Place = dict[str, float]  # of a line in METRICS
 
 
 class FinetuneEvaluations(Background):
@@ -35,13 +36,17 @@ class FinetuneEvaluations(Background):
         self.settings, self.name, self.run_log = settings, name, run_log
         self.interval = Time.from_timestring(settings.interval)
         self.folder = writer.folder / "finetune"
-        self.passed = 0  # intervals at the last evaluation
+        self.passed = 0  # intervals at the start of this process, or at the last evaluation
 
     def intervals(self, state: State) -> int:
         """Return how many intervals have passed."""
-        if self.interval.unit == TimeUnit.DURATION:
-            return int(state.get_elapsed_duration().value / self.interval.value + 1e-9)
-        return state.timestamp.get(self.interval.unit).value // self.interval.value
+        now, unit, length = state.timestamp, self.interval.unit, self.interval.value
+        if unit == TimeUnit.DURATION:
+            unit, length = state.max_duration.unit, length * state.max_duration.value
+        done = now.get(unit).value
+        if unit == TimeUnit.EPOCH and state.dataloader_len is not None:  # at an epoch's last step, before it is counted
+            done += now.batch_in_epoch.value >= state.dataloader_len.value
+        return int(done / length + 1e-9)
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Delete what belongs to later steps than that at which the run resumes, and resume what is unfinished."""
@@ -53,23 +58,23 @@ class FinetuneEvaluations(Background):
                 shutil.rmtree(folder)
         found = [(path.parent, json.loads(path.read_text())) for path in self.folder.glob(f"*/{PLACE}")]
         for folder, at in sorted(found, key=lambda each: each[1]["step"]):
+            at.pop("intervals", None)  # of an earlier version
             if at["step"] > state.timestamp.batch.value:
                 shutil.rmtree(folder)
                 continue
-            self.passed = max(self.passed, at["intervals"])
             if (folder / HELD).exists():
                 if at["step"] in logged:  # killed just before it was deleted
                     (folder / HELD).unlink()
                 else:
                     self.waiting.append((folder, at))
-        self.passed = min(self.passed, self.intervals(state))  # the interval may have changed
+        self.passed = self.intervals(state)
 
     def saved(self, state: State) -> None:
         if (passed := self.intervals(state)) <= self.passed:
             return
         checkpoint, _ = latest(self.writer.folder)
         folder = self.folder / checkpoint.name.removesuffix("-rank0.pt")
-        at = {**place(state), "intervals": passed}
+        at = place(state)
         shutil.rmtree(folder, ignore_errors=True)
         try:
             folder.mkdir(parents=True)
@@ -83,6 +88,12 @@ class FinetuneEvaluations(Background):
         if self.current is not None and len(self.waiting) > 1:
             waiting = f"{len(self.waiting)} checkpoints wait for fine-tuning, and take disk space"
             log.warning(f"{waiting}; raise finetune_eval.interval")
+
+    def close(self, state: State, logger: Logger) -> None:
+        super().close(state, logger)
+        if dist.get_global_rank() == 0 and self.writer.saved_batch == state.timestamp.batch.value:
+            with contextlib.suppress(OSError):
+                self.saved(state)  # the checkpoint after a signal
 
     def start(self, item: tuple[Path, Place]) -> Worker:
         from src.jobs.pool import devices
@@ -109,8 +120,7 @@ class FinetuneEvaluations(Background):
             why = failed or [line[7:] for line in read_lines(folder / LOG) if line.startswith("error: ")] or [failure]
             log.warning(f"{folder.name}: fine-tuning failed ({'; '.join(why)}), log: {folder / LOG}; the run continues")
         if scores:
-            where = {name: value for name, value in at.items() if name != "intervals"}
-            self.run_log.write({**where, "finetune": scores})
+            self.run_log.write({**at, "finetune": scores})
             for destination in self.logger.destinations:
                 late = isinstance(destination, WandBLogger)  # which drops values of steps before its last
                 step = self.state.timestamp.batch.value if late else at["step"]
