@@ -72,7 +72,8 @@ def test_scores_of_a_checkpoint_that_is_deleted_meanwhile_are_in_metrics_curves_
         events = EventAccumulator(str(path)).Reload()
         logged += events.Scalars(SCORE) if SCORE in events.Tags()["scalars"] else []
     assert [(event.step, round(event.value, 6)) for event in logged] == [(3, round(score, 6))]
-    assert [path.name for path in (folder / "finetune").iterdir()] == ["ep0-ba3"]
+    assert {path.name for path in (folder / "finetune").iterdir()} == {"ep0-ba3", "tokens"}
+    assert [path.stem for path in sorted(folder.glob("finetune/**/*.safetensors"))] == ["amount", "diverging"]
     assert not [*folder.glob("finetune/*/*.pt")]
 
 
@@ -173,6 +174,7 @@ def test_the_first_checkpoint_at_or_after_each_interval_is_fine_tuned_one_at_a_t
     assert started[0].given["seeds"] == 1 and started[0].given["tasks_to_run"] == ["amount"]
     held = sorted((tmp_path / "finetune").glob("*/checkpoint.pt"))
     assert [path.read_text() for path in held] == ["12", "20", "32", "40"]
+    assert Path(started[0].given["tokens_folder"]) == tmp_path / "finetune/tokens"  # shared by all
     assert Path(started[0].given["starting_checkpoint_load_path"]) == held[0]
     for number, score in enumerate((0.5, 0.6, 0.7)):
         started[number].end(score)

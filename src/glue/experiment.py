@@ -106,7 +106,7 @@ class GlueExperiment(Experiment):
         if name not in self.costs:
             data = read_task(job.task, self.config.glue_dir, self.config.predict_test)
             self.costs[name] = sum(16 + sum(map(len, example.texts)) for example in data.train)
-            file = self.folder / "tokens" / f"{name}.safetensors"
+            file = Path(self.config.tokens_folder or self.folder / "tokens", f"{name}.safetensors")
             self.kept[name] = tokens.keep(data, self.tokenizer, self.config, file)
         return job.task.epochs * self.costs[name]
 

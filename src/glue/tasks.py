@@ -47,6 +47,7 @@ class FinetuneConfig(TrainerConfig):
     default_seed: int = key("seed of tasks without seeds", 19, **SEED)
     seeds: int | None = key("use only the first so many of each task's seeds", None, at_least=1)
     save_finetuned_checkpoints: bool = key("keep the fine-tuned model of each job", False)
+    tokens_folder: str | None = key("where the tokens of each task are kept; default: save_folder/tokens", None)
     rerun: bool = key("run finished jobs again; also as --rerun", False)
     dry_run: bool = key("check the config, the tasks, their files and the device, and end", False)
 

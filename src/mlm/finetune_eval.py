@@ -41,7 +41,7 @@ class FinetuneEval:
     def arguments(self, folder: Path, name: str) -> list[str]:
         """Return the arguments of glue.py for results in a folder, without the checkpoint and the device."""
         given = {"tasks_to_run": self.tasks, "seeds": self.seeds, "save_folder": str(folder), "base_run_name": name}
-        given |= {"progress_bar": False, "rerun": False}
+        given |= {"progress_bar": False, "rerun": False, "tokens_folder": str(folder.parent / "tokens")}
         return [self.config or str(ROOT / RECIPE), *(f"{each}={json.dumps(value)}" for each, value in given.items())]
 
     def check_tasks(self, folder: Path, tokenizer: str) -> None:
