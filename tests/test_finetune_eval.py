@@ -341,6 +341,21 @@ def test_a_cpu_shares_itself_and_otherwise_the_last_visible_gpu_is_used(
     assert started[0].options["aside"] == (given == "cpu")
 
 
+@pytest.mark.parametrize(
+    ("processes", "device", "shared"),
+    [(1, None, None), (2, None, "6"), (1, "4", "4"), (2, "7", None), (2, "cpu", None)],
+)
+def test_a_gpu_that_training_uses_too_is_named_in_a_warning(
+    tmp_path, started, monkeypatch, caplog, processes, device, shared
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setattr(evaluations.dist, "get_local_world_size", lambda: processes)
+    Run(tmp_path, device=device).evaluations.init(SimpleNamespace(device=None), None)
+    assert [message.split(" with training; ")[0] for message in caplog.messages] == (
+        [] if shared is None else [f"finetune_eval shares GPU {shared}"]
+    )
+
+
 # Mistakes
 
 

@@ -95,11 +95,18 @@ class FinetuneEvaluations(Background):
             with contextlib.suppress(OSError):
                 self.saved(state)  # the checkpoint after a signal
 
-    def start(self, item: tuple[Path, Place]) -> Worker:
-        from src.jobs.pool import devices
+    def init(self, state: State, logger: Logger) -> None:
+        super().init(state, logger)
+        if not self.aside and self.device() in visible_gpus()[: dist.get_local_world_size()]:
+            to_do = "start composer with fewer processes, or set finetune_eval.device"
+            log.warning(f"finetune_eval shares GPU {self.device()} with training; {to_do}")
 
-        folder, settings = item[0], self.settings
-        gpu = settings.device or ("cpu" if self.aside else devices(True, "gpu")[-1])
+    def device(self) -> str:
+        """Return cpu, or a GPU as in CUDA_VISIBLE_DEVICES."""
+        return self.settings.device or ("cpu" if self.aside else visible_gpus()[-1])
+
+    def start(self, item: tuple[Path, Place]) -> Worker:
+        folder, settings, gpu = item[0], self.settings, self.device()
         on_cpu = gpu == "cpu"
         if not on_cpu:
             environment = {"CUDA_VISIBLE_DEVICES": gpu}
@@ -127,6 +134,12 @@ class FinetuneEvaluations(Background):
                 destination.log_metrics({**scores, "finetune/step": at["step"]}, step)
             log.info(f"{folder.name}: {in_words(scores)}")
         (folder / HELD).unlink(missing_ok=True)
+
+
+def visible_gpus() -> list[str]:
+    from src.jobs.pool import devices
+
+    return devices(True, "gpu")
 
 
 def release(folder: Path) -> None:
