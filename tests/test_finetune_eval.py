@@ -279,6 +279,20 @@ def test_intervals_before_the_checkpoint_that_a_run_starts_from_do_not_count(tmp
     assert [each.name for each in started] == ["ep0-ba60"]
 
 
+@pytest.mark.parametrize("max_duration", [Time(100, "ba"), Time(5, "ep")])
+def test_a_section_that_is_added_to_a_trained_run_is_said_to_have_no_effect(
+    tmp_path, started, monkeypatch, caplog, max_duration
+):
+    monkeypatch.setattr(Run, "max_duration", max_duration)
+    Run(tmp_path, start=99).steps(100)
+    assert caplog.text.count("no effect") == 0 and len(started) == 1
+    Run(tmp_path, start=100)
+    assert caplog.text.count("no effect") == 0  # it has evaluations
+    Run(tmp_path / "other", start=100)
+    message = "finetune_eval has no effect, since the run is already trained; raise max_duration, or give its checkpoint"
+    assert caplog.text.count(message) == 1
+
+
 def test_a_checkpoint_that_a_signal_has_saved_is_fine_tuned_when_the_run_resumes(tmp_path, started):
     run = Run(tmp_path)
     run.steps(12, save=5)

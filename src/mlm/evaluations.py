@@ -40,13 +40,10 @@ class FinetuneEvaluations(Background):
 
     def intervals(self, state: State) -> int:
         """Return how many intervals have passed."""
-        now, unit, length = state.timestamp, self.interval.unit, self.interval.value
+        unit, length = self.interval.unit, self.interval.value
         if unit == TimeUnit.DURATION:
             unit, length = state.max_duration.unit, length * state.max_duration.value
-        done = now.get(unit).value
-        if unit == TimeUnit.EPOCH and state.dataloader_len is not None:  # at an epoch's last step, before it is counted
-            done += now.batch_in_epoch.value >= state.dataloader_len.value
-        return int(done / length + 1e-9)
+        return int(elapsed(state, unit) / length + 1e-9)
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Delete what belongs to later steps than that at which the run resumes, and resume what is unfinished."""
@@ -68,6 +65,9 @@ class FinetuneEvaluations(Background):
                 else:
                     self.waiting.append((folder, at))
         self.passed = self.intervals(state)
+        if not found and elapsed(state, state.max_duration.unit) >= state.max_duration.value:
+            to_do = "raise max_duration, or give its checkpoint to glue.py"
+            log.warning(f"finetune_eval has no effect, since the run is already trained; {to_do}")
 
     def saved(self, state: State) -> None:
         if (passed := self.intervals(state)) <= self.passed:
@@ -134,6 +134,13 @@ class FinetuneEvaluations(Background):
                 destination.log_metrics({**scores, "finetune/step": at["step"]}, step)
             log.info(f"{folder.name}: {in_words(scores)}")
         (folder / HELD).unlink(missing_ok=True)
+
+
+def elapsed(state: State, unit: TimeUnit) -> int:
+    """Return how many of a unit of time have passed. At an epoch's last step, Composer has yet to count the epoch."""
+    now, length = state.timestamp, state.dataloader_len
+    last = unit == TimeUnit.EPOCH and length is not None and now.batch_in_epoch.value >= length.value
+    return now.get(unit).value + last
 
 
 def visible_gpus() -> list[str]:
