@@ -234,8 +234,10 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
 
 
 def is_finished(config: RunConfig, folder: Path) -> bool:
-    """Return whether the run in a folder has ended, with the same config."""
-    return (folder / SUMMARY).is_file() and read_stored(folder / CONFIG, type(config)) == to_dict(config)
+    """Return whether the run in a folder has ended, with the same config but for what is printed."""
+    stored, now = read_stored(folder / CONFIG, type(config)) or {}, to_dict(config)
+    printed = {name: now[name] for name in ("log_level", "progress_bar")}
+    return (folder / SUMMARY).is_file() and {**stored, **printed} == now
 
 
 def check_save_folder(config: RunConfig, folder: Path) -> list[dict[str, Any]]:
