@@ -14,7 +14,7 @@ from src.errors import UserError
 from src.mlm import evaluations
 from src.mlm.finetune_eval import FinetuneEval
 from src.training import run as run_folder
-from src.training.loggers import MLflow, keep_ids, scalars
+from src.training.loggers import MLflow, of_run, scalars
 from src.training.registry import build_all
 
 pytestmark = pytest.mark.slow  # they need a run
@@ -149,11 +149,20 @@ def test_a_run_uses_a_callback_of_its_own(resumed):
     assert loud_callback.steps == [2, 4, 6, 8]
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_a_new_one_in_wandb(tmp_path):
+    pytest.importorskip("wandb", reason="needs wandb")
+    ids = tmp_path / "loggers-rank0.json"
+    for resumes, kept in ((True, "earlier"), (False, None)):
+        ids.write_text('{"wandb": "earlier"}')
+        (logger,) = of_run(build_all("loggers", {"wandb": {}}), tmp_path, resumes)
+        assert logger.kept_id() == kept
+
+
 def test_a_service_that_refuses_a_run_ends_the_command_in_one_sentence(resumed, tmp_path, monkeypatch):
     _, folder = resumed
     (ids := tmp_path / "loggers-rank0.json").write_text('{"mlflow": "deleted"}')
     arguments = {"tracking_uri": f"file:{folder}/mlruns", "log_system_metrics": False}
-    (logger,) = keep_ids(build_all("loggers", {"mlflow": arguments}), tmp_path)
+    (logger,) = of_run(build_all("loggers", {"mlflow": arguments}), tmp_path, resumes=True)
     with pytest.raises(
         UserError, match=rf"loggers.mlflow cannot start its run: .*deleted.*delete {ids} to begin a new"
     ):

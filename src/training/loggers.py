@@ -27,12 +27,15 @@ def scalars(hyperparameters: dict[str, Any]) -> dict[str, Any]:
     return {name: value if isinstance(value, int | float) else str(value) for name, value in flat.items()}
 
 
-def keep_ids(loggers: Iterable[LoggerDestination], folder: Path) -> list[LoggerDestination]:
-    """Return the loggers; those of W&B and MLflow continue the runs whose ids are in the run folder, or keep theirs."""
-    loggers = list(loggers)
+def of_run(loggers: Iterable[LoggerDestination], folder: Path, resumes: bool) -> list[LoggerDestination]:
+    """Return the loggers of a run; if it resumes from a checkpoint, those of W&B and MLflow continue the runs whose ids
+    are in its folder."""
+    loggers, ids = list(loggers), folder / IDS.format(dist.get_global_rank())
+    if not resumes:  # else W&B would drop the steps before the one at which the process before this was killed
+        ids.unlink(missing_ok=True)
     for logger in loggers:
         if isinstance(logger, WandB | MLflow):
-            logger.ids = folder / IDS.format(dist.get_global_rank())
+            logger.ids = ids
     return loggers
 
 
