@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from composer import Event
 from omegaconf import OmegaConf
 from test_callback import FakeWorker
 
@@ -134,6 +135,18 @@ def test_hyperparameters_in_tensorboard_and_log_files_are_exact(resumed):
             found |= {name: getattr(value, value.WhichOneof("kind")) for name, value in given.items()}
     assert (found["optimizer.weight_decay"], found["model.mixer"], found["eval_first"]) == (1e-5, "lion-s", True)
     assert '[hyperparameter]: optimizer.weight_decay: "1e-05"' in (folder / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(("rank", "own", "files"), [("1", True, 0), ("1", False, 1), ("0", True, 1)])
+def test_ranks_above_0_write_event_files_only_if_they_are_asked_to(tmp_path, monkeypatch, rank, own, files):
+    monkeypatch.setenv("RANK", rank)
+    (logger,) = build_all("loggers", {"tensorboard": {"log_dir": str(tmp_path), "rank_zero_only": own}})
+    state, upload = SimpleNamespace(run_name="tiny"), SimpleNamespace(upload_file=lambda **_: None)
+    logger.run_event(Event.INIT, state, None)
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.run_event(Event.EVAL_END, state, upload)
+    logger.close(state, upload)
+    assert len([*tmp_path.glob("tiny/events.*")]) == files
 
 
 def test_a_config_is_stored_as_given_so_that_a_finished_run_is_not_repeated(resumed, monkeypatch):

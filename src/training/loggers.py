@@ -143,18 +143,18 @@ class File(FileLogger):
 
 
 class TensorBoard(TensorboardLogger):
-    """Composer's logger; after a failed write it warns once, and the run continues without it."""
+    """Composer's logger; after a failed write it warns once, and the run continues without it. With `rank_zero_only`,
+    other ranks write nothing; Composer's write an empty file and one with hyperparameters."""
 
     failed = False
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Composer would round numbers to four places and turn them into text."""
-        if not self.rank_zero_only or is_main_process():
-            self.hyperparameters |= scalars(hyperparameters)
+        self.hyperparameters |= scalars(hyperparameters)
 
     def _try(self, write: Callable[..., None], *arguments: Any, **options: Any) -> None:
         try:
-            if not self.failed:
+            if not self.failed and (is_main_process() or not self.rank_zero_only):
                 write(self, *arguments, **options)
         except OSError as error:
             self.failed = True
