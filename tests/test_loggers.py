@@ -1,6 +1,7 @@
 """Loggers as a run uses them: the config as hyperparameters, and one run in W&B and MLflow for all parts of a run."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -154,6 +155,11 @@ def test_a_config_is_stored_as_given_so_that_a_finished_run_is_not_repeated(resu
     assert "id" not in OmegaConf.load(folder / "run" / "config.yaml").loggers.wandb.init_kwargs
     monkeypatch.setattr(run_folder, "train", None)
     main.main([str(config), "max_duration=9ba"])
+
+
+def test_a_resumed_run_appends_to_its_log_file(resumed):
+    found = re.findall(r"\[batch=(\d+)\]: loss/train/total:", (resumed[1] / "log.txt").read_text())
+    assert [int(step) for step in found] == list(range(9))
 
 
 def test_a_run_uses_a_callback_of_its_own(resumed):

@@ -29,13 +29,15 @@ def scalars(hyperparameters: dict[str, Any]) -> dict[str, Any]:
 
 def of_run(loggers: Iterable[LoggerDestination], folder: Path, resumes: bool) -> list[LoggerDestination]:
     """Return the loggers of a run; if it resumes from a checkpoint, those of W&B and MLflow continue the runs whose ids
-    are in its folder."""
+    are in its folder, and files are appended to."""
     loggers, ids = list(loggers), folder / IDS.format(dist.get_global_rank())
     if not resumes:  # else W&B would drop the steps before the one at which the process before this was killed
         ids.unlink(missing_ok=True)
     for logger in loggers:
         if isinstance(logger, WandB | MLflow):
             logger.ids = ids
+        elif isinstance(logger, File):
+            logger.appends = resumes
     return loggers
 
 
@@ -136,7 +138,18 @@ class MLflow(_Tracker, MLFlowLogger):
 
 
 class File(FileLogger):
-    """Composer's logger, which would round numbers to four places."""
+    """Composer's logger, which would round numbers to four places; a resumed run appends to its file."""
+
+    appends = False
+
+    def init(self, state: State, logger: Logger) -> None:
+        if not self.appends:
+            super().init(state, logger)
+            return
+        self._run_name = state.run_name
+        Path(self.filename).parent.mkdir(parents=True, exist_ok=True)
+        self.file = open(self.filename, "a", buffering=self.buffer_size)
+        self._flush_queue()
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         super().log_hyperparameters({name: str(value) for name, value in flatten(hyperparameters).items()})
