@@ -10,7 +10,7 @@ from src.config import to_dict
 from src.errors import UserError
 from src.files import LATEST, file_digest
 from src.glue.examples import DIAGNOSTIC, check_sources, digest, read_task
-from src.glue.tasks import FROM_MNLI, GLUE, FinetuneConfig, Task, select
+from src.glue.tasks import FROM_MNLI, GLUE, FinetuneConfig, Task, optimizer_of, select
 from src.jobs import predictions
 from src.jobs.experiment import RESULT_FILE, Average, Experiment, Job, Result, Row
 
@@ -48,6 +48,8 @@ class GlueExperiment(Experiment):
         check_sources(self.tasks, config.glue_dir, config.predict_test)
 
     def check_sections(self) -> None:
+        from torch import nn
+
         from src.training import registry
         from src.training.own_code import import_files
 
@@ -56,6 +58,11 @@ class GlueExperiment(Experiment):
         registry.build_scheduler(config.scheduler)
         registry.build_all("algorithms", config.algorithms)
         registry.build_all("callbacks", config.callbacks)
+        for task in self.tasks:
+            try:
+                registry.build_optimizer(optimizer_of(task), nn.Linear(1, 1))
+            except UserError as error:
+                raise UserError(f"tasks.{task.name}: {error}") from None
         file = config.loggers.get("file", False)
         if file is None or isinstance(file, dict):
             if "{run_name}" not in str((file or {}).get("filename", "{run_name}")):
