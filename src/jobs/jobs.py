@@ -70,7 +70,7 @@ def run(experiment: Experiment) -> None:
     with report.writing(folder):
         experiment.finish(rows)
     if failed:
-        log.info(f"error: {len(failed)} of {len(jobs)} jobs failed; the same command runs them again")
+        log.error(f"error: {len(failed)} of {len(jobs)} jobs failed; the same command runs them again")
         raise SystemExit(1)
 
 
