@@ -396,7 +396,7 @@ def test_concurrent_jobs_start_with_the_costliest(monkeypatch):
         ("tasks.sst2.eval_interval=often", ["tasks.sst2.eval_interval=often"]),
         ("tasks.sst2.eval_interval=500", ["tasks.sst2.eval_interval=500"]),
         ("tasks.sst2.optimizer=sgd", ["tasks.sst2.optimizer=sgd must be one of", "adamw, or module:Class"]),
-        ("tasks.sst2.optimizer=torch.optim:SDG", ["tasks.sst2: optimizer: torch.optim has no 'SDG'; did you mean SGD?"]),
+        ("tasks.sst2.optimizer=torch.optim:SDG", ["tasks.sst2: optimizer: torch.optim has no 'SDG'; did you mean SGD"]),
         ("tasks.sst2.optimizer=torch.optim:Rprop", ["tasks.sst2: unknown key optimizer.weight_decay"]),
         ("tasks.sst2.precision=fp8", ["tasks.sst2.precision=fp8"]),
         ("model.num_hidden_layers=2", ["needs", "layers.1"]),

@@ -77,7 +77,7 @@ def test_a_class_of_ones_own_may_name_its_arguments_as_it_likes(own):
     given = {"model": "name", "params": 3, "other": [1], "inherited": None}
     (named,) = registry.build_all("callbacks", {f"{own}:Named": given})
     assert named.given == ("name", 3, {"other": [1]})
-    with pytest.raises(UserError, match="unknown key optimizer.params"):
+    with pytest.raises(UserError, match=r"unknown key optimizer\.params"):
         registry.build_optimizer({"name": f"{own}:SGD", "params": []}, torch.nn.Linear(1, 1))
 
 

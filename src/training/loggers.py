@@ -148,7 +148,7 @@ class File(FileLogger):
             return
         self._run_name = state.run_name
         Path(self.filename).parent.mkdir(parents=True, exist_ok=True)
-        self.file = open(self.filename, "a", buffering=self.buffer_size)
+        self.file = open(self.filename, "a", buffering=self.buffer_size)  # noqa: SIM115
         self._flush_queue()
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
