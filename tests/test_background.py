@@ -47,29 +47,34 @@ def test_a_failure_is_one_line(tmp_path, code):
 
 
 PARENT = """
-import os, sys, time
+import os, subprocess, sys, time
+import psutil
 sys.path.insert(0, sys.argv[1])
 from src.publish.background import Worker
 
 if __name__ == "__main__":
-    worker = Worker(time.sleep, 600)
-    print(worker.process.pid, flush=True)
+    worker = Worker(subprocess.call, ["sleep", "600"])
+    process = psutil.Process(worker.process.pid)
+    while not (children := process.children()):
+        time.sleep(0.01)
+    print(process.pid, children[0].pid, flush=True)
     if sys.argv[2] == "kill":
         os.kill(os.getpid(), 9)
 """
 
 
 @pytest.mark.parametrize("how", ["kill", "end"])
-def test_a_process_ends_with_its_run_however_that_ends(tmp_path, how):
+def test_a_process_and_its_own_end_with_the_run_however_that_ends(tmp_path, how):
     (tmp_path / "parent.py").write_text(PARENT)
     command = [sys.executable, tmp_path / "parent.py", ROOT, how]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        pid = int(parent.stdout.readline())
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
         parent.wait(30)
     deadline = time.monotonic() + 30
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    for pid in pids:
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("links", [True, False])

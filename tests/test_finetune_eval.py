@@ -2,10 +2,12 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import warm
 from composer import Time, Timestamp
 from composer.loggers import WandBLogger
@@ -15,12 +17,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_callback import FakeWorker
 from test_main import metrics
 
+import glue
 import main
 from src.errors import UserError
 from src.files import LATEST, METRICS, link, write_json
-from src.mlm import evaluations
+from src.mlm import evaluations, finetune_eval
 from src.mlm.finetune_eval import FinetuneEval
-from src.mlm.task import PretrainConfig
+from src.mlm.task import MaskedLM, PretrainConfig
 from src.training.config import load_config
 from src.training.run_log import RunLog
 
@@ -69,7 +72,8 @@ def test_scores_of_a_checkpoint_that_is_deleted_meanwhile_are_in_metrics_curves_
         events = EventAccumulator(str(path)).Reload()
         logged += events.Scalars(SCORE) if SCORE in events.Tags()["scalars"] else []
     assert [(event.step, round(event.value, 6)) for event in logged] == [(3, round(score, 6))]
-    assert [path.name for path in (folder / "finetune").iterdir()] == ["ep0-ba3"]
+    assert {path.name for path in (folder / "finetune").iterdir()} == {"ep0-ba3", "tokens"}
+    assert [path.stem for path in sorted(folder.glob("finetune/**/*.safetensors"))] == ["amount", "diverging"]
     assert not [*folder.glob("finetune/*/*.pt")]
 
 
@@ -111,6 +115,7 @@ class Run:
     """A run of 100 steps that keeps one checkpoint, and starts at a step."""
 
     saved_batch = -1
+    max_duration = Time(100, "ba")
 
     def __init__(self, folder: Path, start: int = 0, interval: str = "10ba", **settings):
         self.folder = folder
@@ -124,23 +129,29 @@ class Run:
         self.evaluations.aside = True
         self.evaluations.after_load(self.state(start), None)
 
-    def state(self, batch: int) -> SimpleNamespace:
-        elapsed = Time.from_timestring(f"{batch / 100}dur")
-        now = Timestamp(batch=batch, sample=8 * batch, epoch=batch // 20)
-        return SimpleNamespace(timestamp=now, get_elapsed_duration=lambda: elapsed)
+    def state(self, batch: int, counted: bool = False) -> SimpleNamespace:
+        """The state after a step of an epoch of 20; counted: the epoch is counted too, if that was its last step."""
+        epoch, at = divmod(batch, 20) if counted or not batch else (divmod(batch - 1, 20))
+        now = Timestamp(batch=batch, sample=8 * batch, epoch=epoch, batch_in_epoch=at + (not counted and batch > 0))
+        return SimpleNamespace(timestamp=now, max_duration=self.max_duration, dataloader_len=Time(20, "ba"))
 
     def steps(self, *batches: int, save: int = 1) -> None:
         """Train these steps and save those that are multiples of `save`."""
         for batch in batches:
             if batch % save == 0:
-                for old in self.folder.glob("*-rank0.pt"):
-                    old.unlink()
-                path = self.folder / f"ep0-ba{batch}-rank0.pt"
-                path.write_text(str(batch))
-                link(self.folder / LATEST, path.name)
-                self.saved_batch = batch
-            self.evaluations.batch_checkpoint(self.state(batch), None)
-            self.evaluations.epoch_checkpoint(self.state(batch), None)
+                self.save(batch)
+            state = self.evaluations.state = self.state(batch)
+            self.evaluations.batch_checkpoint(state, None)
+            if batch % 20 == 0:
+                self.evaluations.epoch_checkpoint(self.state(batch, counted=True), None)
+
+    def save(self, batch: int) -> None:
+        for old in self.folder.glob("*-rank0.pt"):
+            old.unlink()
+        path = self.folder / f"ep0-ba{batch}-rank0.pt"
+        path.write_text(str(batch))
+        link(self.folder / LATEST, path.name)
+        self.saved_batch = batch
 
     def lines(self) -> list[tuple[int, float]]:
         path = self.folder / METRICS
@@ -163,6 +174,7 @@ def test_the_first_checkpoint_at_or_after_each_interval_is_fine_tuned_one_at_a_t
     assert started[0].given["seeds"] == 1 and started[0].given["tasks_to_run"] == ["amount"]
     held = sorted((tmp_path / "finetune").glob("*/checkpoint.pt"))
     assert [path.read_text() for path in held] == ["12", "20", "32", "40"]
+    assert Path(started[0].given["tokens_folder"]) == tmp_path / "finetune/tokens"  # shared by all
     assert Path(started[0].given["starting_checkpoint_load_path"]) == held[0]
     for number, score in enumerate((0.5, 0.6, 0.7)):
         started[number].end(score)
@@ -171,7 +183,7 @@ def test_the_first_checkpoint_at_or_after_each_interval_is_fine_tuned_one_at_a_t
     assert run.lines() == [(12, 0.5), (20, 0.6), (32, 0.7)]
     assert metrics(tmp_path)[0]["samples"] == 96
     assert run.logged == run.lines()
-    assert run.late == [(12, None), (20, None), (32, None)]  # W&B drops values of earlier steps
+    assert run.late == [(12, 41), (20, 42), (32, 43)]  # W&B drops values of earlier steps
     assert run.evaluations.is_busy()  # so that the end of the run waits
     started[3].end(0.8)
     assert not run.evaluations.is_busy()
@@ -188,12 +200,19 @@ def test_an_interval_may_be_in_any_unit(tmp_path, started, interval):
         run.evaluations.is_busy()
 
 
-def test_the_last_step_of_an_epoch_completes_it(tmp_path, started):
-    run = Run(tmp_path, interval="1ep")
+@pytest.mark.parametrize("interval", ["1ep", "0.2dur"])
+def test_the_last_step_of_an_epoch_completes_it_once(tmp_path, started, monkeypatch, interval):
+    monkeypatch.setattr(Run, "max_duration", Time(5, "ep"))
+    run = Run(tmp_path, interval=interval)
     run.steps(19)
     assert started == []
     run.steps(20)
-    assert [each.name for each in started] == ["ep0-ba20"]
+    started[0].end(0.5)
+    run.steps(21)
+    run = Run(tmp_path, start=20, interval=interval)  # from the checkpoint, which was saved before the epoch's end
+    run.evaluations.epoch_checkpoint(run.state(20, counted=True), None)
+    run.steps(21, 39, 40)
+    assert [each.name for each in started] == ["ep0-ba20", "ep0-ba40"]
 
 
 def test_a_resumed_run_resumes_what_is_unfinished_and_drops_what_belongs_to_later_steps(tmp_path, started):
@@ -216,14 +235,72 @@ def test_a_resumed_run_resumes_what_is_unfinished_and_drops_what_belongs_to_late
     assert Run(tmp_path, start=0).evaluations.waiting == [] and [*(tmp_path / "finetune").iterdir()] == []
 
 
-def test_an_interval_that_changes_counts_from_the_start(tmp_path, started):
-    run = Run(tmp_path, interval="5ba")
+def test_a_folder_that_was_not_filled_before_a_kill_is_deleted(tmp_path, started):
+    (folder := tmp_path / "finetune/ep0-ba10").mkdir(parents=True)
+    (folder / "checkpoint.pt").write_text("10")
+    run = Run(tmp_path, start=10)
+    assert not folder.exists() and run.evaluations.waiting == []
+
+
+def test_checkpoints_that_wait_are_counted_in_a_warning(tmp_path, started, caplog):
+    run = Run(tmp_path)
+    run.steps(10, 20)
+    assert "wait" not in caplog.text
+    run.steps(30, 40)
+    waiting = "{} checkpoints wait for fine-tuning, and take disk space; raise finetune_eval.interval"
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [waiting.format(2), waiting.format(3)]
+
+
+def test_a_run_that_resumes_without_tasks_deletes_the_checkpoints_that_wait(tmp_path, started, config_file):
+    run = Run(tmp_path)
+    run.steps(10, 20)
+    assert len([*tmp_path.glob("finetune/*/checkpoint.pt")]) == 2
+    config = load_config(PretrainConfig, "main.py", "", [str(config_file)])
+    assert MaskedLM(config).background(run, None) == []
+    assert [*tmp_path.glob("finetune/*/checkpoint.pt")] == []
+
+
+@pytest.mark.parametrize(("before", "after", "due"), [("5ba", "15ba", 30), ("20ba", "5ba", 25)])
+def test_an_interval_that_changes_counts_from_the_start(tmp_path, started, before, after, due):
+    run = Run(tmp_path, interval=before)
     run.steps(20)
     started[0].end(0.5)
     run.steps(21)
-    run = Run(tmp_path, start=21, interval="15ba")
-    run.steps(*range(22, 32))
-    assert [each.name for each in started] == ["ep0-ba20", "ep0-ba30"]
+    run = Run(tmp_path, start=21, interval=after)
+    run.steps(*range(22, due + 2))
+    assert [each.name for each in started] == ["ep0-ba20", f"ep0-ba{due}"]
+
+
+def test_intervals_before_the_checkpoint_that_a_run_starts_from_do_not_count(tmp_path, started):
+    run = Run(tmp_path, start=50)  # with load_path, say, or on another machine
+    run.steps(51, 59)
+    assert started == []
+    run.steps(60)
+    assert [each.name for each in started] == ["ep0-ba60"]
+
+
+@pytest.mark.parametrize("max_duration", [Time(100, "ba"), Time(5, "ep")])
+def test_a_section_that_is_added_to_a_trained_run_is_said_to_have_no_effect(
+    tmp_path, started, monkeypatch, caplog, max_duration
+):
+    monkeypatch.setattr(Run, "max_duration", max_duration)
+    Run(tmp_path, start=99).steps(100)
+    assert caplog.text.count("no effect") == 0 and len(started) == 1
+    Run(tmp_path, start=100)
+    assert caplog.text.count("no effect") == 0  # it has evaluations
+    Run(tmp_path / "other", start=100)
+    message = "finetune_eval has no effect, since the run is already trained; raise max_duration, or give its"
+    assert caplog.text.count(message) == 1
+
+
+def test_a_checkpoint_that_a_signal_has_saved_is_fine_tuned_when_the_run_resumes(tmp_path, started):
+    run = Run(tmp_path)
+    run.steps(12, save=5)
+    run.save(12)
+    run.evaluations.close(run.state(12), None)
+    assert started == []
+    Run(tmp_path, start=12).steps(13, save=5)
+    assert [each.name for each in started] == ["ep0-ba12"]
 
 
 @pytest.mark.parametrize(
@@ -251,6 +328,7 @@ def test_a_full_disk_warns_and_the_next_checkpoint_is_fine_tuned(tmp_path, start
         patch.setattr(evaluations, "hold", full)
         run.steps(10)
     assert caplog.messages[0] == "step 10: no fine-tuning (No space left on device); training continues"
+    assert [*(tmp_path / "finetune").iterdir()] == []
     run.steps(11)
     assert [each.name for each in started] == ["ep0-ba11"]
 
@@ -277,23 +355,59 @@ def test_a_cpu_shares_itself_and_otherwise_the_last_visible_gpu_is_used(
     assert started[0].options["aside"] == (given == "cpu")
 
 
+@pytest.mark.parametrize(
+    ("processes", "device", "shared"),
+    [(1, None, None), (2, None, "6"), (1, "4", "4"), (2, "7", None), (2, "cpu", None)],
+)
+def test_a_gpu_that_training_uses_too_is_named_in_a_warning(
+    tmp_path, started, monkeypatch, caplog, processes, device, shared
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setattr(evaluations.dist, "get_local_world_size", lambda: processes)
+    Run(tmp_path, device=device).evaluations.init(SimpleNamespace(device=None), None)
+    assert [message.split(" with training; ")[0] for message in caplog.messages] == (
+        [] if shared is None else [f"finetune_eval shares GPU {shared}"]
+    )
+
+
 # Mistakes
 
 
-@pytest.mark.slow
+@pytest.fixture
+def in_process(monkeypatch):
+    """Let glue.py check its arguments in this process, which has imported what takes seconds; return its environments."""
+    environments = []
+
+    def run(command: list[str], env: dict[str, str], **_) -> SimpleNamespace:
+        assert command[:2] == [sys.executable, str(finetune_eval.SCRIPT)]
+        environments.append(env)
+        try:
+            glue.main(command[2:])
+        except UserError as error:
+            return SimpleNamespace(returncode=2, stderr=f"a warning\nerror: {error}\n")
+        return SimpleNamespace(returncode=0, stderr="a warning\n")
+
+    monkeypatch.setattr(finetune_eval, "subprocess", SimpleNamespace(run=run))
+    return environments
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("tasks=[sst]", "finetune_eval: glue.py reports: tasks_to_run: unknown task sst; did you mean sst2?"),
         ("config=no.yaml", "finetune_eval: glue.py reports: no.yaml is not a file; "),
         ("tasks=[lost]", "finetune_eval: glue.py reports: tasks.lost.files: nowhere.csv does not exist; "),
+        ("device=99", "finetune_eval (device=99): glue.py reports: device=gpu, but no GPU is available; "),
         ("device=first", "finetune_eval.device=first must be cpu or the number of a GPU, such as 7"),
         ("interval=often", "finetune_eval.interval=often is not a duration"),
         ("seeds=0", "finetune_eval.seeds=0 must be an integer ≥ 1"),
         ("task=[sst2]", "unknown key finetune_eval.task; "),
     ],
 )
-def test_a_mistake_is_reported_before_anything_is_written(config_file, tmp_path, given, message):
+def test_a_mistake_is_reported_before_anything_is_written(
+    config_file, tmp_path, in_process, monkeypatch, given, message
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     lost = {"like": "sst2", "files": dict.fromkeys(("train", "validation"), "nowhere.csv")}
     tasks = write_yaml(tmp_path / "tasks.yaml", tasks={"lost": lost})
     overrides = ["finetune_eval.tasks=[sst2]", f"finetune_eval.config={tasks}", f"finetune_eval.{given}"]
@@ -303,10 +417,37 @@ def test_a_mistake_is_reported_before_anything_is_written(config_file, tmp_path,
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-def test_glue_accepts_the_arguments_by_default(tmp_path):
-    FinetuneEval(tasks=["sst2", "rte"]).check_tasks(tmp_path / "a folder: with #signs", "bert-base-uncased")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"scheduler": {"name": "linear"}}, "scheduler: unknown name 'linear'; "),
+        ({"callbacks": {"early_stoper": {}}}, "callbacks: unknown name 'early_stoper'; did you mean early_stopper?"),
+        ({"loggers": {"file": {"filename": "log"}}}, "loggers.file.filename must contain {run_name}"),
+        ({"code_paths": ["no.py"]}, "code_paths: no.py is not a .py file; "),
+    ],
+)
+def test_a_mistake_in_the_config_of_glue_is_reported_before_training(tmp_path, in_process, given, message):
+    config = write_yaml(tmp_path / "glue.yaml", **given)
+    with pytest.raises(UserError, match=re.escape(f"finetune_eval: glue.py reports: {message}")):
+        FinetuneEval(tasks=["sst2"], config=str(config)).check_tasks(tmp_path, "bert-base-uncased")
+
+
+def test_glue_accepts_the_arguments_by_default(tmp_path, in_process, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device, gpu in ((None, "4,6"), ("cpu", "4,6"), ("6", "6")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+        settings = FinetuneEval(tasks=["sst2", "rte"], device=device)
+        settings.check_tasks(tmp_path / "a folder: with #signs", "bert-base-uncased")
+        assert in_process[-1]["CUDA_VISIBLE_DEVICES"] == gpu and "RANK" not in in_process[-1]
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_check_that_is_killed_is_reported(tmp_path, monkeypatch):
+    killed = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=-9, stderr=""))
+    monkeypatch.setattr(finetune_eval, "subprocess", killed)
+    with pytest.raises(UserError, match=r"^finetune_eval: glue.py reports: exit status -9$"):
+        FinetuneEval(tasks=["sst2"]).check_tasks(tmp_path, "bert-base-uncased")
 
 
 def test_nothing_is_fine_tuned_by_default(config_file):

@@ -135,14 +135,15 @@ def test_training_batches_group_texts_of_similar_length_in_random_order(tokenize
 @pytest.fixture(scope="module")
 def finetuned(tmp_path_factory, shared):
     """Arguments, save_folder and output of a run: MNLI, RTE from it, STS-B from it, SST-2 searched, a task of one's
-    own."""
+    own with an optimizer of its own."""
     folder = tmp_path_factory.mktemp("finetuned")
     own = [f"{text},{'many' if len(text) > 100 else 'few'}" for text in sentences(30, seed=9)]
     (folder / "own.csv").write_text("\n".join(["words,amount", *own]))
     files = {split: str(folder / "own.csv") for split in ("train", "validation", "test")}
     tasks = {
         "rte": {**ONE, "seeds": [19, 20]}, "mnli": ONE, "stsb": ONE, "sst2": {**ONE, "lr": [1e-4, 1e-3]},
-        "amount": {**ONE, "columns": ["words"], "label": "amount", "metrics": ["macro_f1"], "files": files},
+        "amount": {**ONE, "columns": ["words"], "label": "amount", "metrics": ["macro_f1"], "files": files,
+                   "optimizer": "torch.optim:SGD"},
     }  # fmt: skip
     path = write_yaml(
         folder / "finetune.yaml",
@@ -394,7 +395,9 @@ def test_concurrent_jobs_start_with_the_costliest(monkeypatch):
         ("mnli_first=true", ["mnli_first", "add mnli"]),
         ("tasks.sst2.eval_interval=often", ["tasks.sst2.eval_interval=often"]),
         ("tasks.sst2.eval_interval=500", ["tasks.sst2.eval_interval=500"]),
-        ("tasks.sst2.optimizer=sgd", ["tasks.sst2.optimizer", "sgd", "adamw"]),
+        ("tasks.sst2.optimizer=sgd", ["tasks.sst2.optimizer=sgd must be one of", "adamw, or module:Class"]),
+        ("tasks.sst2.optimizer=torch.optim:SDG", ["tasks.sst2: optimizer: torch.optim has no 'SDG'; did you mean SGD"]),
+        ("tasks.sst2.optimizer=torch.optim:Rprop", ["tasks.sst2: unknown key optimizer.weight_decay"]),
         ("tasks.sst2.precision=fp8", ["tasks.sst2.precision=fp8"]),
         ("model.num_hidden_layers=2", ["needs", "layers.1"]),
         ("scheduler.name=steps", ["scheduler", "steps"]),

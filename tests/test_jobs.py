@@ -34,8 +34,13 @@ def test_an_experiment_runs_resumes_reports_and_is_compared(tmp_path, capsys, ca
 
 def test_failed_jobs_are_reported_and_run_again(tmp_path, capsys, caplog):
     with caplog.at_level("INFO", logger="lion"), pytest.raises(SystemExit):
-        jobs.run(experiment(tmp_path, failing="even"))
-    assert "2 of 4 jobs failed" in caplog.text
+        jobs.run(experiment(tmp_path, failing="even", log_level="warning"))
+    assert sorted(message.split("] ")[-1] for message in caplog.messages) == [
+        "Even seed 1: failed, fails, as it should",
+        "Even seed 2: failed, fails, as it should",
+        "error: 2 of 4 jobs failed; the same command runs them again",
+    ]
+    assert (tmp_path / "jobs/even-1/log.txt").read_text() == "error: fails, as it should\n"
     assert "- Even seed 2: fails, as it should (log: " in capsys.readouterr().out
     jobs.run(experiment(tmp_path))
     assert "Toy average: 50.00" in capsys.readouterr().out

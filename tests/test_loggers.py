@@ -1,17 +1,22 @@
 """Loggers as a run uses them: the config as hyperparameters, and one run in W&B and MLflow for all parts of a run."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from composer import Event
 from omegaconf import OmegaConf
+from test_callback import FakeWorker
 
 import main
 from src.config import flatten
 from src.errors import UserError
+from src.mlm import evaluations
+from src.mlm.finetune_eval import FinetuneEval
 from src.training import run as run_folder
-from src.training.loggers import MLflow, keep_ids, scalars
+from src.training.loggers import MLflow, of_run, scalars
 from src.training.registry import build_all
 
 pytestmark = pytest.mark.slow  # they need a run
@@ -43,6 +48,8 @@ def resumed(tmp_path_factory, write_config) -> tuple[Path, Path]:
     }
     config = write_config(
         folder,
+        finetune_eval={"tasks": ["amount"], "interval": "2ba"},
+        save_interval="1ba",
         loggers={**chosen, "tensorboard": {"log_dir": str(folder / "tensorboard")}},
         code_paths=[str(folder / "loud_callback.py")],
         callbacks={"loud_callback:Loud": {"every": 2}},
@@ -52,31 +59,51 @@ def resumed(tmp_path_factory, write_config) -> tuple[Path, Path]:
         patch.setenv("WANDB_SILENT", "true")
         for name in ("MLFLOW_RUN_ID", "WANDB_RUN_ID", "WANDB_MODE", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"):
             patch.delenv(name, raising=False)
+        patch.setattr(FinetuneEval, "check_tasks", lambda *_: None)
+        patch.setattr(evaluations, "Worker", FakeWorker)
+        patch.setattr(FakeWorker, "started", [], raising=False)
+        patch.setattr(FakeWorker, "is_running", lambda _: False)  # it has ended at the next step
+        patch.setattr(evaluations, "read_report", lambda _: ({"finetune/amount/accuracy": 0.5}, []))
         main.main([str(config)])
         main.main([str(config), "max_duration=9ba"])
         yield config, folder
 
 
-def test_a_resumed_run_is_one_run_in_wandb(resumed):
+def wandb_parts(folder: Path) -> list[tuple[dict, dict[int, dict]]]:
+    """Of each part of the run in W&B, its settings, and the values of each step."""
     from wandb.proto.wandb_internal_pb2 import Record
     from wandb.sdk.internal.datastore import DataStore
 
-    _, folder = resumed
     kept = json.loads((folder / "run" / "loggers-rank0.json").read_text())["wandb"]
     parts = []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         assert path.name == f"run-{kept}.wandb"
-        store, parts = DataStore(), [*parts, ({}, [])]
+        store, parts = DataStore(), [*parts, ({}, {})]
         store.open_for_scan(str(path))
         while (data := store.scan_data()) is not None:
             record = Record()
             record.ParseFromString(data)
             for entry in record.config.update:
                 parts[-1][0][".".join(entry.nested_key) or entry.key] = json.loads(entry.value_json)
-            parts[-1][1].extend(record.history.step.num for _ in record.history.item[:1])
+            if items := record.history.item:
+                values = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+                parts[-1][1].setdefault(record.history.step.num, {}).update(values)
+    return parts
+
+
+def test_a_resumed_run_is_one_run_in_wandb(resumed):
+    parts = wandb_parts(resumed[1])
     assert [settings["max_duration"] for settings, _ in parts] == ["6ba", "9ba"]
     assert [settings["optimizer"]["lr"] for settings, _ in parts] == [8e-4, 8e-4]
     assert [(min(steps), max(steps)) for _, steps in parts] == [(0, 6), (6, 9)]
+
+
+def test_scores_of_an_evaluation_leave_the_losses_of_the_steps_around_it_in_wandb(resumed):
+    parts = [values for _, values in wandb_parts(resumed[1])]
+    losses = [step for part in parts for step, values in part.items() if "loss/train/total" in values]
+    assert losses == list(range(9))
+    scores = [(step, v["finetune/step"]) for part in parts for step, v in part.items() if "finetune/step" in v]
+    assert scores == [(3, 2), (5, 4), (6, 6), (9, 8)]
 
 
 def test_a_resumed_run_is_one_run_in_mlflow(resumed):
@@ -111,11 +138,28 @@ def test_hyperparameters_in_tensorboard_and_log_files_are_exact(resumed):
     assert '[hyperparameter]: optimizer.weight_decay: "1e-05"' in (folder / "log.txt").read_text()
 
 
+@pytest.mark.parametrize(("rank", "own", "files"), [("1", True, 0), ("1", False, 1), ("0", True, 1)])
+def test_ranks_above_0_write_event_files_only_if_they_are_asked_to(tmp_path, monkeypatch, rank, own, files):
+    monkeypatch.setenv("RANK", rank)
+    (logger,) = build_all("loggers", {"tensorboard": {"log_dir": str(tmp_path), "rank_zero_only": own}})
+    state, upload = SimpleNamespace(run_name="tiny"), SimpleNamespace(upload_file=lambda **_: None)
+    logger.run_event(Event.INIT, state, None)
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.run_event(Event.EVAL_END, state, upload)
+    logger.close(state, upload)
+    assert len([*tmp_path.glob("tiny/events.*")]) == files
+
+
 def test_a_config_is_stored_as_given_so_that_a_finished_run_is_not_repeated(resumed, monkeypatch):
     config, folder = resumed  # Composer's logger adds to its arguments
     assert "id" not in OmegaConf.load(folder / "run" / "config.yaml").loggers.wandb.init_kwargs
     monkeypatch.setattr(run_folder, "train", None)
     main.main([str(config), "max_duration=9ba"])
+
+
+def test_a_resumed_run_appends_to_its_log_file(resumed):
+    found = re.findall(r"\[batch=(\d+)\]: loss/train/total:", (resumed[1] / "log.txt").read_text())
+    assert [int(step) for step in found] == list(range(9))
 
 
 def test_a_run_uses_a_callback_of_its_own(resumed):
@@ -124,11 +168,20 @@ def test_a_run_uses_a_callback_of_its_own(resumed):
     assert loud_callback.steps == [2, 4, 6, 8]
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_a_new_one_in_wandb(tmp_path):
+    pytest.importorskip("wandb", reason="needs wandb")
+    ids = tmp_path / "loggers-rank0.json"
+    for resumes, kept in ((True, "earlier"), (False, None)):
+        ids.write_text('{"wandb": "earlier"}')
+        (logger,) = of_run(build_all("loggers", {"wandb": {}}), tmp_path, resumes)
+        assert logger.kept_id() == kept
+
+
 def test_a_service_that_refuses_a_run_ends_the_command_in_one_sentence(resumed, tmp_path, monkeypatch):
     _, folder = resumed
     (ids := tmp_path / "loggers-rank0.json").write_text('{"mlflow": "deleted"}')
     arguments = {"tracking_uri": f"file:{folder}/mlruns", "log_system_metrics": False}
-    (logger,) = keep_ids(build_all("loggers", {"mlflow": arguments}), tmp_path)
+    (logger,) = of_run(build_all("loggers", {"mlflow": arguments}), tmp_path, resumes=True)
     with pytest.raises(
         UserError, match=rf"loggers.mlflow cannot start its run: .*deleted.*delete {ids} to begin a new"
     ):
@@ -145,6 +198,22 @@ def test_a_service_that_refuses_a_run_ends_the_command_in_one_sentence(resumed, 
     with pytest.raises(
         UserError, match=r"loggers.wandb cannot start its run: No API key .* omit it with loggers.wandb"
     ):
+        logger.init(SimpleNamespace(run_name="tiny"), None)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"projct": "lion"}, "unexpected keyword argument 'projct'; fix that, or omit it with loggers.wandb=false"),
+        ({"mode": "offlin"}, "mode='offlin': Input should be 'online', 'offline', "),
+        ({"id": "a/b"}, "Run ID cannot contain the characters"),
+    ],
+)
+def test_a_mistake_in_the_arguments_of_wandb_ends_the_command_in_one_sentence(tmp_path, given, words):
+    pytest.importorskip("wandb", reason="needs wandb")
+    given = {"mode": "offline", "dir": str(tmp_path), **given}
+    (logger,) = build_all("loggers", {"wandb": {"init_kwargs": given}})
+    with pytest.raises(UserError, match=f"^loggers.wandb cannot start its run: .*{words}"):
         logger.init(SimpleNamespace(run_name="tiny"), None)
 
 

@@ -38,6 +38,15 @@ class Half(ComposerScheduler):
 
 class SGD(torch.optim.SGD): pass
 
+class Named(Callback):
+    def __init__(self, model: str, params: int = 0, **options): self.given = model, params, options
+
+class Counting(ComposerScheduler):
+    calls = 0
+    def __call__(self, state, ssr=1.0):
+        self.calls += 1
+        return 1 / state.train_dataloader.size
+
 def function(): pass
 """
 
@@ -62,6 +71,18 @@ def test_a_class_of_ones_own_is_built_like_any_other(own):
     section = {"name": f"{own}:SGD", "lr": 0.5, "weight_decay": 0.1, "filter_bias_norm_wd": True}
     assert [group["weight_decay"] for group in registry.build_optimizer(section, model).param_groups] == [0.1, 0.0]
     assert registry.build_all("loggers", {"composer.loggers:InMemoryLogger": {}})  # of an installed package
+
+
+def test_a_class_of_ones_own_may_name_its_arguments_as_it_likes(own):
+    given = {"model": "name", "params": 3, "other": [1], "inherited": None}
+    (named,) = registry.build_all("callbacks", {f"{own}:Named": given})
+    assert named.given == ("name", 3, {"other": [1]})
+    with pytest.raises(UserError, match=r"unknown key optimizer\.params"):
+        registry.build_optimizer({"name": f"{own}:SGD", "params": []}, torch.nn.Linear(1, 1))
+
+
+def test_a_schedule_of_ones_own_is_called_in_training_alone(own):
+    assert registry.build_scheduler({"name": f"{own}:Counting"}).calls == 0
 
 
 @pytest.mark.parametrize(
@@ -123,6 +144,15 @@ def test_a_file_is_imported_once_and_two_of_one_name_are_rejected(own, tmp_path)
     (tmp_path / "other" / f"{own}.py").touch()
     with pytest.raises(UserError, match=f"would hide another module {own}"):
         import_files([f"other/{own}.py"])
+
+
+def test_a_file_that_python_would_find_itself_is_executed(tmp_path, monkeypatch):
+    (tmp_path / "own_patch.py").write_text("import sys\nsys.own_patch_was_executed = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "own_patch_was_executed", False, raising=False)
+    monkeypatch.delitem(sys.modules, "own_patch", raising=False)
+    import_files([str(tmp_path / "own_patch.py")])
+    assert sys.own_patch_was_executed and sys.modules["own_patch"]
 
 
 def test_names_with_dots_are_keys_in_yaml_and_in_brackets(config_file):

@@ -168,6 +168,8 @@ def test_a_run_is_finished_if_it_has_a_summary_and_the_same_config(config, tmp_p
     assert trains()
     (folder / "summary.json").write_text("{}")
     assert not trains()
+    config.log_level, config.progress_bar = "warning", not config.progress_bar
+    assert not trains()
     config.max_duration = "9ba"
     assert trains()
 

@@ -10,7 +10,7 @@ from src.config import to_dict
 from src.errors import UserError
 from src.files import LATEST, file_digest
 from src.glue.examples import DIAGNOSTIC, check_sources, digest, read_task
-from src.glue.tasks import FROM_MNLI, GLUE, FinetuneConfig, Task, select
+from src.glue.tasks import FROM_MNLI, GLUE, FinetuneConfig, Task, optimizer_of, select
 from src.jobs import predictions
 from src.jobs.experiment import RESULT_FILE, Average, Experiment, Job, Result, Row
 
@@ -47,8 +47,9 @@ class GlueExperiment(Experiment):
             raise UserError(f"starting_checkpoint_load_path: {path} is not a file or folder; fix its path")
         check_sources(self.tasks, config.glue_dir, config.predict_test)
 
-    def plan(self, device: str) -> list[Job]:
-        from src.glue.finetune import build_model, read_start
+    def check_sections(self) -> None:
+        from torch import nn
+
         from src.training import registry
         from src.training.own_code import import_files
 
@@ -57,6 +58,11 @@ class GlueExperiment(Experiment):
         registry.build_scheduler(config.scheduler)
         registry.build_all("algorithms", config.algorithms)
         registry.build_all("callbacks", config.callbacks)
+        for task in self.tasks:
+            try:
+                registry.build_optimizer(optimizer_of(task), nn.Linear(1, 1))
+            except UserError as error:
+                raise UserError(f"tasks.{task.name}: {error}") from None
         file = config.loggers.get("file", False)
         if file is None or isinstance(file, dict):
             if "{run_name}" not in str((file or {}).get("filename", "{run_name}")):
@@ -64,7 +70,12 @@ class GlueExperiment(Experiment):
             # Do not capture the output of this process.
             file = {**(file or {}), "capture_stdout": False, "capture_stderr": False}
         registry.build_all("loggers", {**config.loggers, "file": file})
-        start = read_start(config)
+
+    def plan(self, device: str) -> list[Job]:
+        from src.glue.finetune import build_model, read_start
+
+        self.check_sections()
+        start = read_start(self.config)
         build_model(start, replace(self.tasks[0], labels=self.tasks[0].labels or ("a", "b")))  # do the weights fit?
         self.start_name, self.tokenizer = start.name, start.tokenizer
         return self.jobs(start.digest(), device)
@@ -102,7 +113,7 @@ class GlueExperiment(Experiment):
         if name not in self.costs:
             data = read_task(job.task, self.config.glue_dir, self.config.predict_test)
             self.costs[name] = sum(16 + sum(map(len, example.texts)) for example in data.train)
-            file = self.folder / "tokens" / f"{name}.safetensors"
+            file = Path(self.config.tokens_folder or self.folder / "tokens", f"{name}.safetensors")
             self.kept[name] = tokens.keep(data, self.tokenizer, self.config, file)
         return job.task.epochs * self.costs[name]
 

@@ -19,7 +19,7 @@ from src.errors import RunFailed, UserError
 from src.files import LATEST, sha256
 from src.glue import tokens
 from src.glue.scores import TaskScore, score
-from src.glue.tasks import FinetuneConfig, Task, of_glue
+from src.glue.tasks import FinetuneConfig, Task, of_glue, optimizer_of
 from src.glue.tokens import Kept, Tokens
 from src.jobs import predictions
 from src.jobs.experiment import Job, Result, mean_score
@@ -163,7 +163,6 @@ def finetune(
     splits = data.validation | data.test
     loaders = {split: loader(examples, collate, size, workers) for split, examples in splits.items()}
     evaluators = [Evaluator(label=s, dataloader=loaders[s], device_eval_microbatch_size=size) for s in data.validation]
-    optimizer = {"name": task.optimizer, "lr": task.lr, "weight_decay": task.weight_decay, "betas": (0.9, 0.98)}
     trainer = build_trainer(
         model,
         device=device,
@@ -172,7 +171,7 @@ def finetune(
         seed=job.seed,
         train_dataloader=train_loader,
         eval_dataloader=evaluators,
-        optimizers=registry.build_optimizer({**optimizer, "eps": 1e-6}, model),
+        optimizers=registry.build_optimizer(optimizer_of(task), model),
         schedulers=registry.build_scheduler(config.scheduler),
         algorithms=registry.build_all("algorithms", config.algorithms),
         callbacks=[*registry.build_all("callbacks", config.callbacks), steps],

@@ -47,8 +47,9 @@ class FinetuneConfig(TrainerConfig):
     default_seed: int = key("seed of tasks without seeds", 19, **SEED)
     seeds: int | None = key("use only the first so many of each task's seeds", None, at_least=1)
     save_finetuned_checkpoints: bool = key("keep the fine-tuned model of each job", False)
+    tokens_folder: str | None = key("where the tokens of each task are kept; default: save_folder/tokens", None)
     rerun: bool = key("run finished jobs again; also as --rerun", False)
-    dry_run: bool = key("check the config, the tasks and their files, and end", False)
+    dry_run: bool = key("check the config, the tasks, their files and the device, and end", False)
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Task:
     batch_size: int = key("samples per step", 16, at_least=1)
     lr: float = key("peak learning rate", 1e-5, at_least=0)
     weight_decay: float = key("weight decay", 1e-6, at_least=0)
-    optimizer: str = key("name of the optimizer", "decoupled_adamw", choices=("decoupled_adamw", "adamw"))
+    optimizer: str = key("decoupled_adamw, adamw, or module:Class of one's own", "decoupled_adamw")
     seeds: tuple[int, ...] = key("one job per seed; default: default_seed", ())
     eval_interval: str = duration("how often to evaluate", "1ep")
     precision: str | None = key("overrides the config's", None, choices=("fp32", "amp_bf16", "amp_fp16"))
@@ -114,6 +115,12 @@ def of_glue(task: Task) -> bool:
     same = ("train", "validation", "tsv_validation", "metrics")
     on_hub = task.hub is None or (task.hub, task.subset) == (glue.hub, glue.subset)
     return on_hub and all(getattr(task, name) == getattr(glue, name) for name in same)
+
+
+def optimizer_of(task: Task) -> dict[str, Any]:
+    """Return what a task gives its optimizer: name and arguments."""
+    given = {"name": task.optimizer, "lr": task.lr, "weight_decay": task.weight_decay}
+    return given if ":" in task.optimizer else {**given, "betas": (0.9, 0.98), "eps": 1e-6}
 
 
 def select(to_run: list[str], changes: Mapping[str, Any], default_seed: int, seeds: int | None = None) -> list[Task]:
@@ -197,6 +204,9 @@ def check(task: Task) -> None:
     """Raise UserError for fields that are invalid or do not fit together."""
     place = f"tasks.{task.name}"
     validate(task, f"{place}.")
+    if ":" not in task.optimizer:
+        named = Rule(choices=("decoupled_adamw", "adamw"), also=("module:Class",))
+        check_value(f"{place}.optimizer", task.optimizer, rule=named)
     for field, label in (("columns", task.label), ("tsv_columns", task.tsv_label), ("tsv_test_columns", None)):
         columns = getattr(task, field)
         if len(columns) > 2 or (field == "columns" and not columns):

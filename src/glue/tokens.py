@@ -65,7 +65,7 @@ def keep(data: Data, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig,
         return kept
     tokens = tokenize(data, tokenizer, config.max_seq_len, config.progress_bar)
     try:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, _serialized(tokens, kept.digest))
     except OSError as error:
         log.warning(f"cannot write {path} ({reason(error)}); each job of {data.task.title} tokenizes its examples")

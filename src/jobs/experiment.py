@@ -67,6 +67,10 @@ class Experiment(ABC):
     def check_paths(self) -> None:
         """Raise UserError for an invalid config or path, before any import that takes seconds."""
 
+    def check_sections(self) -> None:  # noqa: B027
+        """Raise UserError for a mistake in the config that takes imports of seconds to find; for `plan`, and a dry
+        run."""
+
     @abstractmethod
     def plan(self, device: str) -> list[Job]:
         """Return all jobs for a device, gpu or cpu. Raises UserError for anything that would make a job fail."""

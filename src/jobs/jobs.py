@@ -21,7 +21,14 @@ def main(experiment: type[Experiment], argv: list[str]) -> None:
     rerun = ["rerun=true"] if "--rerun" in argv else []
     arguments = [argument for argument in argv if argument != "--rerun"] + rerun  # last: the YAML comes first
     planned = experiment(load_config(experiment.schema, experiment.command, experiment.example, arguments))
-    planned.check_paths() if planned.config.dry_run else run(planned)
+    if not planned.config.dry_run:
+        run(planned)
+        return
+    planned.check_paths()
+    from src.training.trainer import resolve_device
+
+    resolve_device(planned.config.device)
+    planned.check_sections()
 
 
 def run(experiment: Experiment) -> None:
@@ -63,7 +70,7 @@ def run(experiment: Experiment) -> None:
     with report.writing(folder):
         experiment.finish(rows)
     if failed:
-        log.info(f"error: {len(failed)} of {len(jobs)} jobs failed; the same command runs them again")
+        log.error(f"error: {len(failed)} of {len(jobs)} jobs failed; the same command runs them again")
         raise SystemExit(1)
 
 

@@ -128,7 +128,7 @@ def end(ended: Running, failures: dict[Path, str], number: str) -> None:
     killed = f"killed by signal {-status} (out of memory?)" if status < 0 else f"ended with status {status}"
     logged = f" (log: {log_file})" if log_file.is_file() else ""
     failures[job.folder] = f"{job.name}: {ended.reason or killed}{logged}"
-    log.info(f"{number} {job.name}: failed, {ended.reason or killed}")
+    log.warning(f"{number} {job.name}: failed, {ended.reason or killed}")
 
 
 def show(bar: tqdm, waiting: list[Job], running: list[Running], total: int) -> None:
@@ -183,7 +183,7 @@ def run_job(
         write_json(job.folder / RESULT_FILE, {**result, "settings": job.settings})
     except UserError as error:
         connection.send({"reason": str(error)})
-        log.info(f"error: {error}")
+        log.error(f"error: {error}")
         sys.exit(1)
     except Exception as error:
         connection.send({"reason": f"{type(error).__name__}: {first_line(error)}"})  # first: the disk may be full

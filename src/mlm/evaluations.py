@@ -1,5 +1,6 @@
 """Fine-tune copies of a model while it trains, and log the scores of each at its step."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -21,7 +22,7 @@ from src.training.run_log import RunLog, place
 from src.training.task import in_words
 
 HELD, LOG, PLACE = "checkpoint.pt", "log.txt", "place.json"  # HELD is there until its scores are logged
-Place = dict[str, float]  # of a line in METRICS, and the intervals that have passed
+Place = dict[str, float]  # of a line in METRICS
 
 
 class FinetuneEvaluations(Background):
@@ -35,50 +36,77 @@ class FinetuneEvaluations(Background):
         self.settings, self.name, self.run_log = settings, name, run_log
         self.interval = Time.from_timestring(settings.interval)
         self.folder = writer.folder / "finetune"
-        self.passed = 0  # intervals at the last evaluation
+        self.passed = 0  # intervals at the start of this process, or at the last evaluation
 
     def intervals(self, state: State) -> int:
         """Return how many intervals have passed."""
-        if self.interval.unit == TimeUnit.DURATION:
-            return int(state.get_elapsed_duration().value / self.interval.value + 1e-9)
-        return state.timestamp.get(self.interval.unit).value // self.interval.value
+        unit, length = self.interval.unit, self.interval.value
+        if unit == TimeUnit.DURATION:
+            unit, length = state.max_duration.unit, length * state.max_duration.value
+        return int(elapsed(state, unit) / length + 1e-9)
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Delete what belongs to later steps than that at which the run resumes, and resume what is unfinished."""
         if dist.get_global_rank() != 0:
             return
         logged = {line["step"] for line in read_json_lines(self.writer.folder / METRICS) if "finetune" in line}
+        for folder in self.folder.glob("ep*-ba*"):
+            if not (folder / PLACE).exists():  # killed while it was filled
+                shutil.rmtree(folder)
         found = [(path.parent, json.loads(path.read_text())) for path in self.folder.glob(f"*/{PLACE}")]
         for folder, at in sorted(found, key=lambda each: each[1]["step"]):
+            at.pop("intervals", None)  # of an earlier version
             if at["step"] > state.timestamp.batch.value:
                 shutil.rmtree(folder)
                 continue
-            self.passed = max(self.passed, at["intervals"])
             if (folder / HELD).exists():
                 if at["step"] in logged:  # killed just before it was deleted
                     (folder / HELD).unlink()
                 else:
                     self.waiting.append((folder, at))
-        self.passed = min(self.passed, self.intervals(state))  # the interval may have changed
+        self.passed = self.intervals(state)
+        if not found and elapsed(state, state.max_duration.unit) >= state.max_duration.value:
+            to_do = "raise max_duration, or give its checkpoint to glue.py"
+            log.warning(f"finetune_eval has no effect, since the run is already trained; {to_do}")
 
     def saved(self, state: State) -> None:
         if (passed := self.intervals(state)) <= self.passed:
             return
         checkpoint, _ = latest(self.writer.folder)
         folder = self.folder / checkpoint.name.removesuffix("-rank0.pt")
-        at = {**place(state), "intervals": passed}
+        at = place(state)
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        hold(checkpoint, folder / HELD)
-        write_json(folder / PLACE, at)
+        try:
+            folder.mkdir(parents=True)
+            hold(checkpoint, folder / HELD)
+            write_json(folder / PLACE, at)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)  # it takes the space of a checkpoint
+            raise
         self.passed = passed
         self.waiting.append((folder, at))
+        if self.current is not None and len(self.waiting) > 1:
+            waiting = f"{len(self.waiting)} checkpoints wait for fine-tuning, and take disk space"
+            log.warning(f"{waiting}; raise finetune_eval.interval")
+
+    def close(self, state: State, logger: Logger) -> None:
+        super().close(state, logger)
+        if dist.get_global_rank() == 0 and self.writer.saved_batch == state.timestamp.batch.value:
+            with contextlib.suppress(OSError):
+                self.saved(state)  # the checkpoint after a signal
+
+    def init(self, state: State, logger: Logger) -> None:
+        super().init(state, logger)
+        if not self.aside and self.device() in visible_gpus()[: dist.get_local_world_size()]:
+            to_do = "start composer with fewer processes, or set finetune_eval.device"
+            log.warning(f"finetune_eval shares GPU {self.device()} with training; {to_do}")
+
+    def device(self) -> str:
+        """Return cpu, or a GPU as in CUDA_VISIBLE_DEVICES."""
+        return self.settings.device or ("cpu" if self.aside else visible_gpus()[-1])
 
     def start(self, item: tuple[Path, Place]) -> Worker:
-        from src.jobs.pool import devices
-
-        folder, settings = item[0], self.settings
-        gpu = settings.device or ("cpu" if self.aside else devices(True, "gpu")[-1])
+        folder, settings, gpu = item[0], self.settings, self.device()
         on_cpu = gpu == "cpu"
         if not on_cpu:
             environment = {"CUDA_VISIBLE_DEVICES": gpu}
@@ -99,13 +127,32 @@ class FinetuneEvaluations(Background):
             why = failed or [line[7:] for line in read_lines(folder / LOG) if line.startswith("error: ")] or [failure]
             log.warning(f"{folder.name}: fine-tuning failed ({'; '.join(why)}), log: {folder / LOG}; the run continues")
         if scores:
-            where = {name: value for name, value in at.items() if name != "intervals"}
-            self.run_log.write({**where, "finetune": scores})
+            self.run_log.write({**at, "finetune": scores})
             for destination in self.logger.destinations:
                 late = isinstance(destination, WandBLogger)  # which drops values of steps before its last
-                destination.log_metrics({**scores, "finetune/step": at["step"]}, None if late else at["step"])
+                step = self.state.timestamp.batch.value if late else at["step"]
+                destination.log_metrics({**scores, "finetune/step": at["step"]}, step)
             log.info(f"{folder.name}: {in_words(scores)}")
         (folder / HELD).unlink(missing_ok=True)
+
+
+def elapsed(state: State, unit: TimeUnit) -> int:
+    """Return how many of a unit of time have passed. At an epoch's last step, Composer has yet to count the epoch."""
+    now, length = state.timestamp, state.dataloader_len
+    last = unit == TimeUnit.EPOCH and length is not None and now.batch_in_epoch.value >= length.value
+    return now.get(unit).value + last
+
+
+def visible_gpus() -> list[str]:
+    from src.jobs.pool import devices
+
+    return devices(True, "gpu")
+
+
+def release(folder: Path) -> None:
+    """Delete the checkpoints that a run in a folder holds for evaluations that are no longer wanted."""
+    for held in folder.glob(f"finetune/*/{HELD}") if dist.get_global_rank() == 0 else ():
+        held.unlink()
 
 
 def read_lines(path: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """The section `finetune_eval` of `main.py`: how glue.py fine-tunes copies of the model during pretraining."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from src.config import duration, key
 from src.errors import UserError
+from src.publish.background import ALONE
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "glue.py"  # a process of its own, since no command imports another
@@ -39,13 +41,19 @@ class FinetuneEval:
     def arguments(self, folder: Path, name: str) -> list[str]:
         """Return the arguments of glue.py for results in a folder, without the checkpoint and the device."""
         given = {"tasks_to_run": self.tasks, "seeds": self.seeds, "save_folder": str(folder), "base_run_name": name}
-        given |= {"progress_bar": False, "rerun": False}
+        given |= {"progress_bar": False, "rerun": False, "tokens_folder": str(folder.parent / "tokens")}
         return [self.config or str(ROOT / RECIPE), *(f"{each}={json.dumps(value)}" for each, value in given.items())]
 
     def check_tasks(self, folder: Path, tokenizer: str) -> None:
-        """Let glue.py check its config, the tasks and their files. Raises UserError."""
+        """Let glue.py check its config, the tasks, their files and the device. Raises UserError."""
         start = ["starting_checkpoint_load_path=null", f"tokenizer_name={json.dumps(tokenizer)}"]  # no checkpoint yet
-        command = [sys.executable, str(SCRIPT), *self.arguments(folder, "dry-run"), *start, "dry_run=true"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        gpu = None if self.device in (None, "cpu") else self.device
+        device = f"device={'gpu' if gpu else json.dumps(self.device)}"
+        command = [sys.executable, str(SCRIPT), *self.arguments(folder, "dry-run"), *start, device, "dry_run=true"]
+        environment = {name: value for name, value in os.environ.items() if name not in ALONE}
+        environment |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise UserError(f"finetune_eval: glue.py reports: {done.stderr.splitlines()[-1].removeprefix('error: ')}")
+            said = done.stderr.splitlines() or [f"exit status {done.returncode}"]
+            where = f"finetune_eval{f' (device={gpu})' if gpu else ''}"
+            raise UserError(f"{where}: glue.py reports: {said[-1].removeprefix('error: ')}")

@@ -99,10 +99,12 @@ class MaskedLM(Task):
             config.finetune_eval.check_tasks(Path(config.save_folder), config.tokenizer_name)
 
     def background(self, writer: "CheckpointWriter", run_log: "RunLog") -> "list[Background]":
-        from src.mlm.evaluations import FinetuneEvaluations
+        from src.mlm.evaluations import FinetuneEvaluations, release
 
-        settings = self.config.finetune_eval
-        return [FinetuneEvaluations(writer, settings, self.config.run_name, run_log)] if settings.tasks else []
+        if not (settings := self.config.finetune_eval).tasks:
+            release(writer.folder)  # what an earlier part of the run has left
+            return []
+        return [FinetuneEvaluations(writer, settings, self.config.run_name, run_log)]
 
     def build_model(self, checkpoint: Path | None) -> "LionMLM":
         """Return a model with random weights, or with the encoder, and any head, of `model.pretrained_checkpoint`."""

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import runpy
 import shutil
+import signal
 import sys
 import threading
 import traceback
@@ -26,7 +27,8 @@ NICENESS = 19
 
 
 class Worker:
-    """`function(*arguments)` in a process of its own that ends no later than this one. Both are pickled.
+    """`function(*arguments)` in a process of its own that ends no later than this one, with all that it starts. Both
+    are pickled.
 
     Args:
         log: a file for its output, which is otherwise discarded.
@@ -64,6 +66,9 @@ class Worker:
         return None if status == 0 else f"exit status {status}" if status > 0 else f"killed by signal {-status}"
 
     def kill(self) -> None:
+        """End it and the processes that it has started."""
+        with contextlib.suppress(ProcessLookupError):  # its group has ended, or does not exist yet
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
         atexit.unregister(self.kill)
@@ -99,7 +104,7 @@ def _work(
 
 def _end_with_parent() -> None:
     multiprocessing.parent_process().join()
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)  # this process and those that it has started
 
 
 def run_script(script: Path, arguments: list[str]) -> None:

@@ -32,7 +32,7 @@ class Background(Callback):
         self.aside = False
 
     def init(self, state: State, logger: Logger) -> None:
-        self.aside, self.logger = isinstance(state.device, DeviceCPU), logger
+        self.aside, self.state, self.logger = isinstance(state.device, DeviceCPU), state, logger
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() != 0:

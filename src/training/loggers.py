@@ -27,12 +27,17 @@ def scalars(hyperparameters: dict[str, Any]) -> dict[str, Any]:
     return {name: value if isinstance(value, int | float) else str(value) for name, value in flat.items()}
 
 
-def keep_ids(loggers: Iterable[LoggerDestination], folder: Path) -> list[LoggerDestination]:
-    """Return the loggers; those of W&B and MLflow continue the runs whose ids are in the run folder, or keep theirs."""
-    loggers = list(loggers)
+def of_run(loggers: Iterable[LoggerDestination], folder: Path, resumes: bool) -> list[LoggerDestination]:
+    """Return the loggers of a run; if it resumes from a checkpoint, those of W&B and MLflow continue the runs whose ids
+    are in its folder, and files are appended to."""
+    loggers, ids = list(loggers), folder / IDS.format(dist.get_global_rank())
+    if not resumes:  # else W&B would drop the steps before the one at which the process before this was killed
+        ids.unlink(missing_ok=True)
     for logger in loggers:
         if isinstance(logger, WandB | MLflow):
-            logger.ids = folder / IDS.format(dist.get_global_rank())
+            logger.ids = ids
+        elif isinstance(logger, File):
+            logger.appends = resumes
     return loggers
 
 
@@ -64,13 +69,17 @@ class _Tracker:
             raise UserError(f"{problem}; free disk space or choose another folder") from None
 
     @contextlib.contextmanager
-    def starting(self, errors: type[Exception]):
+    def starting(self, *errors: type[Exception]):
         """Turn an error of the service's client into a UserError."""
         try:
             yield
         except errors as error:
+            cause = first_line(error).rstrip(".")
+            if hasattr(error, "errors"):  # pydantic, whose first line only counts them
+                found = error.errors()[0]
+                cause = f"{found['loc'][0]}={found['input']!r}: {found['msg']}"
             resumed = f"; or delete {self.ids} to begin a new run there" if self.kept_id() else ""
-            problem = f"loggers.{self.kind} cannot start its run: {first_line(error).rstrip('.')}"
+            problem = f"loggers.{self.kind} cannot start its run: {cause}"
             raise UserError(f"{problem}; fix that, or omit it with loggers.{self.kind}=false{resumed}") from None
 
 
@@ -84,7 +93,7 @@ class WandB(_Tracker, WandBLogger):
 
         given = self._init_kwargs.get("id") or os.environ.get("WANDB_RUN_ID")
         self._init_kwargs = {"resume": "allow", **self._init_kwargs, "id": given or self.kept_id() or uuid4().hex[:8]}
-        with self.starting(wandb.errors.Error):
+        with self.starting(wandb.errors.Error, TypeError, ValueError):  # the latter two of a mistake in init_kwargs
             super().init(state, logger)
         if self._enabled:
             self.keep_id(self._init_kwargs["id"])
@@ -129,25 +138,36 @@ class MLflow(_Tracker, MLFlowLogger):
 
 
 class File(FileLogger):
-    """Composer's logger, which would round numbers to four places."""
+    """Composer's logger, which would round numbers to four places; a resumed run appends to its file."""
+
+    appends = False
+
+    def init(self, state: State, logger: Logger) -> None:
+        if not self.appends:
+            super().init(state, logger)
+            return
+        self._run_name = state.run_name
+        Path(self.filename).parent.mkdir(parents=True, exist_ok=True)
+        self.file = open(self.filename, "a", buffering=self.buffer_size)  # noqa: SIM115
+        self._flush_queue()
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         super().log_hyperparameters({name: str(value) for name, value in flatten(hyperparameters).items()})
 
 
 class TensorBoard(TensorboardLogger):
-    """Composer's logger; after a failed write it warns once, and the run continues without it."""
+    """Composer's logger; after a failed write it warns once, and the run continues without it. With `rank_zero_only`,
+    other ranks write nothing; Composer's write an empty file and one with hyperparameters."""
 
     failed = False
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Composer would round numbers to four places and turn them into text."""
-        if not self.rank_zero_only or is_main_process():
-            self.hyperparameters |= scalars(hyperparameters)
+        self.hyperparameters |= scalars(hyperparameters)
 
     def _try(self, write: Callable[..., None], *arguments: Any, **options: Any) -> None:
         try:
-            if not self.failed:
+            if not self.failed and (is_main_process() or not self.rank_zero_only):
                 write(self, *arguments, **options)
         except OSError as error:
             self.failed = True

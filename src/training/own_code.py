@@ -19,11 +19,13 @@ def import_files(paths: Iterable[str]) -> None:
             raise UserError(f"code_paths: {given} is not a .py file; give a path relative to the working directory")
         if not path.stem.isidentifier():
             raise UserError(f"code_paths: {given} is not a module name; rename it to letters, digits and _")
-        known = sys.modules.get(path.stem) or importlib.util.find_spec(path.stem)
-        if known is None:
-            _import_file(given, path)
-        elif Path(getattr(known, "__file__", None) or getattr(known, "origin", None) or "").resolve() != path:
+        loaded = sys.modules.get(path.stem)
+        known = loaded or importlib.util.find_spec(path.stem)
+        its_file = getattr(known, "__file__", None) or getattr(known, "origin", None) or ""
+        if known is not None and Path(its_file).resolve() != path:
             raise UserError(f"code_paths: {given} would hide another module {path.stem}; rename it")
+        if loaded is None:
+            _import_file(given, path)
 
 
 def _import_file(given: str, path: Path) -> None:

@@ -5,7 +5,7 @@ import math
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import fields
 from functools import partial
@@ -181,9 +181,12 @@ def layers_above(name: str, layers: int) -> int:
 
 
 def build_scheduler(section: Mapping[str, Any], max_duration: str = "1ep") -> optim.ComposerScheduler:
-    """Return a learning-rate schedule, tried at both ends of a run of `max_duration`. Raises UserError."""
+    """Return a learning-rate schedule, tried, unless it is the user's own, at both ends of a run of `max_duration`.
+    Raises UserError."""
     name = section.get("name")
     scheduler = build("scheduler", name, {key: value for key, value in section.items() if key != "name"})
+    if ":" in str(name):  # which may read more of a state, and keep count of its calls
+        return scheduler
     run = {"max_duration": Time.from_timestring(max_duration), "dataloader_len": Time.from_batch(1000)}
     late = Timestamp(epoch=10**12, batch=10**12, sample=10**12, token=10**12)
     try:
@@ -215,31 +218,36 @@ def build(kind: str, name: str | None, given: Mapping[str, Any], **fixed: Any) -
     place = kind if kind in ("optimizer", "scheduler") else f"{kind}.{name}"
     if not isinstance(given, Mapping):
         raise UserError(f"{place}={given!r} must be a section of `key: value` lines")
-    known = arguments_of(factory)  # an unknown null is dropped: it removes an argument inherited for another name
+    known = arguments_of(factory, fixed)  # an unknown null is dropped: it removes one inherited for another name
     arguments = {argument: value for argument, value in given.items() if argument in known or value is not None}
-    rules = {} if own else RULES
-    check_arguments(place, factory, arguments, " (null removes an inherited one)", rules)
+    if own and any(p.kind == p.VAR_KEYWORD for p in inspect.signature(factory).parameters.values()):
+        known = {**known, **arguments}
+    check_known(place, arguments, known, " (null removes an inherited one)")
+    check_values(place, arguments, {} if own else RULES)
     try:
         return factory(**fixed, **deepcopy(arguments))  # some change theirs, which are the config's
     except Exception as error:  # whatever a class of torch or Composer raises
         raise UserError(f"{place}: {name} rejects these arguments: {error}") from None
 
 
-def check_arguments(
-    place: str, function: Callable, given: Mapping[str, Any], hint: str = "", rules: Mapping[str, Rule] = RULES
-) -> None:
+def check_arguments(place: str, function: Callable, given: Mapping[str, Any]) -> None:
     """Raise UserError for an argument that a class or function does not have, or whose value breaks its rule."""
-    check_known(place, given, arguments_of(function), hint)
+    check_known(place, given, arguments_of(function))
+    check_values(place, given, RULES)
+
+
+def check_values(place: str, given: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
     for name, value in given.items():
         check_value(f"{place}.{name}", value, rule=rules.get(name, Rule()))
 
 
-def arguments_of(function: Callable) -> dict[str, str]:
-    """Return the arguments a class or function takes from a config, with their defaults: {"lr": "lr=0.001", …}."""
+def arguments_of(function: Callable, hidden: Collection[str] = ("params", "model")) -> dict[str, str]:
+    """Return the arguments a class or function takes from a config, with their defaults: {"lr": "lr=0.001", …}. Hidden
+    are those that its caller gives: an optimizer's parameters, the model of torch.compile."""
     if function is FSDPConfig:  # its signature takes anything
         return {entry.name: f"{entry.name}={entry.default!r}" for entry in fields(function) if entry.init}
     found = inspect.signature(function).parameters.values()
-    own = [p for p in found if p.name not in ("params", "model") and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    own = [p for p in found if p.name not in hidden and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return {parameter.name: str(parameter.replace(annotation=parameter.empty)) for parameter in own}
 
 

@@ -120,7 +120,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     from src.publish.callback import HubExports
     from src.training import choices, guards, registry, trainer
     from src.training.checkpointing import CheckpointWriter, check_load_path, latest_valid_checkpoint
-    from src.training.loggers import keep_ids
+    from src.training.loggers import of_run
     from src.training.own_code import import_files
     from src.training.run_log import RunLog, Startup
 
@@ -176,7 +176,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
             guards.StopOnSignal(writer),
             startup,
         ],
-        loggers=[*keep_ids(registry.build_all("loggers", config.loggers), folder), run_log],
+        loggers=[*of_run(registry.build_all("loggers", config.loggers), folder, latest is not None), run_log],
         accumulate_train_batch_on_tokens=True,  # the loss is a mean over the predictions of the whole batch
         load_path=None if start is None else str(start),
         parallelism_config={"fsdp": dict(config.fsdp_config)} if config.fsdp_config else None,
@@ -234,8 +234,10 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
 
 
 def is_finished(config: RunConfig, folder: Path) -> bool:
-    """Return whether the run in a folder has ended, with the same config."""
-    return (folder / SUMMARY).is_file() and read_stored(folder / CONFIG, type(config)) == to_dict(config)
+    """Return whether the run in a folder has ended, with the same config but for what is printed."""
+    stored, now = read_stored(folder / CONFIG, type(config)) or {}, to_dict(config)
+    printed = {name: now[name] for name in ("log_level", "progress_bar")}
+    return (folder / SUMMARY).is_file() and {**stored, **printed} == now
 
 
 def check_save_folder(config: RunConfig, folder: Path) -> list[dict[str, Any]]:
