@@ -117,11 +117,14 @@ def execute(
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
     os.environ.update(changes)
     cli.RANK_DELAY = 0
-    sys.modules["src.publish.folder"].subprocess = plain
+    if folder := sys.modules.get("src.publish.folder"):
+        folder.subprocess = plain
     if forks:
+        import src.publish.background
+
         own = SimpleNamespace(**vars(multiprocessing))
         own.get_context = lambda method: multiprocessing.get_context("fork")
-        sys.modules["src.publish.background"].multiprocessing = own
+        src.publish.background.multiprocessing = own
     sys.argv = [script, *arguments]
     try:
         runpy.run_path(str(ROOT / script), run_name="__main__")
