@@ -36,6 +36,7 @@ os.environ |= {
 }
 sys.path.insert(0, str(ROOT))
 import plain  # noqa: E402
+import warm  # noqa: E402
 
 from src.lion.configuration_lion import MIXERS  # noqa: E402
 
@@ -77,8 +78,16 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
-def run(script: str, *arguments: object, cwd: Path = ROOT, timeout: float = 120, **changes: str) -> Result:
-    """Run a script of the repository, e.g. "src/hub.py", as a user does. `changes` are environment variables."""
+def run(
+    script: str, *arguments: object, cwd: Path = ROOT, timeout: float = 120, anew: bool = False, **changes: str
+) -> Result:
+    """Run a script of the repository, e.g. "src/hub.py", as a user does: in a process that starts at once, or `anew`, or
+    with `changes` of environment variables, in one that imports everything, for seconds."""
+    if not anew and not changes:
+        with tempfile.TemporaryDirectory() as work:
+            output, errors = Path(work, "stdout"), Path(work, "stderr")
+            status = warm.join(warm.start(script, *arguments, output=output, errors=errors, cwd=cwd), timeout)
+            return Result(status, output.read_text(), errors.read_text())
     command = [sys.executable, str(ROOT / script), *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, env=environment(**changes), capture_output=True, text=True, timeout=timeout)
     return Result(done.returncode, done.stdout, done.stderr)

@@ -519,7 +519,16 @@ def test_standard_input_is_read(kind, tmp_path, monkeypatch, caplog):
 
 
 def test_standard_input_gives_one_split(tmp_path):
-    result = run("src/convert_dataset.py", "--data_files", "-", "--val_fraction", "0.1", "--out_root", tmp_path / "out")
+    result = run(
+        "src/convert_dataset.py",
+        "--data_files",
+        "-",
+        "--val_fraction",
+        "0.1",
+        "--out_root",
+        tmp_path / "out",
+        anew=True,
+    )
     assert_one_sentence(result, "standard input", "one split")
 
 

@@ -27,6 +27,7 @@ def start(
     output: Path,
     errors: Path | None = None,
     file_size: int | None = None,
+    cwd: Path | None = None,
     forks: bool = False,
     **changes: str,
 ) -> BaseProcess:
@@ -36,6 +37,7 @@ def start(
         output: a new file for stdout and stderr.
         errors: one for stderr alone.
         file_size: the most bytes that the process can write to a file, as on a full disk.
+        cwd: its working directory; default: this process's.
         forks: whether what it starts beside itself is forked too, and starts at once.
         changes: environment variables.
     """
@@ -48,7 +50,8 @@ def start(
     finally:
         os.environ.pop("PYTHONPATH") if path is None else os.environ.update(PYTHONPATH=path)
     process = context.Process(
-        target=execute, args=(script, [str(value) for value in arguments], output, errors, file_size, forks, changes)
+        target=execute,
+        args=(script, [str(value) for value in arguments], output, errors, file_size, cwd, forks, changes),
     )
     process.start()
     return process
@@ -83,9 +86,9 @@ def start_ranks(
     return processes
 
 
-def join(process: BaseProcess) -> int:
-    """Wait for a process; return its exit status."""
-    process.join(300)
+def join(process: BaseProcess, timeout: float = 300) -> int:
+    """Wait for a process, and kill it after `timeout` seconds; return its exit status."""
+    process.join(timeout)
     process.kill()
     process.join()
     return process.exitcode
@@ -106,6 +109,7 @@ def execute(
     output: Path,
     errors: Path | None,
     file_size: int | None,
+    cwd: Path | None,
     forks: bool,
     changes: dict[str, str],
 ) -> None:
@@ -115,6 +119,8 @@ def execute(
         os.dup2(1 if file is None else os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     if file_size is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
+    if cwd is not None:
+        os.chdir(cwd)
     os.environ.update(changes)
     cli.RANK_DELAY = 0
     if folder := sys.modules.get("src.publish.folder"):
