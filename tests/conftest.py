@@ -86,7 +86,9 @@ def run(
     if not anew and not changes:
         with tempfile.TemporaryDirectory() as work:
             output, errors = Path(work, "stdout"), Path(work, "stderr")
-            status = warm.join(warm.start(script, *arguments, output=output, errors=errors, cwd=cwd), timeout)
+            status = warm.join(
+                warm.start(script, *arguments, output=output, errors=errors, cwd=cwd, forks=True), timeout
+            )
             return Result(status, output.read_text(), errors.read_text())
     command = [sys.executable, str(ROOT / script), *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, env=environment(**changes), capture_output=True, text=True, timeout=timeout)

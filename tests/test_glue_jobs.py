@@ -90,7 +90,7 @@ def test_a_job_that_cannot_write_reports_it(tmp_path, monkeypatch):
     (tmp_path / "jobs").write_text("a file, where the folders of jobs should go")
     job, connection = Job(GLUE["rte"], 19, tmp_path / "jobs" / "rte-19", {}), Mock()
     with pytest.raises(SystemExit):
-        run_job(None, job, "cpu", None, None, connection)
+        run_job(None, job, "cpu", None, None, "{}", connection)
     (message,) = connection.send.call_args.args
     assert message["reason"].startswith(f"cannot write {job.folder}/log.txt: Not a directory")
 

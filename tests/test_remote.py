@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +105,15 @@ def test_what_a_killed_run_has_saved_is_uploaded(tmp_path, write_config):
     assert "run_name: tiny" in (tmp_path / "new" / "config.yaml").read_text()
     newest = latest_valid_checkpoint(tmp_path / "new")
     assert read_pretrained(str(newest), "KEY").timestamp["batch"] == remote.checkpoint_step(newest.name)
+
+
+def test_an_address_is_downloaded_once_for_a_process_and_those_that_it_starts(s3, folder, monkeypatch):
+    s3.upload(folder / "ep0-ba4-rank0.pt", "ep0-ba4-rank0.pt")
+    address = f"{s3.address}/ep0-ba4-rank0.pt"
+    path = remote.fetch(address, "KEY")
+    monkeypatch.delattr(remote, "_download")
+    assert remote.fetch(address, "KEY") == path
+    assert json.loads(os.environ[remote.FETCHED]) == {address: str(path)}
 
 
 @pytest.fixture

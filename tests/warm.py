@@ -126,11 +126,14 @@ def execute(
     if folder := sys.modules.get("src.publish.folder"):
         folder.subprocess = plain
     if forks:
+        import src.jobs.jobs
+        import src.jobs.pool
         import src.publish.background
 
         own = SimpleNamespace(**vars(multiprocessing))
-        own.get_context = lambda method: multiprocessing.get_context("fork")
+        own.get_context = src.jobs.pool.get_context = lambda method: multiprocessing.get_context("fork")
         src.publish.background.multiprocessing = own
+        src.jobs.jobs.start_server = lambda *_: None
     sys.argv = [script, *arguments]
     try:
         runpy.run_path(str(ROOT / script), run_name="__main__")

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from src import cli
+from src.checkpoints.remote import FETCHED
 from src.cli import log
 from src.data.workers import usable_cores
 from src.errors import RunFailed, UserError, first_line, reason
@@ -112,7 +113,9 @@ def next_job(waiting: list[Job], running: list[Running], failures: dict[Path, st
 def start(experiment: Experiment, job: Job, device: str, gpu: str | None, threads: int | None) -> Running:
     context = get_context("forkserver")
     connection, its_end = context.Pipe()
-    process = context.Process(target=run_job, args=(experiment, job, device, gpu, threads, its_end), name=job.name)
+    fetched = os.environ.get(FETCHED, "{}")  # since the server that forks jobs started
+    given = (experiment, job, device, gpu, threads, fetched, its_end)
+    process = context.Process(target=run_job, args=given, name=job.name)
     process.start()
     its_end.close()
     return Running(job, process, connection, gpu, time.monotonic())
@@ -153,7 +156,13 @@ class StepReporter(Callback):
 
 
 def run_job(
-    experiment: Experiment, job: Job, device: str, gpu: str | None, threads: int | None, connection: Connection
+    experiment: Experiment,
+    job: Job,
+    device: str,
+    gpu: str | None,
+    threads: int | None,
+    fetched: str,
+    connection: Connection,
 ) -> None:
     """Run a job in this process and store its result; on failure, send the reason and exit with status 1."""
 
@@ -162,6 +171,7 @@ def run_job(
         os._exit(1)
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
+    os.environ[FETCHED] = fetched
     if gpu is not None:  # else all GPUs
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     if threads is not None:
