@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 import zipfile
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import warm
 
 import main
 from src.checkpoints.safe_load import load_safely
-from src.errors import UserError
+from src.errors import RunFailed, UserError
 from src.files import follow
 from src.mlm.task import MaskedLM, PretrainConfig
 from src.training import checkpointing
@@ -261,6 +262,14 @@ def test_only_a_failed_write_is_a_failed_save(folder, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         checkpointing.CheckpointWriter(folder, "10ba", keep=1)._publish({}, folder / "ep1-ba120-rank0.pt")
     assert len(checkpointing.checkpoints(folder)) == 3
+
+
+def test_a_state_that_could_not_be_loaded_again_ends_the_run_at_its_first_save(tmp_path):
+    writer = checkpointing.CheckpointWriter(tmp_path, "10ba", keep=1)
+    with pytest.raises(RunFailed, match=r"could not resume .*collections.deque .*state_dict of your own callbacks"):
+        writer._publish({"callbacks": {"Own": deque([1])}}, tmp_path / "ep0-ba10-rank0.pt")
+    assert [*tmp_path.iterdir()] == []
+    writer._publish({"callbacks": {"Own": [1]}}, tmp_path / "ep0-ba10-rank0.pt")
 
 
 def test_a_checksum_is_computed_once(folder, monkeypatch):

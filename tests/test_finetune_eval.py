@@ -16,6 +16,7 @@ from glue_files import write_yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_callback import FakeWorker
 from test_main import metrics
+from torch.utils.data import DataLoader
 
 import glue
 import main
@@ -132,8 +133,11 @@ class Run:
     def state(self, batch: int, counted: bool = False) -> SimpleNamespace:
         """The state after a step of an epoch of 20; counted: the epoch is counted too, if that was its last step."""
         epoch, at = divmod(batch, 20) if counted or not batch else (divmod(batch - 1, 20))
-        now = Timestamp(batch=batch, sample=8 * batch, epoch=epoch, batch_in_epoch=at + (not counted and batch > 0))
-        return SimpleNamespace(timestamp=now, max_duration=self.max_duration, dataloader_len=Time(20, "ba"))
+        in_epoch = at + (not counted and batch > 0)
+        counts = {"batch_in_epoch": in_epoch, "sample_in_epoch": 8 * in_epoch}
+        now = Timestamp(batch=batch, sample=8 * batch, epoch=epoch, **counts)
+        loader = DataLoader(range(160), batch_size=8)
+        return SimpleNamespace(timestamp=now, max_duration=self.max_duration, train_dataloader=loader)
 
     def steps(self, *batches: int, save: int = 1) -> None:
         """Train these steps and save those that are multiples of `save`."""

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 def reading(file, *arguments, load=torch.load, **options):
-    if isinstance(file, Path):
+    if isinstance(file, Path) and not options["mmap"]:
         with Path(r"{}").open("a") as reads:
             print(os.environ["RANK"], file=reads)
     return load(file, *arguments, **options)

@@ -41,9 +41,9 @@ class HubSamples(IterableDataset):
     """Samples of a split: `text`, or `tokens` and `begins` with `concat_tokens`; and "sample": (epoch, index).
 
     Each worker of each device is a reader. In training, each reads an equal share of the list of files; if it has a
-    fraction of a file, it takes that fraction of the file's documents. Of the first documents of a split, and in
-    evaluation, all readers make all samples, and take turns at them: `turn` samples are one reader's, so that with
-    `batch_size` the first batches of all devices are the first samples, however many readers there are.
+    fraction of a file, it takes that fraction of the file's documents. In evaluation, and for a split that is the first
+    documents of another, every reader makes all samples and keeps those of its turns, `turn` samples each: with
+    `batch_size`, the first batches of all devices are the first samples, however many readers there are.
 
     A reader shuffles its samples block by block. It can resume at a block, so `place` of a sample is (worker, where its
     block starts, samples taken of the block).

@@ -84,7 +84,7 @@ class Task:
     batch_size: int = key("samples per step", 16, at_least=1)
     lr: float = key("peak learning rate", 1e-5, at_least=0)
     weight_decay: float = key("weight decay", 1e-6, at_least=0)
-    optimizer: str = key("decoupled_adamw, adamw, or module:Class of one's own", "decoupled_adamw")
+    optimizer: str = key("decoupled_adamw, adamw, or module:Class of your own", "decoupled_adamw")
     seeds: tuple[int, ...] = key("one job per seed; default: default_seed", ())
     eval_interval: str = duration("how often to evaluate", "1ep")
     precision: str | None = key("overrides the config's", None, choices=("fp32", "amp_bf16", "amp_fp16"))

@@ -18,6 +18,7 @@ from src.jobs.experiment import RESULT_FILE
 from src.mlm.finetune_eval import SCRIPT, FinetuneEval
 from src.publish.background import Worker, hold, run_script
 from src.publish.callback import Background, latest
+from src.training.epochs import steps_left
 from src.training.run_log import RunLog, place
 from src.training.task import in_words
 
@@ -138,8 +139,8 @@ class FinetuneEvaluations(Background):
 
 def elapsed(state: State, unit: TimeUnit) -> int:
     """Return how many of a unit of time have passed. At an epoch's last step, Composer has yet to count the epoch."""
-    now, length = state.timestamp, state.dataloader_len
-    last = unit == TimeUnit.EPOCH and length is not None and now.batch_in_epoch.value >= length.value
+    now = state.timestamp
+    last = unit == TimeUnit.EPOCH and now.batch_in_epoch > 0 and steps_left(state.train_dataloader, now) == 0
     return now.get(unit).value + last
 
 

@@ -27,8 +27,8 @@ NICENESS = 19
 
 
 class Worker:
-    """`function(*arguments)` in a process of its own that ends no later than this one, with all that it starts. Both
-    are pickled.
+    """`function(*arguments)`, which are pickled, in a process of its own that ends no later than this one, with all
+    that it starts.
 
     Args:
         log: a file for its output, which is otherwise discarded.

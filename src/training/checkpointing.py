@@ -12,7 +12,7 @@ from composer import Callback, Event, Logger, State, Time
 from composer.utils import create_interval_scheduler, dist, reproducibility
 
 from src.checkpoints.reading import Checkpoint, read_checkpoint
-from src.checkpoints.safe_load import is_valid_checkpoint
+from src.checkpoints.safe_load import is_valid_checkpoint, load_safely
 from src.cli import log
 from src.errors import RunFailed, UserError, reason
 from src.files import LATEST, follow, link, sync_to_disk
@@ -67,6 +67,8 @@ class CheckpointWriter(Callback):
             with _File(unfinished) as file:
                 torch.save(contents, file)
             sync_to_disk(unfinished)
+            if not checkpoints(self.folder):
+                check_loads(unfinished)
             unfinished.replace(path)
             link(path.with_name(LATEST), path.name)
             if self.keep >= 1:
@@ -103,6 +105,16 @@ class _File(io.FileIO):
         except OSError as error:
             self.failure = error
             raise
+
+
+def check_loads(path: Path) -> None:
+    """Raise RunFailed if a run could not resume from its own checkpoint."""
+    try:
+        load_safely(path)
+    except UserError as error:
+        problem = f"this run could not resume from its checkpoints: {error}"
+        to_do = "let the state_dict of your own callbacks and algorithms hold tensors, numbers, text, lists and dicts"
+        raise RunFailed(f"{problem}; {to_do}") from None
 
 
 def checkpoints(folder: Path) -> list[Path]:

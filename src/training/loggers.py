@@ -31,7 +31,7 @@ def of_run(loggers: Iterable[LoggerDestination], folder: Path, resumes: bool) ->
     """Return the loggers of a run; if it resumes from a checkpoint, those of W&B and MLflow continue the runs whose ids
     are in its folder, and files are appended to."""
     loggers, ids = list(loggers), folder / IDS.format(dist.get_global_rank())
-    if not resumes:  # else W&B would drop the steps before the one at which the process before this was killed
+    if not resumes:  # else W&B would drop the steps that a killed process has already logged
         ids.unlink(missing_ok=True)
     for logger in loggers:
         if isinstance(logger, WandB | MLflow):

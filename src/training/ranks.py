@@ -1,8 +1,9 @@
 """What the ranks of a distributed run do together: rank 0 decides, and the others do as it says."""
 
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 from src.cli import is_main_process
@@ -34,7 +35,7 @@ def decide(function: Callable[[], Any]) -> Any:
 
 def on_each_machine(function: Callable[[], Any]) -> Any:
     """Return what `function` returns on the first rank of this one's machine, or raise the error that it raises on any
-    machine: for what is read from afar. Every rank must call this."""
+    machine: for downloads. Every rank must call this."""
     if not several():
         return function()
     from composer.utils import dist
@@ -50,16 +51,32 @@ def on_each_machine(function: Callable[[], Any]) -> Any:
     return _together(function if dist.get_local_rank() == 0 else lambda: None, spread)
 
 
+def is_common(error: BaseException) -> bool:
+    """Return whether all ranks raise this error."""
+    return getattr(error, "common", False)
+
+
 def _together(function: Callable[[], Any] | None, spread: Callable[[Any], Any]) -> Any:
-    """Call `function` in a thread, and `spread` with its outcome, or None until there is one, until that returns one:
-    (value, None) or (None, error)."""
-    with ThreadPoolExecutor(1) as pool:
-        work = None if function is None else pool.submit(function)
-        while (outcome := spread(None if work is None else _outcome(work))) is None:
-            pass
+    """Call `function` in a thread, which a Ctrl-C does not wait for. Meanwhile call `spread` again and again, with None
+    until there is an outcome, (value, None) or (None, error), and return once `spread` returns one."""
+    work = None
+    if function is not None:
+        work = Future()
+        threading.Thread(target=_call, args=(function, work), daemon=True).start()
+    while (outcome := spread(None if work is None else _outcome(work))) is None:
+        pass
     if (error := outcome[1]) is not None:
-        raise error if work is None or work.exception() is None else work.exception()
+        error = error if work is None or work.exception() is None else work.exception()
+        error.common = True
+        raise error
     return outcome[0]
+
+
+def _call(function: Callable[[], Any], work: Future) -> None:
+    try:
+        work.set_result(function())
+    except Exception as error:
+        work.set_exception(error)
 
 
 def _outcome(work: Future) -> tuple[Any, Exception | None] | None:

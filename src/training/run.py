@@ -68,8 +68,10 @@ def run(task: Task) -> None:
                 from src.publish.callback import export_last
 
                 print(f"\nHub folder    {export_last(folder)}")
-        if failure:
-            raise RunFailed(f"the run is finished and saved in {folder}, but {failure}; repeat the command to retry")
+            if failure:
+                raise RunFailed(
+                    f"the run is finished and saved in {folder}, but {failure}; repeat the command to retry"
+                )
 
 
 def open_remote(config: RunConfig, folder: Path) -> "Uploads | None":
@@ -100,7 +102,7 @@ def finish_uploads(uploads: "Uploads | None") -> str | None:
     error = sys.exc_info()[1]
     if isinstance(error, KeyboardInterrupt):
         return None
-    if error is None or isinstance(error, (RunFailed, SystemExit)):
+    if error is None or isinstance(error, (RunFailed, SystemExit)) or ranks.is_common(error):
         failure = decide(lambda: uploads.finish())
     else:
         failure = None if uploads is None else uploads.finish()
@@ -120,6 +122,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     from src.publish.callback import HubExports
     from src.training import choices, guards, registry, trainer
     from src.training.checkpointing import CheckpointWriter, check_load_path, latest_valid_checkpoint
+    from src.training.epochs import steps_left
     from src.training.loggers import of_run
     from src.training.own_code import import_files
     from src.training.run_log import RunLog, Startup
@@ -152,7 +155,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     train_data, eval_data = task.build_loaders(device_batch)
     startup.done("data")
     title = config.run_name if config.progress_bar else ""
-    run_log = RunLog(folder, config.log_interval, title, task.curves, task.statistics, task.counts, batch)
+    run_log = RunLog(folder, config.log_interval, title, task.curves, task.statistics, task.counts)
     writer = CheckpointWriter(folder, config.save_interval, config.save_num_checkpoints_to_keep, uploads)
     background = [*([HubExports(writer)] if config.hf_export == "save" else []), *task.background(writer, run_log)]
     composer_trainer = trainer.build_trainer(
@@ -207,8 +210,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     if config.eval_first and now.batch == 0:
         composer_trainer.eval()
         startup.done("first evaluation")
-    # An epoch is counted after its last step is saved, whose batch may have had another size.
-    epochs = now.epoch.value + (now.sample_in_epoch.value > (steps_per_epoch - 1) * batch)
+    epochs = now.epoch.value + (steps_left(loader, now) == 0)  # saved before the last epoch was counted
     trained = now >= end or (end.unit == TimeUnit.EPOCH and epochs >= end.value)
     try:
         if not trained:

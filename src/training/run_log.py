@@ -20,6 +20,7 @@ from tqdm import tqdm
 from src.cli import is_main_process, log, progress
 from src.errors import reason
 from src.files import METRICS, read_json_lines, write_atomically
+from src.training.epochs import steps_left
 from src.training.task import Curve
 
 TRAIN_LOSS = "loss/train/total"  # Composer's names
@@ -34,7 +35,7 @@ class RunLog(LoggerDestination):
     "finetune": {metric: value}}, all of that checkpoint, and later in the file than the lines of its step. A resumed
     run drops the lines of later steps than its checkpoint's, and writes {"step", "samples", "seconds", "changed":
     {key: [old, new]}} if it changes its config. If a line cannot be written, the run continues without it and warns
-    once. Without a title there is no progress bar. `batch` is the global batch size, if it can change in a run."""
+    once. Without a title there is no progress bar."""
 
     def __init__(
         self,
@@ -44,11 +45,10 @@ class RunLog(LoggerDestination):
         curves: Sequence[Curve] = (),
         statistics: Any = None,
         counts: str = "tokens",
-        batch: int = 0,
     ):
         self.path = folder / METRICS
         self.interval = Time.from_timestring(interval).value
-        self.title, self.batch = title, batch
+        self.title = title
         self.train_curves = [curve for curve in curves if curve.train_key not in (None, TRAIN_LOSS)]
         self.statistics, self.counts = statistics, counts  # of a Task
         self.latest: dict[str, float] = {}
@@ -123,10 +123,9 @@ class RunLog(LoggerDestination):
         if state.max_duration.unit == TimeUnit.EPOCH:
             if state.dataloader_len is None:
                 return None
-            now, steps = state.timestamp, state.dataloader_len.value
-            # With a resumed run's batch size, which the steps before may not have had.
-            done = math.ceil(now.sample_in_epoch.value / self.batch) if self.batch else now.batch_in_epoch.value
-            return now.batch.value + (state.max_duration.value - now.epoch.value) * steps - done
+            now, epochs = state.timestamp, state.max_duration.value - state.timestamp.epoch.value
+            left = steps_left(state.train_dataloader, now)
+            return now.batch.value + left + (epochs - 1) * state.dataloader_len.value
         elapsed = state.get_elapsed_duration().value
         return round(state.timestamp.batch.value / elapsed) if elapsed else None
 

@@ -70,8 +70,8 @@ class Uploads:
             with self.changed:
                 self.changed.wait_for(lambda: self.served < self.requests)
                 requests = self.requests
-            try:  # what comes after a failed upload says that all before it is there
-                self.failure = next(filter(None, map(self._upload, self.missing())), None)
+            try:
+                self.failure = self._upload_all(self.missing())
             except OSError as error:
                 self.failure = f"{self.folder} cannot be read ({reason(error)})"
             if self.failure and not self.ending:
@@ -79,6 +79,17 @@ class Uploads:
             with self.changed:
                 self.served = requests
                 self.changed.notify_all()
+
+    def _upload_all(self, files: list[Path]) -> str | None:
+        """Return None, or why a file is not uploaded. Without a config or checkpoint, no later file appears: they imply
+        that it is there."""
+        first = None
+        for path in files:
+            failure = self._upload(path)
+            first = first or failure
+            if failure and (path.name == CONFIG or path.suffix == ".pt"):
+                break
+        return first
 
     def _upload(self, path: Path) -> str | None:
         """Return None, or why the file is not uploaded."""
@@ -88,8 +99,10 @@ class Uploads:
                 with tempfile.TemporaryDirectory() as work:
                     version, source = _version(path), path
                     if path.name == LATEST:
-                        steps = {checkpoint_step(name): name for name in self.known if name.startswith("ep")}
-                        newest = steps[max(steps)]
+                        steps = {name: step for name in self.known if (step := checkpoint_step(name)) is not None}
+                        if not steps:  # it was deleted before its turn
+                            return None
+                        newest = max(steps, key=steps.get)
                         if follow(path).resolve().name != newest:  # saved meanwhile, and not there yet
                             version = None
                         source = Path(work, LATEST)
