@@ -89,6 +89,7 @@ class Uploads:
             first = first or failure
             if failure and (path.name == CONFIG or path.suffix == ".pt"):
                 break
+        self.busy = None
         return first
 
     def _upload(self, path: Path) -> str | None:
