@@ -88,6 +88,8 @@ def curves(runs: Iterable[tuple[str, Path]], curves: Sequence["Curve"], path: Pa
     metrics = {name: read_json_lines(folder / METRICS) for name, folder in runs}
     drawn = [curve for curve in curves if not curve.baseline]
     figure, axes = subplots(columns=len(drawn), title=title)
+    for axis in axes[0, 1:]:  # one score of a fine-tuned copy is seen within the whole run
+        axis.sharex(axes[0, 0])
     for axis, curve in zip(axes[0], drawn):
         scale, last = 100 if curve.percent else 1, {}
         for shade, (name, lines) in zip(colors(metrics), metrics.items()):
