@@ -16,7 +16,7 @@ from src.checkpoints.reading import Checkpoint, read_pretrained
 from src.checkpoints.remote import FETCHED, fetch, is_remote
 from src.checkpoints.safe_load import load_safely
 from src.cli import is_main_process
-from src.training.ranks import decide, on_each_machine, several
+from src.training.ranks import decide, on_each_machine, on_rank_0, several
 
 SHARDED = ("model", "optimizers")  # what FSDP can take from rank 0 when it shards the model
 
@@ -34,9 +34,7 @@ def read_start(name: str, key: str, resumed: Path | None, reads: str = "texts") 
 def load_checkpoint(path: str, state: State, logger: Logger, algorithm_passes: Any = None, **_: Any) -> Any:
     """Restore a run, in place of Composer's function, with which every rank reads the file and unpickles what it names.
     Returns the states of the random number generators. Raises UserError."""
-    found: list[dict[str, Any]] = []
-    decide(lambda: found.append(load_safely(Path(path), mapped=False)))  # the optimizer keeps the tensors
-    contents = found[0] if found else {}
+    contents = on_rank_0(lambda: load_safely(Path(path), mapped=False))  # the optimizer keeps the tensors
     if several():
         kept = {}
         if state.load_monolith_rank0_only and is_main_process():

@@ -33,6 +33,13 @@ def decide(function: Callable[[], Any]) -> Any:
     return _together(function if is_main_process() else None, spread)
 
 
+def on_rank_0(function: Callable[[], Any]) -> Any:
+    """Return what `function` returns on rank 0, where it stays, and None on the others; else as `decide`."""
+    found: list[Any] = []
+    decide(lambda: found.append(function()))
+    return found[0] if found else None
+
+
 def on_each_machine(function: Callable[[], Any]) -> Any:
     """Return what `function` returns on the first rank of this one's machine, or raise the error that it raises on any
     machine: for downloads. Every rank must call this."""

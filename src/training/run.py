@@ -51,7 +51,7 @@ def run(task: Task) -> None:
         dist.initialize_dist(resolve_device(config.device), config.dist_timeout)
     decide(lambda: check_save_folder(config, folder))  # before anything is written
     with contextlib.ExitStack() as stack:
-        decide(lambda: stack.enter_context(exclusive_lock(folder, task.command)) and None)
+        ranks.on_rank_0(lambda: stack.enter_context(exclusive_lock(folder, task.command)))
         uploads = open_remote(config, folder) if config.save_remote else None
         config.history = decide(lambda: check_save_folder(config, folder))
         try:
@@ -91,9 +91,7 @@ def open_remote(config: RunConfig, folder: Path) -> "Uploads | None":
     def check(stored: Path) -> None:
         check_stored(config, stored, "save_remote", config.save_remote)
 
-    uploads: list[Uploads] = []
-    decide(lambda: uploads.append(opened()))
-    return uploads[0] if uploads else None
+    return ranks.on_rank_0(opened)
 
 
 def finish_uploads(uploads: "Uploads | None") -> str | None:

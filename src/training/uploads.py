@@ -13,7 +13,7 @@ from src.checkpoints.remote import Store, checkpoint_step
 from src.checkpoints.safe_load import is_valid_checkpoint
 from src.cli import log
 from src.errors import UserError, first_line, reason
-from src.files import CONFIG, LATEST, SUMMARY, follow, link
+from src.files import CONFIG, LATEST, SUMMARY, follow, link, write_atomically
 
 SMALL = (".json", ".jsonl", ".png", ".yaml")  # a run's files besides checkpoints
 KEY = "save_remote"
@@ -129,39 +129,7 @@ def restore(folder: Path, store: Store, after: int, check: Callable[[Path], None
     uploads the folder to it. `check` gets a folder with the stored config and raises UserError for another run's.
     Raises UserError."""
     try:
-        names = store.names()
-        steps = {name: step for name in names if (step := checkpoint_step(name)) is not None}
-        later = sorted((name for name in steps if steps[name] > after), key=steps.get, reverse=True)
-        if not steps:
-            return Uploads(folder, store)
-        if CONFIG not in names:
-            problem = f"{KEY}: {store.address} has checkpoints but no {CONFIG}"
-            raise UserError(f"{problem}; restore it or choose another address")
-        small = [name for name in names if name.endswith(SMALL)] if later else [CONFIG]
-        with tempfile.TemporaryDirectory() as work:
-            for name in small:
-                store.download(name, Path(work, name))
-            check(Path(work))
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in later:
-                path = folder / name
-                log.info(f"downloading {store.address}/{name}")
-                store.download(name, path)
-                if is_valid_checkpoint(path):
-                    break
-                path.unlink()
-                log.warning(f"{store.address}/{name} is corrupt or truncated; skipped")
-            else:
-                if after < 0:
-                    raise UserError(f"{KEY}: no checkpoint in {store.address} is valid; remove them or choose another")
-                return Uploads(folder, store)
-            if SUMMARY in small and json.loads(Path(work, SUMMARY).read_text())["after"]["step"] != steps[name]:
-                small.remove(SUMMARY)  # of the run before it was extended
-            (folder / SUMMARY).unlink(missing_ok=True)
-            for file in small:
-                shutil.copyfile(Path(work, file), unfinished := folder / f"{file}.unfinished")
-                unfinished.replace(folder / file)
-        link(folder / LATEST, name)
+        _download_later(folder, store, after, check)
         return Uploads(folder, store)
     except UserError:
         raise
@@ -170,8 +138,43 @@ def restore(folder: Path, store: Store, after: int, check: Callable[[Path], None
         raise UserError(f"{problem}; fix the address or the credentials, or free disk space") from None
 
 
+def _download_later(folder: Path, store: Store, after: int, check: Callable[[Path], None]) -> None:
+    names = store.names()
+    steps = {name: step for name in names if (step := checkpoint_step(name)) is not None}
+    later = sorted((name for name in steps if steps[name] > after), key=steps.get, reverse=True)
+    if not steps:
+        return
+    if CONFIG not in names:
+        problem = f"{KEY}: {store.address} has checkpoints but no {CONFIG}"
+        raise UserError(f"{problem}; restore it or choose another address")
+    small = [name for name in names if name.endswith(SMALL)] if later else [CONFIG]
+    with tempfile.TemporaryDirectory() as work:
+        for name in small:
+            store.download(name, Path(work, name))
+        check(Path(work))
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in later:
+            path = folder / name
+            log.info(f"downloading {store.address}/{name}")
+            store.download(name, path)
+            if is_valid_checkpoint(path):
+                break
+            path.unlink()
+            log.warning(f"{store.address}/{name} is corrupt or truncated; skipped")
+        else:
+            if after < 0:
+                raise UserError(f"{KEY}: no checkpoint in {store.address} is valid; remove them or choose another")
+            return
+        if SUMMARY in small and json.loads(Path(work, SUMMARY).read_text())["after"]["step"] != steps[name]:
+            small.remove(SUMMARY)  # of the run before it was extended
+        (folder / SUMMARY).unlink(missing_ok=True)
+        for file in small:
+            write_atomically(folder / file, Path(work, file).read_bytes())
+    link(folder / LATEST, name)
+
+
 def _version(path: Path) -> tuple[int, int, str] | None:
-    """What changes with a file's content; None if there is no file."""
+    """Return the size, time and target of a file, which differ after a change; None if there is no file."""
     try:
         status = path.stat()
         return status.st_size, status.st_mtime_ns, os.path.realpath(path)
