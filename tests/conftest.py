@@ -79,11 +79,11 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def run(
-    script: str, *arguments: object, cwd: Path = ROOT, timeout: float = 120, anew: bool = False, **changes: str
+    script: str, *arguments: object, cwd: Path = ROOT, timeout: float = 120, fresh: bool = False, **changes: str
 ) -> Result:
-    """Run a script of the repository, e.g. "src/hub.py", as a user does: in a process that starts at once, or `anew`, or
-    with `changes` of environment variables, in one that imports everything, for seconds."""
-    if not anew and not changes:
+    """Run a script of the repository, e.g. "src/hub.py", as a user does, in a process that starts at once; with `fresh`,
+    or with `changes` of environment variables, in one that takes seconds to import everything."""
+    if not fresh and not changes:
         with tempfile.TemporaryDirectory() as work:
             output, errors = Path(work, "stdout"), Path(work, "stderr")
             status = warm.join(

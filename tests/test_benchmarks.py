@@ -439,7 +439,7 @@ def test_the_first_steps_on_a_card_run_in_small_on_a_cpu(tmp_path):
     pytest.importorskip("triton", reason="triton is not installed")
     out = tmp_path / "card"
     steps = "card correctness ptxas sanitizer sweep".split()
-    done = run("benchmarks/first_card.py", "--device", "cpu", "--out", out, "--steps", *steps, timeout=300, anew=True)
+    done = run("benchmarks/first_card.py", "--device", "cpu", "--out", out, "--steps", *steps, timeout=300, fresh=True)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = (out / "summary.md").read_text()
     assert summary.strip() in done.stdout and all(f"| {step} " in summary for step in steps)

@@ -72,7 +72,7 @@ def test_a_failing_export_does_not_affect_the_run(tmp_path, write_config):
 
 
 class FakeWorker:
-    """A process that ends when a test says so."""
+    """A worker without a process, which a test ends."""
 
     started: list["FakeWorker"]
 

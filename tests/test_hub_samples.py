@@ -1,4 +1,4 @@
-"""Samples straight from a dataset of the Hub: those of its shards, dealt to readers, shuffled and resumed."""
+"""Samples straight from a dataset of the Hub: those of its shards, distributed to readers, shuffled and resumed."""
 
 import copy
 import gzip

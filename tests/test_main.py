@@ -37,7 +37,7 @@ def finished(tmp_path_factory, write_config) -> tuple[Path, Path, Result]:
     config = write_config(folder)
     (folder / "run").mkdir()
     (folder / "run" / "metrics.jsonl").write_text('{"step": 1, "samples": 8, "loss": -1}\n{"step": 2, "sam')
-    result = run("main.py", config, cwd=folder, anew=True)
+    result = run("main.py", config, cwd=folder, fresh=True)
     assert result.returncode == 0, result.stderr
     return config, folder / "run", result
 

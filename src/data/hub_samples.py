@@ -1,5 +1,5 @@
 """Samples straight from a dataset on the Hugging Face Hub: those that src/convert_dataset.py would write to shards.
-They are read, dealt to processes, shuffled and resumed without knowing how many there are."""
+They are read, distributed to processes, shuffled and resumed without knowing how many there are."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,14 +18,14 @@ from src.data.config import DatasetConfig, LoaderConfig
 from src.data.convert import SPLITS, prepare
 from src.data.corpora import HubDataset
 from src.data.readers import Batch
-from src.data.streaming import ANEW, FROM_WEIGHTS, TextDataLoader, open_loader
+from src.data.streaming import FROM_WEIGHTS, READ_THE_SAME, TextDataLoader, open_loader
 from src.data.token_rows import Packer, RowMaker
 from src.errors import UserError
 
 BLOCK = 10_000  # samples shuffled together, unless shuffle_block_size is set: 20 MB of C4
 START = {"file": 0, "position": None, "documents": 0, "dealt": 0, "samples": 0, "waiting": None}  # of an epoch
 DEVICE_START: dict[str, Any] = {"next_worker": 0, "places": {}}
-FORMAT = 2  # of positions; raise it if documents are dealt or places written in another way
+FORMAT = 2  # of positions; raise it if documents are distributed or places written in another way
 
 Place = dict[str, Any]  # where a reader starts to read a block of samples
 
@@ -97,7 +97,7 @@ class HubSamples(IterableDataset):
         earlier version within an epoch."""
         name = self.options.hub
         if "devices" not in state:
-            raise UserError(f"dataset.hub={name}, but the checkpoint's position is in shards; {ANEW}")
+            raise UserError(f"dataset.hub={name}, but the checkpoint's position is in shards; {READ_THE_SAME}")
         before, now = state["revision"], self.source.description["revision"]
         if before != now:
             fix = f"set train_loader.dataset.revision={before}"

@@ -29,7 +29,7 @@ from src.data.workers import short_errors
 from src.errors import UserError, first_line
 
 FROM_WEIGHTS = "start from its weights alone with model.pretrained_checkpoint"
-ANEW = f"read the same, or {FROM_WEIGHTS}"
+READ_THE_SAME = f"read the same, or {FROM_WEIGHTS}"
 PASSED_ON = (  # keys of DatasetConfig that are arguments of StreamingDataset
     "shuffle", "shuffle_algo", "shuffle_block_size", "batching_method", "num_canonical_nodes", "predownload",
     "cache_limit", "download_timeout",
@@ -73,7 +73,9 @@ class StreamingTextDataset(StreamingSamples):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "devices" in state:  # src/data/hub_samples.py saved it
-            raise UserError(f"this data is shards, but the checkpoint's position is in a dataset on the Hub; {ANEW}")
+            raise UserError(
+                f"this data is shards, but the checkpoint's position is in a dataset on the Hub; {READ_THE_SAME}"
+            )
         super().load_state_dict(state)
 
     def _get_work(self, epoch: int, sample_in_epoch: int) -> np.ndarray:
