@@ -1,0 +1,3 @@
+"""Pathfinder images (to come)."""
+
+LEVEL = "curv_contour_length_14"
