@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from src.lion import LionConfig, LionForMaskedLM, LionModel
+from src.lion import LionConfig, LionForMaskedLM, LionModel, channel_decay
 from src.lion.configuration_lion import OPTIONS
 from src.lion.cpu import rotate
 from src.lion.linear_attention import definition
@@ -36,6 +36,13 @@ CASES = {
         {"value_gate": True, "feature_map": "silu", "normalize_rows": True, "separate_decays": True, "norm": "pre"},
     ),
     "s-learned": ("lion-s", {"position_embedding": "learned", "feature_map": "sigmoid", "normalization": "rmsnorm"}),
+    "d-channels": ("lion-d", {"channel_decays": True, "long_reach": 64, "norm": "pre", "key_weight": "sqrt"}),
+    "d-channels-separate": ("lion-d", {"channel_decays": True, "separate_decays": True}),
+    "s-channels": ("lion-s", {"channel_decays": True, "key_weight": "linear", **MODERN}),
+    "s-channels-separate": (
+        "lion-s",
+        {"channel_decays": True, "separate_decays": True, "long_reach": 64, "short_conv": 3},
+    ),
     "hydra": ("hydra", {"norm": "pre", "normalization": "rmsnorm", "position_embedding": "learned"}),
     "hydra-bias": ("hydra", {"bias": False, "headdim": 16, "d_state": 8}),
 }
@@ -124,16 +131,20 @@ def reference(model: LionModel, ids: Tensor) -> Tensor:
         else:
             decays = {}
             if config.mixer == "lion-d":
-                past, *future = state[f"{at}.attention.decay"].sigmoid().log().split(HEADS)
+                past, *future = state[f"{at}.attention.decay"].sigmoid().log().split(HEADS)  # (H,) or (H, D/H)
             elif config.mixer == "lion-s":
-                past, *future = (1 - linear(u, f"{at}.attention.decay").sigmoid()).log().mT.split(HEADS)
+                logits = linear(u, f"{at}.attention.decay").mT  # (H or H · D/H, L)
+                logits = logits.unflatten(0, (-1, D // HEADS)).mT if config.channel_decays else logits
+                past, *future = (1 - logits.sigmoid()).log().split(HEADS)
             if config.mixer != "lion-lit":
-                decays = dict(zip(("log_decay", "log_decay_future"), (past, *future)))
-                decays = {name: y if y.ndim == 1 else y[None] for name, y in decays.items()}
-                λ = past.exp() if past.ndim == 2 else past.exp()[:, None]
+                names = ("log_decay", "log_decay_future")
+                decays = {n: y if config.mixer == "lion-d" else y[None] for n, y in zip(names, (past, *future))}
+                λ = past.exp() if config.channel_decays else past.exp()[..., None]
+                λ = λ[:, None] if config.mixer == "lion-d" else λ
                 weight = {"none": 1 + 0 * λ, "linear": 2 * (1 - λ), "sqrt": (4 / 3 * (1 - λ * λ)).sqrt()}
-                k = k * weight[config.key_weight][..., None]
-            y = definition(q[None], k[None], v[None], **decays, normalize=config.normalize_rows)[0]
+                k = k * weight[config.key_weight]
+            mix = channel_decay.definition if config.channel_decays else definition
+            y = mix(q[None], k[None], v[None], **decays, normalize=config.normalize_rows)[0]
         y = y.transpose(0, 1).flatten(1)
         if config.value_gate:
             y = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * state[f"{at}.attention.norm.weight"]
@@ -208,6 +219,28 @@ def test_widening_changes_the_slower_half_of_the_heads_and_only_them(case):
         assert ((model.state_dict()[name] != weights[name]).view(-1, HEADS).sum(1) == HEADS // 2).all()
 
 
+@pytest.mark.parametrize("mixer", ["lion-d", "lion-s"])
+@pytest.mark.parametrize("horizon", [None, [2, 128]])
+def test_channels_start_with_the_decays_of_hippo(mixer, horizon):
+    sizes = {"hidden_size": D, "num_attention_heads": HEADS, "num_hidden_layers": 1, "vocab_size": V}
+    config = LionConfig(mixer=mixer, channel_decays=True, decay_horizon=horizon, separate_decays=True, **sizes)
+    log_decay = LionModel(config).layers[0].attention.log_decay(torch.zeros(1, 1, D))
+    log_decay = log_decay.view(2, HEADS, D // HEADS)  # of past and future
+    low, high = horizon or (10, 1000)
+    for h in range(HEADS):
+        horizon_of_head = low * (high / low) ** (h / (HEADS - 1))
+        expected = torch.arange(1, D // HEADS + 1) * math.log(1 - 1 / horizon_of_head)
+        torch.testing.assert_close(log_decay[:, h], expected.expand(2, -1), rtol=1e-4, atol=0)
+
+
+def test_long_reach_is_three_options_in_one():
+    config = LionConfig(long_reach=1000)
+    assert config.options() == {"decay_horizon": [2, 1000], "feature_map": "sigmoid", "normalize_rows": True}
+    assert LionConfig(**config.options()).to_dict() == config.to_dict()
+    other = LionConfig(long_reach=1000, decay_horizon=[4, 50], feature_map="silu")
+    assert other.options() == {"decay_horizon": [4, 50], "feature_map": "silu", "normalize_rows": True}
+
+
 def test_one_head_has_the_geometric_mean_of_the_horizons():
     assert spread_horizons(LionConfig(num_attention_heads=1, decay_horizon=[2, 128])) == [16]
 
@@ -235,7 +268,9 @@ def test_widening_never_narrows_a_horizon():
         assert torch.equal(tensor, weights[name])
 
 
-@pytest.mark.parametrize("case, horizon", [("s-rest", None), ("lit-modern", [2, 8]), ("hydra", [2, 8])])
+@pytest.mark.parametrize(
+    "case, horizon", [("s-rest", None), ("lit-modern", [2, 8]), ("hydra", [2, 8]), ("s-channels", [2, 8])]
+)
 def test_only_configured_horizons_of_decays_are_widened(case, horizon):
     model = build(case, LionModel)
     model.config.decay_horizon = horizon
@@ -315,7 +350,7 @@ def test_the_attention_matrix_is_that_of_the_outputs(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["softmax-modern", "lit-modern", "d-rest", "s-modern", "s-rest"])
+@pytest.mark.parametrize("case", ["softmax-modern", "lit-modern", "d-rest", "s-modern", "s-rest", "s-channels"])
 def test_an_encoder_compiles_as_one_graph(case):
     model, ids = build(case, LionModel), draw()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -355,6 +390,9 @@ def test_the_defaults_are_not_in_the_settings():
         ({"normalize_rows": True}, "feature_map"),
         ({"normalize_rows": True, "feature_map": "silu", "position_embedding": "rope"}, "normalize_rows.*rope"),
         ({"key_weight": "linear", "separate_decays": True}, "key_weight.*separate_decays"),
+        ({"mixer": "softmax", "long_reach": 64}, "softmax has no decays, which long_reach spreads"),
+        ({"mixer": "lion-lit", "channel_decays": True}, "lion-lit has no channel_decays"),
+        ({"long_reach": 64, "position_embedding": "rope"}, "normalize_rows.*rope"),
         ({"hidden_size": 36, "num_attention_heads": 12, "position_embedding": "rope"}, "rope rotates pairs"),
     ],
 )

@@ -22,7 +22,7 @@ RULES = {
     "intermediate_size": COUNT, "chunk_size": COUNT, "max_position_embeddings": COUNT, "type_vocab_size": NOT_NEGATIVE,
     "hidden_dropout_prob": FRACTION, "attention_probs_dropout_prob": FRACTION, "classifier_dropout": FRACTION,
     "expand": COUNT, "headdim": COUNT, "d_state": COUNT, "d_conv": COUNT,
-    "short_conv": NOT_NEGATIVE, "rope_theta": Rule(above=0),
+    "short_conv": NOT_NEGATIVE, "long_reach": Rule(at_least=3), "rope_theta": Rule(above=0),
     "patch_size": COUNT, "num_channels": COUNT, "drop_path_rate": FRACTION,
     "initializer_range": NOT_NEGATIVE, "layer_norm_eps": NOT_NEGATIVE, "pad_token_id": NOT_NEGATIVE,
 }  # fmt: skip

@@ -14,6 +14,7 @@ OPTIONS = {
     "norm": MIXERS, "normalization": MIXERS, "bias": MIXERS, "position_embedding": MIXERS, "rope_theta": PROJECTED,
     "mlp": PROJECTED, "short_conv": PROJECTED, "value_gate": PROJECTED, "feature_map": LINEAR,
     "normalize_rows": LINEAR, "decay_horizon": DECAYING, "key_weight": DECAYING, "separate_decays": DECAYING,
+    "channel_decays": DECAYING,
 }  # fmt: skip
 CHOICES = {
     "mixer": MIXERS, "attention_form": FORMS, "classifier_pooling": ("cls", "mean"), "norm": ("post", "pre"),
@@ -32,7 +33,7 @@ class LayersConfig(PretrainedConfig):
     # Defaults of the options are not in the settings of a model, by which earlier results are recognized.
     norm, normalization, bias, mlp, position_embedding, rope_theta = "post", "layernorm", True, "gelu", None, 10000.0
     short_conv, value_gate, feature_map, normalize_rows = 0, False, "none", False
-    decay_horizon, key_weight, separate_decays = None, "none", False
+    decay_horizon, key_weight, separate_decays, channel_decays = None, "none", False, False
     output_norm = True  # of lion-lit
     pooling = "mean"  # of LionEmbeddingModel
     segment_length = 65536  # tokens; inference reads longer texts in segments
@@ -95,6 +96,11 @@ class LionConfig(LayersConfig):
             arXiv:2103.02143); or "sqrt", the root of 4/3 · (1 − λ²). A sum over more keys is larger; for λ = ½ both
             weights are 1.
         separate_decays: whether past and future keys have decays of their own.
+        channel_decays: whether each channel of the keys has a decay of its own (arXiv:2502.16249, theorem B.1), which
+            starts as HiPPO's: channel n of a head decays n + 1 times as fast as its first, whose horizon is that of
+            `decay_horizon`, [10, 1000] if None.
+        long_reach: tokens that the model is to relate to each other: sets, unless they are given, decay_horizon to
+            [2, long_reach], feature_map to sigmoid and normalize_rows, which belong together in long texts.
         expand, headdim, d_state, d_conv: of hydra: width of the heads relative to hidden_size, size of a head's values,
             size of queries and keys, and width of the convolution over tokens, which is odd.
     """
@@ -139,9 +145,18 @@ class LionConfig(LayersConfig):
         decay_horizon: list | None = None,
         key_weight: str = LayersConfig.key_weight,
         separate_decays: bool = LayersConfig.separate_decays,
+        channel_decays: bool = LayersConfig.channel_decays,
+        long_reach: int | None = None,
         pooling: str = LayersConfig.pooling,
         **kwargs,
     ):
+        if long_reach is not None:
+            if mixer not in DECAYING:
+                raise ValueError(
+                    f"{mixer} has no decays, which long_reach spreads; omit it, or use {', '.join(DECAYING)}"
+                )
+            decay_horizon = [2, long_reach] if decay_horizon is None else decay_horizon
+            feature_map, normalize_rows = "sigmoid" if feature_map == "none" else feature_map, True
         given = locals()
         check_choices(given)
         options = {name: given[name] for name in OPTIONS if given[name] != getattr(LionConfig, name)}

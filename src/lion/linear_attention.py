@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import cpu_kernel
+from .channel_decay import attend_by_channel, matrix_by_channel, segment_states_by_channel
 from .linear_attention_forms import LOG_ZERO, cumulative_log_decay, write_state
 from .linear_attention_triton import covers, fused_linear_attention
 from .two_sided_attention import (
@@ -70,7 +71,8 @@ def linear_attention(
         q, k, v: queries and keys, (B, G, L, D), and values, (B, H, L, E). G may be any divisor of H: each head of q and
             k then serves H/G heads of v. Or q holds all three, (B, L, 3, H, D): its gradient is then computed in
             place, and not copied from three parts.
-        log_decay: log λ ≤ 0: None for λ = 1 (LION-LIT), (H,) for one per head (LION-D), or (B, H, L) (LION-S).
+        log_decay: log λ ≤ 0: None for λ = 1 (LION-LIT), (H,) for one per head (LION-D), or (B, H, L) (LION-S); or, with
+            a last dimension D, one per key channel, see channel_decay.py.
         log_decay_future: the decays of keys after a query, if they are not those of log_decay.
         forget_logits: the logit of 1 − λ, shaped like log_decay and in any dtype, instead of it. The GPU kernels
             compute log λ = −softplus(forget_logits) and its gradient themselves.
@@ -107,7 +109,8 @@ def linear_attention(
     decays = log_decay is not None or forget_logits is not None or seq_idx is not None or causal
     if normalize and dtype in (torch.bfloat16, torch.float16):
         q, k, v = q.float(), k.float(), v.float()
-    form, fused = _choose_form(q, k, v, decays, normalize, form, dropout_p, causal, separate)
+    by_channel = log_decay is not None and log_decay.ndim in (2, 4)
+    form, fused = _choose_form(q, k, v, decays, normalize, form, dropout_p, causal, separate, by_channel)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if fused and left_state is None and right_state is None and not normalize:
         q, k, v = (q, k, v) if qkv is None else (qkv, None, None)
@@ -119,9 +122,15 @@ def linear_attention(
         v = with_ones(v)
     triangles, sums = "past" if causal else "shared", None
     with torch.autocast(q.device.type, enabled=False):
-        if not fused or left_state is not None or right_state is not None:  # the kernels sum decays themselves
-            sums = signed_sums(log_decay, q.shape[-2], causal, log_decay_future)
-        if fused:
+        if not (fused or by_channel) or (fused and (left_state is not None or right_state is not None)):
+            sums = signed_sums(log_decay, q.shape[-2], causal, log_decay_future)  # the kernels sum decays themselves
+        if by_channel:
+            y = attend_by_channel(
+                q, k, v, log_decay, log_decay_future, mask=mask, seq_idx=seq_idx, left_state=left_state,
+                right_state=right_state, scale=scale, causal=causal, form=form, chunk_size=chunk_size,
+                dropout_p=dropout_p,
+            )  # fmt: skip
+        elif fused:
             size = 0 if form == "full" else chunk_size
             y = fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, size, dropout_p)
             y = add_states(y, q, sums, triangles, left_state, right_state, scale)
@@ -163,6 +172,9 @@ def attention_matrix(
 ) -> Tensor:
     """Compute the matrix s·QKᵀ⊙M, (B, H, L, L), zero in the columns of padding, for arguments of `linear_attention`."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if log_decay is not None and log_decay.ndim in (2, 4):
+        matrix = matrix_by_channel(q, k, log_decay, log_decay_future, mask=mask, seq_idx=seq_idx, scale=scale)
+        return matrix / (matrix.sum(-1, keepdim=True) + 1e-6) if normalize else matrix
     identity = torch.eye(q.shape[-2], dtype=q.dtype, device=q.device).expand(*q.shape[:2], -1, -1)
     sums = signed_sums(log_decay, q.shape[-2], log_decay_future=log_decay_future)
     matrix = attend(
@@ -184,6 +196,8 @@ def segment_states(k, v, log_decay=None, *, log_decay_future=None, mask=None, no
             state = write_state(zero_masked(k, mask), None, v)
         across = state.new_ones(1, 1, 1, 1)
         return SegmentStates(state, state, across, across)
+    if log_decay.ndim in (2, 4):
+        return segment_states_by_channel(k, v, log_decay, log_decay_future, mask=mask)
     exclusive, total = cumulative_log_decay(log_decay, k.shape[-2])
     inclusive = total
     if log_decay_future is not None:
@@ -266,12 +280,13 @@ def _check(
             raise ValueError(f"{name} must be (batch, heads, length, head_dim) (got {tuple(x.shape)})")
     (B, G, L, D), (H, E) = q.shape, (v.shape[1], v.shape[-1])
     H = H if H % G == 0 else G
-    state = B, H, D, E + int(normalize)
+    state, decays = (B, H, D, E + int(normalize)), [(H,), (B, H, L), (H, D), (B, H, L, D)]
+    of_future = decays if log_decay is None else decays[:2] if log_decay.ndim in (1, 3) else decays[2:]
     check_shapes(
         ("k", k, (B, G, L, D)),
         ("v", v, (B, H, L, E)),
-        ("log_decay", log_decay, (H,), (B, H, L)),
-        ("log_decay_future", log_decay_future, (H,), (B, H, L)),
+        ("log_decay", log_decay, *decays),
+        ("log_decay_future", log_decay_future, *of_future),
         ("forget_logits", forget_logits, (H,), (B, H, L)),
         ("mask", mask, (B, L)),
         ("seq_idx", seq_idx, (B, L)),
@@ -291,13 +306,15 @@ def _check(
 
 
 def _choose_form(
-    q, k, v, decays: bool, normalize: bool, form: str, dropout_p: float, causal: bool = False, separate: bool = False
-) -> tuple[str, bool]:
+    q, k, v, decays: bool, normalize: bool, form: str, dropout_p: float, causal: bool = False, separate: bool = False,
+    by_channel: bool = False,
+) -> tuple[str, bool]:  # fmt: skip
     """Resolve "auto" and decide whether to use the kernels; PyTorch computes what they do not cover."""
     if not USE_TRITON or form == "recurrent":
         return resolve_form(form, v, decays, dropout_p), False
     uncovered = {
         "causal attention": causal,
+        "decays per channel": by_channel,
         "decays per direction": separate,
         "values with more heads than queries": q.shape[1] != v.shape[1],
         f"dropout of {dropout_p}": not 0 <= dropout_p < 1,

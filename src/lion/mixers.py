@@ -271,14 +271,17 @@ def _has_flash_attention(config: PretrainedConfig, x: Tensor) -> bool:
     return dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= 256
 
 
+CHANNEL_HORIZON = 10, 1000  # tokens, of `channel_decays` without a `decay_horizon`: S5's steps from 0.1 to 0.001
+
+
 class LinearMixer(Attention):
     """Linear attention; a subclass defines the decay λ."""
 
     has_states = True
 
     def log_decay(self, x: Tensor) -> Tensor | None:
-        """log λ in float32 or better: None, (H,) or (B, H, L); 2H instead of H if past and future keys have their
-        own."""
+        """log λ in float32 or better: None, (H,) or (B, H, L); with `channel_decays`, (H, D/H) or (B, H, L, D/H); 2H
+        instead of H if past and future keys have their own."""
         return None
 
     def forget_logits(self, x: Tensor) -> Tensor | None:
@@ -289,14 +292,17 @@ class LinearMixer(Attention):
         """The decays as arguments of `linear_attention`. With `real`, (B, L) bool, the other tokens do not decay."""
         log_decay = self.log_decay(x)
         if log_decay is not None and real is not None:
-            log_decay = log_decay if log_decay.ndim == 3 else log_decay[:, None]
-            log_decay = log_decay.masked_fill(~real[:, None], 0)
+            padding = ~real[:, None, :, None] if self.config.channel_decays else ~real[:, None]
+            log_decay = log_decay if log_decay.ndim > 2 else log_decay[:, None]
+            log_decay = log_decay.masked_fill(padding, 0)
         if not self.config.separate_decays:
             return {"log_decay": log_decay}
-        return dict(zip(("log_decay", "log_decay_future"), log_decay.chunk(2, 0 if log_decay.ndim == 1 else 1)))
+        return dict(zip(("log_decay", "log_decay_future"), log_decay.chunk(2, 0 if log_decay.ndim < 3 else 1)))
 
     def log_decays(self, x: Tensor) -> Tensor | None:
         log_decay = self.log_decay(x)
+        if self.config.channel_decays:  # of all channels, as if each were a head
+            log_decay = log_decay.flatten() if log_decay.ndim == 2 else log_decay.mT.flatten(1, 2)
         if log_decay is None or log_decay.ndim == 3:
             return log_decay
         return log_decay[:, None].expand(len(x), -1, x.shape[1])
@@ -309,7 +315,9 @@ class LinearMixer(Attention):
             weights = -2 * log_decay.expm1()
         else:
             weights = (-4 / 3 * (2 * log_decay).expm1()).clamp(min=1e-12).sqrt()  # whose gradient is infinite at 0
-        return k * (weights[:, None, None] if weights.ndim == 1 else weights[..., None]).to(k.dtype)
+        if not self.config.channel_decays:
+            weights = weights[..., None]
+        return k * (weights[:, None] if weights.ndim == 2 else weights).to(k.dtype)
 
     def mix(
         self, x, q, k, v, mask, seq_idx, form, output_attentions, qkv=None, orders=None, donors=None, **states
@@ -359,21 +367,30 @@ class LionLit(LinearMixer):
             self.norm = build_norm(self.config, eps=1e-5)
 
 
-def count_decays(config: PretrainedConfig) -> int:
-    """One per head, or one per head and direction, or one per head and order of patches."""
-    return config.num_attention_heads * (2 if config.separate_decays else 1) * max(config.num_orders, 1)
+def decays_shape(config: PretrainedConfig) -> tuple[int, ...]:
+    """One per head, or one per head and direction, or one per head and order of patches; or so many per channel."""
+    D, H = config.hidden_size, config.num_attention_heads
+    count = H * (2 if config.separate_decays else 1) * max(config.num_orders, 1)
+    return (count, D // H) if config.channel_decays else (count,)
 
 
 def spread_horizons(config: PretrainedConfig) -> list[float]:
     """The horizons of `decay_horizon` in tokens, one per head; a single head has their geometric mean."""
-    (low, high), H = config.decay_horizon, config.num_attention_heads
+    (low, high), H = config.decay_horizon or CHANNEL_HORIZON, config.num_attention_heads
     return [low * (high / low) ** (h / (H - 1) if H > 1 else 0.5) for h in range(H)]
 
 
-def initial_logits(config: PretrainedConfig) -> list[float]:
-    """logit λ of each decay for the horizons of `decay_horizon`."""
-    logits = [math.log(horizon - 1) for horizon in spread_horizons(config)]
-    return logits * (count_decays(config) // len(logits))
+def initial_logits(config: PretrainedConfig) -> Tensor | None:
+    """logit λ of each decay for the horizons of `decay_horizon`; None for none. Channel n of a head, from 0, decays n + 1
+    times as fast as its first: −(n + 1) are the eigenvalues of HiPPO-LegS (Gu et al., arXiv:2206.11893, S4D-Real)."""
+    if config.decay_horizon is None and not config.channel_decays:
+        return None
+    shape = decays_shape(config)
+    logits = torch.tensor([math.log(horizon - 1) for horizon in spread_horizons(config)], dtype=torch.float64)
+    if config.channel_decays:
+        log_decay = F.logsigmoid(logits)[:, None] * torch.arange(1, shape[1] + 1)
+        logits = log_decay - (-log_decay.expm1()).log()
+    return logits.repeat(shape[0] // len(logits), *[1] * (len(shape) - 1))
 
 
 class DecayingMixer(LinearMixer):
@@ -405,12 +422,12 @@ class LionD(DecayingMixer):
     """One learned decay per head, λ = σ(α_h)."""
 
     def add_parameters(self, hidden_size: int) -> None:
-        self.decay = nn.Parameter(torch.randn(count_decays(self.config)))
+        self.decay = nn.Parameter(torch.randn(decays_shape(self.config)))
 
     def init_parameters(self) -> None:
         nn.init.normal_(self.decay)
-        if self.config.decay_horizon is not None:
-            self.decay.copy_(torch.tensor(initial_logits(self.config)))
+        if (logits := initial_logits(self.config)) is not None:
+            self.decay.copy_(logits)
 
     def add_to_logits(self, amount: Tensor) -> None:
         self.decay.add_(amount.to(self.decay))
@@ -423,19 +440,21 @@ class LionS(DecayingMixer):
     """A decay computed from each token, λ = σ(−(w_h·x_t + b_h))."""
 
     def add_parameters(self, hidden_size: int) -> None:
-        self.decay = nn.Linear(hidden_size, count_decays(self.config))
-        if self.config.decay_horizon is not None:
-            self.decay.initial_bias = [-logit for logit in initial_logits(self.config)]  # for `_init_weights`
+        self.decay = nn.Linear(hidden_size, math.prod(decays_shape(self.config)))
+        if (logits := initial_logits(self.config)) is not None:
+            self.decay.initial_bias = (-logits.flatten()).tolist()  # for `_init_weights`
 
     def add_to_logits(self, amount: Tensor) -> None:
         self.decay.bias.sub_(amount.to(self.decay.bias))
 
     def forget_logits(self, x: Tensor) -> Tensor | None:
         config = self.config
-        needs_decays = config.num_prefix_tokens or config.num_orders or config.separate_decays
+        needs_decays = config.num_prefix_tokens or config.num_orders or config.separate_decays or config.channel_decays
         return None if needs_decays or config.key_weight != "none" else self.decay(x).mT
 
     def log_decay(self, x: Tensor) -> Tensor:
+        if self.config.channel_decays:
+            return log_of_decay(self.decay(x)).unflatten(-1, decays_shape(self.config)).transpose(1, 2)
         log_decay = log_of_decay(self.decay(x).mT)
         prefix = self.config.num_prefix_tokens  # which do not decay
         return F.pad(log_decay[..., prefix:], (prefix, 0)) if prefix else log_decay

@@ -17,6 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
+from .channel_decay import attend_by_channel  # noqa: F401
 from .configuration_lion import DECAYING, LionConfig
 from .cpu import speed_up
 from .cpu_kernel import covers  # noqa: F401
@@ -320,10 +321,9 @@ class LionModel(LionPreTrainedModel):
         """Widen the horizons of the slower half of each layer's heads to those of `decay_horizon`, and leave the other
         heads as they are; for a trained model that is to read longer texts. Horizons are measured on random tokens.
         Raises ValueError for a mixer other than lion-d and lion-s, or without `decay_horizon`."""
-        if self.config.mixer not in DECAYING or self.config.decay_horizon is None:
-            raise ValueError(
-                "only lion-d and lion-s with a decay_horizon have horizons to widen; set config.decay_horizon"
-            )
+        config = self.config
+        if config.mixer not in DECAYING or config.decay_horizon is None or config.channel_decays:
+            raise ValueError("only lion-d and lion-s with a decay_horizon, one per head, have horizons to widen")
         generator = torch.Generator().manual_seed(0)
         table = self.embeddings.position_embeddings
         length = 128 if table is None else min(128, table.num_embeddings)

@@ -15,6 +15,7 @@ from transformers import modeling_outputs
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 from transformers.utils import ModelOutput
 
+from .channel_decay import attend_by_channel  # noqa: F401
 from .configuration_lion import LionVisionConfig
 from .cpu import speed_up  # noqa: F401
 from .cpu_kernel import covers  # noqa: F401

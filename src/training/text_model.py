@@ -49,6 +49,10 @@ def widen_horizons(model: LionModel, stored: LionConfig) -> None:
     `decay_horizon` is another."""
     horizon = model.config.decay_horizon
     if horizon not in (None, stored.decay_horizon):
+        if model.config.channel_decays:
+            raise UserError(
+                f"model.decay_horizon={horizon}: with channel_decays, a trained model keeps its own; omit it"
+            )
         model.widen_horizons()
         log.info(f"horizons of the slower half of the heads: widened, at most to {horizon[1]:g} tokens")
         if model.config.key_weight == "none":
