@@ -87,14 +87,14 @@ class Prepared:
         return Examples(self.folder / split, self.about["parts"], about["examples"], about["tokens"])
 
     def summary(self) -> str:
-        """Return sizes, lengths and origin in a line."""
+        """Return sizes, lengths (mean and share cut: of the training set) and origin in a line."""
         about, splits = self.about, self.about["splits"]
         counts = [f"{splits[name]['examples']:,}" for name in SPLITS if name in splits]
         line = f"{about['title']}: {' / '.join(counts)} examples"
         line += f", mean length {splits['train']['mean_length']:,.0f}"
         line += f", longest {max(split['longest'] for split in splits.values()):,}"
-        if cut := max(split["cut"] for split in splits.values()):
-            line += f", up to {cut:.1%} of a split cut to {about['max_length']:,}"
+        if cut := splits["train"]["cut"]:
+            line += f", {cut:.1%} cut to {about['max_length']:,}"
         if skipped := sum(split["skipped"] for split in splits.values()):
             line += f", {skipped:,} empty images skipped"
         line += "; validation on the test set" if "validation" not in splits else ""

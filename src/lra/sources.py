@@ -20,6 +20,7 @@ from src.errors import UserError, first_line, reason
 from src.lra.listops import VOCABULARY
 
 SPLITS = ("train", "validation", "test")
+ON_HUB = ("imdb", "cifar10")
 BINARY = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}
 LABEL = "the label {!r} must be 0 or 1; fix or remove the row"
 TOKENS = {token: number for number, token in enumerate(VOCABULARY)}
@@ -46,6 +47,8 @@ def check(task: Any, lra_dir: str | None) -> None:
     """Raise UserError for missing files, before anything slow."""
     layout, place = LAYOUTS[task.layout], f"{task.title} is read from"
     folder = task.folder or layout.folders[0].format(size=task.size)
+    if task.hub and task.layout not in ON_HUB:
+        raise UserError(f"{task.title}: only {' and '.join(ON_HUB)} can be read from the Hugging Face Hub; omit hub")
     if lra_dir is None:
         if task.hub is None:
             raise UserError(f"lra_dir is not set, and {place} its folder {folder}; set lra_dir, and {layout.fix}")
