@@ -244,7 +244,7 @@ def write(folder: Path, options: dict[str, Any], workers: int) -> dict[str, Any]
                         limits = f"--min_length {options['min_length']} --max_length {options['max_length']}"
                         raise UserError(
                             f"{limits}: {MAX_ATTEMPTS:,} trees in a row were of another length or already in the data, "
-                            f"after {len(seen):,} rows; widen the limits or give fewer --rows"
+                            f"after {len(seen):,} rows; widen the limits or give fewer --rows, and add --overwrite"
                         )
                     output.write(b"%s\t%d\r\n" % (row[0].encode(), row[1]))
                     bar.update()

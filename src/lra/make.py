@@ -35,11 +35,7 @@ def main(argv: list[str]) -> None:
             if record := start(folder, options, generator, args.overwrite):
                 log.info(f"{folder} is finished: nothing to do")
             else:
-                try:
-                    content = generator.write(folder, options, getattr(args, "workers", 1))
-                except UserError:  # the options are impossible, and what was written is of no use
-                    remove(folder, options, generator)
-                    raise
+                content = generator.write(folder, options, getattr(args, "workers", 1))
                 record = {"generated": True, "options": options, **content}
                 write_json(folder / RECORD, {**record, "sha256": generator.digest(folder, options)})
             (folder / STARTED).unlink(missing_ok=True)
@@ -69,7 +65,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--size", type=int, required=True, choices=(32, 128), help="pixels a side; 128 is Path-X")
     add("--images", type=int, required=True, metavar="N", help="the release has 200,000")
     add("--seed", type=int, default=0, metavar="S", help="(default: %(default)s)")
-    add("--workers", type=int, default=1, metavar="N", help="processes; the images do not depend on it")
+    add(
+        "--workers", "--num_workers", type=int, default=1, metavar="N", help="processes; the images do not depend on it"
+    )
     add("--overwrite", action="store_true", help="replace data that is already there")
     return parser.parse_args(argv)
 
