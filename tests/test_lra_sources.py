@@ -214,6 +214,8 @@ def test_imdb_is_read_from_the_hub_without_a_folder(tmp_path):
     assert generated(task("imdb", hub=str(hub)), None) == f"the Hub's {hub}"
     check(task("imdb", hub=str(hub)), None)
     refused("imdb", None, "lra_dir", "cannot read no/such", "aclImdb", hub="no/such")
+    datasets.Dataset.from_dict({"text": ["a"], "label": [2]}).to_parquet(str(hub / "train-00000-of-00001.parquet"))
+    refused("imdb", None, "lra_dir", "other labels than 0 and 1", hub=str(hub))
     refused("listops", None, "only imdb and cifar10", "omit hub", hub="no/such")
 
 
@@ -329,7 +331,7 @@ def test_broken_metadata_is_refused(tmp_path):
     path.write_bytes(b"imgs/0 sample_\xff.png 0 0\n")
     refused("pathfinder", tmp_path, "0.npy", "UTF-8")
     np.save(path, np.array(["imgs/0"]))
-    refused("pathfinder", tmp_path, "0.npy", "not a table")
+    refused("pathfinder", tmp_path, "0.npy, line 1", "0 columns")
     np.save(path, np.array([["imgs/0", "sample_0.png", "0", "1"]]))
     path.write_bytes(path.read_bytes()[:-9])
     refused("pathfinder", tmp_path, "0.npy", "corrupt")

@@ -59,13 +59,11 @@ def check(task: Any, lra_dir: str | None) -> None:
     if task.layout == "pathfinder" and task.size == 128 and inner.is_dir() and Path(lra_dir, folder).is_dir():
         found = f"{Path(lra_dir, folder)} is the broken copy of the release, on which nothing can be learned"
         raise UserError(f"lra_dir: {found}; set lra_dir={inner}, which has the right one")
-    found, files = find(task, lra_dir)
+    _, files = find(task, lra_dir)
     if missing := [path for path in files if not path.exists()]:
         inside = find(task, str(inner))[1]
         fix = f"set lra_dir={inner}" if inside and all(path.exists() for path in inside) else layout.fix
         raise UserError(f"lra_dir: {missing[0]} does not exist, and {place} it; {fix}")
-    if found is None:
-        log.info(f"{task.title}: no {folder} in {lra_dir}; reading {task.hub} from the Hugging Face Hub")
 
 
 def find(task: Any, lra_dir: str | None) -> tuple[Path | None, list[Path]]:
@@ -171,14 +169,11 @@ def _imdb(task: Any, place: Path | None, split: str, counts: Counter) -> Iterato
     if place is None:
         table = _load_hub(task, source)
         labels = np.array(table["label"])
+        if not np.isin(labels, (0, 1)).all():
+            raise UserError(f"lra_dir: {task.hub} has other labels than 0 and 1; {LAYOUTS['imdb'].fix}")
     else:
-        files = [
-            [os.path.join(place, source, name, file) for file in sorted(os.listdir(place / source / name))]
-            for name in ("neg", "pos")
-        ]
-        files = [[file for file in group if file.endswith(".txt")] for group in files]
-        labels = np.repeat([0, 1], [len(group) for group in files])
-        files = files[0] + files[1]
+        classes = [sorted((place / source / name).glob("[!.]*.txt")) for name in ("neg", "pos")]
+        labels, files = np.repeat([0, 1], [*map(len, classes)]), [*classes[0], *classes[1]]
     held_out = np.zeros(len(labels), bool)
     if source == "train" and task.validation == "held_out":
         draw = np.random.RandomState(task.split_seed)  # whose stream NumPy keeps as it is
@@ -226,12 +221,13 @@ def _cifar10(task: Any, place: Path | None, split: str, counts: Counter) -> Iter
     start, end = (len(images) - held_out, len(images)) if split == "validation" else (0, len(images) - held_out)
     for index in range(start, end):
         content, label, name = images[index]
-        pixels = np.asarray(decode(content, name), np.int32)
+        pixels = content if isinstance(content, np.ndarray) else np.asarray(decode(content, name))
         if pixels.shape != (32, 32, 3) or label > 9:
             found = f"{pixels.shape[1]} × {pixels.shape[0]} pixels, label {label}"
             raise UserError(f"{name} is not of CIFAR-10 ({found}); {LAYOUTS['cifar10'].fix}")
         counts["read"] += 1 + pixels.size
-        yield (((pixels @ (299, 587, 114) + 500) // 1000).astype(np.uint8).ravel(),), label
+        red, green, blue = pixels.reshape(-1, 3).T.astype(np.int32)
+        yield (((299 * red + 587 * green + 114 * blue + 500) // 1000).astype(np.uint8),), label
 
 
 def _pathfinder(task: Any, place: Path, split: str, counts: Counter) -> Iterator[Example]:
@@ -271,20 +267,20 @@ def _metadata(place: Path) -> Iterator[tuple[str, int]]:
         content = _content(path)
         try:
             if content.startswith((b"\x93NUMPY", b"\x80")):  # of NumPy, of pickle
-                rows = np.load(path, allow_pickle=False).astype(str).tolist()
+                table = np.load(path, allow_pickle=False).astype(str)
+                rows = table.tolist() if table.ndim == 2 else [[]]
             else:
-                rows = [line.split() for line in content.decode().splitlines()]
+                rows = [line.split() for line in content.decode().rstrip().splitlines()]
         except UnicodeDecodeError:
             raise UserError(f"{path} is not valid UTF-8; {LAYOUTS['pathfinder'].fix}") from None
         except (ValueError, EOFError):
             found = "is corrupt or holds pickled objects, which could run programs and are never loaded"
             raise UserError(f"{path} {found}; save it as lines of text or as an array of strings") from None
         for number, row in enumerate(rows, 1):
-            if row == []:
-                continue
-            if not isinstance(row, list) or len(row) < 4:
-                found = f"{len(row)} columns instead of 4 or more" if isinstance(row, list) else "not a table"
-                raise UserError(f"{path}, line {number}: {found}; fix or remove the row")
+            if len(row) < 4:
+                raise UserError(
+                    f"{path}, line {number}: {len(row)} columns instead of 4 or more; fix or remove the row"
+                )
             if row[3] not in BINARY:
                 raise UserError(f"{path}, line {number}: {LABEL.format(row[3])}")
             yield f"{row[0]}/{row[1]}", BINARY[row[3]]
