@@ -22,9 +22,10 @@ import torch
 from benchmarks import measure, models
 from src import cli
 from src.glue.examples import read_task
-from src.glue.finetune import collator, loader
+from src.glue.finetune import collator
 from src.glue.tasks import GLUE
 from src.glue.tokens import tokenize
+from src.jobs.training import loader
 from src.lion import LionConfig, LionForSequenceClassification
 from src.training import text_model
 

@@ -24,8 +24,9 @@ from benchmarks import measure
 from src import cli
 from src.glue import tokens
 from src.glue.examples import Example, read_task
-from src.glue.finetune import GroupedByLength, collator, loader
+from src.glue.finetune import collator
 from src.glue.tasks import GLUE, FinetuneConfig
+from src.jobs.training import GroupedByLength, loader
 from src.training import text_model
 
 SST2 = {"train": 67_349, "dev": 872}

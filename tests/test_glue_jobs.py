@@ -20,21 +20,22 @@ from composer.core import Precision
 from composer.devices import DeviceCPU
 from conftest import ROOT, assert_one_sentence, environment, run, sentences, snapshot
 from glue_files import OFFICIAL_TEST, write_glue, write_tsv, write_yaml
-from test_glue_scores import reference
+from test_jobs_scores import reference
 
 import glue
 from src.cli import progress
 from src.config import load
-from src.errors import RunFailed, UserError
+from src.errors import UserError
 from src.glue.examples import Data, Example, read_task
 from src.glue.experiment import FinetuneConfig, GlueExperiment
-from src.glue.finetune import GroupedByLength, LionClassifier, build_model, collator, loader, predict, read_start
+from src.glue.finetune import build_model, collator, read_start
 from src.glue.tasks import GLUE
 from src.glue.tokens import tokenize
 from src.jobs import pool, predictions
 from src.jobs.experiment import Job
 from src.jobs.jobs import finished
 from src.jobs.pool import BAR, Running, devices, run_job, show
+from src.jobs.training import Classifier, loader, predict
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ONE = {"epochs": 1, "batch_size": 8, "seeds": [19], "eval_interval": "1ep"}
@@ -63,7 +64,7 @@ def test_padding_to_the_longest_does_not_change_predictions(shared, write_checkp
     start = read_start(load(FinetuneConfig, "glue.py", [str(path)]))
     task = GLUE[name]
     torch.manual_seed(0)
-    model = LionClassifier(build_model(start, task), start.tokenizer, use_logits=True)
+    model = Classifier(build_model(start, task), start.tokenizer, use_logits=True)
     torch.nn.init.normal_(model.model.classifier.weight)
     texts = ["dog", *sentences(8), "a song"]
     examples = [Example((text, texts[i - 1])[: len(task.columns)], float(i % 2)) for i, text in enumerate(texts)]
@@ -76,15 +77,6 @@ def test_padding_to_the_longest_does_not_change_predictions(shared, write_checkp
     torch.testing.assert_close(alone, together, atol=1e-5, rtol=1e-5)
 
 
-def test_non_finite_predictions_fail_the_job():
-    class Diverged(torch.nn.Module):
-        def eval_forward(self, batch: torch.Tensor) -> torch.Tensor:
-            return batch * float("nan")
-
-    with pytest.raises(RunFailed, match="non-finite; set a smaller lr"):
-        predict(Diverged(), [torch.ones(2)], DeviceCPU(), Precision.FP32)
-
-
 def test_a_job_that_cannot_write_reports_it(tmp_path, monkeypatch):
     monkeypatch.setattr(pool.threading, "Thread", Mock())  # which waits for the end of the main process
     (tmp_path / "jobs").write_text("a file, where the folders of jobs should go")
@@ -93,20 +85,6 @@ def test_a_job_that_cannot_write_reports_it(tmp_path, monkeypatch):
         run_job(None, job, "cpu", None, None, "{}", connection)
     (message,) = connection.send.call_args.args
     assert message["reason"].startswith(f"cannot write {job.folder}/log.txt: Not a directory")
-
-
-def test_predictions_use_the_precision_of_evaluation_during_training(monkeypatch):
-    """As Composer's context has it, which changes nothing where there is no GPU."""
-    monkeypatch.setattr(
-        "src.glue.finetune.get_precision_context",
-        lambda precision: torch.autocast("cpu", enabled=precision == Precision.AMP_BF16),
-    )
-
-    class Product(torch.nn.Module):
-        def eval_forward(self, batch: torch.Tensor) -> torch.Tensor:
-            return batch @ batch
-
-    assert predict(Product(), [torch.ones(2, 2)], DeviceCPU(), Precision.AMP_BF16).dtype == torch.bfloat16
 
 
 def test_training_batches_hold_every_example_once_in_an_order_set_by_the_seed(tokenizer):
@@ -121,15 +99,6 @@ def test_training_batches_hold_every_example_once_in_an_order_set_by_the_seed(to
     assert sorted(first) == sorted(second) == list(range(21))
     assert first != second and first != list(range(21))
     assert order(1)[0] == first != order(2)[0]
-
-
-def test_training_batches_group_texts_of_similar_length_in_random_order(tokenizer):
-    order = list(GroupedByLength([1 + i % 97 for i in range(801)], 8, seed=1))
-    assert sorted(order) == list(range(801))
-    batches = [[1 + i % 97 for i in order[at : at + 8]] for at in range(0, 800, 8)]
-    assert sum(max(batch) - min(batch) for batch in batches) / len(batches) < 8  # of 97; about 75 without
-    longest = [max(batch) for batch in batches]
-    assert abs(torch.corrcoef(torch.tensor([longest, list(range(100))]).float())[0, 1]) < 0.3
 
 
 @pytest.fixture(scope="module")

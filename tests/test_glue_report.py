@@ -9,11 +9,11 @@ import torch
 from src.errors import RunFailed, UserError
 from src.glue.examples import Example
 from src.glue.experiment import GlueExperiment, write_submission
-from src.glue.scores import score
 from src.glue.tasks import GLUE, Task, select
 from src.jobs import predictions, report
 from src.jobs.experiment import mean_score
 from src.jobs.predictions import predicted
+from src.jobs.scores import score
 
 PNG = b"\x89PNG\r\n\x1a\n"
 AVERAGE = GlueExperiment.average
@@ -140,7 +140,7 @@ def labels() -> torch.Tensor:
 
 
 def difference_of(folders: list[Path], task: str) -> report.Difference | None:
-    return report.difference(*report.read_runs(folders, "glue.py").values(), task, 500, score)
+    return report.difference(*report.read_runs(folders, "glue.py").values(), task, 500)
 
 
 def test_the_interval_of_an_accuracy_is_the_binomials(tmp_path, labels):

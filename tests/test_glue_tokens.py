@@ -14,8 +14,9 @@ from src.data.tokenizers import load_tokenizer, tokenizer_digest
 from src.glue import tokens
 from src.glue.examples import read_task
 from src.glue.experiment import FinetuneConfig
-from src.glue.finetune import collator, loader
+from src.glue.finetune import collator
 from src.glue.tasks import GLUE
+from src.jobs.training import loader
 
 
 @pytest.fixture(scope="module")

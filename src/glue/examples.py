@@ -12,7 +12,8 @@ from src.cli import log
 from src.data.readers import read_rows
 from src.errors import UserError, first_line, reason
 from src.files import file_digest, sha256
-from src.glue.tasks import HUB, SPLITS, Task, check, class_name
+from src.glue.tasks import HUB, SPLITS, Task
+from src.jobs.tasks import class_name
 
 DIAGNOSTIC = "AX"  # GLUE's diagnostic test set, predicted by the MNLI model
 
@@ -112,7 +113,7 @@ def read_task(task: Task, glue_dir: str | None, with_test: bool = False) -> Data
     (_, _, train_files, _), (rows, classes) = next(iter(found.items()))
     if not task.regression and not task.labels:
         task = replace(task, labels=_find_labels(task, rows, classes))
-        check(task)
+        task.check()
         positive = f"; f1 is computed for {task.labels[1]}" if "f1" in task.metrics else ""
         log.info(f"{task.title}: the labels of the training set are {', '.join(task.labels)}{positive}")
     examples: dict[str, dict[str, list[Example]]] = {kind: {} for kind in SPLITS}

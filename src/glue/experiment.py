@@ -1,16 +1,15 @@
 """Fine-tuning as an experiment, and its files for GLUE's server; the jobs are in finetune.py."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from src.checkpoints.remote import is_remote
-from src.config import to_dict
 from src.errors import UserError
-from src.files import LATEST, file_digest
+from src.files import LATEST
 from src.glue.examples import DIAGNOSTIC, check_sources, digest, read_task
-from src.glue.tasks import FROM_MNLI, GLUE, FinetuneConfig, Task, optimizer_of, select
+from src.glue.tasks import FROM_MNLI, GLUE, FinetuneConfig, Task, select
 from src.jobs import predictions
 from src.jobs.experiment import RESULT_FILE, Average, Experiment, Job, Result, Row
 
@@ -47,30 +46,6 @@ class GlueExperiment(Experiment):
             raise UserError(f"starting_checkpoint_load_path: {path} is not a file or folder; fix its path")
         check_sources(self.tasks, config.glue_dir, config.predict_test)
 
-    def check_sections(self) -> None:
-        from torch import nn
-
-        from src.training import registry
-        from src.training.own_code import import_files
-
-        config = self.config
-        import_files(config.code_paths)
-        registry.build_scheduler(config.scheduler)
-        registry.build_all("algorithms", config.algorithms)
-        registry.build_all("callbacks", config.callbacks)
-        for task in self.tasks:
-            try:
-                registry.build_optimizer(optimizer_of(task), nn.Linear(1, 1))
-            except UserError as error:
-                raise UserError(f"tasks.{task.name}: {error}") from None
-        file = config.loggers.get("file", False)
-        if file is None or isinstance(file, dict):
-            if "{run_name}" not in str((file or {}).get("filename", "{run_name}")):
-                raise UserError("loggers.file.filename must contain {run_name}, so that each job has its own file")
-            # Do not capture the output of this process.
-            file = {**(file or {}), "capture_stdout": False, "capture_stderr": False}
-        registry.build_all("loggers", {**config.loggers, "file": file})
-
     def plan(self, device: str) -> list[Job]:
         from src.glue.finetune import build_model, read_start
 
@@ -82,26 +57,13 @@ class GlueExperiment(Experiment):
 
     def jobs(self, start: dict[str, Any], device: str) -> list[Job]:
         """Return one job per task and seed with all that its result depends on; if that changes, it runs again."""
-        from src.training.trainer import resolve_precision
-
         config = self.config
-        shared = {name: to_dict(config)[name] for name in ("max_seq_len", "scheduler", "algorithms")}
-        # Of our callbacks, the stopper alone changes training; a user's own may.
-        change = {name: given for name, given in config.callbacks.items() if name == "early_stopper" or ":" in name}
-        shared["callbacks"] = {name: given for name, given in change.items() if given is not False}
-        if config.code_paths:
-            shared["code"] = [file_digest(Path(path)) for path in config.code_paths]
         digests = {task.name: digest(task, config.glue_dir, config.predict_test) for task in self.tasks}
         self.test_data = {name: data.pop("test", None) for name, data in digests.items()}
 
         def job(task: Task, seed: int, after: Job | None = None) -> Job:
-            omitted = ("title", "seeds", "files", "hub", "precision")
-            hyperparameters = {name: value for name, value in asdict(task).items() if name not in omitted}
-            precision = resolve_precision(task.precision or config.precision, device)
-            settings = {**shared, "precision": precision, "task": hyperparameters, "seed": seed}
-            settings |= {"data": digests[task.name], "start": after.settings if after else start}
-            folder = self.folder / "jobs" / "-".join(filter(None, (task.name, task.variant, str(seed))))
-            return Job(task, seed, folder, json.loads(json.dumps(settings)), after)  # with the types that JSON keeps
+            depends = {"data": digests[task.name], "start": after.settings if after else start}
+            return self.job(task, seed, device, after, max_seq_len=config.max_seq_len, **depends)
 
         mnli = next((job(t, t.seeds[0]) for t in self.tasks if t.name == "mnli" and config.mnli_first), None)
         return [job(task, seed, mnli if task.name in FROM_MNLI else None) for task in self.tasks for seed in task.seeds]
@@ -142,12 +104,6 @@ class GlueExperiment(Experiment):
     def finish(self, rows: list[Row]) -> None:
         if self.config.predict_test and rows:
             print(write_submission(rows, self.folder))
-
-    @staticmethod
-    def score(*arguments: Any) -> dict[str, float]:
-        from src.glue.scores import score
-
-        return score(*arguments)
 
 
 def write_submission(rows: list[Row], run: Path) -> str:

@@ -46,6 +46,10 @@ class Tokens(Dataset):
         self.labels, self.characters, self.ends = tensors.get("labels"), tensors["characters"], tensors["ends"]
         self.columns = {name: tensors[name] for name in tensors if name not in ("labels", "characters", "ends")}
 
+    @property
+    def lengths(self) -> list[int]:
+        return self.characters.tolist()
+
     def __len__(self) -> int:
         return len(self.characters)
 

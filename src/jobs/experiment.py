@@ -2,11 +2,16 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any, ClassVar
+
+from src.config import to_dict
+from src.errors import UserError
+from src.files import file_digest
+from src.jobs.tasks import Task, optimizer_of
 
 RESULT_FILE, LOG_FILE = "result.json", "log.txt"
 Result = dict[str, Any]  # of a job
@@ -17,7 +22,7 @@ Row = dict[str, Any]  # of a report: the scores of a task
 class Job:
     """A training run of one task with one seed, in its own folder."""
 
-    task: Any  # with name, title, seeds, and variant: the values that a search gives it, or ""
+    task: Task
     seed: int
     folder: Path
     settings: dict[str, Any]  # everything that its result depends on, in JSON types
@@ -50,8 +55,8 @@ class Average:
 
 
 class Experiment(ABC):
-    """Many short runs from one config with save_folder, base_run_name, device, parallel, rerun and progress_bar. Each
-    job's process gets a pickled copy. The module must not import torch: `check_paths` must report errors quickly."""
+    """Many short runs from one config, a JobsConfig. Each job's process gets a pickled copy. The module must not import
+    torch: `check_paths` must report errors quickly."""
 
     command: ClassVar[str]  # the script, for messages
     example: ClassVar[str]  # its arguments, for --help
@@ -59,6 +64,7 @@ class Experiment(ABC):
     preload: ClassVar[str]  # the module with the imports that every job needs
     average: ClassVar[Average]
     start_name = "random weights"  # what the jobs start from; `plan` may set it
+    tasks: Sequence[Task] = ()  # to run; `check_paths` sets them
 
     def __init__(self, config: Any):
         self.config, self.folder = config, Path(config.save_folder)
@@ -67,13 +73,52 @@ class Experiment(ABC):
     def check_paths(self) -> None:
         """Raise UserError for an invalid config or path, before any import that takes seconds."""
 
-    def check_sections(self) -> None:  # noqa: B027
+    def check_sections(self) -> None:
         """Raise UserError for a mistake in the config that takes imports of seconds to find; for `plan`, and a dry
         run."""
+        from torch import nn
+
+        from src.training import registry
+        from src.training.own_code import import_files
+
+        config = self.config
+        import_files(config.code_paths)
+        registry.build_scheduler(config.scheduler)
+        registry.build_all("algorithms", config.algorithms)
+        registry.build_all("callbacks", config.callbacks)
+        for task in self.tasks:
+            try:
+                registry.build_optimizer(optimizer_of(task), nn.Linear(1, 1))
+            except UserError as error:
+                raise UserError(f"tasks.{task.name}: {error}") from None
+        file = config.loggers.get("file", False)
+        if file is None or isinstance(file, dict):
+            if "{run_name}" not in str((file or {}).get("filename", "{run_name}")):
+                raise UserError("loggers.file.filename must contain {run_name}, so that each job has its own file")
+            # Do not capture the output of this process.
+            file = {**(file or {}), "capture_stdout": False, "capture_stderr": False}
+        registry.build_all("loggers", {**config.loggers, "file": file})
 
     @abstractmethod
     def plan(self, device: str) -> list[Job]:
         """Return all jobs for a device, gpu or cpu. Raises UserError for anything that would make a job fail."""
+
+    def job(self, task: Task, seed: int, device: str, after: Job | None = None, **settings: Any) -> Job:
+        """Return a job with all that its result depends on, so that it runs again if that changes: what shapes any
+        training, and `settings`, what the command adds."""
+        from src.training.trainer import resolve_precision
+
+        given = to_dict(self.config)
+        shared = {name: given[name] for name in ("scheduler", "algorithms")}
+        # Of our callbacks, the stopper alone changes training; a user's own may.
+        change = {name: each for name, each in given["callbacks"].items() if name == "early_stopper" or ":" in name}
+        shared["callbacks"] = {name: each for name, each in change.items() if each is not False}
+        if self.config.code_paths:
+            shared["code"] = [file_digest(Path(path)) for path in self.config.code_paths]
+        precision = resolve_precision(task.precision or self.config.precision, device)
+        settings = {**shared, "precision": precision, "task": task.settings(), "seed": seed, **settings}
+        folder = self.folder / "jobs" / "-".join(filter(None, (task.name, task.variant, str(seed))))
+        return Job(task, seed, folder, json.loads(json.dumps(settings)), after)  # with the types that JSON keeps
 
     @abstractmethod
     def cost(self, job: Job) -> int:
@@ -95,11 +140,6 @@ class Experiment(ABC):
 
     def finish(self, rows: list[Row]) -> None:  # noqa: B027
         """Write and print what needs the results of all jobs."""
-
-    @staticmethod
-    @abstractmethod
-    def score(metrics: tuple[str, ...], predictions: Any, labels: Any, classes: int) -> dict[str, float]:
-        """Compute metrics of predictions, (examples,): class indices, or regression values."""
 
 
 def mean_score(scores: Iterable[Mapping[str, float]]) -> float:

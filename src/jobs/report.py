@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean, stdev
@@ -155,7 +155,7 @@ def main(experiment: type[Experiment], argv: list[str]) -> None:
     if others:
         pairs = [(task, name, run) for task in base.rows for name, run in others if task in run.rows]
         for task, name, run in progress(pairs, desc="bootstrap"):
-            differences[name][task] = difference(base, run, task, resamples, experiment.score)
+            differences[name][task] = difference(base, run, task, resamples)
         parts = [table(runs, differences, average), COMPARED.format(first=first, resamples=resamples)]
         if any(row["variant"] for run in runs.values() for row in run.rows.values()):
             parts.append("\\* Picked by a search on these examples, so its score and its gain are biased upwards.")
@@ -196,9 +196,11 @@ def read_runs(folders: list[Path], script: str) -> dict[str, Run]:
     return runs
 
 
-def difference(first: Run, second: Run, task: str, resamples: int, score: Callable[..., dict]) -> Difference | None:
+def difference(first: Run, second: Run, task: str, resamples: int) -> Difference | None:
     """Return how much better the second run is at a task, by a paired bootstrap; None if they differ in examples."""
     import torch
+
+    from src.jobs.scores import score
 
     row, other = first.rows[task], second.rows[task]
     ours, theirs = read_splits(first.folder, row), read_splits(second.folder, other)

@@ -7,11 +7,11 @@ import scipy.stats
 import sklearn.metrics
 import torch
 
-from src.glue import tasks
-from src.glue.scores import CORRELATIONS, METRICS, TaskScore, score
 from src.glue.tasks import GLUE
+from src.jobs import tasks
 from src.jobs.experiment import mean_score
 from src.jobs.predictions import predicted
+from src.jobs.scores import CORRELATIONS, METRICS, TaskScore, at_chance, score
 
 
 def reference(metric: str, guesses, labels) -> float:
@@ -85,3 +85,7 @@ def test_evaluation_in_batches_scores_the_whole_set_at_once(name):
         for rows in torch.arange(200).split(48):
             running.update(outputs[rows], labels[rows])
         assert float(running.compute()) == pytest.approx(reference(metric, guesses, labels), abs=1e-6)
+
+
+def test_chance_is_two_standard_errors_above_the_majority_class():
+    assert at_chance(0.4, 0.5, 400) and at_chance(0.549, 0.5, 400) and not at_chance(0.551, 0.5, 400)

@@ -7,8 +7,8 @@ from torchmetrics import Metric
 from torchmetrics.functional import classification as f
 from torchmetrics.utilities import dim_zero_cat
 
-from src.glue.tasks import Task
 from src.jobs.predictions import predicted
+from src.jobs.tasks import Task
 
 # Functions of (predictions, labels, classes); predictions and labels are class indices or values, both (examples,).
 METRICS = {
@@ -30,6 +30,11 @@ def score(metrics: tuple[str, ...], predictions: Tensor, labels: Tensor, classes
     constant = any((values == values[0]).all() for values in (predictions, labels))
     zero = CORRELATIONS if constant else ()
     return {m: 0.0 if m in zero else float(METRICS[m](predictions, labels, classes)) for m in metrics}
+
+
+def at_chance(accuracy: float, majority: float, examples: int) -> bool:
+    """Return whether an accuracy is at most two standard errors above that of the majority class."""
+    return accuracy <= majority + 2 * (majority * (1 - majority) / examples) ** 0.5
 
 
 class TaskScore(Metric):

@@ -1,0 +1,118 @@
+"""Training of one job, whatever its task."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from composer import Callback
+from composer.core import Precision
+from composer.devices import DeviceCPU
+from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
+from transformers import PretrainedConfig
+
+from src.errors import RunFailed
+from src.files import METRICS, read_json_lines
+from src.jobs import predictions
+from src.jobs.config import JobsConfig
+from src.jobs.experiment import Experiment
+from src.jobs.tasks import Suite, Task
+from src.jobs.training import Classifier, GroupedByLength, Split, loader, predict, train
+
+
+class Signs(Dataset):
+    """Numbers to classify by their sign."""
+
+    def __init__(self, count: int, seed: int):
+        self.numbers = torch.randn(count, generator=torch.Generator().manual_seed(seed))
+        self.labels, self.lengths = (self.numbers > 0).long(), [1] * count
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return {"numbers": self.numbers[number, None], "labels": self.labels[number]}
+
+
+class Linear(nn.Module):
+    """A model that is not the encoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.config, self.linear = PretrainedConfig(), nn.Linear(1, 2)
+
+    def forward(self, numbers: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.linear(numbers)
+        loss = {} if labels is None else {"loss": nn.functional.cross_entropy(logits, labels)}
+        return loss | {"logits": logits}
+
+
+def train_signs(folder, model: nn.Module, **options) -> dict:
+    (task,) = Suite("Signs", "one", {"signs": Task("signs", "Signs", ("accuracy",), ("-", "+"), 2)}).select([], {}, 1)
+    config = JobsConfig(scheduler={"name": "constant"}, save_folder=str(folder), base_run_name="signs")
+    job = Experiment.job(SimpleNamespace(config=config, folder=folder), task, 1, "cpu", data="of signs")
+    assert job.settings["data"] == "of signs" and job.settings["task"].keys() == task.settings().keys()
+    job.folder.mkdir(parents=True)
+
+    def split(count: int, seed: int, shuffle_seed: int | None = None) -> Split:
+        signs = Signs(count, seed)
+        return Split(loader(signs, default_collate, 16, 0, shuffle_seed), signs.labels, range(count), str(seed))
+
+    splits = split(400, 1, job.seed), {"validation": split(100, 2)}, {"test": split(50, 3)}
+    build_model = partial(Classifier, model, None, use_logits=True)
+    return train(config, job, "cpu", Callback(), build_model, *splits, **options)
+
+
+def test_any_model_is_trained_and_scored_on_another_split_than_it_is_selected_by(tmp_path):
+    def groups(model: nn.Module) -> torch.optim.Optimizer:
+        linear = model.model.linear
+        return torch.optim.SGD([{"params": [linear.weight]}, {"params": [linear.bias], "lr": 0.0}], 0.5)
+
+    before = (model := Linear()).linear.bias.clone()
+    result = train_signs(tmp_path, model, build_optimizer=groups, microbatch_size=8)
+    assert torch.equal(model.linear.bias, before)
+    assert result["scores"].keys() == result["test_texts"].keys() == {"test"}
+    guesses, labels = predictions.read_tensors(tmp_path / "jobs/signs-1", "test", result["labels"])
+    assert result["score"] == pytest.approx((guesses == labels).double().mean().item()) and result["score"] > 0.8
+    assert result["majority"] <= 0.6 and not result["at_chance"]
+    *_, last = [line["eval"] for line in read_json_lines(tmp_path / "jobs/signs-1" / METRICS) if "eval" in line]
+    assert last == {"validation/accuracy": pytest.approx(result["selection"])}
+
+
+def test_a_model_that_has_learned_nothing_is_at_chance(tmp_path):
+    nn.init.zeros_((model := Linear()).linear.weight)
+    result = train_signs(tmp_path, model, build_optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.0))
+    assert result["at_chance"] and 0.4 <= result["score"] <= 0.6
+
+
+def test_non_finite_predictions_fail_the_job():
+    class Diverged(torch.nn.Module):
+        def eval_forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return batch * float("nan")
+
+    with pytest.raises(RunFailed, match="non-finite; set a smaller lr"):
+        predict(Diverged(), [torch.ones(2)], DeviceCPU(), Precision.FP32)
+
+
+def test_predictions_use_the_precision_of_evaluation_during_training(monkeypatch):
+    """As Composer's context has it, which changes nothing where there is no GPU."""
+    monkeypatch.setattr(
+        "src.jobs.training.get_precision_context",
+        lambda precision: torch.autocast("cpu", enabled=precision == Precision.AMP_BF16),
+    )
+
+    class Product(torch.nn.Module):
+        def eval_forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return batch @ batch
+
+    assert predict(Product(), [torch.ones(2, 2)], DeviceCPU(), Precision.AMP_BF16).dtype == torch.bfloat16
+
+
+def test_training_batches_group_texts_of_similar_length_in_random_order(tokenizer):
+    order = list(GroupedByLength([1 + i % 97 for i in range(801)], 8, seed=1))
+    assert sorted(order) == list(range(801))
+    batches = [[1 + i % 97 for i in order[at : at + 8]] for at in range(0, 800, 8)]
+    assert sum(max(batch) - min(batch) for batch in batches) / len(batches) < 8  # of 97; about 75 without
+    longest = [max(batch) for batch in batches]
+    assert abs(torch.corrcoef(torch.tensor([longest, list(range(100))]).float())[0, 1]) < 0.3
