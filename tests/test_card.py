@@ -166,7 +166,7 @@ def test_a_checkpoint_without_times_or_tokenizer_has_a_card(checkpoint):
 def test_glue_scores_are_in_table_and_metadata(checkpoint, tmp_path):
     results = [{**RESULT, "seed": seed, "score": score} for seed, score in ((19, 0.625), (717, 0.6875))]
     own = {**RESULT, "task": "word_order", "title": "WordOrder", "metrics": ["matthews"], "score": 0.5}
-    write_report([*results, own], GlueExperiment.average, tmp_path, "tiny-glue")
+    write_report([*results, own], GlueExperiment.averages, tmp_path, "tiny-glue")
     for path in (tmp_path, tmp_path / "report.json"):
         card = model_card(checkpoint, "my-model", read_scores(path))
         assert re.search(r"\| RTE +\| accuracy +\| 65\.62 +\| +2 \|", card), card
@@ -178,7 +178,7 @@ def test_glue_scores_are_in_table_and_metadata(checkpoint, tmp_path):
 
 
 def test_scores_name_failed_seeds_and_non_glue_examples(checkpoint, tmp_path):
-    write_report([{**RESULT, "of": 5, "glue": False}], GlueExperiment.average, tmp_path, "tiny-glue")
+    write_report([{**RESULT, "of": 5, "glue": False}], GlueExperiment.averages, tmp_path, "tiny-glue")
     card = model_card(checkpoint, "my-model", read_scores(tmp_path))
     assert re.search(r"\| RTE +\| accuracy +\| 62\.50 +\| +1 of 5 seeds \|", card), card
     assert "nyu-mll/glue" not in card

@@ -11,12 +11,13 @@ from src.glue.examples import Example
 from src.glue.experiment import GlueExperiment, write_submission
 from src.glue.tasks import GLUE, Task, select
 from src.jobs import predictions, report
-from src.jobs.experiment import mean_score
+from src.jobs.experiment import Average, mean_score
 from src.jobs.predictions import predicted
 from src.jobs.scores import score
 
 PNG = b"\x89PNG\r\n\x1a\n"
-AVERAGE = GlueExperiment.average
+AVERAGES = GlueExperiment.averages
+(AVERAGE,) = AVERAGES
 
 
 def compare_command(*arguments: object) -> None:
@@ -24,7 +25,7 @@ def compare_command(*arguments: object) -> None:
 
 
 def summarize(results: list[dict]) -> list[dict]:
-    return report.summarize(results, AVERAGE)
+    return report.summarize(results, AVERAGES)
 
 
 def write_predictions(path: Path, task: Task, logits: torch.Tensor, examples: list[Example]) -> None:
@@ -43,17 +44,17 @@ def test_the_report_has_mean_and_deviation_over_seeds_and_averages_only_all_eigh
     assert (rte["mean"], rte["std"]) == pytest.approx((0.6, 0.02**0.5))
     assert rte["seeds"] == {"1": 0.5, "2": 0.7}
     assert AVERAGE.of(rows) == pytest.approx((7 * 0.8 + 0.6) / 8)
-    assert "GLUE average: 77.50" in report.text(rows, AVERAGE)
-    assert "60.00 ± 14.14" in report.text(rows, AVERAGE)
+    assert "GLUE average: 77.50" in report.text(rows, AVERAGES)
+    assert "60.00 ± 14.14" in report.text(rows, AVERAGES)
     assert AVERAGE.of(rows[:-1]) is None
-    assert "not computed, lacks RTE" in report.text(rows[:-1], AVERAGE)
+    assert "not computed, lacks RTE" in report.text(rows[:-1], AVERAGES)
 
 
 def test_results_on_other_data_are_not_in_the_glue_average():
     rows = summarize([{**result(name, 1, 0.8), "glue": name != "rte"} for name in GLUE])
     assert AVERAGE.of(rows) is None
-    assert "GLUE average: not computed, lacks RTE" in report.text(rows, AVERAGE)
-    assert "GLUE" not in report.text(rows[1:2], AVERAGE)  # an RTE of one's own
+    assert "GLUE average: not computed, lacks RTE" in report.text(rows, AVERAGES)
+    assert "GLUE" not in report.text(rows[1:2], AVERAGES)  # an RTE of one's own
 
 
 def test_a_mean_over_too_few_seeds_is_marked_and_cannot_win_a_search():
@@ -67,11 +68,11 @@ def test_a_mean_over_too_few_seeds_is_marked_and_cannot_win_a_search():
     rows = summarize(results)
     assert rows[0]["variant"] == "lr=3e-05"
     assert report.spread(rows[0]) == "60.00 ± 14.14 (2 of 3 seeds)" and report.spread(rows[1]) == "80.00"
-    text = report.text(rows, AVERAGE)
+    text = report.text(rows, AVERAGES)
     assert "90.00 (1 of 3 seeds)" in text
     assert "GLUE average: 77.50 (RTE: 2 of 3 seeds)" in text
     compared = report.table(
-        {"a": report.Run(Path("a"), {"tasks": rows}, {row["task"]: row for row in rows})}, {}, AVERAGE
+        {"a": report.Run(Path("a"), {"tasks": rows}, {row["task"]: row for row in rows})}, {}, AVERAGES
     )
     assert " 60.00 ± 14.14 (2 of 3 seeds)* |" in compared and " 77.50 (RTE: 2 of 3 seeds) |" in compared
 
@@ -84,13 +85,49 @@ def test_a_search_reports_all_candidates_and_marks_the_best_as_picked():
     (row,) = summarize(results)
     assert (row["variant"], row["mean"], row["seeds"]) == ("lr=3e-05", 0.75, {"0": 0.75, "1": 0.75})
     assert [candidate["mean"] for candidate in row["candidates"]] == pytest.approx([0.7, 0.75])
-    text = report.text([row], AVERAGE)
+    text = report.text([row], AVERAGES)
     assert "| RTE* " in text and "lr=3e-05, picked" in text and "lr=1e-05 " in text
     assert "on the validation set itself" in text
 
 
+def test_candidates_are_compared_on_the_validation_set_if_scores_are_of_another():
+    given = {"lr=1e-05": (0.6, 0.9), "lr=3e-05": (0.7, 0.8)}
+    results = [{**result("rte", 1, score, variant), "selection": s} for variant, (score, s) in given.items()]
+    (row,) = summarize(results)
+    assert (row["variant"], row["mean"], row["selection"]) == ("lr=1e-05", 0.6, {"1": 0.9})
+    text = report.text([row], AVERAGES)
+    assert "on the validation set.\n" in text and "biased" not in text
+    assert "lr=1e-05, picked |      90.00 | 60.00" in text
+    del results[1]["selection"]  # of an earlier version
+    (row,) = summarize(results)
+    assert row["variant"] == "lr=3e-05" and "biased" in report.text([row], AVERAGES)
+
+
+def test_a_run_has_several_averages_which_name_tasks_at_chance():
+    averages = Average("all", "All", {"rte": "RTE", "cola": "CoLA"}), Average("few", "Without CoLA", {"rte": "RTE"})
+    results = [result("rte", seed, 0.5 + seed / 10) | {"at_chance": seed == 0} for seed in range(3)]
+    results += [result("cola", seed, 0.4) | {"at_chance": True} for seed in range(2)]
+    rows = report.summarize(results, averages)
+    assert [average.of(rows) for average in averages] == pytest.approx([0.5, 0.6])
+    text = report.text(rows, averages)
+    assert "All: 50.00 (RTE: 1 of 3 seeds at chance, CoLA at chance)" in text
+    assert "Without CoLA: 60.00 (RTE: 1 of 3 seeds at chance)" in text
+    assert "50.00 (chance), 60.00, 70.00 |" in text
+    assert "At chance, no better than the majority class: RTE, seed 0; CoLA, seeds 0 and 1." in text
+    assert report.remarks({"a": rows, "b": []})[0].endswith("RTE of a, seed 0; CoLA of a, seeds 0 and 1.")
+
+
+def test_notes_are_in_the_report_once_with_their_tasks():
+    rows = summarize(
+        [result(task, seed, 0.5) | {"notes": ["generated, seed 0"]} for task in ("rte", "cola") for seed in (1, 2)]
+    )
+    assert report.text(rows, AVERAGES).endswith("\n\nNotes:\n- RTE, CoLA: generated, seed 0")
+    other = summarize([result("rte", 1, 0.5)])
+    assert report.remarks({"a": rows, "b": other}) == ["Notes:\n- RTE of a, CoLA: generated, seed 0"]
+
+
 def test_failed_jobs_are_in_the_report(tmp_path):
-    report.write([result("rte", 1, 0.5)], AVERAGE, tmp_path, "run", ["RTE seed 2: out of memory"])
+    report.write([result("rte", 1, 0.5)], AVERAGES, tmp_path, "run", ["RTE seed 2: out of memory"])
     for name in ("report.md", "report.json"):
         assert "RTE seed 2: out of memory" in (tmp_path / name).read_text()
     assert (tmp_path / "report.png").read_bytes().startswith(PNG)
@@ -99,7 +136,7 @@ def test_failed_jobs_are_in_the_report(tmp_path):
 def test_a_full_disk_is_reported(tmp_path):
     (tmp_path / "report.json.unfinished").symlink_to("/dev/full")
     with pytest.raises(RunFailed, match=r"cannot write to .*No space left on device\); free space there"):
-        report.write([], AVERAGE, tmp_path, "run")
+        report.write([], AVERAGES, tmp_path, "run")
 
 
 # Several runs
@@ -124,7 +161,7 @@ def write_run(folder: Path, task: str, seeds: dict[int, torch.Tensor], labels: t
         lines = [{"logits": row, "label": label} for row, label in zip(logits.tolist(), labels.float().tolist())]
         (place / predictions.file_name(split)).write_text("".join(json.dumps(line) + "\n" for line in lines))
         results.append(written)
-    report.write(results, AVERAGE, folder, folder.name, failed)
+    report.write(results, AVERAGES, folder, folder.name, failed)
     return folder
 
 

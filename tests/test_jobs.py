@@ -19,8 +19,12 @@ def experiment(folder, **changes) -> ToyExperiment:
 def test_an_experiment_runs_resumes_reports_and_is_compared(tmp_path, capsys, caplog):
     jobs.run(experiment(tmp_path / "a"))
     out = capsys.readouterr().out
-    assert "Toy average: 50.00" in out and "| Odd " in out  # seed 1 is always right, seed 2 always wrong
-    assert json.loads((tmp_path / "a/report.json").read_text())["toy"] == 0.5
+    assert "Toy average: 50.00 (Odd: 1 of 2 seeds at chance, " in out and "| Odd " in out  # seed 2 is always wrong
+    assert "Toy average without Even: 50.00 (Odd: " in out and "| 100.00, 0.00 (chance) |" in out
+    assert "At chance, no better than the majority class: Odd, seed 2; Even, seed 2." in out
+    assert "- Odd, Even: 10 numbers" in out
+    written = json.loads((tmp_path / "a/report.json").read_text())
+    assert written["toy"] == written["toy_odd"] == 0.5
     with caplog.at_level("INFO", logger="lion"):
         jobs.run(experiment(tmp_path / "a"))
     assert caplog.text.count("done earlier") == 4 and capsys.readouterr().out == out

@@ -4,14 +4,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from src.errors import UserError
-from src.jobs import predictions
+from src.jobs import predictions, scores
 from src.jobs.experiment import Average, Experiment, Job, Result
 
 
 class ToyExperiment(Experiment):
     command = "toy.py"
     preload = "src.jobs.predictions"
-    average = Average("toy", "Toy average", {"odd": "Odd", "even": "Even"})
+    averages = (
+        Average("toy", "Toy average", {"odd": "Odd", "even": "Even"}),
+        Average("toy_odd", "Toy average without Even", {"odd": "Odd"}),
+    )
 
     def check_paths(self) -> None:
         pass
@@ -19,7 +22,7 @@ class ToyExperiment(Experiment):
     def plan(self, device: str) -> list[Job]:
         tasks = [
             SimpleNamespace(name=name, title=title, variant="", seeds=(1, 2))
-            for name, title in self.average.tasks.items()
+            for name, title in self.averages[0].tasks.items()
         ]
         return [
             Job(task, seed, self.folder / "jobs" / f"{task.name}-{seed}", {"seed": seed, "size": self.config.size})
@@ -38,7 +41,7 @@ class ToyExperiment(Experiment):
         labels = [float(number % 2) for number in range(self.config.size)]
         logits = torch.nn.functional.one_hot(torch.tensor(labels).long(), 2).float().roll(job.seed - 1, 0)
         predictions.write(job.folder / "predictions-dev.jsonl", logits, ("even", "odd"), list(enumerate(labels)))
-        scores = {"dev": self.score(("accuracy",), predictions.predicted(logits), torch.tensor(labels), 2)}
+        score = scores.score(("accuracy",), predictions.predicted(logits), torch.tensor(labels), 2)
         return {
             "task": job.task.name,
             "title": job.task.title,
@@ -47,15 +50,12 @@ class ToyExperiment(Experiment):
             "folder": job.folder.name,
             "metrics": ["accuracy"],
             "labels": ["even", "odd"],
-            "scores": scores,
-            "score": scores["dev"]["accuracy"],
+            "scores": {"dev": score},
+            "score": score["accuracy"],
             "majority": 0.5,
-            "toy": True,
+            "at_chance": scores.at_chance(score["accuracy"], 0.5, len(labels)),
+            "notes": [f"{self.config.size} numbers"],
         }
 
     def files(self, job: Job, result: Result) -> list[str]:
         return ["predictions-dev.jsonl"]
-
-    @staticmethod
-    def score(metrics, predictions, labels, classes) -> dict[str, float]:
-        return {"accuracy": float((predictions == labels).float().mean())}

@@ -26,7 +26,7 @@ class GlueExperiment(Experiment):
     example = "yamls/finetune-glue/lion-s-base.yaml tasks_to_run=[sst2,rte]"
     schema = FinetuneConfig
     preload = "src.glue.finetune"
-    average = Average("glue", "GLUE average", {task.name: task.title for task in GLUE.values()})
+    averages = (Average("glue", "GLUE average", {task.name: task.title for task in GLUE.values()}),)
 
     def check_paths(self) -> None:
         config = self.config

@@ -62,7 +62,8 @@ class Experiment(ABC):
     example: ClassVar[str]  # its arguments, for --help
     schema: ClassVar[type]  # of the config
     preload: ClassVar[str]  # the module with the imports that every job needs
-    average: ClassVar[Average]
+    averages: ClassVar[tuple[Average, ...]]
+    scored_on: ClassVar[str] = "validation"  # which examples the scores are of
     start_name = "random weights"  # what the jobs start from; `plan` may set it
     tasks: Sequence[Task] = ()  # to run; `check_paths` sets them
 
@@ -128,7 +129,8 @@ class Experiment(ABC):
     def run(self, job: Job, device: str, steps: Any) -> Result:
         """Train, score and write predictions, in the job's process; `steps` is a pool.StepReporter. Return task, title,
         variant, seed, folder (its name), metrics, score and majority (of the job and of the majority class, 0 to 1),
-        scores (split → metric → value), labels (classes; empty for a regression), the average's key, and more."""
+        scores (split → metric → value), labels (classes; empty for a regression), each average's key, and more, such
+        as `notes`, a list of sentences for the report. training.train returns all but averages and notes."""
 
     @abstractmethod
     def files(self, job: Job, result: Result) -> list[str] | None:

@@ -35,7 +35,7 @@ def run(experiment: Experiment) -> None:
     """Run every job without a valid result, report all, and exit with status 1 if one failed. Raises UserError."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError(f"start {experiment.command} with python, not a launcher; parallel=true runs one job per GPU")
-    config, folder, average = experiment.config, experiment.folder, experiment.average
+    config, folder, averages = experiment.config, experiment.folder, experiment.averages
     start_log(config.log_level)
     check_writable("save_folder", folder)
     experiment.check_paths()
@@ -64,8 +64,8 @@ def run(experiment: Experiment) -> None:
             done |= {job.folder: job.read_result() for job in todo if job.folder not in failed}
         results = [{**done[job.folder], "of": len(job.task.seeds)} for job in jobs if job.folder in done]
         failures = list(failed.values())
-        rows = report.write(results, average, folder, config.base_run_name, failures)
-    print(f"\n{report.text(rows, average, failures)}\n")
+        rows = report.write(results, averages, folder, config.base_run_name, failures)
+    print(f"\n{report.text(rows, averages, failures)}\n")
     print(f"report       {folder / 'report.md'}, report.json, report.png\npredictions  {folder / 'jobs'}")
     with report.writing(folder):
         experiment.finish(rows)
