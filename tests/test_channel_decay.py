@@ -102,6 +102,7 @@ def test_decays_per_direction_have_the_outputs_and_gradients_of_the_definition(f
 @pytest.mark.parametrize("decay", ["head", "token"])
 def test_sizes_of_chunks_and_blocks_change_nothing(decay, chunk_size, entries, monkeypatch):
     monkeypatch.setitem(channel_decay.ENTRIES, "cpu", entries)
+    monkeypatch.setitem(channel_decay.LARGEST, "cpu", 64)
     case = (decay, 150, 2, 3, "holes")
     inputs, mask = draw(*case)
     actual = outputs_and_gradients(linear_attention, inputs, mask=mask, form="chunkwise", chunk_size=chunk_size)

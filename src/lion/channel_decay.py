@@ -25,7 +25,8 @@ from .linear_attention_forms import LOG_ZERO, LOG_ZERO_OF_FACTOR, sequence_start
 from .two_sided_attention import SegmentStates, zero_masked
 
 SMALLEST = 4  # tokens of the blocks whose weights are computed one by one, with an exponential per channel
-LARGEST = 64  # tokens per chunk beyond which states cost less than the matrix
+# Tokens per chunk. A CPU computes least in small chunks; a GPU would wait for the states to pass through many.
+LARGEST = {"cpu": 16, "cuda": 64}
 ENTRIES = {"cpu": 2**20, "cuda": 2**26}  # of the matrices of the texts that are processed at a time
 
 
@@ -78,7 +79,7 @@ def attend_by_channel(
             return _recurrent(*given, causal)
         size = _power_of_two(q.shape[2])
         if form == "chunkwise":
-            size = min(size, LARGEST, 1 << chunk_size.bit_length() - 1)
+            size = min(size, LARGEST["cpu" if q.is_cpu else "cuda"], 1 << chunk_size.bit_length() - 1)
         compute = _chunkwise if torch.compiler.is_compiling() or dropout_p else _InBlocks.apply
         return compute(*given, causal, size, dropout_p)
 
