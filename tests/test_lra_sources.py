@@ -13,7 +13,8 @@ from conftest import DATA, needs_reference
 from PIL import Image
 
 from src.errors import UserError
-from src.lra.sources import SPLITS, amount, check, generated, read, stamps
+from src.lra import make
+from src.lra.sources import RECORD, SPLITS, STARTED, amount, check, generated, read, stamps
 
 LRA = DATA / "lra"
 CONTOUR = "pathfinder32/curv_contour_length_14"
@@ -391,10 +392,20 @@ def test_stamps_change_with_the_files_and_tell_how_much_is_read(tmp_path):
 def test_generated_files_are_named_so(tmp_path):
     root = str(write_pathfinder(write_listops(tmp_path)))
     assert generated(task("listops"), root) is generated(task("pathfinder"), root) is None
-    (tmp_path / "listops-1000/generated.json").write_text(json.dumps({"seed": 3}))
-    (tmp_path / "pathfinder32/generated.json").write_text("{")
+    (tmp_path / "listops-1000" / RECORD).write_text(json.dumps({"seed": 3}))
+    (tmp_path / "pathfinder32" / RECORD).write_text("{")
     assert generated(task("listops"), root) == "generated, seed 3"
     assert generated(task("pathfinder"), root) == "generated, seed unknown"
+
+
+def test_what_the_generator_writes_is_read_once_it_is_finished(tmp_path):
+    options = ["--rows", "20", "5", "5", "--min_length", "5", "--max_length", "20", "--seed", "4"]
+    make.main(["listops", "--out", str(tmp_path), *options])
+    assert generated(task("listops"), str(tmp_path)) == "generated, seed 4"
+    assert [len(examples("listops", tmp_path, split)) for split in SPLITS] == [20, 5, 5]
+    assert (RECORD, STARTED) == (make.RECORD, make.STARTED)
+    (tmp_path / "listops-1000" / RECORD).rename(tmp_path / "listops-1000" / STARTED)
+    refused("listops", tmp_path, "lra_dir", "not generated to its end", "python lra.py make")
 
 
 @needs_reference

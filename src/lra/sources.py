@@ -20,6 +20,7 @@ from src.errors import UserError, first_line, reason
 from src.lra.listops import VOCABULARY
 
 SPLITS = ("train", "validation", "test")
+RECORD, STARTED = "generated.json", ".options.json"  # of lra.py make: in finished and in unfinished data
 ON_HUB = ("imdb", "cifar10")
 BINARY = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}
 LABEL = "the label {!r} must be 0 or 1; fix or remove the row"
@@ -59,7 +60,10 @@ def check(task: Any, lra_dir: str | None) -> None:
     if task.layout == "pathfinder" and task.size == 128 and inner.is_dir() and Path(lra_dir, folder).is_dir():
         found = f"{Path(lra_dir, folder)} is the broken copy of the release, on which nothing can be learned"
         raise UserError(f"lra_dir: {found}; set lra_dir={inner}, which has the right one")
-    _, files = find(task, lra_dir)
+    found, files = find(task, lra_dir)
+    if found and (found / STARTED).exists() and not (found / RECORD).exists():
+        to_do = "run the same `python lra.py make` again, which resumes"
+        raise UserError(f"lra_dir: {found} holds data that is not generated to its end; {to_do}")
     if missing := [path for path in files if not path.exists()]:
         inside = find(task, str(inner))[1]
         fix = f"set lra_dir={inner}" if inside and all(path.exists() for path in inside) else layout.fix
@@ -113,10 +117,11 @@ def generated(task: Any, lra_dir: str | None) -> str | None:
     if place is None:
         return f"the Hub's {task.hub}"
     try:
-        return f"generated, seed {json.loads((place / 'generated.json').read_text())['seed']}"
+        record = json.loads((place / RECORD).read_bytes())
+        return f"generated, seed {record.get('options', record)['seed']}"
     except OSError:
         return None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return "generated, seed unknown"
 
 
