@@ -66,7 +66,8 @@ def run(experiment: Experiment) -> None:
         failures = list(failed.values())
         rows = report.write(results, averages, folder, config.base_run_name, failures)
     print(f"\n{report.text(rows, averages, failures)}\n")
-    print(f"report       {folder / 'report.md'}, report.json, report.png\npredictions  {folder / 'jobs'}")
+    drawn = ", curves.png" * (folder / "curves.png").exists()
+    print(f"report       {folder / 'report.md'}, report.json, report.png{drawn}\npredictions  {folder / 'jobs'}")
     with report.writing(folder):
         experiment.finish(rows)
     if failed:

@@ -15,7 +15,7 @@ from src.cli import progress
 from src.config import Rule, check_value
 from src.errors import RunFailed, UserError, reason
 from src.files import check_writable, write_atomically, write_json
-from src.jobs import predictions
+from src.jobs import curves, predictions
 from src.jobs.comparison import Difference, of_resamples
 from src.jobs.experiment import RESULT_FILE, Average, Experiment, Result, Row, mean_score
 from src.publish.card import missing_seeds
@@ -35,7 +35,7 @@ COMPARED = (
 
 
 def write(results: list[Result], averages: Averages, folder: Path, name: str, failures: Sequence = ()) -> list[Row]:
-    """Write report.md, report.json and report.png into a run's folder, and return the rows."""
+    """Write report.md, report.json, report.png and curves.png into a run's folder, and return the rows."""
     rows = summarize(results, averages)
     with writing(folder):
         values = {average.key: average.of(rows) for average in averages}
@@ -43,6 +43,7 @@ def write(results: list[Result], averages: Averages, folder: Path, name: str, fa
         write_atomically(folder / "report.md", f"# {name}\n\n{text(rows, averages, failures)}\n")
         if rows:
             draw([(name, rows)], folder / "report.png")
+            curves.draw({name: (folder, rows)}, folder / "curves.png")
     return rows
 
 
@@ -199,7 +200,7 @@ def main(experiment: type[Experiment], argv: list[str]) -> None:
     script, averages, scored_on = experiment.command, experiment.averages, experiment.scored_on
     parser = argparse.ArgumentParser(prog=f"{script} report", description=HELP.format(scored_on=scored_on))
     parser.add_argument("folders", metavar="DIR", type=Path, nargs="+", help=f"save_folder of a {script} run")
-    parser.add_argument("--out", type=Path, help="folder for compare.md, compare.json and compare.png")
+    parser.add_argument("--out", type=Path, help="folder for compare.md, compare.json, compare.png and curves.png")
     parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap (default: 1000)")
     arguments = parser.parse_args(argv)
     out, resamples = arguments.out, arguments.resamples
@@ -233,7 +234,9 @@ def main(experiment: type[Experiment], argv: list[str]) -> None:
             content = {"runs": {name: run.report for name, run in runs.items()}, "differences": found}
             write_json(out / "compare.json", content)
             draw([(name, run.report["tasks"]) for name, run in runs.items()], out / "compare.png")
-        print(f"table    {out / 'compare.md'}, compare.json\npicture  {out / 'compare.png'}")
+            each = {name: (run.folder, run.report["tasks"]) for name, run in runs.items()}
+            drawn = ", curves.png" * curves.draw(each, out / "curves.png")
+        print(f"table    {out / 'compare.md'}, compare.json\npicture  {out / 'compare.png'}{drawn}")
 
 
 def read_runs(folders: list[Path], script: str) -> dict[str, Run]:
