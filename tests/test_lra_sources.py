@@ -14,7 +14,7 @@ from PIL import Image
 
 from src.errors import UserError
 from src.lra import make
-from src.lra.sources import RECORD, SPLITS, STARTED, amount, check, generated, read, stamps
+from src.lra.sources import RECORD, RELEASE, SPLITS, STARTED, amount, check, generated, read, stamps
 
 LRA = DATA / "lra"
 CONTOUR = "pathfinder32/curv_contour_length_14"
@@ -401,7 +401,11 @@ def test_generated_files_are_named_so(tmp_path):
 def test_what_the_generator_writes_is_read_once_it_is_finished(tmp_path):
     options = ["--rows", "20", "5", "5", "--min_length", "5", "--max_length", "20", "--seed", "4"]
     make.main(["listops", "--out", str(tmp_path), *options])
-    assert generated(task("listops"), str(tmp_path)) == "generated, seed 4"
+    unlike = "unlike the release (rows 20 5 5, min_length 5, max_length 20)"
+    assert generated(task("listops"), str(tmp_path)) == f"generated, seed 4, {unlike}"
+    for data in (["listops"], ["pathfinder", "--size", "32", "--images", "200000"]):
+        defaults = vars(make.parse([*data, "--out", str(tmp_path)]))
+        assert not {name for name, value in RELEASE.items() if defaults.get(name, value) != value}
     assert [len(examples("listops", tmp_path, split)) for split in SPLITS] == [20, 5, 5]
     assert (RECORD, STARTED) == (make.RECORD, make.STARTED)
     (tmp_path / "listops-1000" / RECORD).rename(tmp_path / "listops-1000" / STARTED)

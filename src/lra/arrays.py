@@ -108,7 +108,9 @@ def prepare(task: Any, lra_dir: str | None, folder: Path, progress_bar: bool = T
     from filelock import FileLock, Timeout
 
     check(task, lra_dir)
-    source = {"format": FORMAT, **{name: getattr(task, name) for name in OPTIONS}, "stamps": stamps(task, lra_dir)}
+    options = {name: getattr(task, name) for name in OPTIONS}
+    origin = generated(task, lra_dir)
+    source = {"format": FORMAT, **options, "origin": origin, "stamps": stamps(task, lra_dir)}
     if (prepared := _stored(folder / task.name, source)) is not None:
         return prepared
     try:
@@ -192,7 +194,7 @@ def _write(task: Any, lra_dir: str | None, folder: Path, source: dict[str, Any],
                 splits[split]["skipped"] = of_split["skipped"]
         about = {
             "title": task.title,
-            "origin": generated(task, lra_dir),
+            "origin": source["origin"],
             "digest": sha256(
                 [json.dumps([parts, [(name, about["sha256"]) for name, about in splits.items()]]).encode()]
             ),

@@ -21,6 +21,11 @@ from src.lra.listops import VOCABULARY
 
 SPLITS = ("train", "validation", "test")
 RECORD, STARTED = "generated.json", ".options.json"  # of lra.py make: in finished and in unfinished data
+# The options of lra.py make with which its data is like the release's, but for the random seed.
+RELEASE = {
+    "rows": [96000, 2000, 2000], "min_length": 500, "max_length": 2000, "max_depth": 10, "max_args": 10,
+    "images": 200000,
+}  # fmt: skip
 ON_HUB = ("imdb", "cifar10")
 BINARY = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}
 LABEL = "the label {!r} must be 0 or 1; fix or remove the row"
@@ -112,13 +117,17 @@ def amount(found: list[list]) -> int | None:
 
 
 def generated(task: Any, lra_dir: str | None) -> str | None:
-    """Return "generated, seed 0" if a program of ours made the files, and "the Hub's NAME" if they are there."""
+    """Return "generated, seed 0" if a program of ours made the files, with "unlike the release" and other options than
+    its rules and sizes in brackets, if any; and "the Hub's NAME" if they are there."""
     place, _ = find(task, lra_dir)
     if place is None:
         return f"the Hub's {task.hub}"
     try:
         record = json.loads((place / RECORD).read_bytes())
-        return f"generated, seed {record.get('options', record)['seed']}"
+        options = record.get("options", record)
+        given = {name: options[name] for name, value in RELEASE.items() if options.get(name, value) != value}
+        shown = [f"{name} {' '.join(map(str, v)) if isinstance(v, list) else v}" for name, v in given.items()]
+        return f"generated, seed {options['seed']}" + (f", unlike the release ({', '.join(shown)})" if shown else "")
     except OSError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError):
