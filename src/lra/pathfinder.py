@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw
-from scipy.ndimage import maximum_filter
 
 from src.cli import log, progress
 from src.data.workers import in_order
@@ -77,26 +76,33 @@ class Tables:
 
     Coordinates are those of the image plus `edge`, so that no paddle leaves an array."""
 
-    reach: int  # half the side of a stamp
+    size: int
     edge: int
-    lines: np.ndarray  # (headings, side, side) uint8: the gray values of a paddle, its drawn end in the middle
-    masks: np.ndarray  # (headings, side, side) int16: the space it takes, which is its line grown by the margin
-    room: np.ndarray  # (headings, side, side) int16: a paddle touches what is larger than this
-    grown: np.ndarray  # (headings, side, side) int16: its mask grown by the margin again, where no paddle may end
-    core: list[np.ndarray]  # of each first heading, the pixels of full mask, (pixels, 2), from the drawn end
+    # Stamps, (headings, side, side) uint8, with the end from which a paddle is drawn in the middle
+    lines: np.ndarray  # its gray values
+    masks: np.ndarray  # the space it takes, which is its line grown by the margin
+    room: np.ndarray  # it touches other masks that are larger than this
+    grown: np.ndarray  # its mask grown by the margin again, where paddles hardly end; larger by the margin on each side
+    core: list[np.ndarray]  # of each first heading, the pixels that must be free, (pixels, 2), from the drawn end
     advance: list[tuple[int, int]]  # of each heading: from its pivot, the circle's middle, to the next
     back: list[tuple[int, int]]  # of each first heading: from its drawn end to its pivot
     ahead: list[tuple[int, int]]  # of each first heading: from its drawn end to its other end
-    circle_y: np.ndarray  # (pixels,) where a paddle may end, from its pivot
-    circle_x: np.ndarray
+    circle: list[tuple[int, int]]  # where a paddle may end, from its pivot
+    circle_places: np.ndarray  # (pixels,) the same, in a flat array
     weights: np.ndarray  # (headings, pixels) how probable each is after a heading, if it is free
     empty: tuple[np.ndarray, np.ndarray]  # mask and grown mask of an image with no paddle
-    starts: list[tuple[int, np.ndarray]]  # first headings of a target and the pixels, (n, 2), where it may begin
+    # First headings for which the public program can find a place. It finds none for one with which a paddle could be
+    # outside the image entirely: its dilation leaves -∞ there, which ends its search. At 32 pixels these are 11 of 12
+    # headings, so that all contours begin alike and few distractors fit.
+    usable: list[int]
+    starts: list[tuple[int, np.ndarray]]  # the first heading of a target and the pixels, (n, 2), where it may begin
 
 
-def shift(angle: float, length: float) -> tuple[int, int]:
-    """Return the pixels (y, x) to the point at this angle and distance, rounded up as from a pixel far from 0."""
-    return math.ceil(1024 + length * math.sin(angle)) - 1024, math.ceil(1024 + length * math.cos(angle)) - 1024
+def shift(angle: float, length: float, origin: int = 16) -> tuple[int, int]:
+    """Return the pixels (y, x) from an origin to the point at this angle and distance, whose coordinates are rounded
+    up: with 0, sin(π) would count as 1."""
+    y, x = origin + length * math.sin(angle), origin + length * math.cos(angle)
+    return math.ceil(y) - origin, math.ceil(x) - origin
 
 
 def disc(radius: int) -> np.ndarray:
@@ -105,6 +111,8 @@ def disc(radius: int) -> np.ndarray:
 
 
 def grow(image: np.ndarray, radius: int) -> np.ndarray:
+    from scipy.ndimage import maximum_filter  # takes half a second to import, and ListOps does not need it
+
     return maximum_filter(image, footprint=disc(radius), mode="constant")
 
 
@@ -117,7 +125,7 @@ def tables(size: int, margin: int) -> Tables:
     rules = RULES[size]
     length, step = rules.length, rules.length + margin
     turns = np.arange(0, 360, 360 / (2 * np.pi * step)) * np.pi / 180
-    circle = np.unique(np.floor(1024 + step * np.stack([np.sin(turns), np.cos(turns)], 1)).astype(int) - 1024, axis=0)
+    circle = np.unique(np.floor(16 + step * np.stack([np.sin(turns), np.cos(turns)], 1)).astype(int) - 16, axis=0)
     first = [degrees * np.pi / 180 for degrees in range(-180, 180)]
     later = np.arctan2(circle[:, 0], circle[:, 1]).tolist()
     headings = np.array(first + later)
@@ -125,20 +133,17 @@ def tables(size: int, margin: int) -> Tables:
     side, middle = 2 * reach + 1, FINER * reach
     lines, masks = [], []
     for angle in [*first, *(angle + np.pi for angle in later)]:  # a later paddle is drawn from its end backwards
-        y, x = shift(angle, FINER * length)
+        y, x = shift(angle, FINER * length, middle)
         fine = Image.new("L", (2 * middle + 1,) * 2)
         width = round(FINER * rules.thickness)
         ImageDraw.Draw(fine).line([(middle, middle), (middle + x, middle + y)], fill=255, width=width)
         lines.append(shrink(np.asarray(fine), side))
         masks.append(shrink(grow(np.asarray(fine), FINER * margin), side))
-    wide = reach + margin  # a stamp with room to grow
-    masks = np.stack([np.pad(mask, margin) for mask in masks]).astype(np.int16)
-    edge = wide + margin + 2
+    edge = reach + 2 * margin + 2
     inside = np.s_[edge:-edge, edge:-edge]
-    border = np.ones((size, size), np.int16)
-    border[PADDING:-PADDING, PADDING:-PADDING] = 0
-    mask = np.zeros((size + 2 * edge,) * 2, np.int16)
-    mask[inside] = 255 * border
+    mask = np.zeros((size + 2 * edge,) * 2, np.uint8)
+    mask[inside] = 255
+    mask[edge + PADDING : -edge - PADDING, edge + PADDING : -edge - PADDING] = 0
     near_border = np.full_like(mask, 255)  # no paddle ends outside
     near_border[inside] = grow(mask[inside], margin)
     turn = np.abs(headings[:, None] - np.array(later))
@@ -148,38 +153,40 @@ def tables(size: int, margin: int) -> Tables:
         (y, x), (back_y, back_x) = shift(angle, length), shift(angle + np.pi, step)
         back.append((y + back_y, x + back_x))
     found = Tables(
-        reach=wide,
+        size=size,
         edge=edge,
-        lines=np.stack([np.pad(line, margin) for line in lines]),
-        masks=masks,
-        room=(TOUCHING - 1 - masks).astype(np.int16),
-        grown=np.stack([grow(mask, margin) for mask in masks]),
-        core=[np.argwhere(mask == 255) - wide for mask in masks[:360]],
+        lines=np.stack(lines),
+        masks=np.stack(masks),
+        room=np.stack([np.minimum(TOUCHING - 1 - stamp.astype(int), 255).astype(np.uint8) for stamp in masks]),
+        grown=np.stack([grow(np.pad(stamp, margin), margin) for stamp in masks]),
+        # The public program looks one pixel beside where it then draws the paddle, and so do we.
+        core=[np.argwhere(stamp == 255) - reach + 1 for stamp in masks[:360]],
         advance=[shift(angle, length + 2 * margin) for angle in headings],
         back=back,
         ahead=[shift(angle, length) for angle in first],
-        circle_y=circle[:, 0],
-        circle_x=circle[:, 1],
+        circle=list(map(tuple, circle.tolist())),
+        circle_places=circle @ (len(mask), 1),
         weights=np.cos(turn) ** 2,
         empty=(mask, near_border),
+        usable=[],
         starts=[],
     )
-    far = mask.copy()  # a target begins, with all of its first paddle, in the middle
-    middle = 2 * rules.seed_distance
-    far[inside] = 255
-    far[edge + middle : -edge - middle, edge + middle : -edge - middle] = 0
-    found.starts.extend((h, free) for h in range(360) if len(free := beginnings(found, far, h)))
+    occupied = np.zeros_like(mask)
+    occupied[inside] = 255
+    found.usable.extend(heading for heading in range(360) if len(beginnings(found, occupied, heading)) == 0)
+    far = edge + 2 * rules.seed_distance  # the first target begins, with all of its first paddle, in the middle
+    occupied[far:-far, far:-far] = 0
+    places = [(heading, beginnings(found, occupied, heading)) for heading in found.usable]
+    found.starts.extend((heading, free) for heading, free in places if len(free))
     return found
 
 
 def beginnings(tables: Tables, mask: np.ndarray, heading: int) -> np.ndarray:
     """Return the pixels, (n, 2), where a first paddle with this heading covers no occupied one."""
-    edge = tables.edge
-    size = len(mask) - 2 * edge
+    edge, size = tables.edge, tables.size
     occupied = mask > OCCUPIED
     free = np.ones((size, size), bool)
-    # The public program looks one pixel beside where it then draws the paddle, and so do we.
-    for y, x in (tables.core[heading] + 1).tolist():
+    for y, x in tables.core[heading].tolist():
         free &= ~occupied[edge + y : edge + y + size, edge + x : edge + x + size]
     return np.argwhere(free) + edge
 
@@ -192,17 +199,20 @@ class Canvas:
         self.mask, self.grown = (array.copy() for array in tables.empty)
 
     def occupy(self, paddle: Paddle) -> None:
-        tables = self.tables
-        y, x = paddle.y - tables.reach, paddle.x - tables.reach
-        place = np.s_[y : y + 2 * tables.reach + 1, x : x + 2 * tables.reach + 1]
-        for array, stamp in ((self.mask, tables.masks), (self.grown, tables.grown)):
-            np.maximum(array[place], stamp[paddle.heading], out=array[place])
+        for array, stamps in ((self.mask, self.tables.masks), (self.grown, self.tables.grown)):
+            stamp = stamps[paddle.heading]
+            near = around(array, paddle, len(stamp))
+            np.maximum(near, stamp, out=near)
 
     def touches(self, paddle: Paddle) -> bool:
-        tables = self.tables
-        y, x = paddle.y - tables.reach, paddle.x - tables.reach
-        near = self.mask[y : y + 2 * tables.reach + 1, x : x + 2 * tables.reach + 1]
-        return bool((near > tables.room[paddle.heading]).any())
+        room = self.tables.room[paddle.heading]
+        return (around(self.mask, paddle, len(room)) > room).any()
+
+
+def around(array: np.ndarray, paddle: Paddle, side: int) -> np.ndarray:
+    """Return the part of an array that a paddle's stamp of this side covers."""
+    y, x = paddle.y - side // 2, paddle.x - side // 2
+    return array[y : y + side, x : x + side]
 
 
 class Contour:
@@ -217,13 +227,15 @@ class Contour:
         canvas, tables, last = self.canvas, self.canvas.tables, self.paddles[-1]
         y, x = tables.advance[last.heading]
         self.pivot = y, x = self.pivot[0] + y, self.pivot[1] + x
-        free = 255 - canvas.grown[tables.circle_y + y, tables.circle_x + x]
+        free = 255 - canvas.grown.ravel().take(tables.circle_places + (y * len(canvas.grown) + x))
         sums = (tables.weights[last.heading] * free).cumsum()
-        if sums[-1] < 255e-4:
+        total = float(sums[-1])
+        if total < 255e-4:
             return False
         for _ in range(PADDLE_TRIALS):
-            place = int(sums.searchsorted(canvas.random.random() * sums[-1], "right"))
-            paddle = Paddle(y + tables.circle_y[place], x + tables.circle_x[place], 360 + place)
+            place = int(sums.searchsorted(canvas.random.random() * total, "right"))
+            from_y, from_x = tables.circle[place]
+            paddle = Paddle(y + from_y, x + from_x, 360 + place)
             if not canvas.touches(paddle):
                 canvas.occupy(last)
                 self.paddles.append(paddle)
@@ -231,19 +243,19 @@ class Contour:
         return False
 
 
-def draw_targets(canvas: Canvas, rules: Rules, size: int) -> list[Contour] | None:
+def draw_targets(canvas: Canvas, rules: Rules) -> list[Contour] | None:
     """Draw the two targets in turns, a paddle each; None if one gets stuck."""
     tables, random = canvas.tables, canvas.random
     edge = tables.edge
     heading, places = tables.starts[int(random.random() * len(tables.starts))]
     first = Paddle(*places[int(random.random() * len(places))].tolist(), heading)
-    if not inside(first, tables, size):
+    if not inside(first, tables):
         return None
     turn = int(random.random() * 360) * math.pi / 180
     y = round(first.y - edge + rules.seed_distance * math.sin(turn)) + edge
     x = round(first.x - edge + rules.seed_distance * math.cos(turn)) + edge
     second = Paddle(y, x, int(random.random() * 360))
-    if not inside(second, tables, size):
+    if not inside(second, tables):
         return None
     contours = [Contour(canvas, first), Contour(canvas, second)]
     for _ in range(TARGET - 1):
@@ -253,22 +265,22 @@ def draw_targets(canvas: Canvas, rules: Rules, size: int) -> list[Contour] | Non
     return contours
 
 
-def inside(first: Paddle, tables: Tables, size: int) -> bool:
+def inside(first: Paddle, tables: Tables) -> bool:
     """Whether the other end and the pivot of a first paddle are in the image."""
     return all(
-        0 <= at + by - tables.edge < size
+        0 <= at + by - tables.edge < tables.size
         for offset in (tables.ahead[first.heading], tables.back[first.heading])
         for at, by in zip(first, offset)
     )
 
 
-def draw_distractors(canvas: Canvas, rules: Rules, size: int) -> list[Contour]:
+def draw_distractors(canvas: Canvas, rules: Rules) -> list[Contour]:
     """Draw as many distractors as fit, of those that there should be."""
     found = []
     for _ in range(rules.distractors):
         for _ in range(CONTOUR_TRIALS):
             before = canvas.mask.copy(), canvas.grown.copy()
-            contour = draw_distractor(canvas, size)
+            contour = draw_distractor(canvas)
             if contour is not None:
                 found.append(contour)
                 break
@@ -276,14 +288,16 @@ def draw_distractors(canvas: Canvas, rules: Rules, size: int) -> list[Contour]:
     return found
 
 
-def draw_distractor(canvas: Canvas, size: int) -> Contour | None:
+def draw_distractor(canvas: Canvas) -> Contour | None:
     for _ in range(PADDLE_TRIALS):
         heading = int(canvas.random.random() * 360)
+        if heading not in canvas.tables.usable:
+            return None
         places = beginnings(canvas.tables, canvas.mask, heading)
         if len(places) == 0:
             return None
         first = Paddle(*places[int(canvas.random.random() * len(places))].tolist(), heading)
-        if inside(first, canvas.tables, size):
+        if inside(first, canvas.tables):
             break
     else:
         return None
@@ -299,16 +313,17 @@ def draw(size: int, seed: int, index: int) -> Drawing:
     random, rules = Random(f"{seed} {index}"), RULES[size]
     label, margin, origin = describe(random, rules)
     found = tables(size, margin)
-    while (targets := draw_targets(canvas := Canvas(found, random), rules, size)) is None:
+    while (targets := draw_targets(canvas := Canvas(found, random), rules)) is None:
         pass
     canvas.occupy(targets[1].paddles[-1])  # not of the first: so the public program
-    contours = [contour.paddles for contour in [*targets, *draw_distractors(canvas, rules, size)]]
-    reach, edge = found.reach, found.edge
+    contours = [contour.paddles for contour in [*targets, *draw_distractors(canvas, rules)]]
+    edge = found.edge
     light = np.zeros((size + 2 * edge,) * 2)
     for number, paddles in enumerate(contours):
-        for y, x, heading in paddles:
-            place = light[y - reach : y + reach + 1, x - reach : x + reach + 1]
-            np.maximum(place, found.lines[heading] * rules.contrasts[number > 1], out=place)
+        for paddle in paddles:
+            line = found.lines[paddle.heading] * rules.contrasts[number > 1]
+            near = around(light, paddle, len(line))
+            np.maximum(near, line, out=near)
     light = light[edge:-edge, edge:-edge]
     ends = contours[origin][0], contours[origin if label else 1 - origin][-1]
     discs = [(end.y - edge, end.x - edge) for end in ends]
