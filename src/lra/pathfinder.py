@@ -28,7 +28,7 @@ from src.files import sha256, write_atomically
 LEVEL = "curv_contour_length_14"
 EXAMPLES = "examples.png"
 TARGET, DISTRACTOR = 14, 4  # paddles of a contour
-PER_FOLDER, CHUNK = 1000, 50  # images; a chunk is one worker's work
+PER_FOLDER, CHUNK = 1000, 50  # images; chunks, one worker's work, divide a subfolder
 FINER = 2  # paddles and discs are drawn at twice the resolution, for antialiasing
 PADDLE_TRIALS, CONTOUR_TRIALS = 3, 5
 TOUCHING = 459  # two masks (0 … 255) touch where their sum is at least 1.8 times 255
@@ -152,15 +152,22 @@ def tables(size: int, margin: int) -> Tables:
     for angle in first:
         (y, x), (back_y, back_x) = shift(angle, length), shift(angle + np.pi, step)
         back.append((y + back_y, x + back_x))
-    found = Tables(
+    # The public program looks one pixel beside where it then draws a first paddle, and so do we.
+    core = [np.argwhere(stamp == 255) - reach + 1 for stamp in masks[:360]]
+    occupied = np.zeros(mask.shape, bool)
+    occupied[inside] = True
+    usable = [heading for heading in range(360) if len(beginnings(core[heading], occupied, edge)) == 0]
+    far = edge + 2 * rules.seed_distance  # the first target begins, with all of its first paddle, in the middle
+    occupied[far:-far, far:-far] = False
+    starts = [(heading, beginnings(core[heading], occupied, edge)) for heading in usable]
+    return Tables(
         size=size,
         edge=edge,
         lines=np.stack(lines),
         masks=np.stack(masks),
         room=np.stack([np.minimum(TOUCHING - 1 - stamp.astype(int), 255).astype(np.uint8) for stamp in masks]),
         grown=np.stack([grow(np.pad(stamp, margin), margin) for stamp in masks]),
-        # The public program looks one pixel beside where it then draws the paddle, and so do we.
-        core=[np.argwhere(stamp == 255) - reach + 1 for stamp in masks[:360]],
+        core=core,
         advance=[shift(angle, length + 2 * margin) for angle in headings],
         back=back,
         ahead=[shift(angle, length) for angle in first],
@@ -168,25 +175,16 @@ def tables(size: int, margin: int) -> Tables:
         circle_places=circle @ (len(mask), 1),
         weights=np.cos(turn) ** 2,
         empty=(mask, near_border),
-        usable=[],
-        starts=[],
+        usable=usable,
+        starts=[(heading, free) for heading, free in starts if len(free)],
     )
-    occupied = np.zeros_like(mask)
-    occupied[inside] = 255
-    found.usable.extend(heading for heading in range(360) if len(beginnings(found, occupied, heading)) == 0)
-    far = edge + 2 * rules.seed_distance  # the first target begins, with all of its first paddle, in the middle
-    occupied[far:-far, far:-far] = 0
-    places = [(heading, beginnings(found, occupied, heading)) for heading in found.usable]
-    found.starts.extend((heading, free) for heading, free in places if len(free))
-    return found
 
 
-def beginnings(tables: Tables, mask: np.ndarray, heading: int) -> np.ndarray:
-    """Return the pixels, (n, 2), where a first paddle with this heading covers no occupied one."""
-    edge, size = tables.edge, tables.size
-    occupied = mask > OCCUPIED
+def beginnings(core: np.ndarray, occupied: np.ndarray, edge: int) -> np.ndarray:
+    """Return the pixels, (n, 2), where a first paddle may be drawn so that its core covers no occupied one."""
+    size = len(occupied) - 2 * edge
     free = np.ones((size, size), bool)
-    for y, x in tables.core[heading].tolist():
+    for y, x in core.tolist():
         free &= ~occupied[edge + y : edge + y + size, edge + x : edge + x + size]
     return np.argwhere(free) + edge
 
@@ -244,7 +242,7 @@ class Contour:
 
 
 def draw_targets(canvas: Canvas, rules: Rules) -> list[Contour] | None:
-    """Draw the two targets in turns, a paddle each; None if one gets stuck."""
+    """Draw the two targets in turns, a paddle each; None if one gets stuck or both end in the same place."""
     tables, random = canvas.tables, canvas.random
     edge = tables.edge
     heading, places = tables.starts[int(random.random() * len(tables.starts))]
@@ -262,7 +260,9 @@ def draw_targets(canvas: Canvas, rules: Rules) -> list[Contour] | None:
         for contour in contours:
             if not contour.extend():
                 return None
-    return contours
+    first, second = (contour.paddles[-1] for contour in contours)
+    # If both end in the same pixel, nobody can tell the label. The public program keeps these, 3 of 1,000 at 32 pixels.
+    return contours if first[:2] != second[:2] else None
 
 
 def inside(first: Paddle, tables: Tables) -> bool:
@@ -293,7 +293,7 @@ def draw_distractor(canvas: Canvas) -> Contour | None:
         heading = int(canvas.random.random() * 360)
         if heading not in canvas.tables.usable:
             return None
-        places = beginnings(canvas.tables, canvas.mask, heading)
+        places = beginnings(canvas.tables.core[heading], canvas.mask > OCCUPIED, canvas.tables.edge)
         if len(places) == 0:
             return None
         first = Paddle(*places[int(canvas.random.random() * len(places))].tolist(), heading)
