@@ -1,5 +1,6 @@
 """ListOps: rows by the rules, readings of a score, files that are the same however often the command is interrupted."""
 
+import errno
 import json
 import re
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import DATA, ROOT, needs_reference, snapshot
 
-from src.errors import UserError
+from src.errors import RunFailed, UserError
 from src.lra import listops, make
 
 SMALL = ("--rows", "60", "6", "8", "--min_length", "20", "--max_length", "100")
@@ -247,3 +248,14 @@ def test_help_teaches(capsys):
     with pytest.raises(SystemExit):
         make.main(["--help"])
     assert "python lra.py make pathfinder" in capsys.readouterr().out
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    def fail(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(listops, "sync_to_disk", fail)
+    with pytest.raises(RunFailed, match=r"cannot write to .*No space left on device.*the same command resumes"):
+        run_make(tmp_path, *SMALL)
+    monkeypatch.undo()
+    assert len(rows(run_make(tmp_path, *SMALL), "test")) == 8

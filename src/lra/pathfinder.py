@@ -78,19 +78,22 @@ class Tables:
 
     size: int
     edge: int
-    # Stamps, (headings, side, side) uint8, with the end from which a paddle is drawn in the middle
-    lines: np.ndarray  # its gray values
+    reach: int  # half the side of a stamp, (side, side), with the end from which a paddle is drawn in the middle
+    lines: np.ndarray  # (headings, side, side) uint8: its gray values
+    # The others are flat, for flat arrays of size + 2 · edge pixels a side: NumPy is much faster with one long row than
+    # with many short ones. (headings, n) uint8
     masks: np.ndarray  # the space it takes, which is its line grown by the margin
     room: np.ndarray  # it touches other masks that are larger than this
-    grown: np.ndarray  # its mask grown by the margin again, where paddles hardly end; larger by the margin on each side
+    free: np.ndarray  # what its mask, grown by the margin again, leaves of 255: how easily other paddles end there
     core: list[np.ndarray]  # of each first heading, the pixels that must be free, (pixels, 2), from the drawn end
     advance: list[tuple[int, int]]  # of each heading: from its pivot, the circle's middle, to the next
     back: list[tuple[int, int]]  # of each first heading: from its drawn end to its pivot
     ahead: list[tuple[int, int]]  # of each first heading: from its drawn end to its other end
     circle: list[tuple[int, int]]  # where a paddle may end, from its pivot
-    circle_places: np.ndarray  # (pixels,) the same, in a flat array
-    weights: np.ndarray  # (headings, pixels) how probable each is after a heading, if it is free
-    empty: tuple[np.ndarray, np.ndarray]  # mask and grown mask of an image with no paddle
+    # Of each heading, for the pixels of the circle that may follow it: their numbers in it, their places in a flat array,
+    # and how probable each is if it is free
+    next: list[tuple[list[int], np.ndarray, np.ndarray]]
+    empty: tuple[np.ndarray, np.ndarray]  # mask and free, both flat, of an image with no paddle
     # First headings for which the public program can find a place. It finds none for one with which a paddle could be
     # outside the image entirely: its dilation leaves -∞ there, which ends its search. At 32 pixels these are 11 of 12
     # headings, so that all contours begin alike and few distractors fit.
@@ -120,6 +123,13 @@ def shrink(image: np.ndarray, side: int) -> np.ndarray:
     return np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.LANCZOS))
 
 
+def flat(stamps: list[np.ndarray], width: int, filler: int) -> np.ndarray:
+    """Return stamps as they are in a flat array of this many pixels a row, from their first pixel to their last."""
+    side = len(stamps[0])
+    rows = np.pad(np.stack(stamps), ((0, 0), (0, 0), (0, width - side)), constant_values=filler)
+    return np.ascontiguousarray(rows.reshape(len(stamps), -1)[:, : side - width])
+
+
 @functools.cache
 def tables(size: int, margin: int) -> Tables:
     rules = RULES[size]
@@ -139,21 +149,26 @@ def tables(size: int, margin: int) -> Tables:
         ImageDraw.Draw(fine).line([(middle, middle), (middle + x, middle + y)], fill=255, width=width)
         lines.append(shrink(np.asarray(fine), side))
         masks.append(shrink(grow(np.asarray(fine), FINER * margin), side))
-    edge = reach + 2 * margin + 2
+    # The public program looks one pixel beside where it then draws a first paddle, and so do we.
+    core = [np.argwhere(stamp == 255) - reach + 1 for stamp in masks[:360]]
+    lines, masks = ([np.pad(stamp, margin) for stamp in stamps] for stamps in (lines, masks))
+    room = [np.minimum(TOUCHING - 1 - stamp.astype(int), 255).astype(np.uint8) for stamp in masks]
+    reach += margin
+    edge = reach + margin + 2
+    width = size + 2 * edge
     inside = np.s_[edge:-edge, edge:-edge]
-    mask = np.zeros((size + 2 * edge,) * 2, np.uint8)
+    mask = np.zeros((width, width), np.uint8)
     mask[inside] = 255
     mask[edge + PADDING : -edge - PADDING, edge + PADDING : -edge - PADDING] = 0
-    near_border = np.full_like(mask, 255)  # no paddle ends outside
-    near_border[inside] = grow(mask[inside], margin)
+    free = np.zeros_like(mask)  # no paddle ends outside
+    free[inside] = 255 - grow(mask[inside], margin)
     turn = np.abs(headings[:, None] - np.array(later))
     turn = np.minimum(np.minimum(turn, 2 * np.pi - turn) * rules.continuity, np.pi / 2)
+    weights, possible, places = np.cos(turn) ** 2, turn < np.pi / 2, circle @ (width, 1)
     back = []
     for angle in first:
         (y, x), (back_y, back_x) = shift(angle, length), shift(angle + np.pi, step)
         back.append((y + back_y, x + back_x))
-    # The public program looks one pixel beside where it then draws a first paddle, and so do we.
-    core = [np.argwhere(stamp == 255) - reach + 1 for stamp in masks[:360]]
     occupied = np.zeros(mask.shape, bool)
     occupied[inside] = True
     usable = [heading for heading in range(360) if len(beginnings(core[heading], occupied, edge)) == 0]
@@ -163,20 +178,20 @@ def tables(size: int, margin: int) -> Tables:
     return Tables(
         size=size,
         edge=edge,
+        reach=reach,
         lines=np.stack(lines),
-        masks=np.stack(masks),
-        room=np.stack([np.minimum(TOUCHING - 1 - stamp.astype(int), 255).astype(np.uint8) for stamp in masks]),
-        grown=np.stack([grow(np.pad(stamp, margin), margin) for stamp in masks]),
+        masks=flat(masks, width, 0),
+        room=flat(room, width, 255),
+        free=flat([255 - grow(stamp, margin) for stamp in masks], width, 255),
         core=core,
         advance=[shift(angle, length + 2 * margin) for angle in headings],
         back=back,
         ahead=[shift(angle, length) for angle in first],
         circle=list(map(tuple, circle.tolist())),
-        circle_places=circle @ (len(mask), 1),
-        weights=np.cos(turn) ** 2,
-        empty=(mask, near_border),
+        next=[(some.nonzero()[0].tolist(), places[some], weight[some]) for some, weight in zip(possible, weights)],
+        empty=(mask.ravel(), free.ravel()),
         usable=usable,
-        starts=[(heading, free) for heading, free in starts if len(free)],
+        starts=[(heading, pixels) for heading, pixels in starts if len(pixels)],
     )
 
 
@@ -193,24 +208,24 @@ class Canvas:
     """Where paddles are and where they may not be, while contours are drawn."""
 
     def __init__(self, tables: Tables, random: Random):
-        self.tables, self.random = tables, random
-        self.mask, self.grown = (array.copy() for array in tables.empty)
+        self.tables, self.random, self.width = tables, random, tables.size + 2 * tables.edge
+        self.mask, self.free = (array.copy() for array in tables.empty)
+
+    def around(self, paddle: Paddle) -> slice:
+        """Return where a paddle's stamp is in the flat arrays."""
+        reach = self.tables.reach
+        start = (paddle.y - reach) * self.width + paddle.x - reach
+        return slice(start, start + self.tables.masks.shape[1])
 
     def occupy(self, paddle: Paddle) -> None:
-        for array, stamps in ((self.mask, self.tables.masks), (self.grown, self.tables.grown)):
-            stamp = stamps[paddle.heading]
-            near = around(array, paddle, len(stamp))
-            np.maximum(near, stamp, out=near)
+        around = self.around(paddle)
+        mask, free = self.mask[around], self.free[around]
+        np.maximum(mask, self.tables.masks[paddle.heading], out=mask)
+        np.minimum(free, self.tables.free[paddle.heading], out=free)
 
     def touches(self, paddle: Paddle) -> bool:
-        room = self.tables.room[paddle.heading]
-        return (around(self.mask, paddle, len(room)) > room).any()
-
-
-def around(array: np.ndarray, paddle: Paddle, side: int) -> np.ndarray:
-    """Return the part of an array that a paddle's stamp of this side covers."""
-    y, x = paddle.y - side // 2, paddle.x - side // 2
-    return array[y : y + side, x : x + side]
+        touching = self.mask[self.around(paddle)] > self.tables.room[paddle.heading]
+        return touching.argmax() > 0  # faster than any(), and the first pixel, a corner, touches nothing
 
 
 class Contour:
@@ -225,15 +240,15 @@ class Contour:
         canvas, tables, last = self.canvas, self.canvas.tables, self.paddles[-1]
         y, x = tables.advance[last.heading]
         self.pivot = y, x = self.pivot[0] + y, self.pivot[1] + x
-        free = 255 - canvas.grown.ravel().take(tables.circle_places + (y * len(canvas.grown) + x))
-        sums = (tables.weights[last.heading] * free).cumsum()
+        pixels, places, weights = tables.next[last.heading]
+        sums = (weights * canvas.free[places + (y * canvas.width + x)]).cumsum()
         total = float(sums[-1])
         if total < 255e-4:
             return False
         for _ in range(PADDLE_TRIALS):
-            place = int(sums.searchsorted(canvas.random.random() * total, "right"))
-            from_y, from_x = tables.circle[place]
-            paddle = Paddle(y + from_y, x + from_x, 360 + place)
+            pixel = pixels[sums.searchsorted(canvas.random.random() * total, "right")]
+            from_y, from_x = tables.circle[pixel]
+            paddle = Paddle(y + from_y, x + from_x, 360 + pixel)
             if not canvas.touches(paddle):
                 canvas.occupy(last)
                 self.paddles.append(paddle)
@@ -279,12 +294,12 @@ def draw_distractors(canvas: Canvas, rules: Rules) -> list[Contour]:
     found = []
     for _ in range(rules.distractors):
         for _ in range(CONTOUR_TRIALS):
-            before = canvas.mask.copy(), canvas.grown.copy()
+            before = canvas.mask.copy(), canvas.free.copy()
             contour = draw_distractor(canvas)
             if contour is not None:
                 found.append(contour)
                 break
-            canvas.mask, canvas.grown = before
+            canvas.mask, canvas.free = before
     return found
 
 
@@ -293,7 +308,8 @@ def draw_distractor(canvas: Canvas) -> Contour | None:
         heading = int(canvas.random.random() * 360)
         if heading not in canvas.tables.usable:
             return None
-        places = beginnings(canvas.tables.core[heading], canvas.mask > OCCUPIED, canvas.tables.edge)
+        occupied = canvas.mask.reshape(canvas.width, -1) > OCCUPIED
+        places = beginnings(canvas.tables.core[heading], occupied, canvas.tables.edge)
         if len(places) == 0:
             return None
         first = Paddle(*places[int(canvas.random.random() * len(places))].tolist(), heading)
@@ -321,8 +337,9 @@ def draw(size: int, seed: int, index: int) -> Drawing:
     light = np.zeros((size + 2 * edge,) * 2)
     for number, paddles in enumerate(contours):
         for paddle in paddles:
+            y, x = paddle.y - found.reach, paddle.x - found.reach
             line = found.lines[paddle.heading] * rules.contrasts[number > 1]
-            near = around(light, paddle, len(line))
+            near = light[y : y + len(line), x : x + len(line)]
             np.maximum(near, line, out=near)
     light = light[edge:-edge, edge:-edge]
     ends = contours[origin][0], contours[origin if label else 1 - origin][-1]
