@@ -6,13 +6,14 @@
           = λ_jd · λ_{j+1,d} · … · λ_{i-1,d}    j < i   (key in the past)
           = λ_{i+1,d} · … · λ_jd                j > i   (key in the future)
 
-Afzal et al., arXiv:2502.16249, theorem B.1. `definition` is this formula and nothing else. As q_id e^(c_id) times
-k_jd e^(−c_jd), with c the cumulative log decays, it would overflow. So a chunk is cut into halves again and again: the
-queries of one half read the keys of the other decayed up to their boundary, and no exponent is positive. States pass
-between chunks.
+Afzal et al., arXiv:2502.16249, theorem B.1. `definition` is this formula and nothing else. With c the cumulative log
+decays, M_ijd is e^(c_id) times e^(−c_jd), one of which would overflow. So blocks of tokens are put together, two of one
+size to one of twice that, from single tokens to chunks: the queries of one read the keys of the other through the
+boundary between them, to which both sides know their decays as products of numbers up to 1. States pass between chunks.
 Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk size.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -21,12 +22,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .cpu import dropout
-from .linear_attention_forms import LOG_ZERO, LOG_ZERO_OF_FACTOR, sequence_starts
+from .linear_attention_forms import LOG_ZERO_OF_FACTOR, clamped_exp, sequence_starts
 from .two_sided_attention import SegmentStates, zero_masked
 
-SMALLEST = 4  # tokens of the blocks whose weights are computed one by one, with an exponential per channel
 # Tokens per chunk. A CPU computes least in small chunks; a GPU would wait for the states to pass through many.
 LARGEST = {"cpu": 16, "cuda": 64}
+SMALLEST = math.exp(LOG_ZERO_OF_FACTOR)
 ENTRIES = {"cpu": 2**20, "cuda": 2**26}  # of the matrices of the texts that are processed at a time
 
 
@@ -52,18 +53,6 @@ def definition(
     return scores @ v
 
 
-class Decays(NamedTuple):
-    """Log decays of each token, or their sums, (B or 1, H, L, D), for past and for future keys (None: there are none).
-    Sums are of past decays before each token, and of future decays up to it: of two tokens, the difference of their
-    sums is the log of what M is for the earlier and the later one."""
-
-    past: Tensor
-    future: Tensor | None
-
-    def each(self, function) -> "Decays":
-        return Decays(*(None if x is None else function(x) for x in self))
-
-
 def attend_by_channel(
     q, k, v, log_decay, log_decay_future=None, *, mask=None, seq_idx=None, left_state=None, right_state=None,
     scale: float, causal: bool = False, form: str, chunk_size: int = 128, dropout_p: float = 0.0,
@@ -77,7 +66,7 @@ def attend_by_channel(
         given = q, k, v, log_decay, log_decay_future, left_state, right_state, seq_idx
         if form == "recurrent":
             return _recurrent(*given, causal)
-        size = _power_of_two(q.shape[2])
+        size = 1 << (q.shape[2] - 1).bit_length()  # in the full form, all tokens are one chunk
         if form == "chunkwise":
             size = min(size, LARGEST["cpu" if q.is_cpu else "cuda"], 1 << chunk_size.bit_length() - 1)
         compute = _chunkwise if torch.compiler.is_compiling() or dropout_p else _InBlocks.apply
@@ -97,67 +86,80 @@ def segment_states_by_channel(k, v, log_decay, log_decay_future=None, *, mask=No
     wide = torch.promote_types(k.dtype, torch.float32)
     with torch.autocast(k.device.type, enabled=False):
         k, v = zero_masked(k, mask).to(wide), v.to(wide)
-        past, future = _sums(_of_tokens(log_decay, log_decay_future, k.shape[2], None, False), 1)
-        weights = past[:, :, -1:] - past[:, :, :-1], future[:, :, :-1]
-        states = [(k * _exp(weight, wide)).mT @ v for weight in weights]
-        return SegmentStates(*states, *(_exp(sums[:, :, -1, :, None], wide) for sums in (past, future)))
+        past, future = _of_tokens(log_decay, log_decay_future, k.shape[2], None, False)
+        past, future = past.double(), future.double().cumsum(2)
+        total, before = past.sum(2, keepdim=True), past.cumsum(2) - past
+        states = [(k * clamped_exp(weight).to(wide)).mT @ v for weight in (total - before, future)]
+        across = [clamped_exp(sums[:, :, -1, :, None]).to(wide) for sums in (total, future)]
+        return SegmentStates(*states, *across)
 
 
-def _of_tokens(log_decay, log_decay_future, length: int, seq_idx: Tensor | None, causal: bool) -> Decays:
-    """The decays of each token in float64. A boundary of packed sequences weighs e^LOG_ZERO in both directions."""
+def _of_tokens(
+    log_decay, log_decay_future, length: int, seq_idx: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The log decays of each token, (B or 1, H, L, D), of past and of future keys (None: there are none). A boundary of
+    packed sequences weighs e^LOG_ZERO_OF_FACTOR in both directions."""
     future = None if causal else log_decay if log_decay_future is None else log_decay_future
-    decays = Decays(log_decay, future).each(
-        lambda x: (x if x.ndim == 4 else x[None, :, None].expand(1, -1, length, -1)).double().clamp(min=LOG_ZERO)
-    )
-    if seq_idx is None:
-        return decays
-    starts = LOG_ZERO * sequence_starts(seq_idx)[:, None, :, None]
-    before = F.pad(starts[:, :, 1:], (0, 0, 0, 1))  # a sum before a token has the boundary before it
-    return Decays(decays.past + before, None if causal else decays.future + starts)
+    decays = [log_decay, future]
+    for number, x in enumerate(decays):
+        if x is not None:
+            x = (x if x.ndim == 4 else x[None, :, None].expand(1, -1, length, -1)).clamp(min=LOG_ZERO_OF_FACTOR)
+            if seq_idx is not None:  # decays of past keys end with the token before a boundary, others begin after it
+                starts = sequence_starts(seq_idx)
+                starts = F.pad(starts[:, 1:], (0, 1)) if number == 0 else starts
+                x = x.masked_fill(starts[:, None, :, None], LOG_ZERO_OF_FACTOR)
+            decays[number] = x
+    return tuple(decays)
 
 
-def _sums(decays: Decays, padding: int) -> Decays:
-    """Sums of decays and, after the text, of tokens that do not decay."""
-    past, future = decays.each(lambda x: F.pad(x, (0, 0, 0, padding)).cumsum(2))
-    return Decays(F.pad(past[:, :, :-1], (0, 0, 1, 0)), future)
+class _Blocks(NamedTuple):
+    """How n blocks of C tokens decay, in one direction: from the boundary that queries read through to each query, from
+    each key to the boundary that it leaves through, both (..., n, C, D), and across all tokens, (..., n, 1, D)."""
+
+    enter: Tensor
+    leave: Tensor
+    across: Tensor
+
+    def joined(self, direction: int) -> "_Blocks":
+        """Put pairs of blocks together."""
+        first, second = (_Blocks(*x) for x in zip(*map(_halves, self)))
+        near, far = (first, second)[::direction]  # which queries enter first, and then
+        enter = [near.enter, _product(far.enter, near.across)][::direction]
+        leave = [_product(near.leave, far.across), far.leave][::direction]
+        return _Blocks(torch.cat(enter, -2), torch.cat(leave, -2), _product(near.across, far.across))
 
 
-def _power_of_two(length: int) -> int:
-    return 1 << (length - 1).bit_length()
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the second of each pair of blocks, (..., n, C, ·)."""
+    return x.unflatten(-3, (-1, 2)).unbind(-3)
 
 
-def _exp(log_weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return log_weight.to(dtype).clamp(min=LOG_ZERO_OF_FACTOR).exp()
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """x·y, at least e^LOG_ZERO_OF_FACTOR."""
+    return (x * y).clamp(min=SMALLEST)
 
 
-def _matrix(q: Tensor, k: Tensor, sums: Decays) -> Tensor:
-    """Σ_d q_id k_jd M_ijd, (..., C, C), of q and k, (..., C, D) with C a power of two."""
-    length, size = q.shape[-2], min(SMALLEST, q.shape[-2])
-    (q_, k_, past, future) = (
-        None if x is None else x.unflatten(-2, (-1, size)) for x in (q, k, *sums)
-    )  # (..., blocks, size, D)
-    earlier = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()[..., None]
-    log_weights = past.unsqueeze(-2) - past.unsqueeze(-3)
-    if future is not None:
-        log_weights = log_weights.where(earlier, future.unsqueeze(-3) - future.unsqueeze(-2))
-    weights = log_weights.to(q.dtype).clamp(min=LOG_ZERO, max=0).exp()
-    blocks = (q_.unsqueeze(-2) * k_.unsqueeze(-3) * weights).sum(-1)
-    blocks = blocks.tril() if future is None else blocks
-    while size < length:  # two blocks become one
-        (q0, q1), (k0, k1) = (x.unflatten(-2, (-1, 2, size)).unbind(-3) for x in (q, k))
-        halves = sums.each(lambda x, size=size: x.unflatten(-2, (-1, 2, size)).unbind(-3))
-        past0, past1 = halves.past
-        entry = past1[..., :1, :]
-        lower = (q1 * _exp(past1 - entry, q.dtype)) @ (k0 * _exp(entry - past0, q.dtype)).mT
-        upper = torch.zeros_like(lower)
-        if halves.future is not None:
-            future0, future1 = halves.future
-            end = future0[..., -1:, :]
-            upper = (q0 * _exp(end - future0, q.dtype)) @ (k1 * _exp(future1 - end, q.dtype)).mT
-        first, second = blocks.unflatten(-3, (-1, 2)).unbind(-3)
-        blocks = torch.cat([torch.cat([first, upper], -1), torch.cat([lower, second], -1)], -2)
-        size *= 2
-    return blocks.squeeze(-3)
+def _matrix(q: Tensor, k: Tensor, decays: list[Tensor]) -> tuple[Tensor, list[_Blocks]]:
+    """Σ_d q_id k_jd M_ijd, (..., N, C, C), of q, k and λ of each direction, (..., N, C, D) with C a power of two; and how
+    the chunks decay in each direction."""
+    C = q.shape[-2]
+    q, k, *decays = (x.flatten(-3, -2).unsqueeze(-2) for x in (q, k, *decays))  # (..., blocks, 1, D)
+    matrix = (q * k).sum(-1, keepdim=True)
+    blocks = [_Blocks(torch.ones_like(x), x, x) for x in decays]
+    while (size := q.shape[-2]) < C:
+        corners = [matrix.new_zeros(())] * 2
+        for past, of_direction in zip((True, False), blocks):  # the second halves read past keys
+            queries, keys = _halves(q * of_direction.enter)[past], _halves(k * of_direction.leave)[not past]
+            if size < 4:  # faster than many tiny products of matrices
+                corners[past] = (queries.unsqueeze(-2) * keys.unsqueeze(-3)).sum(-1)
+            else:
+                corners[past] = queries @ keys.mT
+        first, second = _halves(matrix)
+        upper, lower = (x.expand_as(first) for x in corners)
+        matrix = torch.cat([torch.cat([first, upper], -1), torch.cat([lower, second], -1)], -2)
+        q, k = (x.unflatten(-3, (-1, 2)).flatten(-3, -2) for x in (q, k))
+        blocks = [x.joined(direction) for direction, x in zip((1, -1), blocks)]
+    return matrix, blocks
 
 
 def _chunkwise(
@@ -166,35 +168,26 @@ def _chunkwise(
     """The matrix inside chunks of C tokens, and states from both sides of each. The full form is that of one chunk."""
     L = q.shape[2]
     N = -(-L // C)
-    sums = _sums(_of_tokens(log_decay, log_decay_future, L, seq_idx, causal), N * C - L)
-    q, k, v = (F.pad(x, (0, 0, 0, N * C - L)).unflatten(2, (N, C)) for x in (q, k, v))  # (B, H, N, C, ·)
-    past, future = sums = sums.each(lambda x: x.unflatten(2, (N, C)))
-    y = dropout(_matrix(q, k, sums), dropout_p) @ v
-    if N > 1 or left_state is not None:
-        entry = past[..., :1, :]  # (B or 1, H, N, 1, D)
-        exit = torch.cat([entry[:, :, 1:], past[:, :, -1:, -1:]], 2)
-        own = (k * _exp(exit - past, q.dtype)).mT @ v
-        states = _incoming(own, _exp(exit - entry, q.dtype).mT, left_state)
-        y = y + (q * _exp(past - entry, q.dtype)) @ states
-    if not causal and (N > 1 or right_state is not None):
-        entry = future[..., -1:, :]
-        exit = torch.cat([torch.zeros_like(entry[:, :, :1]), entry[:, :, :-1]], 2)
-        own = (k * _exp(future - exit, q.dtype)).mT @ v
-        across = _exp(entry - exit, q.dtype).mT
-        states = _incoming(own.flip(2), across.flip(2), right_state).flip(2)
-        y = y + (q * _exp(entry - future, q.dtype)) @ states
+    decays = [x for x in _of_tokens(log_decay, log_decay_future, L, seq_idx, causal) if x is not None]
+    q, k, v, *decays = (F.pad(x, (0, 0, 0, N * C - L)).unflatten(2, (N, C)) for x in (q, k, v, *decays))
+    matrix, directions = _matrix(q, k, [x.to(q.dtype).exp() for x in decays])  # from (B, H, N, C, D)
+    y = dropout(matrix, dropout_p) @ v
+    for of_chunks, state, order in zip(directions, (left_state, right_state), (1, -1)):
+        if N > 1 or state is not None:
+            own = (k * of_chunks.leave).mT @ v
+            y = y + (q * of_chunks.enter) @ _incoming(own, of_chunks.across.mT, state, order)
     return y.flatten(2, 3)[:, :, :L]
 
 
-def _incoming(own: Tensor, across: Tensor, first: Tensor | None) -> Tensor:
-    """The states that enter each chunk, (B, H, N, D, E), from those of its own keys and values and its decay,
-    (B or 1, H, N, D, 1)."""
-    state = torch.zeros_like(own[:, :, 0]) if first is None else first.to(own.dtype)
+def _incoming(own: Tensor, across: Tensor, state: Tensor | None, order: int) -> Tensor:
+    """The states that enter each chunk, (B, H, N, D, E), from those of its own keys and values, its decay,
+    (B or 1, H, N, D, 1), and the state from outside."""
+    state = torch.zeros_like(own[:, :, 0]) if state is None else state.to(own.dtype)
     states = [state]
-    for added, decay in zip(own.unbind(2)[:-1], across.unbind(2)):
+    for added, decay in list(zip(own.unbind(2), across.unbind(2)))[::order][:-1]:
         state = torch.addcmul(added, state, decay)
         states.append(state)
-    return torch.stack(states, 2)
+    return torch.stack(states[::order], 2)
 
 
 class _InBlocks(torch.autograd.Function):
@@ -242,7 +235,7 @@ def _recurrent(q, k, v, log_decay, log_decay_future, left_state, right_state, se
     for decay, state, order in zip(decays, (left_state, right_state), (range(L), reversed(range(L)))):
         if decay is None:
             continue
-        factors = _exp(decay, q.dtype)[..., None]
+        factors = decay.to(q.dtype).exp()[..., None]
         state = q.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if state is None else state.to(q.dtype)
         for t in order:
             y[t] = y[t] + (q[:, :, t, None] @ state).squeeze(-2)

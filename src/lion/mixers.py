@@ -386,9 +386,10 @@ def initial_logits(config: PretrainedConfig) -> Tensor | None:
     if config.decay_horizon is None and not config.channel_decays:
         return None
     shape = decays_shape(config)
-    logits = torch.tensor([math.log(horizon - 1) for horizon in spread_horizons(config)], dtype=torch.float64)
+    wide = {"dtype": torch.float64, "device": "cpu"}  # whatever device the model is built on
+    logits = torch.tensor([math.log(horizon - 1) for horizon in spread_horizons(config)], **wide)
     if config.channel_decays:
-        log_decay = F.logsigmoid(logits)[:, None] * torch.arange(1, shape[1] + 1)
+        log_decay = F.logsigmoid(logits)[:, None] * torch.arange(1, shape[1] + 1, **wide)
         logits = log_decay - (-log_decay.expm1()).log()
     return logits.repeat(shape[0] // len(logits), *[1] * (len(shape) - 1))
 
