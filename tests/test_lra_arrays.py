@@ -215,12 +215,12 @@ def test_batches_are_padded_to_a_multiple_with_a_mask():
     assert "attention_mask" not in collate([{"parts": (rows[1],), "label": 0}], pad_to_multiple_of=9)
 
 
-def test_batches_of_pairs_have_all_first_texts_before_all_second_ones():
+def test_batches_of_pairs_have_two_rows_per_example():
     first, second = [np.full(4, n, np.uint8) for n in (1, 2, 3)], [np.full(n, n, np.uint8) for n in (7, 8, 9)]
     batch = collate([{"parts": pair, "label": 1} for pair in zip(first, second)])
-    assert batch["input_ids"].shape == (6, 16) and batch["labels"].tolist() == [1, 1, 1]
-    assert batch["input_ids"][:, 0].tolist() == [1, 2, 3, 7, 8, 9]
-    assert batch["attention_mask"].sum(1).tolist() == [4, 4, 4, 7, 8, 9]
+    assert batch["input_ids"].shape == (3, 2, 16) and batch["labels"].tolist() == [1, 1, 1]
+    assert batch["input_ids"][..., 0].tolist() == [[1, 7], [2, 8], [3, 9]]
+    assert batch["attention_mask"].sum(-1).tolist() == [[4, 7], [4, 8], [4, 9]]
 
 
 @needs_reference

@@ -9,8 +9,8 @@ import pytest
 from conftest import ROOT
 
 FILES = [*sorted((ROOT / "src").rglob("*.py")), *sorted(ROOT.glob("*.py"))]
-SCRIPTS = {"main", "glue", "vision", "embed", "src.hub", "src.convert_dataset", "src.train_tokenizer"}
-COMMANDS = {"mlm", "glue", "vision", "embed", "horizons", "demo"}
+SCRIPTS = {"main", "glue", "vision", "embed", "lra", "src.hub", "src.convert_dataset", "src.train_tokenizer"}
+COMMANDS = {"mlm", "glue", "vision", "embed", "lra", "horizons", "demo"}
 # Each room may import itself, the rooms below it, and what every command uses (modules directly in src).
 BELOW = {
     "lion": set(),

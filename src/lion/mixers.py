@@ -381,8 +381,9 @@ def spread_horizons(config: PretrainedConfig) -> list[float]:
 
 
 def initial_logits(config: PretrainedConfig) -> Tensor | None:
-    """logit λ of each decay for the horizons of `decay_horizon`; None for none. Channel n of a head, from 0, decays n + 1
-    times as fast as its first: −(n + 1) are the eigenvalues of HiPPO-LegS (Gu et al., arXiv:2206.11893, S4D-Real)."""
+    """logit λ of each decay for the horizons of `decay_horizon`; None for none. Channel n of a head, from 0, decays
+    n + 1 times as fast as its first: −(n + 1) are the eigenvalues of HiPPO-LegS (Gu et al., arXiv:2206.11893,
+    S4D-Real)."""
     if config.decay_horizon is None and not config.channel_decays:
         return None
     shape = decays_shape(config)

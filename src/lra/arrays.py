@@ -1,7 +1,8 @@
-"""A task's examples as arrays on disk: read once from the official files, then mapped into memory, which all jobs share.
+"""A task's examples as arrays on disk, read once from the official files, then mapped into memory, which jobs share.
 
 FOLDER/TASK/{train,validation,test}/ has `values.bin`, all parts end to end, uint8; `ends.npy`, (parts · examples + 1,):
-part i is from ends[i] to ends[i + 1]; and `labels.npy`, (examples,), both int64. FOLDER/TASK/about.json tells the rest."""
+part i is from ends[i] to ends[i + 1]; and `labels.npy`, (examples,), both int64. about.json beside them describes the
+rest."""
 
 import hashlib
 import json
@@ -131,20 +132,22 @@ def prepare(task: Any, lra_dir: str | None, folder: Path, progress_bar: bool = T
 
 
 def collate(items: Sequence[dict[str, Any]], *, pad_to_multiple_of: int = 8) -> dict[str, Any]:
-    """Return a batch of items of Examples: `input_ids`, (parts · batch, length), int64, all first parts before all
-    second ones, padded with 0; `attention_mask`, likewise, 1 for a token, unless all are; `labels`, (batch,), int64."""
+    """Return a batch of items of Examples: `input_ids`, (batch, length), or (batch, 2, length) of pairs, int64, padded
+    with 0; `attention_mask`, likewise, 1 for a token, unless all are; `labels`, (batch,), int64."""
     import torch
 
-    rows = [row for part in zip(*(item["parts"] for item in items)) for row in part]
+    rows, parts = [row for item in items for row in item["parts"]], len(items[0]["parts"])
     lengths = np.array([len(row) for row in rows])
     length = -(-lengths.max() // pad_to_multiple_of) * pad_to_multiple_of
     ids = np.zeros((len(rows), length), np.int64)
     for target, row in zip(ids, rows):
         target[: len(row)] = row
-    batch = {"input_ids": torch.from_numpy(ids), "labels": torch.tensor([item["label"] for item in items])}
+    arrays = {"input_ids": ids}
     if (lengths < length).any():
-        batch["attention_mask"] = torch.from_numpy((np.arange(length) < lengths[:, None]).astype(np.int64))
-    return batch
+        arrays["attention_mask"] = (np.arange(length) < lengths[:, None]).astype(np.int64)
+    shape = (len(items), parts, length) if parts > 1 else (len(items), length)
+    batch = {name: torch.from_numpy(array.reshape(shape)) for name, array in arrays.items()}
+    return {**batch, "labels": torch.tensor([item["label"] for item in items])}
 
 
 def _corrupt(folder: Path) -> str:

@@ -1,7 +1,7 @@
 """ListOps rows: nested lists of digits under MIN, MAX, MED and SM (sum modulo 10); the class is the value.
 
-Rules of Tay et al. 2020 (arXiv:2011.04006). A node at depth t (the root is at 1) is an operator with probability ¼, if t
-is below the maximum depth, else a digit. An operator has 2 … max_args arguments, each a node at t + 1. MED is the
+Rules of Tay et al. 2020 (arXiv:2011.04006). A node at depth t (the root is at 1) is an operator with probability ¼, if
+t is below the maximum depth, else a digit. An operator has 2 … max_args arguments, each a node at t + 1. MED is the
 median, cut to an integer. A tree's length counts its digits and, twice, its operators (`[MAX` and its `]`).
 """
 

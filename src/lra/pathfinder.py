@@ -90,8 +90,8 @@ class Tables:
     back: list[tuple[int, int]]  # of each first heading: from its drawn end to its pivot
     ahead: list[tuple[int, int]]  # of each first heading: from its drawn end to its other end
     circle: list[tuple[int, int]]  # where a paddle may end, from its pivot
-    # Of each heading, for the pixels of the circle that may follow it: their numbers in it, their places in a flat array,
-    # and how probable each is if it is free
+    # Of each heading, for the pixels of the circle that may follow it: their numbers in it, their places in a flat
+    # array, and how probable each is if it is free
     next: list[tuple[list[int], np.ndarray, np.ndarray]]
     empty: tuple[np.ndarray, np.ndarray]  # mask and free, both flat, of an image with no paddle
     # First headings for which the public program can find a place. It finds none for one with which a paddle could be
@@ -385,7 +385,8 @@ def metadata_path(folder: Path, number: int) -> Path:
 def write(folder: Path, options: dict[str, Any], workers: int) -> dict[str, Any]:
     """Write the images, or what is left of them; return what generated.json says of them.
 
-    A subfolder is finished once its metadata is there; of others, the images that are there are kept. Raises OSError."""
+    A subfolder is finished once its metadata is there; of others, the images that are there are kept. Raises
+    OSError."""
     size, images, seed = options["size"], options["images"], options["seed"]
     done = {number for number in range(-(-images // PER_FOLDER)) if metadata_path(folder, number).exists()}
     chunks = [range(start, min(start + CHUNK, images)) for start in range(0, images, CHUNK)]

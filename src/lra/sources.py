@@ -1,5 +1,5 @@
-"""Examples of Long Range Arena from the official files, or from the Hub, streamed: (parts, label) with one or two parts,
-uint8 arrays of tokens, bytes or gray pixels, and a class number.
+"""Examples of Long Range Arena from the official files, or from the Hub, streamed: (parts, label) with one or two
+parts, uint8 arrays of tokens, bytes or gray pixels, and a class number.
 
 A task is any object with `title`, `layout` (of LAYOUTS), `folder` (below lra_dir; None: the layout's), `size` (side of
 a Pathfinder image), `max_length` (longer parts are cut), `hub` (dataset on the Hub to read if there is no folder),

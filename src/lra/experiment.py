@@ -1,0 +1,77 @@
+"""Long Range Arena as an experiment: every task with every seed; the jobs are in training.py."""
+
+from pathlib import Path
+from typing import Any
+
+from src.checkpoints.remote import is_remote
+from src.cli import log
+from src.errors import UserError
+from src.files import LATEST
+from src.jobs import predictions
+from src.jobs.experiment import Average, Experiment, Job, Result
+from src.lra import sources
+from src.lra.arrays import Prepared, prepare
+from src.lra.tasks import LRA, SUITE, LraConfig, counts
+
+TITLES = {name: task.title for name, task in LRA.items()}
+
+
+class LraExperiment(Experiment):
+    command = "lra.py"
+    example = "yamls/lra/lion-s.yaml lra_dir=DIR tasks_to_run=[listops]"
+    schema = LraConfig
+    preload = "src.lra.training"
+    scored_on = "test"
+    averages = (
+        Average("lra", "LRA average", TITLES),
+        Average("lra_without_pathx", "Average without Path-X", {n: t for n, t in TITLES.items() if n != "pathx"}),
+    )
+
+    def check_paths(self) -> None:
+        config = self.config
+        self.tasks = SUITE.select(config.tasks_to_run, config.tasks, config.default_seed, config.seeds)
+        path = config.starting_checkpoint_load_path
+        if path and not is_remote(path) and (path.endswith(".pt") or path.startswith(".")) and not Path(path).exists():
+            raise UserError(f"starting_checkpoint_load_path: {path} is not a file or folder; fix its path")
+        for task in self.tasks:
+            sources.check(task, config.lra_dir)
+
+    def plan(self, device: str) -> list[Job]:
+        from src.lra.training import build_model, build_settings, read_start, weights_digest
+
+        self.check_sections()
+        config = self.config
+        stored, weights = read_start(config)
+        self.start_name = config.starting_checkpoint_load_path or self.start_name
+        start, jobs = weights_digest(weights), []
+        self.prepared: dict[str, Prepared] = {}
+        for task in self.tasks:
+            settings = build_settings(task, config, stored)
+            if task.name not in self.prepared:
+                build_model(settings, weights, config)  # do the weights fit?
+                folder = Path(config.arrays_folder or self.folder / "arrays")
+                self.prepared[task.name] = prepare(task, config.lra_dir, folder, config.progress_bar)
+                log.info(self.prepared[task.name].summary())
+            depends = {"data": self.prepared[task.name].digest, "start": start, "model": settings}
+            jobs += [self.job(task, seed, device, **depends) for seed in task.seeds]
+        return jobs
+
+    def cost(self, job: Job) -> int:
+        return job.task.epochs * self.prepared[job.task.name].about["splits"]["train"]["tokens"]
+
+    def run(self, job: Job, device: str, steps: Any) -> Result:
+        from src.lra.training import run
+
+        task, prepared = job.task, self.prepared[job.task.name]
+        origin = prepared.about["origin"]
+        notes = [note for note in (origin, "validated on the test set" * (task.validation == "test")) if note]
+        result = run(self.config, job, device, steps, prepared)
+        counted = counts(task, origin)
+        return {**result, "notes": notes, **{a.key: counted and task.name in a.tasks for a in self.averages}}
+
+    def files(self, job: Job, result: Result) -> list[str]:
+        predicted = [predictions.file_name(split) for split in result["scores"]]
+        return predicted + [LATEST] * self.config.save_finetuned_checkpoints
+
+    def origin(self, settings: dict[str, Any]) -> Any:
+        return settings.get("start")

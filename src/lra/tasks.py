@@ -1,0 +1,148 @@
+"""Tasks of Long Range Arena, and the config of `lra.py`. A task of one's own is `like` one of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import yaml
+
+from src.config import SEED, check_known, key
+from src.data.tokenizers import SPECIAL_TOKENS
+from src.errors import UserError
+from src.jobs import tasks
+from src.jobs.config import JobsConfig
+from src.jobs.tasks import Suite
+
+FIRST = len(SPECIAL_TOKENS)  # the token of the number 0
+
+
+@dataclass
+class LraConfig(JobsConfig):
+    """Keys of `lra.py`."""
+
+    starting_checkpoint_load_path: str | None = key(
+        "checkpoint that main.py pretrained on the task's own inputs (lra.py shards): its encoder, sizes included; "
+        "null: random weights",
+        None,
+    )
+    model: dict[str, Any] = key(
+        "arguments of LionConfig for all tasks, over those of each; long_reach: true is the task's length", {}
+    )
+    lra_dir: str | None = key("folder with the unpacked release (lra_release/lra_release), or of lra.py make", None)
+    arrays_folder: str | None = key(
+        "where the files, once read, are kept for all jobs; several runs may share it; default: save_folder/arrays",
+        None,
+    )
+    activation_checkpointing: bool = key(
+        "store one state per layer and token and compute the others again, for long inputs", False
+    )
+    tasks: dict[str, Any] = key(
+        "changes to src/lra/tasks.yaml (a list of values: a search), or new tasks: see Task in src/lra/tasks.py", {}
+    )
+    tasks_to_run: list[str] = key("names of tasks, in order; empty: all six", [])
+    device_eval_batch_size: int = key("samples per evaluation batch", 32, at_least=1)
+    save_finetuned_checkpoints: bool = key("keep the trained model of each job", False)
+
+
+@dataclass(frozen=True)
+class Task(tasks.Task):
+    """A task on sequences of tokens, bytes or pixels, each a number from 0 to 255."""
+
+    searchable: ClassVar[tuple[str, ...]] = (*tasks.Task.searchable, "dropout")
+    needed: ClassVar[Mapping[str, str]] = {
+        "layout": "how its files are laid out",
+        "max_length": "the length at which inputs are cut",
+        "labels": "the names of its classes",
+    }
+    # Neither what is said elsewhere, by a digest of the data, nor what changes only memory.
+    unstored: ClassVar[tuple[str, ...]] = (
+        *tasks.Task.unstored, "layout", "folder", "size", "hub", "validation", "split", "split_seed", "microbatch_size",
+    )  # fmt: skip
+
+    layout: str = key("of src/lra/sources.py", "listops", choices=("listops", "imdb", "aan", "cifar10", "pathfinder"))
+    folder: str | None = key("folder below lra_dir; default: the layout's", None)
+    size: int | None = key("pixels of a side of Pathfinder's images", None, choices=(None, 32, 128))
+    hub: str | None = key("name of a dataset on the Hub to read if there is no folder", None)
+    max_length: int = key("tokens at which an input is cut", 4096, at_least=1)
+    validation: str = key(
+        "held_out: a part of the training set, or the task's own; test: the test set itself, as in papers on Text",
+        "held_out",
+        choices=("held_out", "test"),
+    )
+    split: str = key("of Pathfinder's images into 80, 10 and 10 %", "seed", choices=("seed", "in_order"))
+    split_seed: int = key("what is held out, and the seed of that split", 0, **SEED)
+    inputs: str = key(
+        "tokens: a vector for each number; values: the number itself, normalized, through a linear layer",
+        "tokens",
+        choices=("tokens", "values"),
+    )
+    vocabulary: int = key("how many numbers there are", 256, at_least=1, at_most=256)
+    model: Mapping[str, Any] = key("arguments of LionConfig", {})
+    dropout: float = key("dropout on embeddings and blocks", 0.0, at_least=0, below=1)
+    lr: float = key("peak learning rate", 5e-4, at_least=0)
+    weight_decay: float = key("weight decay, not of decays, biases and norms", 0.05, at_least=0)
+    optimizer: str = key("adamw, decoupled_adamw, or module:Class of your own", "adamw")
+    microbatch_size: int | None = key("samples per forward pass; default: the batch", None, at_least=1)
+
+    @property
+    def pairs(self) -> bool:
+        return self.layout == "aan"
+
+    @property
+    def longest(self) -> int:
+        """The longest row of a batch, a multiple of 8."""
+        return -(-self.max_length // 8) * 8
+
+    def changed(self, name: str, given: Mapping[str, Any]) -> Self:
+        """Arguments of the model that are not given stay."""
+        given = {**given, "model": {**self.model, **given["model"]}} if "model" in given else given
+        return super().changed(name, given)
+
+    def check(self) -> None:
+        super().check()
+        place = f"tasks.{self.name}"
+        if (self.size is None) == (self.layout == "pathfinder"):
+            raise UserError(f"{place}.size={self.size}: Pathfinder's images have 32 or 128 pixels a side, others none")
+        if not self.labels:
+            raise UserError(f"{place}.labels is empty; name the classes in the order of their numbers")
+        if "hidden_dropout_prob" in self.model:
+            raise UserError(f"{place}.model.hidden_dropout_prob: the task's dropout is its own field; set dropout")
+        if (size := self.microbatch_size) is not None and size > self.batch_size:
+            raise UserError(f"{place}.microbatch_size={size} is more than batch_size={self.batch_size}; lower it")
+
+
+def _known() -> dict[str, Task]:
+    given = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    lists = {field.name for field in fields(Task) if field.name in ("labels", "metrics", "seeds")}
+    rows = {
+        name: {field: tuple(value) if field in lists else value for field, value in task.items()}
+        for name, task in given.items()
+    }
+    return {name: Task(name=name, metrics=("accuracy",), **row) for name, row in rows.items()}
+
+
+LRA = _known()
+SUITE = Suite("Long Range Arena", "six", LRA)
+
+
+def counts(task: Task, origin: str | None) -> bool:
+    """Return whether the benchmark's average counts a task: one of the six, with its data, or the same generated."""
+    known = LRA.get(task.name)
+    same = ("layout", "size", "max_length", "metrics", "labels")
+    return (
+        known is not None
+        and all(getattr(task, name) == getattr(known, name) for name in same)
+        and (origin is None or "unlike the release" not in origin)
+    )
+
+
+def model_arguments(task: Task, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of LionConfig for a task: its own, then the config's. Raises UserError."""
+    from src.checkpoints.adapters import ARGUMENTS
+
+    check_known(f"tasks.{task.name}.model", task.model, ARGUMENTS)
+    arguments = {**task.model, **given}
+    if arguments.get("long_reach") is True:
+        arguments["long_reach"] = task.max_length
+    return {name: value for name, value in arguments.items() if not (name == "long_reach" and value is False)}

@@ -1,0 +1,97 @@
+"""One job: its model, from random weights or a pretrained encoder, its batches and its training."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from src.checkpoints.reading import load_all, read_pretrained
+from src.errors import UserError
+from src.files import sha256
+from src.jobs.experiment import Job, Result
+from src.jobs.pool import StepReporter
+from src.jobs.tasks import optimizer_of
+from src.jobs.training import Classifier, Split, loader, train, workers_of
+from src.lion import LionConfig
+from src.lra.arrays import Examples, Prepared, collate
+from src.lra.model import SequenceClassifier
+from src.lra.tasks import FIRST, LraConfig, Task, model_arguments
+from src.training import registry
+from src.training.text_model import lion_arguments
+
+
+def read_start(config: LraConfig) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
+    """Return the arguments of LionConfig and the encoder's weights of the starting checkpoint, or none. Raises
+    UserError."""
+    if config.starting_checkpoint_load_path is None:
+        return {}, None
+    pretrained = read_pretrained(config.starting_checkpoint_load_path, "starting_checkpoint_load_path")
+    if pretrained.reads != "texts":
+        raise UserError("starting_checkpoint_load_path is a model of images; give one that main.py pretrained")
+    return lion_arguments(pretrained.config.to_dict()), pretrained.encoder()
+
+
+def build_settings(task: Task, config: LraConfig, stored: dict[str, Any]) -> dict[str, Any]:
+    """Return what a task's model is built from: arguments of LionConfig and of the head. Raises UserError."""
+    arguments = model_arguments(task, config.model)
+    rows = 1 if task.inputs == "values" else task.vocabulary + FIRST
+    defaults = {"vocab_size": -(-rows // 8) * 8, "type_vocab_size": 0, "max_position_embeddings": task.longest}
+    defaults |= {"classifier_pooling": "mean", "hidden_dropout_prob": task.dropout, "attention_probs_dropout_prob": 0.0}
+    own = {"hidden_dropout_prob": task.dropout, "classifier_pooling": "mean", "attention_probs_dropout_prob": 0.0}
+    try:
+        settings = LionConfig(**(stored | own if stored else defaults | arguments))
+    except ValueError as error:
+        raise UserError(f"tasks.{task.name}.model: {error}") from None
+    positions = settings.max_position_embeddings
+    if settings.has_positions and positions < task.longest:
+        raise UserError(f"tasks.{task.name}: max_length={task.max_length} exceeds the model's {positions} positions")
+    head = {"num_labels": task.num_labels, "reads_values": task.inputs == "values", "reads_pairs": task.pairs}
+    return {**lion_arguments(settings.to_dict()), **head}
+
+
+def build_model(settings: dict[str, Any], weights: dict[str, Tensor] | None, config: LraConfig) -> SequenceClassifier:
+    """Return a classifier with random weights, or with those of a pretrained encoder. Raises UserError."""
+    model = SequenceClassifier(LionConfig(**settings))
+    if weights is not None:
+        load_all(model.lion, weights, str(config.starting_checkpoint_load_path))
+    if config.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def weights_digest(weights: dict[str, Tensor] | None) -> str:
+    if weights is None:
+        return "random"
+    tensors = ((name.encode(), tensor.cpu().contiguous().numpy()) for name, tensor in sorted(weights.items()))
+    return sha256(part for pair in tensors for part in pair)
+
+
+def run(config: LraConfig, job: Job, device: str, steps: StepReporter, prepared: Prepared) -> Result:
+    """Train and test a job's model."""
+    task, workers = job.task, workers_of(config, device)
+    _, weights = read_start(config)
+
+    def split(name: str, batch_size: int = config.device_eval_batch_size, seed: int | None = None) -> Split:
+        examples: Examples = prepared.open(name)
+        batches = loader(examples, collate, batch_size, workers, seed)
+        return Split(batches, torch.from_numpy(examples.labels), range(len(examples)), prepared.about["digest"])
+
+    test = {"test": split("test")}
+
+    def build_optimizer(model: Classifier) -> torch.optim.Optimizer:
+        exempt = {} if ":" in task.optimizer else {"filter_bias_norm_wd": True}
+        return registry.build_optimizer({**optimizer_of(task), **exempt}, model)
+
+    return train(
+        config,
+        job,
+        device,
+        steps,
+        lambda: Classifier(build_model(job.settings["model"], weights, config), use_logits=True),
+        split("train", task.batch_size, job.seed),
+        test if task.validation == "test" else {"validation": split("validation")},
+        test,
+        keep_checkpoint=config.save_finetuned_checkpoints,
+        build_optimizer=build_optimizer,
+        microbatch_size=task.microbatch_size,
+    )
