@@ -34,6 +34,9 @@ def read_start(config: LraConfig) -> tuple[dict[str, Any], dict[str, Tensor] | N
 def build_settings(task: Task, config: LraConfig, stored: dict[str, Any]) -> dict[str, Any]:
     """Return what a task's model is built from: arguments of LionConfig and of the head. Raises UserError."""
     arguments = model_arguments(task, config.model)
+    if stored and task.inputs == "values":
+        pretrained = "starting_checkpoint_load_path: a pretrained model reads tokens, and this task values"
+        raise UserError(f"{pretrained}; set tasks.{task.name}.inputs=tokens")
     rows = 1 if task.inputs == "values" else task.vocabulary + FIRST
     defaults = {"vocab_size": -(-rows // 8) * 8, "type_vocab_size": 0, "max_position_embeddings": task.longest}
     defaults |= {"classifier_pooling": "mean", "hidden_dropout_prob": task.dropout, "attention_probs_dropout_prob": 0.0}
