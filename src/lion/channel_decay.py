@@ -14,6 +14,7 @@ Shape letters: B batch, H heads, L length, D head size of q and k, E head size o
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .cpu import dropout
+from .cpu_kernel import Channels, covers
 from .linear_attention_forms import LOG_ZERO_OF_FACTOR, clamped_exp, sequence_starts
 from .two_sided_attention import SegmentStates, zero_masked
 
@@ -58,11 +60,16 @@ def attend_by_channel(
     scale: float, causal: bool = False, form: str, chunk_size: int = 128, dropout_p: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Compute one of the forms, (B, H, L, E), in float32 or better; arguments as for `linear_attention`, with log
-    decays (H, D) or (B, H, L, D)."""
+    decays (H, D) or (B, H, L, D). Form "matrix" is the full one for many values."""
     wide = torch.promote_types(v.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
-        q, k, v = scale * q.to(wide), zero_masked(k, mask).to(wide), v.to(wide)
-        q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+        k = zero_masked(k, mask)
+        if (groups := v.shape[1] // q.shape[1]) > 1:
+            q, k = (x.repeat_interleave(groups, 1) for x in (q, k))
+        if form in ("full", "chunkwise") and not dropout_p and covers(v):
+            q, k = (x if x.dtype == v.dtype else x.to(wide) for x in (q, k))
+            return _in_kernel(q, k, v, log_decay, log_decay_future, left_state, right_state, seq_idx, scale, causal)
+        q, k, v = scale * q.to(wide), k.to(wide), v.to(wide)
         given = q, k, v, log_decay, log_decay_future, left_state, right_state, seq_idx
         if form == "recurrent":
             return _recurrent(*given, causal)
@@ -77,7 +84,7 @@ def matrix_by_channel(q, k, log_decay, log_decay_future=None, *, mask=None, seq_
     """Compute s · Σ_d q_id k_jd M_ijd, (B, H, L, L); arguments as for `linear_attention`."""
     identity = torch.eye(q.shape[2], dtype=q.dtype, device=q.device).expand(*q.shape[:2], -1, -1)
     return attend_by_channel(
-        q, k, identity, log_decay, log_decay_future, mask=mask, seq_idx=seq_idx, scale=scale, form="full"
+        q, k, identity, log_decay, log_decay_future, mask=mask, seq_idx=seq_idx, scale=scale, form="matrix"
     )
 
 
@@ -241,3 +248,65 @@ def _recurrent(q, k, v, log_decay, log_decay_future, left_state, right_state, se
             y[t] = y[t] + (q[:, :, t, None] @ state).squeeze(-2)
             state = factors[:, :, t] * torch.addcmul(state, k[:, :, t, :, None], v[:, :, t, None])
     return torch.stack(y, 2)
+
+
+def _in_kernel(
+    q, k, v, log_decay, log_decay_future, left_state, right_state, seq_idx, scale: float, causal: bool
+) -> Tensor:
+    """The recurrence as the CPU's kernel computes it, which clamps decays."""
+    if seq_idx is not None:
+        log_decay, log_decay_future = _of_tokens(log_decay, log_decay_future, q.shape[2], seq_idx, causal)
+    rest = (x if x is None else x.float() for x in (log_decay, log_decay_future, left_state, right_state))
+    return _InKernel.apply(q, k, v, *rest, scale, causal)
+
+
+class _InKernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *given) -> Tensor:
+        tensors, ctx.options = given[:7], given[7:]
+        ctx.save_for_backward(*tensors)
+        y = _room(tensors[2])
+        for number, direction in enumerate(_directions(*tensors, *ctx.options)):
+            direction.forward(y, add=number > 0)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad
+        *inputs, log_decay, _, _, _ = tensors
+        grads: list[Tensor | None] = [*map(_room, inputs), None, None, None, None]
+        B, _, L, _ = inputs[0].shape
+        for number, direction in enumerate(_directions(*tensors, *ctx.options)):
+            place = 3 if tensors[4] is None else 3 + number  # of the decays, which both directions may share
+            if (add := grads[place] is not None) or not needed[place]:
+                pass
+            elif tensors[place].ndim == 2:
+                grads[place] = grad.new_empty(B, *log_decay.shape[:1], 1, *log_decay.shape[1:])
+            else:
+                grads[place] = grad.new_empty(tensors[place].shape)
+            of_decay = None if grads[place] is None else grads[place].expand(-1, -1, L, -1)
+            if needed[5 + number]:
+                grads[5 + number] = grad.new_empty(tensors[5 + number].shape)
+            direction.backward(grad, *grads[:3], of_decay, grads[5 + number], number > 0, add)
+        for place in (3, 4):
+            if grads[place] is not None and tensors[place].ndim == 2:
+                grads[place] = grads[place].sum((0, 2))
+        grads[:3] = (grad.to(x.dtype) for grad, x in zip(grads, inputs))
+        return *grads, None, None
+
+
+def _directions(
+    q, k, v, log_decay, log_decay_future, left_state, right_state, scale: float, causal: bool
+) -> Iterator[Channels]:
+    """The recurrence of past keys, with the diagonal, and that of future ones."""
+    decays = log_decay, log_decay if log_decay_future is None else log_decay_future
+    for direction, decay, state in list(zip((1, -1), decays, (left_state, right_state)))[: 1 if causal else 2]:
+        per_token = decay if decay.ndim == 4 else decay[None, :, None].expand(1, -1, q.shape[2], -1)
+        yield Channels(q, k, v, per_token, state, direction, direction > 0, scale, LOG_ZERO_OF_FACTOR)
+
+
+def _room(x: Tensor) -> Tensor:
+    """Memory in float32 for a result in the order of x, but with adjacent rows."""
+    like = torch.empty_like(x, dtype=torch.float32)
+    return like if like.stride(-1) == 1 else like.new_empty(x.shape)

@@ -29,12 +29,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import machine
-from .cpu_kernel_source import SOURCE
+from .channel_kernel_source import CHANNELS
+from .cpu_kernel_source import SOURCE as TRIANGLES
 
 log = logging.getLogger(__name__)
 USE_NATIVE = os.environ.get("LION_NATIVE", "1") != "0"
 FLAGS = "-O3 -std=gnu11 -march=native -fno-math-errno -fno-strict-aliasing -fopenmp -fPIC".split()
 FLAGS += ["-mprefer-vector-width=512"] * (platform.machine() in ("x86_64", "AMD64"))
+SOURCE = TRIANGLES + CHANNELS
 SPAN = 64  # as in cpu_kernel_source.py
 STRICT, OWN, GIVEN = range(3)  # the diagonal: none, q_i·k_i, or δ
 
@@ -45,6 +47,7 @@ _NOTHING = (0,) * 5  # a view: its address, strides of batch, head and token, an
 _PROBLEM = struct.Struct("=9q d 45q 2q")
 _FULL_PROBLEM = struct.Struct("=9q 2d q 90q")
 _SUMS_PROBLEM = struct.Struct("=4q d 15q")
+_CHANNELS_PROBLEM = struct.Struct("=9q 2d 60q")
 
 
 def _view(x: Tensor | None, direction: int = 1) -> tuple[int, ...]:
@@ -184,6 +187,42 @@ class Triangle:
         return dots
 
 
+class Channels:
+    """A recurrence with a decay per channel: Σ_{j<i} s (Σ_d q_id k_jd λ_jd ⋯ λ_{i-1,d}) v_j, and s (q_i·k_i) v_i if
+    inclusive. From the last token to the first if direction is −1.
+
+    q, k: (B, H, L, D) and v: (B, H, L, E), in float32 or bfloat16; log_decay: (B or 1, H, L, D) in float32, raised to
+    at least `lowest`; state: that which the first token reads, (B, H, D, E) in float32, or None for zeros."""
+
+    def __init__(self, q, k, v, log_decay, state, direction: int, inclusive: bool, scale: float, lowest: float):
+        self.shape, self.direction, self.inclusive = (*v.shape[:3], q.shape[-1], v.shape[-1]), direction, inclusive
+        self.operands = [_rows(x) for x in (q, k, v, log_decay)]
+        self.state, self.options = None if state is None else _rows(state), (scale, lowest)
+
+    def forward(self, y: Tensor, add: bool) -> None:
+        """Write to y, (B, H, L, E) in float32, or add to it."""
+        self._run("channels", [y], add=add)
+
+    def backward(self, grad: Tensor, of_q, of_k, of_v, of_decay, of_state, add: bool, add_decay: bool) -> None:
+        """Write to the gradients, in float32 and shaped as the tensors, or add to them: add says so for q, k and v.
+        of_decay, (B, H, L, D), may be the same for all tokens of a head, and then receives their sum. Those of the
+        decays and of the state may be None."""
+        grads = [None, _rows(grad), of_q, of_k, of_v, of_decay]
+        self._run("channels_gradient", grads, of_state, add, add_decay)
+
+    def _run(self, name: str, tensors: list[Tensor | None], of_state=None, add: bool = False, add_decay: bool = False):
+        B, H = self.shape[:2]
+        tensors = [*tensors, *[None] * (6 - len(tensors))]
+        views = [*(_view(x, self.direction) for x in self.operands), _view(self.state)]
+        views += [*(_view(x, self.direction) for x in tensors), _view(of_state)]
+        problem = _CHANNELS_PROBLEM.pack(
+            *self.shape, self.inclusive, add, add_decay, min(torch.get_num_threads(), B * H), *self.options,
+            *chain.from_iterable(views),
+        )  # fmt: skip
+        if getattr(_library(), f"lion_{name}")(problem):
+            raise MemoryError("no memory for the states of linear attention; use shorter inputs or fewer threads")
+
+
 def signed_sums(log_decay: Tensor, length: int, lowest: float) -> Tensor:
     """Sums of log_decay, (H,) or (B, H, L) in float32, each at least `lowest`: before each token, and the negative of
     that up to it, (B or 1, H, L, 2) in float64."""
@@ -255,7 +294,7 @@ def _library() -> ctypes.CDLL | None:
                 raise
             path.unlink(missing_ok=True)  # a damaged file
             library = ctypes.CDLL(str(_compile()[0]))
-        for name in ("triangle", "full", "sums", "sums_gradient"):
+        for name in ("triangle", "full", "channels", "channels_gradient", "sums", "sums_gradient"):
             getattr(library, f"lion_{name}").argtypes = [ctypes.c_char_p]
         library.lion_keep.argtypes = [
             ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint16, ctypes.c_int

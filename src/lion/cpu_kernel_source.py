@@ -60,10 +60,10 @@ static void prefetch(const struct view *x, int64_t b, int64_t h, int64_t t, int 
     for (int i = 0; i < n * size; i += 64) __builtin_prefetch(from + i);
 }
 
-// e^x to two units in the last place; 0 below -60, as products with ordinary numbers would soon be denormal.
-static inline vf exponential(vf x) {
+// e^r - 1, and n at the place of exponents, for x = n log 2 + r.
+static inline vf of_remainder(vf x, vi *exponent) {
     vf n = x * 1.44269504f + 12582912.0f;  // the nearest integer, in the low bits
-    vi exponent = (vi)n << 23;
+    *exponent = (vi)n << 23;
     n -= 12582912.0f;
     vf r = x - n * 0.693145752f - n * 1.42860677e-6f;
     vf p = r * (1.0f / 5040) + 1.0f / 720;
@@ -72,8 +72,13 @@ static inline vf exponential(vf x) {
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    vi infinite = x > 88.7f;
+    return p * r;
+}
+
+// e^x to two units in the last place; 0 below -60, as products with ordinary numbers would soon be denormal.
+static inline vf exponential(vf x) {
+    vi exponent, infinite = x > 88.7f;
+    vf p = of_remainder(x, &exponent) + 1.0f;
     return (vf)((((vi)p + exponent) & ~(x <= -60.0f) & ~infinite) | (infinite & 0x7f800000));
 }
 

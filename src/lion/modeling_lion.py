@@ -1,7 +1,6 @@
 """LION encoders: BERT (Devlin et al. 2018, post-LayerNorm) with linear attention in place of softmax attention.
 Afzal et al., "Linear Attention for Efficient Bidirectional Sequence Modeling", arXiv:2502.16249. What differs from
-BERT is the mixer, see mixers.py. Shape letters: B batch, L length, D hidden size, H heads, V vocabulary.
-"""
+BERT is the mixer, see mixers.py. Shape letters: B batch, L length, D hidden size, H heads, V vocabulary."""
 
 import functools
 import inspect
@@ -18,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 from .channel_decay import attend_by_channel  # noqa: F401
+from .channel_kernel_source import CHANNELS  # noqa: F401
 from .configuration_lion import DECAYING, LionConfig
 from .cpu import speed_up
 from .cpu_kernel import covers  # noqa: F401

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .channel_decay import attend_by_channel  # noqa: F401
+from .channel_kernel_source import CHANNELS  # noqa: F401
 from .configuration_lion import LionConfig
 from .cpu import speed_up  # noqa: F401
 from .cpu_kernel import covers  # noqa: F401

@@ -16,6 +16,7 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from transformers.utils import ModelOutput
 
 from .channel_decay import attend_by_channel  # noqa: F401
+from .channel_kernel_source import CHANNELS  # noqa: F401
 from .configuration_lion import LionVisionConfig
 from .cpu import speed_up  # noqa: F401
 from .cpu_kernel import covers  # noqa: F401
