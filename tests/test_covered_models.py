@@ -72,6 +72,14 @@ def test_linear_transformer(draw, causal):
     assert_equal(MODELS["linear_transformer"](q, k, v, causal=causal), expected)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_gla_and_hgrn2_decay_by_channel(draw, causal):
+    q, k, v, gate = draw(B, H, L, D), draw(B, H, L, D), draw(B, H, L, E), draw(B, H, L, D).sigmoid()
+    run = scan if causal else both
+    assert_equal(MODELS["gla"](q, k, v, gate.log(), causal), run(q, k, v, torch.diag_embed(gate), ONE))
+    assert_equal(MODELS["hgrn2"](q, v, gate.log(), causal), run(q, 1 - gate, v, torch.diag_embed(gate), ONE))
+
+
 def turn(angle: Tensor) -> Tensor:
     """Turn pairs of channels, (D/2,), by these angles: (D, D)."""
     return torch.block_diag(*(torch.stack([a.cos(), -a.sin(), a.sin(), a.cos()]).view(2, 2) for a in angle))
