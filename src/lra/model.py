@@ -24,6 +24,11 @@ class SequenceClassifier(HeadedModel):
         self.pair = nn.Linear(4 * D, D) if config.reads_pairs else None
         self.classifier = nn.Linear(D, config.num_labels)
 
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self.value:
+            module.reset_parameters()  # with a bias: without, only the sign of a value passes the embeddings' LayerNorm
+
     def no_weight_decay(self) -> set[str]:
         """The parameters of decays."""
         return {name for name, _ in self.named_parameters() if ".attention.decay" in name}

@@ -37,8 +37,11 @@ def build_settings(task: Task, config: LraConfig, stored: dict[str, Any]) -> dic
     if stored and task.inputs == "values":
         pretrained = "starting_checkpoint_load_path: a pretrained model reads tokens, and this task values"
         raise UserError(f"{pretrained}; set tasks.{task.name}.inputs=tokens")
-    rows = 1 if task.inputs == "values" else task.vocabulary + FIRST
-    defaults = {"vocab_size": -(-rows // 8) * 8, "type_vocab_size": 0, "max_position_embeddings": task.longest}
+    rows = -(-(1 if task.inputs == "values" else task.vocabulary + FIRST) // 8) * 8
+    if stored and stored["vocab_size"] != rows:
+        other = f"starting_checkpoint_load_path has {stored['vocab_size']} tokens, and {task.title} {rows}"
+        raise UserError(f"{other}; give a model that main.py pretrained on the task's own inputs (lra.py shards)")
+    defaults = {"vocab_size": rows, "type_vocab_size": 0, "max_position_embeddings": task.longest}
     defaults |= {"classifier_pooling": "mean", "hidden_dropout_prob": task.dropout, "attention_probs_dropout_prob": 0.0}
     own = {"hidden_dropout_prob": task.dropout, "classifier_pooling": "mean", "attention_probs_dropout_prob": 0.0}
     try:
