@@ -9,19 +9,26 @@ from test_linear_attention import draw as draw_by_head
 from torch import Tensor
 from torch.nn import functional as F
 
-from src.lion import channel_decay, linear_attention
+from src.lion import channel_decay, cpu_kernel, linear_attention
 from src.lion.channel_decay import definition
 from src.lion.linear_attention import attention_matrix, segment_states
 
 DECAYS = ("head", "token", "strong")
 LENGTHS = (1, 2, 7, 16, 33, 70)
+OPTIONS = {"none": {}, "causal": {"causal": True}, "normalize": {"normalize": True}, "separate": {}}
+# In float32: length, batch, sizes of queries and values, mask and option. Normalized, one key alone has no gradients.
+SHAPES = [(1, 1, 4, 6), (2, 2, 5, 9), (7, 1, 24, 4), (16, 2, 16, 16), (33, 2, 5, 33), (70, 1, 16, 24)]
+CASES_IN_FLOAT32 = [(*shape, mask, "none") for shape in SHAPES for mask in ("none", "holes", "left")]
+CASES_IN_FLOAT32 += [(*shape, "holes", option) for shape in SHAPES for option in ("causal", "separate")]
+CASES_IN_FLOAT32 += [*((*shape, "holes", "normalize") for shape in SHAPES[3:]), (200, 1, 4, 5, "holes", "none")]
 
 
 def draw(
-    decay: str, length: int, batch: int = 2, heads: int = 3, mask: str = "none", positive: bool = False, seed: int = 0
-) -> tuple[list[Tensor], Tensor | None]:
+    decay: str, length: int, batch: int = 2, heads: int = 3, mask: str = "none", positive: bool = False, seed: int = 0,
+    d: int = 4, e: int = 6,
+) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
     """q, k, v and log decays of channels in float64, and a mask. "strong": some decays are almost 0, others 1."""
-    (q, k, v, _), real = draw_by_head("none", length, batch, heads, mask, positive, seed)
+    (q, k, v, _), real = draw_by_head("none", length, batch, heads, mask, positive, seed, d, e)
     generator = torch.Generator().manual_seed(seed + 1)
     shape = (heads, q.shape[-1]) if decay == "head" else q.shape
     logits = torch.randn(shape, generator=generator, dtype=torch.float64) * (20 if decay == "strong" else 1)
@@ -136,6 +143,105 @@ def test_packed_sequences_give_the_outputs_of_each_alone(form, decay):
         parts.append(linear_attention(*(x[:, :, part] for x in (q, k, v)), own, **options))
         start += length
     torch.testing.assert_close(packed, torch.cat(parts, 2), atol=1e-9, rtol=1e-9)
+
+
+# In float32, with the CPU's kernel and without
+
+
+@functools.cache
+def case_in_float32(decay: str, length: int, batch: int, d: int, e: int, mask: str, option: str):
+    """Inputs in float32, a mask, and what `definition` has for these inputs in float64."""
+    inputs, real = draw(decay, length, batch, 2, mask, option == "normalize", d=d, e=e)
+    if option == "separate":
+        inputs.append(draw(decay, length, batch, 2, seed=5, d=d, e=e)[0][3])
+    inputs = [x.float() for x in inputs]
+    exact = [x.double() for x in inputs]
+    return inputs, real, outputs_and_gradients(of_future_too(definition), exact, mask=real, **OPTIONS[option])
+
+
+def of_future_too(function, form: str | None = None):
+    """`function`, of which the fifth argument, if any, are the decays of future keys."""
+    given = {} if form is None else {"form": form, "chunk_size": CHUNK}
+    return lambda q, k, v, past, future=None, **options: function(
+        q, k, v, past, log_decay_future=future, **given, **options
+    )
+
+
+def assert_near(actual: list[Tensor], exact: list[Tensor], tolerance: float = 1e-5) -> None:
+    for number, (x, y) in enumerate(zip(actual, exact, strict=True)):
+        assert x.shape == y.shape and x.dtype == torch.float32
+        assert (distance(x, y) if y.any() else float(x.abs().max())) < tolerance, number
+
+
+@pytest.mark.parametrize("case", CASES_IN_FLOAT32, ids=str)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_float32_has_the_outputs_and_gradients_of_the_definition(decay, case, with_and_without_kernel):
+    length, *_, option = case
+    inputs, real, exact = case_in_float32(decay, *case)
+    for form in ("full", "chunkwise") if length in (1, 33) else ("chunkwise",):
+        actual = outputs_and_gradients(of_future_too(linear_attention, form), inputs, mask=real, **OPTIONS[option])
+        assert_near(actual, exact)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_states_from_outside_have_gradients(decay, with_and_without_kernel):
+    """Of the PyTorch path in float64, which another test compares with one call."""
+    inputs, mask = draw(decay, 70, mask="holes", d=5, e=24)
+    inputs += [
+        torch.randn(2, 3, 5, 24, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (0, 1)
+    ]
+
+    def with_states(q, k, v, log_decay, left, right):
+        return linear_attention(
+            q, k, v, log_decay, mask=mask, left_state=left, right_state=right, form="chunkwise", chunk_size=CHUNK
+        )
+
+    low = [x.float() for x in inputs]
+    actual = outputs_and_gradients(with_states, low)
+    assert_near(actual, outputs_and_gradients(with_states, [x.double() for x in low]))
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_inputs_of_any_strides(number, with_and_without_kernel):
+    inputs, mask = draw("token", 70, mask="holes", d=16, e=24)
+    low = [x.float() for x in inputs]
+    exact = outputs_and_gradients(definition, [x.double() for x in low], mask=mask)
+    for strided in (low[number].mT.contiguous().mT, low[number].transpose(1, 2).contiguous().transpose(1, 2)):
+        leaves = [x.detach().requires_grad_() for x in [*low[:number], strided, *low[number + 1 :]]]
+        y = linear_attention(*leaves, mask=mask, form="chunkwise", chunk_size=CHUNK)
+        probe = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).float()
+        assert_near([y.detach(), *torch.autograd.grad((y * probe).sum(), leaves)], exact)
+
+
+def test_decays_below_the_least_have_no_gradient(with_and_without_kernel):
+    (q, k, v, log_decay), _ = draw("token", 40)
+    log_decay[:, :, ::3] -= 50
+    q, k, v, log_decay = (x.float() for x in (q, k, v, log_decay))
+    grad = outputs_and_gradients(linear_attention, [q, k, v, log_decay], form="chunkwise")[-1]
+    assert not grad[:, :, ::3].any() and grad[:, :, 1::3].any()
+
+
+def test_gradients_only_of_what_needs_them(with_and_without_kernel):
+    inputs = [x.float() for x in draw("head", 40)[0]]
+    expected = outputs_and_gradients(linear_attention, inputs, form="chunkwise")
+    for number in range(4):
+        leaves = [x.clone().requires_grad_(place == number) for place, x in enumerate(inputs)]
+        y = linear_attention(*leaves, form="chunkwise")
+        probe = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).float()
+        (y * probe).sum().backward()
+        assert [x.grad is not None for x in leaves] == [place == number for place in range(4)]
+        torch.testing.assert_close(leaves[number].grad, expected[1 + number])
+
+
+def test_rounding_of_decays_near_one_does_not_add_up(monkeypatch):
+    """In float32, λ = e^-2e-5 is off by 2e-8, and its 2000th power by 2000 times as much."""
+    monkeypatch.setattr(cpu_kernel, "USE_NATIVE", True)
+    if not cpu_kernel.is_available():
+        pytest.skip(f"no kernel{cpu_kernel.reason()}")
+    inputs = [x.float() for x in draw("head", 2000, 1, 1)[0]]
+    inputs[3] = torch.full((1, 4), -2e-5)
+    exact = outputs_and_gradients(linear_attention, [x.double() for x in inputs], form="chunkwise")
+    assert_near(outputs_and_gradients(linear_attention, inputs, form="chunkwise"), exact, 5e-6)
 
 
 @pytest.mark.parametrize("normalize", [False, True])

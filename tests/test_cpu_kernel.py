@@ -12,6 +12,7 @@ from src.lion.cpu import draw_kept
 from src.lion.linear_attention import definition, signed_sums
 from src.lion.linear_attention_forms import cumulative_log_decay
 from src.lion.two_sided_attention import definition as two_sided_definition
+from tests import test_channel_decay as by_channel
 from tests import test_two_sided_attention as two_sided
 from tests.test_linear_attention import distance, draw, outputs_and_gradients
 
@@ -33,9 +34,10 @@ def vectors(request, monkeypatch, kernel):
     if VECTORS[request.param] and os.uname().machine != "x86_64":
         pytest.skip("smaller vectors of x86 only")
     monkeypatch.setattr(cpu_kernel, "FLAGS", cpu_kernel.FLAGS + VECTORS[request.param])
-    cpu_kernel._library.cache_clear()
+    forget = cpu_kernel._library.cache_clear
+    forget()
     yield
-    cpu_kernel._library.cache_clear()
+    forget()
 
 
 @pytest.fixture
@@ -67,6 +69,17 @@ def test_outputs_and_gradients_with_vectors_of_any_width(form, length, sizes, ve
         expected = outputs_and_gradients(definition, [q, k, v, log_decay], mask=mask)
         inputs = [x.float() for x in (q, k, v, log_decay)]
         check(outputs_and_gradients(linear_attention, inputs, mask=mask, form=form), expected)
+
+
+@pytest.mark.parametrize("sizes", [(5, 33), (24, 16)])
+def test_decays_per_channel_with_vectors_of_any_width(sizes, vectors, runs):
+    for decay, length in (("head", 70), ("token", 33), ("strong", 96)):
+        inputs, mask = by_channel.draw(decay, length, mask="holes", d=sizes[0], e=sizes[1])
+        inputs = [x.float() for x in inputs]
+        expected = outputs_and_gradients(by_channel.definition, [x.double() for x in inputs], mask=mask)
+        runs.clear()
+        check(outputs_and_gradients(linear_attention, inputs, mask=mask), expected)
+        assert runs == ["lion_channels"] * 2 + ["lion_channels_gradient"] * 2
 
 
 @pytest.mark.parametrize("groups", [1, 6])
@@ -122,7 +135,11 @@ def test_bits_do_not_depend_on_the_number_of_threads(kernel):
         inputs = [x.float() for x in draw("token", 300)[0]]
         options = [{"form": "chunkwise"}, {"form": "full", "dropout_p": 0.1}]
         kept = draw_kept((500_001,), 0.1, torch.device("cpu"))[0]
-        return [*(x for one in options for x in outputs_and_gradients(linear_attention, inputs, **one)), kept]
+        found = [x for one in options for x in outputs_and_gradients(linear_attention, inputs, **one)]
+        for decay in ("head", "token"):
+            inputs = [x.float() for x in by_channel.draw(decay, 300)[0]]
+            found += outputs_and_gradients(linear_attention, inputs)
+        return [*found, kept]
 
     before = torch.get_num_threads()
     try:

@@ -147,8 +147,8 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _matrix(q: Tensor, k: Tensor, decays: list[Tensor]) -> tuple[Tensor, list[_Blocks]]:
-    """Σ_d q_id k_jd M_ijd, (..., N, C, C), of q, k and λ of each direction, (..., N, C, D) with C a power of two; and how
-    the chunks decay in each direction."""
+    """Σ_d q_id k_jd M_ijd, (..., N, C, C), of q, k and λ of each direction, (..., N, C, D) with C a power of two; and
+    how the chunks decay in each direction."""
     C = q.shape[-2]
     q, k, *decays = (x.flatten(-3, -2).unsqueeze(-2) for x in (q, k, *decays))  # (..., blocks, 1, D)
     matrix = (q * k).sum(-1, keepdim=True)
@@ -211,7 +211,8 @@ class _InBlocks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = [number for number, needs in enumerate(ctx.needs_input_grad) if needs]
-        parts, found = _parts(ctx.saved_tensors, ctx.options[1]), []
+        tensors = ctx.saved_tensors
+        parts, found = _parts(tensors, ctx.options[1]), []
         for part, of_part in zip(parts, grad.split([len(part[0]) for part in parts])):
             part = [x if x is None else x.detach() for x in part]
             wanted = [part[number].requires_grad_() for number in needed]
@@ -220,7 +221,7 @@ class _InBlocks(torch.autograd.Function):
                 found.append(torch.autograd.grad(y, wanted, of_part, materialize_grads=True))
         grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         for number, of_parts in zip(needed, zip(*found)):
-            grads[number] = sum(of_parts) if ctx.saved_tensors[number].ndim == 2 else torch.cat(of_parts)
+            grads[number] = sum(of_parts) if tensors[number].ndim == 2 else torch.cat(of_parts)
         return tuple(grads)
 
 

@@ -24,7 +24,7 @@ static void load_decays(float *to, const struct channels_problem *p, int64_t b, 
         }
         if (t + i) load(to, &p->decays, b, h, t + i - 1, p->depth, 1);
         else memset(to, 0, sizeof(float) * D);
-        for (int d = 0; d < D; d += W) {
+        for (int d = 0; d < p->depth; d += W) {
             vf x = *(vf *)(to + d), lowest = (vf){0} + (float)p->lowest;
             vi exponent, low = x < lowest;
             x = (vf)(((vi)x & ~low) | ((vi)lowest & low));
@@ -89,6 +89,17 @@ static void sweep_##KIND(int rows, int columns, const struct sweep *s, int count
 }
 SWEEPS(rows) SWEEPS(columns)
 
+static void fetch(const struct channels_problem *p, int64_t b, int64_t h, int64_t t) {  // C tokens, for later
+    for (int64_t end = t + C; t < end; t++) if (t >= 0 && t < p->length) {
+        prefetch(&p->k, b, h, t, p->depth);
+        prefetch(&p->v, b, h, t, p->width);
+        prefetch(&p->q, b, h, t, p->depth);
+        if (p->decays.token) prefetch(&p->decays, b, h, t, p->depth);
+        if (p->y.data) prefetch(&p->y, b, h, t, p->width);
+        if (p->grad.data) prefetch(&p->grad, b, h, t, p->width);
+    }
+}
+
 static void channels_head(const struct channels_problem *p, int64_t b, int64_t h, float *memory) {
     const int D = round_up(p->depth), E = round_up(p->width);
     float *Q = memory, *K = Q + C * D, *decays = K + C * D, *V = decays + 2 * (C + 1) * D, *Y = V + C * E;
@@ -97,6 +108,7 @@ static void channels_head(const struct channels_problem *p, int64_t b, int64_t h
     if (p->state.data) load_rows(S, E, &p->state, b, h, 0, p->depth, p->depth, p->width, 1);
     for (int64_t t = 0; t < p->length; t += C) {
         const int n = p->length - t < C ? p->length - t : C;
+        fetch(p, b, h, t + C);
         load_rows(Q, D, &p->q, b, h, t, n, n, p->depth, p->scale);
         load_rows(K, D, &p->k, b, h, t, n, n, p->depth, 1);
         load_rows(V, E, &p->v, b, h, t, n, n, p->width, 1);
@@ -124,19 +136,32 @@ static void channels_gradient_head(const struct channels_problem *p, int64_t b, 
         for (int e = 0; e < width; e++) S[e * D + d] = dY[e];
     }
     for (int64_t t = 0; t + C < p->length; t += C, S += D * E) {
+        fetch(p, b, h, t + C);
         load_rows(K, D, &p->k, b, h, t, C, C, depth, 1);
         load_rows(V, E, &p->v, b, h, t, C, C, width, 1);
         load_decays(decays, p, b, h, t, C);
-        for (int d = 0; d < D; d++) sums[d] = 1;
-        for (int i = C - 1; i >= 0; i--) for (int d = 0; d < D; d++) {
-            K[i * D + d] *= sums[d];
-            sums[d] *= decays[i * D + d] - ((int32_t *)decays)[masks + i * D + d];
+        for (int d = 0; d < D; d += W) {
+            vf across = {0}, less = {0}, factor;  // λ of all tokens after one, and that - 1
+            across += 1.0f;
+            for (int i = C - 1; i >= 0; i--) {
+                vf decay = *(vf *)(decays + i * D + d), rest = decay * across;
+                vi whole = *(vi *)(decays + masks + i * D + d);
+                *(vf *)(K + i * D + d) *= across;
+                across = rest + (vf)((vi)across & whole);
+                less = rest + (vf)(((vi)less & whole) | ((vi)((vf){0} - 1.0f) & ~whole));
+            }
+            vi whole = less > -0.5f;
+            factor = (vf)(((vi)less & whole) | ((vi)across & ~whole));
+            for (int e = 0; e < E; e++) {
+                vf state = *(vf *)(S + e * D + d);
+                *(vf *)(S + (E + e) * D + d) = factor * state + (vf)((vi)state & whole);
+            }
         }
-        for (int e = 0; e < E; e++) for (int d = 0; d < D; d++) S[(E + e) * D + d] = sums[d] * S[e * D + d];
         multiply(E, C, (depth + W - 1) / W * W, V, 1, E, K, D, S + D * E, D, 1);
     }
     for (int64_t t = (p->length - 1) / C * C; t >= 0; t -= C, S -= D * E) {
         const int n = p->length - t < C ? p->length - t : C, z = n - 1, old = p->add ? n : 0;
+        fetch(p, b, h, t - C);
         load_rows(Q, D, &p->q, b, h, t, n, n, depth, 1);
         load_rows(K, D, &p->k, b, h, t, n, n, depth, 1);
         load_rows(V, E, &p->v, b, h, t, n, n, width, 1);
@@ -158,11 +183,13 @@ static void channels_gradient_head(const struct channels_problem *p, int64_t b, 
         store_rows(&p->of_q, b, h, t, n, dQ, D, depth, 1);
         store_rows(&p->of_k, b, h, t, n, dK, D, depth, 1);
         store_rows(&p->of_v, b, h, t, n, dV, E, width, 1);
-        if (save) for (int i = 0; i < n; i++) for (int d = 0; d < depth; d++) {
-            float *to = (float *)row(&p->of_decays, b, h, t + i, 4) + d;
-            const float *decay = row(&p->decays, b, h, t + i, 4), grad = decay[d] < p->lowest ? 0 : sums[i * D + d];
-            if (p->of_decays.token) *to = p->add_decays ? *to + grad : grad;
-            else total[d] += grad;  // of all tokens
+        if (save) for (int i = 0; i < n; i++) {
+            float *restrict to = (float *)row(&p->of_decays, b, h, t + i, 4), *restrict grad = sums + i * D;
+            const float *restrict decay = row(&p->decays, b, h, t + i, 4), lowest = p->lowest;
+            for (int d = 0; d < depth; d++) grad[d] = decay[d] < lowest ? 0 : grad[d];
+            if (!p->of_decays.token) for (int d = 0; d < depth; d++) total[d] += grad[d];  // of all tokens
+            else if (p->add_decays) for (int d = 0; d < depth; d++) to[d] += grad[d];
+            else memcpy(to, grad, sizeof(float) * depth);
         }
     }
     if (p->of_decays.data && !p->of_decays.token) for (int d = 0; d < depth; d++) {
