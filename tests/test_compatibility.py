@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -191,7 +192,8 @@ def test_a_hub_folder_loads_in_plain_transformers_with_its_own_code(here):
 def test_a_hub_folder_verifies_and_its_checkpoint_exports_again(here, capsys):
     command("src.hub", *"verify --checkpoint finished/latest-rank0.pt --folder my-model".split())
     command("src.hub", *"export --checkpoint finished/latest-rank0.pt --out again --glue finetuned".split())
-    assert capsys.readouterr().out.count("0.0e+00") == 2
+    differences = [float(number) for number in re.findall(r"largest difference (\S+)\)", capsys.readouterr().out)]
+    assert differences == [pytest.approx(0, abs=1e-6), 0]  # the folder's own code may round in another way than today's
     old, new = (load_file(here / name / "model.safetensors") for name in ("my-model", "again"))
     assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
     scores = json.loads((here / "finetuned" / "report.json").read_text())["tasks"]

@@ -67,8 +67,9 @@ def test_a_hub_folder_verifies_and_loads_with_its_own_code(here, capsys):
     hub.main("verify --checkpoint stopped/latest-rank0.pt --folder my-model".split())
     assert "0.0e+00" in capsys.readouterr().out
     expected = json.loads(Path("expected/logits.json").read_text())
-    model = AutoModelForImageClassification.from_pretrained("my-model", trust_remote_code=True).eval()
-    processor = AutoImageProcessor.from_pretrained("my-model")
+    Path("my-model").rename("with-its-code")  # transformers keeps the modules of a folder by its name
+    model = AutoModelForImageClassification.from_pretrained("with-its-code", trust_remote_code=True).eval()
+    processor = AutoImageProcessor.from_pretrained("with-its-code")
     with torch.no_grad():
         found = model(**processor([Image.open(file) for file in expected["files"]], return_tensors="pt")).logits
     torch.testing.assert_close(found, torch.tensor(expected["logits"]), atol=1e-5, rtol=0)
