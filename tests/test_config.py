@@ -17,7 +17,9 @@ from src.glue.experiment import FinetuneConfig
 from src.mlm.task import PretrainConfig
 from src.training.config import load_config
 
-YAMLS = sorted(path for path in (ROOT / "yamls").rglob("*.yaml") if path.parent.name != "vision")
+YAMLS = sorted(
+    path for path in (ROOT / "yamls").rglob("*.yaml") if not {"vision", "lra"} & set(path.relative_to(ROOT).parts)
+)
 NAMED = [path for path in YAMLS if {"run_name", "base_run_name"} & OmegaConf.load(path).keys()]
 EMBED = [path for path in NAMED if path.parent.name == "embed"]
 PRETRAIN = [path for path in NAMED if path not in EMBED and "run_name" in OmegaConf.load(path)]

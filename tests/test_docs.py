@@ -10,13 +10,16 @@ from conftest import ROOT
 
 from src.embed.config import EmbedConfig
 from src.glue.experiment import FinetuneConfig
+from src.lra.tasks import LraConfig
 from src.mlm.task import PretrainConfig
 from src.vision.config import VisionConfig
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CONFIG = ("src/config.py", "src/training/config.py")
+JOBS = [f"src/jobs/{path.name}" for path in (ROOT / "src/jobs").glob("*.py")]
 PARSERS = {  # script → the files that declare its options, if they are others
-    "glue.py": (*CONFIG, *(f"src/jobs/{path.name}" for path in (ROOT / "src/jobs").glob("*.py"))),
+    "glue.py": (*CONFIG, *JOBS),
+    "lra.py": (*CONFIG, *JOBS, "src/lra/make.py", "src/lra/shards.py"),
     "src/convert_dataset.py": ("src/data/options.py",),
     "main.py": (*CONFIG, "src/mlm/context.py"),
     "embed.py": (*CONFIG, *(f"src/embed/{name}.py" for name in ("evaluate", "encode", "options"))),
@@ -67,9 +70,8 @@ def test_options_of_commands_are_known(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_keys_given_as_key_value_are_known(page):
-    known = {
-        entry.name for schema in (PretrainConfig, FinetuneConfig, VisionConfig, EmbedConfig) for entry in fields(schema)
-    }
+    schemas = (PretrainConfig, FinetuneConfig, LraConfig, VisionConfig, EmbedConfig)
+    known = {entry.name for schema in schemas for entry in fields(schema)}
     others = {"form", "num_labels", "trust_remote_code"}  # arguments of Python functions
     assert set(re.findall(r"`'?([a-z_]+)(?:\.[\w.]+)?=", page.read_text())) <= known | others
 

@@ -153,7 +153,7 @@ def test_decays_biases_and_norms_have_no_weight_decay(arguments):
 
 
 @pytest.mark.parametrize("arguments", MODELS[:2], ids=lambda arguments: arguments["mixer"])
-def test_activation_checkpointing_gives_the_same_gradients(arguments):
+def test_activation_checkpointing_gives_the_same_gradients(arguments, with_and_without_kernel):
     given, found = batch([30, 40]), []
     for checkpointing in (False, True):
         model = classifier(model=arguments, activation_checkpointing=checkpointing).train()
@@ -198,7 +198,7 @@ def test_spread_horizons_see_a_thousand_tokens_at_the_start(mixer, channels):
     # Divided by the sums of rows, an output is a mean over tokens: softmax, which sees all alike, is at 1.2e-4.
     assert reach(1000, mixer=mixer, long_reach=2000, channel_decays=channels) >= 1e-5
     if not channels:
-        assert reach(1000, mixer=mixer) == 0.0  # of published models
+        assert reach(1000, mixer=mixer) < 1e-12  # of published models
 
 
 @pytest.mark.parametrize("mixer", INITIAL)

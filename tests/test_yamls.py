@@ -11,6 +11,8 @@ from conftest import ROOT, write_jsonl
 from src.convert_dataset import main as convert
 from src.data.streaming import build as build_loader
 from src.lion import LionConfig, LionForImageClassification, LionForMaskedLM
+from src.lra.tasks import LRA, SUITE, LraConfig
+from src.lra.training import build_model, build_settings
 from src.mlm.task import PretrainConfig
 from src.training.config import load_config
 from src.vision.config import VisionConfig
@@ -144,3 +146,37 @@ def test_the_recipe_is_deits():
     assert (config.loss.kind, config.loss.smoothing, config.model["drop_path_rate"]) == ("soft", 0.1, 0.1)
     assert config.scheduler == {"name": "cosine_over_run", "t_warmup": "5ep", "alpha_i": 0.001, "alpha_f": 0.01}
     assert round(2 ** (-1 / 17328), 6) == 0.99996 and config.algorithms == {"ema": {"half_life": "17328ba"}}
+
+
+LRA_MODELS = sorted(path.stem for path in (ROOT / "yamls/lra").glob("*.yaml") if path.stem != "recipe")
+
+
+def lra_settings(name: str, task: str) -> tuple[dict, LraConfig]:
+    config = load_config(LraConfig, "lra.py", "", [str(ROOT / f"yamls/lra/{name}.yaml"), f"tasks_to_run=[{task}]"])
+    (chosen,) = SUITE.select(config.tasks_to_run, config.tasks, config.default_seed)
+    return build_settings(chosen, config, {}), config
+
+
+@pytest.mark.parametrize("task", LRA)
+@pytest.mark.parametrize("name", LRA_MODELS)
+def test_every_model_of_long_range_arena_is_built_at_its_size(name, task):
+    settings, config = lra_settings(name, task)
+    assert config.base_run_name == f"lra-{name}" and config.default_seed == 1
+    with torch.device("meta"):
+        model = build_model(settings, None, config)
+    assert {key: settings[key] for key in LRA[task].model} == LRA[task].model
+    assert sum(parameter.numel() for parameter in model.parameters()) > 500_000
+
+
+@pytest.mark.parametrize("task", LRA)
+def test_pretraining_for_long_range_arena_has_the_model_and_length_of_the_task(task):
+    config = load_config(PretrainConfig, "main.py", "", [str(ROOT / f"yamls/lra/pretrain/{task}.yaml")])
+    settings, _ = lra_settings("lion-s", task)
+    assert config.max_seq_len == LRA[task].max_length and config.run_name == f"lra-pretrain-{task}"
+    assert config.eval_loader.dataset.mlm_probability == config.mlm_probability
+    of_task = {"vocab_size", "max_position_embeddings", "hidden_dropout_prob", "classifier_pooling"}
+    of_task |= {"num_labels", "reads_values", "reads_pairs"}
+    built = LionConfig(**config.model).to_dict()
+    assert {key: built[key] for key in settings.keys() - of_task} == {
+        key: settings[key] for key in settings.keys() - of_task
+    }

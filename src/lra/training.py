@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from src.checkpoints.reading import load_all, read_pretrained
 from src.errors import UserError
@@ -65,6 +65,12 @@ def build_model(settings: dict[str, Any], weights: dict[str, Tensor] | None, con
     return model
 
 
+def build_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    """Return a task's optimizer. Unless it is the user's own, weight decay exempts decays, biases and norms."""
+    exempt = {} if ":" in task.optimizer else {"filter_bias_norm_wd": True}
+    return registry.build_optimizer({**optimizer_of(task), **exempt}, model)
+
+
 def weights_digest(weights: dict[str, Tensor] | None) -> str:
     if weights is None:
         return "random"
@@ -80,13 +86,11 @@ def run(config: LraConfig, job: Job, device: str, steps: StepReporter, prepared:
     def split(name: str, batch_size: int = config.device_eval_batch_size, seed: int | None = None) -> Split:
         examples: Examples = prepared.open(name)
         batches = loader(examples, collate, batch_size, workers, seed)
-        return Split(batches, torch.from_numpy(examples.labels), range(len(examples)), prepared.about["digest"])
+        return Split(
+            batches, torch.from_numpy(examples.labels), range(len(examples)), prepared.about["splits"][name]["sha256"]
+        )
 
     test = {"test": split("test")}
-
-    def build_optimizer(model: Classifier) -> torch.optim.Optimizer:
-        exempt = {} if ":" in task.optimizer else {"filter_bias_norm_wd": True}
-        return registry.build_optimizer({**optimizer_of(task), **exempt}, model)
 
     return train(
         config,
@@ -98,6 +102,6 @@ def run(config: LraConfig, job: Job, device: str, steps: StepReporter, prepared:
         test if task.validation == "test" else {"validation": split("validation")},
         test,
         keep_checkpoint=config.save_finetuned_checkpoints,
-        build_optimizer=build_optimizer,
+        build_optimizer=lambda model: build_optimizer(task, model),
         microbatch_size=task.microbatch_size,
     )
