@@ -191,15 +191,15 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
 def _single_runs_on_cpu(make: Callable, warm_up: tuple, arguments: list[tuple], threads: int) -> list[Cost]:
     torch.set_num_threads(threads)
     make(*warm_up)()
-    before = _highest_mark()
+    before = highest_mark()
     costs = []
     for a in arguments:
         seconds = _one(make(*a), "cpu")
-        costs.append(Cost(_highest_mark() - before, seconds))
+        costs.append(Cost(highest_mark() - before, seconds))
     return costs
 
 
-def _highest_mark() -> int:
+def highest_mark() -> int:
     """Return the peak memory of this process in bytes."""
     try:  # getrusage on Linux includes the process that started this one
         status = Path("/proc/self/status").read_text()

@@ -4,12 +4,15 @@ import contextlib
 import importlib
 import json
 import os
+import pickle
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -23,8 +26,11 @@ from torch.nn import functional as F
 from benchmarks import measure, models
 from src.errors import UserError
 from src.lion.modeling_lion import labelled_positions
+from src.lra.tasks import LRA
+from src.lra.training import build_model, build_settings
 
 STEP = "--layers 1 --hidden 64 --batch 2"
+TINY = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
 # What is given to a command, and the name of what it writes.
 SMALL = {
     "operator": (
@@ -359,6 +365,80 @@ def test_the_models_and_the_configs_of_the_ablation_are_about_as_large_as_each_o
     assert all(size == pytest.approx(sizes["softmax"], rel=0.05) for size in sizes.values())
     assert models.describe(["lion-s", "hydra"], 12, 768) == "12 layers (23 in hydra) of 768"
     assert models.describe(["hydra"], 4, 256) == "7 layers of 256"
+
+
+def test_the_recipes_of_long_range_arena_are_timed_and_one_that_fails_has_a_row(tmp_path, monkeypatch, capsys):
+    lra = importlib.import_module("benchmarks.lra")
+    seen = []
+
+    def here(function: Callable, case: Any, *how: Any) -> dict:  # a process would import everything again
+        seen.append(pickle.loads(pickle.dumps(case)))
+        if case.model == "softmax" and case.task.name == "retrieval":
+            raise MemoryError("can't allocate memory")
+        return lra.take_steps(case, *how[:-1])
+
+    monkeypatch.setattr(measure, "apart", here)
+    shorter = [f"tasks.{name}.max_length={length}" for name, length in (("listops", 40), ("retrieval", 24))]
+    sizes = [f"model.{name}={size}" for name, size in TINY.items()]
+    configs = [str(ROOT / f"yamls/lra/{name}.yaml") for name in ("lion-s", "softmax")]
+    given = ["--tasks", "listops,retrieval", "--microbatch", "16", "--device", "cpu", "--out", str(tmp_path)]
+    lra.main([*configs, *shorter, *sizes, *given])
+    rows = json.loads((tmp_path / "lra-cpu.json").read_text())["rows"]
+    assert [(row["task"], row["model"]) for row in rows] == [
+        (task, model) for task in ("listops", "retrieval") for model in ("lion-s", "softmax")
+    ]
+    *measured, failed = rows
+    assert failed["error"] == "can't allocate memory" and "step_s" not in failed
+    assert all(row["step_s"] > row["update_s"] > 0 and row["peak_gb"] >= 0 and row["finite"] for row in measured)
+    assert [case.sizes for case in seen[::2]] == [[16, 16, 16, 2], [16, 16]]
+    assert [(row["batch"], row["tokens"], row["samples_timed"]) for row in measured] == [(50, 40, 32)] * 2 + [
+        (32, 48, 32)
+    ]
+    assert all(row["parameters"] > 0 and row["a100_hours_per_epoch"] > 0 for row in rows)
+    written = (tmp_path / "lra-cpu.md").read_text()
+    assert written.strip() in capsys.readouterr().out
+    assert "32 × 2 × 24 (16) | failed" in " ".join(written.split())
+    assert (tmp_path / "lra-cpu.png").stat().st_size > 1000
+
+
+def test_the_microbatch_of_a_recipe_and_what_is_computed_again_follow_from_its_length_on_a_cpu():
+    lra = importlib.import_module("benchmarks.lra")
+
+    def cases(device: str, *overrides: str) -> dict[str, tuple[int, bool]]:
+        a = SimpleNamespace(tasks=[], device=device, microbatch=None)
+        found = lra.cases_of(str(ROOT / "yamls/lra/lion-s.yaml"), list(overrides), a)
+        return {case.task.name: (case.microbatch, case.config.activation_checkpointing) for case in found}
+
+    assert cases("cpu", "tasks.text.microbatch_size=3") == {
+        "listops": (16, False), "text": (3, False), "retrieval": (4, False), "image": (32, False),
+        "pathfinder": (32, False), "pathx": (2, True),
+    }  # fmt: skip
+    on_gpu = cases("cuda")
+    assert {name: size for name, (size, _) in on_gpu.items()} == {n: task.batch_size for n, task in LRA.items()}
+    assert not any(again for _, again in on_gpu.values())
+
+
+@pytest.mark.parametrize(
+    "task, model, products",
+    [
+        ("listops", {"mixer": "lion-d"}, 2 * 16 * (128 + 16)),  # chunks of 128 tokens, and two states of 8
+        ("retrieval", {"mixer": "softmax"}, 2 * 16 * 4000),
+        ("pathfinder", {"mixer": "lion-d", "attention_form": "full"}, 2 * 16 * 1024),
+    ],
+)
+def test_the_work_of_a_recipe_is_counted(task, model, products):
+    lra, task = importlib.import_module("benchmarks.lra"), LRA[task]
+    config = SimpleNamespace(model={**TINY, "mlp": "geglu", "norm": "pre", **model}, activation_checkpointing=False)
+    built = build_model(build_settings(task, config, {}), None, config)
+    D, W, sequences = 16, 32, 2 if task.pairs else 1
+    per_token = D * 3 * D + D * D + D * 2 * W + W * D + products  # q, k, v; output; MLP and its gate
+    head = D * len(task.labels) + (4 * D * D if task.pairs else 0)
+    value = D if task.inputs == "values" else 0
+    work, tokens = lra.count_work(built, task), sequences * task.max_length
+    assert work.operations == 6 * (tokens * (per_token + value) + head)
+    assert work.bytes == 2 * tokens * 84 * D
+    assert lra.a100_seconds(lra.Work(312e12, 0), 0.5) == 2
+    assert lra.a100_seconds(lra.Work(1, 3e12), 0.5) == 2
 
 
 def test_the_loader_is_timed_with_and_without_packing_and_workers_and_beside_a_step(tmp_path, shards, tokenizer_folder):
