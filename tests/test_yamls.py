@@ -180,3 +180,20 @@ def test_pretraining_for_long_range_arena_has_the_model_and_length_of_the_task(t
     assert {key: built[key] for key in settings.keys() - of_task} == {
         key: settings[key] for key in settings.keys() - of_task
     }
+
+
+SHORT = sorted(path.stem for path in (ROOT / "yamls/lra/short").glob("*.yaml") if path.stem != "recipe")
+
+
+def test_models_of_short_expressions_are_compared_as_equals():
+    """Same training and sizes, and as many parameters to within those of decays."""
+    trained, sizes = [], {}
+    for name in SHORT:
+        settings, config = lra_settings(f"short/{name}", "listops")
+        assert config.base_run_name == f"lra-short-{name}" and config.lra_dir == "lra_short"
+        (task,) = SUITE.select(config.tasks_to_run, config.tasks, config.default_seed)
+        trained.append((task.lr, task.batch_size, task.epochs, task.seeds, task.max_length, config.scheduler))
+        with torch.device("meta"):
+            model = build_model(settings, None, config)
+        sizes[name] = sum(parameter.numel() for name, parameter in model.named_parameters() if ".decay" not in name)
+    assert all(one == trained[0] for one in trained) and len({*sizes.values()}) == 1, sizes
