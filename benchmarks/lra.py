@@ -4,12 +4,12 @@
 
 A step is forward, backward, gradient clipping and AdamW of a model as lra.py builds it, on one batch of random numbers:
 as many samples as in the recipe, of full length, without padding. Each case runs in a process of its own. On a CPU a
-batch is computed in microbatches; if there are more than two, two are timed and the step's time follows from theirs,
-unless --whole. A case that fails, for instance because memory is too small, affects only its own row.
+batch is split into microbatches; if there are more than two, two are timed and the step's time is extrapolated, unless
+--whole. A case that fails, for instance because memory is too small, affects only its own row.
 
-Without a GPU, the hours of an epoch on an A100 are estimated: the time of the recipe's operations at a share of the
-card's peak, or that of moving the bytes that must be moved, whichever is longer. `count_work` says what is counted. On
-a GPU they are measured. Writes a table, its numbers and a picture; what has been measured is written as it goes.
+Without a GPU, the hours of an epoch on an A100 are estimated: compute time at a share of the card's peak, or the time
+to move the bytes that must be moved, whichever is longer; see `count_work`. On a GPU they are measured. Writes a table,
+its raw numbers and a plot, updated after each case.
 """
 
 import os
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> None:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     words = f"samples per forward pass (default: the batch; on a CPU, those of at most {MICROBATCH:,} tokens)"
     add("--microbatch", type=int, help=words)
-    add("--rounds", type=int, help="steps per case, of which the median counts (default: 1; 9 on a GPU)")
+    add("--rounds", type=int, help="timed steps per case, of which the median is taken (default: 1; 9 on a GPU)")
     add("--whole", action="store_true", help="run all microbatches of a step on a CPU")
     add("--precision", choices=("fp32", "amp_bf16"), help="(default: amp_bf16 on a GPU, fp32 on a CPU)")
     words = "share of an A100's peak that is assumed; narrow layers keep a GPU far from it (default: 0.05)"
@@ -169,8 +169,8 @@ def count_work(model: SequenceClassifier, task: Task) -> Work:
     that in the backward pass; and likewise 6 per product of the mixing, see `Mixer.products_per_token`. Of the head, 6
     per weight and sample. Elementwise functions, embeddings and what is recomputed are not counted.
 
-    Bytes: numbers of 2 bytes. In a forward pass, each linear layer of a layer reads its inputs and writes its outputs;
-    what is between two linear layers reads the outputs of one and writes the inputs of the other, in one pass. So a
+    Bytes: numbers of 2 bytes. In a forward pass, each linear layer reads its inputs and writes its outputs; what is
+    between two of them is one fused pass, which reads one's outputs and writes the other's inputs. So a
     token takes 2 · Σ(inputs + outputs) numbers per layer, and in the backward pass twice as many: together 84·D in a
     layer of D channels with q, k, v and a gated MLP of width 2·D. Weights and optimizer are not counted.
     """
@@ -228,8 +228,8 @@ def alone(case: Case, device: str, precision: str, rounds: int, whole: bool, thr
 
 
 def take_steps(case: Case, device: str, precision: str, rounds: int, whole: bool) -> dict[str, Any]:
-    """Return the median time of a step after a first one of one microbatch, the peak memory of both beyond what
-    libraries need, and whether all losses and gradients are finite. Unless `whole`, time two microbatches of many."""
+    """Return the median step time after a warm-up step of one microbatch, the peak memory beyond the libraries' own,
+    and whether all losses and gradients are finite. Unless `whole`, time at most two microbatches."""
     small = case._replace(settings={**case.settings, "num_hidden_layers": 1})
     Training(small, device, precision).accumulate(1, min(16, case.task.max_length))  # libraries allocate once
     if device == "cuda":
@@ -256,7 +256,7 @@ def take_steps(case: Case, device: str, precision: str, rounds: int, whole: bool
 
 
 def caption(a: argparse.Namespace) -> str:
-    parts = "" if a.whole else "; of more than two microbatches two were timed, and the step's time follows from theirs"
+    parts = "" if a.whole else "; of more than two microbatches, two were timed and the step's time is extrapolated"
     recomputed = "" if a.device == "cuda" else f"; inputs of more than {LONG:,} tokens with activation checkpointing"
     hours = f"Hours on one {torch.cuda.get_device_name() if a.device == 'cuda' else 'A100'}"
     if a.device == "cuda":

@@ -75,7 +75,7 @@ def test_the_summary_is_a_line(tmp_path):
     assert prepared.summary().endswith("mean length 1,024, longest 1,024, 1 empty images skipped")
     changed = task("imdb", title="Text", validation="test", max_length=20)
     prepared = prepare(changed, str(write_imdb(tmp_path)), tmp_path / "store")
-    found = "Text: 40 / 40 examples, mean length 20, longest 20, 50.0% cut to 20; validation on the test set"
+    found = "Text: 40 / 40 examples, mean length 20, longest 20, 50.0% truncated to 20; validation on the test set"
     assert prepared.summary() == found
 
 
@@ -97,7 +97,7 @@ def test_files_are_read_once_and_again_if_they_or_the_options_change(tmp_path, m
     assert len(reads) == 6 and "other files or options" in caplog.text
     shorter = prepare(task("listops", max_length=3), root, store)
     assert shorter.digest != first.digest and shorter.open("train").lengths.max() == 3
-    with pytest.raises(RunFailed, match="now holds the arrays of other files or options"):
+    with pytest.raises(RunFailed, match="was rewritten by another command"):
         first.open("train")
     write_listops(tmp_path, extra="5\t5\r\n")
     assert len(prepare(task("listops"), root, store).open("train")) == 7

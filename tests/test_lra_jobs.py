@@ -213,13 +213,13 @@ def test_a_killed_command_resumes_to_the_same_scores_and_predictions(trained, wr
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("lra_dir=null", "lra_dir is not set, and ListOps is read from its folder listops-1000"),
+        ("lra_dir=null", "lra_dir is not set, but ListOps is read from its folder listops-1000"),
         ("lra_dir=nowhere", "lra_dir: nowhere is not a directory"),
-        ("tasks_to_run=[pathfinder]", "does not exist, and Pathfinder is read from it; generate it with"),
+        ("tasks_to_run=[pathfinder]", "does not exist, but Pathfinder is read from it; generate it with"),
         ("tasks_to_run=[image]", "uoft-cs/cifar10 is not a folder, and cannot be loaded from the Hugging Face Hub"),
         ("lra_dir={outer}", "pathfinder128 is the broken copy of the release, on which nothing can be learned"),
         ("tasks.listops.size=32", "tasks.listops.size=32"),
-        ("tasks.listops.model={{hidden_dropout_prob: 0.5}}", "the task's dropout is its own field"),
+        ("tasks.listops.model={{hidden_dropout_prob: 0.5}}", "use the task's own field, dropout"),
         ("tasks.listops.model={{hiden_size: 8}}", "unknown key tasks.listops.model.hiden_size"),
         ("model={{hidden_size: 10, num_attention_heads: 3}}", "tasks.listops.model: "),
         (

@@ -140,7 +140,7 @@ def test_options_are_recorded_and_a_finished_command_does_nothing(tmp_path, capl
     with caplog.at_level("INFO", logger="lion"):
         run_make(tmp_path, *SMALL)
     assert "is finished: nothing to do" in caplog.text
-    assert "how to read a score on test" in caplog.text
+    assert "test accuracy of computing only part" in caplog.text
     assert {name: before[name] for name in before if name != ".lock"} == {
         name: state for name, state in snapshot(folder).items() if name != ".lock"
     }

@@ -118,14 +118,14 @@ def test_a_run_starts_from_the_pretrained_encoder(pretrained, lra_dir, tmp_path)
     [
         (
             {"text": {}},
-            "starting_checkpoint_load_path has 24 tokens, and Text 264; give a model that main.py pretrained",
+            "starting_checkpoint_load_path: vocab_size=24, but Text needs 264; use a model that main.py pretrained",
         ),
         (
             {"pathfinder": {}},
-            "a pretrained model reads tokens, and this task values; set tasks.pathfinder.inputs=tokens",
+            "a pretrained model reads tokens, but this task reads values; set tasks.pathfinder.inputs=tokens",
         ),
-        ({"pathfinder": {"inputs": "tokens"}}, "has 24 tokens, and Pathfinder 264"),
-        ({"listops": {"vocabulary": 30}}, "has 24 tokens, and ListOps 40"),
+        ({"pathfinder": {"inputs": "tokens"}}, "vocab_size=24, but Pathfinder needs 264"),
+        ({"listops": {"vocabulary": 30}}, "vocab_size=24, but ListOps needs 40"),
     ],
 )
 def test_a_checkpoint_of_another_vocabulary_or_kind_of_input_is_refused(pretrained, task, words):

@@ -216,7 +216,7 @@ def test_imdb_is_read_from_the_hub_without_a_folder(tmp_path):
     check(task("imdb", hub=str(hub)), None)
     refused("imdb", None, "lra_dir", "cannot read no/such", "aclImdb", hub="no/such")
     datasets.Dataset.from_dict({"text": ["a"], "label": [2]}).to_parquet(str(hub / "train-00000-of-00001.parquet"))
-    refused("imdb", None, "lra_dir", "other labels than 0 and 1", hub=str(hub))
+    refused("imdb", None, "lra_dir", "labels other than 0 and 1", hub=str(hub))
     refused("listops", None, "only imdb and cifar10", "omit hub", hub="no/such")
 
 
@@ -409,7 +409,7 @@ def test_what_the_generator_writes_is_read_once_it_is_finished(tmp_path):
     assert [len(examples("listops", tmp_path, split)) for split in SPLITS] == [20, 5, 5]
     assert (RECORD, STARTED) == (make.RECORD, make.STARTED)
     (tmp_path / "listops-1000" / RECORD).rename(tmp_path / "listops-1000" / STARTED)
-    refused("listops", tmp_path, "lra_dir", "not generated to its end", "python lra.py make")
+    refused("listops", tmp_path, "lra_dir", "only partly generated", "python lra.py make")
 
 
 @needs_reference

@@ -105,10 +105,10 @@ def test_results_depend_on_training_and_model_but_not_on_memory_or_where_files_a
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("listops", {"size": 32}, "tasks.listops.size=32: Pathfinder's images have 32 or 128 pixels a side"),
-        ("mine", {"like": "pathfinder", "size": None}, "tasks.mine.size=None: Pathfinder's images have 32 or 128"),
+        ("listops", {"size": 32}, "tasks.listops.size=32: use 32 or 128 for Pathfinder"),
+        ("mine", {"like": "pathfinder", "size": None}, "tasks.mine.size=None: use 32 or 128 for Pathfinder"),
         ("pathx", {"size": 64}, "tasks.pathx.size=64 must be one of"),
-        ("text", {"model": {"hidden_dropout_prob": 0.1}}, "tasks.text.model.hidden_dropout_prob: the task's dropout"),
+        ("text", {"model": {"hidden_dropout_prob": 0.1}}, "tasks.text.model.hidden_dropout_prob: use the task's own field, dropout"),
         ("text", {"microbatch_size": 51}, "tasks.text.microbatch_size=51 is more than batch_size=50; lower it"),
         ("text", {"batch_size": 8, "microbatch_size": 0}, "tasks.text.microbatch_size=0"),
         ("text", {"vocabulary": 257}, "tasks.text.vocabulary=257"),

@@ -7,9 +7,9 @@
           = λ_{i+1,d} · … · λ_jd                j > i   (key in the future)
 
 Afzal et al., arXiv:2502.16249, theorem B.1. `definition` is this formula and nothing else. With c the cumulative log
-decays, M_ijd is e^(c_id) times e^(−c_jd), one of which would overflow. So blocks of tokens are put together, two of one
-size to one of twice that, from single tokens to chunks: the queries of one read the keys of the other through the
-boundary between them, to which both sides know their decays as products of numbers up to 1. States pass between chunks.
+decays, M_ijd is e^(c_id) times e^(−c_jd), one of which would overflow. So blocks of tokens are merged in pairs, from
+single tokens up to chunks: queries in one read keys in the other through their common boundary, and each token's decay
+to that boundary is a product of numbers at most 1. States pass between chunks.
 Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk size.
 """
 
@@ -30,7 +30,7 @@ from .two_sided_attention import SegmentStates, zero_masked
 # Tokens per chunk. A CPU computes least in small chunks; a GPU would wait for the states to pass through many.
 LARGEST = {"cpu": 16, "cuda": 64}
 SMALLEST = math.exp(LOG_ZERO_OF_FACTOR)
-ENTRIES = {"cpu": 2**20, "cuda": 2**26}  # of the matrices of the texts that are processed at a time
+ENTRIES = {"cpu": 2**20, "cuda": 2**26}  # of the C × C matrices that are computed at once
 
 
 def definition(
@@ -60,7 +60,7 @@ def attend_by_channel(
     scale: float, causal: bool = False, form: str, chunk_size: int = 128, dropout_p: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Compute one of the forms, (B, H, L, E), in float32 or better; arguments as for `linear_attention`, with log
-    decays (H, D) or (B, H, L, D). Form "matrix" is the full one for many values."""
+    decays (H, D) or (B, H, L, D). Form "matrix" is "full" without the CPU's kernel."""
     wide = torch.promote_types(v.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
         k = zero_masked(k, mask)
@@ -104,8 +104,8 @@ def segment_states_by_channel(k, v, log_decay, log_decay_future=None, *, mask=No
 def _of_tokens(
     log_decay, log_decay_future, length: int, seq_idx: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The log decays of each token, (B or 1, H, L, D), of past and of future keys (None: there are none). A boundary of
-    packed sequences weighs e^LOG_ZERO_OF_FACTOR in both directions."""
+    """The log decays of each token, (B or 1, H, L, D), of past and of future keys (None: there are none). Across a
+    boundary of packed sequences, λ is e^LOG_ZERO_OF_FACTOR."""
     future = None if causal else log_decay if log_decay_future is None else log_decay_future
     decays = [log_decay, future]
     for number, x in enumerate(decays):
@@ -120,8 +120,8 @@ def _of_tokens(
 
 
 class _Blocks(NamedTuple):
-    """How n blocks of C tokens decay, in one direction: from the boundary that queries read through to each query, from
-    each key to the boundary that it leaves through, both (..., n, C, D), and across all tokens, (..., n, 1, D)."""
+    """Decays within n blocks of C tokens, in one direction: `enter`, from the entry boundary to each query; `leave`, from
+    each key to the exit boundary; both (..., n, C, D); `across`, of the whole block, (..., n, 1, D)."""
 
     enter: Tensor
     leave: Tensor
@@ -130,7 +130,7 @@ class _Blocks(NamedTuple):
     def joined(self, direction: int) -> "_Blocks":
         """Put pairs of blocks together."""
         first, second = (_Blocks(*x) for x in zip(*map(_halves, self)))
-        near, far = (first, second)[::direction]  # which queries enter first, and then
+        near, far = (first, second)[::direction]  # near: the half that is entered first
         enter = [near.enter, _product(far.enter, near.across)][::direction]
         leave = [_product(near.leave, far.across), far.leave][::direction]
         return _Blocks(torch.cat(enter, -2), torch.cat(leave, -2), _product(near.across, far.across))
@@ -198,8 +198,8 @@ def _incoming(own: Tensor, across: Tensor, state: Tensor | None, order: int) -> 
 
 
 class _InBlocks(torch.autograd.Function):
-    """`_chunkwise` of a few texts at a time, which stay in a CPU's cache. The backward pass computes it again, since
-    what it would store takes many times the memory of q, k and v."""
+    """`_chunkwise` on a few sequences at a time, to fit a CPU's cache. The backward pass recomputes it: its activations
+    take many times the memory of q, k and v."""
 
     @staticmethod
     def forward(ctx, *given) -> Tensor:
@@ -226,7 +226,7 @@ class _InBlocks(torch.autograd.Function):
 
 
 def _parts(tensors: tuple[Tensor | None, ...], chunk_size: int) -> list[list[Tensor | None]]:
-    """Cut tensors of a batch, but not decays that all of its texts share, (H, D), into those of a few texts."""
+    """Split tensors of a batch, but not decays that all sequences share, (H, D), into those of a few sequences."""
     q, *_, seq_idx = tensors
     count = max(1, ENTRIES["cpu" if q.is_cpu else "cuda"] // (q.shape[1] * q.shape[2] * chunk_size))
     shared = [x is None or (x.ndim == 2 and x is not seq_idx) for x in tensors]
@@ -308,6 +308,6 @@ def _directions(
 
 
 def _room(x: Tensor) -> Tensor:
-    """Memory in float32 for a result in the order of x, but with adjacent rows."""
+    """Allocate float32 in the order of x, or contiguous if its last stride is not 1."""
     like = torch.empty_like(x, dtype=torch.float32)
     return like if like.stride(-1) == 1 else like.new_empty(x.shape)

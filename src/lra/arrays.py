@@ -64,7 +64,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A task's arrays: their folder and what about.json tells of them."""
+    """A task's arrays: their folder and what about.json says of them."""
 
     folder: Path
     about: dict[str, Any]
@@ -82,20 +82,20 @@ class Prepared:
         except (OSError, ValueError, KeyError, TypeError):
             raise RunFailed(_corrupt(self.folder)) from None
         if stored != self.digest:
-            found = "now holds the arrays of other files or options, written by another command"
-            raise RunFailed(f"{self.folder} {found}; run this command again, with another folder")
+            found = "was rewritten by another command with other files or options"
+            raise RunFailed(f"{self.folder} {found}; run this command again with another arrays_folder")
         about = self.about["splits"][split]
         return Examples(self.folder / split, self.about["parts"], about["examples"], about["tokens"])
 
     def summary(self) -> str:
-        """Return sizes, lengths (mean and share cut: of the training set) and origin in a line."""
+        """Return sizes, lengths (mean and share truncated: of the training set) and origin in a line."""
         about, splits = self.about, self.about["splits"]
         counts = [f"{splits[name]['examples']:,}" for name in SPLITS if name in splits]
         line = f"{about['title']}: {' / '.join(counts)} examples"
         line += f", mean length {splits['train']['mean_length']:,.0f}"
         line += f", longest {max(split['longest'] for split in splits.values()):,}"
         if cut := splits["train"]["cut"]:
-            line += f", {cut:.1%} cut to {about['max_length']:,}"
+            line += f", {cut:.1%} truncated to {about['max_length']:,}"
         if skipped := sum(split["skipped"] for split in splits.values()):
             line += f", {skipped:,} empty images skipped"
         line += "; validation on the test set" if "validation" not in splits else ""
@@ -103,9 +103,8 @@ class Prepared:
 
 
 def prepare(task: Any, lra_dir: str | None, folder: Path, progress_bar: bool = True) -> Prepared:
-    """Return a task's arrays in `folder`, written first unless they are those of its files already. A command that is
-    killed leaves none, and one that finds another writing them waits. Raises UserError for the files, RunFailed for
-    the disk."""
+    """Return a task's arrays in `folder`; build them first if missing or outdated. A killed command leaves none; a
+    concurrent one waits. Raises UserError for the source files, RunFailed if writing fails."""
     from filelock import FileLock, Timeout
 
     check(task, lra_dir)
@@ -151,7 +150,7 @@ def collate(items: Sequence[dict[str, Any]], *, pad_to_multiple_of: int = 8) -> 
 
 
 def _corrupt(folder: Path) -> str:
-    return f"{folder} is missing or corrupt; run the command again, which reads the official files again"
+    return f"{folder} is missing or corrupt; run the command again to rebuild it"
 
 
 def _stored(folder: Path, source: dict[str, Any], tell: bool = False) -> Prepared | None:

@@ -2,7 +2,7 @@
 
 Rules of Tay et al. 2020 (arXiv:2011.04006). A node at depth t (the root is at 1) is an operator with probability ¼, if
 t is below the maximum depth, else a digit. An operator has 2 … max_args arguments, each a node at t + 1. MED is the
-median, cut to an integer. A tree's length counts its digits and, twice, its operators (`[MAX` and its `]`).
+median, rounded down. A tree's length counts its digits and, twice, its operators (`[MAX` and its `]`).
 """
 
 import hashlib
@@ -243,8 +243,8 @@ def write(folder: Path, options: dict[str, Any], workers: int) -> dict[str, Any]
                     if (row := draw_row((options["seed"], number, i), seen, options)) is None:
                         limits = f"--min_length {options['min_length']} --max_length {options['max_length']}"
                         raise UserError(
-                            f"{limits}: {MAX_ATTEMPTS:,} trees in a row were of another length or already in the data, "
-                            f"after {len(seen):,} rows; widen the limits or give fewer --rows, and add --overwrite"
+                            f"{limits}: after {len(seen):,} rows, {MAX_ATTEMPTS:,} draws gave no new tree of an allowed "
+                            "length; widen the limits or reduce --rows, and add --overwrite"
                         )
                     output.write(b"%s\t%d\r\n" % (row[0].encode(), row[1]))
                     bar.update()
@@ -278,4 +278,4 @@ def report(folder: Path, record: dict[str, Any]) -> Iterator[str]:
         shares = " ".join(f"{share:.1f}" for share in found["classes, %"])
         yield f"{folder / file}: {found['rows']:,} rows, mean length {found['mean length']:,}, classes {shares} %"
     score = ", ".join(f"{name} {value:.1f} %" for name, value in record["readings of test, %"].items())
-    yield f"how to read a score on test (what an exact reading of only this part of an expression gets): {score}"
+    yield f"test accuracy of computing only part of each expression, exactly: {score}"

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
                 write_json(folder / RECORD, {**record, "sha256": generator.digest(folder, options)})
             (folder / STARTED).unlink(missing_ok=True)
     except OSError as error:
-        raise RunFailed(f"cannot write to {folder} ({reason(error)}); fix this, and the same command resumes") from None
+        raise RunFailed(f"cannot write to {folder} ({reason(error)}); fix this, then rerun to resume") from None
     for line in generator.report(folder, record):
         log.info(line)
 
@@ -52,17 +52,24 @@ def parse(argv: list[str]) -> argparse.Namespace:
     help = "nested lists of digits: 10 classes, 501 to 1,999 tokens"
     add = commands.add_parser("listops", help=help, description=listops.__doc__, **style).add_argument
     add("--out", required=True, type=Path, metavar="DIR", help="writes DIR/listops-1000/basic_{train,val,test}.tsv")
-    add("--rows", type=int, nargs=3, default=[96000, 2000, 2000], metavar="N", help="of train, val and test")
+    add(
+        "--rows",
+        type=int,
+        nargs=3,
+        default=[96000, 2000, 2000],
+        metavar="N",
+        help="rows of train, val and test (default: 96000 2000 2000)",
+    )
     add("--min_length", type=int, default=500, metavar="L", help="trees are longer than this (default: %(default)s)")
     add("--max_length", type=int, default=2000, metavar="L", help="trees are shorter than this (default: %(default)s)")
     add("--max_depth", type=int, default=10, metavar="T", help="of a tree; the root is at 1 (default: %(default)s)")
     add("--max_args", type=int, default=10, metavar="K", help="arguments of an operator (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="S", help="(default: %(default)s)")
     add("--overwrite", action="store_true", help="replace data that is already there")
-    help = "two discs and dashed contours, in gray pixels: are the discs the ends of one contour?"
+    help = "two discs and dashed contours, in grayscale: are the discs the ends of one contour?"
     add = commands.add_parser("pathfinder", help=help, description=pathfinder.__doc__, **style).add_argument
     add("--out", required=True, type=Path, metavar="DIR", help=f"writes DIR/pathfinder{{32,128}}/{pathfinder.LEVEL}")
-    add("--size", type=int, required=True, choices=(32, 128), help="pixels a side; 128 is Path-X")
+    add("--size", type=int, required=True, choices=(32, 128), help="pixels per side; 128 is Path-X")
     add("--images", type=int, required=True, metavar="N", help="the release has 200,000")
     add("--seed", type=int, default=0, metavar="S", help="(default: %(default)s)")
     add(

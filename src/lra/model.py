@@ -13,8 +13,8 @@ MEAN, DEVIATION = 122.6, 61.0  # of CIFAR-10's gray pixels, as in S4 and S5
 
 
 class SequenceClassifier(HeadedModel):
-    """The encoder's mean over tokens, (B, D), and a linear layer. With `config.reads_values`, an input is a number and
-    not the row of a table. With `config.reads_pairs`, two sequences are encoded alone, and an MLP takes
+    """The encoder's mean over tokens, (B, D), and a linear layer. With `config.reads_values`, a linear layer and not a
+    table embeds inputs. With `config.reads_pairs`, two sequences are encoded separately, and an MLP takes
     [x₁, x₂, x₁∘x₂, x₁−x₂] of their means, as in the benchmark's own models (arXiv:2011.04006, section 2.2.3)."""
 
     def add_head(self, config: LionConfig) -> None:

@@ -1,7 +1,7 @@
 """Pathfinder images: dashed contours and two discs. The label is 1 if the discs are the two ends of one contour.
 
 Rules of the public generator (Linsley et al. 2018, github.com/drewlinsley/pathfinder) with the settings of Long Range
-Arena's hard level: two target contours of 14 paddles that begin near each other, and shorter ones that distract. A disc
+Arena's hard level: two target contours of 14 paddles that begin near each other, and shorter distractors. A disc
 is at the beginning of one target; the other disc at its end or, with probability ½, at the other target's end. 32
 pixels a side are the task Pathfinder, 128 are Path-X.
 """
@@ -257,7 +257,7 @@ class Contour:
 
 
 def draw_targets(canvas: Canvas, rules: Rules) -> list[Contour] | None:
-    """Draw the two targets in turns, a paddle each; None if one gets stuck or both end in the same place."""
+    """Draw the two targets alternating paddles; return None if one gets stuck or both end in one pixel."""
     tables, random = canvas.tables, canvas.random
     edge = tables.edge
     heading, places = tables.starts[int(random.random() * len(tables.starts))]
@@ -290,7 +290,7 @@ def inside(first: Paddle, tables: Tables) -> bool:
 
 
 def draw_distractors(canvas: Canvas, rules: Rules) -> list[Contour]:
-    """Draw as many distractors as fit, of those that there should be."""
+    """Draw as many of the rules' distractors as fit."""
     found = []
     for _ in range(rules.distractors):
         for _ in range(CONTOUR_TRIALS):

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
         with exclusive_lock(out, "lra.py shards", "--out"):
             write(task, arguments.lra_dir, out)
     except OSError as error:
-        raise RunFailed(f"cannot write to {out} ({reason(error)}); free space, and repeat the command") from None
+        raise RunFailed(f"cannot write to {out} ({reason(error)}); free some space and run it again") from None
 
 
 def write(task: Task, lra_dir: str | None, out: Path) -> None:
@@ -85,7 +85,7 @@ def write_split(task: Task, lra_dir: str | None, split: str, folder: Path, summa
 
 
 def numbering(task: Task):
-    """Return a tokenizer of words, each the name of a number."""
+    """Return a word-level tokenizer, one word per value."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     names = VOCABULARY if task.layout == "listops" else [f"<0x{number:02X}>" for number in range(task.vocabulary)]

@@ -40,7 +40,7 @@ Example = tuple[tuple[np.ndarray, ...], int]
 
 
 class Layout(NamedTuple):
-    """What is where. `read(task, place, split, counts)` yields the examples of a split in the order of its files, from
+    """A file layout. `read(task, place, split, counts)` yields the examples of a split in the order of its files, from
     a folder, or from the Hub if `place` is None; it counts what is read, in bytes or files, and skipped images."""
 
     read: Callable[[Any, Path | None, str, Counter], Iterator[Example]]
@@ -57,22 +57,22 @@ def check(task: Any, lra_dir: str | None) -> None:
         raise UserError(f"{task.title}: only {' and '.join(ON_HUB)} can be read from the Hugging Face Hub; omit hub")
     if lra_dir is None:
         if task.hub is None:
-            raise UserError(f"lra_dir is not set, and {place} its folder {folder}; set lra_dir, and {layout.fix}")
+            raise UserError(f"lra_dir is not set, but {place} its folder {folder}; set lra_dir, and {layout.fix}")
         return
     inner = Path(lra_dir, "lra_release")
     if not Path(lra_dir).is_dir():
-        raise UserError(f"lra_dir: {lra_dir} is not a directory; correct it, or {layout.fix}")
+        raise UserError(f"lra_dir: {lra_dir} is not a directory; fix it, or {layout.fix}")
     if task.layout == "pathfinder" and task.size == 128 and inner.is_dir() and Path(lra_dir, folder).is_dir():
         found = f"{Path(lra_dir, folder)} is the broken copy of the release, on which nothing can be learned"
         raise UserError(f"lra_dir: {found}; set lra_dir={inner}, which has the right one")
     found, files = find(task, lra_dir)
     if found and (found / STARTED).exists() and not (found / RECORD).exists():
         to_do = "run the same `python lra.py make` again, which resumes"
-        raise UserError(f"lra_dir: {found} holds data that is not generated to its end; {to_do}")
+        raise UserError(f"lra_dir: {found} holds only partly generated data; {to_do}")
     if missing := [path for path in files if not path.exists()]:
         inside = find(task, str(inner))[1]
         fix = f"set lra_dir={inner}" if inside and all(path.exists() for path in inside) else layout.fix
-        raise UserError(f"lra_dir: {missing[0]} does not exist, and {place} it; {fix}")
+        raise UserError(f"lra_dir: {missing[0]} does not exist, but {place} it; {fix}")
 
 
 def find(task: Any, lra_dir: str | None) -> tuple[Path | None, list[Path]]:
@@ -117,8 +117,8 @@ def amount(found: list[list]) -> int | None:
 
 
 def generated(task: Any, lra_dir: str | None) -> str | None:
-    """Return "generated, seed 0" if a program of ours made the files, with "unlike the release" and other options than
-    its rules and sizes in brackets, if any; and "the Hub's NAME" if they are there."""
+    """Return "generated, seed 0" for files of `lra.py make`, followed by "unlike the release" and the options that
+    differ, if any, in parentheses; "the Hub's NAME" for data on the Hub; None for other files."""
     place, _ = find(task, lra_dir)
     if place is None:
         return f"the Hub's {task.hub}"
@@ -184,13 +184,13 @@ def _imdb(task: Any, place: Path | None, split: str, counts: Counter) -> Iterato
         table = _load_hub(task, source)
         labels = np.array(table["label"])
         if not np.isin(labels, (0, 1)).all():
-            raise UserError(f"lra_dir: {task.hub} has other labels than 0 and 1; {LAYOUTS['imdb'].fix}")
+            raise UserError(f"lra_dir: {task.hub} has labels other than 0 and 1; {LAYOUTS['imdb'].fix}")
     else:
         classes = [sorted((place / source / name).glob("[!.]*.txt")) for name in ("neg", "pos")]
         labels, files = np.repeat([0, 1], [*map(len, classes)]), [*classes[0], *classes[1]]
     held_out = np.zeros(len(labels), bool)
     if source == "train" and task.validation == "held_out":
-        draw = np.random.RandomState(task.split_seed)  # whose stream NumPy keeps as it is
+        draw = np.random.RandomState(task.split_seed)  # whose stream NumPy does not change
         for label in (0, 1):
             chosen = draw.permutation(np.flatnonzero(labels == label))
             held_out[chosen[: _tenth(len(chosen))]] = True
@@ -238,14 +238,14 @@ def _cifar10(task: Any, place: Path | None, split: str, counts: Counter) -> Iter
         pixels = content if isinstance(content, np.ndarray) else np.asarray(decode(content, name))
         if pixels.shape != (32, 32, 3) or label > 9:
             found = f"{pixels.shape[1]} × {pixels.shape[0]} pixels, label {label}"
-            raise UserError(f"{name} is not of CIFAR-10 ({found}); {LAYOUTS['cifar10'].fix}")
+            raise UserError(f"{name} is not CIFAR-10 ({found}); {LAYOUTS['cifar10'].fix}")
         counts["read"] += 1 + pixels.size
         red, green, blue = pixels.reshape(-1, 3).T.astype(np.int32)
         yield (((299 * red + 587 * green + 114 * blue + 500) // 1000).astype(np.uint8),), label
 
 
 def _pathfinder(task: Any, place: Path, split: str, counts: Counter) -> Iterator[Example]:
-    """Gray images, rows first. A tenth each, of the rows of metadata, is for validation and test. Empty files occur in
+    """Gray images, rows first. Validation and test get a tenth of the metadata's rows each. Empty files occur in
     the release; they are skipped."""
     from src.data.images import decode
 

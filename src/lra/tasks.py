@@ -22,21 +22,19 @@ class LraConfig(JobsConfig):
     """Keys of `lra.py`."""
 
     starting_checkpoint_load_path: str | None = key(
-        "checkpoint that main.py pretrained on the task's own inputs (lra.py shards): its encoder, sizes included; "
-        "null: random weights",
+        "checkpoint that main.py pretrained on the task's own inputs (lra.py shards): sets the encoder's weights and "
+        "sizes; null: random weights",
         None,
     )
     model: dict[str, Any] = key(
-        "arguments of LionConfig for all tasks, over those of each; long_reach: true is the task's length", {}
+        "LionConfig arguments for all tasks, which override each task's own; long_reach: true: its max_length", {}
     )
-    lra_dir: str | None = key("folder with the unpacked release (lra_release/lra_release), or of lra.py make", None)
+    lra_dir: str | None = key("folder of the unpacked release (lra_release/lra_release) or of lra.py make", None)
     arrays_folder: str | None = key(
         "where the files, once read, are kept for all jobs; several runs may share it; default: save_folder/arrays",
         None,
     )
-    activation_checkpointing: bool = key(
-        "store one state per layer and token and compute the others again, for long inputs", False
-    )
+    activation_checkpointing: bool = key("store only each layer's input and recompute the rest, to save memory", False)
     tasks: dict[str, Any] = key(
         "changes to src/lra/tasks.yaml (a list of values: a search), or new tasks: see Task in src/lra/tasks.py", {}
     )
@@ -52,36 +50,36 @@ class Task(tasks.Task):
     searchable: ClassVar[tuple[str, ...]] = (*tasks.Task.searchable, "dropout")
     needed: ClassVar[Mapping[str, str]] = {
         "layout": "how its files are laid out",
-        "max_length": "the length at which inputs are cut",
+        "max_length": "the maximum sequence length",
         "labels": "the names of its classes",
     }
-    # Neither what is said elsewhere, by a digest of the data, nor what changes only memory.
+    # Omitted: what the data's digest already covers, and what affects only memory.
     unstored: ClassVar[tuple[str, ...]] = (
         *tasks.Task.unstored, "layout", "folder", "size", "hub", "validation", "split", "split_seed", "microbatch_size",
     )  # fmt: skip
 
     layout: str = key("of src/lra/sources.py", "listops", choices=("listops", "imdb", "aan", "cifar10", "pathfinder"))
     folder: str | None = key("folder below lra_dir; default: the layout's", None)
-    size: int | None = key("pixels of a side of Pathfinder's images", None, choices=(None, 32, 128))
+    size: int | None = key("pixels per side of Pathfinder's images", None, choices=(None, 32, 128))
     hub: str | None = key("name of a dataset on the Hub to read if there is no folder", None)
-    max_length: int = key("tokens at which an input is cut", 4096, at_least=1)
+    max_length: int = key("maximum sequence length", 4096, at_least=1)
     validation: str = key(
         "held_out: a part of the training set, or the task's own; test: the test set itself, as in papers on Text",
         "held_out",
         choices=("held_out", "test"),
     )
     split: str = key("of Pathfinder's images into 80, 10 and 10 %", "seed", choices=("seed", "in_order"))
-    split_seed: int = key("what is held out, and the seed of that split", 0, **SEED)
+    split_seed: int = key("seed of what is held out, and of that split", 0, **SEED)
     inputs: str = key(
-        "tokens: a vector for each number; values: the number itself, normalized, through a linear layer",
+        "tokens: an embedding per value; values: the normalized value through a linear layer",
         "tokens",
         choices=("tokens", "values"),
     )
-    vocabulary: int = key("how many numbers there are", 256, at_least=1, at_most=256)
+    vocabulary: int = key("how many values there are", 256, at_least=1, at_most=256)
     model: Mapping[str, Any] = key("arguments of LionConfig", {})
     dropout: float = key("dropout on embeddings and blocks", 0.0, at_least=0, below=1)
     lr: float = key("peak learning rate", 5e-4, at_least=0)
-    weight_decay: float = key("weight decay, not of decays, biases and norms", 0.05, at_least=0)
+    weight_decay: float = key("weight decay; decays, biases and norms have none", 0.05, at_least=0)
     optimizer: str = key("adamw, decoupled_adamw, or module:Class of your own", "adamw")
     microbatch_size: int | None = key("samples per forward pass; default: the batch", None, at_least=1)
 
@@ -103,11 +101,11 @@ class Task(tasks.Task):
         super().check()
         place = f"tasks.{self.name}"
         if (self.size is None) == (self.layout == "pathfinder"):
-            raise UserError(f"{place}.size={self.size}: Pathfinder's images have 32 or 128 pixels a side, others none")
+            raise UserError(f"{place}.size={self.size}: use 32 or 128 for Pathfinder, and omit size for others")
         if not self.labels:
             raise UserError(f"{place}.labels is empty; name the classes in the order of their numbers")
         if "hidden_dropout_prob" in self.model:
-            raise UserError(f"{place}.model.hidden_dropout_prob: the task's dropout is its own field; set dropout")
+            raise UserError(f"{place}.model.hidden_dropout_prob: use the task's own field, dropout, instead")
         if (size := self.microbatch_size) is not None and size > self.batch_size:
             raise UserError(f"{place}.microbatch_size={size} is more than batch_size={self.batch_size}; lower it")
 

@@ -27,7 +27,7 @@ def read_start(config: LraConfig) -> tuple[dict[str, Any], dict[str, Tensor] | N
         return {}, None
     pretrained = read_pretrained(config.starting_checkpoint_load_path, "starting_checkpoint_load_path")
     if pretrained.reads != "texts":
-        raise UserError("starting_checkpoint_load_path is a model of images; give one that main.py pretrained")
+        raise UserError("starting_checkpoint_load_path is an image model; use one that main.py pretrained")
     return lion_arguments(pretrained.config.to_dict()), pretrained.encoder()
 
 
@@ -35,12 +35,12 @@ def build_settings(task: Task, config: LraConfig, stored: dict[str, Any]) -> dic
     """Return what a task's model is built from: arguments of LionConfig and of the head. Raises UserError."""
     arguments = model_arguments(task, config.model)
     if stored and task.inputs == "values":
-        pretrained = "starting_checkpoint_load_path: a pretrained model reads tokens, and this task values"
+        pretrained = "starting_checkpoint_load_path: a pretrained model reads tokens, but this task reads values"
         raise UserError(f"{pretrained}; set tasks.{task.name}.inputs=tokens")
     rows = -(-(1 if task.inputs == "values" else task.vocabulary + FIRST) // 8) * 8
     if stored and stored["vocab_size"] != rows:
-        other = f"starting_checkpoint_load_path has {stored['vocab_size']} tokens, and {task.title} {rows}"
-        raise UserError(f"{other}; give a model that main.py pretrained on the task's own inputs (lra.py shards)")
+        other = f"starting_checkpoint_load_path: vocab_size={stored['vocab_size']}, but {task.title} needs {rows}"
+        raise UserError(f"{other}; use a model that main.py pretrained on the task's own inputs (lra.py shards)")
     defaults = {"vocab_size": rows, "type_vocab_size": 0, "max_position_embeddings": task.longest}
     defaults |= {"classifier_pooling": "mean", "hidden_dropout_prob": task.dropout, "attention_probs_dropout_prob": 0.0}
     own = {"hidden_dropout_prob": task.dropout, "classifier_pooling": "mean", "attention_probs_dropout_prob": 0.0}
@@ -50,7 +50,9 @@ def build_settings(task: Task, config: LraConfig, stored: dict[str, Any]) -> dic
         raise UserError(f"tasks.{task.name}.model: {error}") from None
     positions = settings.max_position_embeddings
     if settings.has_positions and positions < task.longest:
-        raise UserError(f"tasks.{task.name}: max_length={task.max_length} exceeds the model's {positions} positions")
+        raise UserError(
+            f"tasks.{task.name}: max_length={task.max_length} exceeds the model's {positions} positions; lower it"
+        )
     head = {"num_labels": task.num_labels, "reads_values": task.inputs == "values", "reads_pairs": task.pairs}
     return {**lion_arguments(settings.to_dict()), **head}
 
