@@ -278,7 +278,7 @@ def test_missing_or_broken_files_of_cifar_are_refused(tmp_path):
     (folder / "test_batch.bin").write_bytes((folder / "test_batch.bin").read_bytes()[:-1])
     refused("cifar10", tmp_path, "test_batch.bin is truncated", "copy it again", of="test")
     (folder / "test_batch.bin").write_bytes(bytes([11]) + bytes(3072))
-    refused("cifar10", tmp_path, "not of CIFAR-10", "label 11", "cifar-10-python.tar.gz", of="test")
+    refused("cifar10", tmp_path, "is not CIFAR-10", "label 11", "cifar-10-python.tar.gz", of="test")
     (folder / "data_batch_3.bin").unlink()
     refused("cifar10", tmp_path, "lra_dir", "data_batch_3.bin does not exist", "cifar-10-python.tar.gz")
 

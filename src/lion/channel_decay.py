@@ -120,8 +120,8 @@ def _of_tokens(
 
 
 class _Blocks(NamedTuple):
-    """Decays within n blocks of C tokens, in one direction: `enter`, from the entry boundary to each query; `leave`, from
-    each key to the exit boundary; both (..., n, C, D); `across`, of the whole block, (..., n, 1, D)."""
+    """Decays within n blocks of C tokens, in one direction: `enter`, from the entry boundary to each query; `leave`,
+    from each key to the exit boundary; both (..., n, C, D); `across`, of the whole block, (..., n, 1, D)."""
 
     enter: Tensor
     leave: Tensor

@@ -243,7 +243,7 @@ def write(folder: Path, options: dict[str, Any], workers: int) -> dict[str, Any]
                     if (row := draw_row((options["seed"], number, i), seen, options)) is None:
                         limits = f"--min_length {options['min_length']} --max_length {options['max_length']}"
                         raise UserError(
-                            f"{limits}: after {len(seen):,} rows, {MAX_ATTEMPTS:,} draws gave no new tree of an allowed "
+                            f"{limits}: after {len(seen):,} rows, {MAX_ATTEMPTS:,} draws gave no new tree of that "
                             "length; widen the limits or reduce --rows, and add --overwrite"
                         )
                     output.write(b"%s\t%d\r\n" % (row[0].encode(), row[1]))
