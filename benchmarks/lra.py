@@ -264,7 +264,8 @@ def caption(a: argparse.Namespace) -> str:
     else:
         hours += (
             f" are estimates, not measurements: the operations at {a.a100_share:.0%} of {PEAK / 1e12:.0f} teraFLOPS, or "
-            f"the bytes that at least have to be moved at {BANDWIDTH / 1e12} TB/s, whichever takes longer."
+            f"the bytes that at least have to be moved at {BANDWIDTH / 1e12} TB/s, whichever takes longer; decays per "
+            "channel, which a GPU computes without a kernel, take longer."
         )
     return (
         "A training step (forward, backward, gradient clipping, AdamW) of the recipes of Long Range Arena at full size, "

@@ -79,6 +79,14 @@ def test_the_summary_is_a_line(tmp_path):
     assert prepared.summary() == found
 
 
+def test_more_classes_than_labels_are_refused(tmp_path):
+    prepared = prepare(task("listops", title="ListOps"), str(write_listops(tmp_path, 12)), tmp_path / "store")
+    found = len(prepared.about["splits"]["train"]["classes"])
+    prepared.check_labels(found)
+    with pytest.raises(UserError, match=f"ListOps has {found} classes in its data, and 2 labels; add the missing"):
+        prepared.check_labels(2)
+
+
 def test_validation_on_the_test_set_stores_it_once(tmp_path):
     prepared = prepare(task("imdb", validation="test"), str(write_imdb(tmp_path)), tmp_path / "store")
     assert items(prepared.open("validation")) == items(prepared.open("test"))

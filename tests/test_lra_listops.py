@@ -211,7 +211,7 @@ def test_impossible_options_are_refused(tmp_path, options, message):
 def test_too_few_trees_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(listops, "MAX_ATTEMPTS", 2000)
     few = ("--rows", "9", "1", "1", "--min_length", "0", "--max_length", "2")  # ten digits
-    with pytest.raises(UserError, match="after 10 rows, .* widen the limits or reduce --rows"):
+    with pytest.raises(UserError, match=r"after 10 rows, .* widen the limits or reduce --rows"):
         run_make(tmp_path, *few)
     folder = run_make(tmp_path, "--rows", "8", "1", "1", *few[4:], "--overwrite")
     sources = [source for split in listops.FILES for source, _ in rows(folder, split)]

@@ -16,6 +16,7 @@ from test_lra_arrays import in_process
 from test_lra_jobs import MODEL, SIZES
 from test_lra_sources import examples, write_aan, write_pathfinder
 
+import lra
 from src.config import load
 from src.errors import UserError
 from src.lra import make, shards
@@ -136,6 +137,24 @@ def test_a_checkpoint_of_another_vocabulary_or_kind_of_input_is_refused(pretrain
     with pytest.raises(UserError) as error:
         build_settings(chosen, config, stored)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_config_overrides_the_model_of_a_checkpoint_and_the_sizes_of_the_task_do_not(pretrained):
+    config = load(LraConfig, "lra.py", config_of(pretrained, model={"normalize_rows": False}))
+    stored, _ = read_start(config)
+    settings = build_settings(LRA["listops"], config, stored)
+    assert stored["normalize_rows"] and not settings.get("normalize_rows") and settings["hidden_size"] == 16
+    (task,) = SUITE.select(["listops"], given := {"listops": {"model": {"attention_form": "chunkwise"}}}, 1)
+    config = load(LraConfig, "lra.py", config_of(pretrained, tasks=given))
+    settings = build_settings(task, config, stored)
+    assert settings["attention_form"] == "chunkwise" and settings["hidden_size"] == 16
+
+
+def test_another_mixer_than_the_checkpoints_is_refused(pretrained, lra_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("src.jobs.jobs.start_server", lambda *_: None)
+    arguments = config_of(pretrained, tmp_path / "run", lra_dir=str(lra_dir))
+    with pytest.raises(UserError, match="decay"):
+        lra.main([str(ROOT / "yamls/lra/lion-d.yaml"), *arguments[1:]])
 
 
 def test_pixels_as_tokens_take_a_model_of_pixels(pretrained):

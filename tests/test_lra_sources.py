@@ -216,6 +216,8 @@ def test_imdb_is_read_from_the_hub_without_a_folder(tmp_path):
     check(task("imdb", hub=str(hub)), None)
     refused("imdb", None, "lra_dir", "cannot read no/such", "aclImdb", hub="no/such")
     datasets.Dataset.from_dict({"text": ["a"], "label": [2]}).to_parquet(str(hub / "train-00000-of-00001.parquet"))
+    refused("imdb", tmp_path, "typo/train/neg does not exist", hub=str(hub), folder="typo")
+    refused("imdb", None, "lra_dir is not set", hub=str(hub), folder="typo")
     refused("imdb", None, "lra_dir", "labels other than 0 and 1", hub=str(hub))
     refused("listops", None, "only imdb and cifar10", "omit hub", hub="no/such")
 
@@ -396,6 +398,16 @@ def test_generated_files_are_named_so(tmp_path):
     (tmp_path / "pathfinder32" / RECORD).write_text("{")
     assert generated(task("listops"), root) == "generated, seed 3"
     assert generated(task("pathfinder"), root) == "generated, seed unknown"
+    assert generated(task("pathfinder", folder=CONTOUR), root) == "generated, seed unknown"
+    (tmp_path / "pathfinder32" / RECORD).rename(tmp_path / "pathfinder32" / STARTED)
+    refused("pathfinder", tmp_path, "only partly generated", folder=CONTOUR)
+
+
+def test_a_folder_may_be_anywhere(tmp_path):
+    write_listops(tmp_path / "elsewhere")
+    (tmp_path / "lra").mkdir()
+    found = task("listops", folder=str(tmp_path / "elsewhere/listops-1000"))
+    assert stamps(found, str(tmp_path / "lra"))[0][0] == "../elsewhere/listops-1000/basic_train.tsv"
 
 
 def test_what_the_generator_writes_is_read_once_it_is_finished(tmp_path):

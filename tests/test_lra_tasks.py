@@ -57,7 +57,7 @@ def test_all_six_run_by_default_and_the_second_average_is_without_pathx():
         ({"max_length": 100}, None, False),
         ({"labels": [*"9876543210"]}, None, False),
         ({"metrics": ["macro_f1"]}, None, False),
-        ({"layout": "imdb"}, None, False),
+        ({"layout": "imdb", "vocabulary": 256}, None, False),
     ],
 )
 def test_the_average_counts_a_task_with_its_data_and_measure(changes, origin, counted):
@@ -74,7 +74,7 @@ def test_a_task_of_ones_own_is_like_another_and_is_not_counted():
 def test_changed_arguments_of_a_model_keep_the_others():
     (task,) = select({"text": {"model": {"hidden_size": 64}}}, "text")
     assert task.model == {**LRA["text"].model, "hidden_size": 64}
-    assert model_arguments(task, {"hidden_size": 32, "mixer": "lion-d"}) == {
+    assert model_arguments(task, task.model, {"hidden_size": 32, "mixer": "lion-d"}) == {
         **LRA["text"].model, "hidden_size": 32, "mixer": "lion-d"
     }  # fmt: skip
     (task,) = select({"bytes": {"like": "text", "model": {"num_hidden_layers": 2}}}, "bytes")
@@ -83,10 +83,10 @@ def test_changed_arguments_of_a_model_keep_the_others():
 
 def test_long_reach_is_the_length_of_the_task():
     (task,) = select({"text": {"model": {"long_reach": 7}}}, "text")
-    assert model_arguments(LRA["pathx"], {"long_reach": True})["long_reach"] == 16384
-    assert model_arguments(task, {})["long_reach"] == 7
-    assert model_arguments(task, {"long_reach": 500})["long_reach"] == 500
-    assert "long_reach" not in model_arguments(task, {"long_reach": False})
+    assert model_arguments(LRA["pathx"], {}, {"long_reach": True})["long_reach"] == 16384
+    assert model_arguments(task, task.model, {})["long_reach"] == 7
+    assert model_arguments(task, task.model, {"long_reach": 500})["long_reach"] == 500
+    assert "long_reach" not in model_arguments(task, task.model, {"long_reach": False})
 
 
 def test_lists_of_lr_and_dropout_are_a_search():
@@ -108,7 +108,8 @@ def test_results_depend_on_training_and_model_but_not_on_memory_or_where_files_a
         ("listops", {"size": 32}, "tasks.listops.size=32: use 32 or 128 for Pathfinder"),
         ("mine", {"like": "pathfinder", "size": None}, "tasks.mine.size=None: use 32 or 128 for Pathfinder"),
         ("pathx", {"size": 64}, "tasks.pathx.size=64 must be one of"),
-        ("text", {"model": {"hidden_dropout_prob": 0.1}}, "tasks.text.model.hidden_dropout_prob: use the task's own field, dropout"),
+        ("listops", {"vocabulary": 14}, "tasks.listops.vocabulary=14: its inputs have 15 values"),
+        ("text", {"vocabulary": 128}, "tasks.text.vocabulary=128: its inputs have 256 values"),
         ("text", {"microbatch_size": 51}, "tasks.text.microbatch_size=51 is more than batch_size=50; lower it"),
         ("text", {"batch_size": 8, "microbatch_size": 0}, "tasks.text.microbatch_size=0"),
         ("text", {"vocabulary": 257}, "tasks.text.vocabulary=257"),
@@ -129,4 +130,4 @@ def test_a_mistake_in_a_task_is_one_sentence(name, given, message):
 def test_an_unknown_argument_of_a_model_is_named():
     (task,) = select({"text": {"model": {"hiden_size": 64}}}, "text")
     with pytest.raises(UserError, match=r"tasks\.text\.model\.hiden_size; did you mean hidden_size"):
-        model_arguments(task, {})
+        model_arguments(task, task.model, {})

@@ -233,6 +233,18 @@ def test_channels_start_with_the_decays_of_hippo(mixer, horizon):
         torch.testing.assert_close(log_decay[:, h], expected.expand(2, -1), rtol=1e-4, atol=0)
 
 
+def test_long_horizons_of_channels_depend_on_the_token_in_bfloat16_too():
+    torch.manual_seed(0)
+    config = LionConfig(mixer="lion-s", channel_decays=True, decay_horizon=[10, 10000], hidden_size=D, vocab_size=V,
+                        num_attention_heads=HEADS, num_hidden_layers=1)  # fmt: skip
+    attention, x = LionModel(config).layers[0].attention, torch.randn(1, 50, D)
+    exact = attention.log_decay(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention.log_decay(x)
+    assert found.dtype == torch.float32 and exact.std(2).min() > 0
+    torch.testing.assert_close(found, exact, rtol=2e-3, atol=0)
+
+
 def test_long_reach_is_three_options_in_one():
     config = LionConfig(long_reach=1000)
     assert config.options() == {"decay_horizon": [2, 1000], "feature_map": "sigmoid", "normalize_rows": True}

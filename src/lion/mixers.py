@@ -456,7 +456,10 @@ class LionS(DecayingMixer):
 
     def log_decay(self, x: Tensor) -> Tensor:
         if self.config.channel_decays:
-            return log_of_decay(self.decay(x)).unflatten(-1, decays_shape(self.config)).transpose(1, 2)
+            # The bias is added in float32: in bfloat16, horizons of 10,000 tokens would differ by 6% or not at all.
+            selective, bias = F.linear(x, self.decay.weight), self.decay.bias
+            logits = selective.to(torch.promote_types(bias.dtype, torch.float32)) + bias
+            return log_of_decay(logits).unflatten(-1, decays_shape(self.config)).transpose(1, 2)
         log_decay = log_of_decay(self.decay(x).mT)
         prefix = self.config.num_prefix_tokens  # which do not decay
         return F.pad(log_decay[..., prefix:], (prefix, 0)) if prefix else log_decay

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from src.cli import log, progress
-from src.errors import RunFailed, reason
+from src.errors import RunFailed, UserError, reason
 from src.files import sha256, write_json
 from src.lra.sources import SPLITS, Example, amount, check, generated, read, stamps
 
@@ -86,6 +86,13 @@ class Prepared:
             raise RunFailed(f"{self.folder} {found}; run this command again with another arrays_folder")
         about = self.about["splits"][split]
         return Examples(self.folder / split, self.about["parts"], about["examples"], about["tokens"])
+
+    def check_labels(self, count: int) -> None:
+        """Raise UserError for more classes than the task has labels."""
+        found = max(len(split["classes"]) for split in self.about["splits"].values())
+        if found > count:
+            title = self.about["title"]
+            raise UserError(f"{title} has {found} classes in its data, and {count} labels; add the missing labels")
 
     def summary(self) -> str:
         """Return sizes, lengths (mean and share truncated: of the training set) and origin in a line."""

@@ -36,6 +36,14 @@ class LraExperiment(Experiment):
         for task in self.tasks:
             sources.check(task, config.lra_dir)
 
+    def check_sections(self) -> None:
+        from src.lra.training import build_settings, read_start
+
+        super().check_sections()
+        stored, _ = read_start(self.config)
+        for task in self.tasks:
+            build_settings(task, self.config, stored)
+
     def plan(self, device: str) -> list[Job]:
         from src.lra.training import build_model, build_settings, read_start, weights_digest
 
@@ -52,6 +60,7 @@ class LraExperiment(Experiment):
                 folder = Path(config.arrays_folder or self.folder / "arrays")
                 self.prepared[task.name] = prepare(task, config.lra_dir, folder, config.progress_bar)
                 log.info(self.prepared[task.name].summary())
+                self.prepared[task.name].check_labels(task.num_labels)
             depends = {"data": self.prepared[task.name].digest, "start": start, "model": settings}
             jobs += [self.job(task, seed, device, **depends) for seed in task.seeds]
         return jobs

@@ -56,7 +56,7 @@ def check(task: Any, lra_dir: str | None) -> None:
     if task.hub and task.layout not in ON_HUB:
         raise UserError(f"{task.title}: only {' and '.join(ON_HUB)} can be read from the Hugging Face Hub; omit hub")
     if lra_dir is None:
-        if task.hub is None:
+        if task.hub is None or task.folder:
             raise UserError(f"lra_dir is not set, but {place} its folder {folder}; set lra_dir, and {layout.fix}")
         return
     inner = Path(lra_dir, "lra_release")
@@ -66,9 +66,9 @@ def check(task: Any, lra_dir: str | None) -> None:
         found = f"{Path(lra_dir, folder)} is the broken copy of the release, on which nothing can be learned"
         raise UserError(f"lra_dir: {found}; set lra_dir={inner}, which has the right one")
     found, files = find(task, lra_dir)
-    if found and (found / STARTED).exists() and not (found / RECORD).exists():
+    if found and (made := made_by(found)) and not (made / RECORD).exists():
         to_do = "run the same `python lra.py make` again, which resumes"
-        raise UserError(f"lra_dir: {found} holds only partly generated data; {to_do}")
+        raise UserError(f"lra_dir: {made} holds only partly generated data; {to_do}")
     if missing := [path for path in files if not path.exists()]:
         inside = find(task, str(inner))[1]
         fix = f"set lra_dir={inner}" if inside and all(path.exists() for path in inside) else layout.fix
@@ -83,7 +83,7 @@ def find(task: Any, lra_dir: str | None) -> tuple[Path | None, list[Path]]:
     for place, names in forms:
         if any((place / name).exists() for name in names):
             return place, [place / name for name in names]
-    if task.hub or not forms:
+    if not forms or (task.hub and not task.folder):
         return None, []
     place, names = forms[0]
     return place, [place / name for name in names]
@@ -100,7 +100,7 @@ def stamps(task: Any, lra_dir: str | None) -> list[list]:
 
 
 def _stamps(path: Path, root: Path) -> Iterator[list]:
-    name, stat = path.relative_to(root).as_posix(), path.stat()
+    name, stat = Path(os.path.relpath(path, root)).as_posix(), path.stat()
     if path.is_dir():
         with os.scandir(path) as found:
             entries = [(entry.name, entry.name.endswith(".npy") or entry.is_dir()) for entry in found]
@@ -122,16 +122,23 @@ def generated(task: Any, lra_dir: str | None) -> str | None:
     place, _ = find(task, lra_dir)
     if place is None:
         return f"the Hub's {task.hub}"
+    if (made := made_by(place)) is None:
+        return None
     try:
-        record = json.loads((place / RECORD).read_bytes())
+        record = json.loads((made / RECORD).read_bytes())
         options = record.get("options", record)
         given = {name: options[name] for name, value in RELEASE.items() if options.get(name, value) != value}
         shown = [f"{name} {' '.join(map(str, v)) if isinstance(v, list) else v}" for name, v in given.items()]
         return f"generated, seed {options['seed']}" + (f", unlike the release ({', '.join(shown)})" if shown else "")
-    except OSError:
-        return None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "generated, seed unknown"
+
+
+def made_by(place: Path) -> Path | None:
+    """Return the folder that `lra.py make` wrote: a task's, or the one above, which holds the three difficulties of
+    Pathfinder; None if it wrote neither."""
+    folders = (place, place.parent) if place.name == CONTOUR else (place,)
+    return next((path for path in folders if (path / RECORD).exists() or (path / STARTED).exists()), None)
 
 
 def read(task: Any, lra_dir: str | None, split: str, counts: Counter | None = None) -> Iterator[Example]:

@@ -7,12 +7,13 @@ from typing import Any, ClassVar, Self
 
 import yaml
 
-from src.config import SEED, check_known, key
+from src.config import SEED, key
 from src.data.tokenizers import SPECIAL_TOKENS
 from src.errors import UserError
 from src.jobs import tasks
 from src.jobs.config import JobsConfig
 from src.jobs.tasks import Suite
+from src.lra.listops import VOCABULARY
 
 FIRST = len(SPECIAL_TOKENS)  # the token of the number 0
 
@@ -104,8 +105,11 @@ class Task(tasks.Task):
             raise UserError(f"{place}.size={self.size}: use 32 or 128 for Pathfinder, and omit size for others")
         if not self.labels:
             raise UserError(f"{place}.labels is empty; name the classes in the order of their numbers")
-        if "hidden_dropout_prob" in self.model:
-            raise UserError(f"{place}.model.hidden_dropout_prob: use the task's own field, dropout, instead")
+        bytes_or_pixels = self.layout != "listops" and self.inputs == "tokens"
+        if self.vocabulary < (least := 256 if bytes_or_pixels else len(VOCABULARY)):
+            raise UserError(
+                f"{place}.vocabulary={self.vocabulary}: its inputs have {least} values; raise it, or omit it"
+            )
         if (size := self.microbatch_size) is not None and size > self.batch_size:
             raise UserError(f"{place}.microbatch_size={size} is more than batch_size={self.batch_size}; lower it")
 
@@ -127,7 +131,7 @@ SUITE = Suite("Long Range Arena", "six", LRA)
 def counts(task: Task, origin: str | None) -> bool:
     """Return whether the benchmark's average counts a task: one of the six, with its data, or the same generated."""
     known = LRA.get(task.name)
-    same = ("layout", "size", "max_length", "metrics", "labels")
+    same = ("layout", "hub", "size", "max_length", "metrics", "labels")
     return (
         known is not None
         and all(getattr(task, name) == getattr(known, name) for name in same)
@@ -135,12 +139,19 @@ def counts(task: Task, origin: str | None) -> bool:
     )
 
 
-def model_arguments(task: Task, given: Mapping[str, Any]) -> dict[str, Any]:
+def model_arguments(task: Task, own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of LionConfig for a task: its own, then the config's. Raises UserError."""
-    from src.checkpoints.adapters import ARGUMENTS
+    from src.training.text_model import check_arguments
 
-    check_known(f"tasks.{task.name}.model", task.model, ARGUMENTS)
-    arguments = {**task.model, **given}
-    if arguments.get("long_reach") is True:
-        arguments["long_reach"] = task.max_length
-    return {name: value for name, value in arguments.items() if not (name == "long_reach" and value is False)}
+    arguments = {}
+    for place, part in ((f"tasks.{task.name}.model", own), ("model", given)):
+        part = {name: value for name, value in part.items() if not (name == "long_reach" and value is False)}
+        if part.get("long_reach") is True:
+            part["long_reach"] = task.max_length
+        check_arguments(place, part)
+        if "hidden_dropout_prob" in part:
+            raise UserError(f"{place}.hidden_dropout_prob: use the tasks' own field, dropout, instead")
+        arguments |= part
+    if given.get("long_reach") is False:
+        arguments.pop("long_reach", None)
+    return arguments

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from src.checkpoints.adapters import check_trainable
 from src.checkpoints.reading import load_all, read_pretrained
-from src.errors import UserError
+from src.errors import RunFailed, UserError
 from src.files import sha256
 from src.jobs.experiment import Job, Result
 from src.jobs.pool import StepReporter
@@ -33,7 +34,9 @@ def read_start(config: LraConfig) -> tuple[dict[str, Any], dict[str, Tensor] | N
 
 def build_settings(task: Task, config: LraConfig, stored: dict[str, Any]) -> dict[str, Any]:
     """Return what a task's model is built from: arguments of LionConfig and of the head. Raises UserError."""
-    arguments = model_arguments(task, config.model)
+    # A checkpoint has sizes: only what the config itself gives overrides them.
+    own = (config.tasks.get(task.name) or {}).get("model", {}) if stored else task.model
+    arguments = model_arguments(task, own, config.model)
     if stored and task.inputs == "values":
         pretrained = "starting_checkpoint_load_path: a pretrained model reads tokens, but this task reads values"
         raise UserError(f"{pretrained}; set tasks.{task.name}.inputs=tokens")
@@ -41,13 +44,13 @@ def build_settings(task: Task, config: LraConfig, stored: dict[str, Any]) -> dic
     if stored and stored["vocab_size"] != rows:
         other = f"starting_checkpoint_load_path: vocab_size={stored['vocab_size']}, but {task.title} needs {rows}"
         raise UserError(f"{other}; use a model that main.py pretrained on the task's own inputs (lra.py shards)")
-    defaults = {"vocab_size": rows, "type_vocab_size": 0, "max_position_embeddings": task.longest}
-    defaults |= {"classifier_pooling": "mean", "hidden_dropout_prob": task.dropout, "attention_probs_dropout_prob": 0.0}
-    own = {"hidden_dropout_prob": task.dropout, "classifier_pooling": "mean", "attention_probs_dropout_prob": 0.0}
+    start = stored or {"vocab_size": rows, "type_vocab_size": 0, "max_position_embeddings": task.longest}
+    fixed = {"classifier_pooling": "mean", "hidden_dropout_prob": task.dropout, "attention_probs_dropout_prob": 0.0}
     try:
-        settings = LionConfig(**(stored | own if stored else defaults | arguments))
+        settings = LionConfig(**(start | fixed | arguments))
     except ValueError as error:
         raise UserError(f"tasks.{task.name}.model: {error}") from None
+    check_trainable(settings)
     positions = settings.max_position_embeddings
     if settings.has_positions and positions < task.longest:
         raise UserError(
@@ -84,6 +87,9 @@ def run(config: LraConfig, job: Job, device: str, steps: StepReporter, prepared:
     """Train and test a job's model."""
     task, workers = job.task, workers_of(config, device)
     _, weights = read_start(config)
+    if weights_digest(weights) != job.settings["start"]:
+        changed = f"{config.starting_checkpoint_load_path} has changed since the command started"
+        raise RunFailed(f"{changed}; run it again once the checkpoint is final")
 
     def split(name: str, batch_size: int = config.device_eval_batch_size, seed: int | None = None) -> Split:
         examples: Examples = prepared.open(name)

@@ -23,12 +23,17 @@ def build_tokenizer(name: str, max_seq_len: int, needs: tuple[str, ...] = ("pad_
     return tokenizer
 
 
+def check_arguments(place: str, arguments: Mapping[str, Any]) -> None:
+    """Raise UserError for unknown arguments of LionConfig, or values of a wrong type or out of bounds."""
+    check_known(place, arguments, ARGUMENTS)
+    for name, value in arguments.items():
+        check_argument(f"{place}.{name}", value)
+    check_value(f"{place}.hidden_act", arguments.get("hidden_act", "gelu"), rule=Rule(choices=tuple(ACT2FN)))
+
+
 def build_lion_config(arguments: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_seq_len: int) -> LionConfig:
     """Build a LionConfig; default vocab_size: the tokenizer's, rounded up to a multiple of 8. Raises UserError."""
-    check_known("model", arguments, ARGUMENTS)
-    for name, value in arguments.items():
-        check_argument(f"model.{name}", value)
-    check_value("model.hidden_act", arguments.get("hidden_act", "gelu"), rule=Rule(choices=tuple(ACT2FN)))
+    check_arguments("model", arguments)
     tokens = len(tokenizer)
     try:
         sizes = {"vocab_size": -(-tokens // 8) * 8, "pad_token_id": tokenizer.pad_token_id}
