@@ -66,20 +66,19 @@ def test_equal_decays_of_all_channels_are_decays_of_heads(form, kind):
     torch.testing.assert_close(by_channel, linear_attention(q, k, v, log_decay, **options), atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("batch, heads", [(1, 3), (2, 1)])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_has_the_outputs_and_gradients_of_the_definition(form, decay, length, mask, batch, heads):
-    case = (decay, length, batch, heads, mask)
+def test_every_form_has_the_outputs_and_gradients_of_the_definition(form, decay, length, mask):
+    case = (decay, length, *((1, 3) if length % 2 else (2, 1)), mask)
     inputs, real = draw(*case)
     actual = outputs_and_gradients(linear_attention, inputs, mask=real, form=form, chunk_size=CHUNK)
     assert_all_close(actual, reference(*case))
 
 
 @pytest.mark.parametrize("options", [{"normalize": True}, {"scale": 0.7, "normalize": True}, {"causal": True}], ids=str)
-@pytest.mark.parametrize("mask", ["none", "holes", "left"])
+@pytest.mark.parametrize("mask", ["holes", "left"])
 @pytest.mark.parametrize("length", [1, 16, 33])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
