@@ -170,9 +170,9 @@ def count_work(model: SequenceClassifier, task: Task) -> Work:
     per weight and sample. Elementwise functions, embeddings and what is recomputed are not counted.
 
     Bytes: numbers of 2 bytes. In a forward pass, each linear layer reads its inputs and writes its outputs; what is
-    between two of them is one fused pass, which reads one's outputs and writes the other's inputs. So a
-    token takes 2 · Σ(inputs + outputs) numbers per layer, and in the backward pass twice as many: together 84·D in a
-    layer of D channels with q, k, v and a gated MLP of width 2·D. Weights and optimizer are not counted.
+    between two of them is one fused pass, which reads one's outputs and writes the other's inputs. So a token takes
+    2 · Σ(inputs + outputs) numbers per layer, and in the backward pass twice as many: together 84·D in a layer of D
+    channels with q, k, v and a gated MLP of width 2·D. Weights and optimizer are not counted.
     """
     config, encoder, L = model.config, model.lion, task.max_length
     linear = [module for module in encoder.layers.modules() if isinstance(module, nn.Linear)]
@@ -263,13 +263,13 @@ def caption(a: argparse.Namespace) -> str:
         hours += " follow from the step."
     else:
         hours += (
-            f" are estimates, not measurements: the operations at {a.a100_share:.0%} of {PEAK / 1e12:.0f} teraFLOPS, or "
-            f"the bytes that at least have to be moved at {BANDWIDTH / 1e12} TB/s, whichever takes longer; decays per "
+            f" are estimates, not measurements: the operations at {a.a100_share:.0%} of {PEAK / 1e12:.0f} teraFLOPS, "
+            f"or the bytes that at least have to be moved at {BANDWIDTH / 1e12} TB/s, whichever takes longer; decays per "
             "channel, which a GPU computes without a kernel, take longer."
         )
     return (
-        "A training step (forward, backward, gradient clipping, AdamW) of the recipes of Long Range Arena at full size, "
-        f"on random numbers of full length without padding, {a.precision}, microbatches in parentheses{parts}"
+        "A training step (forward, backward, gradient clipping, AdamW) of the recipes of Long Range Arena at full "
+        f"size, on random numbers of full length without padding, {a.precision}, microbatches in parentheses{parts}"
         f"{recomputed}. Operations are 6 per token and weight of a linear layer or product of the mixing. {hours} They "
         "are for inputs of full length; most of ListOps, Text and Retrieval are shorter:"
     )

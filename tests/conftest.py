@@ -247,9 +247,10 @@ def folder(checkpoint, tmp_path) -> Path:
 
 # Files whose tests load models, start processes or compute large grids: `make test-fast` omits them.
 SLOW_FILES = set(
-    """test_benchmarks test_callback test_card test_commands test_compatibility test_convert test_convert_dataset test_cpu
-    test_folder test_embedding_folder test_image_folder test_glue_jobs test_glue_start test_jobs test_linear_attention test_linear_attention_triton
-    test_lra_jobs test_lra_shards test_modeling_lion test_pretrained test_push test_reading test_streaming test_train_tokenizer""".split()
+    """test_benchmarks test_callback test_card test_commands test_compatibility test_convert test_convert_dataset
+    test_cpu test_folder test_embedding_folder test_image_folder test_glue_jobs test_glue_start test_jobs
+    test_linear_attention test_linear_attention_triton test_lra_jobs test_lra_shards test_modeling_lion
+    test_pretrained test_push test_reading test_streaming test_train_tokenizer""".split()
 )
 
 
