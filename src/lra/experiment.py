@@ -37,24 +37,25 @@ class LraExperiment(Experiment):
             sources.check(task, config.lra_dir)
 
     def check_sections(self) -> None:
+        super().check_sections()
+        self.models()
+
+    def models(self) -> tuple[list[dict[str, Any]], dict | None]:
+        """Return the settings of each task's model, and the weights of the starting checkpoint. Raises UserError."""
         from src.lra.training import build_settings, read_start
 
-        super().check_sections()
-        stored, _ = read_start(self.config)
-        for task in self.tasks:
-            build_settings(task, self.config, stored)
+        stored, weights = read_start(self.config)
+        return [build_settings(task, self.config, stored) for task in self.tasks], weights
 
     def plan(self, device: str) -> list[Job]:
-        from src.lra.training import build_model, build_settings, read_start, weights_digest
+        from src.lra.training import build_model, weights_digest
 
-        self.check_sections()
-        config = self.config
-        stored, weights = read_start(config)
+        super().check_sections()
+        config, (models, weights) = self.config, self.models()
         self.start_name = config.starting_checkpoint_load_path or self.start_name
         start, jobs = weights_digest(weights), []
         self.prepared: dict[str, Prepared] = {}
-        for task in self.tasks:
-            settings = build_settings(task, config, stored)
+        for task, settings in zip(self.tasks, models):
             if task.name not in self.prepared:
                 build_model(settings, weights, config)  # do the weights fit?
                 folder = Path(config.arrays_folder or self.folder / "arrays")

@@ -19,9 +19,7 @@ from src.cli import log
 from src.errors import RunFailed, UserError, reason
 from src.files import check_writable, exclusive_lock, write_json
 from src.lra import listops, pathfinder
-
-RECORD = "generated.json"  # of finished data; written last
-STARTED = ".options.json"  # options of unfinished data
+from src.lra.sources import RECORD, STARTED
 
 
 def main(argv: list[str]) -> None:

@@ -143,15 +143,12 @@ def model_arguments(task: Task, own: Mapping[str, Any], given: Mapping[str, Any]
     """Return the arguments of LionConfig for a task: its own, then the config's. Raises UserError."""
     from src.training.text_model import check_arguments
 
-    arguments = {}
     for place, part in ((f"tasks.{task.name}.model", own), ("model", given)):
-        part = {name: value for name, value in part.items() if not (name == "long_reach" and value is False)}
-        if part.get("long_reach") is True:
-            part["long_reach"] = task.max_length
-        check_arguments(place, part)
+        check_arguments(
+            place, {n: value for n, value in part.items() if n != "long_reach" or not isinstance(value, bool)}
+        )
         if "hidden_dropout_prob" in part:
             raise UserError(f"{place}.hidden_dropout_prob: use the tasks' own field, dropout, instead")
-        arguments |= part
-    if given.get("long_reach") is False:
-        arguments.pop("long_reach", None)
-    return arguments
+    arguments = {**own, **given}
+    reach = arguments.pop("long_reach", None)
+    return {**arguments, "long_reach": task.max_length if reach is True else reach} if reach else arguments
