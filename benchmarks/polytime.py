@@ -54,10 +54,10 @@ def main(argv: list[str]) -> None:
         "--layers", type=int, nargs="+", default=[2, 4], help="of deeper models, on the fewest sequences (default: 2 4)"
     )
     add("--epochs", type=int, default=200, help="of one layer (default: 200)")
-    add("--deep_epochs", type=int, default=40, help="of deeper models and the softmax transformer (default: 40)")
+    add("--deep_epochs", type=int, default=30, help="of deeper models and the softmax transformer (default: 30)")
     add("--batch", type=int, default=32, help="sequences (default: 32)")
     add("--samples", type=int, default=2**14, help="of associative memory (default: 16384)")
-    add("--sample_epochs", type=int, default=100, help="passes over them (default: 100)")
+    add("--sample_epochs", type=int, default=50, help="passes over them (default: 50)")
     add("--out", type=Path, default=measure.RESULTS, help=f"folder of the results (default: {measure.RESULTS})")
     a = parser.parse_args(argv)
     torch.set_num_threads(1)  # operations are too small for more

@@ -10,8 +10,8 @@ svec lists S_jk for j ≤ k, each once. So the best layer with any number of hea
 Attention in Polynomial Time", NeurIPS 2025, arXiv:2410.10101. Decays are not in the paper; for G given decays, the
 features of all S^(g) are joined, and each decay gets heads of its own.
 
-All is computed in float64 from sums over samples, in O(G²ψ²) memory. Without decays a sequence costs O(ψ²) operations,
-whatever its length; with decays or a causal mask, a token costs O(G²ψ²). Solving costs O(G³ψ³).
+All is computed in float64 from sums over samples, in O(G²ψ²) memory. A sequence costs O(ψ²) operations, whatever its
+length, or with decays or a causal mask O(G²ψ²) per token. Solving costs O(G³ψ³).
 """
 
 import warnings
@@ -65,7 +65,7 @@ class Layer(nn.Module):
     def forward(self, Z: Tensor, mask: Tensor | None = None, log_decay: Tensor | None = None, form="auto") -> Tensor:
         """Return outputs (N, n, e) of tokens Z (N, n, d), computed in the dtype of the heads. `mask` (N, n) is True at
         real tokens; `log_decay` (N, G, n) are decays per token; `form` is that of `linear_attention`."""
-        Z, mask, log_decay = _tensors(Z, mask, log_decay)
+        Z, mask, log_decay = (x if x is None else torch.as_tensor(x) for x in (Z, mask, log_decay))
         Z, decays = Z.to(self.values.dtype), self.log_decay if log_decay is None else log_decay
         if (decays is None) != (self.decay_of_head is None):
             raise ValueError("log_decay must be given if the layer was fitted with decays per token, and only then")
@@ -162,7 +162,7 @@ class Moments:
             log_decay: (G,), the distinct decays that heads may have (LION-D), or (N, G, n), G decays per token
                 (LION-S); None for λ = 1 (LION-LIT).
         """
-        Z, Y, mask, log_decay = _tensors(Z, Y, mask, log_decay)
+        Z, Y, mask, log_decay = (x if x is None else torch.as_tensor(x) for x in (Z, Y, mask, log_decay))
         mask = Z.new_ones(Z.shape[:2], dtype=torch.bool) if mask is None else mask
         log_decay = None if log_decay is None else log_decay.double()
         self._check(Z, Y, mask, log_decay)
@@ -202,10 +202,8 @@ class Moments:
     def fit(self, rtol: float | None = None, ridge: float = 0.0) -> Layer:
         """Fit a layer to what was added; see the function `fit`."""
         gram, cross = self._mean(self.gram), self._mean(self.cross)
-        if not cross.shape[1]:
-            raise ValueError("there are no targets; give Y")
-        if not ridge >= 0:
-            raise ValueError(f"ridge must be at least 0 (got {ridge})")
+        if not (ridge >= 0 and cross.shape[1]):
+            raise ValueError("there are no targets; give Y" if ridge >= 0 else f"ridge must be at least 0; got {ridge}")
         inverse, blind, rtol = self._decompose(gram + ridge * torch.eye(len(gram)).to(gram), rtol)
         p = inverse @ (inverse.T @ cross)
         p -= blind @ (blind.T @ p)  # the smallest of the minimizers
@@ -217,7 +215,7 @@ class Moments:
             about = "this is the minimizer of least norm; certificate() says what is missing"
             warnings.warn(f"the data do not determine the layer: {rank}; {about}", stacklevel=3)
         p = p.T.unflatten(1, (self.groups, -1, len(self.token_gram))).transpose(0, 1)  # (G, e, m, d)
-        values, keyqueries = zip(*map(_heads, p))
+        values, keyqueries = zip(*(_heads(of_decay, self._units()) for of_decay in p))
         of_head = torch.tensor([g for g, v in enumerate(values) for _ in v], device=p.device) if self.kind[2] else None
         layer = Layer(torch.cat(values), torch.cat(keyqueries), self.log_decay, of_head, self.causal)
         layer.fitted = fitted
@@ -273,14 +271,19 @@ class Moments:
             raise ValueError(many if self.samples else "there are no samples; give a sequence with a real token")
         return sums / self.samples
 
+    def _units(self) -> Tensor:
+        return self.token_gram.diagonal().sqrt().where(self.token_gram.diagonal() > 0, 1)
+
     def _decompose(self, gram: Tensor, rtol: float | None) -> tuple[Tensor, Tensor, float]:
         """Return B with BBᵀ an inverse of Λ on its range, (size, rank), an orthonormal basis of its null space, and the
-        tolerance. Λ is first scaled to a unit diagonal, so that its rank does not depend on the coordinates' units."""
+        tolerance. Coordinates are first scaled to unit size, so that the rank does not depend on their units."""
         rtol = max(len(gram) * EPSILON, 256 * EPSILON, self.noise) if rtol is None else rtol
         if not 0 <= rtol < 1:
             raise ValueError(f"rtol must be at least 0 and below 1 (got {rtol})")
-        scale = gram.diagonal().sqrt()
-        scale = torch.where(scale > 0, scale, 1)[:, None]
+        size = self._units()
+        rows, columns = _pairs(len(size), size.device)
+        of_features = torch.outer(size[rows] * size[columns], size).flatten().repeat(self.groups)
+        scale = (size if gram is self.token_gram else of_features)[:, None]
         eigenvalues, vectors = torch.linalg.eigh(gram / scale / scale.T)
         kept = eigenvalues > rtol * eigenvalues[-1]
         inverse = vectors[:, kept] / eigenvalues[kept].sqrt() / scale
@@ -296,8 +299,8 @@ def fit(Z: Tensor, Y: Tensor, mask=None, log_decay=None, *, causal=False, rtol=N
     Args:
         Z, Y, mask, log_decay: as in `Moments.add`; Y (N, n, e) for all tokens, (N, e) for the last.
         causal: as in `Layer`.
-        rtol: eigenvalues of Λ, scaled to a unit diagonal, below rtol times the largest count as 0. Default: 2.2e-16
-            times max(G·ψ, 256), or what rounding to Z's dtype causes, 5e-13 in float32, if that is more.
+        rtol: eigenvalues of Λ, for coordinates scaled to unit size, below rtol times the largest count as 0. Default:
+            2.2e-16·max(G·ψ, 256), or what rounding to Z's dtype causes, 5e-13 in float32, if that is more.
         ridge: for noisy data: minimize the error plus ridge·‖p‖².
     """
     return Moments("last" if Y.ndim == 2 else "all", causal).add(Z, Y, mask, log_decay).fit(rtol, ridge)
@@ -310,11 +313,9 @@ def certificate(Z: Tensor, tokens="all", mask=None, log_decay=None, *, causal=Fa
 
 
 def coefficients(values: Tensor, keyqueries: Tensor) -> Tensor:
-    """Return p, (..., e, d(d+1)/2, d), of heads V (..., H, e, d) and Q (..., H, d, d): two layers are the same function if and only if
-    their p are equal (corollary 2.4). The pairs j ≤ k are in the order of torch.triu_indices:
-
-    p[a, {j,k}, l] = Σ_h V[h, a, j] Q[h, k, l] + V[h, a, k] Q[h, j, l], and half of that if j = k.
-    """
+    """Return p, (..., e, d(d+1)/2, d), of heads V (..., H, e, d) and Q (..., H, d, d): two layers are the same function
+    if and only if their p are equal (corollary 2.4). For pairs j ≤ k in the order of torch.triu_indices, and halved if
+    j = k, p[a, {j,k}, l] = Σ_h V[h, a, j] Q[h, k, l] + V[h, a, k] Q[h, j, l]."""
     rows, columns = _pairs(values.shape[-1], values.device)
     unfolded = torch.einsum("...haj,...hkl->...ajkl", values, keyqueries)
     p = unfolded[..., rows, columns, :] + unfolded[..., columns, rows, :]
@@ -330,19 +331,18 @@ def from_projections(query, key, value, output, heads: int, scale: float | None 
     return output.unflatten(1, (heads, -1)).transpose(0, 1) @ v, scale * k.mT @ q
 
 
-def _heads(p: Tensor) -> tuple[Tensor, Tensor]:
-    """Return V and Q with coefficients p, (e, m, d), each of which (j, k) and (k, j) share equally."""
+def _heads(p: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
+    """Return V and Q with coefficients p, (e, m, d), each of which (j, k) and (k, j) share equally. The SVD is that of
+    coordinates in their units, so that it does not lose those that are small."""
     (e, _, d), (rows, columns) = p.shape, _pairs(p.shape[-1], p.device)
     unfolded = p.new_zeros(e, d, d, d)
     unfolded[:, rows, columns] = unfolded[:, columns, rows] = torch.where((rows == columns)[:, None], p, p / 2)
+    unfolded *= units[:, None, None] * units[:, None] * units
     left, sizes, right = torch.linalg.svd(unfolded.reshape(e * d, d * d), full_matrices=False)
     count = max(1, int((sizes > sizes[0] * d * d * EPSILON).sum()))
     roots = sizes[:count].sqrt()
-    return (left[:, :count] * roots).T.unflatten(1, (e, d)), (right[:count] * roots[:, None]).unflatten(1, (d, d))
-
-
-def _tensors(*given) -> list[Tensor | None]:
-    return [x if x is None else torch.as_tensor(x) for x in given]
+    values, keyqueries = (left[:, :count] * roots).T.unflatten(1, (e, d)), (right[:count].T * roots).T
+    return values / units, keyqueries.unflatten(1, (d, d)) / torch.outer(units, units)
 
 
 def _pairs(d: int, device: torch.device | None = None) -> Tensor:
