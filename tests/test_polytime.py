@@ -1,5 +1,6 @@
 """The global fit of a layer of linear attention and its certificate, against least squares and teachers."""
 
+import json
 import re
 import warnings
 from types import SimpleNamespace
@@ -7,10 +8,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+import warm
 from conftest import ROOT
 from torch.nn import functional as F
 
-from benchmarks import measure
+from benchmarks import measure, polytime
 from src.lion.linear_attention import definition, linear_attention
 from src.polytime import Layer, Moments, certificate, coefficients, fit, from_projections
 
@@ -160,11 +162,10 @@ def test_two_given_decays_are_recovered_and_padding_is_not_read():
 
 def recall(count: int, share: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Associative memory of section 4.2: tokens, outputs at the last, coefficients."""
-    benchmark = pytest.importorskip("benchmarks.polytime")
-    Z = benchmark.memories(count, share, torch.Generator().manual_seed(0))
+    Z = polytime.memories(count, share, torch.Generator().manual_seed(0))
     first = torch.arange(8) < 4
     p = coefficients(torch.diag((~first).double())[None], torch.diag(first.double())[None])
-    return Z, benchmark.features_of_last(Z) @ p.flatten(1).T, p
+    return Z, polytime.features_of_last(Z) @ p.flatten(1).T, p
 
 
 one_hot = F.one_hot(torch.randint(4, (200, 8), generator=torch.Generator().manual_seed(0)), 4)
@@ -370,7 +371,48 @@ def test_memory_is_asked_for_before_it_is_taken(monkeypatch):
         certificate(Z)
 
 
-def test_the_examples_of_the_chapter_run(capsys):
+def test_the_examples_of_the_chapter_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/polytime.md").read_text(), re.DOTALL):
         exec(compile(block, "docs/polytime.md", "exec"), {})
-    assert "identifiable" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "identifiable: rank 40 of 40" in output and "not identifiable: rank 16 of 40" in output
+    assert "same function: True" in output
+
+
+def test_the_benchmark_trains_attention():
+    """Its models compute outputs with coefficients; the heads get the gradients that they get from attention."""
+    torch.manual_seed(0)
+    heads, x = [1, 3], normal(2, 5, 6, 4)
+    model = polytime.Layers(2, heads, 4, 2).double()
+    y = model(x, polytime.features(x))
+    y.square().sum().backward()
+    for seed in range(2):
+        for number, count in enumerate(heads):
+            V = model.values[0][seed, number].detach().requires_grad_()
+            Q = model.keyqueries[0][seed, number].detach().requires_grad_()
+            k = x[seed][:, None].expand(-1, 3, -1, -1)
+            q, v = torch.einsum("hkl,nil->nhik", Q, x[seed]), torch.einsum("haj,nij->nhia", V, x[seed])
+            wanted = linear_attention(q, k, v, scale=1 / (count * 2), causal=True).sum(1)
+            assert off(y[seed, number], wanted) < 1e-12
+            wanted.square().sum().backward()
+            assert off(model.values[0].grad[seed, number, :count], V.grad[:count]) < 1e-10
+            assert off(model.keyqueries[0].grad[seed, number, :count], Q.grad[:count]) < 1e-10
+            assert not model.values[0].grad[seed, number, count:].any()
+
+
+def test_the_benchmark_writes_tables_numbers_and_pictures(tmp_path):
+    sizes = "--seeds 1 --dimensions 2 --sequences 32 --heads 1 2 --layers 2 --epochs 1 --deep_epochs 1 --samples 512"
+    given = [*sizes.split(), "--sample_epochs", "1", "--out", tmp_path]
+    status, output = warm.run("benchmarks/polytime.py", *given, output=tmp_path / "output")
+    assert status == 0, output
+    rows = json.loads((tmp_path / "polytime-cpu.json").read_text())["rows"]
+    errors = {(row["model"], row.get("heads")): row["errors"][0] for row in rows if row["part"] == "heads"}
+    assert errors.pop(("global fit", None)) < 1e-10 < 1e-6 < min(errors.values())
+    assert {name for name, _ in errors} == {"1 layer", "2 layers", "softmax transformer"}
+    recalled = {row["share"]: row for row in rows if row["part"] == "certificate"}
+    assert recalled[1]["rank"] == 248 and all(row["least norm"] < 1e-8 for row in recalled.values())
+    assert recalled[1]["nearest to a start"] > 0.1 > 1e-8 > recalled[0]["nearest to a start"]
+    assert (tmp_path / "polytime-cpu.md").read_text().strip() in output
+    for part in ("heads", "certificate"):
+        assert (tmp_path / f"polytime-{part}-cpu.png").stat().st_size > 1000
