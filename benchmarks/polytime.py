@@ -98,12 +98,12 @@ class Layers(nn.Module):
         shape, sizes = (seeds, len(heads), max(heads)), [d] * (layers - 1) + [e]
         self.values = nn.ParameterList(torch.randn(*shape, size, d) * d**-0.5 * own for size in sizes)
         self.keyqueries = nn.ParameterList(torch.randn(*shape, d, d) * d**-0.5 * own for _ in sizes)
-        self.scale = 1 / (torch.tensor(heads) * d**0.5)
+        self.scale = 1 / (torch.tensor(heads, dtype=torch.float64) * d**0.5)
 
     def coefficients(self, layer: int = 0) -> Tensor:
         """(seeds, models, e, ψ)"""
         p = coefficients(self.values[layer], self.keyqueries[layer])
-        return p.flatten(3) * self.scale[:, None, None]
+        return p.flatten(3) * self.scale[:, None, None].to(p.dtype)
 
     def forward(self, x: Tensor, first: Tensor) -> Tensor:
         """Return outputs (seeds, models, b, n, e) for tokens, (seeds, b, n, d), and their features."""
