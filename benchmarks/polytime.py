@@ -1,13 +1,15 @@
 """What src/polytime.py is worth: the global fit of a layer of linear attention beside layers that Adam trains, and the
 certificate beside what is then learned, after sections 4.1 and 4.2 of arXiv:2410.10101:
 
-    python benchmarks/polytime.py [--parts heads certificate]
+    python benchmarks/polytime.py [--parts heads certificate speed]
 
 heads: a layer with one causal head makes up targets for random tokens; the global fit, linear attention with more heads
 or layers, and a softmax transformer learn them. The fit is in float64, training in float32. Errors are squared, on fresh sequences, relative to the targets' square.
 
 certificate: a layer that recalls values by their keys makes up targets; keys and values are Gaussian in some samples
 and orthonormal in the others, in which they do not determine the layer. Distances are those to its coefficients.
+
+speed: time of the sums over sequences of 8 tokens, and of the fit.
 
 Trains on one core of a CPU, in about nine minutes. Writes a table, its raw numbers and two pictures.
 """
@@ -44,8 +46,8 @@ GLOBAL, SOFTMAX = "global fit", "softmax transformer"
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    parts = {"heads": run_heads, "certificate": run_certificate}
-    add("--parts", nargs="+", default=list(parts), choices=parts, help="(default: both)")
+    parts = {"heads": run_heads, "certificate": run_certificate, "speed": run_speed}
+    add("--parts", nargs="+", default=list(parts), choices=parts, help="(default: all)")
     add("--seeds", type=int, default=3, help="teachers, data and initial weights (default: 3)")
     add("--dimensions", type=int, nargs="+", default=[2, 4], help="of a token (default: 2 4)")
     add("--sequences", type=int, nargs="+", default=[512, 1024, 2048], help="to train on (default: 512 1024 2048)")
@@ -58,6 +60,8 @@ def main(argv: list[str]) -> None:
     add("--batch", type=int, default=32, help="sequences (default: 32)")
     add("--samples", type=int, default=2**14, help="of associative memory (default: 16384)")
     add("--sample_epochs", type=int, default=50, help="passes over them (default: 50)")
+    add("--speed_dimensions", type=int, nargs="+", default=[4, 8, 12, 16], help="(default: 4 8 12 16)")
+    add("--speed_sequences", type=int, default=20_000, help="summed (default: 20000)")
     add("--out", type=Path, default=measure.RESULTS, help=f"folder of the results (default: {measure.RESULTS})")
     a = parser.parse_args(argv)
     torch.set_num_threads(1)  # operations are too small for more
@@ -67,9 +71,10 @@ def main(argv: list[str]) -> None:
         f"and distances of coefficients to the teacher's, whose norm is {KEYS}. Adam in float32, batches of {a.batch} sequences; "
         "one layer at the better of two learning rates, by the median; others at the rate that was better in short trials:"
     )
-    tables = [table for table in (table_of_heads(rows), table_of_certificate(rows)) if len(table) > 1]
+    tables = (table_of_heads(rows), table_of_certificate(rows), table_of_speed(rows))
+    tables = [table for table in tables if len(table) > 1]
     measure.write(a.out, "polytime-cpu", title, measure.machine("cpu"), tables, rows)
-    for part in a.parts:
+    for part in [part for part in a.parts if part != "speed"]:
         picture = a.out / f"polytime-{part}-cpu.png"
         {"heads": draw_heads, "certificate": draw_certificate}[part](rows, picture)
         print(f"picture  {picture}")
@@ -335,6 +340,22 @@ def distance(p: Tensor, wanted: Tensor) -> float:
     return float((p - wanted).norm())
 
 
+# How long does a fit take?
+
+
+def run_speed(a: argparse.Namespace) -> list[dict]:
+    rows = []
+    for d in a.speed_dimensions:
+        z = torch.randn(a.speed_sequences, 8, d, dtype=torch.float64)
+        begin = time.perf_counter()
+        moments = Moments().add(z, z)
+        summed = time.perf_counter()
+        size = moments.fit().fitted.size
+        seconds = {"sums": summed - begin, "fit": time.perf_counter() - summed}
+        rows.append({"part": "speed", "d": d, "unknowns": size, "sequences": len(z), **seconds})
+    return rows
+
+
 # Tables and pictures
 
 
@@ -361,6 +382,15 @@ def table_of_certificate(rows: list[dict]) -> list[list[str]]:
     for row in sorted(rows, key=lambda row: (row["share"], row["seed"])):
         facts = [f"{row['share']:.1%}", str(row["seed"]), f"{row['rank']} of {row['size']}", f"{row['smallest']:.2g}"]
         lines.append([*facts, *(f"{row[name]:.1e}" for name in names)])
+    return lines
+
+
+def table_of_speed(rows: list[dict]) -> list[list[str]]:
+    rows = [row for row in rows if row["part"] == "speed"]
+    lines = [["d", "unknowns per output", "sequences", "sums, s", "fit, s"]]
+    for row in rows:
+        sizes = [f"{row[name]:,}" for name in ("d", "unknowns", "sequences")]
+        lines.append([*sizes, *(f"{row[name]:.2f}" for name in ("sums", "fit"))])
     return lines
 
 

@@ -403,7 +403,7 @@ def test_the_benchmark_trains_attention():
 
 def test_the_benchmark_writes_tables_numbers_and_pictures(tmp_path):
     sizes = "--seeds 1 --dimensions 2 --sequences 32 --heads 1 2 --layers 2 --epochs 1 --deep_epochs 1 --samples 512"
-    given = [*sizes.split(), "--sample_epochs", "1", "--out", tmp_path]
+    given = [*sizes.split(), *"--sample_epochs 1 --speed_dimensions 2 --speed_sequences 9 --out".split(), tmp_path]
     status, output = warm.run("benchmarks/polytime.py", *given, output=tmp_path / "output")
     assert status == 0, output
     rows = json.loads((tmp_path / "polytime-cpu.json").read_text())["rows"]
@@ -413,6 +413,8 @@ def test_the_benchmark_writes_tables_numbers_and_pictures(tmp_path):
     recalled = {row["share"]: row for row in rows if row["part"] == "certificate"}
     assert recalled[1]["rank"] == 248 and all(row["least norm"] < 1e-8 for row in recalled.values())
     assert recalled[1]["nearest to a start"] > 0.1 > 1e-8 > recalled[0]["nearest to a start"]
+    speed = [row for row in rows if row["part"] == "speed"]
+    assert [(row["d"], row["unknowns"], row["sequences"]) for row in speed] == [(2, 6, 9)]
     assert (tmp_path / "polytime-cpu.md").read_text().strip() in output
     for part in ("heads", "certificate"):
         assert (tmp_path / f"polytime-{part}-cpu.png").stat().st_size > 1000
