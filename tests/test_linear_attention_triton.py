@@ -2,11 +2,12 @@
 interpreter. test_linear_attention.py starts the second where there is no GPU. The interpreter takes milliseconds for
 what a GPU does in nanoseconds, so blocks and texts are short there."""
 
+import dataclasses
 import importlib
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -37,12 +38,39 @@ TILES = host.TILES
 HEAD_SIZES = ((64, 64), (32, 64), (128, 128), (20, 33), (128, 65)) if GPU else ((20, 33),)
 
 
+def patched_once(patch: Callable) -> Callable:
+    """The interpreter's `_patch_lang`, which replaces the functions of triton.language whenever a kernel or a function
+    of one is called, and looks at hundreds of names for it. Where it does not restore them (returns None), the first
+    time is enough for each function."""
+    done = set()
+
+    def patch_lang(function):
+        if function in done:
+            return None
+        scope = patch(function)
+        if scope is None:
+            done.add(function)
+        return scope
+
+    return patch_lang
+
+
+if not GPU:
+    import triton.runtime.interpreter as interpreter
+
+    interpreter._patch_lang = patched_once(interpreter._patch_lang)
+    CHECKED = interpreter.interpreter_builder.options
+    UNCHECKED = dataclasses.replace(CHECKED, sanitize_overflow=False)
+
+
 @pytest.fixture(autouse=True)
 def started(monkeypatch) -> Iterator[list[str]]:
     """The kernels that a test has started, the products by what they compute; and blocks so short that there are
-    several."""
+    several. Sums of integers are checked for overflow, which takes the interpreter as long as all else, in tests with
+    `overflow_checked` only."""
     if not GPU:
         short = dict.fromkeys(("y", "dq", "dk", "states"), (32, 16, 4, 3))
+        monkeypatch.setattr(interpreter.interpreter_builder, "options", UNCHECKED)
         monkeypatch.setattr(host, "TILES", {(8, 0): short})
         host._plan.cache_clear()
     names: list[str] = []
@@ -55,6 +83,12 @@ def started(monkeypatch) -> Iterator[list[str]]:
     monkeypatch.setattr(host.Kernel, "launch", record)
     yield names
     host._plan.cache_clear()
+
+
+@pytest.fixture
+def overflow_checked(started, monkeypatch) -> None:
+    if not GPU:
+        monkeypatch.setattr(interpreter.interpreter_builder, "options", CHECKED)
 
 
 def results(function, inputs: list[Tensor | None], *, device: str, dtype: torch.dtype, **options) -> list[Tensor]:
@@ -107,7 +141,9 @@ def check(inputs: list[Tensor | None], form: str, dtype: torch.dtype = torch.flo
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
-def test_the_kernels_have_the_outputs_and_gradients_of_the_definition(form, decay, length, mask, started):
+def test_the_kernels_have_the_outputs_and_gradients_of_the_definition(
+    form, decay, length, mask, started, overflow_checked
+):
     inputs, real = draw(decay, length, 1, HEADS, mask)
     check(inputs, form, **({} if real is None else {"mask": real}))
     assert {"y", "dq", "dk"} <= set(started)
@@ -156,7 +192,6 @@ def as_trained(monkeypatch) -> None:
     tensor cores would."""
     if GPU:
         return
-    import triton.runtime.interpreter as interpreter
 
     def rounded(x):
         data = torch.from_numpy(np.ascontiguousarray(x.data, dtype=np.float32)).bfloat16().float().numpy()
