@@ -159,12 +159,13 @@ def test_the_number_of_chunks_per_block_changes_nothing(structure, entries, monk
     assert_equal(actual, reference(structure, 33, 2, 6, 1, "none"))
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("batch, groups", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("form", FORMS)
-def test_gradients_agree_with_finite_differences(form, structure, groups):
-    tensors, mask = draw(structure, 7, 2, 2, groups, "holes")
-    function = functools.partial(run, two_sided_attention, structure, mask=mask, form=form, chunk_size=3)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "auto"])  # which is one of the others
+def test_gradients_agree_with_finite_differences(form, structure, batch, groups):
+    tensors, mask = draw(structure, 5, batch, 2, groups, "holes")
+    tensors = [x[..., : x.shape[-1] // 2] if x.ndim == 4 else x for x in tensors]  # fewer, thus fewer differences
+    function = functools.partial(run, two_sided_attention, structure, mask=mask, form=form, chunk_size=2)
     assert torch.autograd.gradcheck(lambda *x: function(list(x)), [x.requires_grad_() for x in tensors])
 
 
