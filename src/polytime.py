@@ -51,7 +51,7 @@ class Fit(NamedTuple):
 
 class Layer(nn.Module):
     """Linear attention with heads V (H, e, d) and Q (H, d, d), which require no gradients until asked to. `log_decay`
-    (G,) are log λ ≤ 0 of G decays, and `decay_of_head` (H,) says which of them each head uses. Both are None without
+    (G,) are log λ ≤ 0 of G decays, and `decay_of_head` (H,) is the index of each head's. Both are None without
     decays; `log_decay` is also None if each call gives decays per token. `causal` omits later tokens."""
 
     def __init__(self, values: Tensor, keyqueries: Tensor, log_decay=None, decay_of_head=None, causal: bool = False):
@@ -63,8 +63,8 @@ class Layer(nn.Module):
         self.causal, self.fitted = causal, None  # fitted: a Fit
 
     def forward(self, Z: Tensor, mask: Tensor | None = None, log_decay: Tensor | None = None, form="auto") -> Tensor:
-        """Return outputs (N, n, e) of tokens Z (N, n, d), computed in the dtype of the heads. `mask` (N, n) is True at
-        real tokens; `log_decay` (N, G, n) are decays per token; `form` is that of `linear_attention`."""
+        """Return outputs (N, n, e) of tokens Z (N, n, d), in the dtype of the heads. `mask` (N, n): True: real;
+        `log_decay` (N, G, n): decays per token; `form`: as in `linear_attention`."""
         Z, mask, log_decay = (x if x is None else torch.as_tensor(x) for x in (Z, mask, log_decay))
         Z, decays = Z.to(self.values.dtype), self.log_decay if log_decay is None else log_decay
         if (decays is None) != (self.decay_of_head is None):
@@ -147,8 +147,7 @@ class Moments:
     def __init__(self, tokens: str = "all", causal: bool = False):
         if tokens not in ("all", "last"):
             raise ValueError(f"tokens must be all or last (got {tokens!r})")
-        self.tokens, self.causal = tokens, causal
-        self.samples, self.square, self.noise = 0, 0.0, 0.0
+        self.tokens, self.causal, self.samples, self.square, self.noise = tokens, causal, 0, 0.0, 0.0
         self.kind: tuple | None = None  # d, e and decays, the same in all calls of `add`
 
     def add(self, Z: Tensor, Y: Tensor | None = None, mask=None, log_decay=None) -> "Moments":
@@ -170,11 +169,9 @@ class Moments:
         m, shared = len(rows), log_decay is None and not self.causal  # shared: one S for all tokens of a sequence
         outer = self.gram.new_zeros(m * m, d * d) if shared else None
         size = max(BLOCK // m**2, 256) if shared else max(BLOCK // (n * m * G), 1)
+        samples = mask & (mask.flip(1).cumsum(1).flip(1) == 1) if self.tokens == "last" else mask
         for part in (slice(start, start + size) for start in range(0, N, size)):
-            z = torch.where(mask[part][..., None], Z[part].double(), 0)
-            sample = mask[part]
-            if self.tokens == "last":
-                sample = sample & (sample.flip(1).cumsum(1).flip(1) == 1)
+            z, sample = torch.where(mask[part][..., None], Z[part].double(), 0), samples[part]
             x = torch.where(sample[..., None], z, 0)
             y = z.new_zeros(len(z), n, 0) if Y is None else Y[part].double()
             y = torch.where(sample[..., None], y if y.ndim == 3 else y[:, None], 0)
@@ -202,9 +199,12 @@ class Moments:
     def fit(self, rtol: float | None = None, ridge: float = 0.0) -> Layer:
         """Fit a layer to what was added; see the function `fit`."""
         gram, cross = self._mean(self.gram), self._mean(self.cross)
-        if not (ridge >= 0 and cross.shape[1]):
-            raise ValueError("there are no targets; give Y" if ridge >= 0 else f"ridge must be at least 0; got {ridge}")
-        inverse, blind, rtol = self._decompose(gram + ridge * torch.eye(len(gram)).to(gram), rtol)
+        if not cross.shape[1]:
+            raise ValueError("there are no targets; give Y")
+        if not ridge >= 0:
+            raise ValueError(f"ridge must be at least 0 (got {ridge})")
+        units, of_features = self._units()
+        inverse, blind, rtol = self._decompose(gram + ridge * torch.eye(len(gram)).to(gram), of_features, rtol)
         p = inverse @ (inverse.T @ cross)
         p -= blind @ (blind.T @ p)  # the smallest of the minimizers
         square = self.square / self.samples
@@ -212,10 +212,10 @@ class Moments:
         fitted = Fit(error, square, self.samples, inverse.shape[1], len(gram), rtol, ridge)
         if not fitted.unique:
             rank = f"rank {fitted.rank:,} from {self.samples:,} samples for {fitted.size:,} unknowns per output"
-            about = "this is the minimizer of least norm; certificate() says what is missing"
+            about = "this is the minimizer of least norm; certificate() reports what is missing"
             warnings.warn(f"the data do not determine the layer: {rank}; {about}", stacklevel=3)
         p = p.T.unflatten(1, (self.groups, -1, len(self.token_gram))).transpose(0, 1)  # (G, e, m, d)
-        values, keyqueries = zip(*(_heads(of_decay, self._units()) for of_decay in p))
+        values, keyqueries = zip(*(_heads(of_decay, units[:, 0]) for of_decay in p))
         of_head = torch.tensor([g for g, v in enumerate(values) for _ in v], device=p.device) if self.kind[2] else None
         layer = Layer(torch.cat(values), torch.cat(keyqueries), self.log_decay, of_head, self.causal)
         layer.fitted = fitted
@@ -224,12 +224,13 @@ class Moments:
     def certificate(self, rtol: float | None = None) -> Certificate:
         """Certify what was added; see the function `certificate`."""
         gram = self._mean(self.gram)
-        inverse, blind, rtol = self._decompose(gram, rtol)
+        units, of_features = self._units()
+        inverse, blind, rtol = self._decompose(gram, of_features, rtol)
         (size, rank), d = inverse.shape, len(self.token_gram)
         # As the largest eigenvalue of Λ⁻¹, 1/λ_min is accurate whatever the units of the coordinates are.
         smallest = float(1 / torch.linalg.eigvalsh(inverse.T @ inverse)[-1]) if rank == size else 0.0
         largest = float(torch.linalg.eigvalsh(gram)[-1])
-        span = self._decompose(self.token_gram, rtol)[0].shape[1]
+        span = self._decompose(self.token_gram, units, rtol)[0].shape[1]
         blind = blind.T.unflatten(1, (self.groups, -1, d) if self.kind[2] else (-1, d))
         return Certificate(smallest, largest, rank, size, self.samples, d, span, blind)
 
@@ -271,29 +272,28 @@ class Moments:
             raise ValueError(many if self.samples else "there are no samples; give a sequence with a real token")
         return sums / self.samples
 
-    def _units(self) -> Tensor:
-        return self.token_gram.diagonal().sqrt().where(self.token_gram.diagonal() > 0, 1)
+    def _units(self) -> tuple[Tensor, Tensor]:
+        """Return the size of each coordinate of the tokens and of each feature, both as columns."""
+        size = self.token_gram.diagonal().sqrt().where(self.token_gram.diagonal() > 0, 1)
+        rows, columns = _pairs(len(size), size.device)
+        return size[:, None], torch.outer(size[rows] * size[columns], size).repeat(self.groups, 1).view(-1, 1)
 
-    def _decompose(self, gram: Tensor, rtol: float | None) -> tuple[Tensor, Tensor, float]:
+    def _decompose(self, gram: Tensor, units: Tensor, rtol: float | None) -> tuple[Tensor, Tensor, float]:
         """Return B with BBᵀ an inverse of Λ on its range, (size, rank), an orthonormal basis of its null space, and the
-        tolerance. Coordinates are first scaled to unit size, so that the rank does not depend on their units."""
+        tolerance. Λ is divided by the features' units first, so that the rank does not depend on them."""
         rtol = max(len(gram) * EPSILON, 256 * EPSILON, self.noise) if rtol is None else rtol
         if not 0 <= rtol < 1:
             raise ValueError(f"rtol must be at least 0 and below 1 (got {rtol})")
-        size = self._units()
-        rows, columns = _pairs(len(size), size.device)
-        of_features = torch.outer(size[rows] * size[columns], size).flatten().repeat(self.groups)
-        scale = (size if gram is self.token_gram else of_features)[:, None]
-        eigenvalues, vectors = torch.linalg.eigh(gram / scale / scale.T)
+        eigenvalues, vectors = torch.linalg.eigh(gram / units / units.T)
         kept = eigenvalues > rtol * eigenvalues[-1]
-        inverse = vectors[:, kept] / eigenvalues[kept].sqrt() / scale
-        return inverse, torch.linalg.qr(vectors[:, ~kept] / scale).Q, rtol
+        inverse = vectors[:, kept] / eigenvalues[kept].sqrt() / units
+        return inverse, torch.linalg.qr(vectors[:, ~kept] / units).Q, rtol
 
 
 def fit(Z: Tensor, Y: Tensor, mask=None, log_decay=None, *, causal=False, rtol=None, ridge=0.0) -> Layer:
     """Return the layer with the smallest squared error of any number of heads (theorem 2.2, algorithm 1).
 
-    If the data do not determine it, a warning says so, and the result is the minimizer with the smallest ‖p‖.
+    If the data do not determine it, this warns and returns the minimizer with the smallest ‖p‖.
     It has at most min(e·d, d²) heads per decay; how many heads produced the data cannot be recovered.
 
     Args:
@@ -307,8 +307,8 @@ def fit(Z: Tensor, Y: Tensor, mask=None, log_decay=None, *, causal=False, rtol=N
 
 
 def certificate(Z: Tensor, tokens="all", mask=None, log_decay=None, *, causal=False, rtol=None) -> Certificate:
-    """Certify whether tokens Z, (N, n, d), determine a layer, whatever the targets (lemma 2.3, algorithm 2). `tokens`
-    says which have targets, "all" or "last"; other arguments as in `fit`."""
+    """Certify whether tokens Z, (N, n, d), determine a layer, whatever the targets (lemma 2.3, algorithm 2). `tokens`:
+    which have targets, "all" or "last"; other arguments as in `fit`."""
     return Moments(tokens, causal).add(Z, None, mask, log_decay).certificate(rtol)
 
 

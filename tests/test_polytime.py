@@ -13,6 +13,7 @@ from conftest import ROOT
 from torch.nn import functional as F
 
 from benchmarks import measure, polytime
+from src.errors import UserError
 from src.lion.linear_attention import definition, linear_attention
 from src.polytime import Layer, Moments, certificate, coefficients, fit, from_projections
 
@@ -185,7 +186,7 @@ POOR = {  # tokens, those with targets, rank, dimensions
 
 
 @pytest.mark.parametrize("kind", POOR)
-def test_poor_data_are_told_and_fitted(kind):
+def test_poor_data_are_reported_and_fitted(kind):
     Z, tokens, rank, span = POOR[kind]
     Z = Z() if callable(Z) else Z
     found = certificate(Z, tokens)
@@ -213,8 +214,8 @@ def test_poor_data_are_told_and_fitted(kind):
 def test_free_pairs_of_coordinates_are_named():
     found = certificate(one_hot.double())
     assert found.pairs() == {(j, k): 1.0 for j in range(4) for k in range(j + 1, 4)}
-    assert str(found).endswith("free coefficients by pair of coordinates: "
-                               "(0, 1) 100%, (0, 2) 100%, (0, 3) 100%, (1, 2) 100%, (1, 3) 100%, (2, 3) 100%")  # fmt: skip
+    pairs = "(0, 1) 100%, (0, 2) 100%, (0, 3) 100%, (1, 2) 100%, (1, 3) 100%, (2, 3) 100%"
+    assert str(found).endswith(f"free coefficients by pair of coordinates: {pairs}")
     constant = normal(50, 6, 3)
     constant[..., 2] = 0
     found = certificate(constant, log_decay=torch.tensor([-0.1, -0.5]))
@@ -350,7 +351,7 @@ BAD = {
     "there are no targets; give Y": lambda: Moments().add(Z).fit(),
     "features overflow": lambda: certificate(1e60 * Z),
     "rtol must be at least 0 and below 1 (got 1)": lambda: fit(Z, Y, rtol=1),
-    "ridge must be at least 0; got -1": lambda: fit(Z, Y, ridge=-1),
+    "ridge must be at least 0 (got -1)": lambda: fit(Z, Y, ridge=-1),
     "tokens must be all or last (got 'first')": lambda: certificate(Z, "first"),
     "d, e and decays differ from those": lambda: Moments().add(Z, Y).add(Z, Y[..., :1]),
     "log_decay must be given if": lambda: Layer(normal(1, 4, 4), normal(1, 4, 4))(Z, log_decay=-torch.ones(40, 1, 8)),
@@ -399,6 +400,13 @@ def test_the_benchmark_trains_attention():
             assert off(model.values[0].grad[seed, number, :count], V.grad[:count]) < 1e-10
             assert off(model.keyqueries[0].grad[seed, number, :count], Q.grad[:count]) < 1e-10
             assert not model.values[0].grad[seed, number, count:].any()
+
+
+@pytest.mark.parametrize("given", ["--seeds 0", "--dimensions 2 25", "--heads 0", "--speed_dimensions 0"])
+def test_the_benchmark_refuses_sizes_in_one_sentence(given):
+    name, *_, value = given.split()
+    with pytest.raises(UserError, match=f"^{name}={value} must be "):
+        polytime.main(given.split())
 
 
 def test_the_benchmark_writes_tables_numbers_and_pictures(tmp_path):
