@@ -4,14 +4,15 @@ certificate beside what is then learned, after sections 4.1 and 4.2 of arXiv:241
     python benchmarks/polytime.py [--parts heads certificate speed]
 
 heads: a layer with one causal head makes up targets for random tokens; the global fit, linear attention with more heads
-or layers, and a softmax transformer learn them. The fit is in float64, training in float32. Errors are squared, on fresh sequences, relative to the targets' square.
+or layers, and a softmax transformer learn them. The fit is in float64, training in float32. Errors are squared, on
+fresh sequences, relative to the targets' square.
 
 certificate: a layer that recalls values by their keys makes up targets; keys and values are Gaussian in some samples
 and orthonormal in the others, in which they do not determine the layer. Distances are those to its coefficients.
 
 speed: time of the sums over sequences of 8 tokens, and of the fit.
 
-Trains on one core of a CPU, in about nine minutes. Writes a table, its raw numbers and two pictures.
+Takes less than ten minutes on one core of a CPU. Writes tables, their raw numbers and two pictures.
 """
 
 import os
@@ -32,7 +33,8 @@ from torch import Tensor, nn
 
 from benchmarks import measure
 from src import cli, plots
-from src.polytime import Moments, certificate, coefficients, fit
+from src.config import Rule, check_value
+from src.polytime import Moments, coefficients, fit
 
 TOKENS = 100
 RATES, DEEP_RATES, SOFTMAX_RATES = (0.01, 0.001), (0.01,), (0.001,)  # the better of two, in short trials
@@ -41,6 +43,7 @@ SHARES = (0, 0.95, 0.98, 0.99, 0.995, 0.999, 1)  # of orthonormal samples
 KEYS = 4  # of a sample of associative memory; their dimensions
 DEEP_HEADS = (1, 4, 16)
 GLOBAL, SOFTMAX = "global fit", "softmax transformer"
+FACTS = ("part", "share", "seed", "rank", "size", "smallest")  # of a row of the certificate; others are distances
 
 
 def main(argv: list[str]) -> None:
@@ -51,10 +54,9 @@ def main(argv: list[str]) -> None:
     add("--seeds", type=int, default=3, help="teachers, data and initial weights (default: 3)")
     add("--dimensions", type=int, nargs="+", default=[2, 4], help="of a token (default: 2 4)")
     add("--sequences", type=int, nargs="+", default=[512, 1024, 2048], help="to train on (default: 512 1024 2048)")
-    add("--heads", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="(default: 1 2 4 8 16)")
-    add(
-        "--layers", type=int, nargs="+", default=[2, 4], help="of deeper models, on the fewest sequences (default: 2 4)"
-    )
+    add("--heads", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of one layer (default: 1 2 4 8 16)")
+    about = f"of deeper models, with {', '.join(map(str, DEEP_HEADS))} heads, on the fewest sequences (default: 2 4)"
+    add("--layers", type=int, nargs="+", default=[2, 4], help=about)
     add("--epochs", type=int, default=200, help="of one layer (default: 200)")
     add("--deep_epochs", type=int, default=30, help="of deeper models and the softmax transformer (default: 30)")
     add("--batch", type=int, default=32, help="sequences (default: 32)")
@@ -64,12 +66,21 @@ def main(argv: list[str]) -> None:
     add("--speed_sequences", type=int, default=20_000, help="summed (default: 20000)")
     add("--out", type=Path, default=measure.RESULTS, help=f"folder of the results (default: {measure.RESULTS})")
     a = parser.parse_args(argv)
+    for name in ("dimensions", "speed_dimensions"):
+        for value in getattr(a, name):
+            check_value(f"--{name}", value, int, Rule(at_least=1, at_most=24))
+    for name in ("sequences", "heads", "layers"):
+        for value in getattr(a, name):
+            check_value(f"--{name}", value, int, Rule(at_least=1))
+    for name in ("seeds", "epochs", "deep_epochs", "batch", "samples", "sample_epochs", "speed_sequences"):
+        check_value(f"--{name}", getattr(a, name), int, Rule(at_least=1))
     torch.set_num_threads(1)  # operations are too small for more
     rows = [row for part in a.parts for row in parts[part](a)]
     title = (
-        "Learning one layer of linear attention, each seed: squared errors on fresh sequences, relative to the targets; "
-        f"and distances of coefficients to the teacher's, whose norm is {KEYS}. Adam in float32, batches of {a.batch} sequences; "
-        "one layer at the better of two learning rates, by the median; others at the rate that was better in short trials:"
+        "Learning one layer of linear attention, each seed: squared errors on fresh sequences, relative to the "
+        f"targets; and distances of coefficients to the teacher's, whose norm is {KEYS}. Adam in float32, batches of "
+        f"{a.batch} sequences; one layer at the better of two learning rates, by the median; others at the rate that "
+        "was better in short trials:"
     )
     tables = (table_of_heads(rows), table_of_certificate(rows), table_of_speed(rows))
     tables = [table for table in tables if len(table) > 1]
@@ -178,9 +189,9 @@ def run_heads(a: argparse.Namespace) -> list[dict]:
         for count in a.sequences:
             data = [sequences(p, count, seed) for seed, p in enumerate(teachers)]
             begin = time.perf_counter()
-            layers = [fit(z, y, causal=True) for z, y in data]
+            fitted = [fit(z, y, causal=True) for z, y in data]
             seconds = time.perf_counter() - begin
-            errors = [relative_error(layer(z), y) for layer, (z, y) in zip(layers, test)]
+            errors = [relative_error(layer(z), y) for layer, (z, y) in zip(fitted, test)]
             rows.append(row_of(d, count, GLOBAL, errors, seconds=seconds))
             jobs = [(1, a.heads, RATES, a.epochs)]
             if count == min(a.sequences):
@@ -277,19 +288,20 @@ def run_certificate(a: argparse.Namespace) -> list[dict]:
         generator, found, data = torch.Generator().manual_seed(seed), [], []
         for share in SHARES:
             z = memories(a.samples, share, generator)
-            y = features_of_last(z) @ wanted.flatten(1).T
-            proof, moments = certificate(z, "last"), Moments("last").add(z, y)
+            last = features_of_last(z)
+            y = last @ wanted.flatten(1).T
+            moments = Moments("last").add(z, y)
+            proof = moments.certificate()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 p = moments.fit().coefficients()
             start = torch.randn(p.shape, generator=generator, dtype=torch.float64) / d
             free = proof.blind.flatten(1)
             near = p + (start.flatten(1) @ free.T @ free).view_as(p)
-            found.append({
-                "part": "certificate", "share": share, "seed": seed, "rank": proof.rank, "size": proof.size,
-                "smallest": proof.smallest, "least norm": distance(p, wanted), "nearest to a start": distance(near, wanted),
-            })  # fmt: skip
-            data.append((features_of_last(z).float(), y.float()))
+            facts = ["certificate", share, seed, proof.rank, proof.size, proof.smallest]
+            found.append(dict(zip(FACTS, facts)))
+            found[-1] |= {"least norm": distance(p, wanted), "nearest to a start": distance(near, wanted)}
+            data.append((last.float(), y.float()))
         first, y = (torch.stack(parts) for parts in zip(*data))  # (shares, samples, …)
         torch.manual_seed(seed)
         model = Recall(len(SHARES), numbers, d)
@@ -303,7 +315,7 @@ def run_certificate(a: argparse.Namespace) -> list[dict]:
             learned = model().double().unflatten(-1, (-1, d))
         for row, of_share in zip(found, learned):
             row["trained coefficients"] = distance(of_share[-1], wanted)
-            row |= {f"{plural(heads, 'head')}": distance(p, wanted) for heads, p in zip(numbers, of_share)}
+            row |= {plural(heads, "head"): distance(p, wanted) for heads, p in zip(numbers, of_share)}
         rows += found
     return rows
 
@@ -377,7 +389,7 @@ def table_of_certificate(rows: list[dict]) -> list[list[str]]:
     rows = [row for row in rows if row["part"] == "certificate"]
     if not rows:
         return []
-    names = [name for name in rows[0] if name not in ("part", "share", "seed", "rank", "size", "smallest")]
+    names = [name for name in rows[0] if name not in FACTS]
     lines = [["orthonormal", "seed", "rank", "λ_min", *names]]
     for row in sorted(rows, key=lambda row: (row["share"], row["seed"])):
         facts = [f"{row['share']:.1%}", str(row["seed"]), f"{row['rank']} of {row['size']}", f"{row['smallest']:.2g}"]
@@ -426,7 +438,7 @@ def draw_heads(rows: list[dict], picture: Path) -> None:
 def draw_certificate(rows: list[dict], picture: Path) -> None:
     """Draw the distance to the teacher against λ_min: least squares on the left, trained heads on the right."""
     rows = [row for row in rows if row["part"] == "certificate"]
-    names = [name for name in rows[0] if name not in ("part", "share", "seed", "rank", "size", "smallest")]
+    names = [name for name in rows[0] if name not in FACTS]
     sides = {
         "least squares": [name for name in names if "head" not in name],
         "heads, trained by Adam": [name for name in names if "head" in name],
