@@ -410,7 +410,10 @@ def draw_heads(rows: list[dict], picture: Path) -> None:
     """Draw a plot per d: error against heads, a line per depth and number of sequences, a dot per seed."""
     rows = [row for row in rows if row["part"] == "heads"]
     dimensions = list(dict.fromkeys(row["d"] for row in rows))
-    title = "One head of linear attention, learned: error on fresh sequences"
+    title = (
+        "One head of linear attention, learned: error on fresh sequences (after figure 1 of arXiv:2410.10101)\n"
+        "Ours: the fit is least squares and an SVD; fewer epochs; the softmax transformer has one layer of width 32."
+    )
     figure, axes = plots.subplots(columns=len(dimensions), title=title, height=4.8)
     for axis, d in zip(axes[0], dimensions):
         lines: dict[str, list[dict]] = {}
@@ -443,13 +446,16 @@ def draw_certificate(rows: list[dict], picture: Path) -> None:
         "least squares": [name for name in names if "head" not in name],
         "heads, trained by Adam": [name for name in names if "head" in name],
     }
-    title = "Associative memory: distance of the learned layer to the teacher, ‖p − p*‖"
+    title = (
+        "Associative memory: distance of the learned layer to the teacher, ‖p − p*‖ (after figure 2 of arXiv:2410.10101)\n"
+        "The paper trains coefficients and heads by Adam, as here; the two exact minimizers are ours."
+    )
     figure, axes = plots.subplots(columns=2, title=title)
     for axis, (side, shown), shades in zip(axes[0], sides.items(), (plots.OTHERS, plots.OTHERS[3:])):
         for name, shade in zip(shown, shades):
-            axis.plot(
-                [row["smallest"] for row in rows], [row[name] for row in rows], "o", ms=4, color=shade, label=name
-            )
+            points = [row["smallest"] for row in rows], [row[name] for row in rows]
+            size = 8 if name == "least norm" else 4  # seen as a rim where the next coincides
+            axis.plot(*points, "o", ms=size, color=shade, label=name)
         plots.label_axes(axis, side, "λ_min of the certificate; 0: not identifiable", "‖p − p*‖")
         axis.set_xscale("symlog", linthresh=1e-4)
         axis.set_yscale("log")
