@@ -2,7 +2,6 @@
 interpreter. test_linear_attention.py starts the second where there is no GPU. The interpreter takes milliseconds for
 what a GPU does in nanoseconds, so blocks and texts are short there."""
 
-import dataclasses
 import importlib
 import itertools
 import math
@@ -59,18 +58,14 @@ if not GPU:
     import triton.runtime.interpreter as interpreter
 
     interpreter._patch_lang = patched_once(interpreter._patch_lang)
-    CHECKED = interpreter.interpreter_builder.options
-    UNCHECKED = dataclasses.replace(CHECKED, sanitize_overflow=False)
 
 
 @pytest.fixture(autouse=True)
 def started(monkeypatch) -> Iterator[list[str]]:
     """The kernels that a test has started, the products by what they compute; and blocks so short that there are
-    several. Sums of integers are checked for overflow, which takes the interpreter as long as all else, in tests with
-    `overflow_checked` only."""
+    several."""
     if not GPU:
         short = dict.fromkeys(("y", "dq", "dk", "states"), (32, 16, 4, 3))
-        monkeypatch.setattr(interpreter.interpreter_builder, "options", UNCHECKED)
         monkeypatch.setattr(host, "TILES", {(8, 0): short})
         host._plan.cache_clear()
     names: list[str] = []
@@ -83,12 +78,6 @@ def started(monkeypatch) -> Iterator[list[str]]:
     monkeypatch.setattr(host.Kernel, "launch", record)
     yield names
     host._plan.cache_clear()
-
-
-@pytest.fixture
-def overflow_checked(started, monkeypatch) -> None:
-    if not GPU:
-        monkeypatch.setattr(interpreter.interpreter_builder, "options", CHECKED)
 
 
 def results(function, inputs: list[Tensor | None], *, device: str, dtype: torch.dtype, **options) -> list[Tensor]:
@@ -141,9 +130,7 @@ def check(inputs: list[Tensor | None], form: str, dtype: torch.dtype = torch.flo
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
-def test_the_kernels_have_the_outputs_and_gradients_of_the_definition(
-    form, decay, length, mask, started, overflow_checked
-):
+def test_the_kernels_have_the_outputs_and_gradients_of_the_definition(form, decay, length, mask, started):
     inputs, real = draw(decay, length, 1, HEADS, mask)
     check(inputs, form, **({} if real is None else {"mask": real}))
     assert {"y", "dq", "dk"} <= set(started)
