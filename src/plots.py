@@ -59,11 +59,12 @@ def subplots(rows: int = 1, columns: int = 1, title: str = "", width: float = 5.
 
 
 def label_axes(axis: "Axes", title: str, x_label: str, y_label: str, log: bool = False) -> None:
-    """Set title and labels. `log`: x in powers of 2, y in powers of 10."""
+    """Set title and labels. `log`: x in powers of 2, y in powers of 10 if any of the lines drawn is positive."""
     axis.set(title=title, xlabel=x_label, ylabel=y_label)
     if log:
         axis.set_xscale("log", base=2)
-        axis.set_yscale("log", nonpositive="mask")
+        if any(y > 0 for line in axis.lines for y in line.get_ydata()):
+            axis.set_yscale("log", nonpositive="mask")
         axis.xaxis.set_major_formatter("{x:,.0f}")  # the default formatters are mathematical text
         axis.yaxis.set_major_formatter("{x:,g}")
         axis.yaxis.set_minor_formatter("")

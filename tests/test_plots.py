@@ -92,6 +92,16 @@ def test_bars_are_means_with_a_dot_per_seed_and_a_baseline(tmp_path, figures):
     assert [text.get_text() for text in axis.get_xticklabels()] == ["RTE\naccuracy", "costs $1 of $2"]
 
 
+@pytest.mark.parametrize("heights, scale", [([0.0, float("nan")], "linear"), ([0.0, 3.0], "log"), ([], "linear")])
+def test_a_plot_without_a_positive_value_has_no_logarithmic_axis(tmp_path, heights, scale):
+    figure, axes = plots.subplots()
+    axes[0, 0].plot(range(1, len(heights) + 1), heights, label="memory")
+    plots.label_axes(axes[0, 0], "peak memory", "tokens", "MiB", log=True)
+    assert axes[0, 0].get_yscale() == scale
+    plots.save(figure, tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").stat().st_size > 1000
+
+
 def test_a_picture_is_replaced_atomically(tmp_path):
     plots.bars([("a", {"b": [1]})], {}, tmp_path / "a.svg", "", "%")
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
