@@ -356,11 +356,11 @@ def sweep(report: Report, a: argparse.Namespace) -> None:
         if found is None:
             report.check(str(candidate), failed["error"], None)
             continue
-        own, outputs = found
+        by_form, outputs = found
         base = base or outputs
         errors = [float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(outputs, base)]
-        times[candidate] = own
-        shown = ", ".join(f"{name} {1e6 * seconds:.1f}" for name, seconds in own.items())
+        times[candidate] = {name: sum(seconds) for name, seconds in by_form.items()}
+        shown = ", ".join(f"{name} {' + '.join(f'{1e6 * x:.1f}' for x in own)}" for name, own in by_form.items())
         report.check(f"{candidate}, µs", shown, max(errors) < 2e-2)
     best = {name: min(times, key=lambda candidate: times[candidate][name]) for name in SWEPT if times}
     capability = (9, 0) if a.small else torch.cuda.get_device_capability()
@@ -375,11 +375,13 @@ def compile_only(candidate: tuple) -> None:
     measure.attempt({}, "error", timed_kernels, candidate, False, False)
 
 
-def timed_kernels(candidate: tuple, small: bool, timed: bool = True) -> tuple[dict[str, float], list[torch.Tensor]]:
-    """Return the seconds of each kernel with these tiles, the sum of a short text in the full form and of a long one in
-    the chunkwise form, and their outputs and gradients."""
+def timed_kernels(
+    candidate: tuple, small: bool, timed: bool = True
+) -> tuple[dict[str, list[float]], list[torch.Tensor]]:
+    """Return the seconds of each kernel with these tiles, on a short text in the full form and on a long one in the
+    chunkwise form, and the outputs and gradients of both."""
     device, launch = "cpu" if small else "cuda", host.Kernel.launch
-    seconds, outputs = dict.fromkeys(SWEPT, 0.0), []
+    seconds, outputs = {name: [] for name in SWEPT}, []
     cases = (("full", 16, 1), ("chunkwise", 80, 1)) if small else (("full", 512, 32), ("chunkwise", 4096, 4))
     host._plan.cache_clear()
     with replaced(host, "TILES", dict.fromkeys(host.TILES, dict.fromkeys(SWEPT, candidate))):
@@ -396,7 +398,7 @@ def timed_kernels(candidate: tuple, small: bool, timed: bool = True) -> tuple[di
             for name in SWEPT if timed else ():
                 if name in recorded:
                     kernel, tensors = recorded[name]
-                    seconds[name] += time_of(functools.partial(kernel.launch, *tensors), device)
+                    seconds[name].append(time_of(functools.partial(kernel.launch, *tensors), device))
     host._plan.cache_clear()
     return seconds, outputs
 
