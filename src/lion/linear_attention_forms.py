@@ -466,7 +466,7 @@ class _Chunks:
         self.query_weights = clamped_exp(query_sums - entry).to(v.dtype)
         self.key_weights = clamped_exp(exit - keys).to(v.dtype)
         if key_sums is None and triangles == "shared":  # both sums of a token must stay close
-            entry = entry[..., :1] * entry.new_tensor(self.directions)
+            entry = torch.stack([direction * entry[..., 0] for direction in self.directions], -1)
         own = [None if x is None else x - entry for x in (query_sums, key_sums)]  # restart in each chunk
         self.weights = _weights(self.blocks, *own, diagonal, triangles, v.dtype, uniform)
         self.states = self.incoming_states(k, v, self.key_weights)

@@ -18,12 +18,12 @@ LARGEST_HEAD = {torch.bfloat16: 128, torch.float16: 64, torch.float32: 64}
 # Triton is known to miscompile such kernels for newer cards than Hopper's; LION_TRITON=force runs them there too.
 NEWEST = (99, 0) if os.environ.get("LION_TRITON") == "force" else (9, 0)
 
-# Tiles of each kernel by compute capability, for heads of up to 64: rows, columns, warps and pipeline stages. Chosen by
-# registers and instructions of the compiled kernels, see benchmarks/kernels.py; benchmarks/first_card.py measures them
-# on a card and prints the fastest ones.
+# Tiles of each kernel by compute capability, for heads of up to 64: rows, columns, warps and pipeline stages. Those of
+# Hopper are the fastest on an H200 by benchmarks/first_card.py, which measures them on a card; those of Ampere and Ada
+# were chosen by registers and instructions of the compiled kernels, see benchmarks/kernels.py.
 TILES = {
     (8, 0): {"y": (64, 64, 4, 2), "dq": (64, 32, 4, 2), "dk": (64, 32, 4, 2), "states": (64, 32, 4, 3)},
-    (9, 0): {"y": (64, 64, 4, 2), "dq": (64, 64, 4, 2), "dk": (64, 64, 4, 2), "states": (64, 32, 4, 3)},
+    (9, 0): {"y": (64, 32, 4, 3), "dq": (64, 64, 4, 2), "dk": (64, 64, 4, 3), "states": (64, 32, 4, 3)},
 }
 
 INTERPRETED = kernels.AVAILABLE and not isinstance(kernels.product_kernel, triton.JITFunction)  # TRITON_INTERPRET=1

@@ -239,8 +239,8 @@ def add_boundaries(sums: Tensor | None, seq_idx: Tensor | None, triangles: str) 
     """Let each boundary between packed sequences weigh e^LOG_ZERO, in sums, (B or 1, H or 1, L, T); None: no decay."""
     if seq_idx is None:
         return sums
-    boundaries = LOG_ZERO * sequence_starts(seq_idx).cumsum(-1)[:, None, :, None].double()
-    boundaries = boundaries * boundaries.new_tensor(DIRECTIONS[triangles])
+    boundaries = LOG_ZERO * sequence_starts(seq_idx).cumsum(-1)[:, None].double()
+    boundaries = torch.stack([direction * boundaries for direction in DIRECTIONS[triangles]], -1)
     return boundaries if sums is None else sums + boundaries
 
 
@@ -261,7 +261,8 @@ def add_states(y, q, query_sums, triangles: str, left_state, right_state, scale:
 def resolve_form(form: str, v: Tensor, decays: bool, dropout_p: float = 0.0, fused: bool = False) -> str:
     """Resolve "auto" for values v, (B, H, L, E)."""
     length, kernels = v.shape[2], "triton" if fused else "native" if covers(v) else "pytorch"
-    full_up_to = FULL_UP_TO[kernels][decays]
+    without_decays, with_decays = FULL_UP_TO[kernels]
+    full_up_to = with_decays if decays else without_decays  # torch.compile of 2.11 cannot index by a bool
     return form if form != "auto" else "full" if dropout_p > 0 or length <= full_up_to else "chunkwise"
 
 
