@@ -110,7 +110,7 @@ def caption(a: argparse.Namespace) -> str:
 
         usual = ModernBertConfig()
         about += (
-            f"; one of {usual.global_attn_every_n_layers} layers of ModernBERT has global attention, the others local "
+            "; every third layer of ModernBERT has global attention, the others local "
             f"attention to {usual.local_attention} tokens{', by a mask' if a.device == 'cpu' else ''}"
         )
     if a.lengths[-1] > LionConfig.segment_length:

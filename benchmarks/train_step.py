@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure, models
-from benchmarks.models import BERT, MODELS, MODERN_BERT, VOCABULARY, build, compile_layers, describe, model_name
+from benchmarks.models import BERT, MODELS, MODERN_BERT, VOCABULARY, build, describe, model_name
 from src import cli, plots
 from src.errors import UserError
 from src.lion.cpu import keep_freed_memory
@@ -45,7 +45,13 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--precision", choices=("fp32", "amp_bf16"), help="(default: amp_bf16 on a GPU, fp32 on a CPU)")
     parser.add_argument("--form", default="auto", help="form of the operator (default: auto)")
-    parser.add_argument("--compile", action="store_true", help="torch.compile every model's layers")
+    parser.add_argument(
+        "--compile",
+        nargs="?",
+        const="default",
+        choices=("default", "reduce-overhead", "max-autotune"),
+        help="torch.compile every model, as `compile_config` does, in this mode (without a mode: default)",
+    )
     parser.add_argument("--graph", action="store_true", help="also time each model's step as a CUDA graph")
     parser.add_argument("--rounds", type=int, default=9, help="steps per model (default: 9)")
     parser.add_argument("--out", type=Path, help=measure.OUT)
@@ -55,7 +61,8 @@ def main(argv: list[str]) -> None:
         raise UserError("--graph needs a GPU; omit it")
     if len({Path(name).stem for name in a.models}) < len(a.models):
         parser.error("--models must have different names; rename a config")
-    a.batch = a.batch or (8 if a.device == "cpu" else 128)
+    usual_batch = 8 if a.device == "cpu" else 128
+    a.batch = a.batch or usual_batch
     usual = "fp32" if a.device == "cpu" else "amp_bf16"
     a.precision = a.precision or usual
 
@@ -86,11 +93,12 @@ def main(argv: list[str]) -> None:
     size = describe(a.models, a.layers, a.hidden)
     title = (
         f"A training step (forward, backward, AdamW) of {size}"
-        f"{', compiled' if a.compile else ''}, {a.batch} texts of {a.length} tokens, {a.masked:.0%} masked, "
+        f"{f', compiled, {a.compile}' if a.compile else ''}, {a.batch} texts of {a.length} tokens, {a.masked:.0%} masked, "
         f"dropout {a.dropout}, {a.precision}; the floor, {1000 * floor:,.1f} ms, is the time of BERT's matrix products "
         "at the rate of a large one, plus that of reading and writing its weights and moments:"
     )
-    special = {"compiled": a.compile, str(a.length): a.length != 128, a.precision: a.precision != usual}
+    special = {f"compiled-{a.compile}": a.compile, f"batch-{a.batch}": a.batch != usual_batch}
+    special |= {str(a.length): a.length != 128, a.precision: a.precision != usual}
     name = "-".join(["train-step", a.device, *(word for word, present in special.items() if present)])
     measure.write(a.out, name, title, measure.machine(a.device), [lines], rows)
     described = f"{size}, {a.batch} texts of {a.length} tokens, {a.precision}"
@@ -126,7 +134,7 @@ def prepare(name: str, a: argparse.Namespace):
         how = {"dropout": a.dropout, "form": a.form, "half": a.precision == "amp_bf16"}
         model = build(name, a.layers, a.hidden, a.length, **how, masked_lm=True).train()
     if a.compile:
-        compile_layers(model)
+        model.compile(mode=a.compile)
     # A graph needs AdamW's step counts on the GPU, where the fused one has them anyway.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=a.device == "cuda")
     ids = torch.randint(5, 30522, (a.batch, a.length), device=a.device)

@@ -85,8 +85,9 @@ def build(name: str, size: str, pixels: int) -> nn.Module:
         from transformers import ViTConfig, ViTForImageClassification
 
         config = ViTConfig(
-            width, 12, heads, 4 * width, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, image_size=pixels,
-            patch_size=PATCH, num_labels=CLASSES, attn_implementation="sdpa",
+            hidden_size=width, num_hidden_layers=12, num_attention_heads=heads, intermediate_size=4 * width,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, image_size=pixels, patch_size=PATCH,
+            num_labels=CLASSES, attn_implementation="sdpa",
         )  # fmt: skip
         return ViTForImageClassification(config)
     if name == DEIT:
@@ -149,7 +150,7 @@ def train(a: argparse.Namespace) -> tuple[list[list[str]], list[dict[str, Any]]]
     times = measure.interleaved({n: s for n, s in steps.items() if s}, a.device, a.rounds, 600, failed)
     lines = [["training step", "ms", "images per second", *ratio_titles(times)]]
     for name, seconds in times.items():
-        lines.append([name, f"{1000 * seconds:,.1f}", f"{a.batch / seconds:,.1f}", *ratios(seconds, times)])
+        lines.append([name, f"{1000 * seconds:,.1f}", f"{a.batch / seconds:,.1f}", *ratios(seconds, times, times)])
     rows = [{"what": "train", "model": name, "pixels": a.train_pixels, "ms": 1000 * s} for name, s in times.items()]
     return lines, rows + [{"what": "train", "model": name, "error": error} for name, error in failed.items()]
 
@@ -172,7 +173,7 @@ def inference(a: argparse.Namespace) -> tuple[list[list[str]], list[dict[str, An
             peak = peaks[name][number] / 1e6 if peaks[name] else None
             memory = "-" if peak is None else f"{peak:,.0f}"
             shown = [f"{1000 * seconds:,.1f}", f"{a.images / seconds:,.1f}", memory]
-            lines.append([name, f"{pixels}", *shown, *ratios(seconds, times)])
+            lines.append([name, f"{pixels}", *shown, *ratios(seconds, times, a.models)])
             rows.append({"what": "inference", "model": name, "pixels": pixels, "ms": 1000 * seconds, "peak_mb": peak})
         rows += [
             {"what": "inference", "model": name, "pixels": pixels, "error": error} for name, error in failed.items()
@@ -184,8 +185,9 @@ def ratio_titles(names: Any) -> list[str]:
     return [f"relative to {name}" for name in (VIT, DEIT) if name in names]
 
 
-def ratios(seconds: float, times: dict[str, float]) -> list[str]:
-    return [f"×{seconds / times[name]:.2f}" for name in (VIT, DEIT) if name in times]
+def ratios(seconds: float, times: dict[str, float], names: Any) -> list[str]:
+    compared = [name for name in (VIT, DEIT) if name in names]
+    return [f"×{seconds / times[name]:.2f}" if name in times else "-" for name in compared]
 
 
 def draw(rows: list[dict[str, Any]], picture: Path, title: str) -> None:

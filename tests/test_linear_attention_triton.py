@@ -586,3 +586,18 @@ def test_bfloat16_error_is_at_most_twice_that_of_softmax_attention():
         y = linear_attention(*on_card, form=form).cpu()
         exact = linear_attention(q.double(), k.double(), v.double(), log_decay, form="full")
         assert distance(y, exact) < 2 * softmax, (form, decay)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("form", FORMS)
+def test_pytorchs_forms_copy_nothing_from_the_cpu(form, decay, packed, monkeypatch):
+    """Such a copy waits for the GPU, and no CUDA graph can capture it."""
+    monkeypatch.setattr(operator, "USE_TRITON", False)
+    inputs, _ = draw(decay, LONG, 1, HEADS, "none")
+    operands = [None if x is None else x.float().to(DEVICE) for x in inputs]
+    how = {"seq_idx": torch.arange(LONG, device=DEVICE)[None] // 50} if packed else {}
+    linear_attention(*operands, form=form, chunk_size=64, **how)  # what it allocates once does not belong in a graph
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        linear_attention(*operands, form=form, chunk_size=64, **how)
