@@ -19,11 +19,11 @@ LARGEST_HEAD = {torch.bfloat16: 128, torch.float16: 64, torch.float32: 64}
 NEWEST = (99, 0) if os.environ.get("LION_TRITON") == "force" else (9, 0)
 
 # Tiles of each kernel by compute capability, for heads of up to 64: rows, columns, warps and pipeline stages. Those of
-# Hopper are the fastest on an H200 by benchmarks/first_card.py, which measures them on a card; those of Ampere and Ada
-# were chosen by registers and instructions of the compiled kernels, see benchmarks/kernels.py.
+# Hopper are, within 6%, the fastest on an H200 by benchmarks/first_card.py, which measures them on a card; those of
+# Ampere and Ada were chosen by registers and instructions of the compiled kernels, see benchmarks/kernels.py.
 TILES = {
     (8, 0): {"y": (64, 64, 4, 2), "dq": (64, 32, 4, 2), "dk": (64, 32, 4, 2), "states": (64, 32, 4, 3)},
-    (9, 0): {"y": (64, 32, 4, 3), "dq": (64, 64, 4, 2), "dk": (64, 64, 4, 3), "states": (64, 32, 4, 3)},
+    (9, 0): {"y": (64, 32, 4, 3), "dq": (64, 64, 4, 2), "dk": (64, 64, 4, 2), "states": (64, 32, 4, 3)},
 }
 
 INTERPRETED = kernels.AVAILABLE and not isinstance(kernels.product_kernel, triton.JITFunction)  # TRITON_INTERPRET=1
