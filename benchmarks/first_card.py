@@ -370,21 +370,18 @@ def sweep(report: Report, a: argparse.Namespace) -> None:
         times[candidate] = own
         shown = ", ".join(f"{name} {' + '.join(f'{1e6 * x:.1f}' for x in seconds)}" for name, seconds in own.items())
         report.check(f"{candidate}, µs", shown, max(errors) < 2e-2)
-    # Of a kernel's times, each relative to the fastest tiles' in that case, the mean counts.
-    least = {name: [min(x) for x in zip(*(own[name] for own in times.values()))] for name in SWEPT}
-    mean = {
-        name: {
-            candidate: statistics.mean(x / y for x, y in zip(own[name], least[name]))
-            for candidate, own in times.items()
-        }
-        for name in SWEPT
-    }
-    best = {name: min(times, key=mean[name].get) for name in SWEPT if times}
+
+    def slowness(candidate: tuple, name: str) -> float:
+        """The mean of a kernel's times, each relative to the fastest tiles' in that case."""
+        fastest = map(min, zip(*(own[name] for own in times.values())))
+        return statistics.mean(x / y for x, y in zip(times[candidate][name], fastest))
+
+    best = {name: min(times, key=functools.partial(slowness, name=name)) for name in SWEPT if times}
     capability = (9, 0) if a.small else torch.cuda.get_device_capability()
     report.check(f"tiles {capability}", f"{best},", None)
     before = host.TILES[max(card for card in host.TILES if card <= capability)]
     for name, candidate in best.items():
-        gain = mean[name][before[name]] / mean[name][candidate] if before[name] in times else None
+        gain = slowness(before[name], name) / slowness(candidate, name) if before[name] in times else None
         report.check(f"fastest {name}", f"{candidate}{'' if gain is None else f', ×{gain:.2f} of the present'}", None)
 
 
@@ -395,7 +392,8 @@ def compile_only(candidate: tuple) -> None:
 def timed_kernels(
     candidate: tuple, small: bool, timed: bool = True
 ) -> tuple[dict[str, list[float]], list[torch.Tensor]]:
-    """Return the seconds of each kernel with these tiles in the cases in which it runs, and all outputs and gradients."""
+    """Return the seconds of each kernel with these tiles, in each case in which it runs, and the outputs and gradients
+    of all cases."""
     device, launch = "cpu" if small else "cuda", host.Kernel.launch
     seconds, outputs = {name: [] for name in SWEPT}, []
     cases = [("full", "token", "mask", 16, 1), ("chunkwise", "token", "mask", 80, 1)] if small else TIMED
