@@ -91,14 +91,18 @@ def main(argv: list[str]) -> None:
     lines = table(rows, a.batch * a.length)
     rows += [{"model": name, "error": error} for name, error in failed.items()]
     size = describe(a.models, a.layers, a.hidden)
+    compiled = f", compiled, {a.compile}" if a.compile else ""
     title = (
-        f"A training step (forward, backward, AdamW) of {size}"
-        f"{f', compiled, {a.compile}' if a.compile else ''}, {a.batch} texts of {a.length} tokens, {a.masked:.0%} masked, "
-        f"dropout {a.dropout}, {a.precision}; the floor, {1000 * floor:,.1f} ms, is the time of BERT's matrix products "
-        "at the rate of a large one, plus that of reading and writing its weights and moments:"
+        f"A training step (forward, backward, AdamW) of {size}{compiled}, {a.batch} texts of {a.length} tokens, "
+        f"{a.masked:.0%} masked, dropout {a.dropout}, {a.precision}; the floor, {1000 * floor:,.1f} ms, is the time of "
+        "BERT's matrix products at the rate of a large one, plus that of reading and writing its weights and moments:"
     )
-    special = {f"compiled-{a.compile}": a.compile, f"batch-{a.batch}": a.batch != usual_batch}
-    special |= {str(a.length): a.length != 128, a.precision: a.precision != usual}
+    special = {
+        f"compiled-{a.compile}": a.compile,
+        f"batch-{a.batch}": a.batch != usual_batch,
+        str(a.length): a.length != 128,
+        a.precision: a.precision != usual,
+    }
     name = "-".join(["train-step", a.device, *(word for word, present in special.items() if present)])
     measure.write(a.out, name, title, measure.machine(a.device), [lines], rows)
     described = f"{size}, {a.batch} texts of {a.length} tokens, {a.precision}"

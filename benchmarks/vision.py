@@ -148,9 +148,9 @@ def train(a: argparse.Namespace) -> tuple[list[list[str]], list[dict[str, Any]]]
     failed: dict[str, str] = {}
     steps = {name: measure.attempt(failed, name, prepare_step, name, a) for name in a.models}
     times = measure.interleaved({n: s for n, s in steps.items() if s}, a.device, a.rounds, 600, failed)
-    lines = [["training step", "ms", "images per second", *ratio_titles(times)]]
+    lines = [["training step", "ms", "images per second", *ratio_titles(a.models)]]
     for name, seconds in times.items():
-        lines.append([name, f"{1000 * seconds:,.1f}", f"{a.batch / seconds:,.1f}", *ratios(seconds, times, times)])
+        lines.append([name, f"{1000 * seconds:,.1f}", f"{a.batch / seconds:,.1f}", *ratios(seconds, times, a.models)])
     rows = [{"what": "train", "model": name, "pixels": a.train_pixels, "ms": 1000 * s} for name, s in times.items()]
     return lines, rows + [{"what": "train", "model": name, "error": error} for name, error in failed.items()]
 
