@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from .cpu import dropout
 from .cpu_kernel import Channels, covers
-from .linear_attention_forms import LOG_ZERO_OF_FACTOR, clamped_exp, sequence_starts
+from .linear_attention_forms import EPSILON, LOG_ZERO_OF_FACTOR, clamped_exp, sequence_starts
 from .two_sided_attention import SegmentStates, zero_masked
 
 # Tokens per chunk. A CPU computes least in small chunks; a GPU would wait for the states to pass through many.
@@ -51,7 +51,7 @@ def definition(
     if causal:
         scores = scores.tril()
     if normalize:
-        scores = scores / (scores.sum(-1, keepdim=True) + 1e-6)
+        scores = scores / (scores.sum(-1, keepdim=True) + EPSILON)
     return scores @ v
 
 

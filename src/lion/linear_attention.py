@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from . import cpu_kernel
 from .channel_decay import attend_by_channel, matrix_by_channel, segment_states_by_channel
-from .linear_attention_forms import LOG_ZERO, cumulative_log_decay, write_state
+from .linear_attention_forms import EPSILON, LOG_ZERO, cumulative_log_decay, write_state
 from .linear_attention_triton import covers, fused_linear_attention
 from .two_sided_attention import (
     FULL_UP_TO,  # noqa: F401
@@ -107,23 +107,30 @@ def linear_attention(
     )  # fmt: skip
     dtype, separate = v.dtype, log_decay_future is not None
     decays = log_decay is not None or forget_logits is not None or seq_idx is not None or causal
-    if normalize and dtype in (torch.bfloat16, torch.float16):
-        q, k, v = q.float(), k.float(), v.float()
     by_channel = log_decay is not None and log_decay.ndim in (2, 4)
-    form, fused = _choose_form(q, k, v, decays, normalize, form, dropout_p, causal, separate, by_channel)
+    has_states = left_state is not None or right_state is not None
+    uncovered = {
+        "causal attention": causal,
+        "decays per channel": by_channel,
+        "decays per direction": separate,
+        "normalized rows with states of other segments": normalize and has_states,
+    }
+    fused = is_fused(q, k, v, form, dropout_p, uncovered)
+    if normalize and not fused and dtype in (torch.bfloat16, torch.float16):
+        q, k, v = q.float(), k.float(), v.float()
+    form = resolve_form(form, v, decays, dropout_p, fused)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if fused and left_state is None and right_state is None and not normalize:
+    if fused and not has_states:
         q, k, v = (q, k, v) if qkv is None else (qkv, None, None)
         given, size = log_decay if forget_logits is None else forget_logits, 0 if form == "full" else chunk_size
-        return fused_linear_attention(q, k, v, given, mask, seq_idx, scale, size, dropout_p, forget_logits is not None)
+        how = scale, size, dropout_p, forget_logits is not None, "divide" if normalize else ""
+        return fused_linear_attention(q, k, v, given, mask, seq_idx, *how)
     if forget_logits is not None:
         log_decay = log_of_decay(forget_logits)
     if normalize:
         v = with_ones(v)
-    triangles, sums = "past" if causal else "shared", None
+    triangles = "past" if causal else "shared"
     with torch.autocast(q.device.type, enabled=False):
-        if not (fused or by_channel) or (fused and (left_state is not None or right_state is not None)):
-            sums = signed_sums(log_decay, q.shape[-2], causal, log_decay_future)  # the kernels sum decays themselves
         if by_channel:
             y = attend_by_channel(
                 q, k, v, log_decay, log_decay_future, mask=mask, seq_idx=seq_idx, left_state=left_state,
@@ -133,16 +140,24 @@ def linear_attention(
         elif fused:
             size = 0 if form == "full" else chunk_size
             y = fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, size, dropout_p)
-            y = add_states(y, q, sums, triangles, left_state, right_state, scale)
+            y = add_states(y, q, signed_sums(log_decay, q.shape[-2]), triangles, left_state, right_state, scale)
         else:  # if decays are separate, sums of keys and queries; torch.compile refuses one tensor in both places
+            sums = signed_sums(log_decay, q.shape[-2], causal, log_decay_future)
             y = attend(
                 q, k, v, sums, sums.clone() if separate else None, None, None, triangles, mask=mask, seq_idx=seq_idx,
                 left_state=left_state, right_state=right_state, scale=scale, form=form, chunk_size=chunk_size,
                 dropout_p=dropout_p, uniform=_is_uniform(log_decay, log_decay_future) and seq_idx is None,
             )  # fmt: skip
     if normalize:
-        y = y[..., :-1] / (y[..., -1:] + 1e-6)
+        y = y[..., :-1] / (y[..., -1:] + EPSILON)
     return y.to(dtype)
+
+
+def fused_with_row_sums(q, k, v, log_decay, *, scale, form, chunk_size, dropout_p) -> tuple[Tensor, Tensor]:
+    """What `linear_attention` returns for these arguments, and the sums of the matrix's rows, (B, H, L) in float32, by
+    the GPU kernels, if the call `is_fused`."""
+    size = 0 if resolve_form(form, v, log_decay is not None, dropout_p, True) == "full" else chunk_size
+    return fused_linear_attention(q, k, v, log_decay, None, None, scale, size, dropout_p, rows="sum")
 
 
 def definition(
@@ -163,7 +178,7 @@ def definition(
     if causal:
         scores = scores.tril()
     if normalize:
-        scores = scores / (scores.sum(-1, keepdim=True) + 1e-6)
+        scores = scores / (scores.sum(-1, keepdim=True) + EPSILON)
     return scores @ v
 
 
@@ -174,14 +189,14 @@ def attention_matrix(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if log_decay is not None and log_decay.ndim in (2, 4):
         matrix = matrix_by_channel(q, k, log_decay, log_decay_future, mask=mask, seq_idx=seq_idx, scale=scale)
-        return matrix / (matrix.sum(-1, keepdim=True) + 1e-6) if normalize else matrix
+        return matrix / (matrix.sum(-1, keepdim=True) + EPSILON) if normalize else matrix
     identity = torch.eye(q.shape[-2], dtype=q.dtype, device=q.device).expand(*q.shape[:2], -1, -1)
     sums = signed_sums(log_decay, q.shape[-2], log_decay_future=log_decay_future)
     matrix = attend(
         q, k, identity, sums, None if log_decay_future is None else sums.clone(), None, None, "shared", mask=mask,
         seq_idx=seq_idx, left_state=None, right_state=None, scale=scale, form="full", chunk_size=0,
     )  # fmt: skip
-    return matrix / (matrix.sum(-1, keepdim=True) + 1e-6) if normalize else matrix
+    return matrix / (matrix.sum(-1, keepdim=True) + EPSILON) if normalize else matrix
 
 
 def segment_states(k, v, log_decay=None, *, log_decay_future=None, mask=None, normalize=False) -> SegmentStates:
@@ -305,22 +320,17 @@ def _check(
         raise ValueError(f"attention dropout exists only in the full form; set it to 0 for the {form} form")
 
 
-def _choose_form(
-    q, k, v, decays: bool, normalize: bool, form: str, dropout_p: float, causal: bool = False, separate: bool = False,
-    by_channel: bool = False,
-) -> tuple[str, bool]:  # fmt: skip
-    """Resolve "auto" and decide whether to use the kernels; PyTorch computes what they do not cover."""
+def is_fused(q, k, v, form: str, dropout_p: float, others: dict[str, bool] | None = None) -> bool:
+    """Whether the GPU kernels compute a call. If not, PyTorch does, and a GPU says once for which reason; `others`:
+    more reasons, and whether they hold."""
     if not USE_TRITON or form == "recurrent":
-        return resolve_form(form, v, decays, dropout_p), False
-    uncovered = {
-        "causal attention": causal,
-        "decays per channel": by_channel,
-        "decays per direction": separate,
+        return False
+    uncovered = (others or {}) | {
         "values with more heads than queries": q.shape[1] != v.shape[1],
         f"dropout of {dropout_p}": not 0 <= dropout_p < 1,
-        f"heads of {q.shape[-1]} and {v.shape[-1] + normalize} in {q.dtype}": not covers(q, k, v, int(normalize)),
+        f"heads of {q.shape[-1]} and {v.shape[-1]} in {q.dtype}": not covers(q, k, v),
     }
-    fused = not any(uncovered.values())
-    if not fused:
+    if any(uncovered.values()):
         report_fallback(q, next(what for what, is_so in uncovered.items() if is_so))
-    return resolve_form(form, v, decays, dropout_p, fused), fused
+        return False
+    return True

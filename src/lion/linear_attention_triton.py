@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import triton_kernels as kernels
-from .linear_attention_forms import LOG_ZERO, gradients, operator, save_inputs
+from .linear_attention_forms import EPSILON, LOG_ZERO, gradients, operator, save_inputs
 from .triton_kernels import tl, triton
 
 # Head sizes, of q and k and of v, that fit the registers of one program; larger ones would spill to memory.
@@ -29,14 +29,14 @@ TILES = {
 INTERPRETED = kernels.AVAILABLE and not isinstance(kernels.product_kernel, triton.JITFunction)  # TRITON_INTERPRET=1
 
 
-def covers(q: Tensor, k: Tensor, v: Tensor, extra_columns: int = 0) -> bool:
-    """Whether the kernels support these operands, with `extra_columns` added to v: bfloat16, float16 or float32, heads
-    up to LARGEST_HEAD, on an NVIDIA GPU (Ampere, Ada or Hopper) or on any device in Triton's interpreter."""
+def covers(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernels support these operands: bfloat16, float16 or float32, heads up to LARGEST_HEAD, on an NVIDIA
+    GPU (Ampere, Ada or Hopper) or on any device in Triton's interpreter."""
     return (
         kernels.AVAILABLE
         and q.dtype == k.dtype == v.dtype
         and q.device == k.device == v.device
-        and max(q.shape[-1], v.shape[-1] + extra_columns) <= LARGEST_HEAD.get(q.dtype, 0)
+        and max(q.shape[-1], v.shape[-1]) <= LARGEST_HEAD.get(q.dtype, 0)
         and min(q.numel(), v.numel()) > 0
         and _runs_on(q.device)
     )
@@ -57,19 +57,26 @@ def _card(device: torch.device) -> tuple[int, int]:
 
 
 def fused_linear_attention(
-    q, k, v, log_decay, mask, seq_idx, scale, chunk_size: int, dropout_p: float, forget_logits: bool = False
-) -> Tensor:
+    q, k, v, log_decay, mask, seq_idx, scale, chunk_size: int, dropout_p: float, forget_logits: bool = False,
+    rows: str = "",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `linear_attention`, (B, H, L, E), for operands that `covers` accepts; the full form if `chunk_size` is 0.
     Only the full form has dropout, with 0 ≤ dropout_p < 1. If k and v are None, q holds all three, (B, L, 3, H, D),
-    and so does its gradient. forget_logits: whether log_decay holds logits of 1 − λ."""
+    and so does its gradient. forget_logits: whether log_decay holds logits of 1 − λ. rows: "divide" divides each row by
+    its sum + EPSILON; "sum" returns the row sums too, (B, H, L) in float32."""
     seed = None  # one number per matrix, from which both passes derive the dropped entries
     if count_dropped(dropout_p) > 0:
         seed = torch.randint(2**62, (q.shape[0], q.shape[-2] if v is None else q.shape[1]), device=q.device)
     arguments = q, k, v, log_decay, mask, seq_idx, seed, None, None, scale, chunk_size, dropout_p, forget_logits
+    if rows:
+        arguments = *arguments, rows
     if type(q) is not Tensor or torch.compiler.is_compiling():
-        return _forward(*arguments)
-    with_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4])
-    return _Eager.apply(*arguments) if with_gradient else _launch_forward(*arguments)
+        run = _forward_rows if rows else _forward
+    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4]):
+        run = _Eager.apply
+    else:
+        run = _launch_forward_rows if rows else _launch_forward
+    return run(*arguments)[0] if rows == "divide" else run(*arguments)
 
 
 def count_dropped(dropout_p: float) -> int:
@@ -106,7 +113,7 @@ class Plan:
 
     def __init__(
         self, device, dtype, precision, shape, E, strides, decay_dims, decay_strides, packed: bool, given: tuple, scale,
-        chunk_size: int, dropped: int, logits: bool,
+        chunk_size: int, dropped: int, logits: bool, row_mode: str = "",
     ):  # fmt: skip
         B, H, L, D = shape
         self.decays = decay_dims > 0 or given[-1] is not None
@@ -125,10 +132,12 @@ class Plan:
         self.sums_shape = (1, H, 1, width) if uniform else (B, H, self.N, width)
         sums = (0, width, 0) if uniform else (H * self.N * width, self.N * width, width) if self.decays else (0, 0, 0)
         directions = 2 if self.decays else 1
-        self.states_shape = directions, B * H, self.N, D, E
+        self.sums_rows, self.divides = row_mode != "", row_mode == "divide"
+        state = D * E + (D if self.sums_rows else 0)
+        self.states_shape = directions, B * H, self.N, state
         # The type in which states are multiplied; without decays they are summed before.
         self.states_dtype = dtype if dtype == torch.bfloat16 and self.decays else torch.float32
-        side = B * H * self.N * D * E if self.has_states else 0
+        side = B * H * self.N * state if self.has_states else 0
         plane = B * H * self.N * self.C
         if self.C * max(H * E, *strides[2::3]) >= 2**31:
             raise ValueError(f"{self.C:,} tokens are too many for one matrix on a GPU; use the chunkwise form")
@@ -147,7 +156,7 @@ class Plan:
             part = min(_padded(E), 64)
             columns = triton.cdiv(E, part)
             numbers = *where, columns, side, *of_k, *of_v, *sums
-            cut = {"D": D, "E": E, "PD": _padded(D), "PE": part, "SIGN": sign}
+            cut = {"D": D, "E": E, "PD": _padded(D), "PE": part, "STATE": state, "SIGN": sign}
             return Kernel(name, kernels.states_kernel, B * H * self.N * columns, numbers, **cut, **options("states"))
 
         def product(name: str, D: int, E: int, *of_operands: tuple, out: int, out_x: int) -> Kernel:
@@ -155,8 +164,9 @@ class Plan:
             of_operands = [stride for operand in of_operands for stride in operand]
             blocks = triton.cdiv(L, T)
             numbers = scale, *where, blocks, side, plane, *of_operands, out, out_x, *sums
-            cut = {"D": D, "E": E, "PD": _padded(D), "PE": _padded(E), "T": T, "G": self.G}
-            how = {"INSIDE": self.inside, "DROPPED": dropped, **options(name)}
+            cut = {"D": D, "E": E, "PD": _padded(D), "PE": _padded(E), "STATE": state, "T": T, "G": self.G}
+            epsilon = {"EPSILON": EPSILON if self.divides else None}
+            how = {**epsilon, "INSIDE": self.inside, "DROPPED": dropped, **options(name)}
             return Kernel(name, kernels.product_kernel, B * H * blocks, numbers, **cut, **how)
 
         self.sums = Kernel(
@@ -165,9 +175,9 @@ class Plan:
             SIZE=size, num_warps=4,
         )  # fmt: skip
         self.states, self.grad_states = states("states", D, E, k, v, 1), states("grad_states", D, E, q, dy, -1)
-        parts = triton.cdiv(D * E, 256)
+        parts = triton.cdiv(state, 256)
         self.scan = Kernel(
-            "scan", kernels.scan_kernel, B * H * 2 * parts, (H, self.C, self.N, parts, side, *sums), SIZE=D * E,
+            "scan", kernels.scan_kernel, B * H * 2 * parts, (H, self.C, self.N, parts, side, *sums), SIZE=state,
             PART=256, STAGES=4, num_warps=2,
         )  # fmt: skip
         of_q, of_v = (3 * H * D, 3 * H * D) if packed else (H * D, H * E)  # between tokens, in the gradients
@@ -177,7 +187,12 @@ class Plan:
         self.dk = [product("dk", E, D, v, dy, q, k, out=of_q, out_x=of_v) for _ in range(2)]
         self.decay_gradients = Kernel(
             "decay_gradients", kernels.decay_gradients_kernel, B * H * self.N,
-            (scale, *where, side, plane, *decay_strides, *sums), **log_zero, STATE=D * E, PART=1024, SIZE=size,
+            (scale, *where, side, plane, *decay_strides, *sums), **log_zero, STATE=state, PART=1024, SIZE=size,
+            num_warps=4,
+        )  # fmt: skip
+        blocks = triton.cdiv(L, 32)
+        self.rows = Kernel(
+            "rows", kernels.rows_kernel, B * H * blocks, (H, L, blocks), E=E, T=32, PE=_padded(E), EPSILON=EPSILON,
             num_warps=4,
         )  # fmt: skip
         self.plane, self.packed = plane, packed
@@ -203,7 +218,8 @@ class _Call:
     each chunk from left and right, from its forward pass, unless that was compiled."""
 
     def __init__(
-        self, q, k, v, log_decay, mask, seq_idx, seed, sums, incoming, scale, chunk_size, dropout_p, forget_logits
+        self, q, k, v, log_decay, mask, seq_idx, seed, sums, incoming, scale, chunk_size, dropout_p, forget_logits,
+        row_mode="",
     ):  # fmt: skip
         self.seed, self.decay, packed = seed, log_decay, v is None
         q, k, v = q.permute(2, 0, 3, 1, 4).unbind() if packed else (q, k, v)
@@ -220,49 +236,58 @@ class _Call:
         given = [x if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors]
         self.plan = plan = _plan(
             q.device, q.dtype, _dot_precision(q.dtype), q.shape, v.shape[-1], strides, dims, decay_strides, packed,
-            tuple(given), scale / (1 - dropout_p), chunk_size, count_dropped(dropout_p), forget_logits,
+            tuple(given), scale / (1 - dropout_p), chunk_size, count_dropped(dropout_p), forget_logits, row_mode,
         )  # fmt: skip
         if sums is None and plan.decays:
             sums = torch.empty(plan.sums_shape, dtype=torch.float32, device=q.device)
             plan.sums.launch(sums, log_decay, seq_idx)
         self.sums = sums
-        self.incoming = incoming if incoming is not None else self.pass_states(plan.states, k, v, self.mask)
+        self.incoming = incoming if incoming is not None else self.pass_states(plan.states, k, v, self.mask, None)
 
-    def pass_states(self, own: Kernel, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor | None:
-        """The states that enter each chunk from the left and from the right, (2, B·H, N, D, E); without decays one for
-        all, (1, B·H, 1, D, E). For gradients, q and dy are in place of k and v."""
+    def pass_states(self, own: Kernel, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor | None) -> Tensor | None:
+        """The states that enter each chunk from the left and from the right, (2, B·H, N, ·); without decays one for all,
+        (1, B·H, 1, ·). For gradients, q and dy are in place of k and v, and rows are the gradients of the row sums."""
         plan = self.plan
         if not plan.has_states:
             return None
         states = torch.empty(plan.states_shape, dtype=plan.states_dtype, device=k.device)
-        own.launch(k, v, mask, self.sums, states)
+        own.launch(k, v, mask, rows, self.sums, states)
         if self.sums is None:
             return states if plan.N == 1 else states.sum(2, keepdim=True)
         incoming = torch.empty_like(states)
         plan.scan.launch(states, incoming, self.sums)
         return incoming
 
-    def output(self) -> Tensor:
-        y = _empty(self.v)
-        plan, of_states = self.plan, (self.sums, self.incoming)
-        plan.y.launch(self.q, self.k, self.v, None, y, None, self.mask, self.seed, *of_states, None)
-        return y
+    def output(self) -> tuple[Tensor, Tensor | None]:
+        """y, and the row sums if there are any."""
+        y, rows = _empty(self.v), _empty_rows(self.v) if self.plan.sums_rows else None
+        rest = self.mask, self.seed, rows, self.sums, self.incoming, None
+        self.plan.y.launch(self.q, self.k, self.v, None, y, None, *rest)
+        return y, rows
 
-    def gradients(self, dy: Tensor, with_decays: bool) -> list[Tensor]:
-        """∂q, ∂k, ∂v, or of all three in one, and, if requested, ∂log_decay."""
+    def gradients(self, with_decays: bool, dy: Tensor, of_rows=None, y=None, rows=None) -> list[Tensor]:
+        """∂q, ∂k, ∂v, or of all three in one, and, if requested, ∂log_decay. With row sums, of_rows are their
+        gradients, and y and rows are what `output` returned."""
         plan, q, k, v = self.plan, self.q, self.k, self.v
         dy = _empty(v).copy_(dy) if not dy.transpose(1, 2).is_contiguous() or dy.data_ptr() % 16 else dy
+        if plan.divides:  # float16 could not hold a gradient that is divided by a small sum
+            undivided = torch.empty_like(dy, dtype=dy.dtype if dy.dtype == torch.bfloat16 else torch.float32)
+            of_rows = torch.empty_like(rows)
+            plan.rows.launch(dy, y, rows, undivided, of_rows)
+            dy = undivided
+        elif plan.sums_rows:
+            of_rows = of_rows.contiguous()
         if plan.packed:
             (B, H, L, D) = q.shape
             whole = torch.empty(B, L, 3, H, D, dtype=q.dtype, device=q.device)
             grads, (dq, dk, dv) = [whole], whole.unbind(2)
         else:
             grads = dq, dk, dv = [_empty(x) for x in (q, k, v)]
-        grad_incoming = self.pass_states(plan.grad_states, q, dy, None)
+        grad_incoming = self.pass_states(plan.grad_states, q, dy, None, of_rows)
         grad_sums = None
         if with_decays:
             grad_sums = torch.empty(6, plan.plane, dtype=torch.float32, device=q.device)
-        rest = self.mask, self.seed, self.sums
+        rest = self.mask, self.seed, of_rows, self.sums
         plan.dq[with_decays].launch(dy, v, k, q, dq, None, *rest, self.incoming, grad_sums)
         plan.dk[with_decays].launch(v, dy, q, k, dk, dv, *rest, grad_incoming, grad_sums)
         if not with_decays:
@@ -292,6 +317,10 @@ def _empty(x: Tensor) -> Tensor:
     return x.new_empty(B, L, H, size).transpose(1, 2)
 
 
+def _empty_rows(v: Tensor) -> Tensor:
+    return v.new_empty(v.shape[:-1], dtype=torch.float32)
+
+
 def _empty_decays(x: Tensor) -> Tensor:
     """A tensor like the gradient of log decays, (H,) or (B, H, L)."""
     return x.new_empty(x.shape) if x.ndim == 1 else x.new_empty(x.mT.shape).mT
@@ -299,6 +328,11 @@ def _empty_decays(x: Tensor) -> Tensor:
 
 def _empty_output(q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
     return _empty(q[:, :, 0].transpose(1, 2) if v is None else v)
+
+
+def _empty_outputs(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
+    y = _empty_output(q, k, v)
+    return y, _empty_rows(y)
 
 
 def _dot_precision(dtype: torch.dtype) -> tuple["tl.dtype", str]:
@@ -319,6 +353,10 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def _launch_forward(*arguments) -> Tensor:
+    return _launch_forward_rows(*arguments)[0]
+
+
+def _launch_forward_rows(*arguments) -> tuple[Tensor, Tensor | None]:
     with _on(arguments[0].device):
         return _Call(*arguments).output()
 
@@ -327,7 +365,13 @@ def _launch_backward(dy: Tensor, *arguments) -> list[Tensor]:
     """The gradients of `_Call.gradients`; the arguments are those of `_Call`, and whether decays need one."""
     *arguments, with_decays = arguments
     with _on(dy.device):
-        return _Call(*arguments).gradients(dy, with_decays)
+        return _Call(*arguments).gradients(with_decays, dy)
+
+
+def _launch_backward_rows(dy: Tensor, of_rows: Tensor, y: Tensor, rows: Tensor, *arguments) -> list[Tensor]:
+    *arguments, with_decays = arguments
+    with _on(dy.device):
+        return _Call(*arguments).gradients(with_decays, dy, of_rows, y, rows)
 
 
 class _Eager(torch.autograd.Function):
@@ -337,15 +381,20 @@ class _Eager(torch.autograd.Function):
     def forward(ctx, *arguments):
         with _on(arguments[0].device):
             call = _Call(*arguments)
-            save_inputs(ctx, (*arguments[:7], call.sums, call.incoming, *arguments[9:]), None)
-            return call.output()
+            y, rows = outputs = call.output()
+        save_inputs(ctx, (*arguments[:7], call.sums, call.incoming, *arguments[9:]), y if rows is None else outputs)
+        return y if rows is None else outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
-        return gradients(ctx, _launch_backward, dy)
+    def backward(ctx, *grads):
+        return gradients(ctx, _launch_backward if len(grads) == 1 else _launch_backward_rows, *grads)
 
 
 _INPUTS = "Tensor q, Tensor? k, Tensor? v, Tensor? log_decay, Tensor? mask, Tensor? seq_idx, Tensor? seed"
 _INPUTS += ", Tensor? sums, Tensor? incoming, float scale, SymInt chunk_size, float dropout_p, bool forget_logits"
 _forward, _backward = operator(_launch_forward, _launch_backward, _INPUTS, _empty, _empty_output, _empty_decays)
+_INPUTS += ", str row_mode"
+_forward_rows, _backward_rows = operator(
+    _launch_forward_rows, _launch_backward_rows, _INPUTS, _empty, _empty_outputs, _empty_decays, outputs=2
+)

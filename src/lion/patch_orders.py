@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .linear_attention import attention_matrix, definition, linear_attention, with_ones
-from .linear_attention_forms import BLOCK_ENTRIES, cumulative_log_decay, mirrored_weights, split_sums
+from .linear_attention import attention_matrix, definition, fused_with_row_sums, is_fused, linear_attention, with_ones
+from .linear_attention_forms import BLOCK_ENTRIES, EPSILON, cumulative_log_decay, mirrored_weights, split_sums
 from .two_sided_attention import check_shapes, resolve_form
-
-EPSILON = 1e-6
 
 
 def snakes(height: int, width: int, prefix: int = 1, device: torch.device | None = None) -> Tensor:
@@ -54,7 +52,7 @@ def linear_attention_in_orders(
         scale, form, chunk_size, dropout_p: as for `linear_attention`.
 
     Returns:
-        (B, H, L, E) in v's dtype. Half precision is computed in float32.
+        (B, H, L, E) in v's dtype. Half precision is computed in float32, except by the GPU kernels.
 
     Raises ValueError for shapes that do not match, and as `linear_attention` does.
     """
@@ -65,26 +63,33 @@ def linear_attention_in_orders(
         ("v", v, (B, H, L, v.shape[-1])),
         ("log_decay", log_decay, (O * H,), (B, O * H, L)),
     )
-    dtype = v.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    q, k, v = q.to(wide), k.to(wide), v.to(wide)
+    dtype, fused = v.dtype, is_fused(q, k, v, form, dropout_p)
+    if not fused:
+        wide = torch.promote_types(dtype, torch.float32)
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
     scale = D**-0.5 if scale is None else scale
-    full = resolve_form(form, v, True, dropout_p) == "full" and dropout_p == 0
     how = {"scale": scale, "form": form, "chunk_size": chunk_size, "dropout_p": dropout_p}
     with torch.autocast(q.device.type, enabled=False):
-        if orders is None and not (full and q.is_cpu):  # on GPUs perhaps by a kernel
+        full = not fused and dropout_p == 0 and resolve_form(form, v, True) == "full"
+        if orders is None and not (full and q.is_cpu):
             return linear_attention(q, k, v, log_decay, normalize=True, **how).to(dtype)
         if orders is None:
             orders = torch.arange(L)[None]
         if full:
             return _Full.apply(q, k, v, _sums(log_decay, orders, H), places(orders), scale).to(dtype)
-        # Each order as heads of their own. Their rows are added before they are divided.
-        q, k, v = (x[:, :, orders].transpose(1, 2).flatten(1, 2) for x in (q, k, with_ones(v)))  # (B, O·H, L, ·)
+        # Each order as heads of their own, (B, O·H, L, ·).
+        v = v if fused else with_ones(v)
+        q, k, v = (x[:, :, orders].transpose(1, 2).flatten(1, 2) for x in (q, k, v))
         if log_decay.ndim == 3:
             log_decay = _in_order(log_decay, orders)
-        y = linear_attention(q, k, v, log_decay, **how).unflatten(1, (O, H))
-        places_of = places(orders)[None, :, None, :, None].expand(y.shape)
-        y = y.gather(3, places_of).mean(1)
+        if fused:
+            y, row_sums = fused_with_row_sums(q, k, v, log_decay, **how)
+            y = torch.cat([y.float(), row_sums[..., None]], -1)
+        else:
+            y = linear_attention(q, k, v, log_decay, **how)
+        # The rows are added before they are divided.
+        y = y.unflatten(1, (O, H))
+        y = y.gather(3, places(orders)[None, :, None, :, None].expand(y.shape)).mean(1)
         return (y[..., :-1] / (y[..., -1:] + EPSILON)).to(dtype)
 
 

@@ -17,6 +17,9 @@ chunk as long as the text, without states. Without decays all chunks share one s
 The backward pass recomputes everything. y = (s·QKᵀ⊙M) V, so the gradients of q, k and v are such products too, from
 the same kernel; for k and v, which need Mᵀ, exclusive and inclusive swap roles. No two programs write the same entry.
 
+Row sums of QKᵀ⊙M are outputs as if V had one more column, of ones, which is never stored: a state is followed by the
+vector that this column adds to it, and the gradient of a row sum adds the same number to ∂y·V for all keys.
+
 Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk size, T and S
 block sizes of rows and columns, G of the blocks that factors refer to.
 """
@@ -177,11 +180,13 @@ def sums_kernel(sums, decay, seq_idx, H, L, C, N, width, decay_batch, decay_head
 
 
 @kernel
-def states_kernel(k, v, mask, sums, states, H, L, C, N, columns, side, k_batch, k_head, k_token, v_batch, v_head,
+def states_kernel(k, v, mask, rows, sums, states, H, L, C, N, columns, side, k_batch, k_head, k_token, v_batch, v_head,
         v_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr,
-        PE: tl.constexpr, SIGN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """Σ_j k_j v_jᵀ of one chunk, decayed to its end and to its start: (2, B·H, N, D, E), or (1, B·H, N, D, E) without
-    decays. A program computes PE columns."""
+        PE: tl.constexpr, STATE: tl.constexpr, SIGN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """Σ_j k_j v_jᵀ of one chunk, decayed to its end and to its start: (2, B·H, N, STATE), or (1, B·H, N, STATE) without
+    decays. STATE is D·E or, with row sums, D·(E + 1): then Σ_j k_j follows, each k_j times its entry of `rows`, (B, H,
+    L), if given. A program computes PE columns."""
+    ROW_SUMS: tl.constexpr = STATE > D * E
     row, rest = (tl.program_id(0) // (N * columns)).to(tl.int64), tl.program_id(0) % (N * columns)
     chunk, column = (rest // columns).to(tl.int64), rest % columns * PE
     b, h = row // H, row % H
@@ -189,8 +194,11 @@ def states_kernel(k, v, mask, sums, states, H, L, C, N, columns, side, k_batch, 
     v += b * v_batch + h * v_head + column
     if mask is not None:
         mask += b * L
+    if rows is not None:
+        rows += row * L
     begin, end = chunk * C, tl.minimum(chunk * C + C, L)
     rightward, leftward = tl.zeros((PD, PE), tl.float32), tl.zeros((PD, PE), tl.float32)
+    last_rightward, last_leftward = tl.zeros((PD,), tl.float32), tl.zeros((PD,), tl.float32)
     if sums is not None:
         sums += b * sums_batch + h * sums_head + chunk * sums_chunk
         end_high, end_low, end_half = _load_sum(sums, C - 1, 1)
@@ -198,8 +206,15 @@ def states_kernel(k, v, mask, sums, states, H, L, C, N, columns, side, k_batch, 
         start = begin + block * S
         K = _tile(k, start, k_token, L, mask, D, S, PD, DOT)
         V = _tile(v, start, v_token, L, None, E - column, S, PE, DOT)
+        if ROW_SUMS:
+            last = K.to(tl.float32)
+            if rows is not None:
+                token = start + tl.arange(0, S)
+                last *= tl.load(rows + token, mask=token < L, other=0.0)[:, None]
         if sums is None:
             rightward = tl.dot(tl.trans(K), V, rightward, input_precision=PRECISION)
+            if ROW_SUMS:
+                last_rightward += tl.sum(last, 0)
         else:
             high, low, half = _load_sums(sums, block * S, S, SIGN)
             to_end = _weight(end_high, end_low, end_half, high, low, -half)
@@ -207,17 +222,26 @@ def states_kernel(k, v, mask, sums, states, H, L, C, N, columns, side, k_batch, 
             # V is weighed, not K: a transposed product of registers would be Hopper's riskiest kind, and slower.
             rightward = tl.dot(tl.trans(K), (V * to_end[:, None]).to(DOT), rightward, input_precision=PRECISION)
             leftward = tl.dot(tl.trans(K), (V * from_start[:, None]).to(DOT), leftward, input_precision=PRECISION)
-    states += (row * N + chunk) * D * E + column
-    _store_tile(states, 0, E, D, rightward, E - column, PD, PE)
+            if ROW_SUMS:
+                last_rightward += tl.sum(last * to_end[:, None], 0)
+                last_leftward += tl.sum(last * from_start[:, None], 0)
+    states += (row * N + chunk) * STATE
+    _store_tile(states + column, 0, E, D, rightward, E - column, PD, PE)
     if sums is not None:
-        _store_tile(states + side, 0, E, D, leftward, E - column, PD, PE)
+        _store_tile(states + side + column, 0, E, D, leftward, E - column, PD, PE)
+    if ROW_SUMS:
+        entry = tl.arange(0, PD)
+        inside, entry = (entry < D) & (column == 0), D * E + entry
+        tl.store(states + entry, last_rightward.to(states.dtype.element_ty), mask=inside)
+        if sums is not None:
+            tl.store(states + side + entry, last_leftward.to(states.dtype.element_ty), mask=inside)
 
 
 @kernel
 def scan_kernel(states, incoming, sums, H, C, N, parts, side, sums_batch, sums_head, sums_chunk, SIZE: tl.constexpr,
         PART: tl.constexpr, STAGES: tl.constexpr):
-    """From the chunks' own states to those that enter each chunk, from the left and the right: (2, B·H, N, D, E).
-    A program scans PART of a state's SIZE = D·E entries in one direction."""
+    """From the chunks' own states to those that enter each chunk, from the left and the right: (2, B·H, N, SIZE).
+    A program scans PART of a state's entries in one direction."""
     part, rest = tl.program_id(0) % parts, tl.program_id(0) // parts
     direction, row = (rest % 2).to(tl.int64), (rest // 2).to(tl.int64)
     entry = part * PART + tl.arange(0, PART)
@@ -240,10 +264,12 @@ def scan_kernel(states, incoming, sums, H, C, N, parts, side, sums_batch, sums_h
 
 
 @triton.jit
-def _add_block(total, total_x, Q, X, k, v, mask, seed, start, first, length, weight, k_token, v_token, D, E, T, S,
-        PD, PE, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS):
+def _add_block(total, total_x, Q, X, k, v, mask, rows, of_rows, seed, start, first, length, weight, k_token, v_token,
+        D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS):
     """Add one block of columns, from `first`: (QKᵀ⊙weight) V to `total`, and (XVᵀ⊙weight) K to total_x if rows are
-    keys; weight: (1 or T, S). The third result is ∂/∂ log weight, (T, S), if DECAYS."""
+    keys; weight: (1 or T, S). For gradients with row sums, QKᵀ is added the latter's gradients: of_rows, (T,), of the
+    queries or, if rows are keys, those in `rows`. The third result is QKᵀ⊙weight, or ∂/∂ log weight, (T, S), if
+    DECAYS."""
     K = _tile(k, first, k_token, length, mask if X is None else None, D, S, PD, DOT)
     V = _tile(v, first, v_token, length, None if X is None or ROWS_ARE_KEYS else mask, E, S, PE, DOT)
     if seed is not None:
@@ -254,10 +280,16 @@ def _add_block(total, total_x, Q, X, k, v, mask, seed, start, first, length, wei
         scores_x = tl.dot(X, tl.trans(V), input_precision=PRECISION) * weight
         total_x = tl.dot(scores_x.to(DOT), K, total_x, input_precision=PRECISION)
         scores = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
+        if rows is not None:
+            other = first + tl.arange(0, S)
+            scores += tl.load(rows + other, mask=other < length, other=0.0)[None, :]
         pairs = scores_x * scores
         scores *= weight
     else:
-        scores = tl.dot(Q, tl.trans(K), input_precision=PRECISION) * weight
+        scores = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
+        if of_rows is not None:
+            scores += of_rows[:, None]
+        scores *= weight
         pairs = scores
         if DECAYS:
             pairs = tl.dot(X, tl.trans(V), input_precision=PRECISION) * scores
@@ -265,16 +297,29 @@ def _add_block(total, total_x, Q, X, k, v, mask, seed, start, first, length, wei
 
 
 @triton.jit
-def _read_state(total, total_x, Q, X, pointer, decay, D, E, PD, PE, DOT, PRECISION):
+def _last_vector(state, place, SIZE, PADDED):
+    """What follows a state's matrix, of SIZE entries, in float32."""
+    entry = tl.arange(0, PADDED)
+    return tl.load(state + place + entry, mask=entry < SIZE, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _read_state(total, total_x, Q, X, pointer, rows, of_rows, decay, D, E, PD, PE, DOT, PRECISION):
     """Add QS, decayed, to `total` and, for gradients, whose S is stored transposed, XSᵀ to total_x. The third result
-    is the row sums of QS ⊙ X. One product after the other, since there are no registers for both."""
+    is the row sums of QS ⊙ X or, of outputs with row sums, what they read; of_rows as for `_add_block`, or 1. One
+    product after the other, since there are no registers for both."""
     row_sums = tl.zeros((Q.shape[0],), tl.float32)
     if X is None:
         read = tl.dot(Q, _tile(pointer, 0, E, D, None, E, PD, PE, DOT), input_precision=PRECISION)
         total += read * decay
+        if rows is not None:
+            row_sums = tl.sum(Q * _last_vector(pointer, D * E, D, PD)[None, :] * decay, 1)
     else:
         transposed = _tile(pointer, 0, D, E, None, D, PE, PD, DOT)
-        read = tl.dot(Q, tl.trans(transposed), input_precision=PRECISION) * decay
+        read = tl.dot(Q, tl.trans(transposed), input_precision=PRECISION)
+        if rows is not None:
+            read += of_rows[:, None] * _last_vector(pointer, D * E, E, PE)[None, :]
+        read *= decay
         row_sums = tl.sum(X * read, 1)
         total += read
         total_x += tl.dot(X, transposed, input_precision=PRECISION) * decay
@@ -282,11 +327,11 @@ def _read_state(total, total_x, Q, X, pointer, decay, D, E, PD, PE, DOT, PRECISI
 
 
 @kernel
-def product_kernel(q, k, v, x, out, out_x, mask, seed, sums, incoming, grad_sums, scale, H, L, C, N, blocks, side,
+def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, grad_sums, scale, H, L, C, N, blocks, side,
         plane, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, x_batch, x_head, x_token,
         out_token, out_x_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
-        S: tl.constexpr, G: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, INSIDE: tl.constexpr, DOT: tl.constexpr,
-        PRECISION: tl.constexpr, DROPPED: tl.constexpr):
+        S: tl.constexpr, G: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, STATE: tl.constexpr, EPSILON: tl.constexpr,
+        INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr):
     """out = scale · (QKᵀ⊙M) V for T rows of a head: the output of linear attention, or, of other operands, a gradient.
 
         out   q    k    v    x   out_x
@@ -296,11 +341,13 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, sums, incoming, grad_sums
 
     out_x is scale · (XVᵀ⊙M) K. grad_sums, if requested, receives row sums of (QKᵀ⊙M) ⊙ XVᵀ, the gradients of exclusive,
     inclusive and the sum over the chunk: planes 0 to 2 from ∂q, 3 to 5 from ∂k. `mask` is of the keys, and `incoming`
-    are the states of k and v.
+    are the states of k and v. `rows`, (B, H, L), if given, receives the row sums of y, by which y is divided if EPSILON
+    is a number; for gradients it holds those of the row sums.
     """
     ROWS_ARE_KEYS: tl.constexpr = out_x is not None
     SIGN: tl.constexpr = -1 if ROWS_ARE_KEYS else 1
     DECAYS: tl.constexpr = grad_sums is not None
+    ROW_SUMS: tl.constexpr = rows is not None and x is None
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     b, h = (row // H).to(tl.int64), (row % H).to(tl.int64)
     chunk, own = block // (C // T), block % (C // T)  # `own`: the block of rows in its chunk
@@ -321,18 +368,30 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, sums, incoming, grad_sums
         x += b * x_batch + h * x_head + chunk * C * x_token
         X = _tile(x, own * T, x_token, length, mask if ROWS_ARE_KEYS else None, E, T, PE, DOT)
     total, total_x = tl.zeros((T, PE), tl.float32), tl.zeros((T, PD), tl.float32)
+    row_sums, of_rows = tl.zeros((T,), tl.float32), None
+    if rows is not None:
+        rows += row * L + chunk * C
+        if ROWS_ARE_KEYS:
+            of_rows = tl.full((T,), 1.0, tl.float32)
+        elif x is not None:
+            of_rows = tl.load(rows + own * T + tl.arange(0, T), mask=own * T + tl.arange(0, T) < length, other=0.0)
     if sums is None:
         if incoming is not None:
-            total, total_x, _ = _read_state(total, total_x, Q, X, incoming + row * D * E, 1.0, D, E, PD, PE, DOT,
-                PRECISION)
+            total, total_x, row_sums = _read_state(total, total_x, Q, X, incoming + row * STATE, rows, of_rows, 1.0, D,
+                E, PD, PE, DOT, PRECISION)
         if INSIDE:
             # The first block, not zeros, defines what the loop adds to: else ptxas makes each product of the loop wait
             # for the one before (warning C7515).
-            total, total_x, _ = _add_block(total, total_x, Q, X, k, v, mask, seed, own * T, 0, length,
+            total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, rows, of_rows, seed, own * T, 0, length,
                 1.0, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, False, ROWS_ARE_KEYS)
+            if ROW_SUMS:
+                row_sums += tl.sum(pairs, 1)
             for other in range(1, count):
-                total, total_x, _ = _add_block(total, total_x, Q, X, k, v, mask, seed, own * T, other * S, length,
-                    1.0, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, False, ROWS_ARE_KEYS)
+                total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, rows, of_rows, seed, own * T,
+                    other * S, length, 1.0, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, False,
+                    ROWS_ARE_KEYS)
+                if ROW_SUMS:
+                    row_sums += tl.sum(pairs, 1)
     else:
         sums += b * sums_batch + h * sums_head + chunk * sums_chunk
         high, low, half = _load_sums(sums, own * T, T, SIGN)
@@ -342,8 +401,11 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, sums, incoming, grad_sums
             first = own * T + part * S
             high2, low2, half2 = _load_sums(sums, first, S, SIGN)
             own_weight = _decay_mask(high, low, half, high2, low2, half2)
-            total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, seed, own * T, first, length,
-                own_weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS)
+            total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, rows, of_rows, seed, own * T, first,
+                length, own_weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS,
+                ROWS_ARE_KEYS)
+            if ROW_SUMS:
+                row_sums += tl.sum(pairs, 1)
             if DECAYS:
                 past += tl.sum(tl.where(i[:, None] > first + j[None, :], pairs, 0.0), 1)
                 future += tl.sum(tl.where(i[:, None] < first + j[None, :], pairs, 0.0), 1)
@@ -362,23 +424,27 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, sums, incoming, grad_sums
             across = tl.where(before, (high0 - high3) + (low0 - low3) - half0, (high3 - high1) + (low3 - low1) - half1)
             factor = tl.load(factors + other * S + tl.where(before, 0, C))
             weight = (tl.where(before, from_first, to_last) * tl.exp2(across))[:, None] * factor[None, :]
-            total, total_x, of_others = _add_block(total, total_x, Q, X, k, v, mask, seed, own * T, other * S, length,
-                weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS)
+            total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, rows, of_rows, seed, own * T, other * S,
+                length, weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS)
+            if ROW_SUMS:
+                row_sums += tl.sum(pairs, 1)
             if DECAYS:
-                of_rows = tl.sum(of_others, 1)
-                past += tl.where(before, of_rows, 0.0)
-                future += tl.where(before, 0.0, of_rows)
+                of_pairs = tl.sum(pairs, 1)
+                past += tl.where(before, of_pairs, 0.0)
+                future += tl.where(before, 0.0, of_pairs)
         if incoming is not None:
-            incoming += (row * N + chunk) * D * E
+            incoming += (row * N + chunk) * STATE
             end_high, end_low, end_half = _load_sum(sums, C - 1, 1)
             from_start = tl.exp2(high + low - half)
             until_end = _weight(end_high, end_low, end_half, high, low, half)
             for direction in tl.range(0, 2, num_stages=1):  # a loop, so that registers need not hold both states
                 decay = tl.where(direction == 0, from_start, until_end)
-                total, total_x, row_sums = _read_state(total, total_x, Q, X, incoming + direction * side,
+                total, total_x, read = _read_state(total, total_x, Q, X, incoming + direction * side, rows, of_rows,
                     decay[:, None], D, E, PD, PE, DOT, PRECISION)
-                past += tl.where(direction == 0, row_sums, 0.0)
-                outside = row_sums
+                if ROW_SUMS:
+                    row_sums += read
+                past += tl.where(direction == 0, read, 0.0)
+                outside = read
         if DECAYS:
             plane = tl.cast(plane, tl.int64)
             grad_sums += row * N * C + start + tl.arange(0, T) + (3 * plane if ROWS_ARE_KEYS else 0)
@@ -387,9 +453,31 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, sums, incoming, grad_sums
             tl.store(grad_sums + 2 * plane, outside * scale)
     if ROWS_ARE_KEYS and mask is not None:
         total = tl.where(_real_tokens(mask, own * T, length, T)[:, None], total, 0.0)
-    _store_tile(out + b * L * out_token + h * E, start, out_token, L, total * scale, E, T, PE)
+    total *= scale
+    if ROW_SUMS:
+        row_sums *= scale
+        tl.store(rows + own * T + tl.arange(0, T), row_sums, mask=own * T + tl.arange(0, T) < length)
+        if EPSILON is not None:
+            total /= (row_sums + EPSILON)[:, None]
+    _store_tile(out + b * L * out_token + h * E, start, out_token, L, total, E, T, PE)
     if ROWS_ARE_KEYS:
         _store_tile(out_x + b * L * out_x_token + h * D, start, out_x_token, L, total_x * scale, D, T, PD)
+
+
+@kernel
+def rows_kernel(grad, y, row_sums, grad_undivided, grad_row_sums, H, L, blocks, E: tl.constexpr, T: tl.constexpr,
+        PE: tl.constexpr, EPSILON: tl.constexpr):
+    """From the gradient of y, (B, L, H, E), which was divided by the row sums, (B, H, L), to that of y before the
+    division and to that of the row sums, for T rows."""
+    row, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * T
+    place, inside = row // H * L * H * E + row % H * E, start + tl.arange(0, T) < L
+    rows = row * L + start + tl.arange(0, T)
+    divisor = tl.load(row_sums + rows, mask=inside, other=1.0) + EPSILON
+    of_y = _tile(grad + place, start, H * E, L, None, E, T, PE, tl.float32) / divisor[:, None]
+    of_y = of_y.to(grad_undivided.dtype.element_ty)  # rounded, as it is multiplied
+    _store_tile(grad_undivided + place, start, H * E, L, of_y, E, T, PE)
+    products = of_y.to(tl.float32) * _tile(y + place, start, H * E, L, None, E, T, PE, tl.float32)
+    tl.store(grad_row_sums + rows, -tl.sum(products, 1), mask=inside)
 
 
 @triton.jit
