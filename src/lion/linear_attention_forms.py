@@ -583,8 +583,9 @@ def save_inputs(ctx, inputs: tuple, output: Tensor | tuple[Tensor, ...] | None) 
 
 def gradients(ctx, backward: Callable, *grads: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of an operator's inputs, from `backward` and what `save_inputs` saved."""
+    saved = ctx.saved_tensors  # read once, which is all that activation checkpointing allows
     count = len(ctx.needs_input_grad) - len(ctx.numbers)
-    tensors, outputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+    tensors, outputs = saved[:count], saved[count:]
     with torch.autocast(grads[0].device.type, enabled=False):
         grads = iter(backward(*grads, *outputs, *tensors, *ctx.numbers, any(ctx.needs_input_grad[3:])))
     floating = (x is not None and x.is_floating_point() for x in tensors)
