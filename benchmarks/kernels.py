@@ -38,7 +38,13 @@ from src.errors import UserError
 from src.lion import linear_attention
 from src.lion import linear_attention_triton as host
 
-FORMS = ("full", "full, dropout", "chunkwise")
+FORMS = {  # and further arguments of `linear_attention`
+    "full": {},
+    "full, dropout": {"dropout_p": 0.1},
+    "full, rows divided": {"normalize": True},
+    "chunkwise": {},
+    "chunkwise, rows divided": {"normalize": True},
+}
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes available to a program
 THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048}  # of a multiprocessor, which has 65,536 registers
 
@@ -56,7 +62,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--head_dims", type=int, nargs="+", default=[32, 64, 128], help="(default: 32 64 128)")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
     parser.add_argument("--decays", nargs="+", default=["none", "token"], choices=("none", "head", "token"))
-    parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
+    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
     parser.add_argument("--host", action="store_true", help="time launches instead")
     parser.add_argument("--out", type=Path, default=measure.RESULTS, help="(default: benchmarks/results)")
     a = parser.parse_args(argv)
@@ -107,9 +113,8 @@ def launches(
         recorded.append(Launch(kernel, tensors))
 
     inputs = operands(decay, dtype, d, e, length)
-    dropout_p = 0.1 if form == "full, dropout" else 0.0
     with as_if_on(card), replaced(host.Kernel, "launch", record):
-        step(*inputs, form.partition(",")[0], dropout_p)()
+        step(*inputs, form)()
     return recorded
 
 
@@ -129,14 +134,15 @@ def operands(decay: str, dtype: torch.dtype, d: int, e: int, length: int, B: int
     return q, k, v, given, torch.ones(B, length, dtype=torch.bool), qkv
 
 
-def step(q, k, v, given, mask, qkv, form: str, dropout_p: float, backward: bool = True) -> Callable[[], None]:
+def step(q, k, v, given, mask, qkv, form: str, backward: bool = True) -> Callable[[], None]:
     """Return a function that takes a forward and, if requested, a backward pass as a layer of a model does."""
+    how = {"form": form.partition(",")[0], **FORMS[form]}
     name = "log_decay" if given is not None and given.ndim == 1 else "forget_logits"
     parts = (q, k, v) if qkv is None else (qkv,)
     leaves = [*parts] if given is None else [*parts, given]
 
     def run() -> None:
-        y = linear_attention(*parts, mask=mask, form=form, dropout_p=dropout_p, **{name: given})
+        y = linear_attention(*parts, mask=mask, **{name: given}, **how)
         if backward:
             torch.autograd.grad(y, leaves, y)
 
@@ -262,10 +268,9 @@ def time_launches(decays: list[str], out: Path, facts: dict) -> None:
         inputs = operands(decay, torch.bfloat16, 64, 64, 128)
         names = [launch.kernel.name for launch in launches(form, decay, torch.bfloat16, 64, 64, 128)]
         row = {"form": form, "decay": decay, "launches": len(names), "kernels": names}
-        dropout_p = 0.1 if form == "full, dropout" else 0.0
         with as_if_on(90), launching_nothing():
             for what, backward in (("forward", False), ("both", True)):
-                row[f"{what}_us"] = 1e6 * program_time(step(*inputs, form.partition(",")[0], dropout_p, backward))
+                row[f"{what}_us"] = 1e6 * program_time(step(*inputs, form, backward))
         rows.append(row)
     header = ["form", "decay", "launches", "forward, µs", "with backward, µs"]
     lines = [

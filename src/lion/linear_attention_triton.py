@@ -8,6 +8,7 @@ import os
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from . import triton_kernels as kernels
 from .linear_attention_forms import EPSILON, LOG_ZERO, gradients, operator, save_inputs
@@ -190,10 +191,10 @@ class Plan:
             (scale, *where, side, plane, *decay_strides, *sums), **log_zero, STATE=state, PART=1024, SIZE=size,
             num_warps=4,
         )  # fmt: skip
-        blocks = triton.cdiv(L, 32)
+        blocks, self.padded = self.N * self.C // self.G, self.N * self.C
         self.rows = Kernel(
-            "rows", kernels.rows_kernel, B * H * blocks, (H, L, blocks), E=E, T=32, PE=_padded(E), EPSILON=EPSILON,
-            num_warps=4,
+            "rows", kernels.rows_kernel, B * H * blocks, (H, L, self.padded, blocks), E=E, T=self.G, PE=_padded(E),
+            EPSILON=EPSILON, num_warps=4,
         )  # fmt: skip
         self.plane, self.packed = plane, packed
 
@@ -272,11 +273,11 @@ class _Call:
         dy = _empty(v).copy_(dy) if not dy.transpose(1, 2).is_contiguous() or dy.data_ptr() % 16 else dy
         if plan.divides:  # float16 could not hold a gradient that is divided by a small sum
             undivided = torch.empty_like(dy, dtype=dy.dtype if dy.dtype == torch.bfloat16 else torch.float32)
-            of_rows = torch.empty_like(rows)
+            of_rows = rows.new_empty(*rows.shape[:2], plan.padded)
             plan.rows.launch(dy, y, rows, undivided, of_rows)
             dy = undivided
         elif plan.sums_rows:
-            of_rows = of_rows.contiguous()
+            of_rows = F.pad(of_rows, (0, plan.padded - of_rows.shape[-1]))
         if plan.packed:
             (B, H, L, D) = q.shape
             whole = torch.empty(B, L, 3, H, D, dtype=q.dtype, device=q.device)

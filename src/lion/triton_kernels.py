@@ -185,7 +185,7 @@ def states_kernel(k, v, mask, rows, sums, states, H, L, C, N, columns, side, k_b
         PE: tl.constexpr, STATE: tl.constexpr, SIGN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """Σ_j k_j v_jᵀ of one chunk, decayed to its end and to its start: (2, B·H, N, STATE), or (1, B·H, N, STATE) without
     decays. STATE is D·E or, with row sums, D·(E + 1): then Σ_j k_j follows, each k_j times its entry of `rows`, (B, H,
-    L), if given. A program computes PE columns."""
+    N·C), if given. A program computes PE columns."""
     ROW_SUMS: tl.constexpr = STATE > D * E
     row, rest = (tl.program_id(0) // (N * columns)).to(tl.int64), tl.program_id(0) % (N * columns)
     chunk, column = (rest // columns).to(tl.int64), rest % columns * PE
@@ -195,7 +195,7 @@ def states_kernel(k, v, mask, rows, sums, states, H, L, C, N, columns, side, k_b
     if mask is not None:
         mask += b * L
     if rows is not None:
-        rows += row * L
+        rows += row * N * C
     begin, end = chunk * C, tl.minimum(chunk * C + C, L)
     rightward, leftward = tl.zeros((PD, PE), tl.float32), tl.zeros((PD, PE), tl.float32)
     last_rightward, last_leftward = tl.zeros((PD,), tl.float32), tl.zeros((PD,), tl.float32)
@@ -209,8 +209,7 @@ def states_kernel(k, v, mask, rows, sums, states, H, L, C, N, columns, side, k_b
         if ROW_SUMS:
             last = K.to(tl.float32)
             if rows is not None:
-                token = start + tl.arange(0, S)
-                last *= tl.load(rows + token, mask=token < L, other=0.0)[:, None]
+                last *= tl.load(rows + start + tl.arange(0, S))[:, None]
         if sums is None:
             rightward = tl.dot(tl.trans(K), V, rightward, input_precision=PRECISION)
             if ROW_SUMS:
@@ -281,8 +280,7 @@ def _add_block(total, total_x, Q, X, k, v, mask, rows, of_rows, seed, start, fir
         total_x = tl.dot(scores_x.to(DOT), K, total_x, input_precision=PRECISION)
         scores = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
         if rows is not None:
-            other = first + tl.arange(0, S)
-            scores += tl.load(rows + other, mask=other < length, other=0.0)[None, :]
+            scores += tl.load(rows + first + tl.arange(0, S))[None, :]
         pairs = scores_x * scores
         scores *= weight
     else:
@@ -341,8 +339,8 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
 
     out_x is scale · (XVᵀ⊙M) K. grad_sums, if requested, receives row sums of (QKᵀ⊙M) ⊙ XVᵀ, the gradients of exclusive,
     inclusive and the sum over the chunk: planes 0 to 2 from ∂q, 3 to 5 from ∂k. `mask` is of the keys, and `incoming`
-    are the states of k and v. `rows`, (B, H, L), if given, receives the row sums of y, by which y is divided if EPSILON
-    is a number; for gradients it holds those of the row sums.
+    are the states of k and v. `rows`, if given, receives the row sums of y, (B, H, L), by which y is divided if EPSILON is
+    a number; for gradients it holds those of the row sums, (B, H, N·C).
     """
     ROWS_ARE_KEYS: tl.constexpr = out_x is not None
     SIGN: tl.constexpr = -1 if ROWS_ARE_KEYS else 1
@@ -368,13 +366,14 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
         x += b * x_batch + h * x_head + chunk * C * x_token
         X = _tile(x, own * T, x_token, length, mask if ROWS_ARE_KEYS else None, E, T, PE, DOT)
     total, total_x = tl.zeros((T, PE), tl.float32), tl.zeros((T, PD), tl.float32)
-    row_sums, of_rows = tl.zeros((T,), tl.float32), None
+    row_sums = tl.zeros((T,), tl.float32)
+    of_rows = None
     if rows is not None:
-        rows += row * L + chunk * C
+        rows += row * (L if ROW_SUMS else N * C) + chunk * C
         if ROWS_ARE_KEYS:
             of_rows = tl.full((T,), 1.0, tl.float32)
-        elif x is not None:
-            of_rows = tl.load(rows + own * T + tl.arange(0, T), mask=own * T + tl.arange(0, T) < length, other=0.0)
+        elif not ROW_SUMS:
+            of_rows = tl.load(rows + own * T + tl.arange(0, T))
     if sums is None:
         if incoming is not None:
             total, total_x, row_sums = _read_state(total, total_x, Q, X, incoming + row * STATE, rows, of_rows, 1.0, D,
@@ -465,19 +464,18 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
 
 
 @kernel
-def rows_kernel(grad, y, row_sums, grad_undivided, grad_row_sums, H, L, blocks, E: tl.constexpr, T: tl.constexpr,
+def rows_kernel(grad, y, row_sums, grad_undivided, grad_row_sums, H, L, padded, blocks, E: tl.constexpr, T: tl.constexpr,
         PE: tl.constexpr, EPSILON: tl.constexpr):
     """From the gradient of y, (B, L, H, E), which was divided by the row sums, (B, H, L), to that of y before the
-    division and to that of the row sums, for T rows."""
+    division and to that of the row sums, (B, H, padded) with zeros at the end, for T rows."""
     row, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * T
     place, inside = row // H * L * H * E + row % H * E, start + tl.arange(0, T) < L
-    rows = row * L + start + tl.arange(0, T)
-    divisor = tl.load(row_sums + rows, mask=inside, other=1.0) + EPSILON
+    divisor = tl.load(row_sums + row * L + start + tl.arange(0, T), mask=inside, other=1.0) + EPSILON
     of_y = _tile(grad + place, start, H * E, L, None, E, T, PE, tl.float32) / divisor[:, None]
     of_y = of_y.to(grad_undivided.dtype.element_ty)  # rounded, as it is multiplied
     _store_tile(grad_undivided + place, start, H * E, L, of_y, E, T, PE)
     products = of_y.to(tl.float32) * _tile(y + place, start, H * E, L, None, E, T, PE, tl.float32)
-    tl.store(grad_row_sums + rows, -tl.sum(products, 1), mask=inside)
+    tl.store(grad_row_sums + row * padded + start + tl.arange(0, T), -tl.sum(products, 1))
 
 
 @triton.jit
