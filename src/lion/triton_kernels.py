@@ -198,7 +198,7 @@ def states_kernel(k, v, mask, rows, sums, states, H, L, C, N, columns, side, k_b
         rows += row * N * C
     begin, end = chunk * C, tl.minimum(chunk * C + C, L)
     rightward, leftward = tl.zeros((PD, PE), tl.float32), tl.zeros((PD, PE), tl.float32)
-    last_rightward, last_leftward = tl.zeros((PD,), tl.float32), tl.zeros((PD,), tl.float32)
+    last_rightward, last_leftward = tl.zeros((S, PD), tl.float32), tl.zeros((S, PD), tl.float32)
     if sums is not None:
         sums += b * sums_batch + h * sums_head + chunk * sums_chunk
         end_high, end_low, end_half = _load_sum(sums, C - 1, 1)
@@ -213,7 +213,7 @@ def states_kernel(k, v, mask, rows, sums, states, H, L, C, N, columns, side, k_b
         if sums is None:
             rightward = tl.dot(tl.trans(K), V, rightward, input_precision=PRECISION)
             if ROW_SUMS:
-                last_rightward += tl.sum(last, 0)
+                last_rightward += last
         else:
             high, low, half = _load_sums(sums, block * S, S, SIGN)
             to_end = _weight(end_high, end_low, end_half, high, low, -half)
@@ -222,8 +222,8 @@ def states_kernel(k, v, mask, rows, sums, states, H, L, C, N, columns, side, k_b
             rightward = tl.dot(tl.trans(K), (V * to_end[:, None]).to(DOT), rightward, input_precision=PRECISION)
             leftward = tl.dot(tl.trans(K), (V * from_start[:, None]).to(DOT), leftward, input_precision=PRECISION)
             if ROW_SUMS:
-                last_rightward += tl.sum(last * to_end[:, None], 0)
-                last_leftward += tl.sum(last * from_start[:, None], 0)
+                last_rightward += last * to_end[:, None]
+                last_leftward += last * from_start[:, None]
     states += (row * N + chunk) * STATE
     _store_tile(states + column, 0, E, D, rightward, E - column, PD, PE)
     if sums is not None:
@@ -231,9 +231,9 @@ def states_kernel(k, v, mask, rows, sums, states, H, L, C, N, columns, side, k_b
     if ROW_SUMS:
         entry = tl.arange(0, PD)
         inside, entry = (entry < D) & (column == 0), D * E + entry
-        tl.store(states + entry, last_rightward.to(states.dtype.element_ty), mask=inside)
+        tl.store(states + entry, tl.sum(last_rightward, 0).to(states.dtype.element_ty), mask=inside)
         if sums is not None:
-            tl.store(states + side + entry, last_leftward.to(states.dtype.element_ty), mask=inside)
+            tl.store(states + side + entry, tl.sum(last_leftward, 0).to(states.dtype.element_ty), mask=inside)
 
 
 @kernel
