@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import triton_kernels as kernels
-from .linear_attention_forms import EPSILON, LOG_ZERO, gradients, operator, save_inputs
+from .custom_operators import gradients, operator, save_inputs
+from .linear_attention_forms import EPSILON, LOG_ZERO
 from .triton_kernels import tl, triton
 
 # Head sizes, of q and k and of v, that fit the registers of one program; larger ones would spill to memory.

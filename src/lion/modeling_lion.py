@@ -23,6 +23,7 @@ from .cpu import speed_up
 from .cpu_kernel import covers  # noqa: F401
 from .cpu_kernel_source import SOURCE  # noqa: F401
 from .cpu_linear import linear  # noqa: F401
+from .custom_operators import operator  # noqa: F401
 from .linear_attention import SegmentStates  # noqa: F401
 from .linear_attention_forms import sequence_starts
 from .linear_attention_native import full_forward  # noqa: F401
@@ -43,10 +44,9 @@ class LionEmbeddings(nn.Module):
 
     def __init__(self, config: LionConfig):
         super().__init__()
-        D = config.hidden_size
+        D, kind = config.hidden_size, config.position_embedding
         self.word_embeddings = nn.Embedding(config.vocab_size, D, padding_idx=config.pad_token_id)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, D) if config.type_vocab_size else None
-        kind = config.position_embedding
         learned = MIXERS[config.mixer].has_positions if kind is None else kind == "learned"
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, D) if learned else None
         self.LayerNorm = build_norm(config, config.layer_norm_eps)
