@@ -87,7 +87,7 @@ def run(
         with tempfile.TemporaryDirectory() as work:
             output, errors = Path(work, "stdout"), Path(work, "stderr")
             status = warm.join(
-                warm.start(script, *arguments, output=output, errors=errors, cwd=cwd, forks=True), timeout
+                warm.start(script, *arguments, output=output, errors=errors, cwd=cwd), timeout
             )
             return Result(status, output.read_text(), errors.read_text())
     command = [sys.executable, str(ROOT / script), *map(str, arguments)]

@@ -28,7 +28,7 @@ def saved(tmp_path_factory, write_config) -> tuple[Path, Path]:
     """Config file and save_folder of a run of 6 steps that exported each of its saves, and kept one."""
     folder = tmp_path_factory.mktemp("saved")
     config = write_config(folder, hf_export="save", save_num_checkpoints_to_keep=1, loggers={})
-    status, output = warm.run("main.py", config, output=folder / "output", forks=True)
+    status, output = warm.run("main.py", config, output=folder / "output")
     assert status == 0, output
     assert "Hub folder was not written" not in output
     assert output.rstrip().endswith(f"Hub folder    {folder / 'run' / 'hub' / 'ep0-ba6'}")
@@ -51,7 +51,7 @@ def test_a_finished_run_exports_a_lost_hub_folder_again_without_training(saved):
     config, folder = saved
     (folder / "hub" / "ep0-ba6").rename(folder / "lost")
     before = (folder / "metrics.jsonl").read_bytes()
-    status, output = warm.run("main.py", config, output=folder / "output", forks=True)
+    status, output = warm.run("main.py", config, output=folder / "output")
     assert status == 0 and output.rstrip().endswith(f"Hub folder    {folder / 'hub' / 'ep0-ba6'}")
     assert folders(folder) == {"ep0-ba6"}
     assert (folder / "metrics.jsonl").read_bytes() == before

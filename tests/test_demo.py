@@ -60,7 +60,7 @@ class WarmCommand:
         self.output, self.errors = (folder / f"{kind}-{len(list(folder.iterdir()))}" for kind in ("stdout", "stderr"))
         self.output.touch()
         script, *arguments = command[1:]
-        self.process = warm.start(script, *arguments, output=self.output, errors=self.errors, forks=True)
+        self.process = warm.start(script, *arguments, output=self.output, errors=self.errors)
 
     def wait(self) -> int:
         status = warm.join(self.process)

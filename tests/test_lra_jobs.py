@@ -194,7 +194,7 @@ def test_a_changed_rate_or_row_reruns_only_its_task_and_runs_are_compared(traine
 def test_a_killed_command_resumes_to_the_same_scores_and_predictions(trained, write_yaml, tmp_path):
     path = write_yaml(tmp_path / "lra.yaml", tasks_to_run=["listops"])
     jobs = tmp_path / "run/jobs"
-    process = warm.start("lra.py", path, output=tmp_path / "out", forks=True)
+    process = warm.start("lra.py", path, output=tmp_path / "out")
     running = jobs / "listops-2/metrics.jsonl"
     warm.wait_for(lambda: (jobs / "listops-1/result.json").exists() and running.exists(), process)
     os.killpg(process.pid, signal.SIGKILL)

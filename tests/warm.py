@@ -1,17 +1,25 @@
-"""Commands in processes of their own that start at once: forked from a server that has imported what takes seconds."""
+"""Commands in processes of their own that start at once: forked from a server that has imported what takes seconds. What
+they start is forked from it too: by multiprocessing, and as `sys.executable`, which is then `python()`."""
 
 import atexit
+import json
 import multiprocessing
 import os
 import resource
 import runpy
+import select
+import signal
 import socket
 import sys
+import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import plain
@@ -19,6 +27,30 @@ import plain
 from src import cli
 
 ROOT = Path(__file__).resolve().parent.parent
+WORK = tempfile.TemporaryDirectory(prefix="warm-")
+# What libraries read when they are imported: where one differs, `python()` is the real one.
+FIXED = "HF_ENDPOINT HF_HOME LION_NATIVE LION_TRITON OMP_NUM_THREADS PYTHONPATH TRITON_INTERPRET".split()
+SIGNALS = signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
+
+CLIENT = """#!{real} -IS
+import json, os, signal, socket, sys
+connection = socket.socket(socket.AF_UNIX)
+try:
+    if {{name: os.environ.get(name) for name in {names}}} != {fixed}:
+        raise OSError
+    connection.connect({path!r})
+except OSError:
+    os.execv({real!r}, [{real!r}, *sys.argv[1:]])
+for number in {signals}:
+    signal.signal(number, lambda number, _: connection.send(bytes([number])))
+job = json.dumps({{"arguments": sys.argv, "cwd": os.getcwd(), "environment": dict(os.environ)}})
+socket.send_fds(connection, [job.encode() + b"\\n"], [0, 1, 2])
+status = int(connection.makefile().readline() or -signal.SIGKILL)
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
 
 
 def start(
@@ -28,7 +60,6 @@ def start(
     errors: Path | None = None,
     file_size: int | None = None,
     cwd: Path | None = None,
-    forks: bool = False,
     **changes: str,
 ) -> BaseProcess:
     """Start a script of the repository, as `python script arguments` does, as the leader of a process group.
@@ -38,23 +69,42 @@ def start(
         errors: one for stderr alone.
         file_size: the most bytes that the process can write to a file, as on a full disk.
         cwd: its working directory; default: this process's.
-        forks: whether what it starts beside itself is forked too, and starts at once.
         changes: environment variables.
     """
+    given = script, [str(value) for value in arguments], output, errors, file_size, cwd, changes
+    return forked(execute, python(), *given)
+
+
+def forked(target: Callable[..., None], *arguments: object) -> BaseProcess:
+    """Start target(the server's address, *arguments) in a process that is forked from the server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["warm_imports"])
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
     try:
-        multiprocessing.forkserver.ensure_running()
+        forkserver.ensure_running()
     finally:
         os.environ.pop("PYTHONPATH") if path is None else os.environ.update(PYTHONPATH=path)
-    process = context.Process(
-        target=execute,
-        args=(script, [str(value) for value in arguments], output, errors, file_size, cwd, forks, changes),
-    )
+    process = context.Process(target=target, args=(forkserver._forkserver._forkserver_address, *arguments))
     process.start()
     return process
+
+
+def python() -> str:
+    """Return an executable that runs programs as `sys.executable` does, in processes that are forked from the server. It
+    hands signals on to the process group of its program, whose exit status is its own; if it is killed, so is that
+    group."""
+    executable, path = Path(WORK.name, "python"), f"{WORK.name}/socket"
+    if not executable.exists():
+        fixed = {name: os.environ.get(name) for name in FIXED}
+        signals = [int(number) for number in SIGNALS]
+        text = CLIENT.format(real=sys.executable, names=FIXED, fixed=fixed, path=path, signals=signals)
+        executable.write_text(text)
+        executable.chmod(0o755)
+        server = forked(serve, path)
+        atexit.register(server.kill)
+        wait_for(Path(path).exists, server)
+    return str(executable)
 
 
 def run(script: str, *arguments: object, output: Path, **options: object) -> tuple[int, str]:
@@ -104,13 +154,14 @@ def wait_for(condition: Callable[[], object], process: BaseProcess, seconds: flo
 
 
 def execute(
+    address: str,
+    executable: str,
     script: str,
     arguments: list[str],
     output: Path,
     errors: Path | None,
     file_size: int | None,
     cwd: Path | None,
-    forks: bool,
     changes: dict[str, str],
 ) -> None:
     """Be the command."""
@@ -122,20 +173,93 @@ def execute(
     if cwd is not None:
         os.chdir(cwd)
     os.environ.update(changes)
+    try:
+        run_program(address, executable, [str(ROOT / script), *arguments])
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing ends a process without them
+
+
+def run_program(address: str, executable: str, arguments: list[str]) -> None:
+    """Run `python arguments` in this process, which is forked from the server."""
+    server = forkserver._forkserver  # processes of its own are forked from the same
+    server._forkserver_address, server.ensure_running = address, lambda: None
+    get_context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: get_context("forkserver" if method == "spawn" else method)
     cli.RANK_DELAY = 0
     if folder := sys.modules.get("src.publish.folder"):
         folder.subprocess = plain
-    if forks:
-        import src.jobs.jobs
-        import src.jobs.pool
-        import src.publish.background
+    sys.executable = executable
+    program, *sys.argv = arguments
+    if program == "-m":
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif program == "-c":
+        exec(compile(sys.argv[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = arguments
+        runpy.run_path(program, run_name="__main__")
 
-        own = SimpleNamespace(**vars(multiprocessing))
-        own.get_context = src.jobs.pool.get_context = lambda method: multiprocessing.get_context("fork")
-        src.publish.background.multiprocessing = own
-        src.jobs.jobs.start_server = lambda *_: None
-    sys.argv = [script, *arguments]
+
+def serve(address: str, path: str) -> None:
+    """Fork the programs of `python()` until the socket is deleted."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{path}-new")
+        server.listen()
+        os.rename(f"{path}-new", path)
+        server.settimeout(1)
+        while os.path.exists(path):
+            with suppress(TimeoutError):
+                connection, _ = server.accept()
+                with connection:
+                    if os.fork() == 0:
+                        supervise(address, connection)
+
+
+def supervise(address: str, connection: socket.socket) -> None:
+    """Fork one program, hand on its signals, and report its exit status."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    connection.settimeout(None)
+    text, descriptors = b"", []
+    while not text.endswith(b"\n"):
+        more, given, *_ = socket.recv_fds(connection, 2**16, 3)
+        text, descriptors = text + more, descriptors + given
+    if (pid := os.fork()) == 0:
+        connection.close()
+        program(address, json.loads(text), descriptors)
+    ended = os.pidfd_open(pid)
+    while ended not in select.select([connection, ended], [], [])[0]:
+        number = connection.recv(1)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, number[0] if number else signal.SIGKILL)
+        if not number:
+            break
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(OSError):
+        connection.sendall(b"%d\n" % status)
+    os._exit(0)
+
+
+def program(address: str, job: dict[str, Any], descriptors: list[int]) -> None:
+    """Be the program, to its end."""
+    os.setsid()
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    status, (executable, *arguments) = 1, job["arguments"]
     try:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
-    finally:
-        atexit._run_exitfuncs()  # multiprocessing ends a process without them
+        run_program(address, executable, arguments)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
