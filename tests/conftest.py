@@ -33,6 +33,7 @@ os.environ |= {
     "NO_PROXY": "127.0.0.1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in this process, not in a pool of others
 }
 sys.path.insert(0, str(ROOT))
 import plain  # noqa: E402
@@ -83,14 +84,8 @@ def run(
 ) -> Result:
     """Run a script of the repository, e.g. "src/hub.py", as a user does, in a process that starts at once; with `fresh`,
     or with `changes` of environment variables, in one that takes seconds to import everything."""
-    if not fresh and not changes:
-        with tempfile.TemporaryDirectory() as work:
-            output, errors = Path(work, "stdout"), Path(work, "stderr")
-            status = warm.join(
-                warm.start(script, *arguments, output=output, errors=errors, cwd=cwd), timeout
-            )
-            return Result(status, output.read_text(), errors.read_text())
-    command = [sys.executable, str(ROOT / script), *map(str, arguments)]
+    python = sys.executable if fresh or changes else warm.python()
+    command = [python, str(ROOT / script), *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, env=environment(**changes), capture_output=True, text=True, timeout=timeout)
     return Result(done.returncode, done.stdout, done.stderr)
 

@@ -18,13 +18,18 @@ from pathlib import Path
 from typing import Any
 
 FIXED = ("HF_ENDPOINT", "HF_HOME", "OMP_NUM_THREADS")  # what libraries read when they are imported
+PYTHON = sys.executable
 SOCKET = "PLAIN_SERVER"  # the variable with the path of the server's socket, which all processes of a test share
 
 
 def run(command: list[str], *, cwd: str | Path, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess:
     """Run `python -c program arguments` with captured text, as `subprocess.run` does."""
     offline = env.get("HF_HUB_OFFLINE") == "1" and not env.get("PYTHONPATH")
-    if command[0] != sys.executable or not offline or any(env.get(name) != os.environ.get(name) for name in FIXED):
+    if (
+        command[0] not in (PYTHON, sys.executable)
+        or not offline
+        or any(env.get(name) != os.environ.get(name) for name in FIXED)
+    ):
         return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
     with connect(env) as connection, tempfile.TemporaryDirectory() as work:
         job = {"command": command[command.index("-c") + 1 :], "cwd": str(cwd), "env": env, "work": work}
@@ -46,8 +51,10 @@ def connect(env: dict[str, str]) -> socket.socket:
             connection.close()
             if started is None or started.poll():
                 variables = {**env, SOCKET: path, "HF_MODULES_CACHE": "/nowhere"}
-                command = [sys.executable, "-W", "ignore", "-I", __file__]
-                started = subprocess.Popen(command, env=variables, cwd="/", stdout=subprocess.DEVNULL)
+                command = [PYTHON, "-W", "ignore", "-I", __file__]
+                started = subprocess.Popen(
+                    command, env=variables, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                )
             time.sleep(0.05)
 
 

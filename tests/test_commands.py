@@ -23,7 +23,7 @@ import_published = partial(hub.export, published=True)
 
 def test_export_and_verify_accept_relative_paths(tmp_path, write_checkpoint, tokenizer, monkeypatch):
     write_checkpoint(tmp_path / "checkpoint.pt")
-    result = run("src/hub.py", "export", "--checkpoint", "checkpoint.pt", "--out", "my-model", cwd=tmp_path, fresh=True)
+    result = run("src/hub.py", "export", "--checkpoint", "checkpoint.pt", "--out", "my-model", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("my-model gives the checkpoint's logits")
     assert result.stderr == ""

@@ -527,7 +527,6 @@ def test_standard_input_gives_one_split(tmp_path):
         "0.1",
         "--out_root",
         tmp_path / "out",
-        fresh=True,
     )
     assert_one_sentence(result, "standard input", "one split")
 

@@ -5,13 +5,13 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import warm
 from conftest import ROOT, assert_one_sentence, environment, run, sentences, snapshot, write_jsonl
 from streaming.base.format.mds import MDSReader
 
@@ -332,7 +332,7 @@ def test_a_killed_conversion_leaves_no_finished_split_and_the_next_one_completes
     pipe = tmp_path / "endless.jsonl"  # fed until the kill
     os.mkfifo(pipe)
     command = [
-        sys.executable,
+        warm.python(),
         ROOT / "src" / "convert_dataset.py",
         "--data_files",
         pipe,

@@ -1,27 +1,20 @@
 """The demo, by its own command, at the smallest size: an existing corpus and a model of one layer."""
 
-import io
 import json
-import logging
 import os
 import random
 import re
 import subprocess
-import sys
 from collections import Counter
-from contextlib import redirect_stderr, redirect_stdout
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import warm
 from conftest import ROOT, environment
 
-from src import cli
 from src.data.convert import is_validation
 from src.demo import __main__ as demo_command
-from src.demo import search, steps
+from src.demo import search
 from src.demo.__main__ import MAX_SEQ_LEN, VAL_FRACTION, Demo, choose_precision, main
 from src.demo.comparison import print_comparison
 from src.demo.corpus import join_documents
@@ -49,27 +42,8 @@ TINY = [
 
 
 def run_demo(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "src.demo", *arguments]
+    command = [warm.python(), "-m", "src.demo", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400)
-
-
-class WarmCommand:
-    """A process of the demo, which starts at once, and prints what it has printed when it has ended."""
-
-    def __init__(self, folder: Path, command: list[str]):
-        self.output, self.errors = (folder / f"{kind}-{len(list(folder.iterdir()))}" for kind in ("stdout", "stderr"))
-        self.output.touch()
-        script, *arguments = command[1:]
-        self.process = warm.start(script, *arguments, output=self.output, errors=self.errors)
-
-    def wait(self) -> int:
-        status = warm.join(self.process)
-        sys.stdout.write(self.output.read_text())
-        sys.stderr.write(self.errors.read_text())
-        return status
-
-    def terminate(self) -> None:
-        self.process.terminate()
 
 
 def write_corpus(path) -> None:
@@ -90,15 +64,8 @@ def demo(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo")
     write_corpus(out / "corpus.jsonl")
     command = ["--model", "lion-d-tiny", "--out", str(out), *SIZES, *TINY]
-    first = SimpleNamespace(stdout=io.StringIO(), stderr=io.StringIO())
-    cli.start_log()
-    cli.log.addHandler(handler := logging.StreamHandler(first.stderr))
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(first.stdout), redirect_stderr(first.stderr):
-        command_class = partial(WarmCommand, tmp_path_factory.mktemp("output"))
-        patch.setattr(steps, "subprocess", SimpleNamespace(Popen=command_class))
-        main(command)
-    cli.log.removeHandler(handler)
-    first.stdout, first.stderr = first.stdout.getvalue(), first.stderr.getvalue()
+    first = run_demo(*command)
+    assert first.returncode == 0, first.stderr
     files = {
         path: path.stat().st_mtime_ns
         for path in out.rglob("*")
@@ -197,7 +164,7 @@ def test_horizons_are_compared_on_ones_own_text_with_several_seeds(tmp_path):
     command = ["--mixers", "lion-d", "--starts", "2-to-L", "--lengths", "48", "--seeds", "2", "--jobs", "2"]
     command += ["--data_files", "texts.jsonl", "--val_fraction", "0.1", "--vocab_size", "200", "--out", "out"]
     script = str(ROOT / "benchmarks/horizons.py")
-    command = [sys.executable, script, *command, "--tokens", "8192", *TINY[2:3], *TINY[5:]]
+    command = [warm.python(), script, *command, "--tokens", "8192", *TINY[2:3], *TINY[5:]]
     command.append("precision=fp32")
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr

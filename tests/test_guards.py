@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,7 +79,7 @@ def test_a_signalled_run_saves_its_step_and_resumes_from_it(signals, status, gro
 @pytest.mark.slow
 def test_a_signal_to_a_launcher_and_its_processes_saves_one_step(tmp_path, write_config, caplog):
     config, folder = resumable_config(tmp_path, write_config), tmp_path / "run"
-    command = [sys.executable, "-m", "composer.cli.launcher", "-n", "2", ROOT / "main.py", config]
+    command = [warm.python(), "-m", "composer.cli.launcher", "-n", "2", ROOT / "main.py", config]
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         deadline = time.monotonic() + 300

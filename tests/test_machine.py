@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import warm
 
 from src.errors import UserError
 from src.lion import cpu_kernel, cpu_linear, machine
@@ -134,11 +135,10 @@ def test_a_run_says_that_its_kernel_is_missing(tmp_path, monkeypatch, caplog):
 
 def test_the_command_prints_what_was_found_and_forgets_it(tmp_path):
     def run(*options: str) -> str:
-        command = [sys.executable, "src/machine.py", *options]
-        variables = environment() | {"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        variables = {"XDG_CACHE_HOME": str(tmp_path)}
+        status, output = warm.run("src/machine.py", *options, output=tmp_path / "output", **variables)
+        assert status == 0, output
+        return output
 
     printed = run()
     assert "1 threads" in printed and "linear attention" in printed and "plain products" in printed

@@ -97,5 +97,5 @@ def test_the_operations_of_a_step_depend_on_the_attention_form(tokenizer):
 
 @pytest.mark.slow
 def test_a_sharded_model_computes_the_same_as_an_unsharded_one(tokenizer_folder, tmp_path):
-    result = run("tests/fsdp_ranks.py", tokenizer_folder, tmp_path / "meeting", fresh=True)
+    result = run("tests/fsdp_ranks.py", tokenizer_folder, tmp_path / "meeting")
     assert result.returncode == 0, result.stderr

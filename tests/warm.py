@@ -29,7 +29,8 @@ from src import cli
 ROOT = Path(__file__).resolve().parent.parent
 WORK = tempfile.TemporaryDirectory(prefix="warm-")
 # What libraries read when they are imported: where one differs, `python()` is the real one.
-FIXED = "HF_ENDPOINT HF_HOME LION_NATIVE LION_TRITON OMP_NUM_THREADS PYTHONPATH TRITON_INTERPRET".split()
+FIXED = """HF_DATASETS_OFFLINE HF_ENDPOINT HF_HOME HF_HUB_OFFLINE LION_NATIVE LION_TRITON OMP_NUM_THREADS PYTHONPATH
+TRANSFORMERS_OFFLINE TRITON_INTERPRET XDG_CACHE_HOME""".split()
 SIGNALS = signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
 CLIENT = """#!{real} -IS
@@ -182,9 +183,12 @@ def execute(
 def run_program(address: str, executable: str, arguments: list[str]) -> None:
     """Run `python arguments` in this process, which is forked from the server."""
     server = forkserver._forkserver  # processes of its own are forked from the same
-    server._forkserver_address, server.ensure_running = address, lambda: None
+    server._forkserver_address = address
+    server.ensure_running = forkserver.ensure_running = lambda: None
+    multiprocessing.set_start_method("fork", force=True)  # the default, which a server's processes do not have
     get_context = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: get_context("forkserver" if method == "spawn" else method)
+    os.environ.pop("PYTHONPATH", None)  # the server's
     cli.RANK_DELAY = 0
     if folder := sys.modules.get("src.publish.folder"):
         folder.subprocess = plain
