@@ -3,8 +3,6 @@
 import json
 import os
 import random
-import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import warm
-from conftest import ROOT, assert_one_sentence, environment, run, sentences, snapshot, write_jsonl
+from conftest import assert_one_sentence, run, sentences, snapshot, write_jsonl
 from streaming.base.format.mds import MDSReader
 
 from src.convert_dataset import main
@@ -331,33 +329,22 @@ def test_a_killed_conversion_leaves_no_finished_split_and_the_next_one_completes
     out = tmp_path / "out"
     pipe = tmp_path / "endless.jsonl"  # fed until the kill
     os.mkfifo(pipe)
-    command = [
-        warm.python(),
-        ROOT / "src" / "convert_dataset.py",
-        "--data_files",
-        pipe,
-        "--splits",
-        "train",
-        "--out_root",
-        out,
-        "--size_limit",
-        "2000",
-    ]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    arguments = ["--data_files", pipe, "--splits", "train", "--out_root", out, "--size_limit", "2000"]
+    process = warm.start("src/convert_dataset.py", *arguments, output=tmp_path / "output")
     handle = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     line = (json.dumps({"text": "unfinished " * 20}) + "\n").encode()
     deadline = time.monotonic() + 60
     try:
         while len(list(out.rglob("*.mds"))) < 3:
-            assert process.poll() is None, "the conversion ended by itself"
+            assert process.is_alive(), "the conversion ended by itself"
             assert time.monotonic() < deadline, "no shard within 60 s"
             try:
                 os.write(handle, line)
             except BlockingIOError:
                 time.sleep(0.01)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         os.close(handle)
     assert not (out / "train").exists()
     assert not list(out.rglob("index.json"))

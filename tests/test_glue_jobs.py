@@ -307,10 +307,9 @@ def metrics(place: Path) -> int:
 
 
 def job_process(command: int) -> int:
-    """The process of the running job: a child of the fork server, which is a child of the command."""
+    """The process of the running job: the newest child of the fork server, which is a child of the command."""
     servers = [child for child in psutil.Process(command).children() if "forkserver" in " ".join(child.cmdline())]
-    (job,) = [job.pid for server in servers for job in server.children()]
-    return job
+    return max((job for server in servers for job in server.children()), key=psutil.Process.create_time).pid
 
 
 def test_devices_are_gpu_ids_or_unbound_processes(monkeypatch):

@@ -204,14 +204,14 @@ def run_program(address: str, executable: str, arguments: list[str]) -> None:
 
 
 def serve(address: str, path: str) -> None:
-    """Fork the programs of `python()` until the socket is deleted."""
+    """Fork the programs of `python()` until the socket is deleted or the tests have ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{path}-new")
         server.listen()
         os.rename(f"{path}-new", path)
         server.settimeout(1)
-        while os.path.exists(path):
+        while os.path.exists(path) and multiprocessing.parent_process().is_alive():
             with suppress(TimeoutError):
                 connection, _ = server.accept()
                 with connection:

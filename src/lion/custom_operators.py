@@ -14,8 +14,8 @@ def operator(
     """Register forward(q, k, v, ...) and its gradient as operators, and return both. `inputs` is their schema, tensors
     first. `backward` takes the output's gradient, the inputs, and whether any other floating-point tensor (log decays)
     needs a gradient; it returns the gradients of q, k and v, if given, and, if so, of all those. A compiler expects the
-    layout of `empty(x)` for gradients of q, k and v, of `of_decay(x)` for others, and of `output(q, k, v)`. With several
-    outputs, `backward` takes their gradients and then them before the inputs."""
+    layout of `empty(x)` for gradients of q, k and v, of `of_decay(x)` for others, and of `output(q, k, v)`. With
+    several outputs, `backward` takes the gradients of all, then all, and then the inputs."""
     name = re.sub(r"\W", "_", forward.__module__)  # a copy of this file in a Hub folder registers its own operators
     results = f"({', '.join(['Tensor'] * outputs)})" if outputs > 1 else "Tensor"
     before = [f"Tensor before_{number}" for number in range(2 * outputs if outputs > 1 else 1)]

@@ -247,8 +247,9 @@ class _Call:
         self.incoming = incoming if incoming is not None else self.pass_states(plan.states, k, v, self.mask, None)
 
     def pass_states(self, own: Kernel, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor | None) -> Tensor | None:
-        """The states that enter each chunk from the left and from the right, (2, B·H, N, ·); without decays one for all,
-        (1, B·H, 1, ·). For gradients, q and dy are in place of k and v, and rows are the gradients of the row sums."""
+        """The states that enter each chunk from the left and from the right, (2, B·H, N, ·); without decays one for
+        all, (1, B·H, 1, ·). For gradients, q and dy are in place of k and v, and `rows` are the gradients of the row
+        sums."""
         plan = self.plan
         if not plan.has_states:
             return None

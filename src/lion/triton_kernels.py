@@ -328,8 +328,9 @@ def _read_state(total, total_x, Q, X, pointer, rows, of_rows, decay, D, E, PD, P
 def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, grad_sums, scale, H, L, C, N, blocks, side,
         plane, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, x_batch, x_head, x_token,
         out_token, out_x_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
-        S: tl.constexpr, G: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, STATE: tl.constexpr, EPSILON: tl.constexpr,
-        INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr):
+        S: tl.constexpr, G: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, STATE: tl.constexpr,
+        EPSILON: tl.constexpr, INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+        DROPPED: tl.constexpr):
     """out = scale · (QKᵀ⊙M) V for T rows of a head: the output of linear attention, or, of other operands, a gradient.
 
         out   q    k    v    x   out_x
@@ -339,8 +340,8 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
 
     out_x is scale · (XVᵀ⊙M) K. grad_sums, if requested, receives row sums of (QKᵀ⊙M) ⊙ XVᵀ, the gradients of exclusive,
     inclusive and the sum over the chunk: planes 0 to 2 from ∂q, 3 to 5 from ∂k. `mask` is of the keys, and `incoming`
-    are the states of k and v. `rows`, if given, receives the row sums of y, (B, H, L), by which y is divided if EPSILON is
-    a number; for gradients it holds those of the row sums, (B, H, N·C).
+    are the states of k and v. `rows`, if given, receives the row sums of y, (B, H, L), by which y is divided if EPSILON
+    is a number; for gradients it holds those of the row sums, (B, H, N·C).
     """
     ROWS_ARE_KEYS: tl.constexpr = out_x is not None
     SIGN: tl.constexpr = -1 if ROWS_ARE_KEYS else 1
@@ -381,8 +382,8 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
         if INSIDE:
             # The first block, not zeros, defines what the loop adds to: else ptxas makes each product of the loop wait
             # for the one before (warning C7515).
-            total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, rows, of_rows, seed, own * T, 0, length,
-                1.0, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, False, ROWS_ARE_KEYS)
+            total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, rows, of_rows, seed, own * T, 0,
+                length, 1.0, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, False, ROWS_ARE_KEYS)
             if ROW_SUMS:
                 row_sums += tl.sum(pairs, 1)
             for other in range(1, count):
@@ -423,8 +424,9 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
             across = tl.where(before, (high0 - high3) + (low0 - low3) - half0, (high3 - high1) + (low3 - low1) - half1)
             factor = tl.load(factors + other * S + tl.where(before, 0, C))
             weight = (tl.where(before, from_first, to_last) * tl.exp2(across))[:, None] * factor[None, :]
-            total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, rows, of_rows, seed, own * T, other * S,
-                length, weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS)
+            total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, rows, of_rows, seed, own * T,
+                other * S, length, weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS,
+                ROWS_ARE_KEYS)
             if ROW_SUMS:
                 row_sums += tl.sum(pairs, 1)
             if DECAYS:
@@ -464,8 +466,8 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
 
 
 @kernel
-def rows_kernel(grad, y, row_sums, grad_undivided, grad_row_sums, H, L, padded, blocks, E: tl.constexpr, T: tl.constexpr,
-        PE: tl.constexpr, EPSILON: tl.constexpr):
+def rows_kernel(grad, y, row_sums, grad_undivided, grad_row_sums, H, L, padded, blocks, E: tl.constexpr,
+        T: tl.constexpr, PE: tl.constexpr, EPSILON: tl.constexpr):
     """From the gradient of y, (B, L, H, E), which was divided by the row sums, (B, H, L), to that of y before the
     division and to that of the row sums, (B, H, padded) with zeros at the end, for T rows."""
     row, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * T

@@ -37,7 +37,7 @@ from .linear_attention_forms import (
 log = logging.getLogger(__name__)
 FORMS = ("auto", "full", "recurrent", "chunkwise")
 # "auto" takes the full form up to these lengths, without and with decay. native: where the matrix costs fewer
-# operations than the states of heads of 64. pytorch and, on an H200, triton: about where it was measured to be no slower.
+# operations than the states of heads of 64. pytorch and triton, on an H200: where it was measured to be no slower.
 FULL_UP_TO = {"native": (64, 192), "pytorch": (64, 256), "triton": (128, 512)}
 
 
