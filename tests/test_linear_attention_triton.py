@@ -503,8 +503,8 @@ def test_a_compiled_operator_is_one_graph_and_gives_the_same_numbers(form, norma
 def test_the_custom_operators_pass_pytorchs_checks(decay):
     inputs, mask = draw(decay, 20, 1, 1, "holes")
     q, k, v, log_decay = (None if x is None else x.to(DEVICE, torch.float32) for x in inputs)
-    seed = torch.full((1, 1), 7, device=DEVICE)
-    for seed, chunk_size, dropout_p, row_mode in ((None, 16, 0.0, "sum"), (seed, 0, 0.1, "divide")):
+    drawn = torch.full((1, 1), 7, device=DEVICE)
+    for seed, chunk_size, dropout_p, row_mode in ((None, 16, 0.0, "sum"), (drawn, 0, 0.1, "divide")):
         how = log_decay, mask.to(DEVICE), None, seed, None, None, 0.5, chunk_size, dropout_p, False
         torch.library.opcheck(host._forward, (q, k, v, *how))
         torch.library.opcheck(host._backward, (torch.ones_like(v), q, k, v, *how, log_decay is not None))

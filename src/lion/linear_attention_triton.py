@@ -272,14 +272,14 @@ class _Call:
         """∂q, ∂k, ∂v, or of all three in one, and, if requested, ∂log_decay. With row sums, of_rows are their
         gradients, and y and rows are what `output` returned."""
         plan, q, k, v = self.plan, self.q, self.k, self.v
-        dy = _empty(v).copy_(dy) if not dy.transpose(1, 2).is_contiguous() or dy.data_ptr() % 16 else dy
+        dy = _laid_out(dy)
         if plan.divides:  # float16 could not hold a gradient that is divided by a small sum
             undivided = torch.empty_like(dy, dtype=dy.dtype if dy.dtype == torch.bfloat16 else torch.float32)
             of_rows = rows.new_empty(*rows.shape[:2], plan.padded)
-            plan.rows.launch(dy, y, rows, undivided, of_rows)
+            plan.rows.launch(dy, _laid_out(y), rows.contiguous(), undivided, of_rows)
             dy = undivided
         elif plan.sums_rows:
-            of_rows = F.pad(of_rows, (0, plan.padded - of_rows.shape[-1]))
+            of_rows = F.pad(of_rows, (0, plan.padded - of_rows.shape[-1])).contiguous()
         if plan.packed:
             (B, H, L, D) = q.shape
             whole = torch.empty(B, L, 3, H, D, dtype=q.dtype, device=q.device)
@@ -322,6 +322,11 @@ def _empty(x: Tensor) -> Tensor:
 
 def _empty_rows(v: Tensor) -> Tensor:
     return v.new_empty(v.shape[:-1], dtype=torch.float32)
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """x with the strides of `_empty(x)`, from an aligned address; copied only if it has others."""
+    return x if x.transpose(1, 2).is_contiguous() and x.data_ptr() % 16 == 0 else _empty(x).copy_(x)
 
 
 def _empty_decays(x: Tensor) -> Tensor:

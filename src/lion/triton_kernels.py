@@ -470,7 +470,7 @@ def rows_kernel(grad, y, row_sums, grad_undivided, grad_row_sums, H, L, padded, 
         T: tl.constexpr, PE: tl.constexpr, EPSILON: tl.constexpr):
     """From the gradient of y, (B, L, H, E), which was divided by the row sums, (B, H, L), to that of y before the
     division and to that of the row sums, (B, H, padded) with zeros at the end, for T rows."""
-    row, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * T
+    row, start = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks).to(tl.int64) * T
     place, inside = row // H * L * H * E + row % H * E, start + tl.arange(0, T) < L
     divisor = tl.load(row_sums + row * L + start + tl.arange(0, T), mask=inside, other=1.0) + EPSILON
     of_y = _tile(grad + place, start, H * E, L, None, E, T, PE, tl.float32) / divisor[:, None]
