@@ -194,6 +194,21 @@ def test_patches_are_read_in_their_orders(form, kind, read, started):
     assert {"y", "dq", "dk"} <= set(started) and ("rows" in started) == (read == "raster")
 
 
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"form": "chunkwise", "dropout_p": 0.1}, "only in the full form"),
+        ({"form": "ful"}, "form must be one of"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1"),
+    ],
+)
+def test_options_of_orders_that_cannot_be_are_refused(wrong, words, started):
+    inputs, orders = draw_patches(1, 1, (2, 3), "s", torch.float32)
+    with pytest.raises(ValueError, match=words):
+        linear_attention_in_orders(*(x.to(DEVICE) for x in inputs), orders.to(DEVICE), **wrong)
+    assert started == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_patches_in_half_precision_are_accurate_to_two_digits(dtype):
     inputs, orders = draw_patches(1, 1, (3, 5), "s", torch.float64)

@@ -37,7 +37,7 @@ def test_a_pth_gives_timms_logits(kind, heads, tmp_path, caplog):
             torch.nn.init.normal_(tensor, std=0.2)
     # The number of heads is that of the model's name; or, where there is none, as DeiT's own files, one per 64 channels.
     save(model, tmp_path / "it.pth", **({"model": "deit_tiny_patch16_224"} if heads == 3 else {}))
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="lion"):
         read = read_checkpoint(tmp_path / "it.pth")
     assert read.config.num_attention_heads == heads and read.config.num_labels == 7
     assert ("one per 64 channels" in caplog.text) == (heads == 1)

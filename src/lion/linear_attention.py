@@ -308,7 +308,7 @@ def _check(
         ("left_state", left_state, state),
         ("right_state", right_state, state),
     )
-    check_options(mask, seq_idx, left_state, right_state, form, chunk_size)
+    check_options(mask, seq_idx, left_state, right_state, form, chunk_size, dropout_p)
     if forget_logits is not None and not (log_decay is None and log_decay_future is None):
         raise ValueError("forget_logits and log_decay are two ways to give decays; omit one")
     if log_decay is None and log_decay_future is not None:
@@ -316,8 +316,6 @@ def _check(
     for name, of_future in (("right_state", right_state), ("log_decay_future", log_decay_future)):
         if causal and of_future is not None:
             raise ValueError(f"{name} cannot be combined with causal, which reads no keys to the right; omit one")
-    if dropout_p > 0 and form not in ("auto", "full"):
-        raise ValueError(f"attention dropout exists only in the full form; set it to 0 for the {form} form")
 
 
 def is_fused(q, k, v, form: str, dropout_p: float, others: dict[str, bool] | None = None) -> bool:

@@ -65,7 +65,7 @@ def fused_linear_attention(
     """Compute `linear_attention`, (B, H, L, E), for operands that `covers` accepts; the full form if `chunk_size` is 0.
     Only the full form has dropout, with 0 ≤ dropout_p < 1. If k and v are None, q holds all three, (B, L, 3, H, D),
     and so does its gradient. forget_logits: whether log_decay holds logits of 1 − λ. rows: "divide" divides each row by
-    its sum + EPSILON; "sum" returns the row sums too, (B, H, L) in float32."""
+    its sum + EPSILON; "sum" returns rows as they are in float32, and their sums, (B, H, L) in float32."""
     seed = None  # one number per matrix, from which both passes derive the dropped entries
     if count_dropped(dropout_p) > 0:
         seed = torch.randint(2**62, (q.shape[0], q.shape[-2] if v is None else q.shape[1]), device=q.device)
@@ -134,7 +134,7 @@ class Plan:
         self.sums_shape = (1, H, 1, width) if uniform else (B, H, self.N, width)
         sums = (0, width, 0) if uniform else (H * self.N * width, self.N * width, width) if self.decays else (0, 0, 0)
         directions = 2 if self.decays else 1
-        self.sums_rows, self.divides = row_mode != "", row_mode == "divide"
+        self.row_mode, self.sums_rows, self.divides = row_mode, row_mode != "", row_mode == "divide"
         state = D * E + (D if self.sums_rows else 0)
         self.states_shape = directions, B * H, self.N, state
         # The type in which states are multiplied; without decays they are summed before.
@@ -263,7 +263,9 @@ class _Call:
 
     def output(self) -> tuple[Tensor, Tensor | None]:
         """y, and the row sums if there are any."""
-        y, rows = _empty(self.v), _empty_rows(self.v) if self.plan.sums_rows else None
+        y, rows = _empty_output(None, None, self.v, self.plan.row_mode), None
+        if self.plan.sums_rows:
+            rows = _empty_rows(self.v)
         rest = self.mask, self.seed, rows, self.sums, self.incoming, None
         self.plan.y.launch(self.q, self.k, self.v, None, y, None, *rest)
         return y, rows
@@ -334,12 +336,14 @@ def _empty_decays(x: Tensor) -> Tensor:
     return x.new_empty(x.shape) if x.ndim == 1 else x.new_empty(x.mT.shape).mT
 
 
-def _empty_output(q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-    return _empty(q[:, :, 0].transpose(1, 2) if v is None else v)
+def _empty_output(q: Tensor | None, k: Tensor | None, v: Tensor | None, *others) -> Tensor:
+    """In float32 if rows are not divided yet: float16 could not hold them or their gradients."""
+    y = _empty(q[:, :, 0].transpose(1, 2) if v is None else v)
+    return torch.empty_like(y, dtype=torch.float32) if others[-1:] == ("sum",) else y
 
 
-def _empty_outputs(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
-    y = _empty_output(q, k, v)
+def _empty_outputs(*inputs) -> tuple[Tensor, Tensor]:
+    y = _empty_output(*inputs)
     return y, _empty_rows(y)
 
 

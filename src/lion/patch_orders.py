@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from .linear_attention import attention_matrix, definition, fused_with_row_sums, is_fused, linear_attention, with_ones
 from .linear_attention_forms import BLOCK_ENTRIES, EPSILON, cumulative_log_decay, mirrored_weights, split_sums
-from .two_sided_attention import check_shapes, resolve_form
+from .two_sided_attention import check_options, check_shapes, resolve_form
 
 
 def snakes(height: int, width: int, prefix: int = 1, device: torch.device | None = None) -> Tensor:
@@ -63,6 +63,7 @@ def linear_attention_in_orders(
         ("v", v, (B, H, L, v.shape[-1])),
         ("log_decay", log_decay, (O * H,), (B, O * H, L)),
     )
+    check_options(None, None, None, None, form, chunk_size, dropout_p)
     dtype, fused = v.dtype, is_fused(q, k, v, form, dropout_p)
     if not fused:
         wide = torch.promote_types(dtype, torch.float32)
