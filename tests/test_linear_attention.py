@@ -593,7 +593,7 @@ def test_values_of_another_sequence_are_not_seen_however_large():
         torch.testing.assert_close(y[:, :, :10], alone, atol=1e-9, rtol=1e-9)
 
 
-def in_segments(q, k, v, log_decay, mask=None, *, lengths=(10, 1, 16, 6), **options):
+def in_segments(q, k, v, log_decay, mask=None, *, lengths=(10, 1, 16, 6), normalize=False, **options):
     """A text read segment by segment, as `segment_states` says."""
     starts = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
     parts = [slice(*bounds) for bounds in itertools.pairwise(starts)]
@@ -601,7 +601,10 @@ def in_segments(q, k, v, log_decay, mask=None, *, lengths=(10, 1, 16, 6), **opti
     def of(x, part):
         return x[..., part] if x is not None and x.ndim > 1 else x
 
-    states = [segment_states(k[:, :, part], v[:, :, part], of(log_decay, part), mask=of(mask, part)) for part in parts]
+    states = [
+        segment_states(k[:, :, part], v[:, :, part], of(log_decay, part), mask=of(mask, part), normalize=normalize)
+        for part in parts
+    ]
     left, lefts = torch.zeros_like(states[0].rightward), []
     for state in states:
         lefts.append(left)
@@ -610,7 +613,7 @@ def in_segments(q, k, v, log_decay, mask=None, *, lengths=(10, 1, 16, 6), **opti
     for part, left, state in reversed(list(zip(parts, lefts, states))):
         y = linear_attention(
             q[:, :, part], k[:, :, part], v[:, :, part], of(log_decay, part), mask=of(mask, part),
-            left_state=left, right_state=right, **options,
+            left_state=left, right_state=right, normalize=normalize, **options,
         )  # fmt: skip
         outputs.append(y)
         right = right * state.across + state.leftward

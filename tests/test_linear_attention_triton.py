@@ -400,11 +400,14 @@ def test_dropout_drops_entries_independently():
         assert float(moved.abs().max()) < 7
 
 
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_segments_give_the_outputs_of_one_call(form):
-    inputs, mask = draw("token", 33, 1, 1, "holes")
-    actual = results(in_segments, inputs, device=DEVICE, dtype=torch.float32, mask=mask, form=form, chunk_size=16)
-    assert max(distance(x, y) for x, y in zip(actual, exact(inputs, torch.float32, mask=mask))) < 1e-5
+def test_segments_give_the_outputs_of_one_call(form, normalize, started):
+    inputs, mask = draw("token", 33, 1, 1, "holes", positive=True)
+    options = {"mask": mask, "normalize": normalize}
+    actual = results(in_segments, inputs, device=DEVICE, dtype=torch.float32, form=form, chunk_size=16, **options)
+    assert max(distance(x, y) for x, y in zip(actual, exact(inputs, torch.float32, **options))) < 1e-5
+    assert "dk" in started
 
 
 @pytest.mark.parametrize("in_one", [False, True])
@@ -579,7 +582,6 @@ def test_float32_is_accurate_to_five_digits_far_into_a_text(form, slow_at_the_en
     "changes",
     [
         {"dtype": torch.float64}, {"d": 65}, {"e": 65}, {"e": 129, "dtype": torch.bfloat16}, {"form": "recurrent"},
-        {"left_state": torch.zeros(1, 1, 4, 5, device=DEVICE), "normalize": True},
         {"form": "full", "dropout_p": 1.0}, {"v_dtype": torch.bfloat16}, {"fused": False},
     ],
     ids=str,

@@ -1,7 +1,8 @@
-"""Commands in processes of their own that start at once: forked from a server that has imported what takes seconds. What
-they start is forked from it too: by multiprocessing, and as `sys.executable`, which is then `python()`."""
+"""Commands in processes of their own that start at once: forked from a server that has imported what takes seconds.
+What they start is forked from it too: by multiprocessing, and as `sys.executable`, which is then `python()`."""
 
 import atexit
+import functools
 import json
 import multiprocessing
 import os
@@ -27,11 +28,10 @@ import plain
 from src import cli
 
 ROOT = Path(__file__).resolve().parent.parent
-WORK = tempfile.TemporaryDirectory(prefix="warm-")
 # What libraries read when they are imported: where one differs, `python()` is the real one.
 FIXED = """HF_DATASETS_OFFLINE HF_ENDPOINT HF_HOME HF_HUB_OFFLINE LION_NATIVE LION_TRITON OMP_NUM_THREADS PYTHONPATH
 TRANSFORMERS_OFFLINE TRITON_INTERPRET XDG_CACHE_HOME""".split()
-SIGNALS = signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
+SIGNALS = [int(getattr(signal, f"SIG{name}")) for name in "HUP INT QUIT TERM USR1 USR2".split()]
 
 CLIENT = """#!{real} -IS
 import json, os, signal, socket, sys
@@ -48,7 +48,8 @@ job = json.dumps({{"arguments": sys.argv, "cwd": os.getcwd(), "environment": dic
 socket.send_fds(connection, [job.encode() + b"\\n"], [0, 1, 2])
 status = int(connection.makefile().readline() or -signal.SIGKILL)
 if status < 0:
-    signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+    if -status in {signals}:
+        signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 os._exit(status)
 """
@@ -91,20 +92,20 @@ def forked(target: Callable[..., None], *arguments: object) -> BaseProcess:
     return process
 
 
+@functools.cache
 def python() -> str:
-    """Return an executable that runs programs as `sys.executable` does, in processes that are forked from the server. It
-    hands signals on to the process group of its program, whose exit status is its own; if it is killed, so is that
+    """Return an executable that runs programs as `sys.executable` does, in processes that are forked from the server.
+    It hands signals on to the process group of its program, whose exit status is its own; if it is killed, so is that
     group."""
-    executable, path = Path(WORK.name, "python"), f"{WORK.name}/socket"
-    if not executable.exists():
-        fixed = {name: os.environ.get(name) for name in FIXED}
-        signals = [int(number) for number in SIGNALS]
-        text = CLIENT.format(real=sys.executable, names=FIXED, fixed=fixed, path=path, signals=signals)
-        executable.write_text(text)
-        executable.chmod(0o755)
-        server = forked(serve, path)
-        atexit.register(server.kill)
-        wait_for(Path(path).exists, server)
+    work = tempfile.TemporaryDirectory(prefix="warm-")
+    atexit.register(work.cleanup)
+    executable, path = Path(work.name, "python"), f"{work.name}/socket"
+    fixed = {name: os.environ.get(name) for name in FIXED}
+    executable.write_text(CLIENT.format(real=sys.executable, names=FIXED, fixed=fixed, path=path, signals=SIGNALS))
+    executable.chmod(0o755)
+    server = forked(serve, path)
+    atexit.register(server.kill)
+    wait_for(Path(path).exists, server)
     return str(executable)
 
 

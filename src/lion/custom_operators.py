@@ -1,5 +1,4 @@
-"""Custom operators: they hide kernels and the loops over tokens and blocks from torch.compile, which would unroll the
-loops."""
+"""Custom operators, which hide kernels and loops from torch.compile: it would unroll the loops."""
 
 import re
 from collections.abc import Callable
@@ -15,11 +14,11 @@ def operator(
     first. `backward` takes the output's gradient, the inputs, and whether any other floating-point tensor (log decays)
     needs a gradient; it returns the gradients of q, k and v, if given, and, if so, of all those. A compiler expects the
     layout of `empty(x)` for gradients of q, k and v, of `of_decay(x)` for others, and of `output(q, k, v)`. With
-    several outputs, `backward` takes the gradients of all, then all, and then the inputs."""
-    name = re.sub(r"\W", "_", forward.__module__)  # a copy of this file in a Hub folder registers its own operators
+    several outputs, `backward` takes their gradients, the outputs, and then the inputs."""
+    name = re.sub(r"\W", "_", forward.__module__)  # its copy in a Hub folder registers its own operators
     results = f"({', '.join(['Tensor'] * outputs)})" if outputs > 1 else "Tensor"
-    before = [f"Tensor before_{number}" for number in range(2 * outputs if outputs > 1 else 1)]
-    schemas = f"({inputs}) -> {results}", f"({', '.join(before)}, {inputs}, bool with_decays) -> Tensor[]"
+    leading = [f"Tensor leading_{number}" for number in range(2 * outputs if outputs > 1 else 1)]
+    schemas = f"({inputs}) -> {results}", f"({', '.join(leading)}, {inputs}, bool with_decays) -> Tensor[]"
     run, run_backward = operators = [
         torch.library.custom_op(f"{name}::{function.__name__[1:]}", function, mutates_args=(), schema=schema)
         for function, schema in zip((forward, backward), schemas)
@@ -27,7 +26,7 @@ def operator(
 
     @run_backward.register_fake
     def _(*given):
-        q, k, v, *others = given[len(before) :]
+        q, k, v, *others = given[len(leading) :]
         decays = [x for x in others if isinstance(x, Tensor) and x.is_floating_point()] if others[-1] else []
         of_decays = [of_decay(x) if of_decay else x.new_empty(x.shape) for x in decays]
         return [*(empty(x) for x in (q, k, v) if x is not None), *of_decays]

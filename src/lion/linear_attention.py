@@ -113,7 +113,6 @@ def linear_attention(
         "causal attention": causal,
         "decays per channel": by_channel,
         "decays per direction": separate,
-        "normalized rows with states of other segments": normalize and has_states,
     }
     fused = is_fused(q, k, v, form, dropout_p, uncovered)
     if normalize and not fused and dtype in (torch.bfloat16, torch.float16):
@@ -127,7 +126,7 @@ def linear_attention(
         return fused_linear_attention(q, k, v, given, mask, seq_idx, *how)
     if forget_logits is not None:
         log_decay = log_of_decay(forget_logits)
-    if normalize:
+    if normalize and not fused:
         v = with_ones(v)
     triangles = "past" if causal else "shared"
     with torch.autocast(q.device.type, enabled=False):
@@ -139,7 +138,8 @@ def linear_attention(
             )  # fmt: skip
         elif fused:
             size = 0 if form == "full" else chunk_size
-            y = fused_linear_attention(q, k, v, log_decay, mask, seq_idx, scale, size, dropout_p)
+            run = fused_with_row_sums if normalize else fused_linear_attention
+            y = run(q, k, v, log_decay, mask, seq_idx, scale, size, dropout_p)
             y = add_states(y, q, signed_sums(log_decay, q.shape[-2]), triangles, left_state, right_state, scale)
         else:  # if decays are separate, sums of keys and queries; torch.compile refuses one tensor in both places
             sums = signed_sums(log_decay, q.shape[-2], causal, log_decay_future)
@@ -153,11 +153,11 @@ def linear_attention(
     return y.to(dtype)
 
 
-def fused_with_row_sums(q, k, v, log_decay, *, scale, form, chunk_size, dropout_p) -> tuple[Tensor, Tensor]:
-    """What `linear_attention` returns for these arguments, and the sums of the matrix's rows, (B, H, L) in float32, by
-    the GPU kernels, if the call `is_fused`."""
-    size = 0 if resolve_form(form, v, log_decay is not None, dropout_p, True) == "full" else chunk_size
-    return fused_linear_attention(q, k, v, log_decay, None, None, scale, size, dropout_p, rows="sum")
+def fused_with_row_sums(*arguments) -> Tensor:
+    """`fused_linear_attention` of these arguments as if v had a column of ones, which receives the row sums: (B, H, L,
+    E + 1) in float32."""
+    y, row_sums = fused_linear_attention(*arguments, row_mode="sum")
+    return torch.cat([y, row_sums[..., None]], -1)
 
 
 def definition(
@@ -319,7 +319,7 @@ def _check(
 
 
 def is_fused(q, k, v, form: str, dropout_p: float, others: dict[str, bool] | None = None) -> bool:
-    """Whether the GPU kernels compute a call. If not, PyTorch does, and a GPU says once for which reason; `others`:
+    """Whether the GPU kernels compute a call. If not, PyTorch does; on a GPU, each reason is logged once. `others` are
     more reasons, and whether they hold."""
     if not USE_TRITON or form == "recurrent":
         return False

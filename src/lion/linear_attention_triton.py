@@ -60,25 +60,25 @@ def _card(device: torch.device) -> tuple[int, int]:
 
 def fused_linear_attention(
     q, k, v, log_decay, mask, seq_idx, scale, chunk_size: int, dropout_p: float, forget_logits: bool = False,
-    rows: str = "",
+    row_mode: str = "",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `linear_attention`, (B, H, L, E), for operands that `covers` accepts; the full form if `chunk_size` is 0.
     Only the full form has dropout, with 0 ≤ dropout_p < 1. If k and v are None, q holds all three, (B, L, 3, H, D),
-    and so does its gradient. forget_logits: whether log_decay holds logits of 1 − λ. rows: "divide" divides each row by
-    its sum + EPSILON; "sum" returns rows as they are in float32, and their sums, (B, H, L) in float32."""
+    and so does its gradient. forget_logits: whether log_decay holds logits of 1 − λ. row_mode: "divide" divides each
+    row by its sum + EPSILON; "sum" returns rows as they are and their sums, (B, H, L), both in float32."""
     seed = None  # one number per matrix, from which both passes derive the dropped entries
     if count_dropped(dropout_p) > 0:
         seed = torch.randint(2**62, (q.shape[0], q.shape[-2] if v is None else q.shape[1]), device=q.device)
     arguments = q, k, v, log_decay, mask, seq_idx, seed, None, None, scale, chunk_size, dropout_p, forget_logits
-    if rows:
-        arguments = *arguments, rows
+    if row_mode:
+        arguments = *arguments, row_mode
     if type(q) is not Tensor or torch.compiler.is_compiling():
-        run = _forward_rows if rows else _forward
+        run = _forward_rows if row_mode else _forward
     elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4]):
         run = _Eager.apply
     else:
-        run = _launch_forward_rows if rows else _launch_forward
-    return run(*arguments)[0] if rows == "divide" else run(*arguments)
+        run = _launch_forward_rows if row_mode else _launch_forward
+    return run(*arguments)[0] if row_mode == "divide" else run(*arguments)
 
 
 def count_dropped(dropout_p: float) -> int:
@@ -134,8 +134,8 @@ class Plan:
         self.sums_shape = (1, H, 1, width) if uniform else (B, H, self.N, width)
         sums = (0, width, 0) if uniform else (H * self.N * width, self.N * width, width) if self.decays else (0, 0, 0)
         directions = 2 if self.decays else 1
-        self.row_mode, self.sums_rows, self.divides = row_mode, row_mode != "", row_mode == "divide"
-        state = D * E + (D if self.sums_rows else 0)
+        self.row_mode, self.divides = row_mode, row_mode == "divide"
+        state = D * E + (D if row_mode else 0)
         self.states_shape = directions, B * H, self.N, state
         # The type in which states are multiplied; without decays they are summed before.
         self.states_dtype = dtype if dtype == torch.bfloat16 and self.decays else torch.float32
@@ -193,7 +193,7 @@ class Plan:
             num_warps=4,
         )  # fmt: skip
         blocks, self.padded = self.N * self.C // self.G, self.N * self.C
-        self.rows = Kernel(
+        self.division = Kernel(
             "rows", kernels.rows_kernel, B * H * blocks, (H, L, self.padded, blocks), E=E, T=self.G, PE=_padded(E),
             EPSILON=EPSILON, num_warps=4,
         )  # fmt: skip
@@ -246,15 +246,15 @@ class _Call:
         self.sums = sums
         self.incoming = incoming if incoming is not None else self.pass_states(plan.states, k, v, self.mask, None)
 
-    def pass_states(self, own: Kernel, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor | None) -> Tensor | None:
+    def pass_states(self, own: Kernel, k: Tensor, v: Tensor, mask: Tensor | None, grad_rows: Tensor | None):
         """The states that enter each chunk from the left and from the right, (2, B·H, N, ·); without decays one for
-        all, (1, B·H, 1, ·). For gradients, q and dy are in place of k and v, and `rows` are the gradients of the row
-        sums."""
+        all, (1, B·H, 1, ·). None if there are none. For gradients, q and dy are in place of k and v, and grad_rows are
+        those of the row sums."""
         plan = self.plan
         if not plan.has_states:
             return None
         states = torch.empty(plan.states_shape, dtype=plan.states_dtype, device=k.device)
-        own.launch(k, v, mask, rows, self.sums, states)
+        own.launch(k, v, mask, grad_rows, self.sums, states)
         if self.sums is None:
             return states if plan.N == 1 else states.sum(2, keepdim=True)
         incoming = torch.empty_like(states)
@@ -263,36 +263,35 @@ class _Call:
 
     def output(self) -> tuple[Tensor, Tensor | None]:
         """y, and the row sums if there are any."""
-        y, rows = _empty_output(None, None, self.v, self.plan.row_mode), None
-        if self.plan.sums_rows:
-            rows = _empty_rows(self.v)
-        rest = self.mask, self.seed, rows, self.sums, self.incoming, None
+        y = _empty_output(None, None, self.v, self.plan.row_mode)
+        row_sums = _empty_row_sums(self.v) if self.plan.row_mode else None
+        rest = self.mask, self.seed, row_sums, self.sums, self.incoming, None
         self.plan.y.launch(self.q, self.k, self.v, None, y, None, *rest)
-        return y, rows
+        return y, row_sums
 
-    def gradients(self, with_decays: bool, dy: Tensor, of_rows=None, y=None, rows=None) -> list[Tensor]:
-        """∂q, ∂k, ∂v, or of all three in one, and, if requested, ∂log_decay. With row sums, of_rows are their
-        gradients, and y and rows are what `output` returned."""
+    def gradients(self, with_decays: bool, dy: Tensor, grad_rows=None, y=None, row_sums=None) -> list[Tensor]:
+        """∂q, ∂k, ∂v, or of all three in one, and, if requested, ∂log_decay. Of rows that were divided, y and row_sums
+        are what `output` returned; of others with row sums, grad_rows are the gradients of these."""
         plan, q, k, v = self.plan, self.q, self.k, self.v
         dy = _laid_out(dy)
         if plan.divides:  # float16 could not hold a gradient that is divided by a small sum
             undivided = torch.empty_like(dy, dtype=dy.dtype if dy.dtype == torch.bfloat16 else torch.float32)
-            of_rows = rows.new_empty(*rows.shape[:2], plan.padded)
-            plan.rows.launch(dy, _laid_out(y), rows.contiguous(), undivided, of_rows)
+            grad_rows = row_sums.new_empty(*row_sums.shape[:2], plan.padded)
+            plan.division.launch(dy, _laid_out(y), row_sums.contiguous(), undivided, grad_rows)
             dy = undivided
-        elif plan.sums_rows:
-            of_rows = F.pad(of_rows, (0, plan.padded - of_rows.shape[-1])).contiguous()
+        elif plan.row_mode:
+            grad_rows = F.pad(grad_rows, (0, plan.padded - grad_rows.shape[-1])).contiguous()
         if plan.packed:
             (B, H, L, D) = q.shape
             whole = torch.empty(B, L, 3, H, D, dtype=q.dtype, device=q.device)
             grads, (dq, dk, dv) = [whole], whole.unbind(2)
         else:
             grads = dq, dk, dv = [_empty(x) for x in (q, k, v)]
-        grad_incoming = self.pass_states(plan.grad_states, q, dy, None, of_rows)
+        grad_incoming = self.pass_states(plan.grad_states, q, dy, None, grad_rows)
         grad_sums = None
         if with_decays:
             grad_sums = torch.empty(6, plan.plane, dtype=torch.float32, device=q.device)
-        rest = self.mask, self.seed, of_rows, self.sums
+        rest = self.mask, self.seed, grad_rows, self.sums
         plan.dq[with_decays].launch(dy, v, k, q, dq, None, *rest, self.incoming, grad_sums)
         plan.dk[with_decays].launch(v, dy, q, k, dk, dv, *rest, grad_incoming, grad_sums)
         if not with_decays:
@@ -322,7 +321,7 @@ def _empty(x: Tensor) -> Tensor:
     return x.new_empty(B, L, H, size).transpose(1, 2)
 
 
-def _empty_rows(v: Tensor) -> Tensor:
+def _empty_row_sums(v: Tensor) -> Tensor:
     return v.new_empty(v.shape[:-1], dtype=torch.float32)
 
 
@@ -344,7 +343,7 @@ def _empty_output(q: Tensor | None, k: Tensor | None, v: Tensor | None, *others)
 
 def _empty_outputs(*inputs) -> tuple[Tensor, Tensor]:
     y = _empty_output(*inputs)
-    return y, _empty_rows(y)
+    return y, _empty_row_sums(y)
 
 
 def _dot_precision(dtype: torch.dtype) -> tuple["tl.dtype", str]:
@@ -380,10 +379,10 @@ def _launch_backward(dy: Tensor, *arguments) -> list[Tensor]:
         return _Call(*arguments).gradients(with_decays, dy)
 
 
-def _launch_backward_rows(dy: Tensor, of_rows: Tensor, y: Tensor, rows: Tensor, *arguments) -> list[Tensor]:
+def _launch_backward_rows(dy: Tensor, grad_rows, y, row_sums, *arguments) -> list[Tensor]:
     *arguments, with_decays = arguments
     with _on(dy.device):
-        return _Call(*arguments).gradients(with_decays, dy, of_rows, y, rows)
+        return _Call(*arguments).gradients(with_decays, dy, grad_rows, y, row_sums)
 
 
 class _Eager(torch.autograd.Function):
@@ -393,9 +392,12 @@ class _Eager(torch.autograd.Function):
     def forward(ctx, *arguments):
         with _on(arguments[0].device):
             call = _Call(*arguments)
-            y, rows = outputs = call.output()
-        save_inputs(ctx, (*arguments[:7], call.sums, call.incoming, *arguments[9:]), y if rows is None else outputs)
-        return y if rows is None else outputs
+            outputs = call.output()
+        inputs, mode = (*arguments[:7], call.sums, call.incoming, *arguments[9:]), call.plan.row_mode
+        # Only the gradients of divided rows need the outputs, and nobody reads the row sums of these.
+        save_inputs(ctx, inputs, {"": None, "sum": (None, None), "divide": outputs}[mode])
+        ctx.set_materialize_grads(mode != "divide")
+        return outputs if mode else outputs[0]
 
     @staticmethod
     @once_differentiable

@@ -84,8 +84,8 @@ def linear_attention_in_orders(
         if log_decay.ndim == 3:
             log_decay = _in_order(log_decay, orders)
         if fused:
-            y, row_sums = fused_with_row_sums(q, k, v, log_decay, **how)
-            y = torch.cat([y.float(), row_sums[..., None]], -1)
+            size = 0 if resolve_form(form, v, True, dropout_p, fused) == "full" else chunk_size
+            y = fused_with_row_sums(q, k, v, log_decay, None, None, scale, size, dropout_p)
         else:
             y = linear_attention(q, k, v, log_decay, **how)
         # The rows are added before they are divided.

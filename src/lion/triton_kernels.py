@@ -18,7 +18,7 @@ The backward pass recomputes everything. y = (s·QKᵀ⊙M) V, so the gradients 
 the same kernel; for k and v, which need Mᵀ, exclusive and inclusive swap roles. No two programs write the same entry.
 
 Row sums of QKᵀ⊙M are outputs as if V had one more column, of ones, which is never stored: a state is followed by the
-vector that this column adds to it, and the gradient of a row sum adds the same number to ∂y·V for all keys.
+vector that this column adds, and the gradient of a row sum is added to ∂y·V of all keys.
 
 Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk size, T and S
 block sizes of rows and columns, G of the blocks that factors refer to.
@@ -180,12 +180,13 @@ def sums_kernel(sums, decay, seq_idx, H, L, C, N, width, decay_batch, decay_head
 
 
 @kernel
-def states_kernel(k, v, mask, rows, sums, states, H, L, C, N, columns, side, k_batch, k_head, k_token, v_batch, v_head,
-        v_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, S: tl.constexpr, PD: tl.constexpr,
-        PE: tl.constexpr, STATE: tl.constexpr, SIGN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """Σ_j k_j v_jᵀ of one chunk, decayed to its end and to its start: (2, B·H, N, STATE), or (1, B·H, N, STATE) without
-    decays. STATE is D·E or, with row sums, D·(E + 1): then Σ_j k_j follows, each k_j times its entry of `rows`, (B, H,
-    N·C), if given. A program computes PE columns."""
+def states_kernel(k, v, mask, grad_rows, sums, states, H, L, C, N, columns, side, k_batch, k_head, k_token, v_batch,
+        v_head, v_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
+        PD: tl.constexpr, PE: tl.constexpr, STATE: tl.constexpr, SIGN: tl.constexpr, DOT: tl.constexpr,
+        PRECISION: tl.constexpr):
+    """Σ_j k_j v_jᵀ of one chunk, decayed to its end and to its start: (2, B·H, N, STATE), or (1, B·H, N, STATE) if
+    there are no decays. STATE is D·E or, with row sums, D·(E + 1): then Σ_j k_j follows, each k_j times its entry of
+    grad_rows, (B, H, N·C), if given. A program computes PE columns."""
     ROW_SUMS: tl.constexpr = STATE > D * E
     row, rest = (tl.program_id(0) // (N * columns)).to(tl.int64), tl.program_id(0) % (N * columns)
     chunk, column = (rest // columns).to(tl.int64), rest % columns * PE
@@ -194,8 +195,8 @@ def states_kernel(k, v, mask, rows, sums, states, H, L, C, N, columns, side, k_b
     v += b * v_batch + h * v_head + column
     if mask is not None:
         mask += b * L
-    if rows is not None:
-        rows += row * N * C
+    if grad_rows is not None:
+        grad_rows += row * N * C
     begin, end = chunk * C, tl.minimum(chunk * C + C, L)
     rightward, leftward = tl.zeros((PD, PE), tl.float32), tl.zeros((PD, PE), tl.float32)
     last_rightward, last_leftward = tl.zeros((S, PD), tl.float32), tl.zeros((S, PD), tl.float32)
@@ -208,8 +209,8 @@ def states_kernel(k, v, mask, rows, sums, states, H, L, C, N, columns, side, k_b
         V = _tile(v, start, v_token, L, None, E - column, S, PE, DOT)
         if ROW_SUMS:
             last = K.to(tl.float32)
-            if rows is not None:
-                last *= tl.load(rows + start + tl.arange(0, S))[:, None]
+            if grad_rows is not None:
+                last *= tl.load(grad_rows + start + tl.arange(0, S))[:, None]
         if sums is None:
             rightward = tl.dot(tl.trans(K), V, rightward, input_precision=PRECISION)
             if ROW_SUMS:
@@ -263,12 +264,12 @@ def scan_kernel(states, incoming, sums, H, C, N, parts, side, sums_batch, sums_h
 
 
 @triton.jit
-def _add_block(total, total_x, Q, X, k, v, mask, rows, of_rows, seed, start, first, length, weight, k_token, v_token,
-        D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS):
+def _add_block(total, total_x, row_sums, Q, X, k, v, mask, rows, grad_rows, seed, start, first, length, weight, k_token,
+        v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS):
     """Add one block of columns, from `first`: (QKᵀ⊙weight) V to `total`, and (XVᵀ⊙weight) K to total_x if rows are
-    keys; weight: (1 or T, S). For gradients with row sums, QKᵀ is added the latter's gradients: of_rows, (T,), of the
-    queries or, if rows are keys, those in `rows`. The third result is QKᵀ⊙weight, or ∂/∂ log weight, (T, S), if
-    DECAYS."""
+    keys; weight: (1 or T, S). If `rows` are given, the output's row sums are added to row_sums, (T,); for gradients,
+    those of the row sums are added to QKᵀ: grad_rows, (T,), or, if rows are keys, those in `rows`. The fourth result
+    is ∂/∂ log weight, (T, S), if DECAYS."""
     K = _tile(k, first, k_token, length, mask if X is None else None, D, S, PD, DOT)
     V = _tile(v, first, v_token, length, None if X is None or ROWS_ARE_KEYS else mask, E, S, PE, DOT)
     if seed is not None:
@@ -285,13 +286,15 @@ def _add_block(total, total_x, Q, X, k, v, mask, rows, of_rows, seed, start, fir
         scores *= weight
     else:
         scores = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
-        if of_rows is not None:
-            scores += of_rows[:, None]
+        if grad_rows is not None:
+            scores += grad_rows[:, None]
         scores *= weight
         pairs = scores
+        if rows is not None and X is None:
+            row_sums += tl.sum(scores, 1)
         if DECAYS:
             pairs = tl.dot(X, tl.trans(V), input_precision=PRECISION) * scores
-    return tl.dot(scores.to(DOT), V, total, input_precision=PRECISION), total_x, pairs
+    return tl.dot(scores.to(DOT), V, total, input_precision=PRECISION), total_x, row_sums, pairs
 
 
 @triton.jit
@@ -302,10 +305,10 @@ def _last_vector(state, place, SIZE, PADDED):
 
 
 @triton.jit
-def _read_state(total, total_x, Q, X, pointer, rows, of_rows, decay, D, E, PD, PE, DOT, PRECISION):
+def _read_state(total, total_x, Q, X, pointer, rows, grad_rows, decay, D, E, PD, PE, DOT, PRECISION):
     """Add QS, decayed, to `total` and, for gradients, whose S is stored transposed, XSᵀ to total_x. The third result
-    is the row sums of QS ⊙ X or, of outputs with row sums, what they read; of_rows as for `_add_block`, or 1. One
-    product after the other, since there are no registers for both."""
+    is the row sums of QS ⊙ X, or what the output's row sums read; grad_rows as for `_add_block`, or 1 if rows are keys.
+    One product after the other, since there are no registers for both."""
     row_sums = tl.zeros((Q.shape[0],), tl.float32)
     if X is None:
         read = tl.dot(Q, _tile(pointer, 0, E, D, None, E, PD, PE, DOT), input_precision=PRECISION)
@@ -316,7 +319,7 @@ def _read_state(total, total_x, Q, X, pointer, rows, of_rows, decay, D, E, PD, P
         transposed = _tile(pointer, 0, D, E, None, D, PE, PD, DOT)
         read = tl.dot(Q, tl.trans(transposed), input_precision=PRECISION)
         if rows is not None:
-            read += of_rows[:, None] * _last_vector(pointer, D * E, E, PE)[None, :]
+            read += grad_rows[:, None] * _last_vector(pointer, D * E, E, PE)[None, :]
         read *= decay
         row_sums = tl.sum(X * read, 1)
         total += read
@@ -368,30 +371,27 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
         X = _tile(x, own * T, x_token, length, mask if ROWS_ARE_KEYS else None, E, T, PE, DOT)
     total, total_x = tl.zeros((T, PE), tl.float32), tl.zeros((T, PD), tl.float32)
     row_sums = tl.zeros((T,), tl.float32)
-    of_rows = None
+    grad_rows = None
     if rows is not None:
         rows += row * (L if ROW_SUMS else N * C) + chunk * C
         if ROWS_ARE_KEYS:
-            of_rows = tl.full((T,), 1.0, tl.float32)
+            grad_rows = tl.full((T,), 1.0, tl.float32)
         elif not ROW_SUMS:
-            of_rows = tl.load(rows + own * T + tl.arange(0, T))
+            grad_rows = tl.load(rows + own * T + tl.arange(0, T))
     if sums is None:
         if incoming is not None:
-            total, total_x, row_sums = _read_state(total, total_x, Q, X, incoming + row * STATE, rows, of_rows, 1.0, D,
-                E, PD, PE, DOT, PRECISION)
+            total, total_x, row_sums = _read_state(total, total_x, Q, X, incoming + row * STATE, rows, grad_rows, 1.0,
+                D, E, PD, PE, DOT, PRECISION)
         if INSIDE:
             # The first block, not zeros, defines what the loop adds to: else ptxas makes each product of the loop wait
             # for the one before (warning C7515).
-            total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, rows, of_rows, seed, own * T, 0,
-                length, 1.0, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, False, ROWS_ARE_KEYS)
-            if ROW_SUMS:
-                row_sums += tl.sum(pairs, 1)
+            total, total_x, row_sums, _ = _add_block(total, total_x, row_sums, Q, X, k, v, mask, rows, grad_rows, seed,
+                own * T, 0, length, 1.0, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, False,
+                ROWS_ARE_KEYS)
             for other in range(1, count):
-                total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, rows, of_rows, seed, own * T,
-                    other * S, length, 1.0, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, False,
-                    ROWS_ARE_KEYS)
-                if ROW_SUMS:
-                    row_sums += tl.sum(pairs, 1)
+                total, total_x, row_sums, _ = _add_block(total, total_x, row_sums, Q, X, k, v, mask, rows, grad_rows,
+                    seed, own * T, other * S, length, 1.0, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION,
+                    DROPPED, False, ROWS_ARE_KEYS)
     else:
         sums += b * sums_batch + h * sums_head + chunk * sums_chunk
         high, low, half = _load_sums(sums, own * T, T, SIGN)
@@ -401,11 +401,9 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
             first = own * T + part * S
             high2, low2, half2 = _load_sums(sums, first, S, SIGN)
             own_weight = _decay_mask(high, low, half, high2, low2, half2)
-            total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, rows, of_rows, seed, own * T, first,
-                length, own_weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS,
-                ROWS_ARE_KEYS)
-            if ROW_SUMS:
-                row_sums += tl.sum(pairs, 1)
+            total, total_x, row_sums, pairs = _add_block(total, total_x, row_sums, Q, X, k, v, mask, rows, grad_rows,
+                seed, own * T, first, length, own_weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION,
+                DROPPED, DECAYS, ROWS_ARE_KEYS)
             if DECAYS:
                 past += tl.sum(tl.where(i[:, None] > first + j[None, :], pairs, 0.0), 1)
                 future += tl.sum(tl.where(i[:, None] < first + j[None, :], pairs, 0.0), 1)
@@ -424,11 +422,9 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
             across = tl.where(before, (high0 - high3) + (low0 - low3) - half0, (high3 - high1) + (low3 - low1) - half1)
             factor = tl.load(factors + other * S + tl.where(before, 0, C))
             weight = (tl.where(before, from_first, to_last) * tl.exp2(across))[:, None] * factor[None, :]
-            total, total_x, pairs = _add_block(total, total_x, Q, X, k, v, mask, rows, of_rows, seed, own * T,
-                other * S, length, weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS,
-                ROWS_ARE_KEYS)
-            if ROW_SUMS:
-                row_sums += tl.sum(pairs, 1)
+            total, total_x, row_sums, pairs = _add_block(total, total_x, row_sums, Q, X, k, v, mask, rows, grad_rows,
+                seed, own * T, other * S, length, weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION,
+                DROPPED, DECAYS, ROWS_ARE_KEYS)
             if DECAYS:
                 of_pairs = tl.sum(pairs, 1)
                 past += tl.where(before, of_pairs, 0.0)
@@ -440,7 +436,7 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
             until_end = _weight(end_high, end_low, end_half, high, low, half)
             for direction in tl.range(0, 2, num_stages=1):  # a loop, so that registers need not hold both states
                 decay = tl.where(direction == 0, from_start, until_end)
-                total, total_x, read = _read_state(total, total_x, Q, X, incoming + direction * side, rows, of_rows,
+                total, total_x, read = _read_state(total, total_x, Q, X, incoming + direction * side, rows, grad_rows,
                     decay[:, None], D, E, PD, PE, DOT, PRECISION)
                 if ROW_SUMS:
                     row_sums += read
@@ -468,8 +464,8 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
 @kernel
 def rows_kernel(grad, y, row_sums, grad_undivided, grad_row_sums, H, L, padded, blocks, E: tl.constexpr,
         T: tl.constexpr, PE: tl.constexpr, EPSILON: tl.constexpr):
-    """From the gradient of y, (B, L, H, E), which was divided by the row sums, (B, H, L), to that of y before the
-    division and to that of the row sums, (B, H, padded) with zeros at the end, for T rows."""
+    """Compute the gradients of what was divided, (B, L, H, E), and of the row sums, (B, H, padded) with zeros at the end,
+    for T rows, from the result y and its gradient."""
     row, start = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks).to(tl.int64) * T
     place, inside = row // H * L * H * E + row % H * E, start + tl.arange(0, T) < L
     divisor = tl.load(row_sums + row * L + start + tl.arange(0, T), mask=inside, other=1.0) + EPSILON
