@@ -164,9 +164,9 @@ def test_the_number_of_chunks_per_block_changes_nothing(structure, entries, monk
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "auto"])  # which is one of the others
 def test_gradients_agree_with_finite_differences(form, structure, batch, groups):
     tensors, mask = draw(structure, 5, batch, 2, groups, "holes")
+    tensors = [x[..., : x.shape[-1] // 2] if x.ndim == 4 else x for x in tensors]  # fewer, thus fewer differences
     function = functools.partial(run, two_sided_attention, structure, mask=mask, form=form, chunk_size=2)
-    # The fast mode projects the Jacobian onto random directions.
-    assert torch.autograd.gradcheck(lambda *x: function(list(x)), [x.requires_grad_() for x in tensors], fast_mode=True)
+    assert torch.autograd.gradcheck(lambda *x: function(list(x)), [x.requires_grad_() for x in tensors])
 
 
 def test_only_inputs_that_require_a_gradient_get_one():
