@@ -464,8 +464,8 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
 @kernel
 def rows_kernel(grad, y, row_sums, grad_undivided, grad_row_sums, H, L, padded, blocks, E: tl.constexpr,
         T: tl.constexpr, PE: tl.constexpr, EPSILON: tl.constexpr):
-    """Compute the gradients of what was divided, (B, L, H, E), and of the row sums, (B, H, padded) with zeros at the end,
-    for T rows, from the result y and its gradient."""
+    """Compute the gradients of what was divided, (B, L, H, E), and of the row sums, (B, H, padded) with zeros at the
+    end, for T rows, from the result y and its gradient."""
     row, start = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks).to(tl.int64) * T
     place, inside = row // H * L * H * E + row % H * E, start + tl.arange(0, T) < L
     divisor = tl.load(row_sums + row * L + start + tl.arange(0, T), mask=inside, other=1.0) + EPSILON
