@@ -39,27 +39,11 @@ TILES = host.TILES
 HEAD_SIZES = ((64, 64), (32, 64), (128, 128), (20, 33), (128, 65)) if GPU else ((20, 33),)
 
 
-def patched_once(patch: Callable) -> Callable:
-    """The interpreter's `_patch_lang`, which replaces the functions of triton.language whenever a kernel or a function
-    of one is called, and looks at hundreds of names for it. Where it does not restore them (returns None), the first
-    time is enough for each function."""
-    done = set()
-
-    def patch_lang(function):
-        if function in done:
-            return None
-        scope = patch(function)
-        if scope is None:
-            done.add(function)
-        return scope
-
-    return patch_lang
-
-
 if not GPU:
+    import quick_interpreter
     import triton.runtime.interpreter as interpreter
 
-    interpreter._patch_lang = patched_once(interpreter._patch_lang)
+    quick_interpreter.install()
 
 
 @pytest.fixture(autouse=True)

