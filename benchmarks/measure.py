@@ -233,7 +233,7 @@ def rates(device: str, dtype: torch.dtype) -> Rates:
         "product": lambda: torch.mm(matrix, matrix, out=product),
         "layer": lambda: linear(layer, tokens),
     }
-    times = interleaved(cases, device, rounds=9, seconds=20)
+    times = interleaved(cases, device, rounds=9, seconds=5)
     return Rates(2 * size / times["copy"], 2 * side**3 / min(times["product"], times["layer"] / 4))
 
 

@@ -82,9 +82,9 @@ def environment(**changes: str) -> dict[str, str]:
 def run(
     script: str, *arguments: object, cwd: Path = ROOT, timeout: float = 120, fresh: bool = False, **changes: str
 ) -> Result:
-    """Run a script of the repository, e.g. "src/hub.py", as a user does, in a process that starts at once; with `fresh`,
-    or with `changes` of environment variables, in one that takes seconds to import everything."""
-    python = sys.executable if fresh or changes else warm.python()
+    """Run a script of the repository, e.g. "src/hub.py", as a user does, in a process that starts at once; with `fresh`
+    in one that takes seconds to import everything. changes: environment variables."""
+    python = sys.executable if fresh else warm.python()
     command = [python, str(ROOT / script), *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, env=environment(**changes), capture_output=True, text=True, timeout=timeout)
     return Result(done.returncode, done.stdout, done.stderr)
@@ -247,6 +247,12 @@ SLOW_FILES = set(
     test_linear_attention test_linear_attention_triton test_lra_jobs test_lra_shards test_modeling_lion
     test_pretrained test_push test_reading test_streaming test_train_tokenizer""".split()
 )
+
+
+def pytest_configure(config):
+    """Start the server of warm.py for all workers of this process, while they collect tests."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        warm.share()
 
 
 def pytest_collection_modifyitems(items):

@@ -94,7 +94,7 @@ def execute(connection: socket.socket, modules: tuple[Any, ...]) -> None:
     os.environ.clear()
     os.environ.update(job["env"])
     for module in modules:
-        module.HF_MODULES_CACHE = job["env"]["HF_MODULES_CACHE"]
+        module.HF_MODULES_CACHE = job["env"].get("HF_MODULES_CACHE", "/nowhere")
     sys.path.insert(0, "")
     program, *sys.argv[1:] = job["command"]
     status = 1

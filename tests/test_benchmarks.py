@@ -18,7 +18,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import warm
-from conftest import ROOT, environment, run
+from conftest import ROOT, environment
 from glue_files import write_glue
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -46,8 +46,8 @@ SMALL = {
     ),
     "train_step": (
         "--models 'Hugging Face BERT' 'Hugging Face ModernBERT' softmax hydra yamls/ablation/lion-d-rope.yaml "
-        f"{STEP} --rounds 1 --precision amp_bf16",
-        "train-step-cpu-batch-2-amp_bf16",
+        f"{STEP} --length 32 --rounds 1 --precision amp_bf16",
+        "train-step-cpu-batch-2-32-amp_bf16",
     ),
     "vision": (
         "--models 'Hugging Face ViT' 'timm DeiT' lion-s-natural --train_size tiny --train_pixels 32 --batch 2 "
@@ -521,7 +521,17 @@ def test_the_first_steps_on_a_card_run_in_small_on_a_cpu(tmp_path):
     pytest.importorskip("triton", reason="triton is not installed")
     out = tmp_path / "card"
     steps = "card correctness ptxas sanitizer sweep".split()
-    done = run("benchmarks/first_card.py", "--device", "cpu", "--out", out, "--steps", *steps, timeout=300, fresh=True)
+    program = """
+import os, runpy, sys
+os.environ["TRITON_INTERPRET"] = "1"
+import quick_interpreter
+quick_interpreter.install()
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    command = [sys.executable, "-c", program, ROOT / "benchmarks/first_card.py", "--device", "cpu", "--out", out]
+    own = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    done = subprocess.run([*command, "--steps", *steps], cwd=ROOT, env=own, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = (out / "summary.md").read_text()
     assert summary.strip() in done.stdout and all(f"| {step} " in summary for step in steps)

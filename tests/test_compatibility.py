@@ -5,10 +5,10 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import plain
 import pytest
 import torch
 import yaml
@@ -185,7 +185,8 @@ def test_pretraining_starts_from_a_hub_folder(here):
 
 
 def test_a_hub_folder_loads_in_plain_transformers_with_its_own_code(here):
-    done = subprocess.run([sys.executable, "-c", PLAIN], cwd=here, env=environment(), capture_output=True, text=True)
+    own = environment(HF_HUB_OFFLINE="1", HF_MODULES_CACHE=str(here / "modules"))
+    done = plain.run([sys.executable, "-c", PLAIN], cwd=here, env=own)
     assert done.returncode == 0, done.stderr
 
 

@@ -29,8 +29,9 @@ from src import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 # What libraries read when they are imported: where one differs, `python()` is the real one.
-FIXED = """HF_DATASETS_OFFLINE HF_ENDPOINT HF_HOME HF_HUB_OFFLINE LION_NATIVE LION_TRITON OMP_NUM_THREADS PYTHONPATH
-TRANSFORMERS_OFFLINE TRITON_INTERPRET XDG_CACHE_HOME""".split()
+FIXED = """HF_DATASETS_OFFLINE HF_ENDPOINT HF_HOME LION_NATIVE LION_TRITON OMP_NUM_THREADS TRANSFORMERS_OFFLINE
+TRITON_INTERPRET XDG_CACHE_HOME""".split()
+SERVER = "WARM_SERVER"  # the variable with the server's address
 SIGNALS = [int(getattr(signal, f"SIG{name}")) for name in "HUP INT QUIT TERM USR1 USR2".split()]
 
 CLIENT = """#!{real} -IS
@@ -79,17 +80,27 @@ def start(
 
 def forked(target: Callable[..., None], *arguments: object) -> BaseProcess:
     """Start target(the server's address, *arguments) in a process that is forked from the server."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["warm_imports"])
+    share()
+    server = forkserver._forkserver
+    server._forkserver_address = os.environ[SERVER]
+    server.ensure_running = forkserver.ensure_running = lambda: None
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=(os.environ[SERVER], *arguments))
+    process.start()
+    return process
+
+
+def share() -> None:
+    """Start the server, for this process and those that it starts, unless there is one."""
+    if SERVER in os.environ:
+        return
+    forkserver.set_forkserver_preload(["warm_imports"])
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
     try:
         forkserver.ensure_running()
     finally:
         os.environ.pop("PYTHONPATH") if path is None else os.environ.update(PYTHONPATH=path)
-    process = context.Process(target=target, args=(forkserver._forkserver._forkserver_address, *arguments))
-    process.start()
-    return process
+    os.environ[SERVER] = forkserver._forkserver._forkserver_address
 
 
 @functools.cache
@@ -174,6 +185,7 @@ def execute(
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
     if cwd is not None:
         os.chdir(cwd)
+    os.environ.pop("PYTHONPATH", None)  # the server's
     os.environ.update(changes)
     try:
         run_program(address, executable, [str(ROOT / script), *arguments])
@@ -189,10 +201,11 @@ def run_program(address: str, executable: str, arguments: list[str]) -> None:
     multiprocessing.set_start_method("fork", force=True)  # the default, which a server's processes do not have
     get_context = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: get_context("forkserver" if method == "spawn" else method)
-    os.environ.pop("PYTHONPATH", None)  # the server's
     cli.RANK_DELAY = 0
-    if folder := sys.modules.get("src.publish.folder"):
-        folder.subprocess = plain
+    loaded = sys.modules
+    loaded["src.publish.folder"].subprocess = plain
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        loaded["huggingface_hub.constants"].HF_HUB_OFFLINE = loaded["transformers.utils.hub"]._is_offline_mode = True
     sys.executable = executable
     program, *sys.argv = arguments
     if program == "-m":
@@ -253,6 +266,7 @@ def program(address: str, job: dict[str, Any], descriptors: list[int]) -> None:
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["environment"])
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     status, (executable, *arguments) = 1, job["arguments"]
     try:
         run_program(address, executable, arguments)
