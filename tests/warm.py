@@ -84,6 +84,8 @@ def forked(target: Callable[..., None], *arguments: object) -> BaseProcess:
     server = forkserver._forkserver
     server._forkserver_address = os.environ[SERVER]
     server.ensure_running = forkserver.ensure_running = lambda: None
+    if server._forkserver_alive_fd is None:  # another process's server, which lives as long as that process
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
     process = multiprocessing.get_context("forkserver").Process(target=target, args=(os.environ[SERVER], *arguments))
     process.start()
     return process
