@@ -23,8 +23,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import plain
-
 from src import cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -205,7 +203,6 @@ def run_program(address: str, executable: str, arguments: list[str]) -> None:
     multiprocessing.get_context = lambda method=None: get_context("forkserver" if method == "spawn" else method)
     cli.RANK_DELAY = 0
     loaded = sys.modules
-    loaded["src.publish.folder"].subprocess = plain
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         loaded["huggingface_hub.constants"].HF_HUB_OFFLINE = loaded["transformers.utils.hub"]._is_offline_mode = True
     sys.executable = executable
