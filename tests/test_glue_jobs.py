@@ -249,7 +249,8 @@ def test_a_failed_or_killed_job_is_reported_and_does_not_affect_others(tmp_path,
         for task in ("STS-B", "RTE"):
             (folder / task / "train.tsv").write_bytes(b"\xff\xfe\n")
         (tmp_path / "run/tokens/stsb.safetensors").write_bytes(b"truncated")
-        os.kill(job_process(os.getpid()), signal.SIGKILL)
+        job = max(multiprocessing.active_children(), key=lambda child: psutil.Process(child.pid).create_time())
+        os.kill(job.pid, signal.SIGKILL)
 
     disturber = threading.Thread(target=disturb)
     disturber.start()

@@ -72,7 +72,7 @@ def start(
         cwd: its working directory; default: this process's.
         changes: environment variables.
     """
-    given = script, [str(value) for value in arguments], output, errors, file_size, cwd, changes
+    given = script, [str(value) for value in arguments], output, errors, file_size, cwd, {**os.environ, **changes}
     return forked(execute, python(), *given)
 
 
@@ -175,7 +175,7 @@ def execute(
     errors: Path | None,
     file_size: int | None,
     cwd: Path | None,
-    changes: dict[str, str],
+    environment: dict[str, str],
 ) -> None:
     """Be the command."""
     os.setsid()
@@ -185,8 +185,8 @@ def execute(
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
     if cwd is not None:
         os.chdir(cwd)
-    os.environ.pop("PYTHONPATH", None)  # the server's
-    os.environ.update(changes)
+    os.environ.clear()
+    os.environ.update(environment)
     try:
         run_program(address, executable, [str(ROOT / script), *arguments])
     finally:
@@ -203,6 +203,8 @@ def run_program(address: str, executable: str, arguments: list[str]) -> None:
     multiprocessing.get_context = lambda method=None: get_context("forkserver" if method == "spawn" else method)
     cli.RANK_DELAY = 0
     loaded = sys.modules
+    for name in ("transformers.dynamic_module_utils", "transformers.utils.hub"):
+        loaded[name].HF_MODULES_CACHE = f"{os.environ['HF_HOME']}/modules"  # not the one of another worker's tests
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         loaded["huggingface_hub.constants"].HF_HUB_OFFLINE = loaded["transformers.utils.hub"]._is_offline_mode = True
     sys.executable = executable

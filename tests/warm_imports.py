@@ -9,6 +9,7 @@ import src.data.image_transforms
 import src.data.streaming
 import src.mlm.model
 import src.plots
+import src.publish.background
 import src.publish.callback
 import src.publish.folder
 import src.training.guards
@@ -21,3 +22,4 @@ list(TOKENIZER_MAPPING.keys())  # imports hundreds of modules, as AutoTokenizer 
 list(MODEL_FOR_CAUSAL_LM_MAPPING.values())  # as many again, as Composer's HuggingFaceModel does
 get_cpu_model()  # Composer asks a process of its own
 src.publish.folder.subprocess = plain  # folders are tried in processes that start at once
+src.publish.background.NICENESS = 0  # otherwise it waits until no test needs a core
