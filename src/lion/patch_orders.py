@@ -78,19 +78,19 @@ def linear_attention_in_orders(
             orders = torch.arange(L)[None]
         if full:
             return _Full.apply(q, k, v, _sums(log_decay, orders, H), places(orders), scale).to(dtype)
-        # Each order as heads of their own, (B, O·H, L, ·).
+        # A head in each order as heads of their own, (B, H·O, L, ·). On a GPU, x[:, :, orders] would sort for its gradient.
         v = v if fused else with_ones(v)
-        q, k, v = (x[:, :, orders].transpose(1, 2).flatten(1, 2) for x in (q, k, v))
-        if log_decay.ndim == 3:
-            log_decay = _in_order(log_decay, orders)
+        q, k, v = (x.index_select(2, orders.flatten()).view(B, H * O, L, -1) for x in (q, k, v))
+        log_decay, heads = (log_decay, 0) if log_decay.ndim == 1 else (_in_order(log_decay, orders), 1)
+        log_decay = log_decay.unflatten(heads, (O, H)).transpose(heads, heads + 1).flatten(heads, heads + 1)
         if fused:
             size = 0 if resolve_form(form, v, True, dropout_p, fused) == "full" else chunk_size
             y = fused_with_row_sums(q, k, v, log_decay, None, None, scale, size, dropout_p)
         else:
             y = linear_attention(q, k, v, log_decay, **how)
         # The rows are added before they are divided.
-        y = y.unflatten(1, (O, H))
-        y = y.gather(3, places(orders)[None, :, None, :, None].expand(y.shape)).mean(1)
+        y = y.unflatten(1, (H, O))
+        y = y.gather(3, places(orders)[:, :, None].expand(y.shape)).mean(2)
         return (y[..., :-1] / (y[..., -1:] + EPSILON)).to(dtype)
 
 
