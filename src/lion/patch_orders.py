@@ -78,7 +78,7 @@ def linear_attention_in_orders(
             orders = torch.arange(L)[None]
         if full:
             return _Full.apply(q, k, v, _sums(log_decay, orders, H), places(orders), scale).to(dtype)
-        # A head in each order as heads of their own, (B, H·O, L, ·). On a GPU, x[:, :, orders] would sort for its gradient.
+        # Each head in each order is a head, (B, H·O, L, ·). GPUs would sort for the gradient of x[:, :, orders].
         v = v if fused else with_ones(v)
         q, k, v = (x.index_select(2, orders.flatten()).view(B, H * O, L, -1) for x in (q, k, v))
         log_decay, heads = (log_decay, 0) if log_decay.ndim == 1 else (_in_order(log_decay, orders), 1)
