@@ -68,13 +68,25 @@ def test_all_ranks_go_on_after_a_failed_save_and_end_with_it(tmp_path, write_con
     assert not list(folder.glob("ep*"))
 
 
+PACKED = {"dataset": {"packing": True}, "num_workers": 0}
+LONGER = {**SHORT, "max_duration": "16ba", "train_loader": PACKED, "eval_loader": PACKED}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, write_config) -> Path:
+    """The folder of a run on two ranks."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    statuses, output = warm.run_ranks(2, "main.py", write_config(folder, **LONGER), output=folder / "output")
+    assert statuses == [0, 0], output
+    return folder / "run"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_killed_during_a_save_costs_nothing_but_the_steps_since_the_last(killed, tmp_path, write_config):
-    packed = {"dataset": {"packing": True}, "num_workers": 0}
-    options = {**SHORT, "max_duration": "16ba", "train_loader": packed, "eval_loader": packed}
-    (tmp_path / "one").mkdir()
-    config, folder = write_config(tmp_path, **options), tmp_path / "run"
+def test_a_rank_killed_during_a_save_costs_nothing_but_the_steps_since_the_last(
+    killed, tmp_path, write_config, uninterrupted
+):
+    config, folder = write_config(tmp_path, **LONGER), tmp_path / "run"
     processes = warm.start_ranks(2, "main.py", config, output=tmp_path / "killed")
     try:
         warm.wait_for(lambda: list(folder.glob("ep*ba[68]-rank0.unfinished")), processes[0])
@@ -87,10 +99,8 @@ def test_a_rank_killed_during_a_save_costs_nothing_but_the_steps_since_the_last(
     statuses, output = warm.run_ranks(2, "main.py", config, output=tmp_path / "resumed")
     assert statuses == [0, 0], output
     assert "resuming from step" in output
-    statuses, output = warm.run_ranks(2, "main.py", write_config(tmp_path / "one", **options), output=tmp_path / "out")
-    assert statuses == [0, 0], output
-    one, other = (torch.load(at / "latest-rank0.pt", weights_only=False) for at in (folder, tmp_path / "one" / "run"))
+    one, other = (torch.load(at / "latest-rank0.pt", weights_only=False) for at in (folder, uninterrupted))
     assert one["state"]["timestamp"]["Timestamp"]["batch"] == 16
     weights, expected = one["state"]["model"], other["state"]["model"]
     assert [name for name in weights if not torch.equal(weights[name], expected[name])] == []
-    assert losses(folder) == losses(tmp_path / "one" / "run")
+    assert losses(folder) == losses(uninterrupted)
