@@ -21,6 +21,7 @@ from benchmarks import measure, models
 from benchmarks.models import BERT, LINEAR, MODELS, MODERN_BERT, build, compile_layers, created_as, describe
 from src import cli, plots
 from src.errors import UserError
+from src.lion.cpu import keep_freed_memory
 
 LONGEST = {"full": 4096, "recurrent": 2048, "chunkwise": 2**20, "auto": 2**20, "softmax": 32768}
 
@@ -54,6 +55,8 @@ def main(argv: list[str]) -> None:
     a.forms = a.forms or (["auto", "full", "chunkwise"] if a.device == "cuda" else ["auto"])
     longest = {**LONGEST, "full": 8192, "softmax": 65536} if a.device == "cuda" else LONGEST
     size = (a.layers, a.hidden, a.lengths[-1], a.dtype, a.device, a.compile)
+    if a.device == "cpu":
+        keep_freed_memory()  # as in embed.py encode
 
     cases = [(name, form) for name in a.models for form in (a.forms if name in LINEAR else ["softmax"])]
     model = f"{describe(a.models, a.layers, a.hidden)}{', compiled' if a.compile else ''}, {a.dtype}"
