@@ -185,7 +185,9 @@ def correctness(report: Report, a: argparse.Namespace) -> None:
     lengths, batch, heads = ((20,), 1, 1) if a.small else ((1, 7, 64, 65, 300, 1000), 3, 12)
     kept = {}
     for form, decay, case, length in itertools.product(*CASES, lengths):
-        if case == "dropout" and (form == "chunkwise" or length not in (64, 300, 20)):
+        if case in ("dropout", "causal", "separate") and length not in (64, 300, 20):
+            continue
+        if (form, case) == ("chunkwise", "dropout") or (decay, case) == ("none", "separate"):
             continue
         if case == "normalized" and length == 1:  # all but nothing is left of the gradients
             continue
@@ -208,7 +210,7 @@ def correctness(report: Report, a: argparse.Namespace) -> None:
 
 
 DECAYS = {"none": "no decay", "head": "per head", "token": "per token"}
-CASES = (("full", "chunkwise"), DECAYS, ("plain", "mask", "packed", "dropout", "normalized"))
+CASES = (("full", "chunkwise"), DECAYS, ("plain", "mask", "packed", "dropout", "normalized", "causal", "separate"))
 
 
 def prepare(form: str, decay: str, case: str, length: int, batch: int, heads: int, device: str) -> tuple:
@@ -233,7 +235,12 @@ def prepare(form: str, decay: str, case: str, length: int, batch: int, heads: in
         what["mask"] = torch.rand(batch, length, generator=generator, device=device) > 0.2
     elif case == "packed":
         what["seq_idx"] = (torch.arange(length, device=device) // 48).expand(batch, -1)
+    elif case == "causal":
+        what["causal"] = True
     dropout_p = 0.1 if case == "dropout" else 0.0
+
+    def of_future(*x) -> dict[str, torch.Tensor]:  # decays per direction
+        return {"log_decay_future": x[3] / 2} if case == "separate" else {}
 
     def gradients(function: Callable, dtype: torch.dtype | None) -> list[torch.Tensor]:
         leaves = [(x if dtype is None else x.to(dtype)).detach().requires_grad_() for x in operands]
@@ -242,11 +249,11 @@ def prepare(form: str, decay: str, case: str, length: int, batch: int, heads: in
 
     def fused(*x) -> torch.Tensor:
         torch.manual_seed(length)
-        return linear_attention(*x, **what, **options, dropout_p=dropout_p)
+        return linear_attention(*x, **what, **of_future(*x), **options, dropout_p=dropout_p)
 
     def exact(*x) -> torch.Tensor:
         if dropout_p == 0:
-            return linear_attention(*x, **what, form="full")
+            return linear_attention(*x, **what, **of_future(*x), form="full")
         return (attention_matrix(*x[:2], *x[3:], **what) * kept_entries()) @ x[2]
 
     def kept_entries() -> torch.Tensor:
@@ -353,6 +360,7 @@ TIMED = [
     ("full", "token", "dropout", 128, 128),
     ("full", "token", "mask", 512, 32),
     ("full", "none", "plain", 512, 32),
+    ("full", "token", "normalized", 197, 64),
     ("chunkwise", "token", "plain", 4096, 4),
 ]
 

@@ -42,8 +42,10 @@ FORMS = {  # and further arguments of `linear_attention`
     "full": {},
     "full, dropout": {"dropout_p": 0.1},
     "full, rows divided": {"normalize": True},
+    "full, causal": {"causal": True},
     "chunkwise": {},
     "chunkwise, rows divided": {"normalize": True},
+    "chunkwise, causal": {"causal": True},
 }
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes available to a program
 THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048}  # of a multiprocessor, which has 65,536 registers

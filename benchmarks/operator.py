@@ -15,8 +15,8 @@ Each time's floor is the longer of its bytes at a copy's rate and its operations
 the same run. q, k, v and the gradient are (B, L, H, D) in memory, as in the model; log decays are given, in float32.
 
 hydra is the attention of a Hydra layer: all heads share q and k, which differ between the directions, as do log decays
-and log weights; the diagonal is given. On a GPU it has no kernels. The 12 heads of 64 by default are LION's base size;
---heads 24 is Hydra's. The names of the files then include the number of heads.
+and log weights; the diagonal is given. The 12 heads of 64 by default are LION's base size; --heads 24 is Hydra's. The
+names of the files then include the number of heads.
 """
 
 import os
@@ -38,9 +38,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import measure
 from src import cli, plots
 from src.errors import first_line
-from src.lion import Triangle, linear_attention, two_sided_attention
+from src.lion import linear_attention
 from src.lion.cpu import keep_freed_memory
-from src.lion.linear_attention_forms import cumulative_log_decay
+from src.lion.hydra_attention import Scans, hydra_attention
 
 VARIANTS = ("lion-lit", "lion-d", "lion-s", "hydra")
 FORMS = {
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> None:
     unusual = [a.dtype] * (a.dtype != usual) + [f"{a.heads}-heads"] * (a.heads != 12) + ["masked"] * a.mask
     name = "-".join(["operator", a.device, *unusual])
 
-    cases = [SOFTMAX] + [(form, variant) for form in a.forms for variant in variants(form, a.device)]
+    cases = [SOFTMAX] + [(form, variant) for form in a.forms for variant in variants(form)]
     rows: list[dict] = []
     for length in cli.progress(sorted(a.lengths), desc="lengths"):
         here = [case for case in cases if length <= longest[case[0]]]
@@ -114,14 +114,13 @@ def main(argv: list[str]) -> None:
     print(f"picture  {a.out / name}.png")
 
 
-def variants(form: str, device: str) -> tuple[str, ...]:
+def variants(form: str) -> tuple[str, ...]:
     """Return what a form computes."""
     if form == "softmax-cudnn":
         return ("softmax",)
     if form == "fla":
         return ("lion-d", "lion-s")
-    kernels = device == "cuda" and form in ("full", "chunkwise")
-    return tuple(variant for variant in VARIANTS if not (kernels and variant == "hydra"))
+    return VARIANTS
 
 
 def imports(module: str) -> bool:
@@ -301,18 +300,20 @@ def prepare(form, variant, length, backward, batch, heads, head_dim, dtype, chun
         elif form == "fla":
             per_token = log_decay if log_decay.ndim == 3 else log_decay[None, :, None].expand(q.shape[:3])
             y = both_directions(q, k if mask is None else k * mask[:, None, :, None], v, per_token)
-        elif variant == "hydra":
-            y = hydra(q, k, v, *of_hydra, form=form.removeprefix("pytorch-"), chunk_size=chunk_size, mask=mask)
-        elif form.startswith("pytorch-"):
+        else:
             module = importlib.import_module("src.lion.linear_attention")
-            use_triton, module.USE_TRITON = module.USE_TRITON, False
+            use_triton = module.USE_TRITON
+            module.USE_TRITON = use_triton and not form.startswith("pytorch-")
             how = {"form": form.removeprefix("pytorch-"), "chunk_size": chunk_size, "mask": mask}
             try:
-                y = linear_attention(q, k, v, log_decay, **how)
+                if variant == "hydra":
+                    q_future, k_future, log_decays, log_weights, diagonal = of_hydra
+                    scans = Scans((q, q_future), (k, k_future), log_decays, log_weights)
+                    y = hydra_attention(v, scans, diagonal, **how)
+                else:
+                    y = linear_attention(q, k, v, log_decay, **how)
             finally:  # or the kernels would not run once these had needed too much memory
                 module.USE_TRITON = use_triton
-        else:
-            y = linear_attention(q, k, v, log_decay, form=form, chunk_size=chunk_size, mask=mask)
         if backward:
             torch.autograd.grad(y, leaves, grad)
 
@@ -340,16 +341,6 @@ def both_directions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay
         outputs.append(y.flip(1) if backwards else y)
     diagonal = (q * k).sum(-1, keepdim=True) * q.shape[-1] ** -0.5 * v
     return (outputs[0] + outputs[1]).transpose(1, 2) - diagonal
-
-
-def hydra(q, k, v, q_future, k_future, log_decays, log_weights, diagonal, **how) -> torch.Tensor:
-    """Compute the attention of a Hydra layer, but for the shift of its queries; log_decays and log_weights of both
-    directions, (2, B, H, L)."""
-    exclusive, inclusive = cumulative_log_decay(log_decays[0], v.shape[2])
-    exclusive_future, inclusive_future = cumulative_log_decay(log_decays[1], v.shape[2])
-    past = Triangle(q, k, exclusive, inclusive, log_weights[0])
-    future = Triangle(q_future, k_future, inclusive_future, exclusive_future, log_weights[1])
-    return two_sided_attention(v, past, future, diagonal, **how)
 
 
 def least(form, variant, length, backward, batch, heads, head_dim, dtype, chunk_size, device) -> tuple[float, float]:

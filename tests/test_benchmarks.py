@@ -343,14 +343,6 @@ def test_the_operator_of_hydra_shares_queries_and_keys_in_its_floor():
         assert operations == pytest.approx(2 * B * L * (C * N * (H * values + scores) + H * states * N * N))
 
 
-def test_the_kernels_do_not_compute_hydra():
-    operator = importlib.import_module("benchmarks.operator")
-    with_hydra = {form for form in operator.LONGEST["cuda"] if "hydra" in operator.variants(form, "cuda")}
-    assert {"pytorch-full", "pytorch-chunkwise"} <= with_hydra
-    assert not with_hydra & {"full", "chunkwise", "softmax-cudnn", "fla"}
-    assert all("hydra" in operator.variants(form, "cpu") for form in operator.FORMS["cpu"])
-
-
 def test_the_models_and_the_configs_of_the_ablation_are_about_as_large_as_each_other():
     configs = [str(path) for path in Path(__file__).parents[1].glob("yamls/ablation/*.yaml")]
     with torch.device("meta"):

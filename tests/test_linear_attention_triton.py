@@ -16,7 +16,8 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from src.lion import linear_attention
+from src.lion import LionConfig, LionModel, linear_attention
+from src.lion.hydra_attention import Scans, hydra_attention
 from src.lion.linear_attention import attention_matrix, definition
 from src.lion.patch_orders import definition_in_orders, linear_attention_in_orders
 from tests.test_linear_attention import DECAYS, PACKED, distance, draw, in_segments, one_by_one
@@ -122,6 +123,85 @@ def test_the_kernels_have_the_outputs_and_gradients_of_the_definition(form, deca
     assert {"y", "dq", "dk"} <= set(started)
 
 
+@pytest.mark.parametrize("case", ["plain", "normalized", "packed"])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("form", FORMS)
+def test_causal_attention_reads_no_later_keys(form, decay, case, started):
+    inputs, mask = draw(decay, LONG, 1, HEADS, "holes", case == "normalized")
+    how = {"normalized": {"normalize": True}, "packed": {"seq_idx": torch.arange(LONG)[None] // 9}}.get(case, {})
+    check(inputs, form, mask=mask, causal=True, **how)
+    assert {"y", "dq", "dk"} <= set(started)
+
+
+@pytest.mark.parametrize("case", ["plain", "normalized", "packed", "states"])
+@pytest.mark.parametrize("decay", ["head", "token"])
+@pytest.mark.parametrize("form", FORMS)
+def test_decays_may_differ_between_the_directions(form, decay, case, started):
+    inputs, mask = draw(decay, LONG, 1, HEADS, "holes", case == "normalized")
+    state = torch.randn(1, HEADS, *inputs[1].shape[-1:], *inputs[2].shape[-1:], dtype=torch.float64)
+    how = {
+        "normalized": {"normalize": True},
+        "packed": {"seq_idx": torch.arange(LONG)[None] // 9},
+        "states": {"left_state": state, "right_state": -state},
+    }.get(case, {})
+
+    def both(q, k, v, log_decay, **how):
+        return linear_attention(q, k, v, log_decay, log_decay_future=log_decay / 2, **how)
+
+    rounded = [x.float() for x in inputs]
+    actual = results(both, inputs, device=DEVICE, dtype=torch.float32, form=form, chunk_size=CHUNK, mask=mask, **how)
+    expected = results(both, rounded, device="cpu", dtype=torch.float64, form="full", mask=mask, **how)
+    assert max(distance(x, y) for x, y in zip(actual, expected, strict=True)) < 1e-5
+    assert started.count("y") == 2
+
+
+@pytest.mark.parametrize("length", [1, LONG])
+@pytest.mark.parametrize("case", ["plain", "mask", "packed", "states"])
+@pytest.mark.parametrize("form", FORMS)
+def test_hydra_is_two_scans_and_a_diagonal(form, case, length, started):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    B, H, G, D, E = 2, 4, 2, 8, 12
+    pairs = [normal(B, G, length, D) for _ in range(4)]
+    steps = F.softplus(normal(2, B, H, length))
+    inputs = [normal(B, H, length, E), *pairs, -steps, steps.log(), normal(B, H, length)]
+    how = {
+        "mask": {"mask": torch.rand(B, length, generator=generator) < 0.7},
+        "packed": {"seq_idx": (torch.arange(length) // 9).expand(B, -1)},
+        "states": {"left_state": normal(B, H, D, E), "right_state": normal(B, H, D, E)},
+    }.get(case, {})
+    probe = normal(B, H, length, E)
+
+    def run(device: str, dtype: torch.dtype) -> list[Tensor]:
+        v, q, q_future, k, k_future, *rest = leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
+        given = {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in how.items()}
+        scans = Scans((q, q_future), (k, k_future), *rest[:2])
+        y = hydra_attention(v, scans, rest[2], **given, form=form, chunk_size=16)
+        return [x.cpu() for x in (y.detach(), *torch.autograd.grad((y * probe.to(y)).sum(), leaves))]
+
+    for x, y in zip(run(DEVICE, torch.float32), run("cpu", torch.float64), strict=True):
+        assert x.shape == y.shape and (distance(x, y) < 1e-5 or float(y.norm()) < 1e-12 > float(x.norm()))
+    assert started.count("y") == 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_layer_of_hydra_has_the_outputs_and_gradients_of_pytorch(form, started, monkeypatch):
+    config = LionConfig(mixer="hydra", hidden_size=16, headdim=8, d_state=4, num_hidden_layers=1, chunk_size=16)
+    torch.manual_seed(0)
+    layer = LionModel(config).layers[0].to(DEVICE)
+    x, mask = torch.randn(2, LONG, 16, device=DEVICE), torch.rand(2, LONG, device=DEVICE) < 0.8
+    seq_idx, found = torch.arange(LONG, device=DEVICE).expand(2, -1) // 9, []
+    for fused in (True, False):
+        monkeypatch.setattr(operator, "USE_TRITON", fused)
+        y, _ = layer(x, mask, seq_idx, form)
+        found.append([y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))])
+        assert started.count("y") == 2
+    assert max(distance(x.cpu(), y.cpu()) for x, y in zip(*found, strict=True)) < 1e-4
+
+
 @pytest.mark.parametrize("mask", ["left", "right"])
 @pytest.mark.parametrize("form", FORMS)
 def test_each_text_of_a_batch_has_its_own_padding(form, mask):
@@ -137,6 +217,18 @@ def test_heads_may_have_any_size(form, decay, sizes, started):
     dtype = torch.float32 if max(sizes) <= host.LARGEST_HEAD[torch.float32] else torch.bfloat16
     check(inputs, form, dtype)
     assert started
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_may_share_queries_and_keys(form, groups, started):
+    (q, k, v, log_decay), mask = draw("token", LONG, 2, 4, "holes")
+    options = {"form": form, "chunk_size": CHUNK, "mask": mask}
+    inputs = [q[:, :groups], k[:, :groups], v, log_decay]
+    actual = results(linear_attention, inputs, device=DEVICE, dtype=torch.float32, **options)
+    expected = results(linear_attention, inputs, device="cpu", dtype=torch.float64, **options)
+    assert max(distance(x, y) for x, y in zip(actual, expected, strict=True)) < 1e-5
+    assert {"y", "dq", "dk"} <= set(started)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 33, 1000])
@@ -246,7 +338,7 @@ BFLOAT16_ERRORS = {
 
 
 @pytest.mark.parametrize("length", LENGTHS if GPU else (1, 130))
-@pytest.mark.parametrize("case", ["plain", "mask", "packed", "dropout", "normalized"])
+@pytest.mark.parametrize("case", ["plain", "mask", "packed", "dropout", "normalized", "causal"])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
 def test_bfloat16_with_heads_of_64_is_as_accurate_as_its_operands(form, decay, case, length, as_trained):
@@ -258,8 +350,8 @@ def test_bfloat16_with_heads_of_64_is_as_accurate_as_its_operands(form, decay, c
     mask, positive = "holes" if case == "mask" else "none", case == "normalized"
     inputs, mask = draw(decay, length, 1, 12 if GPU else 1, mask, positive, d=64, e=64)
     rest = {} if mask is None else {"mask": mask}
-    if case == "normalized":
-        rest["normalize"] = True
+    if case in ("normalized", "causal"):
+        rest["normalize" if case == "normalized" else case] = True
     if case == "packed":
         rest["seq_idx"] = torch.arange(length)[None] // 48
     if case == "dropout":
@@ -507,7 +599,7 @@ def test_the_custom_operators_pass_pytorchs_checks(decay):
     q, k, v, log_decay = (None if x is None else x.to(DEVICE, torch.float32) for x in inputs)
     drawn = torch.full((1, 1), 7, device=DEVICE)
     for seed, chunk_size, dropout_p, row_mode in ((None, 16, 0.0, "sum"), (drawn, 0, 0.1, "divide")):
-        how = log_decay, mask.to(DEVICE), None, seed, None, None, 0.5, chunk_size, dropout_p, False
+        how = log_decay, mask.to(DEVICE), None, seed, None, None, 0.5, chunk_size, dropout_p, False, "all"
         torch.library.opcheck(host._forward, (q, k, v, *how))
         torch.library.opcheck(host._backward, (torch.ones_like(v), q, k, v, *how, log_decay is not None))
         qkv = torch.stack([x.transpose(1, 2) for x in (q, k, q)], 2)
@@ -526,7 +618,7 @@ def test_a_compiler_is_told_the_strides_of_all_results(in_one, decay):
     inputs, mask = draw(decay, 20, 2, 2, "holes")
     q, k, v, log_decay = (x.to(DEVICE, torch.float32) for x in inputs)
     parts = (torch.stack([x.transpose(1, 2) for x in (q, k, q)], 2), None, None) if in_one else (q, k, v)
-    how = log_decay, mask.to(DEVICE), None, None, None, None, 0.5, 16, 0.0, False
+    how = log_decay, mask.to(DEVICE), None, None, None, None, 0.5, 16, 0.0, False, "all"
     grad = torch.ones_like(q if in_one else v)
 
     def run() -> list[Tensor]:
@@ -546,7 +638,7 @@ def test_a_matrix_whose_places_need_more_than_32_bits_is_refused():
     shape, strides = torch.Size((1, 1, 100, 16)), (0, 0, 2**25) * 3
     device, types = torch.device(DEVICE), (torch.float16, host._dot_precision(torch.float16))
     with pytest.raises(ValueError, match="use the chunkwise form"):
-        host.Plan(device, *types, shape, 16, strides, 0, (0, 0, 0), False, (None,) * 6, 1.0, 0, 0, False)
+        host.Plan(device, *types, shape, 16, strides, 0, (0, 0, 0), False, (None,) * 6, 1.0, 0, 0, False, "all")
 
 
 @pytest.mark.parametrize("slow_at_the_end", [False, True])

@@ -109,20 +109,18 @@ def linear_attention(
     decays = log_decay is not None or forget_logits is not None or seq_idx is not None or causal
     by_channel = log_decay is not None and log_decay.ndim in (2, 4)
     has_states = left_state is not None or right_state is not None
-    uncovered = {
-        "causal attention": causal,
-        "decays per channel": by_channel,
-        "decays per direction": separate,
-    }
-    fused = is_fused(q, k, v, form, dropout_p, uncovered)
+    fused = is_fused(q, k, v, form, dropout_p, {"decays per channel": by_channel})
+    if fused:
+        q, k = one_per_head(q, v), one_per_head(k, v)
     if normalize and not fused and dtype in (torch.bfloat16, torch.float16):
         q, k, v = q.float(), k.float(), v.float()
     form = resolve_form(form, v, decays, dropout_p, fused)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if fused and not has_states:
+    size, keys = 0 if form == "full" else chunk_size, "to" if causal else "all"
+    if fused and not has_states and not separate:
         q, k, v = (q, k, v) if qkv is None else (qkv, None, None)
-        given, size = log_decay if forget_logits is None else forget_logits, 0 if form == "full" else chunk_size
-        how = scale, size, dropout_p, forget_logits is not None, "divide" if normalize else ""
+        given = log_decay if forget_logits is None else forget_logits
+        how = scale, size, dropout_p, forget_logits is not None, "divide" if normalize else "", keys
         return fused_linear_attention(q, k, v, given, mask, seq_idx, *how)
     if forget_logits is not None:
         log_decay = log_of_decay(forget_logits)
@@ -137,10 +135,15 @@ def linear_attention(
                 dropout_p=dropout_p,
             )  # fmt: skip
         elif fused:
-            size = 0 if form == "full" else chunk_size
             run = fused_with_row_sums if normalize else fused_linear_attention
-            y = run(q, k, v, log_decay, mask, seq_idx, scale, size, dropout_p)
-            y = add_states(y, q, signed_sums(log_decay, q.shape[-2]), triangles, left_state, right_state, scale)
+            parts, how = (q, k, v) if qkv is None else (qkv, None, None), (mask, seq_idx, scale, size, dropout_p)
+            if separate:
+                y = run(*parts, log_decay, *how, keys="to") + run(*parts, log_decay_future, *how, keys="after")
+            else:
+                y = run(*parts, log_decay, *how, keys=keys)
+            if has_states:
+                sums = signed_sums(log_decay, q.shape[-2], causal, log_decay_future)
+                y = add_states(y, q, sums, triangles, left_state, right_state, scale)
         else:  # if decays are separate, sums of keys and queries; torch.compile refuses one tensor in both places
             sums = signed_sums(log_decay, q.shape[-2], causal, log_decay_future)
             y = attend(
@@ -153,10 +156,10 @@ def linear_attention(
     return y.to(dtype)
 
 
-def fused_with_row_sums(*arguments) -> Tensor:
+def fused_with_row_sums(*arguments, keys: str = "all") -> Tensor:
     """`fused_linear_attention` of these arguments as if v had a column of ones, which receives the row sums: (B, H, L,
     E + 1) in float32."""
-    y, row_sums = fused_linear_attention(*arguments, row_mode="sum")
+    y, row_sums = fused_linear_attention(*arguments, row_mode="sum", keys=keys)
     return torch.cat([y, row_sums[..., None]], -1)
 
 
@@ -227,6 +230,12 @@ def log_of_decay(forget_logits: Tensor) -> Tensor:
     if x.ndim == 3:  # in the memory layout of a linear layer's output
         return F.logsigmoid(-x.mT).mT
     return F.logsigmoid(-x)
+
+
+def one_per_head(x: Tensor, v: Tensor) -> Tensor:
+    """Queries or keys, (B, G, L, D), for each head of v, (B, H, L, D); copied only if 1 < G < H."""
+    heads = v.shape[1] // x.shape[1]
+    return x if heads == 1 else x.expand(-1, heads, -1, -1) if x.shape[1] == 1 else x.repeat_interleave(heads, 1)
 
 
 def with_ones(v: Tensor) -> Tensor:
@@ -324,7 +333,6 @@ def is_fused(q, k, v, form: str, dropout_p: float, others: dict[str, bool] | Non
     if not USE_TRITON or form == "recurrent":
         return False
     uncovered = (others or {}) | {
-        "values with more heads than queries": q.shape[1] != v.shape[1],
         f"dropout of {dropout_p}": not 0 <= dropout_p < 1,
         f"heads of {q.shape[-1]} and {v.shape[-1]} in {q.dtype}": not covers(q, k, v),
     }

@@ -28,6 +28,14 @@ TILES = {
     (9, 0): {"y": (64, 32, 4, 3), "dq": (64, 64, 4, 2), "dk": (64, 64, 4, 2), "states": (64, 32, 4, 3)},
 }
 
+# Which keys a query reads: whether those before it, those after it, and its own.
+KEYS = {
+    "all": (True, True, True),
+    "to": (True, False, True),
+    "from": (False, True, True),
+    "after": (False, True, False),
+}
+
 INTERPRETED = kernels.AVAILABLE and not isinstance(kernels.product_kernel, triton.JITFunction)  # TRITON_INTERPRET=1
 
 
@@ -60,16 +68,17 @@ def _card(device: torch.device) -> tuple[int, int]:
 
 def fused_linear_attention(
     q, k, v, log_decay, mask, seq_idx, scale, chunk_size: int, dropout_p: float, forget_logits: bool = False,
-    row_mode: str = "",
+    row_mode: str = "", keys: str = "all",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `linear_attention`, (B, H, L, E), for operands that `covers` accepts; the full form if `chunk_size` is 0.
     Only the full form has dropout, with 0 ≤ dropout_p < 1. If k and v are None, q holds all three, (B, L, 3, H, D),
     and so does its gradient. forget_logits: whether log_decay holds logits of 1 − λ. row_mode: "divide" divides each
-    row by its sum + EPSILON; "sum" returns rows as they are and their sums, (B, H, L), both in float32."""
+    row by its sum + EPSILON; "sum" returns rows as they are and their sums, (B, H, L), both in float32. keys: what
+    each query reads, of KEYS."""
     seed = None  # one number per matrix, from which both passes derive the dropped entries
     if count_dropped(dropout_p) > 0:
         seed = torch.randint(2**62, (q.shape[0], q.shape[-2] if v is None else q.shape[1]), device=q.device)
-    arguments = q, k, v, log_decay, mask, seq_idx, seed, None, None, scale, chunk_size, dropout_p, forget_logits
+    arguments = q, k, v, log_decay, mask, seq_idx, seed, None, None, scale, chunk_size, dropout_p, forget_logits, keys
     if row_mode:
         arguments = *arguments, row_mode
     if type(q) is not Tensor or torch.compiler.is_compiling():
@@ -115,10 +124,11 @@ class Plan:
 
     def __init__(
         self, device, dtype, precision, shape, E, strides, decay_dims, decay_strides, packed: bool, given: tuple, scale,
-        chunk_size: int, dropped: int, logits: bool, row_mode: str = "",
+        chunk_size: int, dropped: int, logits: bool, keys: str, row_mode: str = "",
     ):  # fmt: skip
         B, H, L, D = shape
-        self.decays = decay_dims > 0 or given[-1] is not None
+        before, after, diagonal = KEYS[keys]
+        self.decays = decay_dims > 0 or given[-1] is not None or keys != "all"  # if there are none, they are 1
         self.inside = self.decays or chunk_size == 0
         tiles = {name: tile(name, device, precision, L, max(D, E)) for name in ("y", "dq", "dk", "states")}
         rows = [tiles[name][0] for name in ("y", "dq", "dk")]
@@ -128,11 +138,12 @@ class Plan:
         self.C = triton.cdiv(min(chunk_size or L, L), step) * step
         self.N = triton.cdiv(L, self.C)
         self.has_states = not (self.inside and self.N == 1)
-        uniform = decay_dims == 1 and given[-1] is None  # all chunks decay alike
+        uniform = decay_dims < 2 and given[-1] is None  # all chunks decay alike
         # Of the sums of a chunk: 8 numbers per token and 2 per edge of a block, aligned.
         width = triton.cdiv(8 * self.C + 2 * (self.C // self.G + 1), 16) * 16
         self.sums_shape = (1, H, 1, width) if uniform else (B, H, self.N, width)
-        sums = (0, width, 0) if uniform else (H * self.N * width, self.N * width, width) if self.decays else (0, 0, 0)
+        sums = (0, width, 0) if uniform else (H * self.N * width, self.N * width, width)
+        sums = sums if self.decays else (0, 0, 0)
         directions = 2 if self.decays else 1
         self.row_mode, self.divides = row_mode, row_mode == "divide"
         state = D * E + (D if row_mode else 0)
@@ -154,21 +165,30 @@ class Plan:
             dot, ways = precision
             return {"S": min(columns, self.G), "DOT": dot, "PRECISION": ways, "num_warps": warps, "num_stages": stages}
 
-        def states(name: str, D: int, E: int, of_k: tuple, of_v: tuple, sign: int) -> Kernel:
+        def states(name: str, D: int, E: int, of_k: tuple, of_v: tuple, sign: int, **sides: bool) -> list[Kernel]:
+            """The kernel that sums each chunk's states, and the one that scans chunks."""
             part = min(_padded(E), 64)
             columns = triton.cdiv(E, part)
             numbers = *where, columns, side, *of_k, *of_v, *sums
             cut = {"D": D, "E": E, "PD": _padded(D), "PE": part, "STATE": state, "SIGN": sign}
-            return Kernel(name, kernels.states_kernel, B * H * self.N * columns, numbers, **cut, **options("states"))
+            own = Kernel(
+                name, kernels.states_kernel, B * H * self.N * columns, numbers, **cut, **sides, **options("states")
+            )
+            parts = triton.cdiv(state, 256)
+            scan = Kernel(
+                "scan", kernels.scan_kernel, B * H * sum(sides.values()) * parts, (H, self.C, self.N, parts, side, *sums),
+                SIZE=state, PART=256, STAGES=4, **sides, num_warps=2,
+            )  # fmt: skip
+            return [own, scan]
 
-        def product(name: str, D: int, E: int, *of_operands: tuple, out: int, out_x: int) -> Kernel:
+        def product(name: str, D: int, E: int, *of_operands: tuple, out: int, out_x: int, **sides: bool) -> Kernel:
             T = tiles[name][0]
             of_operands = [stride for operand in of_operands for stride in operand]
             blocks = triton.cdiv(L, T)
             numbers = scale, *where, blocks, side, plane, *of_operands, out, out_x, *sums
             cut = {"D": D, "E": E, "PD": _padded(D), "PE": _padded(E), "STATE": state, "T": T, "G": self.G}
             epsilon = {"EPSILON": EPSILON if self.divides else None}
-            how = {**epsilon, "INSIDE": self.inside, "DROPPED": dropped, **options(name)}
+            how = {**epsilon, **sides, "DIAGONAL": diagonal, "INSIDE": self.inside, "DROPPED": dropped, **options(name)}
             return Kernel(name, kernels.product_kernel, B * H * blocks, numbers, **cut, **how)
 
         self.sums = Kernel(
@@ -176,21 +196,19 @@ class Plan:
             (H, L, self.C, self.sums_shape[2], width, *decay_strides), **log_zero, LOG2E=math.log2(math.e), G=self.G,
             SIZE=size, num_warps=4,
         )  # fmt: skip
-        self.states, self.grad_states = states("states", D, E, k, v, 1), states("grad_states", D, E, q, dy, -1)
-        parts = triton.cdiv(state, 256)
-        self.scan = Kernel(
-            "scan", kernels.scan_kernel, B * H * 2 * parts, (H, self.C, self.N, parts, side, *sums), SIZE=state,
-            PART=256, STAGES=4, num_warps=2,
-        )  # fmt: skip
+        # Queries that read keys before them are after these.
+        of_queries, of_keys = {"BEFORE": before, "AFTER": after}, {"BEFORE": after, "AFTER": before}
+        self.states = states("states", D, E, k, v, 1, **of_queries)
+        self.grad_states = states("grad_states", D, E, q, dy, -1, **of_keys)
         of_q, of_v = (3 * H * D, 3 * H * D) if packed else (H * D, H * E)  # between tokens, in the gradients
-        self.y = product("y", D, E, q, k, v, q, out=H * E, out_x=0)
+        self.y = product("y", D, E, q, k, v, q, out=H * E, out_x=0, **of_queries)
         # Compiled with and without the gradients of decays.
-        self.dq = [product("dq", E, D, dy, v, k, q, out=of_q, out_x=0) for _ in range(2)]
-        self.dk = [product("dk", E, D, v, dy, q, k, out=of_q, out_x=of_v) for _ in range(2)]
+        self.dq = [product("dq", E, D, dy, v, k, q, out=of_q, out_x=0, **of_queries) for _ in range(2)]
+        self.dk = [product("dk", E, D, v, dy, q, k, out=of_q, out_x=of_v, **of_keys) for _ in range(2)]
         self.decay_gradients = Kernel(
             "decay_gradients", kernels.decay_gradients_kernel, B * H * self.N,
-            (scale, *where, side, plane, *decay_strides, *sums), **log_zero, STATE=state, PART=1024, SIZE=size,
-            num_warps=4,
+            (scale, *where, side, plane, *decay_strides, *sums), **log_zero, **of_queries, STATE=state, PART=1024,
+            SIZE=size, num_warps=4,
         )  # fmt: skip
         blocks, self.padded = self.N * self.C // self.G, self.N * self.C
         self.division = Kernel(
@@ -221,7 +239,7 @@ class _Call:
 
     def __init__(
         self, q, k, v, log_decay, mask, seq_idx, seed, sums, incoming, scale, chunk_size, dropout_p, forget_logits,
-        row_mode="",
+        keys, row_mode="",
     ):  # fmt: skip
         self.seed, self.decay, packed = seed, log_decay, v is None
         q, k, v = q.permute(2, 0, 3, 1, 4).unbind() if packed else (q, k, v)
@@ -238,7 +256,7 @@ class _Call:
         given = [x if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors]
         self.plan = plan = _plan(
             q.device, q.dtype, _dot_precision(q.dtype), q.shape, v.shape[-1], strides, dims, decay_strides, packed,
-            tuple(given), scale / (1 - dropout_p), chunk_size, count_dropped(dropout_p), forget_logits, row_mode,
+            tuple(given), scale / (1 - dropout_p), chunk_size, count_dropped(dropout_p), forget_logits, keys, row_mode,
         )  # fmt: skip
         if sums is None and plan.decays:
             sums = torch.empty(plan.sums_shape, dtype=torch.float32, device=q.device)
@@ -246,7 +264,7 @@ class _Call:
         self.sums = sums
         self.incoming = incoming if incoming is not None else self.pass_states(plan.states, k, v, self.mask, None)
 
-    def pass_states(self, own: Kernel, k: Tensor, v: Tensor, mask: Tensor | None, grad_rows: Tensor | None):
+    def pass_states(self, kernels: list[Kernel], k: Tensor, v: Tensor, mask: Tensor | None, grad_rows: Tensor | None):
         """The states that enter each chunk from the left and from the right, (2, B·H, N, ·); without decays one for
         all, (1, B·H, 1, ·). None if there are none. For gradients, q and dy are in place of k and v, and grad_rows are
         those of the row sums."""
@@ -254,11 +272,12 @@ class _Call:
         if not plan.has_states:
             return None
         states = torch.empty(plan.states_shape, dtype=plan.states_dtype, device=k.device)
+        own, scan = kernels
         own.launch(k, v, mask, grad_rows, self.sums, states)
         if self.sums is None:
             return states if plan.N == 1 else states.sum(2, keepdim=True)
         incoming = torch.empty_like(states)
-        plan.scan.launch(states, incoming, self.sums)
+        scan.launch(states, incoming, self.sums)
         return incoming
 
     def output(self) -> tuple[Tensor, Tensor | None]:
@@ -407,6 +426,7 @@ class _Eager(torch.autograd.Function):
 
 _INPUTS = "Tensor q, Tensor? k, Tensor? v, Tensor? log_decay, Tensor? mask, Tensor? seq_idx, Tensor? seed"
 _INPUTS += ", Tensor? sums, Tensor? incoming, float scale, SymInt chunk_size, float dropout_p, bool forget_logits"
+_INPUTS += ", str keys"
 _forward, _backward = operator(_launch_forward, _launch_backward, _INPUTS, _empty, _empty_output, _empty_decays)
 _INPUTS += ", str row_mode"
 _forward_rows, _backward_rows = operator(

@@ -11,10 +11,11 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from .cpu import depthwise_conv, gated_norm, positive_map, rotate
+from .hydra_attention import Scans, hydra_attention
 from .linear_attention import attention_matrix, linear_attention, log_of_decay, segment_states
-from .linear_attention_forms import LOG_ZERO, cumulative_log_decay, sequence_starts
+from .linear_attention_forms import LOG_ZERO, sequence_starts
 from .patch_orders import linear_attention_in_orders, matrix_in_orders
-from .two_sided_attention import SegmentStates, Triangle, two_sided_attention, two_sided_segment_states
+from .two_sided_attention import SegmentStates, two_sided_attention, two_sided_segment_states
 
 
 def build_norm(config: PretrainedConfig, eps: float) -> nn.Module:
@@ -514,8 +515,8 @@ class Hydra(Mixer):
         return z, *convolved, dt
 
     def project(self, x: Tensor, mask: Tensor | None, seq_idx: Tensor | None, halo: tuple[int, int]) -> tuple:
-        """Return the gate, (B, L, I), v, (B, H, L, P), past and future triangles, the sums of the log decays, (B, H, 1)
-        each, the diagonal, (B, H, L), and the mask; of the segment without its halo."""
+        """Return the gate, (B, L, I), v, (B, H, L, P), the scans, the diagonal, (B, H, L), and the mask; of the segment
+        without its halo."""
         z, v, qk, dt = self.project_in(x, mask, seq_idx)
         if mask is not None:  # beyond a text, there are no queries to shift
             qk = qk.masked_fill(~mask[..., None], 0)
@@ -532,31 +533,28 @@ class Hydra(Mixer):
                 step = step.masked_fill(~mask[..., None, None], 0)
             log_weight = step.clamp(min=math.exp(LOG_ZERO)).log().permute(2, 0, 3, 1)  # (2, B, H, L)
             log_decay = (step * -self.A_log.to(wide).exp()).permute(2, 0, 3, 1)
-            exclusive, inclusive = cumulative_log_decay(log_decay[0], v.shape[1])
-            exclusive_future, inclusive_future = cumulative_log_decay(log_decay[1], v.shape[1])
-        past = Triangle(q[:, None], k[:, None], exclusive, inclusive, log_weight[0])
-        future = Triangle(q_future[:, None], k_future[:, None], inclusive_future, exclusive_future, log_weight[1])
-        totals = inclusive[..., -1:], inclusive_future[..., -1:]
+        queries, keys = (q[:, None], q_future[:, None]), (k[:, None], k_future[:, None])
         diagonal = (self.linear(self.fc_D, v) + self.D).mT
-        return z, v.unflatten(-1, (len(self.D), -1)).transpose(1, 2), past, future, totals, diagonal, mask
+        v = v.unflatten(-1, (len(self.D), -1)).transpose(1, 2)
+        return z, v, Scans(queries, keys, log_decay, log_weight), diagonal, mask
 
     def forward(
         self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), rotation=None, donors=None, **states
     ):
-        z, v, past, future, totals, diagonal, mask = self.project(x, mask, seq_idx, halo)
+        z, v, scans, diagonal, mask = self.project(x, mask, seq_idx, halo)
         if donors is not None:
             with torch.no_grad():
+                past, future, totals = scans.triangles()
                 own = two_sided_segment_states(v, past, future, *totals, mask=mask)
                 states = {**states, **pass_states(own, donors)}
         where = {"mask": mask, "seq_idx": seq_idx}
-        y = two_sided_attention(
-            v, past, future, diagonal, **where, **states, form=form, chunk_size=self.config.chunk_size
-        )
+        y = hydra_attention(v, scans, diagonal, **where, **states, form=form, chunk_size=self.config.chunk_size)
         matrix = None
         if output_attentions:
             if form in ("recurrent", "chunkwise"):
                 raise ValueError(f"the {form} form has no attention matrix; use attention_form='full'")
             identity = torch.eye(v.shape[2], dtype=v.dtype, device=v.device).expand(*v.shape[:2], -1, -1)
+            past, future, _ = scans.triangles()
             matrix = two_sided_attention(identity, past, future, diagonal, **where, form="full")
         return gated_norm(self.norm, y.transpose(1, 2).flatten(2), z), matrix
 
@@ -567,11 +565,11 @@ class Hydra(Mixer):
         return self.project(x, None, None, (0, 0))[1]
 
     def log_decays(self, x: Tensor) -> Tensor:
-        _, _, past, future, *_ = self.project(x, None, None, (0, 0))
-        return torch.cat([past.key_sum - past.query_sum, future.query_sum - future.key_sum], 1)
+        return torch.cat([*self.project(x, None, None, (0, 0))[2].log_decays], 1)
 
     def segment_states(self, x: Tensor, mask: Tensor | None, halo=(0, 0), rotation=None) -> SegmentStates:
-        _, v, past, future, totals, _, mask = self.project(x, mask, None, halo)
+        _, v, scans, _, mask = self.project(x, mask, None, halo)
+        past, future, totals = scans.triangles()
         return two_sided_segment_states(v, past, future, *totals, mask=mask)
 
     @classmethod

@@ -17,6 +17,9 @@ chunk as long as the text, without states. Without decays all chunks share one s
 The backward pass recomputes everything. y = (s·QKᵀ⊙M) V, so the gradients of q, k and v are such products too, from
 the same kernel; for k and v, which need Mᵀ, exclusive and inclusive swap roles. No two programs write the same entry.
 
+Rows that read only the columns BEFORE or AFTER them, with or without those on the DIAGONAL, skip the blocks and states
+of the other side.
+
 Row sums of QKᵀ⊙M are outputs as if V had one more column, of ones, which is never stored: a state is followed by the
 vector that this column adds, and the gradient of a row sum is added to ∂y·V of all keys.
 
@@ -182,11 +185,11 @@ def sums_kernel(sums, decay, seq_idx, H, L, C, N, width, decay_batch, decay_head
 @kernel
 def states_kernel(k, v, mask, grad_rows, sums, states, H, L, C, N, columns, side, k_batch, k_head, k_token, v_batch,
         v_head, v_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
-        PD: tl.constexpr, PE: tl.constexpr, STATE: tl.constexpr, SIGN: tl.constexpr, DOT: tl.constexpr,
-        PRECISION: tl.constexpr):
-    """Σ_j k_j v_jᵀ of one chunk, decayed to its end and to its start: (2, B·H, N, STATE), or (1, B·H, N, STATE) if
-    there are no decays. STATE is D·E or, with row sums, D·(E + 1): then Σ_j k_j follows, each k_j times its entry of
-    grad_rows, (B, H, N·C), if given. A program computes PE columns."""
+        PD: tl.constexpr, PE: tl.constexpr, STATE: tl.constexpr, SIGN: tl.constexpr, BEFORE: tl.constexpr,
+        AFTER: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """Σ_j k_j v_jᵀ of one chunk, decayed to its end if later chunks read it, and to its start if earlier ones do:
+    (2, B·H, N, STATE), or (1, B·H, N, STATE) if there are no decays. STATE is D·E or, with row sums, D·(E + 1): then
+    Σ_j k_j follows, each k_j times its entry of grad_rows, (B, H, N·C), if given. A program computes PE columns."""
     ROW_SUMS: tl.constexpr = STATE > D * E
     row, rest = (tl.program_id(0) // (N * columns)).to(tl.int64), tl.program_id(0) % (N * columns)
     chunk, column = (rest // columns).to(tl.int64), rest % columns * PE
@@ -220,14 +223,17 @@ def states_kernel(k, v, mask, grad_rows, sums, states, H, L, C, N, columns, side
             to_end = _weight(end_high, end_low, end_half, high, low, -half)
             from_start = tl.exp2(high + low + half)
             # V is weighed, not K: a transposed product of registers would be Hopper's riskiest kind, and slower.
-            rightward = tl.dot(tl.trans(K), (V * to_end[:, None]).to(DOT), rightward, input_precision=PRECISION)
-            leftward = tl.dot(tl.trans(K), (V * from_start[:, None]).to(DOT), leftward, input_precision=PRECISION)
+            if BEFORE:
+                rightward = tl.dot(tl.trans(K), (V * to_end[:, None]).to(DOT), rightward, input_precision=PRECISION)
+            if AFTER:
+                leftward = tl.dot(tl.trans(K), (V * from_start[:, None]).to(DOT), leftward, input_precision=PRECISION)
             if ROW_SUMS:
                 last_rightward += last * to_end[:, None]
                 last_leftward += last * from_start[:, None]
     states += (row * N + chunk) * STATE
-    _store_tile(states + column, 0, E, D, rightward, E - column, PD, PE)
-    if sums is not None:
+    if BEFORE:
+        _store_tile(states + column, 0, E, D, rightward, E - column, PD, PE)
+    if AFTER and sums is not None:
         _store_tile(states + side + column, 0, E, D, leftward, E - column, PD, PE)
     if ROW_SUMS:
         entry = tl.arange(0, PD)
@@ -239,11 +245,12 @@ def states_kernel(k, v, mask, grad_rows, sums, states, H, L, C, N, columns, side
 
 @kernel
 def scan_kernel(states, incoming, sums, H, C, N, parts, side, sums_batch, sums_head, sums_chunk, SIZE: tl.constexpr,
-        PART: tl.constexpr, STAGES: tl.constexpr):
-    """From the chunks' own states to those that enter each chunk, from the left and the right: (2, B·H, N, SIZE).
-    A program scans PART of a state's entries in one direction."""
+        PART: tl.constexpr, STAGES: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr):
+    """From the chunks' own states to those that enter each chunk, from the left if BEFORE and from the right if AFTER:
+    (2, B·H, N, SIZE). A program scans PART of a state's entries in one direction."""
     part, rest = tl.program_id(0) % parts, tl.program_id(0) // parts
-    direction, row = (rest % 2).to(tl.int64), (rest // 2).to(tl.int64)
+    direction, row = rest % (BEFORE + AFTER) + (1 - BEFORE), (rest // (BEFORE + AFTER)).to(tl.int64)
+    direction = direction.to(tl.int64)
     entry = part * PART + tl.arange(0, PART)
     place = direction * side + row * N * SIZE + entry
     sums += row // H * sums_batch + row % H * sums_head
@@ -332,8 +339,8 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
         plane, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, x_batch, x_head, x_token,
         out_token, out_x_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
         S: tl.constexpr, G: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, STATE: tl.constexpr,
-        EPSILON: tl.constexpr, INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-        DROPPED: tl.constexpr):
+        BEFORE: tl.constexpr, AFTER: tl.constexpr, DIAGONAL: tl.constexpr, EPSILON: tl.constexpr,
+        INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr):
     """out = scale · (QKᵀ⊙M) V for T rows of a head: the output of linear attention, or, of other operands, a gradient.
 
         out   q    k    v    x   out_x
@@ -401,6 +408,9 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
             first = own * T + part * S
             high2, low2, half2 = _load_sums(sums, first, S, SIGN)
             own_weight = _decay_mask(high, low, half, high2, low2, half2)
+            if not (BEFORE and AFTER):
+                ahead = i[:, None] - (first + j[None, :]) if BEFORE else first + j[None, :] - i[:, None]
+                own_weight = tl.where(ahead >= 1 - DIAGONAL, own_weight, 0.0)
             total, total_x, row_sums, pairs = _add_block(total, total_x, row_sums, Q, X, k, v, mask, rows, grad_rows,
                 seed, own * T, first, length, own_weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION,
                 DROPPED, DECAYS, ROWS_ARE_KEYS)
@@ -414,7 +424,7 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
         from_first = _weight(high, low, -half, high0, low0, -half0)
         to_last = _weight(high1, low1, half1, high, low, half)
         factors, edges = sums + (6 if ROWS_ARE_KEYS else 4) * C + tl.arange(0, S), sums + 8 * C
-        for step in range(0, tl.maximum(own * (T // S), count - T // S)):
+        for step in range(0 if BEFORE else own * (T // S), tl.maximum(own * (T // S), count - T // S if AFTER else 0)):
             before = step < own * (T // S)
             other = step + tl.where(before, 0, T // S)
             edge = edges + 2 * (other * S // G + tl.where(before, 1, 0))
@@ -434,14 +444,16 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
             end_high, end_low, end_half = _load_sum(sums, C - 1, 1)
             from_start = tl.exp2(high + low - half)
             until_end = _weight(end_high, end_low, end_half, high, low, half)
-            for direction in tl.range(0, 2, num_stages=1):  # a loop, so that registers need not hold both states
+            # A loop, so that registers need not hold both states.
+            for direction in tl.range(0 if BEFORE else 1, 2 if AFTER else 1, num_stages=1):
                 decay = tl.where(direction == 0, from_start, until_end)
                 total, total_x, read = _read_state(total, total_x, Q, X, incoming + direction * side, rows, grad_rows,
                     decay[:, None], D, E, PD, PE, DOT, PRECISION)
                 if ROW_SUMS:
                     row_sums += read
                 past += tl.where(direction == 0, read, 0.0)
-                outside = read
+                if AFTER:
+                    outside = read
         if DECAYS:
             plane = tl.cast(plane, tl.int64)
             grad_sums += row * N * C + start + tl.arange(0, T) + (3 * plane if ROWS_ARE_KEYS else 0)
@@ -485,7 +497,8 @@ def _plane(grad_sums, number, plane, token, length):
 @kernel
 def decay_gradients_kernel(grad, decay, sums, grad_sums, incoming, grad_incoming, scale, H, L, C, N, side, plane,
         decay_batch, decay_head, decay_token, sums_batch, sums_head, sums_chunk, LOGITS: tl.constexpr,
-        LOG_ZERO: tl.constexpr, STATE: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr):
+        LOG_ZERO: tl.constexpr, STATE: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr, BEFORE: tl.constexpr,
+        AFTER: tl.constexpr):
     """∂ log λ of one chunk, or of the logit of 1 − λ: (B, L, H). A token's decay is part of exclusive at all
     later tokens of its chunk, of inclusive at these and at its own, and of the chunk's sum: keys and queries decay to
     its end, states across it."""
@@ -499,7 +512,8 @@ def decay_gradients_kernel(grad, decay, sums, grad_sums, incoming, grad_incoming
         for first in range(0, STATE, PART):
             entry = place + first + tl.arange(0, PART)
             inside = first + tl.arange(0, PART) < STATE
-            for direction in tl.static_range(2):  # keys before and queries after the chunk, and the reverse
+            # Keys before and queries after the chunk, and the reverse.
+            for direction in tl.static_range(0 if BEFORE else 1, 2 if AFTER else 1):
                 S = tl.load(incoming + direction * side + entry, mask=inside, other=0.0).to(tl.float32)
                 G = tl.load(grad_incoming + (1 - direction) * side + entry, mask=inside, other=0.0).to(tl.float32)
                 crossing += S * G

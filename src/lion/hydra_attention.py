@@ -1,0 +1,78 @@
+"""Hydra's attention: two scans, one from each end of a text, and a diagonal. It is `two_sided_attention` with the decays
+of the tokens between key and query. The GPU kernels also multiply by the key's own decay, so there each key is moved
+one token closer to the queries that read it.
+
+Shape letters: B batch, H heads, G heads of q and k, L length, D head size of q and k, E head size of v.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .linear_attention import is_fused, one_per_head
+from .linear_attention_forms import cumulative_log_decay, sequence_starts
+from .linear_attention_triton import fused_linear_attention
+from .two_sided_attention import Triangle, add_states, check_options, resolve_form, two_sided_attention, zero_masked
+
+
+class Scans(NamedTuple):
+    """For past and for future keys: queries and keys, (B, G, L, D) each with G a divisor of H; and the tokens' log
+    decays and the logarithms of the keys' weights, (2, B, H, L) each."""
+
+    q: tuple[Tensor, Tensor]
+    k: tuple[Tensor, Tensor]
+    log_decays: Tensor
+    log_weights: Tensor
+
+    def triangles(self) -> tuple[Triangle, Triangle, tuple[Tensor, Tensor]]:
+        """Return past and future as `two_sided_attention` takes them, and the sums of their log decays, (B, H, 1)."""
+        length = self.log_decays.shape[-1]
+        with torch.autocast(self.log_decays.device.type, enabled=False):
+            (before, through), (to_before, to_through) = (cumulative_log_decay(x, length) for x in self.log_decays)
+        past = Triangle(self.q[0], self.k[0], before, through, self.log_weights[0])
+        future = Triangle(self.q[1], self.k[1], to_through, to_before, self.log_weights[1])
+        return past, future, (through[..., -1:], to_through[..., -1:])
+
+
+def hydra_attention(
+    v: Tensor,
+    scans: Scans,
+    diagonal: Tensor,
+    *,
+    mask: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    left_state: Tensor | None = None,
+    right_state: Tensor | None = None,
+    form: str = "auto",
+    chunk_size: int = 128,
+) -> Tensor:
+    """Compute the attention of a Hydra layer, (B, H, L, E); arguments and errors as of `two_sided_attention`."""
+    given = {"mask": mask, "seq_idx": seq_idx, "left_state": left_state, "right_state": right_state}
+    dtype = v.dtype
+    # In float16, values times small weights would lose digits.
+    if not is_fused(scans.q[0], scans.k[0], v, form, 0.0, {"Hydra in float16": dtype == torch.float16}):
+        past, future, _ = scans.triangles()
+        return two_sided_attention(v, past, future, diagonal, **given, form=form, chunk_size=chunk_size)
+    check_options(mask, seq_idx, left_state, right_state, form, chunk_size)
+    size = 0 if resolve_form(form, v, True, fused=True) == "full" else chunk_size
+    with torch.autocast(v.device.type, enabled=False):
+        y = diagonal[..., None] * v
+        if mask is not None:
+            y = y.masked_fill(~mask[:, None, :, None], 0)
+        for q, k, log_decay, log_weight, keys, step in zip(*scans, ("to", "from"), (1, -1)):
+            weighed = (v * log_weight.exp()[..., None]).to(dtype)
+            k, weighed = (F.pad(x, (0, 0, step, -step)) for x in (zero_masked(k, mask), weighed))
+            if seq_idx is not None:  # a key does not move to another sequence
+                starts = sequence_starts(seq_idx)
+                moved = starts if step > 0 else F.pad(starts[:, 1:], (0, 1))
+                k = k.masked_fill(moved[:, None, :, None], 0)
+            q, k = one_per_head(q, v), one_per_head(k, v)
+            y = y + fused_linear_attention(q, k, weighed, log_decay, None, seq_idx, 1.0, size, 0.0, keys=keys)
+        if left_state is not None or right_state is not None:
+            past, future, _ = scans.triangles()
+            sums = torch.stack([past.query_sum, -future.query_sum], -1)
+            queries = one_per_head(torch.cat(scans.q, -1), v)
+            y = add_states(y, queries, sums, "separate", left_state, right_state, 1.0)
+    return y.to(dtype)
