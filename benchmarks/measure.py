@@ -264,8 +264,14 @@ def _version(package: str) -> str | None:
 
 
 def processor() -> str:
-    names = (line.split(":", 1)[1].strip() for line in _cpuinfo().splitlines() if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    """Return the processor's name. Virtual machines call every EPYC the same: then the generation follows, which tells
+    how much it computes per cycle."""
+    lines = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", _cpuinfo(), re.MULTILINE))
+    name = lines.get("model name", platform.processor() or platform.machine()).strip()
+    if name != "AMD EPYC":
+        return name
+    generations = {"23": "Zen 2", "25": "Zen 4" if "avx512f" in lines.get("flags", "") else "Zen 3", "26": "Zen 5"}
+    return ", ".join([name, *filter(None, [generations.get(lines.get("cpu family"))])])
 
 
 def _cpuinfo() -> str:
@@ -276,7 +282,7 @@ def _cpuinfo() -> str:
 
 
 def results_folder(device: str) -> Path:
-    """This machine's folder of results, named after its GPU or processor: results/nvidia-h100, results/amd-epyc."""
+    """This machine's folder of results, named after its GPU or processor: results/nvidia-h100, results/amd-epyc-zen-4."""
     name = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else processor()
     words = re.sub(r"\(\w+\)|\b(Processor|CPU)\b|@.*", " ", name)
     if device == "cpu" and "amx_tile" in _cpuinfo():  # with the same name, but much faster in bfloat16

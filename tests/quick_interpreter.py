@@ -1,5 +1,5 @@
-"""Triton's interpreter in a third of the time, with the same numbers and checks: what it makes anew for every operation
-is made once."""
+"""Makes Triton's interpreter take a third of the time, with the same results: it builds types and looks up functions
+again for every operation, which here happens once."""
 
 from collections.abc import Callable
 
@@ -10,21 +10,21 @@ from triton.runtime import interpreter
 
 
 def install() -> None:
-    """Replace slow functions of the interpreter in this process; those of the version that is pinned."""
+    """Replace slow functions of the interpreter in this process, if it is the pinned version."""
     if not triton.__version__.startswith("3.3."):
         return
     interpreter._patch_lang = _patched_once(interpreter._patch_lang)
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
-    # A dozen operations for each sum of integers, whose result only debug mode would look at.
+    # It takes a dozen operations for each sum of integers, and only debug mode reads the result.
     semantic.binary_op_sanitize_overflow_impl = lambda *arguments: None
     core.block_type.__init__ = _initialized_alike(core.block_type.__init__)
     core.tensor.__init__ = _new_tensor
 
 
 def _patched_once(patch: Callable) -> Callable:
-    """`_patch_lang`, which replaces the functions of triton.language whenever a kernel or a function of one is called,
-    and looks at hundreds of names for it. Where it does not restore them (returns None), the first time is enough for
-    each function."""
+    """`_patch_lang` replaces the functions of triton.language whenever a kernel, or a function that it calls, is called,
+    and goes through hundreds of names to do so. Unless it returns a scope, which restores them, once per function is
+    enough."""
     done = set()
 
     def patch_lang(function):
@@ -39,7 +39,7 @@ def _patched_once(patch: Callable) -> Callable:
 
 
 def _remembered(find: Callable) -> Callable:
-    """`_get_np_dtype`, which makes a dictionary of all types at each call."""
+    """`_get_np_dtype` builds a dictionary of all types at each call."""
     known: dict[str, np.dtype] = {}
 
     def get_np_dtype(kind):
@@ -69,7 +69,7 @@ _SCALAR = core.tuple([])
 
 
 def _new_tensor(self, handle, kind) -> None:
-    """`tensor.__init__`: those of the same type share their sizes."""
+    """`tensor.__init__`: tensors of the same type share the attributes of their shape."""
     is_block = kind.is_block()
     self.handle, self.type, self.dtype = handle, kind, kind.scalar
     self.numel = core.constexpr(kind.numel if is_block else 1)

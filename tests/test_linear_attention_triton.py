@@ -197,9 +197,9 @@ def test_a_layer_of_hydra_has_the_outputs_and_gradients_of_pytorch(form, started
     for fused in (True, False):
         monkeypatch.setattr(operator, "USE_TRITON", fused)
         y, _ = layer(x, mask, seq_idx, form)
-        found.append([y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))])
+        found.append([y, *torch.autograd.grad(y.cos().sum(), list(layer.parameters()))])
         assert started.count("y") == 2
-    assert max(distance(x.cpu(), y.cpu()) for x, y in zip(*found, strict=True)) < 1e-4
+    assert max(distance(x.cpu(), y.cpu()) for x, y in zip(*found, strict=True)) < 1e-5
 
 
 @pytest.mark.parametrize("mask", ["left", "right"])

@@ -128,7 +128,8 @@ class Plan:
     ):  # fmt: skip
         B, H, L, D = shape
         before, after, diagonal = KEYS[keys]
-        self.decays = decay_dims > 0 or given[-1] is not None or keys != "all"  # if there are none, they are 1
+        has_decays = decay_dims > 0 or given[-1] is not None
+        self.decays = has_decays or keys != "all"  # of which those that are not given are 1
         self.inside = self.decays or chunk_size == 0
         tiles = {name: tile(name, device, precision, L, max(D, E)) for name in ("y", "dq", "dk", "states")}
         rows = [tiles[name][0] for name in ("y", "dq", "dk")]
@@ -148,8 +149,8 @@ class Plan:
         self.row_mode, self.divides = row_mode, row_mode == "divide"
         state = D * E + (D if row_mode else 0)
         self.states_shape = directions, B * H, self.N, state
-        # The type in which states are multiplied; without decays they are summed before.
-        self.states_dtype = dtype if dtype == torch.bfloat16 and self.decays else torch.float32
+        # The type in which states are multiplied; without decays they are sums of many.
+        self.states_dtype = dtype if dtype == torch.bfloat16 and has_decays else torch.float32
         side = B * H * self.N * state if self.has_states else 0
         plane = B * H * self.N * self.C
         if self.C * max(H * E, *strides[2::3]) >= 2**31:

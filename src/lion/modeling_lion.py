@@ -24,6 +24,7 @@ from .cpu_kernel import covers  # noqa: F401
 from .cpu_kernel_source import SOURCE  # noqa: F401
 from .cpu_linear import linear  # noqa: F401
 from .custom_operators import operator  # noqa: F401
+from .hydra_attention import hydra_attention  # noqa: F401
 from .linear_attention import SegmentStates  # noqa: F401
 from .linear_attention_forms import sequence_starts
 from .linear_attention_native import full_forward  # noqa: F401
@@ -105,8 +106,7 @@ class LionLayer(MixerLayer):
 
     def __init__(self, config: LionConfig, is_first: bool = False):
         super().__init__(config, is_first)
-        self.gated = config.mlp == "geglu"
-        width = config.intermediate_size
+        self.gated, width = config.mlp == "geglu", config.intermediate_size
         self.mlp_in = nn.Linear(config.hidden_size, 2 * width if self.gated else width, bias=config.bias)
         self.act = ACT2FN[config.hidden_act]
         self.mlp_out = nn.Linear(width, config.hidden_size, bias=config.bias)
