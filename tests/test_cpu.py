@@ -202,10 +202,10 @@ def test_hooks_run(register):
 def test_a_base_models_linear_layers_can_be_quantized(convolutions):
     torch.manual_seed(0)
     model = LionModel(LionConfig(num_hidden_layers=1, vocab_size=50)).eval()
-    ids = torch.randint(50, (2, 1024))
+    ids = torch.randint(50, (2, 2048))
     with torch.no_grad():
         expected = model(ids).last_hidden_state
-        assert len(convolutions) == 1 + 2 * 3  # qkv; out and the MLP's two, 1,024 tokens at a time
+        assert len(convolutions) == 1 + 2 * 3  # qkv; out and the MLP's two, 2,048 tokens at a time
         quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
         y = quantized(ids).last_hidden_state
     assert len(convolutions) == 1 + 2 * 3

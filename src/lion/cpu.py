@@ -16,7 +16,7 @@ from . import cpu_kernel
 from .cpu_linear import linear, split_linear
 from .linear_attention_forms import sequence_starts
 
-SLICE = 1024  # tokens that a layer processes at a time in inference: few enough to stay in cache and to reuse memory
+SLICE = 2048  # tokens that a layer processes at a time in inference: few enough to stay in cache and to reuse memory
 
 
 def speed_up(model: nn.Module) -> None:

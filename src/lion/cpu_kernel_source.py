@@ -150,7 +150,8 @@ static double sum_of(const struct view *x, int64_t b, int64_t h, int64_t t) { re
 static int round_up(int64_t n) { return (n + ROWS - 1) / ROWS * ROWS; }
 
 static void triangle_head(const struct problem *p, int64_t b, int64_t h, float *memory) {
-    const int D = round_up(p->depth), E = round_up(p->width);
+    // A limit of a loop that writes numbers: it could be one of them, and the loop could not use vectors.
+    const int D = round_up(p->depth), E = round_up(p->width), width = p->width;
     float *Q = memory, *K = Q + C * D, *KT = K + C * D, *V = KT + C * D, *Y = V + C * E, *A = Y + C * E;
     float *other = A + C * C, *S = other + E;
     double from_entry[2][C];
@@ -210,7 +211,7 @@ static void triangle_head(const struct problem *p, int64_t b, int64_t h, float *
         }
         for (int m = 0; m < C; m += ROWS) multiply(ROWS, m + ROWS, E, A + m * C, C, 1, V, E, Y + m * E, E, 0);
         if (t) {
-            for (int i = 0; i < n; i++) for (int d = 0; d < p->depth; d++) Q[i * D + d] *= query_weight[i];
+            for (int i = 0; i < n; i++) for (int d = 0; d < D; d += W) *(vf *)(Q + i * D + d) *= query_weight[i];
             multiply(C, D, E, Q, D, 1, S, E, Y, E, 1);
         }
         for (int i = 0; i < n; i++) {
@@ -227,13 +228,13 @@ static void triangle_head(const struct problem *p, int64_t b, int64_t h, float *
                 float factor = p->diagonal == 1 ? own[i] : *(float *)row(&p->given, b, h, t + i, 4);
                 for (int e = 0; e < E; e++) computed[e] += factor * V[i * E + e];
             }
-            if (p->add) for (int e = 0; e < p->width; e++) y[e] += computed[e];
-            else memcpy(y, computed, sizeof(float) * p->width);
+            if (p->add) for (int e = 0; e < width; e++) y[e] += computed[e];
+            else memcpy(y, computed, sizeof(float) * width);
         }
         if (last) return;
         vf across = {0};
         across += (float)(exit - entry);
-        for (int i = 0; i < n; i++) for (int d = 0; d < p->depth; d++) K[i * D + d] *= key_weight[i];
+        for (int i = 0; i < n; i++) for (int d = 0; d < D; d += W) *(vf *)(K + i * D + d) *= key_weight[i];
         multiply(D, C, E, K, 1, D, V, E, S, E, t ? exponential(across)[0] : 0);
         entry = exit;
         int64_t boundary = p->mirrored ? p->length - t - n : t + n;
@@ -301,6 +302,7 @@ static inline void count(vf products, double *row_sums, double *columns) {
 static void full_head(const struct full_problem *p, int64_t b, int64_t h, float *memory) {
     const int L = p->length, LP = (L + C - 1) / C * C, D = round_up(p->depth), E = round_up(p->width);
     const int backward = p->grad.data != 0, with_sums = p->of_sums[0].data || p->of_sums[2].data;
+    const float factor = p->factor;
     float *K = memory, *KT = K + LP * D, *V = KT + LP * D, *VT = V + LP * E, *dK = VT + LP * E, *dV = dK + LP * D;
     float *Q = dV + LP * E, *X = Q + C * D, *dX = X + C * E, *A = dX + C * (D > E ? D : E), *dA = A + C * LP;
     float *high = dA + C * LP, *low = high + 4 * LP, *keep = low + 4 * LP, *columns = keep + LP;
@@ -351,7 +353,7 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, float 
             float given = p->diagonal == 2 ? *(float *)row(&p->given, b, h, i, 4) : 0;
             if (p->kept) {
                 const uint8_t *kept = p->kept + ((b * p->heads + h) * L + i) * L;
-                for (int j = 0; j < L; j++) keep[j] = kept[j] * (float)p->factor;
+                for (int j = 0; j < L; j++) keep[j] = kept[j] * factor;
             }
             if (p->diagonal == 2 && backward) *(float *)row(&p->of_given, b, h, i, 4) = dA[r * LP + i] * keep[i];
             double row_sums[2][ROWS] __attribute__((aligned(64))) = {{0}};

@@ -1,6 +1,6 @@
-"""Hydra's attention: two scans, one from each end of a text, and a diagonal. It is `two_sided_attention` with the decays
-of the tokens between key and query. The GPU kernels also multiply by the key's own decay, so there each key is moved
-one token closer to the queries that read it.
+"""Hydra's attention: two scans, one from each end of a text, and a diagonal. It is `two_sided_attention` with the
+decays of the tokens between key and query. The GPU kernels also multiply by the key's own decay, so there each key is
+moved one token closer to the queries that read it.
 
 Shape letters: B batch, H heads, G heads of q and k, L length, D head size of q and k, E head size of v.
 """

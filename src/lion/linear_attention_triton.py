@@ -176,9 +176,10 @@ class Plan:
                 name, kernels.states_kernel, B * H * self.N * columns, numbers, **cut, **sides, **options("states")
             )
             parts = triton.cdiv(state, 256)
+            scans = B * H * sum(sides.values())
             scan = Kernel(
-                "scan", kernels.scan_kernel, B * H * sum(sides.values()) * parts, (H, self.C, self.N, parts, side, *sums),
-                SIZE=state, PART=256, STAGES=4, **sides, num_warps=2,
+                "scan", kernels.scan_kernel, scans * parts, (H, self.C, self.N, parts, side, *sums), SIZE=state,
+                PART=256, STAGES=4, **sides, num_warps=2,
             )  # fmt: skip
             return [own, scan]
 
