@@ -3,6 +3,7 @@
 Set before any library is imported: one thread, and a Hub that refuses at once, so that no test waits for a network.
 """
 
+import gc
 import json
 import os
 import random
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
+
+gc.disable()  # until all tests are collected, since what they import stays
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT.parent / "shared"  # beside the checkout, on some machines
@@ -261,6 +264,12 @@ def pytest_collection_modifyitems(items):
         if item.path.stem in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.stem not in SLOW_FILES)
+
+
+def pytest_collection_finish():
+    """Let garbage collections, which many libraries ask for, skip the million objects that were imported."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(params=["kernel", "PyTorch"])

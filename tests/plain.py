@@ -3,6 +3,7 @@
 As a script, it is that server: one connection per program. It ends when its socket is deleted.
 """
 
+import gc
 import json
 import os
 import signal
@@ -68,6 +69,7 @@ def serve() -> None:
     if find_spec("sentence_transformers"):
         import sentence_transformers  # noqa: F401
 
+    gc.freeze()  # so that no garbage collection visits what all programs share
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     path = os.environ[SOCKET]
     with socket.socket(socket.AF_UNIX) as server, suppress(OSError):

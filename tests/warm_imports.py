@@ -1,5 +1,7 @@
 """What a training run imports: the server from which tests/warm.py forks processes imports it once."""
 
+import gc
+
 import plain
 from composer.utils.collect_env import get_cpu_model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -23,3 +25,4 @@ list(MODEL_FOR_CAUSAL_LM_MAPPING.values())  # as many again, as Composer's Huggi
 get_cpu_model()  # Composer asks a process of its own
 src.publish.folder.subprocess = plain  # folders are tried in processes that start at once
 src.publish.background.NICENESS = 0  # otherwise it waits until no test needs a core
+gc.freeze()  # so that no garbage collection visits, and thereby copies, what all processes share
