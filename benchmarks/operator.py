@@ -219,7 +219,8 @@ def at_a_glance(rows: list[dict]) -> list[list[str]]:
     lines = [["length", *times, *(["hydra / S"] if hydra else []), "softmax / S", *peaks]]
     for length in dict.fromkeys(row["length"] for row in rows):
         here = {case: numbers.get((length, *case)) for case in times.values()}
-        ratio = (here[times["S"]] or {}).get("softmax_over_this")
+        of_s = [(here.get(times[title]) or {}).get("softmax_over_this") for title in ("full, S", "S")]
+        ratio = max(filter(None, of_s), default=None)  # of the faster form
         milliseconds = [shown(row and best(row), "ms") for row in here.values()]
         memory = [here[case] and here[case]["peak_mib"] for case in peaks.values()]
         memory = ["-" if mib is None else f"{mib:.0f} MiB" for mib in memory]
