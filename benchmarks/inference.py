@@ -55,8 +55,6 @@ def main(argv: list[str]) -> None:
     a.forms = a.forms or (["auto", "full", "chunkwise"] if a.device == "cuda" else ["auto"])
     longest = {**LONGEST, "full": 8192, "softmax": 65536} if a.device == "cuda" else LONGEST
     size = (a.layers, a.hidden, a.lengths[-1], a.dtype, a.device, a.compile)
-    if a.device == "cpu":
-        keep_freed_memory()  # as in embed.py encode
 
     cases = [(name, form) for name in a.models for form in (a.forms if name in LINEAR else ["softmax"])]
     model = f"{describe(a.models, a.layers, a.hidden)}{', compiled' if a.compile else ''}, {a.dtype}"
@@ -109,6 +107,8 @@ def tokens(row: dict) -> int:
 
 def prepare(name, form, batch, length, layers, hidden, longest, dtype, device, compiled):
     """Return a function that encodes one batch."""
+    if device == "cpu":
+        keep_freed_memory()  # as in embed.py encode; in this process, which may be one whose memory is measured
     torch.manual_seed(0)
     with created_as(dtype, device):
         how = {"form": "auto" if form == "softmax" else form, "half": dtype != "float32"}

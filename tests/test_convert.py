@@ -9,13 +9,14 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-import warm
-from conftest import DATA, ROOT, assert_one_sentence, needs_reference, run, sentences, write_jsonl
+from conftest import DATA, ROOT, assert_one_sentence, environment, needs_reference, run, sentences, write_jsonl
 from streaming.base.format.mds import MDSReader
 from tqdm import tqdm
 
@@ -449,13 +450,6 @@ def long_source(tmp_path_factory) -> Path:
     return write_jsonl(tmp_path_factory.mktemp("long") / "a.jsonl", [f"{text} " * 30 for text in sentences(800)])
 
 
-PROGRAM = f"""
-import runpy, signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # Composer, which the command does not import, has its own
-runpy.run_path({str(ROOT / "src/convert_dataset.py")!r}, run_name="__main__")
-"""
-
-
 def alive(group: int) -> bool:
     """Whether a process of the group still runs."""
     try:
@@ -467,23 +461,27 @@ def alive(group: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_a_killed_process_and_the_next_resumes(number, long_source, tokenizer_folder, tmp_path):
-    program, out, output = tmp_path / "program.py", tmp_path / "out", tmp_path / "output"
-    program.write_text(PROGRAM)
+    out = tmp_path / "out"
     options = ["--data_files", long_source, "--splits", "train", "--tokenizer", tokenizer_folder]
     options += ["--concat_tokens", 128, "--size_limit", 20000]
-    command = [program, *options, "--out_root", out, "--num_workers", 2]
-    process = warm.start(*command, output=output)
-    warm.wait_for(lambda: len(list(out.rglob("*.mds"))) >= 3, process)
+    command = [sys.executable, ROOT / "src/convert_dataset.py", *map(str, options), "--out_root", out]
+    command += ["--num_workers", "2"]
+    # A real process: one of warm.py's would have its workers outside of its group.
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while len(list(out.rglob("*.mds"))) < 3:
+        assert process.poll() is None and time.monotonic() < deadline, "no shards"
+        time.sleep(0.01)
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-    process.join(60)
-    assert process.exitcode == (130 if number == signal.SIGINT else -number)
-    assert "Traceback" not in output.read_text()
-    assert output.read_text().endswith("the same command resumes\n") == (number == signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert "Traceback" not in stderr
+    assert stderr.endswith("the same command resumes\n") == (number == signal.SIGINT)
     deadline = time.monotonic() + 30
     while alive(process.pid):
         assert time.monotonic() < deadline, "workers outlive the command"
         time.sleep(0.05)
-    assert warm.run(*command, output=output)[0] == 0
+    convert(*options, "--out_root", out, "--num_workers", 2)
     convert(*options, "--out_root", tmp_path / "whole", "--num_workers", 1)
     assert files(out / "train") == files(tmp_path / "whole" / "train")
 

@@ -7,10 +7,10 @@ import os
 import pickle
 import platform
 import subprocess
+import sys
 
 import pytest
 import torch
-import warm
 from torch import nn
 from torch.nn import functional as F
 
@@ -293,7 +293,7 @@ def blocks_from_the_system(**environment: str) -> tuple[float, float]:
     """How many of ten 64 MiB blocks, allocated one after the other, come from the system: before and after the call."""
     own = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
     done = subprocess.run(
-        [warm.python(), "-c", PROGRAM], env={**own, **environment}, cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", PROGRAM], env={**own, **environment}, cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     before, after = map(float, done.stdout.split())

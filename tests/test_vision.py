@@ -210,7 +210,7 @@ def shards(pictures, tmp_path_factory) -> Path:
     return folder / "shards"
 
 
-@pytest.mark.parametrize("variant", ["softmax", "lion-d", "lion-s snakes"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_two_ranks_train_as_one(tmp_path, write_config, shards, variant):
     """With augmentation, and without what depends on a device's batch: mixing, and dropped paths. Once from shards."""
     model = {**MODEL, **VARIANTS[variant], "mixer": variant.split()[0], "drop_path_rate": 0.0}

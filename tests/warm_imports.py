@@ -24,5 +24,5 @@ list(TOKENIZER_MAPPING.keys())  # imports hundreds of modules, as AutoTokenizer 
 list(MODEL_FOR_CAUSAL_LM_MAPPING.values())  # as many again, as Composer's HuggingFaceModel does
 get_cpu_model()  # Composer asks a process of its own
 src.publish.folder.subprocess = plain  # folders are tried in processes that start at once
-src.publish.background.NICENESS = 0  # otherwise it waits until no test needs a core
+src.publish.background.NICENESS = 0  # otherwise exports wait for an idle core
 gc.freeze()  # so that no garbage collection visits, and thereby copies, what all processes share

@@ -150,7 +150,7 @@ static double sum_of(const struct view *x, int64_t b, int64_t h, int64_t t) { re
 static int round_up(int64_t n) { return (n + ROWS - 1) / ROWS * ROWS; }
 
 static void triangle_head(const struct problem *p, int64_t b, int64_t h, float *memory) {
-    // A limit of a loop that writes numbers: it could be one of them, and the loop could not use vectors.
+    // A copy of the width: a loop that stores numbers might change p->width, and could then not use vectors.
     const int D = round_up(p->depth), E = round_up(p->width), width = p->width;
     float *Q = memory, *K = Q + C * D, *KT = K + C * D, *V = KT + C * D, *Y = V + C * E, *A = Y + C * E;
     float *other = A + C * C, *S = other + E;

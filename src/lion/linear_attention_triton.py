@@ -149,7 +149,7 @@ class Plan:
         self.row_mode, self.divides = row_mode, row_mode == "divide"
         state = D * E + (D if row_mode else 0)
         self.states_shape = directions, B * H, self.N, state
-        # The type in which states are multiplied; without decays they are sums of many.
+        # The type in which states are multiplied; without decays they add up whole texts.
         self.states_dtype = dtype if dtype == torch.bfloat16 and has_decays else torch.float32
         side = B * H * self.N * state if self.has_states else 0
         plane = B * H * self.N * self.C
@@ -198,7 +198,7 @@ class Plan:
             (H, L, self.C, self.sums_shape[2], width, *decay_strides), **log_zero, LOG2E=math.log2(math.e), G=self.G,
             SIZE=size, num_warps=4,
         )  # fmt: skip
-        # Queries that read keys before them are after these.
+        # For keys, the sides are exchanged.
         of_queries, of_keys = {"BEFORE": before, "AFTER": after}, {"BEFORE": after, "AFTER": before}
         self.states = states("states", D, E, k, v, 1, **of_queries)
         self.grad_states = states("grad_states", D, E, q, dy, -1, **of_keys)
@@ -266,7 +266,7 @@ class _Call:
         self.sums = sums
         self.incoming = incoming if incoming is not None else self.pass_states(plan.states, k, v, self.mask, None)
 
-    def pass_states(self, kernels: list[Kernel], k: Tensor, v: Tensor, mask: Tensor | None, grad_rows: Tensor | None):
+    def pass_states(self, both: list[Kernel], k: Tensor, v: Tensor, mask: Tensor | None, grad_rows: Tensor | None):
         """The states that enter each chunk from the left and from the right, (2, B·H, N, ·); without decays one for
         all, (1, B·H, 1, ·). None if there are none. For gradients, q and dy are in place of k and v, and grad_rows are
         those of the row sums."""
@@ -274,7 +274,7 @@ class _Call:
         if not plan.has_states:
             return None
         states = torch.empty(plan.states_shape, dtype=plan.states_dtype, device=k.device)
-        own, scan = kernels
+        own, scan = both
         own.launch(k, v, mask, grad_rows, self.sums, states)
         if self.sums is None:
             return states if plan.N == 1 else states.sum(2, keepdim=True)

@@ -78,11 +78,11 @@ def linear_attention_in_orders(
             orders = torch.arange(L)[None]
         if full:
             return _Full.apply(q, k, v, _sums(log_decay, orders, H), places(orders), scale).to(dtype)
-        # Each head in each order is a head, (B, H·O, L, ·). GPUs would sort for the gradient of x[:, :, orders].
+        # Each head in each order is a head, (B, H·O, L, ·). The gradient of x[:, :, orders] would sort on a GPU.
         v = v if fused else with_ones(v)
         q, k, v = (x.index_select(2, orders.flatten()).view(B, H * O, L, -1) for x in (q, k, v))
-        log_decay, heads = (log_decay, 0) if log_decay.ndim == 1 else (_in_order(log_decay, orders), 1)
-        log_decay = log_decay.unflatten(heads, (O, H)).transpose(heads, heads + 1).flatten(heads, heads + 1)
+        log_decay, dim = (log_decay, 0) if log_decay.ndim == 1 else (_in_order(log_decay, orders), 1)
+        log_decay = log_decay.unflatten(dim, (O, H)).transpose(dim, dim + 1).flatten(dim, dim + 1)
         if fused:
             size = 0 if resolve_form(form, v, True, dropout_p, fused) == "full" else chunk_size
             y = fused_with_row_sums(q, k, v, log_decay, None, None, scale, size, dropout_p)
