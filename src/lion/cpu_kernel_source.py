@@ -149,9 +149,17 @@ static double sum_of(const struct view *x, int64_t b, int64_t h, int64_t t) { re
 
 static int round_up(int64_t n) { return (n + ROWS - 1) / ROWS * ROWS; }
 
+// Not the padding, which must stay 0 also where a weight is NaN.
+static void scale_rows(float *x, int x_row, const float *weights, int rows, int n) {
+    for (int i = 0; i < rows; i++) {
+        const float weight = weights[i];
+        for (int j = 0; j < n; j++) x[i * x_row + j] *= weight;
+    }
+}
+
 static void triangle_head(const struct problem *p, int64_t b, int64_t h, float *memory) {
-    // A copy of the width: a loop that stores numbers might change p->width, and could then not use vectors.
-    const int D = round_up(p->depth), E = round_up(p->width), width = p->width;
+    // Copies of sizes: a loop that stores numbers might change p->width, and could then not use vectors.
+    const int D = round_up(p->depth), E = round_up(p->width), depth = p->depth, width = p->width;
     float *Q = memory, *K = Q + C * D, *KT = K + C * D, *V = KT + C * D, *Y = V + C * E, *A = Y + C * E;
     float *other = A + C * C, *S = other + E;
     double from_entry[2][C];
@@ -211,7 +219,7 @@ static void triangle_head(const struct problem *p, int64_t b, int64_t h, float *
         }
         for (int m = 0; m < C; m += ROWS) multiply(ROWS, m + ROWS, E, A + m * C, C, 1, V, E, Y + m * E, E, 0);
         if (t) {
-            for (int i = 0; i < n; i++) for (int d = 0; d < D; d += W) *(vf *)(Q + i * D + d) *= query_weight[i];
+            scale_rows(Q, D, query_weight, n, depth);
             multiply(C, D, E, Q, D, 1, S, E, Y, E, 1);
         }
         for (int i = 0; i < n; i++) {
@@ -234,7 +242,7 @@ static void triangle_head(const struct problem *p, int64_t b, int64_t h, float *
         if (last) return;
         vf across = {0};
         across += (float)(exit - entry);
-        for (int i = 0; i < n; i++) for (int d = 0; d < D; d += W) *(vf *)(K + i * D + d) *= key_weight[i];
+        scale_rows(K, D, key_weight, n, depth);
         multiply(D, C, E, K, 1, D, V, E, S, E, t ? exponential(across)[0] : 0);
         entry = exit;
         int64_t boundary = p->mirrored ? p->length - t - n : t + n;

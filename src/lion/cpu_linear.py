@@ -161,9 +161,9 @@ def can_convolve() -> bool:
 
 
 def measure() -> dict[str, list[int | None]]:
-    """Time both ways of each product of some numbers of TOKENS, in turns; takes two to four seconds. Return, for each of
-    SHAPES and for the output and the gradients of input and weight, the number of tokens from which on a convolution is
-    faster by more than a tie; None: it never is."""
+    """Time both ways of each product of some numbers of TOKENS, in turns; takes two to four seconds. Return, for each
+    of SHAPES and for the output and the gradients of input and weight, the number of tokens from which on a convolution
+    is faster by more than a tie; None: it never is."""
     seconds = collections.defaultdict(lambda: ([], []))
     products = {
         "output": lambda x, weight, grad, way: _output(x, weight, None, way),
