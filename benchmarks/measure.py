@@ -270,7 +270,7 @@ def processor() -> str:
     name = lines.get("model name", platform.processor() or platform.machine()).strip()
     if name != "AMD EPYC":
         return name
-    generations = {"23": "Zen 2", "25": "Zen 4" if "avx512f" in lines.get("flags", "") else "Zen 3", "26": "Zen 5"}
+    generations = {"25": "Zen 4" if "avx512f" in lines.get("flags", "") else "Zen 3", "26": "Zen 5"}
     return ", ".join([name, *filter(None, [generations.get(lines.get("cpu family"))])])
 
 

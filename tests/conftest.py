@@ -255,6 +255,7 @@ SLOW_FILES = set(
 def pytest_configure(config):
     """Start the server of warm.py for all workers of this process, while they collect tests."""
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        gc.enable()  # it does not collect tests
         warm.share()
 
 

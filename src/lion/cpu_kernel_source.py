@@ -149,7 +149,7 @@ static double sum_of(const struct view *x, int64_t b, int64_t h, int64_t t) { re
 
 static int round_up(int64_t n) { return (n + ROWS - 1) / ROWS * ROWS; }
 
-// Not the padding, which must stay 0 also where a weight is NaN.
+// Not the padding, which must stay 0 even where a weight is NaN.
 static void scale_rows(float *x, int x_row, const float *weights, int rows, int n) {
     for (int i = 0; i < rows; i++) {
         const float weight = weights[i];

@@ -14,7 +14,15 @@ from torch.nn import functional as F
 from .linear_attention import is_fused, one_per_head
 from .linear_attention_forms import cumulative_log_decay, sequence_starts
 from .linear_attention_triton import fused_linear_attention
-from .two_sided_attention import Triangle, add_states, check_options, resolve_form, two_sided_attention, zero_masked
+from .two_sided_attention import (
+    Triangle,
+    add_states,
+    check_options,
+    check_shapes,
+    resolve_form,
+    two_sided_attention,
+    zero_masked,
+)
 
 
 class Scans(NamedTuple):
@@ -48,24 +56,25 @@ def hydra_attention(
     form: str = "auto",
     chunk_size: int = 128,
 ) -> Tensor:
-    """Compute the attention of a Hydra layer, (B, H, L, E); arguments and errors as of `two_sided_attention`."""
+    """Compute the attention of a Hydra layer, (B, H, L, E); other arguments and errors as for `two_sided_attention`."""
     given = {"mask": mask, "seq_idx": seq_idx, "left_state": left_state, "right_state": right_state}
     dtype = v.dtype
     # In float16, values times small weights would lose digits.
-    if not is_fused(scans.q[0], scans.k[0], v, form, 0.0, {"Hydra in float16": dtype == torch.float16}):
+    uncovered = {"Hydra in float16": dtype == torch.float16}
+    if not all(is_fused(q, k, v, form, 0.0, uncovered) for q, k in zip(scans.q, scans.k)):
         past, future, _ = scans.triangles()
-        return two_sided_attention(v, past, future, diagonal, **given, form=form, chunk_size=chunk_size)
-    check_options(mask, seq_idx, left_state, right_state, form, chunk_size)
+        return two_sided_attention(v, past, future, diagonal, **given, form=form, chunk_size=chunk_size, report=False)
+    _check(v, scans, diagonal, form=form, chunk_size=chunk_size, **given)
     size = 0 if resolve_form(form, v, True, fused=True) == "full" else chunk_size
     with torch.autocast(v.device.type, enabled=False):
-        y = diagonal[..., None] * v
+        y = diagonal[..., None].float() * v
         if mask is not None:
             y = y.masked_fill(~mask[:, None, :, None], 0)
+        starts = None if seq_idx is None else sequence_starts(seq_idx)
         for q, k, log_decay, log_weight, keys, step in zip(*scans, ("to", "from"), (1, -1)):
             weighed = (v * log_weight.exp()[..., None]).to(dtype)
             k, weighed = (F.pad(x, (0, 0, step, -step)) for x in (zero_masked(k, mask), weighed))
-            if seq_idx is not None:  # a key does not move to another sequence
-                starts = sequence_starts(seq_idx)
+            if starts is not None:  # a key does not move to another sequence
                 moved = starts if step > 0 else F.pad(starts[:, 1:], (0, 1))
                 k = k.masked_fill(moved[:, None, :, None], 0)
             q, k = one_per_head(q, v), one_per_head(k, v)
@@ -76,3 +85,16 @@ def hydra_attention(
             queries = one_per_head(torch.cat(scans.q, -1), v)
             y = add_states(y, queries, sums, "separate", left_state, right_state, 1.0)
     return y.to(dtype)
+
+
+def _check(v, scans: Scans, diagonal, *, mask, seq_idx, left_state, right_state, form: str, chunk_size: int) -> None:
+    """Raise ValueError for shapes that do not match, and for what `check_options` refuses."""
+    (B, H, L, E), (_, G, _, D) = v.shape, scans.q[0].shape
+    named = [(name, x, (B, G, L, D)) for name, pair in (("q", scans.q), ("k", scans.k)) for x in pair]
+    named += [(name, x, (2, B, H, L)) for name, x in zip(Scans._fields[2:], scans[2:])]
+    named += [("diagonal", diagonal, (B, H, L)), ("mask", mask, (B, L)), ("seq_idx", seq_idx, (B, L))]
+    named += [("left_state", left_state, (B, H, D, E)), ("right_state", right_state, (B, H, D, E))]
+    check_shapes(*named)
+    check_options(mask, seq_idx, left_state, right_state, form, chunk_size)
+    if H % G:
+        raise ValueError(f"v must have a multiple of the {G} heads of q and k (got {H})")

@@ -138,7 +138,7 @@ def linear_attention(
             run = fused_with_row_sums if normalize else fused_linear_attention
             parts, how = (q, k, v) if qkv is None else (qkv, None, None), (mask, seq_idx, scale, size, dropout_p)
             if separate:
-                y = run(*parts, log_decay, *how, keys="to") + run(*parts, log_decay_future, *how, keys="after")
+                y = run(*parts, log_decay, *how, keys="to").float() + run(*parts, log_decay_future, *how, keys="after")
             else:
                 y = run(*parts, log_decay, *how, keys=keys)
             if has_states:

@@ -28,7 +28,7 @@ TILES = {
     (9, 0): {"y": (64, 32, 4, 3), "dq": (64, 64, 4, 2), "dk": (64, 64, 4, 2), "states": (64, 32, 4, 3)},
 }
 
-# Which keys a query reads: whether those before it, those after it, and its own.
+# Whether a query reads the keys before it, those after it, and its own.
 KEYS = {
     "all": (True, True, True),
     "to": (True, False, True),
@@ -145,13 +145,13 @@ class Plan:
         self.sums_shape = (1, H, 1, width) if uniform else (B, H, self.N, width)
         sums = (0, width, 0) if uniform else (H * self.N * width, self.N * width, width)
         sums = sums if self.decays else (0, 0, 0)
-        directions = 2 if self.decays else 1
+        directions = before + after if self.decays else 1
         self.row_mode, self.divides = row_mode, row_mode == "divide"
         state = D * E + (D if row_mode else 0)
         self.states_shape = directions, B * H, self.N, state
         # The type in which states are multiplied; without decays they add up whole texts.
         self.states_dtype = dtype if dtype == torch.bfloat16 and has_decays else torch.float32
-        side = B * H * self.N * state if self.has_states else 0
+        side = B * H * self.N * state if self.has_states and before and after else 0
         plane = B * H * self.N * self.C
         if self.C * max(H * E, *strides[2::3]) >= 2**31:
             raise ValueError(f"{self.C:,} tokens are too many for one matrix on a GPU; use the chunkwise form")

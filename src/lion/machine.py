@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+METHOD = 2  # raised when something is measured in another way, so that what was found before is not used
 _adopted: dict[str, Any] = {}  # the choices of the run that this process continues
 
 
@@ -27,7 +28,7 @@ def choice(name: str, measure: Callable[[], Any]) -> Any:
 @functools.cache
 def _choice(name: str, measure: Callable[[], Any], threads: int) -> Any:
     try:
-        path = private_folder() / f"{name}-{threads}-threads-{digest()}.json"
+        path = private_folder() / f"{name}-{threads}-threads-{digest()}-{METHOD}.json"
     except (OSError, RuntimeError):  # a home that cannot be written; measured in every process
         return measure()
     if (known := _read(path, name)) is not None:

@@ -555,7 +555,7 @@ class Hydra(Mixer):
                 raise ValueError(f"the {form} form has no attention matrix; use attention_form='full'")
             identity = torch.eye(v.shape[2], dtype=v.dtype, device=v.device).expand(*v.shape[:2], -1, -1)
             past, future, _ = scans.triangles()
-            matrix = two_sided_attention(identity, past, future, diagonal, **where, form="full")
+            matrix = two_sided_attention(identity, past, future, diagonal, **where, form="full", report=False)
         return gated_norm(self.norm, y.transpose(1, 2).flatten(2), z), matrix
 
     def project_out(self, y: Tensor) -> Tensor:
@@ -565,7 +565,7 @@ class Hydra(Mixer):
         return self.project(x, None, None, (0, 0))[1]
 
     def log_decays(self, x: Tensor) -> Tensor:
-        return torch.cat([*self.project(x, None, None, (0, 0))[2].log_decays], 1)
+        return torch.cat([*self.project(x, None, None, (0, 0))[2].log_decays], 1).clamp(min=LOG_ZERO)
 
     def segment_states(self, x: Tensor, mask: Tensor | None, halo=(0, 0), rotation=None) -> SegmentStates:
         _, v, scans, _, mask = self.project(x, mask, None, halo)

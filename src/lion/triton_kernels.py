@@ -227,8 +227,9 @@ def states_kernel(k, v, mask, grad_rows, sums, states, H, L, C, N, columns, side
                 rightward = tl.dot(tl.trans(K), (V * to_end[:, None]).to(DOT), rightward, input_precision=PRECISION)
             if AFTER:
                 leftward = tl.dot(tl.trans(K), (V * from_start[:, None]).to(DOT), leftward, input_precision=PRECISION)
-            if ROW_SUMS:
+            if ROW_SUMS and BEFORE:
                 last_rightward += last * to_end[:, None]
+            if ROW_SUMS and AFTER:
                 last_leftward += last * from_start[:, None]
     states += (row * N + chunk) * STATE
     if BEFORE:
@@ -238,8 +239,9 @@ def states_kernel(k, v, mask, grad_rows, sums, states, H, L, C, N, columns, side
     if ROW_SUMS:
         entry = tl.arange(0, PD)
         inside, entry = (entry < D) & (column == 0), D * E + entry
-        tl.store(states + entry, tl.sum(last_rightward, 0).to(states.dtype.element_ty), mask=inside)
-        if sums is not None:
+        if BEFORE:
+            tl.store(states + entry, tl.sum(last_rightward, 0).to(states.dtype.element_ty), mask=inside)
+        if AFTER and sums is not None:
             tl.store(states + side + entry, tl.sum(last_leftward, 0).to(states.dtype.element_ty), mask=inside)
 
 

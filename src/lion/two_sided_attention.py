@@ -9,7 +9,7 @@ from left to right. Which decays lie between a key and a query is a question of 
     inclusive_t = Σ_{u≤t} log λ_u       exclusive_t = Σ_{u<t} log λ_u
 
 `definition` is this formula and nothing else; linear_attention_forms.py computes the same numbers faster, in three
-forms. LION (linear_attention.py) and Hydra (mixers.py) are callers that choose the sums, queries and diagonal.
+forms. LION (linear_attention.py) and Hydra (hydra_attention.py) are callers that choose the sums, queries and diagonal.
 Shape letters: B batch, H heads, G heads of q and k, L length, D head size of q and k, E head size of v.
 """
 
@@ -66,6 +66,7 @@ def two_sided_attention(
     scale: float = 1.0,
     form: str = "auto",
     chunk_size: int = 128,
+    report: bool = True,
 ) -> Tensor:
     """Compute the formula at the top of this file.
 
@@ -80,6 +81,7 @@ def two_sided_attention(
         left_state, right_state: (B, H, D, E), states of the text before and after this segment. They are decayed by
             e^{Q→_i}, and by e^{Q←_L − Q←_i} with L the last token.
         scale, form, chunk_size: as in `linear_attention`.
+        report: whether to log, once, that a GPU has no kernel for this.
 
     Returns:
         (B, H, L, E) in v's dtype. States and sums are float32 or better for any input dtype.
@@ -107,7 +109,8 @@ def two_sided_attention(
         if state is not None and triangle is None:
             raise ValueError(f"{name} has no triangle that reads it; omit it")
 
-    report_fallback(v, "two_sided_attention")
+    if report:
+        report_fallback(v, "two_sided_attention")
     # The forms take q and k side by side, and future sums with the opposite sign.
     shared = len(given) == 2 and past.q is future.q and past.k is future.k
     triangles = "shared" if shared else "separate" if len(given) == 2 else "future" if past is None else "past"
