@@ -222,6 +222,22 @@ def test_a_layer_of_hydra_has_the_outputs_and_gradients_of_pytorch(form, started
     assert all(distance(x.cpu(), y.cpu()) < 1e-5 for x, y in zip(*found, strict=True))
 
 
+def test_a_layer_of_hydra_compiles_as_one_graph(started):
+    config = LionConfig(mixer="hydra", hidden_size=16, headdim=8, d_state=4, num_hidden_layers=1, chunk_size=16)
+    torch.manual_seed(0)
+    layer = LionModel(config).layers[0].to(DEVICE).eval()
+    x, mask = torch.randn(2, LONG, 16, device=DEVICE), torch.rand(2, LONG, device=DEVICE) < 0.8
+    compiled = torch.compile(layer, backend="inductor" if GPU else "aot_eager", fullgraph=True)
+    for one, other in zip(*(results_of(run, layer, x, mask) for run in (compiled, layer)), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    assert {"y", "dq", "dk"} <= set(started)
+
+
+def results_of(run, layer, x: Tensor, mask: Tensor) -> list[Tensor]:
+    y, _ = run(x, mask, None, "chunkwise")
+    return [y.detach(), *torch.autograd.grad(y.cos().sum(), list(layer.parameters()))]
+
+
 @pytest.mark.parametrize("mask", ["left", "right"])
 @pytest.mark.parametrize("form", FORMS)
 def test_each_text_of_a_batch_has_its_own_padding(form, mask):

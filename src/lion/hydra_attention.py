@@ -91,7 +91,7 @@ def _check(v, scans: Scans, diagonal, *, mask, seq_idx, left_state, right_state,
     """Raise ValueError for shapes that do not match, and for what `check_options` refuses."""
     (B, H, L, E), (_, G, _, D) = v.shape, scans.q[0].shape
     named = [(name, x, (B, G, L, D)) for name, pair in (("q", scans.q), ("k", scans.k)) for x in pair]
-    named += [(name, x, (2, B, H, L)) for name, x in zip(Scans._fields[2:], scans[2:])]
+    named += [("log_decays", scans.log_decays, (2, B, H, L)), ("log_weights", scans.log_weights, (2, B, H, L))]
     named += [("diagonal", diagonal, (B, H, L)), ("mask", mask, (B, L)), ("seq_idx", seq_idx, (B, L))]
     named += [("left_state", left_state, (B, H, D, E)), ("right_state", right_state, (B, H, D, E))]
     check_shapes(*named)
