@@ -282,7 +282,7 @@ def _cpuinfo() -> str:
 
 
 def results_folder(device: str) -> Path:
-    """This machine's folder of results, named after its GPU or processor: results/nvidia-h100, results/amd-epyc-zen-4."""
+    """This machine's folder of results, named after its GPU or processor: results/nvidia-h200, results/intel-xeon."""
     name = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else processor()
     words = re.sub(r"\(\w+\)|\b(Processor|CPU)\b|@.*", " ", name)
     if device == "cpu" and "amx_tile" in _cpuinfo():  # with the same name, but much faster in bfloat16

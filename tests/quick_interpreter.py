@@ -22,8 +22,8 @@ def install() -> None:
 
 
 def _patched_once(patch: Callable) -> Callable:
-    """`_patch_lang` replaces the functions of triton.language whenever a kernel, or a function that it calls, is called,
-    and goes through hundreds of names to do so. Unless it returns a scope, which restores them, once per function is
+    """`_patch_lang` replaces the functions of triton.language whenever a kernel is called, or a function of one, and
+    goes through hundreds of names to do so. Unless it returns a scope, which restores them, once per function is
     enough."""
     done = set()
 

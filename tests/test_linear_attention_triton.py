@@ -209,32 +209,34 @@ def test_hydra_is_two_scans_and_a_diagonal(form, case, length, started):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_layer_of_hydra_has_the_outputs_and_gradients_of_pytorch(form, started, monkeypatch):
-    config = LionConfig(mixer="hydra", hidden_size=16, headdim=8, d_state=4, num_hidden_layers=1, chunk_size=16)
-    torch.manual_seed(0)
-    layer = LionModel(config).layers[0].to(DEVICE)
-    x, mask = torch.randn(2, LONG, 16, device=DEVICE), torch.rand(2, LONG, device=DEVICE) < 0.8
+    layer, *inputs = hydra_layer()
     seq_idx, found = torch.arange(LONG, device=DEVICE).expand(2, -1) // 9, []
     for fused in (True, False):
         monkeypatch.setattr(operator, "USE_TRITON", fused)
-        y, _ = layer(x, mask, seq_idx, form)
-        found.append([y, *torch.autograd.grad(y.cos().sum(), list(layer.parameters()))])
+        found.append(outputs_and_gradients(layer, layer, *inputs, seq_idx, form))
         assert started.count("y") == 2
     assert all(distance(x.cpu(), y.cpu()) < 1e-5 for x, y in zip(*found, strict=True))
 
 
 def test_a_layer_of_hydra_compiles_as_one_graph(started):
-    config = LionConfig(mixer="hydra", hidden_size=16, headdim=8, d_state=4, num_hidden_layers=1, chunk_size=16)
-    torch.manual_seed(0)
-    layer = LionModel(config).layers[0].to(DEVICE).eval()
-    x, mask = torch.randn(2, LONG, 16, device=DEVICE), torch.rand(2, LONG, device=DEVICE) < 0.8
+    layer, *inputs = hydra_layer()
     compiled = torch.compile(layer, backend="inductor" if GPU else "aot_eager", fullgraph=True)
-    for one, other in zip(*(results_of(run, layer, x, mask) for run in (compiled, layer)), strict=True):
+    found = (outputs_and_gradients(run, layer, *inputs, None, "chunkwise") for run in (compiled, layer))
+    for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
     assert {"y", "dq", "dk"} <= set(started)
 
 
-def results_of(run, layer, x: Tensor, mask: Tensor) -> list[Tensor]:
-    y, _ = run(x, mask, None, "chunkwise")
+def hydra_layer() -> tuple[torch.nn.Module, Tensor, Tensor]:
+    """A layer, hidden states and a mask."""
+    config = LionConfig(mixer="hydra", hidden_size=16, headdim=8, d_state=4, num_hidden_layers=1, chunk_size=16)
+    torch.manual_seed(0)
+    layer = LionModel(config).layers[0].to(DEVICE).eval()
+    return layer, torch.randn(2, LONG, 16, device=DEVICE), torch.rand(2, LONG, device=DEVICE) < 0.8
+
+
+def outputs_and_gradients(run, layer: torch.nn.Module, *inputs) -> list[Tensor]:
+    y, _ = run(*inputs)
     return [y.detach(), *torch.autograd.grad(y.cos().sum(), list(layer.parameters()))]
 
 
@@ -639,13 +641,13 @@ def test_gradients_are_the_same_under_activation_checkpointing(form, dropout_p):
     assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("normalize, causal", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_compiled_operator_is_one_graph_and_gives_the_same_numbers(form, normalize):
+def test_a_compiled_operator_is_one_graph_and_gives_the_same_numbers(form, normalize, causal):
     inputs, mask = draw("token", LONG, 1, 1, "holes", positive=True)
     compiled = torch.compile(linear_attention, backend="inductor" if GPU else "aot_eager", fullgraph=True)
     options = {"device": DEVICE, "dtype": torch.float32, "mask": mask, "form": form, "chunk_size": CHUNK}
-    options["normalize"] = options["causal"] = normalize
+    options |= {"normalize": normalize, "causal": causal}
     for x, y in zip(results(compiled, inputs, **options), results(linear_attention, inputs, **options)):
         torch.testing.assert_close(x, y)
 
@@ -655,7 +657,7 @@ def test_the_custom_operators_pass_pytorchs_checks(decay):
     inputs, mask = draw(decay, 20, 1, 1, "holes")
     q, k, v, log_decay = (None if x is None else x.to(DEVICE, torch.float32) for x in inputs)
     drawn = torch.full((1, 1), 7, device=DEVICE)
-    cases = (None, 16, 0.0, "sum", "to"), (drawn, 0, 0.1, "divide", "all")
+    cases = (None, 16, 0.0, "sum", "all"), (None, 16, 0.0, "sum", "to"), (drawn, 0, 0.1, "divide", "all")
     for seed, chunk_size, dropout_p, row_mode, keys in cases:
         how = log_decay, mask.to(DEVICE), None, seed, None, None, 0.5, chunk_size, dropout_p, False, keys
         torch.library.opcheck(host._forward, (q, k, v, *how))

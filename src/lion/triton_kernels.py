@@ -188,8 +188,9 @@ def states_kernel(k, v, mask, grad_rows, sums, states, H, L, C, N, columns, side
         PD: tl.constexpr, PE: tl.constexpr, STATE: tl.constexpr, SIGN: tl.constexpr, BEFORE: tl.constexpr,
         AFTER: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """Σ_j k_j v_jᵀ of one chunk, decayed to its end if later chunks read it, and to its start if earlier ones do:
-    (2, B·H, N, STATE), or (1, B·H, N, STATE) if there are no decays. STATE is D·E or, with row sums, D·(E + 1): then
-    Σ_j k_j follows, each k_j times its entry of grad_rows, (B, H, N·C), if given. A program computes PE columns."""
+    (2, B·H, N, STATE), or (1, B·H, N, STATE) for one of them or without decays. STATE is D·E or, with row sums,
+    D·(E + 1): then Σ_j k_j follows, each k_j times its entry of grad_rows, (B, H, N·C), if given. A program computes PE
+    columns."""
     ROW_SUMS: tl.constexpr = STATE > D * E
     row, rest = (tl.program_id(0) // (N * columns)).to(tl.int64), tl.program_id(0) % (N * columns)
     chunk, column = (rest // columns).to(tl.int64), rest % columns * PE
@@ -249,7 +250,7 @@ def states_kernel(k, v, mask, grad_rows, sums, states, H, L, C, N, columns, side
 def scan_kernel(states, incoming, sums, H, C, N, parts, side, sums_batch, sums_head, sums_chunk, SIZE: tl.constexpr,
         PART: tl.constexpr, STAGES: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr):
     """From the chunks' own states to those that enter each chunk, from the left if BEFORE and from the right if AFTER:
-    (2, B·H, N, SIZE). A program scans PART of a state's entries in one direction."""
+    (1 or 2, B·H, N, SIZE). A program scans PART of a state's entries in one direction."""
     part, rest = tl.program_id(0) % parts, tl.program_id(0) // parts
     direction, row = rest % (BEFORE + AFTER) + (1 - BEFORE), (rest // (BEFORE + AFTER)).to(tl.int64)
     direction = direction.to(tl.int64)
