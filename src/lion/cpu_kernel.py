@@ -43,6 +43,7 @@ STRICT, OWN, GIVEN = range(3)  # the diagonal: none, q_i·k_i, or δ
 
 # The structures of cpu_kernel_source.py, in words of 8 bytes. Packed at once, since ctypes' own take several times as
 # long as it takes to compute a short text.
+_OF_NUMBERS, _OF_ROWS = (torch.float64, torch.float32), (torch.float32, torch.bfloat16)
 _NOTHING = (0,) * 5  # a view: its address, strides of batch, head and token, and whether it is bfloat16
 _PROBLEM = struct.Struct("=9q d 45q 2q")
 _FULL_PROBLEM = struct.Struct("=9q 2d q 90q")
@@ -50,19 +51,23 @@ _SUMS_PROBLEM = struct.Struct("=4q d 15q")
 _CHANNELS_PROBLEM = struct.Struct("=9q 2d 60q")
 
 
-def _view(x: Tensor | None, direction: int = 1) -> tuple[int, ...]:
-    """x: (B or 1, H or 1, L) or (B or 1, H or 1, L, ·). From the last token to the first if direction is −1."""
+def _view(x: Tensor | None, direction: int = 1, number: int | None = None) -> tuple[int, ...]:
+    """x: (B or 1, H or 1, L), (B or 1, H or 1, L, ·), of which the kernel may get one number of each row, or (H,) for
+    all tokens. From the last token to the first if direction is −1."""
     if x is None:
         return _NOTHING
     dtype, shape, strides = x.dtype, x.shape, x.stride()
-    allowed = (torch.float64, torch.float32) if len(shape) == 3 else (torch.float32, torch.bfloat16)
-    if dtype not in allowed or x.device.type != "cpu":
+    numbers = number is not None or len(shape) < 4
+    if dtype not in (_OF_NUMBERS if numbers else _OF_ROWS) or not x.is_cpu:
         raise TypeError(f"q, k and v must be of one dtype and on one device (got {dtype} on {x.device})")
-    assert len(shape) == 3 or strides[3] == 1 or shape[3] == 1
-    token = strides[2]
-    first = 0 if direction > 0 else (shape[2] - 1) * token * x.element_size()
+    if len(shape) == 1:
+        return x.data_ptr(), 0, strides[0], 0, False
+    assert numbers or strides[3] == 1 or shape[3] == 1
+    token, size = strides[2], x.element_size()
+    first = 0 if direction > 0 else (shape[2] - 1) * token
+    first += 0 if number is None else number * strides[3]
     batch, head = strides[0] if shape[0] > 1 else 0, strides[1] if shape[1] > 1 else 0
-    return x.data_ptr() + first, batch, head, direction * token, dtype == torch.bfloat16
+    return x.data_ptr() + first * size, batch, head, direction * token, dtype == torch.bfloat16
 
 
 def _address(x: Tensor | None) -> int:
@@ -71,7 +76,7 @@ def _address(x: Tensor | None) -> int:
 
 def covers(v: Tensor) -> bool:
     """Whether the kernel is to compute with values v, (B, H, L, E), and queries and keys of the same kind."""
-    if torch.compiler.is_compiling() or v.device.type != "cpu" or type(v) not in (Tensor, nn.Parameter):
+    if torch.compiler.is_compiling() or not v.is_cpu or type(v) not in (Tensor, nn.Parameter):
         return False  # not within a compiler, nor of a tensor without memory of its own
     return v.dtype in (torch.float32, torch.bfloat16) and v.numel() > 0 and is_available()
 
@@ -86,13 +91,7 @@ class Full:
     def __init__(self, q, k, v, query_sums, key_sums, diagonal, directions, scale: float, kept, factor: float):
         self.shape, self.directions = (*v.shape[:3], q.shape[-1], v.shape[-1]), directions
         self.rows = [_rows(x) for x in (q, k, v)]
-        self.given_sums = query_sums is not None, key_sums is not None
-        self.sums: list[Tensor | None] = [None] * 4  # of queries and keys of the past, then of the future
-        if query_sums is not None:
-            for number, direction in enumerate(directions):
-                place = 0 if direction > 0 else 2
-                self.sums[place] = own = query_sums[..., number]
-                self.sums[place + 1] = own if key_sums is None else key_sums[..., number]
+        self.sums = query_sums, key_sums
         self.given = None if diagonal is None else diagonal.float()
         self.kept = None if kept is None else kept.contiguous()
         self.options = scale, factor
@@ -104,27 +103,36 @@ class Full:
     def backward(self, grad: Tensor, of_q, of_k, of_v, with_sums: bool) -> list[Tensor | None]:
         """Write the gradients of q, k and v, (B, H, L, ·) in float32; return those of query_sums and key_sums,
         (B, H, L, T) in float64, with_sums and if given, and of the diagonal, (B, H, L)."""
-        results: list[Tensor | None] = [None, None]
-        of_sums: list[Tensor | None] = [None] * 4
-        for side in range(2) if with_sums else ():
-            if self.given_sums[side]:
-                results[side] = x = torch.empty(*self.shape[:3], len(self.directions), dtype=torch.float64)
-                for number, direction in enumerate(self.directions):
-                    of_sums[side + (0 if direction > 0 else 2)] = x[..., number]
+        shape = *self.shape[:3], len(self.directions)
+        of_sums = [
+            torch.empty(shape, dtype=torch.float64, device="cpu") if with_sums and x is not None else None
+            for x in self.sums
+        ]
         of_given = None if self.given is None else grad.new_empty(self.shape[:3], dtype=torch.float32)
         self._run(grad=_rows(grad), of_q=of_q, of_k=of_k, of_v=of_v, of_sums=of_sums, of_given=of_given)
-        return [*results, of_given]
+        return [*of_sums, of_given]
 
-    def _run(self, *, y=None, grad=None, of_q=None, of_k=None, of_v=None, of_sums=(None,) * 4, of_given=None) -> None:
+    def _run(self, *, y=None, grad=None, of_q=None, of_k=None, of_v=None, of_sums=(None, None), of_given=None) -> None:
         kind = OWN if self.given is None else GIVEN
         threads = min(torch.get_num_threads(), self.shape[0] * self.shape[1])
-        tensors = *self.rows, *self.sums, self.given, y, grad, of_q, of_k, of_v, *of_sums, of_given
+        query_sums, key_sums = self.sums
+        sums = self._by_side(query_sums, query_sums if key_sums is None else key_sums)
+        gradients = map(_view, (y, grad, of_q, of_k, of_v))
+        views = *map(_view, self.rows), *sums, _view(self.given), *gradients, *self._by_side(*of_sums), _view(of_given)
         problem = _FULL_PROBLEM.pack(
             *self.shape, 1 in self.directions, -1 in self.directions, kind, threads, *self.options,
-            _address(self.kept), *chain.from_iterable(map(_view, tensors)),
+            _address(self.kept), *chain.from_iterable(views),
         )  # fmt: skip
         if _library().lion_full(problem):
             raise MemoryError("no memory for the matrices of attention; use shorter inputs or fewer threads")
+
+    def _by_side(self, of_queries: Tensor | None, of_keys: Tensor | None) -> list[tuple[int, ...]]:
+        """Views of those of queries and keys of the past, then of the future."""
+        views = [_NOTHING] * 4
+        for number, direction in enumerate(self.directions):
+            place = 0 if direction > 0 else 2
+            views[place : place + 2] = _view(of_queries, number=number), _view(of_keys, number=number)
+        return views
 
 
 class Triangle:
@@ -226,28 +234,24 @@ class Channels:
 def signed_sums(log_decay: Tensor, length: int, lowest: float) -> Tensor:
     """Sums of log_decay, (H,) or (B, H, L) in float32, each at least `lowest`: before each token, and the negative of
     that up to it, (B or 1, H, L, 2) in float64."""
-    per_token = _per_token(log_decay, length)
-    sums = torch.empty(*per_token.shape, 2, dtype=torch.float64, device="cpu")
-    _library().lion_sums(_sums_problem(per_token, sums, lowest))
+    shape = log_decay.shape[:2] if log_decay.ndim == 3 else (1, *log_decay.shape)
+    sums = torch.empty(*shape, length, 2, dtype=torch.float64, device="cpu")
+    _library().lion_sums(_sums_problem(log_decay, sums, lowest))
     return sums
 
 
 def signed_sums_gradient(grad: Tensor, log_decay: Tensor, lowest: float) -> Tensor:
     """The gradient of log_decay from that of its sums, (B or 1, H, L, 2)."""
-    of_decay, grad = torch.empty_like(log_decay), grad.contiguous()
-    per_token = (_per_token(x, grad.shape[2]) for x in (log_decay, of_decay))
-    _library().lion_sums_gradient(_sums_problem(next(per_token), grad, lowest, next(per_token)))
+    of_decay = torch.empty_like(log_decay)
+    _library().lion_sums_gradient(_sums_problem(log_decay, grad.contiguous(), lowest, of_decay))
     return of_decay
 
 
-def _per_token(log_decay: Tensor, length: int) -> Tensor:
-    return log_decay if log_decay.ndim == 3 else log_decay[None, :, None].expand(1, -1, length)
-
-
 def _sums_problem(log_decay: Tensor, sums: Tensor, lowest: float, of_decay: Tensor | None = None) -> bytes:
-    threads = 1 if log_decay.numel() < 2**15 else min(torch.get_num_threads(), len(log_decay) * log_decay.shape[1])
-    views = map(_view, (log_decay, sums[..., 0], of_decay))
-    return _SUMS_PROBLEM.pack(*log_decay.shape, threads, lowest, *chain.from_iterable(views))
+    B, H, L, _ = sums.shape
+    threads = 1 if B * H * L < 2**15 else min(torch.get_num_threads(), B * H)
+    views = *_view(log_decay), *_view(sums, number=0), *_view(of_decay)
+    return _SUMS_PROBLEM.pack(B, H, L, threads, lowest, *views)
 
 
 def draw_kept(size: int, dropped: int, seed: int) -> Tensor:

@@ -297,14 +297,25 @@ static inline vf weigh(float *scores, float *of_matrix, const float *kept, vf we
     return matrix * gradient;
 }
 
-static inline void count(vf products, double *row_sums, double *columns) {
-    for (int u = 0; u < W; u += W / 2) {
-        half few;
-        memcpy(&few, (char *)&products + u * 4, sizeof few);
-        vd wide = __builtin_convertvector(few, vd);
-        *(vd *)(row_sums + u) += wide;
-        *(vd *)(columns + u) -= wide;
-    }
+// The halves of a vector in float64.
+static inline void widen(vf x, vd wide[2]) {
+#ifdef __AVX512F__
+    wide[0] = (vd)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x));
+    wide[1] = (vd)_mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)x, 1)));
+#else
+    half halves[2];
+    memcpy(halves, &x, sizeof x);
+    for (int u = 0; u < 2; u++) wide[u] = __builtin_convertvector(halves[u], vd);
+#endif
+}
+
+// Adds products to the sum of their row, and subtracts them from those of their columns.
+static inline void count(vf products, vd *row_sum, double *columns) {
+    vd wide[2], *of_columns = (vd *)columns;
+    widen(products, wide);
+    *row_sum += wide[0] + wide[1];
+    of_columns[0] -= wide[0];
+    of_columns[1] -= wide[1];
 }
 
 static void full_head(const struct full_problem *p, int64_t b, int64_t h, float *memory) {
@@ -364,31 +375,33 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, float 
                 for (int j = 0; j < L; j++) keep[j] = kept[j] * factor;
             }
             if (p->diagonal == 2 && backward) *(float *)row(&p->of_given, b, h, i, 4) = dA[r * LP + i] * keep[i];
-            double row_sums[2][ROWS] __attribute__((aligned(64))) = {{0}};
+            vd row_sums[2];
             float *scores = A + r * LP, *of_matrix = dA + r * LP;
             for (int side = 0; side < 2; side++) {
                 double *of_keys = of_sums + (2 * side + 1) * LP;
+                vd row_sum = {0};
                 for (int j = side ? t + C : 0; j < (side ? LP : t); j += W) {
                     vf weight = rows[side][r] * *(vf *)(columns + j);
                     vf products = weigh(scores + j, of_matrix + j, keep + j, weight, backward);
-                    if (with_sums) count(products, row_sums[side], of_keys + j);
+                    if (with_sums) count(products, &row_sum, of_keys + j);
                 }
+                row_sums[side] = row_sum;
             }
             for (int j = t; j < t + C; j += W) {
-                const vi inside[2] = {lane + j < i, lane + j > i}, here = lane + j == i;
-                vf weight = (vf)((vi)ones & here & -(p->diagonal == 1));
-                for (int side = 0; side < 2; side++) {
-                    const float *query = high + 2 * side * LP;
-                    if (!(side ? p->future : p->past)) continue;
-                    vf own = decays[side] ? exponential(difference(query, i, query + LP, j, 4 * LP)) : ones;
-                    weight = (vf)((vi)weight | ((vi)own & inside[side]));
-                }
+                const vi before = lane + j < i, after = lane + j > i;
+                const vf exponents = (vf)(((vi)difference(high, i, high + LP, j, 4 * LP) & before) |
+                                          ((vi)difference(high + 2 * LP, i, high + 3 * LP, j, 4 * LP) & after));
+                const vi inside = (before & -(int)p->past) | (after & -(int)p->future) |
+                                 (lane + j == i & -(p->diagonal == 1));
+                vf weight = (vf)((vi)exponential(exponents) & inside);
                 vf products = weigh(scores + j, of_matrix + j, keep + j, weight, backward);
-                if (with_sums) for (int side = 0; side < 2; side++)
-                    count((vf)((vi)products & inside[side]), row_sums[side], of_sums + (2 * side + 1) * LP + j);
+                if (with_sums) {
+                    count((vf)((vi)products & before), row_sums, of_sums + LP + j);
+                    count((vf)((vi)products & after), row_sums + 1, of_sums + 3 * LP + j);
+                }
             }
             if (p->diagonal == 2) scores[i] = given * keep[i];
-            for (int side = 0; side < 2; side++) for (int u = 0; u < W; u++)
+            if (with_sums) for (int side = 0; side < 2; side++) for (int u = 0; u < W / 2; u++)
                 of_sums[2 * side * LP + i] += row_sums[side][u];
         }
         if (!backward) {

@@ -145,7 +145,11 @@ def linear_attention(
                 sums = signed_sums(log_decay, q.shape[-2], causal, log_decay_future)
                 y = add_states(y, q, sums, triangles, left_state, right_state, scale)
         else:  # if decays are separate, sums of keys and queries; torch.compile refuses one tensor in both places
-            sums = signed_sums(log_decay, q.shape[-2], causal, log_decay_future)
+            unusual = causal or separate or has_states or seq_idx is not None or q.shape[1] < v.shape[1]
+            if form == "full" and not unusual and _kernel_sums(log_decay, v):
+                sums = log_decay
+            else:
+                sums = signed_sums(log_decay, q.shape[-2], causal, log_decay_future)
             y = attend(
                 q, k, v, sums, sums.clone() if separate else None, None, None, triangles, mask=mask, seq_idx=seq_idx,
                 left_state=left_state, right_state=right_state, scale=scale, form=form, chunk_size=chunk_size,
@@ -194,11 +198,12 @@ def attention_matrix(
         matrix = matrix_by_channel(q, k, log_decay, log_decay_future, mask=mask, seq_idx=seq_idx, scale=scale)
         return matrix / (matrix.sum(-1, keepdim=True) + EPSILON) if normalize else matrix
     identity = torch.eye(q.shape[-2], dtype=q.dtype, device=q.device).expand(*q.shape[:2], -1, -1)
-    sums = signed_sums(log_decay, q.shape[-2], log_decay_future=log_decay_future)
-    matrix = attend(
-        q, k, identity, sums, None if log_decay_future is None else sums.clone(), None, None, "shared", mask=mask,
-        seq_idx=seq_idx, left_state=None, right_state=None, scale=scale, form="full", chunk_size=0,
-    )  # fmt: skip
+    with torch.autocast(q.device.type, enabled=False):
+        sums = signed_sums(log_decay, q.shape[-2], log_decay_future=log_decay_future)
+        matrix = attend(
+            q, k, identity, sums, None if log_decay_future is None else sums.clone(), None, None, "shared", mask=mask,
+            seq_idx=seq_idx, left_state=None, right_state=None, scale=scale, form="full", chunk_size=0,
+        )  # fmt: skip
     return matrix / (matrix.sum(-1, keepdim=True) + EPSILON) if normalize else matrix
 
 
@@ -248,6 +253,13 @@ def _is_uniform(*log_decays: Tensor | None) -> bool:
     return log_decays[0] is not None and all(x is None or x.ndim == 1 for x in log_decays)
 
 
+def _kernel_sums(log_decay: Tensor | None, v: Tensor) -> bool:
+    """Whether the CPU's kernel is to sum the decays too."""
+    if log_decay is None or log_decay.dtype != torch.float32:
+        return False
+    return cpu_kernel.covers(v) and cpu_kernel.covers(log_decay)
+
+
 def signed_sums(
     log_decay: Tensor | None, length: int, causal: bool = False, log_decay_future: Tensor | None = None
 ) -> Tensor | None:
@@ -272,7 +284,7 @@ class _SignedSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx, log_decay: Tensor, length: int) -> Tensor:
         ctx.save_for_backward(log_decay)
-        ctx.native = log_decay.dtype == torch.float32 and cpu_kernel.covers(log_decay)
+        ctx.native = _kernel_sums(log_decay, log_decay)
         if ctx.native:
             return cpu_kernel.signed_sums(log_decay, length, LOG_ZERO)
         exclusive, inclusive = cumulative_log_decay(log_decay, length)
@@ -332,11 +344,11 @@ def is_fused(q, k, v, form: str, dropout_p: float, others: dict[str, bool] | Non
     more reasons, and whether they hold."""
     if not USE_TRITON or form == "recurrent":
         return False
-    uncovered = (others or {}) | {
-        f"dropout of {dropout_p}": not 0 <= dropout_p < 1,
-        f"heads of {q.shape[-1]} and {v.shape[-1]} in {q.dtype}": not covers(q, k, v),
-    }
-    if any(uncovered.values()):
-        report_fallback(q, next(what for what, is_so in uncovered.items() if is_so))
-        return False
-    return True
+    uncovered = [what for what, is_so in (others or {}).items() if is_so]
+    if not 0 <= dropout_p < 1:
+        uncovered.append(f"dropout of {dropout_p}")
+    if not covers(q, k, v):
+        uncovered.append(f"heads of {q.shape[-1]} and {v.shape[-1]} in {q.dtype}")
+    if uncovered:
+        report_fallback(q, uncovered[0])
+    return not uncovered

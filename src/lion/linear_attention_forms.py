@@ -8,7 +8,8 @@ sign. What the functions below take:
     triangles              "shared": both, with the same q and k; "separate": both, with their own; "past"; "future"
     q, k                   (B, G, L, D), or (B, G, L, 2D) if separate, side by side; G is H, or 1 if heads share them
     v                      (B, H, L, E)
-    query_sums, key_sums   (B or 1, H or 1, L, T) in float64; key_sums None: equal to query_sums, as in LION
+    query_sums, key_sums   (B or 1, H or 1, L, T) in float64; key_sums None: equal to query_sums, as in LION;
+                           if the kernel covers v, `full` also takes the log decays, (H,) or (B, H, L) in float32
     diagonal               δ, (B, H, L), or None for δ_i = q_i·k_i
 
 Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, T triangles, N chunks, C chunk
@@ -25,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import linear_attention_native as native
-from .cpu_kernel import covers
+from .cpu_kernel import covers, signed_sums, signed_sums_gradient
 from .custom_operators import operator
 
 # Lower bound of log weights: e^-60 is below every dtype's precision, and its products with ordinary numbers are not yet
@@ -286,12 +287,16 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, query_sums, key_sums, diagonal, kept, factor: float, scale: float, triangles: str):
-        tensors = q, k, v, query_sums, key_sums, diagonal
         ctx.native = triangles != "separate" and covers(v)
         if ctx.native:
+            log_decay = None
+            if query_sums is not None and query_sums.ndim < 4:
+                log_decay, query_sums = query_sums, signed_sums(query_sums, v.shape[2], LOG_ZERO)
+            tensors = q, k, v, query_sums, key_sums, diagonal, kept
             ctx.options = factor, scale, DIRECTIONS[triangles]
-            ctx.save_for_backward(*tensors, kept)
-            return native.full_forward(*tensors, kept, *ctx.options)
+            ctx.save_for_backward(*tensors, log_decay)
+            return native.full_forward(*tensors, *ctx.options)
+        tensors = q, k, v, query_sums, key_sums, diagonal
         ctx.options = scale, v.shape[2], len(query_sums) == 1, triangles, factor
         weights: list[tuple[Tensor, ...]] = []
         y = _multiply(_Chunks(*tensors, *ctx.options, kept), weights if any(ctx.needs_input_grad) else None)
@@ -304,7 +309,10 @@ class _Full(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         if ctx.native:
-            grads = native.full_backward(grad, *saved, *ctx.options, any(ctx.needs_input_grad[3:6]))
+            *saved, log_decay = saved
+            grads = list(native.full_backward(grad, *saved, *ctx.options, any(ctx.needs_input_grad[3:6])))
+            if log_decay is not None and grads[3] is not None:
+                grads[3] = signed_sums_gradient(grads[3], log_decay, LOG_ZERO)
             return *grads, None, None, None, None
         tensors, kept, parts = saved[:6], saved[6], saved[7:]
         count = len(parts) // ctx.blocks

@@ -25,7 +25,7 @@ def full_backward(
     problem = Full(q, k, v, query_sums, key_sums, diagonal, directions, scale, kept, factor)
     grads = _empty_gradients(q, k, v)
     *of_sums, of_diagonal = problem.backward(grad, *grads, with_sums)
-    of_sums = [None if x is None else x.sum_to_size(sums.shape) for x, sums in zip(of_sums, (query_sums, key_sums))]
+    of_sums = [None if x is None else _summed(x, sums) for x, sums in zip(of_sums, (query_sums, key_sums))]
     return *_cast(grads, q, k, v), *of_sums, of_diagonal
 
 
@@ -89,11 +89,15 @@ def _strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
 
 def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Memory for the gradients in float32. Heads that share queries and keys have gradients of their own first."""
-    return [_room(x.expand(-1, v.shape[1], -1, -1)) for x in (q, k, v)]
+    return [_room(x if x.shape[1] == v.shape[1] else x.expand(-1, v.shape[1], -1, -1)) for x in (q, k, v)]
 
 
 def _cast(grads: list[Tensor], *inputs: Tensor) -> list[Tensor]:
-    return [_laid_out(grad.sum_to_size(x.shape), x) for grad, x in zip(grads, inputs)]
+    return [_laid_out(_summed(grad, x), x) for grad, x in zip(grads, inputs)]
+
+
+def _summed(grad: Tensor, like: Tensor) -> Tensor:
+    return grad if grad.shape == like.shape else grad.sum_to_size(like.shape)
 
 
 def _of_sums(of_queries, of_keys, query_sums, key_sums) -> tuple[Tensor | None, Tensor | None]:
@@ -101,5 +105,5 @@ def _of_sums(of_queries, of_keys, query_sums, key_sums) -> tuple[Tensor | None, 
         return None, None
     of_queries, of_keys = torch.stack(list(of_queries), -1), torch.stack(list(of_keys), -1)
     if key_sums is None:
-        return (of_queries + of_keys).sum_to_size(query_sums.shape), None
-    return of_queries.sum_to_size(query_sums.shape), of_keys.sum_to_size(key_sums.shape)
+        return _summed(of_queries + of_keys, query_sums), None
+    return _summed(of_queries, query_sums), _summed(of_keys, key_sums)

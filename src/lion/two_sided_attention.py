@@ -128,10 +128,11 @@ def two_sided_attention(
     log_weights = None
     if any(x.log_weight is not None for x in given):
         log_weights = stacked([v.new_zeros(B, H, L) if x.log_weight is None else x.log_weight for x in given])
-    return attend(
-        q, k, v, query_sums, key_sums, log_weights, diagonal, triangles, mask=mask, seq_idx=seq_idx, scale=scale,
-        left_state=left_state, right_state=right_state, form=resolve_form(form, v, True), chunk_size=chunk_size,
-    )  # fmt: skip
+    with torch.autocast(v.device.type, enabled=False):
+        return attend(
+            q, k, v, query_sums, key_sums, log_weights, diagonal, triangles, mask=mask, seq_idx=seq_idx, scale=scale,
+            left_state=left_state, right_state=right_state, form=resolve_form(form, v, True), chunk_size=chunk_size,
+        )  # fmt: skip
 
 
 def definition(v, past, future, diagonal, *, mask=None, scale=1.0) -> Tensor:
@@ -184,7 +185,7 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Compute one of the forms, (B, H, L, E), for arguments as linear_attention_forms.py describes them, except that
     query_sums may be None (no decay) and G any divisor of H; log_weights: (B, H, L, T) or None; uniform: all chunks
-    have the same decays; the others as for `two_sided_attention`."""
+    have the same decays; the others as for `two_sided_attention`. The caller turns autocast off."""
     (B, H, L, _), G, dtype = v.shape, q.shape[1], v.dtype
     if 1 < G < H:  # groups of heads become rows of the batch, whose decays differ
 
@@ -204,38 +205,34 @@ def attend(
     if form != "full" and dtype in (torch.bfloat16, torch.float16) and not in_kernel:
         q, k, v = q.float(), k.float(), v.float()  # states accumulate over the text
     k = zero_masked(k, mask)
-    with torch.autocast(q.device.type, enabled=False):
-        if query_sums is None and (triangles != "shared" or form == "recurrent"):
-            query_sums = torch.zeros(1, 1, L, len(DIRECTIONS[triangles]), dtype=torch.float64, device=q.device)
-        query_sums = add_boundaries(query_sums, seq_idx, triangles)
-        key_sums = None if key_sums is None else add_boundaries(key_sums, seq_idx, triangles)
-        if log_weights is not None and form == "recurrent":  # in its sums they would scale a state up and down
-            k = (
-                k.unflatten(-1, (2 if triangles == "separate" else 1, -1))
-                * clamped_exp(log_weights).to(k.dtype)[..., None]
-            )
-            k = k.flatten(-2)
-            if triangles == "shared":
-                q, triangles = torch.cat([q, q], -1), "separate"
-        elif log_weights is not None:
-            key_sums = (query_sums if key_sums is None else key_sums) - log_weights.double().clamp(min=LOG_ZERO)
-        given = [x for x in (query_sums, key_sums) if x is not None]
-        if given and (G < H or diagonal is not None):
-            rows = max(map(len, given))
-            query_sums, key_sums = *(x.expand(rows, H, -1, -1) for x in given), *[None] * (2 - len(given))
-        operands = query_sums, key_sums, diagonal
-        if form == "full" and query_sums is None and not (dropout_p > 0 and covers(v)):
-            y = dropout(scale * q @ k.mT, dropout_p) @ v
-        elif form == "full":
-            kept, factor = draw_kept((B, H, L, L), dropout_p, v.device) if dropout_p > 0 else (None, 1.0)
-            y = full(q, k, v, *operands, kept, factor, scale, triangles)
-        elif form == "recurrent":
-            y = recurrent(scale * q, k, v, *operands, triangles)
-        elif query_sums is None:  # nothing decays, so one state serves the whole text
-            y = q @ (scale * (k.mT @ v))
-        else:
-            y = chunkwise(q, k, v, *operands, scale, min(chunk_size, L), uniform, triangles)
-        y = add_states(y, q, query_sums, triangles, left_state, right_state, scale)
+    if query_sums is None and (triangles != "shared" or form == "recurrent"):
+        query_sums = torch.zeros(1, 1, L, len(DIRECTIONS[triangles]), dtype=torch.float64, device=q.device)
+    query_sums = add_boundaries(query_sums, seq_idx, triangles)
+    key_sums = None if key_sums is None else add_boundaries(key_sums, seq_idx, triangles)
+    if log_weights is not None and form == "recurrent":  # in its sums they would scale a state up and down
+        sides = k.unflatten(-1, (2 if triangles == "separate" else 1, -1))
+        k = (sides * clamped_exp(log_weights).to(k.dtype)[..., None]).flatten(-2)
+        if triangles == "shared":
+            q, triangles = torch.cat([q, q], -1), "separate"
+    elif log_weights is not None:
+        key_sums = (query_sums if key_sums is None else key_sums) - log_weights.double().clamp(min=LOG_ZERO)
+    given = [x for x in (query_sums, key_sums) if x is not None]
+    if given and (G < H or diagonal is not None):
+        rows = max(map(len, given))
+        query_sums, key_sums = *(x.expand(rows, H, -1, -1) for x in given), *[None] * (2 - len(given))
+    operands = query_sums, key_sums, diagonal
+    if form == "full" and query_sums is None and not (dropout_p > 0 and covers(v)):
+        y = dropout(scale * q @ k.mT, dropout_p) @ v
+    elif form == "full":
+        kept, factor = draw_kept((B, H, L, L), dropout_p, v.device) if dropout_p > 0 else (None, 1.0)
+        y = full(q, k, v, *operands, kept, factor, scale, triangles)
+    elif form == "recurrent":
+        y = recurrent(scale * q, k, v, *operands, triangles)
+    elif query_sums is None:  # nothing decays, so one state serves the whole text
+        y = q @ (scale * (k.mT @ v))
+    else:
+        y = chunkwise(q, k, v, *operands, scale, min(chunk_size, L), uniform, triangles)
+    y = add_states(y, q, query_sums, triangles, left_state, right_state, scale)
     return y.to(dtype)
 
 
