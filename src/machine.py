@@ -29,11 +29,15 @@ def main(argv: list[str]) -> None:
 def report() -> None:
     import torch
 
-    from src.lion import cpu_kernel, cpu_linear, machine
+    from src.lion import cpu_crossover, cpu_kernel, cpu_linear, machine
 
     print(f"{machine.processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     how = "compiled kernel" if cpu_kernel.is_available() else "PyTorch, slower"
     print(f"\nlinear attention    {how}{cpu_kernel.reason()}")
+    if cpu_kernel.is_available():
+        found = machine.choice("full_up_to", cpu_crossover.measure)
+        up_to = "{training:,} tokens in training, {inference:,} in inference".format(**found)
+        print(f"                    with decay, attention_form: auto is the full form up to {up_to}")
     if not cpu_linear.can_convolve():
         print("linear layers       plain products, as always with one thread, or without MKL or oneDNN")
     else:

@@ -10,7 +10,8 @@ import torch
 import warm
 
 from src.errors import UserError
-from src.lion import cpu_kernel, cpu_linear, machine
+from src.lion import cpu_crossover, cpu_kernel, cpu_linear, machine
+from src.lion.two_sided_attention import resolve_form
 from src.training import choices
 from tests.conftest import ROOT, environment
 
@@ -93,15 +94,47 @@ def test_a_convolution_is_chosen_from_where_it_is_faster_with_all_larger_numbers
     assert cpu_linear.measure() == {shape: [512, 512, None] for shape in cpu_linear.SHAPES}
 
 
+@pytest.mark.parametrize(
+    ("ratios", "length"),
+    [([2, 1.5, 1.25, 0.75, 0.5, 0.5], 288), ([0.9] * 6, 128), ([2, 2, 2, 2, 2, 1.1], 512), ([2, 1, 0.5, 2, 2, 2], 192)],
+)
+def test_the_full_form_is_taken_up_to_where_both_take_the_same_time(ratios, length, monkeypatch):
+    each = iter(ratios)
+    monkeypatch.setattr(cpu_crossover, "_ratio", lambda full, chunkwise: next(each))
+    assert cpu_crossover._crossover(lambda length: (None, None)) == length
+
+
+@pytest.mark.skipif(not cpu_kernel.is_available(), reason="needs a C compiler")
+def test_the_form_is_chosen_by_what_was_measured(monkeypatch):
+    measured = cpu_crossover.measure()
+    assert all(128 <= length <= 512 for length in measured.values()) and set(measured) == {"training", "inference"}
+    monkeypatch.setattr(machine, "_adopted", {"full_up_to": {"training": 300, "inference": 200}})
+
+    def longest_full(**how: bool) -> int:
+        lengths = range(1, 600)
+        full = [resolve_form("auto", torch.empty(1, 1, length, 4), True, **how) == "full" for length in lengths]
+        assert full == sorted(full, reverse=True)
+        return sum(full)
+
+    assert (longest_full(), longest_full(both_in_kernel=False)) == (300, 128)
+    with torch.inference_mode():
+        assert longest_full() == 200
+    monkeypatch.setattr(machine, "_adopted", {"full_up_to": {"training": 512, "inference": 128}})
+    assert longest_full() == 512  # and longer texts never
+
+
 def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
     there = {"square": [128, 256, None], "wider": [1024] * 3, "narrower": [None] * 3}
     monkeypatch.setattr(cpu_linear, "can_convolve", lambda: True)
     monkeypatch.setattr(cpu_linear, "measure", lambda: there)
+    up_to = {"training": 300, "inference": 200}
+    monkeypatch.setattr(cpu_crossover, "measure", lambda: up_to)
     choices.keep(choices.recall(run, "*.pt"), run)
     stored = json.loads((run / choices.MACHINE).read_text())
-    assert stored == {"native": cpu_kernel.is_available(), "convolved_from": there}
+    native = {"native": True, "full_up_to": up_to} if cpu_kernel.is_available() else {"native": False}
+    assert stored == {**native, "convolved_from": there}
     monkeypatch.setattr(machine, "_adopted", {})
     machine._choice.cache_clear()
     machine.kept()[0].unlink()
@@ -109,7 +142,9 @@ def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch
     assert machine.choice("convolved_from", lambda: "measured here") == there
     earlier = {"square": [True, False, True], "wider": [False] * 3, "narrower": [True] * 3}
     (run / choices.MACHINE).write_text(json.dumps({"native": True, "convolutions": earlier}))
-    assert choices.recall(run, "*.pt")["convolved_from"]["square"] == [1024, None, 1024]
+    recalled = choices.recall(run, "*.pt")
+    assert recalled["convolved_from"]["square"] == [1024, None, 1024]
+    assert recalled["full_up_to"] == {"training": 192, "inference": 192}
     (run / choices.MACHINE).write_text("{")
     with pytest.raises(UserError, match=r"machine\.json is damaged; delete it"):
         choices.recall(run, "*.pt")

@@ -114,7 +114,7 @@ def linear_attention(
         q, k = one_per_head(q, v), one_per_head(k, v)
     if normalize and not fused and dtype in (torch.bfloat16, torch.float16):
         q, k, v = q.float(), k.float(), v.float()
-    form = resolve_form(form, v, decays, dropout_p, fused)
+    form = resolve_form(form, v, decays, dropout_p, fused, both_in_kernel=not (by_channel or separate))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     size, keys = 0 if form == "full" else chunk_size, "to" if causal else "all"
     if fused and not has_states and not separate:

@@ -20,6 +20,7 @@ from .channel_decay import attend_by_channel  # noqa: F401
 from .channel_kernel_source import CHANNELS  # noqa: F401
 from .configuration_lion import DECAYING, LionConfig
 from .cpu import speed_up
+from .cpu_crossover import full_is_faster  # noqa: F401
 from .cpu_kernel import covers  # noqa: F401
 from .cpu_kernel_source import SOURCE  # noqa: F401
 from .cpu_linear import linear  # noqa: F401
@@ -234,8 +235,7 @@ class LionModel(LionPreTrainedModel):
         Args:
             input_ids: (B, L) token ids; or `inputs_embeds`, (B, L, D), instead.
             attention_mask: (B, L), 1 or True at real tokens; None if all are real.
-            token_type_ids, position_ids: (B, L); 0, and 0 … L−1, if None. Positions are for learned
-                embeddings and rope.
+            token_type_ids, position_ids: (B, L); 0, and 0 … L−1, if None. Positions are for learned embeddings and rope.
             output_attentions: also return each layer's matrix, (B, H, L, L): s·QKᵀ⊙M, or softmax's probabilities.
             attention_form: the operator's form for this call, overriding the configuration.
             seq_idx: (B, L) integers, the sequence that each token of a packed row belongs to, see `linear_attention`;

@@ -11,6 +11,7 @@ from .channel_decay import attend_by_channel  # noqa: F401
 from .channel_kernel_source import CHANNELS  # noqa: F401
 from .configuration_lion import LionConfig
 from .cpu import speed_up  # noqa: F401
+from .cpu_crossover import full_is_faster  # noqa: F401
 from .cpu_kernel import covers  # noqa: F401
 from .cpu_kernel_source import SOURCE  # noqa: F401
 from .cpu_linear import linear  # noqa: F401

@@ -71,12 +71,9 @@ def linear_attention_in_orders(
     scale = D**-0.5 if scale is None else scale
     how = {"scale": scale, "form": form, "chunk_size": chunk_size, "dropout_p": dropout_p}
     with torch.autocast(q.device.type, enabled=False):
-        full = not fused and dropout_p == 0 and resolve_form(form, v, True) == "full"
-        if orders is None and not (full and q.is_cpu):
-            return linear_attention(q, k, v, log_decay, normalize=True, **how).to(dtype)
         if orders is None:
-            orders = torch.arange(L)[None]
-        if full:
+            return linear_attention(q, k, v, log_decay, normalize=True, **how).to(dtype)
+        if not fused and dropout_p == 0 and resolve_form(form, v, True) == "full":
             return _Full.apply(q, k, v, _sums(log_decay, orders, H), places(orders), scale).to(dtype)
         # Each head in each order is a head, (B, H·O, L, ·). The gradient of x[:, :, orders] would sort on a GPU.
         v = v if fused else with_ones(v)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .cpu import draw_kept, dropout
+from .cpu_crossover import full_is_faster
 from .cpu_kernel import covers
 from .linear_attention_forms import (
     DIRECTIONS,
@@ -36,10 +37,10 @@ from .linear_attention_forms import (
 
 log = logging.getLogger(__name__)
 FORMS = ("auto", "full", "recurrent", "chunkwise")
-# "auto" takes the full form up to these lengths, without and with decay. native: where the matrix costs fewer
-# operations than the states of heads of 64. pytorch: about where it was measured to be no slower. triton: on an H200 it
-# is 5% (with decay) and 14% (without) slower there, but needs less memory with decay and half the launches.
-FULL_UP_TO = {"native": (64, 192), "pytorch": (64, 256), "triton": (128, 512)}
+# "auto" takes the full form up to these lengths, without and with decay. native: if the kernel has no full form; if it
+# has, see cpu_crossover.py. pytorch: about where it was measured to be no slower. triton: on an H200 it is 5% (with
+# decay) and 14% (without) slower there, but needs less memory with decay and half the launches.
+FULL_UP_TO = {"native": (64, 128), "pytorch": (64, 256), "triton": (128, 512)}
 
 
 class Triangle(NamedTuple):
@@ -128,10 +129,11 @@ def two_sided_attention(
     log_weights = None
     if any(x.log_weight is not None for x in given):
         log_weights = stacked([v.new_zeros(B, H, L) if x.log_weight is None else x.log_weight for x in given])
+    form = resolve_form(form, v, True, both_in_kernel=triangles != "separate")
     with torch.autocast(v.device.type, enabled=False):
         return attend(
             q, k, v, query_sums, key_sums, log_weights, diagonal, triangles, mask=mask, seq_idx=seq_idx, scale=scale,
-            left_state=left_state, right_state=right_state, form=resolve_form(form, v, True), chunk_size=chunk_size,
+            left_state=left_state, right_state=right_state, form=form, chunk_size=chunk_size,
         )  # fmt: skip
 
 
@@ -259,12 +261,18 @@ def add_states(y, q, query_sums, triangles: str, left_state, right_state, scale:
     return y
 
 
-def resolve_form(form: str, v: Tensor, decays: bool, dropout_p: float = 0.0, fused: bool = False) -> str:
-    """Resolve "auto" for values v, (B, H, L, E)."""
+def resolve_form(
+    form: str, v: Tensor, decays: bool, dropout_p: float = 0.0, fused: bool = False, both_in_kernel: bool = True
+) -> str:
+    """Resolve "auto" for values v, (B, H, L, E). both_in_kernel: whether the CPU's kernel covers both forms of it."""
+    if form != "auto" or dropout_p > 0:
+        return "full" if form == "auto" else form
     length, kernels = v.shape[2], "triton" if fused else "native" if covers(v) else "pytorch"
+    if kernels == "native" and decays and both_in_kernel:
+        return "full" if full_is_faster(length) else "chunkwise"
     without_decays, with_decays = FULL_UP_TO[kernels]
     full_up_to = with_decays if decays else without_decays  # torch.compile of 2.11 cannot index by a bool
-    return form if form != "auto" else "full" if dropout_p > 0 or length <= full_up_to else "chunkwise"
+    return "full" if length <= full_up_to else "chunkwise"
 
 
 def zero_masked(k: Tensor, mask: Tensor | None) -> Tensor:

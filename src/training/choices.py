@@ -8,7 +8,7 @@ from pathlib import Path
 from src.cli import log
 from src.errors import UserError
 from src.files import write_json
-from src.lion import cpu_kernel, cpu_linear, machine
+from src.lion import cpu_crossover, cpu_kernel, cpu_linear, machine
 
 MACHINE = "machine.json"
 
@@ -25,11 +25,14 @@ def recall(folder: Path, results: str) -> dict:
         if "convolutions" in choices:  # once with 1,024 tokens, or never
             of_shapes = choices.pop("convolutions").items()
             choices["convolved_from"] = {shape: [1024 if one else None for one in each] for shape, each in of_shapes}
+        choices.setdefault("full_up_to", {"inference": 192, "training": 192})  # before it was measured
     except FileNotFoundError:
         if next(folder.glob(results), None) is not None:
             choices = {"native": False, "convolved_from": dict.fromkeys(cpu_linear.SHAPES, [1024] * 3)}
         else:
             choices = {"native": cpu_kernel.is_available()}
+            if choices["native"]:
+                choices["full_up_to"] = machine.choice("full_up_to", cpu_crossover.measure)
             if cpu_linear.can_convolve():
                 choices["convolved_from"] = machine.choice("convolved_from", cpu_linear.measure)
     except (OSError, ValueError, AttributeError, TypeError):

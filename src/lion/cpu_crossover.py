@@ -1,0 +1,80 @@
+"""Up to which length the full form is faster than the chunkwise form, both by the kernel of cpu_kernel.py. The matrix
+costs fewer operations up to about 192 tokens of heads of 64, but its products are larger and thus faster."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from . import machine
+from .cpu_kernel import signed_sums
+from .linear_attention_native import chunkwise_backward, chunkwise_forward, full_backward, full_forward
+
+LENGTHS = (128, 192, 256, 320, 384, 512)  # those that are measured; shorter texts take the full form, longer ones never
+HEADS, HEAD_DIM, ROUNDS = 12, 64, 9
+
+
+def full_is_faster(length: int) -> bool:
+    """Whether the full form is, for this many tokens: in training if gradients are enabled, or else in inference."""
+    if not LENGTHS[0] < length <= LENGTHS[-1]:
+        return length <= LENGTHS[0]
+    return length <= machine.choice("full_up_to", measure)["training" if torch.is_grad_enabled() else "inference"]
+
+
+def measure() -> dict[str, int]:
+    """Time both forms at some LENGTHS, in turns; takes half a second. Return where their times are equal."""
+    return {"inference": _crossover(_inference), "training": _crossover(_training)}
+
+
+def _crossover(prepare: Callable) -> int:
+    faster = LENGTHS[0], 1.0  # a length, and the time of the chunkwise form over that of the full form
+    for length in LENGTHS:
+        ratio = _ratio(*prepare(length))
+        if ratio < 1:
+            (below, above), span = faster, length - faster[0]
+            return below + round(span * (above - 1) / (above - ratio))
+        faster = length, ratio
+    return LENGTHS[-1]
+
+
+def _ratio(full: Callable, chunkwise: Callable) -> float:
+    ratios = []
+    for number in range(ROUNDS):
+        seconds = {}
+        for run in (full, chunkwise) if number % 2 else (chunkwise, full):
+            start = time.perf_counter()
+            run()
+            seconds[run] = time.perf_counter() - start
+        ratios.append(seconds[chunkwise] / seconds[full])
+    return statistics.median(ratios)
+
+
+# Without autograd, since the first call may be within a context that records what autograd does.
+
+
+def _inference(length: int) -> tuple[Callable, Callable]:
+    q, k, v, _, sums = _operands(length)
+    operands = q, k, v, sums, None, None
+    return (
+        lambda: full_forward(*operands, None, 1.0, 1.0, (1, -1)),
+        lambda: chunkwise_forward(*operands, 1.0, 128, False, "shared", {"shared": (1, -1)}),
+    )
+
+
+def _training(length: int) -> tuple[Callable, Callable]:
+    full, chunkwise = _inference(length)
+    q, k, v, grad, sums = _operands(length)
+    operands = grad, q, k, v, sums, None, None
+    return (
+        lambda: (full(), full_backward(*operands, None, 1.0, 1.0, (1, -1), True)),
+        lambda: (chunkwise(), chunkwise_backward(*operands, 1.0, 128, False, "shared", {"shared": (1, -1)}, True)),
+    )
+
+
+def _operands(length: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v and a gradient, (1, H, L, D), and sums of decays."""
+    heads, how = max(HEADS, torch.get_num_threads()), {"dtype": torch.float32, "device": "cpu"}
+    shape = 4, 1, length, heads, HEAD_DIM
+    q, k, v, grad = torch.rand(shape, generator=torch.Generator(), **how).transpose(2, 3)
+    return q, k, v, grad, signed_sums(torch.full((heads,), -0.1, **how), length, -60.0)
