@@ -116,7 +116,7 @@ def test_the_form_is_chosen_by_what_was_measured(monkeypatch):
         assert full == sorted(full, reverse=True)
         return sum(full)
 
-    assert (longest_full(), longest_full(both_in_kernel=False)) == (300, 128)
+    assert (longest_full(), longest_full(both_in_kernel=False)) == (300, 64)
     with torch.inference_mode():
         assert longest_full() == 200
     monkeypatch.setattr(machine, "_adopted", {"full_up_to": {"training": 512, "inference": 128}})

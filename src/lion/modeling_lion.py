@@ -235,7 +235,7 @@ class LionModel(LionPreTrainedModel):
         Args:
             input_ids: (B, L) token ids; or `inputs_embeds`, (B, L, D), instead.
             attention_mask: (B, L), 1 or True at real tokens; None if all are real.
-            token_type_ids, position_ids: (B, L); 0, and 0 … L−1, if None. Positions are for learned embeddings and rope.
+            token_type_ids, position_ids: (B, L); 0, and 0 … L−1, if None. Positions serve learned embeddings and rope.
             output_attentions: also return each layer's matrix, (B, H, L, L): s·QKᵀ⊙M, or softmax's probabilities.
             attention_form: the operator's form for this call, overriding the configuration.
             seq_idx: (B, L) integers, the sequence that each token of a packed row belongs to, see `linear_attention`;

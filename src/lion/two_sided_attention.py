@@ -40,7 +40,7 @@ FORMS = ("auto", "full", "recurrent", "chunkwise")
 # "auto" takes the full form up to these lengths, without and with decay. native: if the kernel has no full form; if it
 # has, see cpu_crossover.py. pytorch: about where it was measured to be no slower. triton: on an H200 it is 5% (with
 # decay) and 14% (without) slower there, but needs less memory with decay and half the launches.
-FULL_UP_TO = {"native": (64, 128), "pytorch": (64, 256), "triton": (128, 512)}
+FULL_UP_TO = {"native": (64, 64), "pytorch": (64, 256), "triton": (128, 512)}
 
 
 class Triangle(NamedTuple):
