@@ -35,8 +35,7 @@ def report() -> None:
     how = "compiled kernel" if cpu_kernel.is_available() else "PyTorch, slower"
     print(f"\nlinear attention    {how}{cpu_kernel.reason()}")
     if cpu_kernel.is_available():
-        found = machine.choice("full_up_to", cpu_crossover.measure)
-        up_to = "{training:,} tokens in training, {inference:,} in inference".format(**found)
+        up_to = "{training:,} tokens in training, {inference:,} in inference".format(**cpu_crossover.full_up_to())
         print(f"                    with decay, attention_form: auto is the full form up to {up_to}")
     if not cpu_linear.can_convolve():
         print("linear layers       plain products, as always with one thread, or without MKL or oneDNN")

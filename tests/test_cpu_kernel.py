@@ -105,7 +105,7 @@ def test_sums_of_decays_and_their_gradients(shape, kernel_used, kernel, runs, mo
     exclusive, inclusive = cumulative_log_decay(exact := log_decay.detach().clone().requires_grad_(), length)
     expected = torch.stack([exclusive, -inclusive], -1)
     assert torch.equal(sums, expected)
-    grad = torch.randn_like(sums)
+    grad = torch.randn(2, *sums.shape[:-1], dtype=sums.dtype).movedim(0, -1)
     sums.backward(grad)
     expected.backward(grad)
     assert log_decay.grad.shape == shape

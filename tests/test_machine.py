@@ -47,7 +47,7 @@ def test_a_choice_is_measured_once_and_read_by_later_processes(cache):
 
 def test_of_two_processes_that_measure_at_once_both_take_the_first_result(cache):
     def measure_slowly() -> str:
-        machine._choice.__wrapped__("example", lambda: "first", torch.get_num_threads())
+        machine._choice.__wrapped__("example", lambda: "first", torch.get_num_threads(), machine.METHOD)
         return "second"
 
     assert machine.choice("example", measure_slowly) == "first"
@@ -116,9 +116,10 @@ def test_the_form_is_chosen_by_what_was_measured(monkeypatch):
         assert full == sorted(full, reverse=True)
         return sum(full)
 
-    assert (longest_full(), longest_full(both_in_kernel=False)) == (300, 64)
+    assert (longest_full(), longest_full(one_sided=True), longest_full(both_in_kernel=False)) == (300, 150, 64)
     with torch.inference_mode():
         assert longest_full() == 200
+    assert torch.func.vmap(lambda x: x * longest_full())(torch.ones(1)) == 128
     monkeypatch.setattr(machine, "_adopted", {"full_up_to": {"training": 512, "inference": 128}})
     assert longest_full() == 512  # and longer texts never
 
@@ -145,9 +146,10 @@ def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch
     recalled = choices.recall(run, "*.pt")
     assert recalled["convolved_from"]["square"] == [1024, None, 1024]
     assert recalled["full_up_to"] == {"training": 192, "inference": 192}
-    (run / choices.MACHINE).write_text("{")
-    with pytest.raises(UserError, match=r"machine\.json is damaged; delete it"):
-        choices.recall(run, "*.pt")
+    for damaged in ("{", '{"native": true, "full_up_to": null}', '{"native": true, "full_up_to": {"training": 300}}'):
+        (run / choices.MACHINE).write_text(damaged)
+        with pytest.raises(UserError, match=r"machine\.json is damaged; delete it"):
+            choices.recall(run, "*.pt")
 
 
 def test_a_run_of_before_there_were_choices_continues_as_it_began(tmp_path, monkeypatch):

@@ -1,14 +1,17 @@
 """Up to which length the full form is faster than the chunkwise form, both by the kernel of cpu_kernel.py. The matrix
-costs fewer operations up to about 192 tokens of heads of 64, but its products are larger and thus faster."""
+costs fewer operations up to about 192 tokens of heads of 64, but its products are larger and thus faster. Measured for
+heads of 64 and both triangles, without what autograd and custom operators add to a call."""
 
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from . import machine
-from .cpu_kernel import signed_sums
+from .cpu_kernel import signed_sums, version
+from .linear_attention_forms import DIRECTIONS, LOG_ZERO
 from .linear_attention_native import chunkwise_backward, chunkwise_forward, full_backward, full_forward
 
 LENGTHS = (128, 192, 256, 320, 384, 512)  # those that are measured; shorter texts take the full form, longer ones never
@@ -16,10 +19,15 @@ HEADS, HEAD_DIM, ROUNDS = 12, 64, 9
 
 
 def full_is_faster(length: int) -> bool:
-    """Whether the full form is, for this many tokens: in training if gradients are enabled, or else in inference."""
-    if not LENGTHS[0] < length <= LENGTHS[-1]:
-        return length <= LENGTHS[0]
-    return length <= machine.choice("full_up_to", measure)["training" if torch.is_grad_enabled() else "inference"]
+    """Whether the full form is, at this length: in training if gradients are enabled, otherwise in inference."""
+    if not LENGTHS[0] < length <= LENGTHS[-1] or torch._C._are_functorch_transforms_active():
+        return length <= LENGTHS[0]  # within such a transform, no tensor has the memory that a measurement needs
+    return length <= full_up_to()["training" if torch.is_grad_enabled() else "inference"]
+
+
+def full_up_to() -> dict[str, int]:
+    """What `measure` has found on this machine, now or earlier."""
+    return machine.choice("full_up_to", measure, version())
 
 
 def measure() -> dict[str, int]:
@@ -28,17 +36,18 @@ def measure() -> dict[str, int]:
 
 
 def _crossover(prepare: Callable) -> int:
-    faster = LENGTHS[0], 1.0  # a length, and the time of the chunkwise form over that of the full form
+    length_before, ratio_before = LENGTHS[0], 1.0
     for length in LENGTHS:
         ratio = _ratio(*prepare(length))
         if ratio < 1:
-            (below, above), span = faster, length - faster[0]
-            return below + round(span * (above - 1) / (above - ratio))
-        faster = length, ratio
+            step = (length - length_before) * (ratio_before - 1) / (ratio_before - ratio)
+            return length_before + round(step)
+        length_before, ratio_before = length, ratio
     return LENGTHS[-1]
 
 
 def _ratio(full: Callable, chunkwise: Callable) -> float:
+    """The time of the second over that of the first."""
     ratios = []
     for number in range(ROUNDS):
         seconds = {}
@@ -57,8 +66,8 @@ def _inference(length: int) -> tuple[Callable, Callable]:
     q, k, v, _, sums = _operands(length)
     operands = q, k, v, sums, None, None
     return (
-        lambda: full_forward(*operands, None, 1.0, 1.0, (1, -1)),
-        lambda: chunkwise_forward(*operands, 1.0, 128, False, "shared", {"shared": (1, -1)}),
+        lambda: full_forward(*operands, None, 1.0, 1.0, DIRECTIONS["shared"]),
+        lambda: chunkwise_forward(*operands, 1.0, 128, False, "shared", DIRECTIONS),
     )
 
 
@@ -67,14 +76,14 @@ def _training(length: int) -> tuple[Callable, Callable]:
     q, k, v, grad, sums = _operands(length)
     operands = grad, q, k, v, sums, None, None
     return (
-        lambda: (full(), full_backward(*operands, None, 1.0, 1.0, (1, -1), True)),
-        lambda: (chunkwise(), chunkwise_backward(*operands, 1.0, 128, False, "shared", {"shared": (1, -1)}, True)),
+        lambda: (full(), full_backward(*operands, None, 1.0, 1.0, DIRECTIONS["shared"], True)),
+        lambda: (chunkwise(), chunkwise_backward(*operands, 1.0, 128, False, "shared", DIRECTIONS, True)),
     )
 
 
-def _operands(length: int) -> tuple[torch.Tensor, ...]:
+def _operands(length: int) -> tuple[Tensor, ...]:
     """q, k, v and a gradient, (1, H, L, D), and sums of decays."""
     heads, how = max(HEADS, torch.get_num_threads()), {"dtype": torch.float32, "device": "cpu"}
     shape = 4, 1, length, heads, HEAD_DIM
     q, k, v, grad = torch.rand(shape, generator=torch.Generator(), **how).transpose(2, 3)
-    return q, k, v, grad, signed_sums(torch.full((heads,), -0.1, **how), length, -60.0)
+    return q, k, v, grad, signed_sums(torch.full((heads,), -0.1, **how), length, LOG_ZERO)

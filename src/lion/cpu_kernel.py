@@ -43,17 +43,17 @@ STRICT, OWN, GIVEN = range(3)  # the diagonal: none, q_i·k_i, or δ
 
 # The structures of cpu_kernel_source.py, in words of 8 bytes. Packed at once, since ctypes' own take several times as
 # long as it takes to compute a short text.
-_OF_NUMBERS, _OF_ROWS = (torch.float64, torch.float32), (torch.float32, torch.bfloat16)
 _NOTHING = (0,) * 5  # a view: its address, strides of batch, head and token, and whether it is bfloat16
 _PROBLEM = struct.Struct("=9q d 45q 2q")
 _FULL_PROBLEM = struct.Struct("=9q 2d q 90q")
 _SUMS_PROBLEM = struct.Struct("=4q d 15q")
 _CHANNELS_PROBLEM = struct.Struct("=9q 2d 60q")
+_OF_NUMBERS, _OF_ROWS = (torch.float64, torch.float32), (torch.float32, torch.bfloat16)  # what a view may be of
 
 
 def _view(x: Tensor | None, direction: int = 1, number: int | None = None) -> tuple[int, ...]:
-    """x: (B or 1, H or 1, L), (B or 1, H or 1, L, ·), of which the kernel may get one number of each row, or (H,) for
-    all tokens. From the last token to the first if direction is −1."""
+    """x: (B or 1, H or 1, L, ·), (B or 1, H or 1, L), or (H,) for all tokens. From the last token to the first if
+    direction is −1. number: which one of each row the kernel gets, instead of all."""
     if x is None:
         return _NOTHING
     dtype, shape, strides = x.dtype, x.shape, x.stride()
@@ -242,8 +242,8 @@ def signed_sums(log_decay: Tensor, length: int, lowest: float) -> Tensor:
 
 def signed_sums_gradient(grad: Tensor, log_decay: Tensor, lowest: float) -> Tensor:
     """The gradient of log_decay from that of its sums, (B or 1, H, L, 2)."""
-    of_decay = torch.empty_like(log_decay)
-    _library().lion_sums_gradient(_sums_problem(log_decay, grad.contiguous(), lowest, of_decay))
+    of_decay, grad = torch.empty_like(log_decay), grad.contiguous()
+    _library().lion_sums_gradient(_sums_problem(log_decay, grad, lowest, of_decay))
     return of_decay
 
 
@@ -273,6 +273,11 @@ def _rows(x: Tensor) -> Tensor:
 
 def is_available() -> bool:
     return USE_NATIVE and machine.adopted("native", True) and _library() is not None
+
+
+def version() -> str:
+    """Tells kernels apart: by source, compiler and processor."""
+    return Path(_library()._name).stem.rpartition("-")[2]
 
 
 def reason() -> str:

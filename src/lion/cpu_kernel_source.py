@@ -299,7 +299,7 @@ static inline vf weigh(float *scores, float *of_matrix, const float *kept, vf we
 
 // The halves of a vector in float64.
 static inline void widen(vf x, vd wide[2]) {
-#ifdef __AVX512F__
+#ifdef __AVX512F__  // GCC 12 would convert four numbers at a time
     wide[0] = (vd)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x));
     wide[1] = (vd)_mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)x, 1)));
 #else

@@ -114,7 +114,7 @@ def linear_attention(
         q, k = one_per_head(q, v), one_per_head(k, v)
     if normalize and not fused and dtype in (torch.bfloat16, torch.float16):
         q, k, v = q.float(), k.float(), v.float()
-    form = resolve_form(form, v, decays, dropout_p, fused, both_in_kernel=not (by_channel or separate))
+    form = resolve_form(form, v, decays, dropout_p, fused, both_in_kernel=not by_channel, one_sided=causal)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     size, keys = 0 if form == "full" else chunk_size, "to" if causal else "all"
     if fused and not has_states and not separate:
@@ -145,11 +145,9 @@ def linear_attention(
                 sums = signed_sums(log_decay, q.shape[-2], causal, log_decay_future)
                 y = add_states(y, q, sums, triangles, left_state, right_state, scale)
         else:  # if decays are separate, sums of keys and queries; torch.compile refuses one tensor in both places
-            unusual = causal or separate or has_states or seq_idx is not None or q.shape[1] < v.shape[1]
-            if form == "full" and not unusual and _kernel_sums(log_decay, v):
-                sums = log_decay
-            else:
-                sums = signed_sums(log_decay, q.shape[-2], causal, log_decay_future)
+            plain = form == "full" and q.shape[1] == v.shape[1] and seq_idx is None
+            plain = plain and not (causal or separate or has_states) and _kernel_sums(log_decay, v)
+            sums = log_decay if plain else signed_sums(log_decay, q.shape[-2], causal, log_decay_future)
             y = attend(
                 q, k, v, sums, sums.clone() if separate else None, None, None, triangles, mask=mask, seq_idx=seq_idx,
                 left_state=left_state, right_state=right_state, scale=scale, form=form, chunk_size=chunk_size,
@@ -253,11 +251,11 @@ def _is_uniform(*log_decays: Tensor | None) -> bool:
     return log_decays[0] is not None and all(x is None or x.ndim == 1 for x in log_decays)
 
 
-def _kernel_sums(log_decay: Tensor | None, v: Tensor) -> bool:
-    """Whether the CPU's kernel is to sum the decays too."""
+def _kernel_sums(log_decay: Tensor | None, *others: Tensor) -> bool:
+    """Whether the CPU's kernel sums these decays, and covers the others too."""
     if log_decay is None or log_decay.dtype != torch.float32:
         return False
-    return cpu_kernel.covers(v) and cpu_kernel.covers(log_decay)
+    return all(map(cpu_kernel.covers, (log_decay, *others)))
 
 
 def signed_sums(
@@ -284,7 +282,7 @@ class _SignedSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx, log_decay: Tensor, length: int) -> Tensor:
         ctx.save_for_backward(log_decay)
-        ctx.native = _kernel_sums(log_decay, log_decay)
+        ctx.native = _kernel_sums(log_decay)
         if ctx.native:
             return cpu_kernel.signed_sums(log_decay, length, LOG_ZERO)
         exclusive, inclusive = cumulative_log_decay(log_decay, length)

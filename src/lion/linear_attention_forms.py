@@ -9,7 +9,7 @@ sign. What the functions below take:
     q, k                   (B, G, L, D), or (B, G, L, 2D) if separate, side by side; G is H, or 1 if heads share them
     v                      (B, H, L, E)
     query_sums, key_sums   (B or 1, H or 1, L, T) in float64; key_sums None: equal to query_sums, as in LION;
-                           if the kernel covers v, `full` also takes the log decays, (H,) or (B, H, L) in float32
+                           `full` by the kernel, "shared" with H heads of q, also takes the log decays in float32
     diagonal               δ, (B, H, L), or None for δ_i = q_i·k_i
 
 Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, T triangles, N chunks, C chunk

@@ -44,12 +44,11 @@ def covers(q: Tensor, k: Tensor, v: Tensor) -> bool:
     GPU (Ampere, Ada or Hopper) or on any device in Triton's interpreter."""
     return (
         kernels.AVAILABLE
-        and (q.is_cuda or INTERPRETED)
+        and _runs_on(q.device)
         and q.dtype == k.dtype == v.dtype
         and q.device == k.device == v.device
         and max(q.shape[-1], v.shape[-1]) <= LARGEST_HEAD.get(q.dtype, 0)
         and min(q.numel(), v.numel()) > 0
-        and _runs_on(q.device)
     )
 
 

@@ -37,9 +37,10 @@ from .linear_attention_forms import (
 
 log = logging.getLogger(__name__)
 FORMS = ("auto", "full", "recurrent", "chunkwise")
-# "auto" takes the full form up to these lengths, without and with decay. native: if the kernel has no full form; if it
-# has, see cpu_crossover.py. pytorch: about where it was measured to be no slower. triton: on an H200 it is 5% (with
-# decay) and 14% (without) slower there, but needs less memory with decay and half the launches.
+# "auto" takes the full form up to these lengths, without and with decay. native: with decay, where the kernel has only
+# the chunkwise form; where it has both, see cpu_crossover.py. pytorch: about where it was measured to be no slower.
+# triton: on an H200 it is 5% (with decay) and 14% (without) slower there, but needs less memory with decay and half the
+# launches.
 FULL_UP_TO = {"native": (64, 64), "pytorch": (64, 256), "triton": (128, 512)}
 
 
@@ -129,7 +130,7 @@ def two_sided_attention(
     log_weights = None
     if any(x.log_weight is not None for x in given):
         log_weights = stacked([v.new_zeros(B, H, L) if x.log_weight is None else x.log_weight for x in given])
-    form = resolve_form(form, v, True, both_in_kernel=triangles != "separate")
+    form = resolve_form(form, v, True, both_in_kernel=triangles != "separate", one_sided=len(given) == 1)
     with torch.autocast(v.device.type, enabled=False):
         return attend(
             q, k, v, query_sums, key_sums, log_weights, diagonal, triangles, mask=mask, seq_idx=seq_idx, scale=scale,
@@ -262,14 +263,16 @@ def add_states(y, q, query_sums, triangles: str, left_state, right_state, scale:
 
 
 def resolve_form(
-    form: str, v: Tensor, decays: bool, dropout_p: float = 0.0, fused: bool = False, both_in_kernel: bool = True
-) -> str:
-    """Resolve "auto" for values v, (B, H, L, E). both_in_kernel: whether the CPU's kernel covers both forms of it."""
+    form: str, v: Tensor, decays: bool, dropout_p: float = 0.0, fused: bool = False, *, both_in_kernel: bool = True,
+    one_sided: bool = False,
+) -> str:  # fmt: skip
+    """Resolve "auto" for values v, (B, H, L, E). both_in_kernel: whether the CPU's kernel has both forms for this call.
+    one_sided: whether there is one triangle, for which the chunkwise form takes half the time."""
     if form != "auto" or dropout_p > 0:
         return "full" if form == "auto" else form
     length, kernels = v.shape[2], "triton" if fused else "native" if covers(v) else "pytorch"
     if kernels == "native" and decays and both_in_kernel:
-        return "full" if full_is_faster(length) else "chunkwise"
+        return "full" if full_is_faster(2 * length if one_sided else length) else "chunkwise"
     without_decays, with_decays = FULL_UP_TO[kernels]
     full_up_to = with_decays if decays else without_decays  # torch.compile of 2.11 cannot index by a bool
     return "full" if length <= full_up_to else "chunkwise"

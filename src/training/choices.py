@@ -25,17 +25,19 @@ def recall(folder: Path, results: str) -> dict:
         if "convolutions" in choices:  # once with 1,024 tokens, or never
             of_shapes = choices.pop("convolutions").items()
             choices["convolved_from"] = {shape: [1024 if one else None for one in each] for shape, each in of_shapes}
-        choices.setdefault("full_up_to", {"inference": 192, "training": 192})  # before it was measured
+        up_to = choices.setdefault("full_up_to", {"inference": 192, "training": 192})  # before it was measured
+        if not all(isinstance(up_to[kind], int) for kind in ("inference", "training")):
+            raise ValueError
     except FileNotFoundError:
         if next(folder.glob(results), None) is not None:
             choices = {"native": False, "convolved_from": dict.fromkeys(cpu_linear.SHAPES, [1024] * 3)}
         else:
             choices = {"native": cpu_kernel.is_available()}
             if choices["native"]:
-                choices["full_up_to"] = machine.choice("full_up_to", cpu_crossover.measure)
+                choices["full_up_to"] = cpu_crossover.full_up_to()
             if cpu_linear.can_convolve():
                 choices["convolved_from"] = machine.choice("convolved_from", cpu_linear.measure)
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
         raise UserError(f"save_folder: {path} is damaged; delete it to continue, perhaps with other rounding") from None
     machine.adopt(choices)
     if choices["native"] and not cpu_kernel.is_available():
