@@ -327,7 +327,6 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, float 
     float *high = dA + C * LP, *low = high + 4 * LP, *keep = low + 4 * LP, *columns = keep + LP;
     float rows[2][C] __attribute__((aligned(64)));
     double *of_sums = (double *)(columns + LP);
-    const vf ones = (vf){0} + 1.0f;
     vi lane;
     for (int i = 0; i < W; i++) lane[i] = i;
     if (backward) memset(dK, 0, sizeof(float) * LP * (D + E));
@@ -344,7 +343,6 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, float 
         low[side * LP + i] = sum - high[side * LP + i];
     }
     for (int j = 0; j < LP; j++) keep[j] = 1;
-    const int decays[2] = {p->sums[0].data != 0, p->sums[2].data != 0};
     for (int t = 0; t < L; t += C) {
         const int n = L - t < C ? L - t : C;
         // Outside the block on the diagonal, a weight is a product of one number per query and one per key, as of a
@@ -353,12 +351,11 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, float 
             const float *query = high + 2 * side * LP;
             const int first = side ? t + n - 1 : t, given = side ? p->future : p->past;
             for (int r = 0; r < C; r += W) {
-                vf row = decays[side] ? exponential(-difference(query, first, query, t + r, 4 * LP)) : ones;
-                *(vf *)(rows[side] + r) = row;
+                *(vf *)(rows[side] + r) = exponential(-difference(query, first, query, t + r, 4 * LP));
             }
             for (int j = side ? t + C : 0; j < (side ? LP : t); j += W) {
-                vf column = decays[side] ? exponential(difference(query, first, query + LP, j, 4 * LP)) : ones;
-                *(vf *)(columns + j) = given ? column : 0 * ones;
+                vf column = exponential(difference(query, first, query + LP, j, 4 * LP));
+                *(vf *)(columns + j) = given ? column : (vf){0};
             }
         }
         load_rows(Q, D, &p->q, b, h, t, n, C, p->depth, p->scale);
