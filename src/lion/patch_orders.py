@@ -145,11 +145,11 @@ class _Full(torch.autograd.Function):
         y, kept = torch.empty_like(v), []
         if ctx.uniform:
             kept.append(mirrored_weights(*numbers))  # (1, O, H, L, L)
-            total = _total(kept[0])
+            total = kept[0].sum(1)
         for some in _blocks(q):
             if not ctx.uniform:
                 kept.append(mirrored_weights(*(x[some] for x in numbers)))  # (b, O, H, L, L)
-                total = _total(kept[-1])
+                total = kept[-1].sum(1)
             matrix = (q[some] @ k[some].mT).mul_(total)
             y[some] = matrix @ v[some]
             if ctx.uniform:
@@ -170,13 +170,13 @@ class _Full(torch.autograd.Function):
             past = place[:, None, :, None] > place[:, None, None, :]  # (O, 1, L, L)
             grad_sums = []
             if uniform:
-                weights, total = kept[0], _total(kept[0])
+                weights, total = kept[0], kept[0].sum(1)
                 summed = torch.zeros_like(total)
             for number, some in enumerate(_blocks(q)):
                 if uniform:
                     matrix = kept[1 + number]
                 else:
-                    weights, total = kept[number], _total(kept[number])
+                    weights, total = kept[number], kept[number].sum(1)
                     matrix = (q[some] @ k[some].mT).mul_(total)
                 grad_v[some] = matrix.mT @ grad_y[some][..., :-1]
                 grad_matrix = grad_y[some] @ v[some].mT
@@ -200,12 +200,7 @@ class _Full(torch.autograd.Function):
 
 def _of_orders(of_total: Tensor, weights: Tensor, total: Tensor) -> Tensor:
     """∂/∂ log W of each order, (b, O, H, L, L), from ∂/∂ log of their sum, (b, H, L, L)."""
-    return of_total[:, None] if weights.shape[1] == 1 else of_total[:, None] * (weights / total[:, None])
-
-
-def _total(weights: Tensor) -> Tensor:
-    """The sum over the orders of (b, O, H, L, L)."""
-    return weights[:, 0] if weights.shape[1] == 1 else weights.sum(1)
+    return of_total[:, None] * (weights / total[:, None])
 
 
 def _blocks(q: Tensor) -> list[slice]:
