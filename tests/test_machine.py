@@ -47,7 +47,7 @@ def test_a_choice_is_measured_once_and_read_by_later_processes(cache):
 
 def test_of_two_processes_that_measure_at_once_both_take_the_first_result(cache):
     def measure_slowly() -> str:
-        machine._choice.__wrapped__("example", lambda: "first", torch.get_num_threads(), machine.METHOD)
+        machine._choice.__wrapped__("example", lambda: "first", torch.get_num_threads(), "")
         return "second"
 
     assert machine.choice("example", measure_slowly) == "first"

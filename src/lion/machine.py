@@ -19,16 +19,16 @@ METHOD = 2  # raised when something is measured in another way, so that what was
 _adopted: dict[str, Any] = {}  # the choices of the run that this process continues
 
 
-def choice(name: str, measure: Callable[[], Any], version: str | int = METHOD) -> Any:
+def choice(name: str, measure: Callable[[], Any], version: str = "") -> Any:
     """Return what `measure`, whose result is written as JSON, has found on this machine with this many threads, now or
-    earlier, in this version of what it measures."""
+    earlier, for this version of what it measures."""
     return _adopted[name] if name in _adopted else _choice(name, measure, torch.get_num_threads(), version)
 
 
 @functools.cache
-def _choice(name: str, measure: Callable[[], Any], threads: int, version: str | int) -> Any:
+def _choice(name: str, measure: Callable[[], Any], threads: int, version: str) -> Any:
     try:
-        path = private_folder() / f"{name}-{threads}-threads-{digest()}-{version}.json"
+        path = private_folder() / f"{name}-{threads}-threads-{digest()}-{METHOD}{version and '-'}{version}.json"
     except (OSError, RuntimeError):  # a home that cannot be written; measured in every process
         return measure()
     if (known := _read(path, name)) is not None:
