@@ -51,6 +51,7 @@ from src.errors import UserError, first_line
 from src.files import write_atomically
 from src.lion import linear_attention
 from src.lion import linear_attention_triton as host
+from src.lion.hydra_attention import Scans, hydra_attention
 from src.lion.linear_attention import attention_matrix
 from src.tables import markdown
 
@@ -185,9 +186,11 @@ def correctness(report: Report, a: argparse.Namespace) -> None:
     lengths, batch, heads = ((20,), 1, 1) if a.small else ((1, 7, 64, 65, 300, 1000), 3, 12)
     kept = {}
     for form, decay, case, length in itertools.product(*CASES, lengths):
-        if case in ("dropout", "causal", "separate") and length not in (64, 300, 20):
+        if case in ("dropout", "causal", "separate", "hydra") and length not in (64, 300, 20):
             continue
         if (form, case) == ("chunkwise", "dropout") or (decay, case) == ("none", "separate"):
+            continue
+        if case == "hydra" and decay != "token":
             continue
         if case == "normalized" and length == 1:  # all but nothing is left of the gradients
             continue
@@ -210,7 +213,11 @@ def correctness(report: Report, a: argparse.Namespace) -> None:
 
 
 DECAYS = {"none": "no decay", "head": "per head", "token": "per token"}
-CASES = (("full", "chunkwise"), DECAYS, ("plain", "mask", "packed", "dropout", "normalized", "causal", "separate"))
+CASES = (
+    ("full", "chunkwise"),
+    DECAYS,
+    ("plain", "mask", "packed", "dropout", "normalized", "causal", "separate", "hydra"),
+)
 
 
 def prepare(form: str, decay: str, case: str, length: int, batch: int, heads: int, device: str) -> tuple:
@@ -239,8 +246,10 @@ def prepare(form: str, decay: str, case: str, length: int, batch: int, heads: in
         what["causal"] = True
     dropout_p = 0.1 if case == "dropout" else 0.0
 
-    def of_future(*x) -> dict[str, torch.Tensor]:  # decays per direction
-        return {"log_decay_future": x[3] / 2} if case == "separate" else {}
+    def attend(*x, **how) -> torch.Tensor:
+        if case == "separate":
+            how["log_decay_future"] = x[3] / 2
+        return hydra(*x, **how) if case == "hydra" else linear_attention(*x, **what, **how)
 
     def gradients(function: Callable, dtype: torch.dtype | None) -> list[torch.Tensor]:
         leaves = [(x if dtype is None else x.to(dtype)).detach().requires_grad_() for x in operands]
@@ -249,11 +258,11 @@ def prepare(form: str, decay: str, case: str, length: int, batch: int, heads: in
 
     def fused(*x) -> torch.Tensor:
         torch.manual_seed(length)
-        return linear_attention(*x, **what, **of_future(*x), **options, dropout_p=dropout_p)
+        return attend(*x, **options, **({"dropout_p": dropout_p} if dropout_p else {}))
 
     def exact(*x) -> torch.Tensor:
         if dropout_p == 0:
-            return linear_attention(*x, **what, **of_future(*x), form="full")
+            return attend(*x, form="full")
         return (attention_matrix(*x[:2], *x[3:], **what) * kept_entries()) @ x[2]
 
     def kept_entries() -> torch.Tensor:
@@ -266,6 +275,12 @@ def prepare(form: str, decay: str, case: str, length: int, batch: int, heads: in
         return torch.cat(columns, -1).double()
 
     return lambda: gradients(fused, None), lambda: gradients(exact, torch.float64)
+
+
+def hydra(q, k, v, log_decay, **how) -> torch.Tensor:
+    """Compute Hydra's attention with these queries as the keys of the future."""
+    log_decays = torch.stack([log_decay, log_decay / 2])
+    return hydra_attention(v, Scans((q, k), (k, q), log_decays, (-log_decays).log()), -log_decay, **how)
 
 
 @contextlib.contextmanager

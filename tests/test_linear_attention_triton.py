@@ -179,32 +179,54 @@ def test_slow_decays_cross_many_chunks(decay, case, normalize, started):
 @pytest.mark.parametrize("case", ["plain", "mask", "packed", "states"])
 @pytest.mark.parametrize("form", FORMS)
 def test_hydra_is_two_scans_and_a_diagonal(form, case, length, started):
+    B, H, D, E = 2, 4, 8, 12
+    inputs = draw_scans(B, H, 2, length, D, E)
+    generator = torch.Generator().manual_seed(1)
+    state = torch.randn(B, H, D, E, generator=generator, dtype=torch.float64)
+    how = {
+        "mask": {"mask": torch.rand(B, length, generator=generator) < 0.7},
+        "packed": {"seq_idx": (torch.arange(length) // 9).expand(B, -1)},
+        "states": {"left_state": state, "right_state": -state},
+    }.get(case, {})
+    actual = hydra_results(inputs, DEVICE, torch.float32, form, **how)
+    for x, y in zip(actual, hydra_results(inputs, "cpu", torch.float64, form, **how), strict=True):
+        assert x.shape == y.shape and (distance(x, y) < 1e-5 or float(y.norm()) < 1e-12 > float(x.norm()))
+    assert started.count("y") == 2
+
+
+@pytest.mark.parametrize("length", LENGTHS if GPU else (1, 130))
+@pytest.mark.parametrize("form", FORMS)
+def test_hydra_in_bfloat16_is_as_accurate_as_its_operands(form, length, as_trained, started):
+    inputs = [x.bfloat16() for x in draw_scans(1, 2, 1, length, 64, 64)]
+    actual = hydra_results(inputs, DEVICE, torch.bfloat16, form)
+    for x, y in zip(actual, hydra_results(inputs, "cpu", torch.float64, form), strict=True):
+        assert distance(x, y) < 8e-3 or float(y.norm()) < 1e-12 > float(x.norm())
+    assert started.count("y") == 2
+
+
+def draw_scans(B: int, H: int, G: int, length: int, D: int, E: int) -> list[Tensor]:
+    """The operands of `hydra_attention`: values; queries and keys of the past and of the future; log decays and log
+    weights; the diagonal."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    B, H, G, D, E = 2, 4, 2, 8, 12
-    pairs = [normal(B, G, length, D) for _ in range(4)]
     steps = F.softplus(normal(2, B, H, length)) / 20  # so that much is left of a state that crosses a chunk
-    inputs = [normal(B, H, length, E), *pairs, -steps, steps.log(), normal(B, H, length)]
-    how = {
-        "mask": {"mask": torch.rand(B, length, generator=generator) < 0.7},
-        "packed": {"seq_idx": (torch.arange(length) // 9).expand(B, -1)},
-        "states": {"left_state": normal(B, H, D, E), "right_state": normal(B, H, D, E)},
-    }.get(case, {})
-    probe = normal(B, H, length, E)
+    pairs = [normal(B, G, length, D) for _ in range(4)]
+    return [normal(B, H, length, E), *pairs, -steps, steps.log(), normal(B, H, length)]
 
-    def run(device: str, dtype: torch.dtype) -> list[Tensor]:
-        v, q, q_future, k, k_future, *rest = leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
-        given = {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in how.items()}
-        scans = Scans((q, q_future), (k, k_future), *rest[:2])
-        y = hydra_attention(v, scans, rest[2], **given, form=form, chunk_size=16)
-        return [x.cpu() for x in (y.detach(), *torch.autograd.grad((y * probe.to(y)).sum(), leaves))]
 
-    for x, y in zip(run(DEVICE, torch.float32), run("cpu", torch.float64), strict=True):
-        assert x.shape == y.shape and (distance(x, y) < 1e-5 or float(y.norm()) < 1e-12 > float(x.norm()))
-    assert started.count("y") == 2
+def hydra_results(inputs: list[Tensor], device: str, dtype: torch.dtype, form: str, **how) -> list[Tensor]:
+    """The output and the gradients of all operands; of decays and weights in float32 or better, as a layer has them."""
+    wide = torch.promote_types(dtype, torch.float32)
+    types = *[dtype] * 5, wide, wide, dtype
+    v, q, q_future, k, k_future, *rest = leaves = [x.to(device, t).requires_grad_() for x, t in zip(inputs, types)]
+    how = {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in how.items()}
+    y = hydra_attention(v, Scans((q, q_future), (k, k_future), *rest[:2]), rest[2], **how, form=form, chunk_size=16)
+    probe = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16()  # the same in all types
+    grads = torch.autograd.grad(y, leaves, probe.to(device, y.dtype))
+    return [x.cpu() for x in (y.detach(), *grads)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -376,12 +398,14 @@ BFLOAT16_ERRORS = {
 
 
 @pytest.mark.parametrize("length", LENGTHS if GPU else (1, 130))
-@pytest.mark.parametrize("case", ["plain", "mask", "packed", "dropout", "normalized", "causal"])
+@pytest.mark.parametrize("case", ["plain", "mask", "packed", "dropout", "normalized", "causal", "separate"])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", FORMS)
 def test_bfloat16_with_heads_of_64_is_as_accurate_as_its_operands(form, decay, case, length, as_trained):
     if case == "dropout" and (form == "chunkwise" or length < 3):
         pytest.skip("nothing to drop")
+    if case == "separate" and decay == "none":
+        pytest.skip("nothing to separate")
     dtype, options, left = torch.bfloat16, {"form": form, "chunk_size": 128 if GPU else 64}, None
     if case == "normalized" and length == 1:
         pytest.skip("all but nothing is left of the gradients")
@@ -398,17 +422,22 @@ def test_bfloat16_with_heads_of_64_is_as_accurate_as_its_operands(form, decay, c
 
     def seeded(*operands, **how):
         torch.manual_seed(5)
-        return linear_attention(*operands, **how)
+        return linear_attention(*operands, **of_future(*operands), **how)
+
+    def of_future(*operands) -> dict[str, Tensor]:
+        return {"log_decay_future": operands[3] / 2} if case == "separate" else {}
 
     def dropped(q, k, v, log_decay, **how):
         return (attention_matrix(q, k, log_decay, **how) * left / 0.6) @ v
 
     actual = results(seeded, inputs, device=DEVICE, dtype=dtype, **options, **rest)
-    if left is None:
-        expected = exact(inputs, dtype, **rest)
-    else:
-        rounded = [None if x is None else x.to(kind) for x, kind in zip(inputs, (dtype, dtype, dtype, torch.float32))]
+    rounded = [None if x is None else x.to(kind) for x, kind in zip(inputs, (dtype, dtype, dtype, torch.float32))]
+    if left is not None:
         expected = results(dropped, rounded, device="cpu", dtype=torch.float64, **rest)
+    elif case == "separate":
+        expected = results(seeded, rounded, device="cpu", dtype=torch.float64, form="full")
+    else:
+        expected = exact(inputs, dtype, **rest)
     names = ["y", "q", "k", "v", "per head" if decay == "head" else "per token"]
     for name, x, y in zip(names, actual, expected):
         error = distance(x, y) if float(y.norm()) > 1e-12 else float(x.norm())
@@ -560,6 +589,21 @@ def test_causal_attention_reads_the_state_of_earlier_text(form, normalize, start
     expected = results(linear_attention, rounded, device="cpu", dtype=torch.float64, form="full", **how)
     assert all(distance(x, y) < 1e-5 for x, y in zip(actual, expected, strict=True))
     assert {"y", "dq", "dk"} <= set(started)
+
+
+def test_dropout_with_decays_of_each_direction_drops_the_entries_of_both_triangles():
+    inputs, _ = draw("token", LONG, 1, HEADS)
+    q, k, _, log_decay = (x.float().to(DEVICE) for x in inputs)
+    unit = torch.eye(LONG, device=DEVICE).expand(1, HEADS, -1, -1)
+    torch.manual_seed(0)
+    future = {"log_decay_future": log_decay / 2}
+    matrix = linear_attention(q, k, unit, log_decay, **future, form="full", dropout_p=0.5)
+    whole = 2 * attention_matrix(q, k, log_decay, **future)
+    left = (matrix - whole).abs() < 1e-4 * whole.abs()
+    assert torch.equal(matrix != 0, left)
+    for triangle in (left.tril(), left.triu(1)):
+        share = float(triangle.sum()) / (HEADS * LONG * LONG / 2)
+        assert 0.4 < share < 0.6
 
 
 def test_dropout_of_causal_attention_keeps_the_triangle():
