@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from .cpu import dropout
 from .cpu_kernel import Channels, covers
+from .custom_operators import no_autocast
 from .linear_attention_forms import EPSILON, LOG_ZERO_OF_FACTOR, clamped_exp, sequence_starts
 from .two_sided_attention import SegmentStates, zero_masked
 
@@ -62,7 +63,7 @@ def attend_by_channel(
     """Compute one of the forms, (B, H, L, E), in float32 or better; arguments as for `linear_attention`, with log
     decays (H, D) or (B, H, L, D). Form "matrix" is "full" without the CPU's kernel."""
     wide = torch.promote_types(v.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q):
         k = zero_masked(k, mask)
         if (groups := v.shape[1] // q.shape[1]) > 1:
             q, k = (x.repeat_interleave(groups, 1) for x in (q, k))
@@ -91,7 +92,7 @@ def matrix_by_channel(q, k, log_decay, log_decay_future=None, *, mask=None, seq_
 def segment_states_by_channel(k, v, log_decay, log_decay_future=None, *, mask=None) -> SegmentStates:
     """As `segment_states`; a state that crosses the segment is multiplied by (B or 1, H, D, 1)."""
     wide = torch.promote_types(k.dtype, torch.float32)
-    with torch.autocast(k.device.type, enabled=False):
+    with no_autocast(k):
         k, v = zero_masked(k, mask).to(wide), v.to(wide)
         past, future = _of_tokens(log_decay, log_decay_future, k.shape[2], None, False)
         past, future = past.double(), future.double().cumsum(2)
@@ -216,7 +217,7 @@ class _InBlocks(torch.autograd.Function):
         for part, of_part in zip(parts, grad.split([len(part[0]) for part in parts])):
             part = [x if x is None else x.detach() for x in part]
             wanted = [part[number].requires_grad_() for number in needed]
-            with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
+            with torch.enable_grad(), no_autocast(grad):
                 y = _chunkwise(*part, *ctx.options)
                 found.append(torch.autograd.grad(y, wanted, of_part, materialize_grads=True))
         grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .custom_operators import no_autocast
 from .linear_attention import is_fused, one_per_head
 from .linear_attention_forms import cumulative_log_decay, sequence_starts
 from .linear_attention_triton import fused_linear_attention
@@ -37,7 +38,7 @@ class Scans(NamedTuple):
     def triangles(self) -> tuple[Triangle, Triangle, tuple[Tensor, Tensor]]:
         """Return past and future as `two_sided_attention` takes them, and the sums of their log decays, (B, H, 1)."""
         length = self.log_decays.shape[-1]
-        with torch.autocast(self.log_decays.device.type, enabled=False):
+        with no_autocast(self.log_decays):
             (before, through), (to_before, to_through) = (cumulative_log_decay(x, length) for x in self.log_decays)
         past = Triangle(self.q[0], self.k[0], before, through, self.log_weights[0])
         future = Triangle(self.q[1], self.k[1], to_through, to_before, self.log_weights[1])
@@ -66,7 +67,7 @@ def hydra_attention(
         return two_sided_attention(v, past, future, diagonal, **given, form=form, chunk_size=chunk_size, report=False)
     _check(v, scans, diagonal, form=form, chunk_size=chunk_size, **given)
     size = 0 if resolve_form(form, v, True, fused=True) == "full" else chunk_size
-    with torch.autocast(v.device.type, enabled=False):
+    with no_autocast(v):
         y = diagonal[..., None].float() * v
         if mask is not None:
             y = y.masked_fill(~mask[:, None, :, None], 0)

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from . import cpu_kernel
 from .channel_decay import attend_by_channel, matrix_by_channel, segment_states_by_channel
+from .custom_operators import no_autocast
 from .linear_attention_forms import EPSILON, LOG_ZERO, cumulative_log_decay, write_state
 from .linear_attention_triton import covers, fused_linear_attention
 from .two_sided_attention import (
@@ -100,7 +101,7 @@ def linear_attention(
     if qkv is not None:
         if q.ndim != 5 or q.shape[2] != 3:
             raise ValueError(f"q without k and v must be (batch, length, 3, heads, head_dim) (got {tuple(q.shape)})")
-        q, k, v = (x.squeeze(2).transpose(1, 2) for x in qkv.chunk(3, 2))
+        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
     _check(
         q, k, v, log_decay, log_decay_future, forget_logits, mask, seq_idx, left_state, right_state, normalize, causal,
         form, chunk_size, dropout_p,
@@ -127,7 +128,7 @@ def linear_attention(
     if normalize and not fused:
         v = with_ones(v)
     triangles = "past" if causal else "shared"
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q):
         if by_channel:
             y = attend_by_channel(
                 q, k, v, log_decay, log_decay_future, mask=mask, seq_idx=seq_idx, left_state=left_state,
@@ -196,7 +197,7 @@ def attention_matrix(
         matrix = matrix_by_channel(q, k, log_decay, log_decay_future, mask=mask, seq_idx=seq_idx, scale=scale)
         return matrix / (matrix.sum(-1, keepdim=True) + EPSILON) if normalize else matrix
     identity = torch.eye(q.shape[-2], dtype=q.dtype, device=q.device).expand(*q.shape[:2], -1, -1)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q):
         sums = signed_sums(log_decay, q.shape[-2], log_decay_future=log_decay_future)
         matrix = attend(
             q, k, identity, sums, None if log_decay_future is None else sums.clone(), None, None, "shared", mask=mask,
@@ -213,7 +214,7 @@ def segment_states(k, v, log_decay=None, *, log_decay_future=None, mask=None, no
     if normalize:
         v = with_ones(v)
     if log_decay is None:
-        with torch.autocast(k.device.type, enabled=False):
+        with no_autocast(k):
             state = write_state(zero_masked(k, mask), None, v)
         across = state.new_ones(1, 1, 1, 1)
         return SegmentStates(state, state, across, across)

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from . import linear_attention_native as native
 from .cpu_kernel import covers, signed_sums, signed_sums_gradient
-from .custom_operators import operator
+from .custom_operators import no_autocast, operator
 
 # Lower bound of log weights: e^-60 is below every dtype's precision, and its products with ordinary numbers are not yet
 # denormal, which a CPU multiplies many times slower.
@@ -317,7 +317,7 @@ class _Full(torch.autograd.Function):
         tensors, kept, parts = saved[:6], saved[6], saved[7:]
         count = len(parts) // ctx.blocks
         weights = [parts[i : i + count] for i in range(0, len(parts), count)]
-        with torch.autocast(grad.device.type, enabled=False):
+        with no_autocast(grad):
             chunks = _Chunks(*tensors, *ctx.options, kept, weights)
             grads = _gradients(chunks, grad, any(ctx.needs_input_grad[3:6]))
         return *grads, None, None, None, None

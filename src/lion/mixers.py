@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from .cpu import depthwise_conv, gated_norm, positive_map, rotate
+from .custom_operators import no_autocast
 from .hydra_attention import Scans, hydra_attention
 from .linear_attention import attention_matrix, linear_attention, log_of_decay, segment_states
 from .linear_attention_forms import LOG_ZERO, sequence_starts
@@ -143,9 +144,10 @@ class Attention(Mixer):
         if any(halo):
             own = slice(halo[0], x.shape[1] - halo[1])
             qkv, x, mask = qkv[:, own], x[:, own], None if mask is None else mask[:, own]
-        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in qkv.chunk(3, -1))
+        qkv = qkv.unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = (y.transpose(1, 2) for y in qkv.unbind(2))
         if self.config.feature_map == "none" and rotation is None:
-            return q, k, v, x, mask, qkv.unflatten(-1, (3, self.num_heads, -1))
+            return q, k, v, x, mask, qkv
         q, k = FEATURE_MAPS[self.config.feature_map](q), FEATURE_MAPS[self.config.feature_map](k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
@@ -526,7 +528,7 @@ class Hydra(Mixer):
             own = slice(halo[0], x.shape[1] - halo[1])
             z, dt, v, k, q, k_future, q_future = (y[:, own] for y in (z, dt, v, k, q, k_future, q_future))
             mask = None if mask is None else mask[:, own]
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x):
             wide = torch.promote_types(dt.dtype, torch.float32)
             step = F.softplus(dt.to(wide).unflatten(-1, (2, -1)) + self.dt_bias)  # (B, L, 2, H)
             if mask is not None:  # padding forgets nothing

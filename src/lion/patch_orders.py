@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .custom_operators import no_autocast
 from .linear_attention import attention_matrix, definition, fused_with_row_sums, is_fused, linear_attention, with_ones
 from .linear_attention_forms import BLOCK_ENTRIES, EPSILON, cumulative_log_decay, mirrored_weights, split_sums
 from .two_sided_attention import check_options, check_shapes, resolve_form
@@ -70,7 +71,7 @@ def linear_attention_in_orders(
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
     scale = D**-0.5 if scale is None else scale
     how = {"scale": scale, "form": form, "chunk_size": chunk_size, "dropout_p": dropout_p}
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q):
         if orders is None:
             return linear_attention(q, k, v, log_decay, normalize=True, **how).to(dtype)
         # By this form of two orders, the length at which both forms take the same time is half as large again.
@@ -162,7 +163,7 @@ class _Full(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, place, *kept = ctx.saved_tensors
         uniform, with_sums = ctx.uniform, ctx.needs_input_grad[3]
-        with torch.autocast(grad.device.type, enabled=False):
+        with no_autocast(grad):
             grad_y = grad / (y[..., -1:] + EPSILON)
             of_row_sums = -(grad_y * y[..., :-1]).sum(-1, keepdim=True) / (y[..., -1:] + EPSILON)
             grad_y = torch.cat([grad_y, of_row_sums], -1)

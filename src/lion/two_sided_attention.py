@@ -23,6 +23,7 @@ from torch import Tensor
 from .cpu import draw_kept, dropout
 from .cpu_crossover import full_is_faster
 from .cpu_kernel import covers
+from .custom_operators import no_autocast
 from .linear_attention_forms import (
     DIRECTIONS,
     LOG_ZERO,
@@ -131,7 +132,7 @@ def two_sided_attention(
     if any(x.log_weight is not None for x in given):
         log_weights = stacked([v.new_zeros(B, H, L) if x.log_weight is None else x.log_weight for x in given])
     form = resolve_form(form, v, True, both_in_kernel=triangles != "separate", one_sided=len(given) == 1)
-    with torch.autocast(v.device.type, enabled=False):
+    with no_autocast(v):
         return attend(
             q, k, v, query_sums, key_sums, log_weights, diagonal, triangles, mask=mask, seq_idx=seq_idx, scale=scale,
             left_state=left_state, right_state=right_state, form=form, chunk_size=chunk_size,
@@ -169,7 +170,7 @@ def two_sided_segment_states(v, past, future, past_total, future_total, *, mask=
     """Summarize one segment of a text, see `linear_attention.segment_states`; arguments as for `two_sided_attention`,
     and the sum of all log decays of the segment in each direction, (B or 1, H, 1)."""
     weights = [past_total - past.key_sum, future.key_sum]
-    with torch.autocast(v.device.type, enabled=False):
+    with no_autocast(v):
         states = []
         for triangle, log_weight in zip((past, future), weights):
             if triangle.log_weight is not None:
