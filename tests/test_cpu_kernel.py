@@ -148,6 +148,46 @@ def test_bits_do_not_depend_on_the_number_of_threads(kernel):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("case", ["plain", "bfloat16", "dropout", "Hydra"])
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_of_a_head_have_the_bits_of_the_whole(form, case, vectors, monkeypatch):
+    *qkv, log_decay = (x.float() for x in draw("token", 70, 2, 3, d=20, e=64)[0])
+    qkv = [x.bfloat16() for x in qkv] if case == "bfloat16" else qkv
+    _, *others, diagonal = (x.float() for x in two_sided.draw("hydra", 70, heads=3)[0])
+    sides = two_sided.triangles("hydra", *others)
+
+    def result(parts: int) -> torch.Tensor:
+        monkeypatch.setattr(cpu_kernel, "_parts", lambda *sizes: parts)
+        torch.manual_seed(0)
+        if case == "Hydra":
+            return two_sided_attention(qkv[2], *sides, diagonal, form=form)
+        dropout_p = 0.2 if (form, case) == ("full", "dropout") else 0.0
+        return linear_attention(*qkv, log_decay, form=form, dropout_p=dropout_p)
+
+    assert all(torch.equal(result(parts), result(1)) for parts in (2, 4))
+
+
+@pytest.mark.parametrize(
+    "form, expected", [("full", {1: 4, 2: 4, 3: 2, 12: 2, 64: 1}), ("chunkwise", {1: 4, 2: 4, 4: 2, 12: 1})]
+)
+def test_heads_are_cut_where_threads_would_have_nothing_to_do(form, expected, kernel, monkeypatch):
+    found, choose = [], cpu_kernel._parts
+
+    def record(*sizes) -> int:
+        found.append(choose(*sizes))
+        return found[-1]
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(cpu_kernel, "_parts", record)
+    for heads, parts in expected.items():
+        inputs = [x.float() for x in draw("token", 128, 1, heads, d=64, e=64)[0]]
+        linear_attention(*inputs, form=form)
+        assert set(found) == {parts}, heads
+        found.clear()
+    linear_attention(*(x.float() for x in draw("token", 20, 1, 1, d=64, e=33)[0]), form=form)
+    assert set(found) == {1}
+
+
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9999])
 def test_kept_entries_are_independent_and_as_many_as_asked_for(share, kernel, runs):
     torch.manual_seed(0)

@@ -100,7 +100,7 @@ static void fetch(const struct channels_problem *p, int64_t b, int64_t h, int64_
     }
 }
 
-static void channels_head(const struct channels_problem *p, int64_t b, int64_t h, float *memory) {
+static void channels_head(const struct channels_problem *p, int64_t b, int64_t h, int64_t part, float *memory) {
     const int D = round_up(p->depth), E = round_up(p->width);
     float *Q = memory, *K = Q + C * D, *decays = K + C * D, *V = decays + 2 * (C + 1) * D, *Y = V + C * E;
     float *S = Y + C * E;
@@ -122,7 +122,8 @@ static void channels_head(const struct channels_problem *p, int64_t b, int64_t h
 
 // Every gradient is such a recurrence, from the first token or from the last. That of a decay is a product of both
 // states at its token; those from the first are computed again from the one before every C tokens.
-static void channels_gradient_head(const struct channels_problem *p, int64_t b, int64_t h, float *memory) {
+static void channels_gradient_head(const struct channels_problem *p, int64_t b, int64_t h, int64_t part,
+                                   float *memory) {
     const int D = round_up(p->depth), E = round_up(p->width), masks = (C + 1) * D, depth = p->depth, width = p->width;
     double *total = (double *)memory;
     float *Q = memory + 2 * D, *K = Q + C * D, *dQ = K + C * D, *dK = dQ + C * D, *sums = dK + C * D;
@@ -209,6 +210,6 @@ static long channels_gradient_memory(const struct channels_problem *p) {
     return 2 * D + C * (5 * D + 3 * E + 8 * W) + 2 * (C + 1) * D + (2 + chunks) * D * E;
 }
 
-OVER_HEADS(channels, channels_problem)
-OVER_HEADS(channels_gradient, channels_problem)
+OVER_HEADS(channels, channels_problem, 1)
+OVER_HEADS(channels_gradient, channels_problem, 1)
 """

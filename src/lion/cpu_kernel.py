@@ -5,7 +5,8 @@ about a second.
 
 The chunkwise form with chunks of 32 tokens: in PyTorch each of its steps writes a tensor and reads it again, here a
 chunk stays in the first cache from its inputs to its outputs. Reversed views give the other triangle, and three calls
-with the operands exchanged the gradients, so there is one loop to get right. Parallel over texts and heads.
+with the operands exchanged the gradients, so there is one loop to get right. Parallel over texts and heads, and in a
+forward pass with few of them over parts of heads.
 
 Without a C compiler, or OpenMP, PyTorch computes the same numbers; `LION_NATIVE=0` has it do so for comparison.
 """
@@ -20,6 +21,7 @@ import re
 import struct
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 
@@ -44,8 +46,8 @@ STRICT, OWN, GIVEN = range(3)  # the diagonal: none, q_i·k_i, or δ
 # The structures of cpu_kernel_source.py, in words of 8 bytes. Packed at once, since ctypes' own take several times as
 # long as it takes to compute a short text.
 _NOTHING = (0,) * 5  # a view: its address, strides of batch, head and token, and whether it is bfloat16
-_PROBLEM = struct.Struct("=9q d 45q 2q")
-_FULL_PROBLEM = struct.Struct("=9q 2d q 90q")
+_PROBLEM = struct.Struct("=10q d 45q 2q")
+_FULL_PROBLEM = struct.Struct("=10q 2d q 90q")
 _SUMS_PROBLEM = struct.Struct("=4q d 15q")
 _CHANNELS_PROBLEM = struct.Struct("=9q 2d 60q")
 _OF_NUMBERS, _OF_ROWS = (torch.float64, torch.float32), (torch.float32, torch.bfloat16)  # what a view may be of
@@ -114,14 +116,17 @@ class Full:
 
     def _run(self, *, y=None, grad=None, of_q=None, of_k=None, of_v=None, of_sums=(None, None), of_given=None) -> None:
         kind = OWN if self.given is None else GIVEN
-        threads = min(torch.get_num_threads(), self.shape[0] * self.shape[1])
+        (B, H, L), parts = self.shape[:3], 1
+        if y is not None:  # parts are of queries; each loads and transposes all keys and values
+            blocks = -(-L // 32)
+            parts = _parts(B, H, range(1, blocks + 1), lambda parts: 32 * -(-blocks // parts) + 16)
         query_sums, key_sums = self.sums
         sums = self._by_side(query_sums, query_sums if key_sums is None else key_sums)
         gradients = map(_view, (y, grad, of_q, of_k, of_v))
         views = *map(_view, self.rows), *sums, _view(self.given), *gradients, *self._by_side(*of_sums), _view(of_given)
         problem = _FULL_PROBLEM.pack(
-            *self.shape, 1 in self.directions, -1 in self.directions, kind, threads, *self.options,
-            _address(self.kept), *chain.from_iterable(views),
+            *self.shape, 1 in self.directions, -1 in self.directions, kind, _threads(B, H, parts), parts,
+            *self.options, _address(self.kept), *chain.from_iterable(views),
         )  # fmt: skip
         if _library().lion_full(problem):
             raise MemoryError("no memory for the matrices of attention; use shorter inputs or fewer threads")
@@ -148,7 +153,15 @@ class Triangle:
 
     def forward(self, y: Tensor, add: bool) -> None:
         """Write to y, (B, H, L, E) in float32, or add to it, the formula at the top of this file."""
-        self._run(self.q, self.k, self.v, y, add)
+        (B, H, _, E), D = y.shape, self.q.shape[-1]
+
+        def cost(parts: int) -> int:
+            """Operations per query: 24 scores, on average, whose exponentials take as long as 64 products; and of a
+            state that is written and read, by columns of v."""
+            return 24 * (D + 64 + E // parts) + 2 * D * E // parts
+
+        parts = _parts(B, H, [parts for parts in (1, 2, 4, 8) if parts == 1 or E % (16 * parts) == 0], cost)
+        self._run(self.q, self.k, self.v, y, add, parts=parts)
 
     def backward(self, grad: Tensor, grad_q, grad_k, grad_v, add: tuple[bool, bool], with_sums: bool) -> list[Tensor]:
         """Write to the gradients, (B, H, L, ·) in float32, those of this triangle, or add to them: add says so for q
@@ -177,7 +190,7 @@ class Triangle:
         of_query[..., first if self.direction > 0 else L - 1 - first] -= remainders
         return [of_query, -of_key]
 
-    def _run(self, q, k, v, y, add: bool, *, other=None, recorded=(None, None), mirrored: bool = False):
+    def _run(self, q, k, v, y, add: bool, *, other=None, recorded=(None, None), mirrored: bool = False, parts: int = 1):
         (B, H, L, E), direction, sums = y.shape, self.direction, self.sums
         if mirrored:
             direction, sums = -direction, [-x for x in reversed(sums)]
@@ -185,9 +198,9 @@ class Triangle:
         dots = None if other is None else y.new_empty(B, H, L, dtype=torch.float64)
         rows = [None if x is None else _rows(x) for x in (q, k, v, other)]
         tensors = *rows[:3], *sums, given, y, rows[3], dots
-        kind, threads = self.diagonal if given is None else GIVEN, min(torch.get_num_threads(), B * H)
+        kind, threads = self.diagonal if given is None else GIVEN, _threads(B, H, parts)
         problem = _PROBLEM.pack(
-            B, H, L, q.shape[-1], E, kind, add, threads, mirrored, self.scale,
+            B, H, L, q.shape[-1], E // parts, kind, add, threads, mirrored, parts, self.scale,
             *chain.from_iterable(_view(x, direction) for x in tensors), *map(_address, recorded),
         )  # fmt: skip
         if _library().lion_triangle(problem):
@@ -219,12 +232,11 @@ class Channels:
         self._run("channels_gradient", grads, of_state, add, add_decay)
 
     def _run(self, name: str, tensors: list[Tensor | None], of_state=None, add: bool = False, add_decay: bool = False):
-        B, H = self.shape[:2]
         tensors = [*tensors, *[None] * (6 - len(tensors))]
         views = [*(_view(x, self.direction) for x in self.operands), _view(self.state)]
         views += [*(_view(x, self.direction) for x in tensors), _view(of_state)]
         problem = _CHANNELS_PROBLEM.pack(
-            *self.shape, self.inclusive, add, add_decay, min(torch.get_num_threads(), B * H), *self.options,
+            *self.shape, self.inclusive, add, add_decay, _threads(*self.shape[:2]), *self.options,
             *chain.from_iterable(views),
         )  # fmt: skip
         if getattr(_library(), f"lion_{name}")(problem):
@@ -261,6 +273,24 @@ def draw_kept(size: int, dropped: int, seed: int) -> Tensor:
     threads = min(torch.get_num_threads(), 1 + count // 2**14)
     _library().lion_keep(kept.ctypes.data, count, seed % 2**64, dropped, threads)
     return torch.from_numpy(kept)[:size]
+
+
+def _threads(B: int, H: int, parts: int = 1) -> int:
+    return min(torch.get_num_threads(), B * H * parts)
+
+
+def _parts(B: int, H: int, possible: Iterable[int], cost: Callable[[int], int]) -> int:
+    """Into how many parts a forward pass cuts each head so that all threads have work; cost: what one of so many takes,
+    with what all compute alike. The results are the same."""
+    threads = torch.get_num_threads()
+    if B * H >= 4 * threads:  # a fifth of the time could be won at most
+        return 1
+
+    def time(parts: int) -> float:
+        turns = -(-B * H * parts // threads)
+        return turns * cost(parts) * (1.08 if parts > 1 else 1)  # less of a gain did not show
+
+    return min(possible, key=time)
 
 
 def _padded(size: int) -> int:

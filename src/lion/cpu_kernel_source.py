@@ -138,7 +138,7 @@ static void transpose(const float *x, int x_row, float *y, int y_row) {  // a WÃ
 }
 
 struct problem {
-    int64_t batch, heads, length, depth, width, diagonal, add, threads, mirrored;
+    int64_t batch, heads, length, depth, width, diagonal, add, threads, mirrored, parts;
     double scale;
     struct view q, k, v, query, key, given, y, other, dots;
     float *states;  // (batch, heads, boundaries, padded depth, padded width)
@@ -157,7 +157,17 @@ static void scale_rows(float *x, int x_row, const float *weights, int rows, int 
     }
 }
 
-static void triangle_head(const struct problem *p, int64_t b, int64_t h, float *memory) {
+static struct view from_column(struct view x, int64_t column) {
+    x.data = (const char *)x.data + column * (x.is_bf16 ? 2 : 4);
+    return x;
+}
+
+// A part of a head is `width` columns of v and y, of which each is computed without the others.
+static void triangle_head(const struct problem *whole, int64_t b, int64_t h, int64_t part, float *memory) {
+    struct problem of_part = *whole;
+    const struct problem *p = &of_part;
+    of_part.v = from_column(p->v, part * p->width);
+    of_part.y = from_column(p->y, part * p->width);
     // Copies of sizes: a loop that stores numbers might change p->width, and could then not use vectors.
     const int D = round_up(p->depth), E = round_up(p->width), depth = p->depth, width = p->width;
     float *Q = memory, *K = Q + C * D, *KT = K + C * D, *V = KT + C * D, *Y = V + C * E, *A = Y + C * E;
@@ -260,7 +270,7 @@ static void triangle_head(const struct problem *p, int64_t b, int64_t h, float *
 
 // The full form: both triangles of a text at once, with dropout, in blocks of C queries.
 struct full_problem {
-    int64_t batch, heads, length, depth, width, past, future, diagonal, threads;
+    int64_t batch, heads, length, depth, width, past, future, diagonal, threads, parts;
     double scale, factor;
     const uint8_t *kept;  // (batch, heads, length, length): 1 for entries that dropout keeps; or null
     // sums: of queries and keys of the past, then of the future; gradients if grad is given
@@ -318,7 +328,8 @@ static inline void count(vf products, vd *row_sum, double *columns) {
     of_columns[1] -= wide[1];
 }
 
-static void full_head(const struct full_problem *p, int64_t b, int64_t h, float *memory) {
+// A part of a head is every so many blocks of queries, of which each is computed without the others, forward.
+static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_t part, float *memory) {
     const int L = p->length, LP = (L + C - 1) / C * C, D = round_up(p->depth), E = round_up(p->width);
     const int backward = p->grad.data != 0, with_sums = p->of_sums[0].data || p->of_sums[2].data;
     const float factor = p->factor;
@@ -343,7 +354,7 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, float 
         low[side * LP + i] = sum - high[side * LP + i];
     }
     for (int j = 0; j < LP; j++) keep[j] = 1;
-    for (int t = 0; t < L; t += C) {
+    for (int t = part * C; t < L; t += p->parts * C) {
         const int n = L - t < C ? L - t : C;
         // Outside the block on the diagonal, a weight is a product of one number per query and one per key, as of a
         // state that passes the first query to read it: no exponential per entry.
@@ -455,7 +466,7 @@ static void release(void) {
     own.memory = 0, own.size = 0;
 }
 
-#define OVER_HEADS(NAME, KIND) \
+#define OVER_HEADS(NAME, KIND, PARTS) \
 int lion_##NAME(const struct KIND *p) { \
     int failed = 0; \
     _Pragma("omp parallel num_threads(p->threads) reduction(|:failed)") \
@@ -466,15 +477,15 @@ int lion_##NAME(const struct KIND *p) { \
         if (memory && (p->depth % ROWS || p->width % ROWS)) memset(memory, 0, size);  /* columns that are padding */ \
         failed = !memory; \
         _Pragma("omp for") \
-        for (int64_t n = 0; n < p->batch * p->heads; n++) \
-            if (memory) NAME##_head(p, n / p->heads, n % p->heads, memory); \
+        for (int64_t n = 0; n < p->batch * p->heads * (PARTS); n++) \
+            if (memory) NAME##_head(p, n / (PARTS) / p->heads, n / (PARTS) % p->heads, n % (PARTS), memory); \
         release(); \
         restore(mode); \
     } \
     return failed; \
 }
-OVER_HEADS(triangle, problem)
-OVER_HEADS(full, full_problem)
+OVER_HEADS(triangle, problem, p->parts)
+OVER_HEADS(full, full_problem, p->parts)
 
 struct sums_problem { int64_t batch, heads, length, threads; double lowest; struct view decays, sums, of_decays; };
 
