@@ -12,6 +12,7 @@ import sys
 sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
+import functools
 import math
 from pathlib import Path
 
@@ -58,8 +59,7 @@ def main(argv: list[str]) -> None:
 
     cases = [(name, form) for name in a.models for form in (a.forms if name in LINEAR else ["softmax"])]
     model = f"{describe(a.models, a.layers, a.hidden)}{', compiled' if a.compile else ''}, {a.dtype}"
-    weights = "with its weights" if a.device == "cuda" else "beyond its weights"
-    title = f"One pass of an encoder of {model}; peak memory {weights}:"
+    title = f"One pass of an encoder of {model}; peak memory beyond its weights:"
     special = {"compiled": a.compile, a.dtype: a.dtype != usual}
     name = "-".join(["inference", a.device, *(word for word, present in special.items() if present)])
     facts = measure.machine(a.device)
@@ -109,12 +109,7 @@ def prepare(name, form, batch, length, layers, hidden, longest, dtype, device, c
     """Return a function that encodes one batch."""
     if device == "cpu":
         keep_freed_memory()  # as in embed.py encode; in this process, which may be one whose memory is measured
-    torch.manual_seed(0)
-    with created_as(dtype, device):
-        how = {"form": "auto" if form == "softmax" else form, "half": dtype != "float32"}
-        model = build(name, layers, hidden, longest, **how).eval()
-    if compiled:
-        compile_layers(model)
+    model = load(name, form, layers, hidden, longest, dtype, device, compiled)
     ids = torch.randint(5, model.config.vocab_size, (batch, length), device=device)
 
     def run() -> None:
@@ -122,6 +117,18 @@ def prepare(name, form, batch, length, layers, hidden, longest, dtype, device, c
             model(ids)
 
     return run
+
+
+@functools.cache
+def load(name, form, layers, hidden, longest, dtype, device, compiled) -> torch.nn.Module:
+    """Build a model with random weights; it is kept for texts of all lengths."""
+    torch.manual_seed(0)
+    with created_as(dtype, device):
+        how = {"form": "auto" if form == "softmax" else form, "half": dtype != "float32"}
+        model = build(name, layers, hidden, longest, **how).eval()
+    if compiled:
+        compile_layers(model)
+    return model
 
 
 def ratio(other: dict | None, row: dict) -> float | None:
