@@ -15,6 +15,7 @@ sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
 import contextlib
+import statistics
 from pathlib import Path
 
 import torch
@@ -33,7 +34,8 @@ def main(argv: list[str]) -> None:
     about = "names, or pretraining configs, whose options are taken and whose sizes are not (default: all names)"
     parser.add_argument("--models", nargs="+", default=MODELS, type=model_name, metavar="NAME", help=about)
     parser.add_argument("--batch", type=int, help="texts per step (default: 8 on a CPU, 128 on a GPU)")
-    parser.add_argument("--length", type=int, default=128, help="tokens per text (default: 128)")
+    words = "tokens per text; with several lengths, batches of each take turns (default: 128)"
+    parser.add_argument("--length", type=int, nargs="+", default=[128], help=words)
     parser.add_argument("--layers", type=int, default=12, help="(default: 12, that is 23 in hydra)")
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
     parser.add_argument("--masked", type=float, default=0.3, help="masking rate (default: 0.3)")
@@ -71,14 +73,16 @@ def main(argv: list[str]) -> None:
     failed: dict[str, str] = {}
     steps = {name: measure.attempt(failed, name, prepare, name, a) for name in cli.progress(a.models, desc="models")}
     steps = {name: step for name, step in steps.items() if step}
-    print(f"{a.rounds} rounds of {len(steps)} steps …", file=sys.stderr, flush=True)
+    print(f"{a.rounds} rounds of {len(steps) * len(a.length)} steps …", file=sys.stderr, flush=True)
     times = measure.interleaved(steps, a.device, a.rounds, 600, failed)
+    times = {name: seconds / len(a.length) for name, seconds in times.items()}
     graphs, graph_errors = {}, {}
     if a.graph:
         steps.clear()  # their memory
         torch.cuda.empty_cache()
         for name in cli.progress(times, desc="graphs"):
-            graphs[name] = measure.attempt(graph_errors, name, measure.graph_time, prepare, name, a)
+            seconds = measure.attempt(graph_errors, name, measure.graph_time, prepare, name, a)
+            graphs[name] = seconds and seconds / len(a.length)
     floor = least_seconds(a)
     rows = []
     for name, seconds in times.items():
@@ -88,24 +92,25 @@ def main(argv: list[str]) -> None:
             row |= {"graph_ms": graphs[name] and 1000 * graphs[name], "graph_error": graph_errors.get(name)}
         rows.append(row)
     times = {short(name): seconds for name, seconds in times.items()}
-    lines = table(rows, a.batch * a.length)
+    lengths = ", ".join(map(str, a.length))
+    lines = table(rows, a.batch * sum(a.length) / len(a.length))
     rows += [{"model": name, "error": error} for name, error in failed.items()]
     size = describe(a.models, a.layers, a.hidden)
     compiled = f", compiled, {a.compile}" if a.compile else ""
     title = (
-        f"A training step (forward, backward, AdamW) of {size}{compiled}, {a.batch} texts of {a.length} tokens, "
+        f"A training step (forward, backward, AdamW) of {size}{compiled}, {a.batch} texts of {lengths} tokens, "
         f"{a.masked:.0%} masked, dropout {a.dropout}, {a.precision}; the floor, {1000 * floor:,.1f} ms, is the time of "
         "BERT's matrix products at the rate of a large one, plus that of reading and writing its weights and moments:"
     )
     special = {
         f"compiled-{a.compile}": a.compile,
         f"batch-{a.batch}": a.batch != usual_batch,
-        str(a.length): a.length != 128,
+        "-".join(map(str, a.length)): a.length != [128],
         a.precision: a.precision != usual,
     }
     name = "-".join(["train-step", a.device, *(word for word, present in special.items() if present)])
     measure.write(a.out, name, title, measure.machine(a.device), [lines], rows)
-    described = f"{size}, {a.batch} texts of {a.length} tokens, {a.precision}"
+    described = f"{size}, {a.batch} texts of {lengths} tokens, {a.precision}"
     draw(times, floor, a.out / f"{name}.png", f"{described}, {measure.device_name(a.device)}")
     print(f"picture  {a.out / name}.png")
 
@@ -115,7 +120,7 @@ def short(name: str) -> str:
     return Path(name).stem if name.endswith(".yaml") else name
 
 
-def table(rows: list[dict], tokens: int) -> list[list[str]]:
+def table(rows: list[dict], tokens: float) -> list[list[str]]:
     """Return one line per model, for steps of this many tokens."""
     times = {row["model"]: row["ms"] for row in rows}
     compared = [name for name in (BERT, MODERN_BERT, "softmax") if name in times]
@@ -132,26 +137,29 @@ def table(rows: list[dict], tokens: int) -> list[list[str]]:
 
 
 def prepare(name: str, a: argparse.Namespace):
-    """Return a function that takes one step of the model `name`."""
+    """Return a function that takes one step of the model `name` with texts of each length."""
     torch.manual_seed(0)
     with torch.device(a.device):
         how = {"dropout": a.dropout, "form": a.form, "half": a.precision == "amp_bf16"}
-        model = build(name, a.layers, a.hidden, a.length, **how, masked_lm=True).train()
+        model = build(name, a.layers, a.hidden, max(a.length), **how, masked_lm=True).train()
     if a.compile:
         model.compile(mode=a.compile)
     # A graph needs AdamW's step counts on the GPU, where the fused one has them anyway.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=a.device == "cuda")
-    ids = torch.randint(5, 30522, (a.batch, a.length), device=a.device)
-    labels = ids.masked_fill(torch.rand(ids.shape, device=a.device) >= a.masked, -100)
-    labelled = labelled_positions(labels)  # as in training
+    batches = []
+    for length in a.length:
+        ids = torch.randint(5, 30522, (a.batch, length), device=a.device)
+        labels = ids.masked_fill(torch.rand(ids.shape, device=a.device) >= a.masked, -100)
+        batches.append((ids, labels, labelled_positions(labels)))  # as in training
     half = torch.autocast(a.device, torch.bfloat16) if a.precision == "amp_bf16" else contextlib.nullcontext()
 
     def step() -> None:
-        with half:
-            loss = models.masked_lm_loss(model, ids, labels, labelled)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for batch in batches:
+            with half:
+                loss = models.masked_lm_loss(model, *batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
     return step
 
@@ -164,11 +172,12 @@ def least_seconds(a: argparse.Namespace) -> float:
     written.
     """
     rates = measure.rates(a.device, torch.bfloat16 if a.precision == "amp_bf16" else torch.float32)
-    tokens = a.batch * a.length
     layers = a.layers * 12 * a.hidden**2
     head = a.hidden * (a.hidden + VOCABULARY)
-    operations = 6 * tokens * (layers + 2 * a.layers * a.length * a.hidden + a.masked * head)
-    return operations / rates.operations + 28 * (layers + head) / rates.bytes
+    operations = [
+        6 * a.batch * length * (layers + 2 * a.layers * length * a.hidden + a.masked * head) for length in a.length
+    ]
+    return statistics.mean(operations) / rates.operations + 28 * (layers + head) / rates.bytes
 
 
 def draw(times: dict[str, float], floor: float, picture: Path, title: str) -> None:
