@@ -13,6 +13,7 @@ Runs these steps, each in a process of its own and with a time limit, and writes
     operator      benchmarks/operator.py at four lengths
     sweep         the fastest tiles of each kernel, printed as the table in src/lion/linear_attention_triton.py
     train         benchmarks/train_step.py with 128 and 16 texts
+    compiled      LION-S's step on texts of three lengths in turn, with and without torch.compile
 
 A step that fails or takes too long leaves what it has found, and the next one starts. Ends with a summary that names
 what failed, and with exit status 1 if anything did. Needs torch, triton, transformers and matplotlib; Composer is not
@@ -455,23 +456,38 @@ def time_of(run: Callable[[], None], device: str) -> float:
 
 
 def train(report: Report, a: argparse.Namespace) -> None:
-    from benchmarks import train_step
-
-    models = ["softmax", "lion-lit", "lion-s"]
     small = ["--layers", "1", "--hidden", "64", "--length", "8", "--rounds", "1", "--precision", "fp32"]
     for batch in (1,) if a.small else (128, 16):
-        out = a.out / f"train-{batch}"
         how = small if a.small else ["--rounds", "9", "--graph"]
-        train_step.main(["--device", a.device, "--models", *models, "--batch", str(batch), "--out", str(out), *how])
-        rows = json.loads(next(out.glob("train-step-*.json")).read_text())["rows"]
-        times = {row["model"]: row.get("ms") for row in rows}
-        for row in rows:
-            if row.get("error"):
-                report.check(f"{row['model']}, {batch} texts", row["error"], False)
+        models = ["softmax", "lion-lit", "lion-s", "hydra"]
+        times = step_times(report, a, f"train-{batch}", "--models", *models, "--batch", str(batch), *how)
         if times.get("lion-s") and times.get("softmax"):
             ratio = times["lion-s"] / times["softmax"]
             passed = ratio <= 1.10 if batch == 128 else None
             report.check(f"LION-S's step, {batch} texts, relative to softmax's", f"×{ratio:.2f}", passed)
+
+
+def compiled(report: Report, a: argparse.Namespace) -> None:
+    if a.small:
+        report.check("skipped", "needs a GPU", None)
+        return
+    how = "--models", "lion-s", "--length", "128", "96", "64", "--rounds", "9"
+    plain, fast = (step_times(report, a, name, *how, *more) for name, *more in (("plain",), ("compiled", "--compile")))
+    if plain.get("lion-s") and fast.get("lion-s"):
+        ratio = fast["lion-s"] / plain["lion-s"]
+        report.check("LION-S's step on three lengths, compiled, relative to not compiled", f"×{ratio:.2f}", None)
+
+
+def step_times(report: Report, a: argparse.Namespace, name: str, *how: str) -> dict[str, float]:
+    """Run train_step.py and return the milliseconds of each model's step; a failed one is reported."""
+    from benchmarks import train_step
+
+    train_step.main(["--device", a.device, "--out", str(a.out / name), *how])
+    rows = json.loads(next((a.out / name).glob("train-step-*.json")).read_text())["rows"]
+    for row in rows:
+        if row.get("error"):
+            report.check(f"{row['model']}, {name}", row["error"], False)
+    return {row["model"]: row["ms"] for row in rows if row.get("ms")}
 
 
 STEPS = {
@@ -482,7 +498,8 @@ STEPS = {
     "sanitizer": Step(sanitizer, 45),
     "operator": Step(operator, 110),
     "sweep": Step(sweep, 120),
-    "train": Step(train, 90),
+    "train": Step(train, 110),
+    "compiled": Step(compiled, 120),
 }
 
 if __name__ == "__main__":

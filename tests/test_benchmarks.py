@@ -46,8 +46,8 @@ SMALL = {
     ),
     "train_step": (
         "--models 'Hugging Face BERT' 'Hugging Face ModernBERT' softmax hydra yamls/ablation/lion-d-rope.yaml "
-        f"{STEP} --length 32 --rounds 1 --precision amp_bf16",
-        "train-step-cpu-batch-2-32-amp_bf16",
+        f"{STEP} --length 32 24 --rounds 1 --precision amp_bf16",
+        "train-step-cpu-batch-2-32-24-amp_bf16",
     ),
     "vision": (
         "--models 'Hugging Face ViT' 'timm DeiT' lion-s-natural --train_size tiny --train_pixels 32 --batch 2 "
