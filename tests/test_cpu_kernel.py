@@ -148,44 +148,61 @@ def test_bits_do_not_depend_on_the_number_of_threads(kernel):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("case", ["plain", "bfloat16", "dropout", "Hydra"])
-@pytest.mark.parametrize("form", FORMS)
-def test_parts_of_a_head_have_the_bits_of_the_whole(form, case, vectors, monkeypatch):
-    *qkv, log_decay = (x.float() for x in draw("token", 70, 2, 3, d=20, e=64)[0])
-    qkv = [x.bfloat16() for x in qkv] if case == "bfloat16" else qkv
-    _, *others, diagonal = (x.float() for x in two_sided.draw("hydra", 70, heads=3)[0])
-    sides = two_sided.triangles("hydra", *others)
+@pytest.mark.parametrize("case", ["plain", "bfloat16", "normalized", "causal", "dropout", "diagonal"])
+@pytest.mark.parametrize("form, size", [("full", 20), ("chunkwise", 64), ("chunkwise", 128), ("chunkwise", 48)])
+def test_parts_of_a_head_have_the_bits_of_the_whole(form, size, case, vectors, runs, monkeypatch):
+    if (form, case) == ("chunkwise", "dropout"):
+        pytest.skip("dropout is in the full form only")
+    dtype = torch.bfloat16 if case == "bfloat16" else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    # As a layer has them: parts of one projection.
+    q, k, v = torch.randn(2, 100, 3, 3, size, generator=generator).to(dtype).permute(2, 0, 3, 1, 4).unbind()
+    log_decay = -torch.rand(2, 3, 100, generator=generator)
+    tensors, _ = two_sided.draw("lion", 100, heads=3)
+    _, *of_sides, diagonal = (x.float() for x in tensors)
+    sides = two_sided.triangles("lion", *of_sides)
+    options = {"causal": {"causal": True}, "normalized": {"normalize": True}, "dropout": {"dropout_p": 0.2}}
 
-    def result(parts: int) -> torch.Tensor:
-        monkeypatch.setattr(cpu_kernel, "_parts", lambda *sizes: parts)
+    def result(parts: int, threads: int) -> torch.Tensor:
+        monkeypatch.setattr(cpu_kernel, "_parts", lambda *given: parts)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
         torch.manual_seed(0)
-        if case == "Hydra":
-            return two_sided_attention(qkv[2], *sides, diagonal, form=form)
-        dropout_p = 0.2 if (form, case) == ("full", "dropout") else 0.0
-        return linear_attention(*qkv, log_decay, form=form, dropout_p=dropout_p)
+        if case == "diagonal":
+            return two_sided_attention(v, *sides, diagonal, form=form)
+        return linear_attention(q, k, v, log_decay, form=form, **options.get(case, {}))
 
-    assert all(torch.equal(result(parts), result(1)) for parts in (2, 4))
+    whole = result(1, 1)
+    assert all(torch.equal(result(parts, 3), whole) for parts in (2, 4, 8))
+    assert (
+        {"lion_full" if form == "full" else "lion_triangle"}
+        <= set(runs)
+        <= {"lion_full", "lion_triangle", "lion_sums", "lion_keep"}
+    )
 
 
 @pytest.mark.parametrize(
-    "form, expected", [("full", {1: 4, 2: 4, 3: 2, 12: 2, 64: 1}), ("chunkwise", {1: 4, 2: 4, 4: 2, 12: 1})]
+    "form, size, expected",
+    [
+        ("full", 64, {1: 4, 2: 4, 3: 2, 12: 2, 64: 1}),
+        ("chunkwise", 64, {1: 4, 2: 4, 4: 2, 12: 1}),
+        ("chunkwise", 65, {1: 5, 4: 2}),
+        ("chunkwise", 16, {1: 1}),
+    ],
 )
-def test_heads_are_cut_where_threads_would_have_nothing_to_do(form, expected, kernel, monkeypatch):
+def test_heads_are_cut_where_threads_would_have_nothing_to_do(form, size, expected, kernel, monkeypatch):
     found, choose = [], cpu_kernel._parts
 
-    def record(*sizes) -> int:
-        found.append(choose(*sizes))
+    def record(*given) -> int:
+        found.append(choose(*given))
         return found[-1]
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(cpu_kernel, "_parts", record)
     for heads, parts in expected.items():
-        inputs = [x.float() for x in draw("token", 128, 1, heads, d=64, e=64)[0]]
+        inputs = [x.float() for x in draw("token", 128, 1, heads, d=64, e=size)[0]]
         linear_attention(*inputs, form=form)
         assert set(found) == {parts}, heads
         found.clear()
-    linear_attention(*(x.float() for x in draw("token", 20, 1, 1, d=64, e=33)[0]), form=form)
-    assert set(found) == {1}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9999])

@@ -513,6 +513,17 @@ def test_a_compiled_operator_gives_the_same_numbers(form, decay):
     assert_all_close(actual, reference(decay, 33, 2, 3, "holes"))
 
 
+@pytest.mark.parametrize("form", ["full", "chunkwise"])
+def test_a_compiled_operator_is_in_float32_whether_autocast_is_on_or_off(form):
+    inputs = [x.float() for x in draw("token", 33)[0]]
+    torch.compiler.reset()
+    compiled, found = torch.compile(linear_attention, backend="aot_eager", fullgraph=True), []
+    for is_on in (False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            found.append(compiled(*inputs, form=form, chunk_size=CHUNK))
+    assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])
+
+
 @pytest.mark.parametrize("form", ["full", "recurrent", "chunkwise"])
 def test_the_compiled_graph_does_not_grow_with_the_length(form, monkeypatch):
     """A loop that torch.compile writes out takes minutes to compile."""

@@ -5,8 +5,8 @@ about a second.
 
 The chunkwise form with chunks of 32 tokens: in PyTorch each of its steps writes a tensor and reads it again, here a
 chunk stays in the first cache from its inputs to its outputs. Reversed views give the other triangle, and three calls
-with the operands exchanged the gradients, so there is one loop to get right. Parallel over texts and heads, and in a
-forward pass with few of them over parts of heads.
+with the operands exchanged the gradients, so there is one loop to get right. Parallel over texts and heads; a forward
+pass with few of them also over parts of heads.
 
 Without a C compiler, or OpenMP, PyTorch computes the same numbers; `LION_NATIVE=0` has it do so for comparison.
 """
@@ -100,7 +100,11 @@ class Full:
 
     def forward(self, y: Tensor) -> None:
         """Write to y, (B, H, L, E) in float32."""
-        self._run(y=y)
+        B, H, L = self.shape[:3]
+        blocks, threads = -(-L // 32), torch.get_num_threads()
+        # Each part loads all keys and values, and transposes the keys.
+        parts = _parts(B, H, range(1, min(blocks, threads) + 1), lambda parts: 32 * -(-blocks // parts) + 16)
+        self._run(y=y, parts=parts)
 
     def backward(self, grad: Tensor, of_q, of_k, of_v, with_sums: bool) -> list[Tensor | None]:
         """Write the gradients of q, k and v, (B, H, L, ·) in float32; return those of query_sums and key_sums,
@@ -114,19 +118,17 @@ class Full:
         self._run(grad=_rows(grad), of_q=of_q, of_k=of_k, of_v=of_v, of_sums=of_sums, of_given=of_given)
         return [*of_sums, of_given]
 
-    def _run(self, *, y=None, grad=None, of_q=None, of_k=None, of_v=None, of_sums=(None, None), of_given=None) -> None:
-        kind = OWN if self.given is None else GIVEN
-        (B, H, L), parts = self.shape[:3], 1
-        if y is not None:  # parts are of queries; each loads and transposes all keys and values
-            blocks = -(-L // 32)
-            parts = _parts(B, H, range(1, blocks + 1), lambda parts: 32 * -(-blocks // parts) + 16)
+    def _run(
+        self, *, y=None, grad=None, of_q=None, of_k=None, of_v=None, of_sums=(None, None), of_given=None, parts: int = 1
+    ) -> None:
+        kind, threads = OWN if self.given is None else GIVEN, _threads(*self.shape[:2], parts)
         query_sums, key_sums = self.sums
         sums = self._by_side(query_sums, query_sums if key_sums is None else key_sums)
         gradients = map(_view, (y, grad, of_q, of_k, of_v))
         views = *map(_view, self.rows), *sums, _view(self.given), *gradients, *self._by_side(*of_sums), _view(of_given)
         problem = _FULL_PROBLEM.pack(
-            *self.shape, 1 in self.directions, -1 in self.directions, kind, _threads(B, H, parts), parts,
-            *self.options, _address(self.kept), *chain.from_iterable(views),
+            *self.shape, 1 in self.directions, -1 in self.directions, kind, threads, parts, *self.options,
+            _address(self.kept), *chain.from_iterable(views),
         )  # fmt: skip
         if _library().lion_full(problem):
             raise MemoryError("no memory for the matrices of attention; use shorter inputs or fewer threads")
@@ -155,13 +157,16 @@ class Triangle:
         """Write to y, (B, H, L, E) in float32, or add to it, the formula at the top of this file."""
         (B, H, _, E), D = y.shape, self.q.shape[-1]
 
-        def cost(parts: int) -> int:
-            """Operations per query: 24 scores, on average, whose exponentials take as long as 64 products; and of a
-            state that is written and read, by columns of v."""
-            return 24 * (D + 64 + E // parts) + 2 * D * E // parts
+        def columns(parts: int) -> int:
+            return _padded(-(-E // parts))
 
-        parts = _parts(B, H, [parts for parts in (1, 2, 4, 8) if parts == 1 or E % (16 * parts) == 0], cost)
-        self._run(self.q, self.k, self.v, y, add, parts=parts)
+        def cost(parts: int) -> int:
+            """Operations per query: on average 24 scores, each with an exponential that takes as long as 64 products,
+            and the state, written and read."""
+            return 24 * (D + 64 + columns(parts)) + 2 * D * columns(parts)
+
+        possible = (parts for parts in range(1, -(-E // 16) + 1) if (parts - 1) * columns(parts) < E)
+        self._run(self.q, self.k, self.v, y, add, parts=_parts(B, H, possible, cost))
 
     def backward(self, grad: Tensor, grad_q, grad_k, grad_v, add: tuple[bool, bool], with_sums: bool) -> list[Tensor]:
         """Write to the gradients, (B, H, L, ·) in float32, those of this triangle, or add to them: add says so for q
@@ -200,7 +205,7 @@ class Triangle:
         tensors = *rows[:3], *sums, given, y, rows[3], dots
         kind, threads = self.diagonal if given is None else GIVEN, _threads(B, H, parts)
         problem = _PROBLEM.pack(
-            B, H, L, q.shape[-1], E // parts, kind, add, threads, mirrored, parts, self.scale,
+            B, H, L, q.shape[-1], E, kind, add, threads, mirrored, parts, self.scale,
             *chain.from_iterable(_view(x, direction) for x in tensors), *map(_address, recorded),
         )  # fmt: skip
         if _library().lion_triangle(problem):
@@ -280,15 +285,15 @@ def _threads(B: int, H: int, parts: int = 1) -> int:
 
 
 def _parts(B: int, H: int, possible: Iterable[int], cost: Callable[[int], int]) -> int:
-    """Into how many parts a forward pass cuts each head so that all threads have work; cost: what one of so many takes,
-    with what all compute alike. The results are the same."""
+    """How many parts to cut each head into in a forward pass, so that no thread idles. cost(n): the time of one of n
+    parts, with the work that each repeats. Parts do not change results."""
     threads = torch.get_num_threads()
-    if B * H >= 4 * threads:  # a fifth of the time could be won at most
+    if threads == 1 or B * H >= 4 * threads:  # cutting could save a fifth at most
         return 1
 
     def time(parts: int) -> float:
         turns = -(-B * H * parts // threads)
-        return turns * cost(parts) * (1.08 if parts > 1 else 1)  # less of a gain did not show
+        return turns * cost(parts) * (1.08 if parts > 1 else 1)  # smaller gains did not show in measurements
 
     return min(possible, key=time)
 

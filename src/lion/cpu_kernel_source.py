@@ -138,6 +138,7 @@ static void transpose(const float *x, int x_row, float *y, int y_row) {  // a WÃ
 }
 
 struct problem {
+    // With parts > 1, nothing may be recorded, and there is no `other`.
     int64_t batch, heads, length, depth, width, diagonal, add, threads, mirrored, parts;
     double scale;
     struct view q, k, v, query, key, given, y, other, dots;
@@ -162,12 +163,15 @@ static struct view from_column(struct view x, int64_t column) {
     return x;
 }
 
-// A part of a head is `width` columns of v and y, of which each is computed without the others.
+// A part is some adjacent columns of v and y. No column depends on another.
 static void triangle_head(const struct problem *whole, int64_t b, int64_t h, int64_t part, float *memory) {
     struct problem of_part = *whole;
     const struct problem *p = &of_part;
-    of_part.v = from_column(p->v, part * p->width);
-    of_part.y = from_column(p->y, part * p->width);
+    const int64_t columns = round_up((p->width + p->parts - 1) / p->parts), first = part * columns;
+    of_part.v = from_column(p->v, first);
+    of_part.y = from_column(p->y, first);
+    of_part.width = p->width - first < columns ? p->width - first : columns;
+    if (p->width <= 0) return;
     // Copies of sizes: a loop that stores numbers might change p->width, and could then not use vectors.
     const int D = round_up(p->depth), E = round_up(p->width), depth = p->depth, width = p->width;
     float *Q = memory, *K = Q + C * D, *KT = K + C * D, *V = KT + C * D, *Y = V + C * E, *A = Y + C * E;
@@ -328,16 +332,17 @@ static inline void count(vf products, vd *row_sum, double *columns) {
     of_columns[1] -= wide[1];
 }
 
-// A part of a head is every so many blocks of queries, of which each is computed without the others, forward.
+// In a forward pass, part i of n takes the blocks i, i + n, â€¦ of queries. No block depends on another.
 static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_t part, float *memory) {
     const int L = p->length, LP = (L + C - 1) / C * C, D = round_up(p->depth), E = round_up(p->width);
     const int backward = p->grad.data != 0, with_sums = p->of_sums[0].data || p->of_sums[2].data;
     const float factor = p->factor;
-    float *K = memory, *KT = K + LP * D, *V = KT + LP * D, *VT = V + LP * E, *dK = VT + LP * E, *dV = dK + LP * D;
-    float *Q = dV + LP * E, *X = Q + C * D, *dX = X + C * E, *A = dX + C * (D > E ? D : E), *dA = A + C * LP;
-    float *high = dA + C * LP, *low = high + 4 * LP, *keep = low + 4 * LP, *columns = keep + LP;
+    float *K = memory, *KT = K + LP * D, *V = KT + LP * D, *Q = V + LP * E, *X = Q + C * D, *dX = X + C * E;
+    float *A = dX + C * (D > E ? D : E), *high = A + C * LP, *low = high + 4 * LP, *keep = low + 4 * LP;
+    float *columns = keep + LP, *sums = columns + LP, *VT = sums + 8 * LP, *dK = VT + LP * E, *dV = dK + LP * D;
+    float *dA = dV + LP * E;  // as VT, dK and dV backward only
     float rows[2][C] __attribute__((aligned(64)));
-    double *of_sums = (double *)(columns + LP);
+    double *of_sums = (double *)sums;
     vi lane;
     for (int i = 0; i < W; i++) lane[i] = i;
     if (backward) memset(dK, 0, sizeof(float) * LP * (D + E));
@@ -439,7 +444,8 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_
 
 static long full_memory(const struct full_problem *p) {
     const long LP = (p->length + C - 1) / C * C, D = round_up(p->depth), E = round_up(p->width);
-    return 3 * LP * (D + E) + C * (D + E + (D > E ? D : E)) + 2 * C * LP + 10 * LP + 8 * LP;
+    const long forward = LP * (2 * D + E) + C * (D + E + (D > E ? D : E)) + C * LP + 10 * LP + 8 * LP;
+    return forward + (p->grad.data ? LP * (D + 2 * E) + C * LP : 0);
 }
 
 static long triangle_memory(const struct problem *p) {

@@ -56,6 +56,6 @@ def gradients(ctx, backward: Callable, *grads: Tensor) -> tuple[Tensor | None, .
 
 
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
-    """Turn autocast off on x's device. To see that it is off takes a tenth of the time of turning it off."""
+    """A context in which autocast is off on x's device. To check takes a tenth of the time of turning it off."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
