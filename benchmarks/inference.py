@@ -92,9 +92,12 @@ def main(argv: list[str]) -> None:
         if not own:
             continue
         arguments = [(*case, row["batch"], row["length"], *size) for row in own]
-        peaks = measure.attempt({}, case, measure.peak_memory, prepare, (*case, 1, 16, *size), arguments, a.device)
+        failed = {}
+        peaks = measure.attempt(failed, case, measure.peak_memory, prepare, (*case, 1, 16, *size), arguments, a.device)
         for row, peak in zip(own, peaks or []):
             row["peak_mib"] = peak / 2**20
+        for row in own if failed else []:
+            row["error"] = failed[case]
 
     measure.write(a.out, name, title, facts, [table(rows)], rows)
     draw(rows, a.out / f"{name}.png", f"Encoders of {model}, {measure.device_name(a.device)}")
@@ -119,9 +122,9 @@ def prepare(name, form, batch, length, layers, hidden, longest, dtype, device, c
     return run
 
 
-@functools.cache
+@functools.lru_cache(1)
 def load(name, form, layers, hidden, longest, dtype, device, compiled) -> torch.nn.Module:
-    """Build a model with random weights; it is kept for texts of all lengths."""
+    """Build a model with random weights; the last one is kept, so that in its memory only texts count."""
     torch.manual_seed(0)
     with created_as(dtype, device):
         how = {"form": "auto" if form == "softmax" else form, "half": dtype != "float32"}

@@ -161,15 +161,17 @@ def single_runs(
     make: Callable[..., Callable[[], Any]], warm_up: tuple, arguments: list[tuple], device: str
 ) -> list[Cost]:
     """Return the peak memory of `make(*a)()`, with its inputs, and its time without `make`, for each `a`, given from
-    smallest to largest.
+    smallest to largest. `make(*warm_up)()` runs first, so that buffers of libraries, and what `make` keeps, do not
+    count.
 
     On a GPU the allocator reports memory. On a CPU the operating system reports the peak of a process, so a new one is
-    started; there `make(*warm_up)()` runs first, so that buffers of libraries do not count.
+    started.
     """
     if device == "cpu":
         return apart(_single_runs_on_cpu, make, warm_up, arguments, torch.get_num_threads())
     costs = []
     for a in arguments:
+        make(*warm_up)()  # each time: `make` may keep something for the last length
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         run = make(*a)

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     about = "names, or pretraining configs, whose options are taken and whose sizes are not (default: all names)"
     parser.add_argument("--models", nargs="+", default=MODELS, type=model_name, metavar="NAME", help=about)
     parser.add_argument("--batch", type=int, help="texts per step (default: 8 on a CPU, 128 on a GPU)")
-    words = "tokens per text; with several lengths, batches of each take turns (default: 128)"
+    words = "tokens per text; with several, steps take texts of each length in turn (default: 128)"
     parser.add_argument("--length", type=int, nargs="+", default=[128], help=words)
     parser.add_argument("--layers", type=int, default=12, help="(default: 12, that is 23 in hydra)")
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
         help="torch.compile every model, as `compile_config` does, in this mode (without a mode: default)",
     )
     parser.add_argument("--graph", action="store_true", help="also time each model's step as a CUDA graph")
-    parser.add_argument("--rounds", type=int, default=9, help="steps per model (default: 9)")
+    parser.add_argument("--rounds", type=int, default=9, help="steps per model and length (default: 9)")
     parser.add_argument("--out", type=Path, help=measure.OUT)
     a = parser.parse_args(argv)
     a.out = a.out or measure.results_folder(a.device)
@@ -92,13 +92,14 @@ def main(argv: list[str]) -> None:
             row |= {"graph_ms": graphs[name] and 1000 * graphs[name], "graph_error": graph_errors.get(name)}
         rows.append(row)
     times = {short(name): seconds for name, seconds in times.items()}
-    lengths = ", ".join(map(str, a.length))
+    lengths = " and ".join(filter(None, [", ".join(map(str, a.length[:-1])), str(a.length[-1])]))
+    lengths += " tokens" if len(a.length) == 1 else " tokens in turn (times are means)"
     lines = table(rows, a.batch * sum(a.length) / len(a.length))
     rows += [{"model": name, "error": error} for name, error in failed.items()]
     size = describe(a.models, a.layers, a.hidden)
     compiled = f", compiled, {a.compile}" if a.compile else ""
     title = (
-        f"A training step (forward, backward, AdamW) of {size}{compiled}, {a.batch} texts of {lengths} tokens, "
+        f"A training step (forward, backward, AdamW) of {size}{compiled}, {a.batch} texts of {lengths}, "
         f"{a.masked:.0%} masked, dropout {a.dropout}, {a.precision}; the floor, {1000 * floor:,.1f} ms, is the time of "
         "BERT's matrix products at the rate of a large one, plus that of reading and writing its weights and moments:"
     )
@@ -110,7 +111,7 @@ def main(argv: list[str]) -> None:
     }
     name = "-".join(["train-step", a.device, *(word for word, present in special.items() if present)])
     measure.write(a.out, name, title, measure.machine(a.device), [lines], rows)
-    described = f"{size}, {a.batch} texts of {lengths} tokens, {a.precision}"
+    described = f"{size}, {a.batch} texts of {lengths}, {a.precision}"
     draw(times, floor, a.out / f"{name}.png", f"{described}, {measure.device_name(a.device)}")
     print(f"picture  {a.out / name}.png")
 
@@ -165,7 +166,7 @@ def prepare(name: str, a: argparse.Namespace):
 
 
 def least_seconds(a: argparse.Namespace) -> float:
-    """Return the minimum time of a step at BERT's sizes at the measured rates of this device.
+    """Return the minimum time of a step at BERT's sizes at the measured rates of this device, the mean over lengths.
 
     6 operations per weight and token, with the vocabulary at masked tokens only, and 12·L·hidden per layer and token
     for softmax(QKᵀ)V; then the optimizer, which overlaps with nothing: weight, gradient and two moments read, three

@@ -182,11 +182,11 @@ def test_hydra_is_two_scans_and_a_diagonal(form, case, length, started):
     B, H, D, E = 2, 4, 8, 12
     inputs = draw_scans(B, H, 2, length, D, E)
     generator = torch.Generator().manual_seed(1)
-    state = torch.randn(B, H, D, E, generator=generator, dtype=torch.float64)
+    left, right = torch.randn(2, B, H, D, E, generator=generator, dtype=torch.float64)
     how = {
         "mask": {"mask": torch.rand(B, length, generator=generator) < 0.7},
         "packed": {"seq_idx": (torch.arange(length) // 9).expand(B, -1)},
-        "states": {"left_state": state, "right_state": -state},
+        "states": {"left_state": left, "right_state": right},
     }.get(case, {})
     actual = hydra_results(inputs, DEVICE, torch.float32, form, **how)
     for x, y in zip(actual, hydra_results(inputs, "cpu", torch.float64, form, **how), strict=True):
