@@ -1,6 +1,6 @@
 """Up to which length the full form is faster than the chunkwise form, both by the kernel of cpu_kernel.py. The matrix
 costs fewer operations up to about 192 tokens of heads of 64, but its products are larger and thus faster. Measured for
-heads of 64 and both triangles, without what autograd and custom operators add to a call."""
+heads of 64 and both triangles, without what autograd adds to a call."""
 
 import statistics
 import time
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from . import machine
 from .cpu_kernel import signed_sums, version
-from .linear_attention_forms import DIRECTIONS, LOG_ZERO
-from .linear_attention_native import chunkwise_backward, chunkwise_forward, full_backward, full_forward
+from .linear_attention_forms import DIRECTIONS, LOG_ZERO, chunkwise, full
+from .linear_attention_native import chunkwise_backward, full_backward
 
 LENGTHS = (128, 192, 256, 320, 384, 512)  # those that are measured; shorter texts take the full form, longer ones never
 HEADS, HEAD_DIM, ROUNDS = 12, 64, 9
@@ -30,6 +30,7 @@ def full_up_to() -> dict[str, int]:
     return machine.choice("full_up_to", measure, version())
 
 
+@torch.no_grad()  # the first call may be within a context that records what autograd does
 def measure() -> dict[str, int]:
     """Time both forms at some LENGTHS, in turns; takes half a second. Return where their times are equal."""
     return {"inference": _crossover(_inference), "training": _crossover(_training)}
@@ -59,25 +60,22 @@ def _ratio(full: Callable, chunkwise: Callable) -> float:
     return statistics.median(ratios)
 
 
-# Without autograd, since the first call may be within a context that records what autograd does.
-
-
 def _inference(length: int) -> tuple[Callable, Callable]:
     q, k, v, _, sums = _operands(length)
     operands = q, k, v, sums, None, None
     return (
-        lambda: full_forward(*operands, None, 1.0, 1.0, DIRECTIONS["shared"]),
-        lambda: chunkwise_forward(*operands, 1.0, 128, False, "shared", DIRECTIONS),
+        lambda: full(*operands, None, 1.0, 1.0, "shared"),
+        lambda: chunkwise(*operands, 1.0, 128, False, "shared"),
     )
 
 
 def _training(length: int) -> tuple[Callable, Callable]:
-    full, chunkwise = _inference(length)
+    in_full, in_chunks = _inference(length)
     q, k, v, grad, sums = _operands(length)
     operands = grad, q, k, v, sums, None, None
     return (
-        lambda: (full(), full_backward(*operands, None, 1.0, 1.0, DIRECTIONS["shared"], True)),
-        lambda: (chunkwise(), chunkwise_backward(*operands, 1.0, 128, False, "shared", DIRECTIONS, True)),
+        lambda: (in_full(), full_backward(*operands, None, 1.0, 1.0, DIRECTIONS["shared"], True)),
+        lambda: (in_chunks(), chunkwise_backward(*operands, 1.0, 128, False, "shared", DIRECTIONS, True)),
     )
 
 
