@@ -156,12 +156,12 @@ def _matrix(q: Tensor, k: Tensor, decays: list[Tensor]) -> tuple[Tensor, list[_B
     blocks = [_Blocks(torch.ones_like(x), x, x) for x in decays]
     while (size := q.shape[-2]) < C:
         corners = [matrix.new_zeros(())] * 2
-        for past, of_direction in zip((True, False), blocks):  # the second halves read past keys
-            queries, keys = _halves(q * of_direction.enter)[past], _halves(k * of_direction.leave)[not past]
+        for half, of_direction in zip((1, 0), blocks):  # the second halves read past keys
+            queries, keys = _halves(q * of_direction.enter)[half], _halves(k * of_direction.leave)[1 - half]
             if size < 4:  # faster than many tiny products of matrices
-                corners[past] = (queries.unsqueeze(-2) * keys.unsqueeze(-3)).sum(-1)
+                corners[half] = (queries.unsqueeze(-2) * keys.unsqueeze(-3)).sum(-1)
             else:
-                corners[past] = queries @ keys.mT
+                corners[half] = queries @ keys.mT
         first, second = _halves(matrix)
         upper, lower = (x.expand_as(first) for x in corners)
         matrix = torch.cat([torch.cat([first, upper], -1), torch.cat([lower, second], -1)], -2)
