@@ -1,6 +1,7 @@
 """The kernel in C: outputs and gradients against the definition in float64, whatever the vectors of the processor, and
 what happens where it cannot be compiled."""
 
+import itertools
 import os
 import sys
 
@@ -148,11 +149,14 @@ def test_bits_do_not_depend_on_the_number_of_threads(kernel):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("case", ["plain", "bfloat16", "normalized", "causal", "dropout", "diagonal"])
-@pytest.mark.parametrize("form, size", [("full", 20), ("chunkwise", 64), ("chunkwise", 128), ("chunkwise", 48)])
+@pytest.mark.parametrize(
+    "form, size, case",
+    [
+        *itertools.product(["full"], [20], ["plain", "bfloat16", "normalized", "causal", "diagonal", "dropout"]),
+        *itertools.product(["chunkwise"], [48, 64, 128], ["plain", "bfloat16", "normalized", "causal", "diagonal"]),
+    ],
+)
 def test_parts_of_a_head_have_the_bits_of_the_whole(form, size, case, vectors, runs, monkeypatch):
-    if (form, case) == ("chunkwise", "dropout"):
-        pytest.skip("dropout is in the full form only")
     dtype = torch.bfloat16 if case == "bfloat16" else torch.float32
     generator = torch.Generator().manual_seed(0)
     # As a layer has them: parts of one projection.
@@ -173,11 +177,7 @@ def test_parts_of_a_head_have_the_bits_of_the_whole(form, size, case, vectors, r
 
     whole = result(1, 1)
     assert all(torch.equal(result(parts, 3), whole) for parts in (2, 4, 8))
-    assert (
-        {"lion_full" if form == "full" else "lion_triangle"}
-        <= set(runs)
-        <= {"lion_full", "lion_triangle", "lion_sums", "lion_keep"}
-    )
+    assert ("lion_full" if form == "full" else "lion_triangle") in runs
 
 
 @pytest.mark.parametrize(
