@@ -499,11 +499,9 @@ def test_the_kernels_compile_and_keep_their_numbers_in_registers(form, decay, ca
     of_decays = {"sums", "decay_gradients"} if decay != "none" else set()
     of_rows = {"rows"} if "rows" in form else set()
     assert set(distinct) == {"y", "dq", "dk", *of_decays, *states, *of_rows}
-    newer = tuple(map(int, kernels.host.triton.__version__.split(".")[:2])) > (3, 3)
-    most = 384 if newer and card == 80 else 128  # newer versions spill more on an A100, with fewer instructions
     for name in which:
         needs = kernels.compiled(distinct[name], card)
-        assert needs["spilled"] <= most, name
+        assert needs["spilled"] <= 128, name
         assert needs["programs"] >= 2 and needs["serialized"] == 0, name
         if name in ("y", "dk"):
             assert needs["from_registers"] + needs["from_shared"] >= 6 and needs["instructions"]
