@@ -62,7 +62,7 @@ def check(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(4, 6), (33, 65), (64, 64)])
-@pytest.mark.parametrize("length", [1, 2, 31, 33, 70])
+@pytest.mark.parametrize("length", [1, 2, 16, 31, 33, 70])
 @pytest.mark.parametrize("form", FORMS)
 def test_outputs_and_gradients_with_vectors_of_any_width(form, length, sizes, vectors):
     for decay, mask in (("head", "none"), ("token", "holes"), ("token", "left")):

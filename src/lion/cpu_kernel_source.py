@@ -334,7 +334,7 @@ static inline void count(vf products, vd *row_sum, double *columns) {
 
 // In a forward pass, part i of n takes the blocks i, i + n, … of queries. No block depends on another.
 static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_t part, float *memory) {
-    const int L = p->length, LP = (L + C - 1) / C * C, D = round_up(p->depth), E = round_up(p->width);
+    const int L = p->length, LP = round_up(L), D = round_up(p->depth), E = round_up(p->width);
     const int backward = p->grad.data != 0, with_sums = p->of_sums[0].data || p->of_sums[2].data;
     const float factor = p->factor;
     float *K = memory, *KT = K + LP * D, *V = KT + LP * D, *Q = V + LP * E, *X = Q + C * D, *dX = X + C * E;
@@ -360,13 +360,13 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_
     }
     for (int j = 0; j < LP; j++) keep[j] = 1;
     for (int t = part * C; t < L; t += p->parts * C) {
-        const int n = L - t < C ? L - t : C;
+        const int n = L - t < C ? L - t : C, padded = round_up(n);
         // Outside the block on the diagonal, a weight is a product of one number per query and one per key, as of a
         // state that passes the first query to read it: no exponential per entry.
         for (int side = 0; side < 2; side++) {
             const float *query = high + 2 * side * LP;
             const int first = side ? t + n - 1 : t, given = side ? p->future : p->past;
-            for (int r = 0; r < C; r += W) {
+            for (int r = 0; r < padded; r += W) {
                 *(vf *)(rows[side] + r) = exponential(-difference(query, first, query, t + r, 4 * LP));
             }
             for (int j = side ? t + C : 0; j < (side ? LP : t); j += W) {
@@ -374,11 +374,11 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_
                 *(vf *)(columns + j) = given ? column : (vf){0};
             }
         }
-        load_rows(Q, D, &p->q, b, h, t, n, C, p->depth, p->scale);
-        multiply(C, D, LP, Q, D, 1, KT, LP, A, LP, 0);
+        load_rows(Q, D, &p->q, b, h, t, n, padded, p->depth, p->scale);
+        multiply(padded, D, LP, Q, D, 1, KT, LP, A, LP, 0);
         if (backward) {
-            load_rows(X, E, &p->grad, b, h, t, n, C, p->width, 1);
-            multiply(C, E, LP, X, E, 1, VT, LP, dA, LP, 0);
+            load_rows(X, E, &p->grad, b, h, t, n, padded, p->width, 1);
+            multiply(padded, E, LP, X, E, 1, VT, LP, dA, LP, 0);
         }
         for (int r = 0; r < n; r++) {
             const int i = t + r;
@@ -400,7 +400,7 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_
                 }
                 row_sums[side] = row_sum;
             }
-            for (int j = t; j < t + C; j += W) {
+            for (int j = t; j < t + padded; j += W) {
                 const vi before = lane + j < i, after = lane + j > i;
                 const vf exponents = (vf)(((vi)difference(high, i, high + LP, j, 4 * LP) & before) |
                                           ((vi)difference(high + 2 * LP, i, high + 3 * LP, j, 4 * LP) & after));
@@ -418,17 +418,13 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_
                 of_sums[2 * side * LP + i] += row_sums[side][u];
         }
         if (!backward) {
-            multiply(C, LP, E, A, LP, 1, V, E, X, E, 0);
+            multiply(padded, L, E, A, LP, 1, V, E, X, E, 0);
             store_rows(&p->y, b, h, t, n, X, E, p->width, 1);
             continue;
         }
-        for (int r = n; r < C; r++) {  // beyond the text
-            memset(A + r * LP, 0, sizeof(float) * LP);
-            memset(dA + r * LP, 0, sizeof(float) * LP);
-        }
-        multiply(LP, C, E, A, 1, LP, X, E, dV, E, 1);
-        multiply(LP, C, D, dA, 1, LP, Q, D, dK, D, 1);
-        multiply(C, LP, D, dA, LP, 1, K, D, dX, D, 0);
+        multiply(LP, n, E, A, 1, LP, X, E, dV, E, 1);
+        multiply(LP, n, D, dA, 1, LP, Q, D, dK, D, 1);
+        multiply(padded, L, D, dA, LP, 1, K, D, dX, D, 0);
         store_rows(&p->of_q, b, h, t, n, dX, D, p->depth, p->scale);
     }
     if (!backward) return;
@@ -443,7 +439,7 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_
 }
 
 static long full_memory(const struct full_problem *p) {
-    const long LP = (p->length + C - 1) / C * C, D = round_up(p->depth), E = round_up(p->width);
+    const long LP = round_up(p->length), D = round_up(p->depth), E = round_up(p->width);
     const long forward = LP * (2 * D + E) + C * (D + E + (D > E ? D : E)) + C * LP + 10 * LP + 8 * LP;
     return forward + (p->grad.data ? LP * (D + 2 * E) + C * LP : 0);
 }
