@@ -14,6 +14,7 @@ from src.lion.linear_attention import definition, signed_sums
 from src.lion.linear_attention_forms import cumulative_log_decay
 from src.lion.two_sided_attention import definition as two_sided_definition
 from tests import test_channel_decay as by_channel
+from tests import test_patch_orders as by_order
 from tests import test_two_sided_attention as two_sided
 from tests.test_linear_attention import distance, draw, outputs_and_gradients
 
@@ -70,6 +71,48 @@ def test_outputs_and_gradients_with_vectors_of_any_width(form, length, sizes, ve
         expected = outputs_and_gradients(definition, [q, k, v, log_decay], mask=mask)
         inputs = [x.float() for x in (q, k, v, log_decay)]
         check(outputs_and_gradients(linear_attention, inputs, mask=mask, form=form), expected)
+
+
+@pytest.mark.parametrize("kind", ["head", "token", "causal", "packed", "given", "dropout"])
+@pytest.mark.parametrize("length, sizes", [(2, (4, 6)), (33, (4, 6)), (70, (24, 64))])
+def test_rows_are_divided_by_their_sums(length, sizes, kind, vectors, runs):
+    q, k, v, log_decay = draw("head" if kind == "head" else "token", length, positive=True, d=sizes[0], e=sizes[1])[0]
+    _, mask = draw("head", length, mask="holes")
+    options = {
+        "causal": {"causal": True, "mask": mask},
+        "packed": {"seq_idx": (torch.arange(length) // 9).expand(2, -1)},
+        "given": {"log_decay_future": 0.5 * log_decay, "mask": mask},
+        "dropout": {"dropout_p": 0.3},
+    }.get(kind, {"mask": mask})
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        torch.manual_seed(0)
+        inputs, how = [x.to(dtype) for x in (q, k, v, log_decay)], {"form": "full", "normalize": True, **options}
+        if kind == "given":
+            how["log_decay_future"] = how["log_decay_future"].to(dtype)
+        results.append(outputs_and_gradients(linear_attention, inputs, **how))
+        assert ("lion_full" in runs) == (dtype == torch.float32)
+    check(*reversed(results))
+
+
+@pytest.mark.parametrize("kind", ["d", "s"])
+@pytest.mark.parametrize("read", ["both", "columns"])
+@pytest.mark.parametrize("batch, heads, grid", [(1, 1, (1, 1)), (2, 3, (5, 3)), (3, 2, (4, 8)), (1, 2, (6, 7))])
+def test_patches_in_several_orders(batch, heads, grid, read, kind, vectors, runs):
+    inputs, orders = by_order.draw(batch, heads, grid, kind, torch.float64, read=read)
+    expected = outputs_and_gradients(by_order.definition_in_orders, inputs, orders=orders)
+    inputs = [x.float() for x in inputs]
+    how = {"orders": orders, "form": "full"}
+    check(outputs_and_gradients(by_order.linear_attention_in_orders, inputs, **how), expected)
+    assert {"lion_sums", "lion_full", "lion_sums_gradient"} <= set(runs) and "lion_triangle" not in runs
+
+
+@pytest.mark.parametrize("wrong", [-1, 10, 3])
+def test_orders_that_leave_out_a_token_are_refused(wrong, kernel):
+    inputs, orders = by_order.draw(1, 2, (3, 3), "d", torch.float32)
+    orders[1, 4] = wrong
+    with pytest.raises(ValueError, match="every token from 0 to 9 once"):
+        by_order.linear_attention_in_orders(*inputs, orders)
 
 
 @pytest.mark.parametrize("sizes", [(5, 33), (24, 16)])

@@ -33,22 +33,23 @@ from torch.nn import functional as F
 from . import machine
 from .channel_kernel_source import CHANNELS
 from .cpu_kernel_source import SOURCE as TRIANGLES
+from .full_kernel_source import FULL
 
 log = logging.getLogger(__name__)
 USE_NATIVE = os.environ.get("LION_NATIVE", "1") != "0"
 FLAGS = "-O3 -std=gnu11 -march=native -fno-math-errno -fno-strict-aliasing -fopenmp -fPIC".split()
 FLAGS += ["-mprefer-vector-width=512"] * (platform.machine() in ("x86_64", "AMD64"))
-SOURCE = TRIANGLES + CHANNELS
+SOURCE = TRIANGLES + FULL + CHANNELS
 SPAN = 64  # as in cpu_kernel_source.py
 STRICT, OWN, GIVEN = range(3)  # the diagonal: none, q_i·k_i, or δ
 
 
-# The structures of cpu_kernel_source.py, in words of 8 bytes. Packed at once, since ctypes' own take several times as
+# The structures of the C sources, in words of 8 bytes. Packed at once, since ctypes' own take several times as
 # long as it takes to compute a short text.
 _NOTHING = (0,) * 5  # a view: its address, strides of batch, head and token, and whether it is bfloat16
 _PROBLEM = struct.Struct("=10q d 45q 2q")
-_FULL_PROBLEM = struct.Struct("=10q 2d q 90q")
-_SUMS_PROBLEM = struct.Struct("=4q d 15q")
+_FULL_PROBLEM = struct.Struct("=11q 3d 2q 95q")
+_SUMS_PROBLEM = struct.Struct("=5q d 16q")
 _CHANNELS_PROBLEM = struct.Struct("=9q 2d 60q")
 _OF_NUMBERS, _OF_ROWS = (torch.float64, torch.float32), (torch.float32, torch.bfloat16)  # what a view may be of
 
@@ -88,47 +89,56 @@ class Full:
 
     q, k: (B, 1 or H, L, D) and v: (B, H, L, E), in float32 or bfloat16; query_sums, key_sums: (B or 1, H or 1, L, T) in
     float64, or None for no decay; diagonal: δ, (B, H, L), or None for s q_i·k_i; directions: 1 or −1 for each triangle;
-    kept: (B, H, L, L) in bytes, 1 for the entries that dropout keeps, which are multiplied by factor; or None."""
+    kept: (B, H, L, L) in bytes, 1 for the entries that dropout keeps, which are multiplied by factor; or None.
+    order: see `signed_sums`; the weights are then the mean of those in each order. epsilon: unless it is 0, each row of
+    the matrix is divided by its sum + epsilon."""
 
-    def __init__(self, q, k, v, query_sums, key_sums, diagonal, directions, scale: float, kept, factor: float):
+    def __init__(
+        self, q, k, v, query_sums, key_sums, diagonal, kept, order, factor: float, scale: float, directions,
+        epsilon: float,
+    ):  # fmt: skip
         self.shape, self.directions = (*v.shape[:3], q.shape[-1], v.shape[-1]), directions
         self.rows = [_rows(x) for x in (q, k, v)]
         self.sums = query_sums, key_sums
         self.given = None if diagonal is None else diagonal.float()
         self.kept = None if kept is None else kept.contiguous()
-        self.options = scale, factor
+        self.order, self.options = None if order is None else order.contiguous(), (scale, factor, epsilon)
+        self.divides = epsilon > 0
 
-    def forward(self, y: Tensor) -> None:
-        """Write to y, (B, H, L, E) in float32."""
+    def forward(self, y: Tensor, row_sums: Tensor | None = None) -> None:
+        """Write to y, (B, H, L, E), and, if rows are divided, to row_sums, (B, H, L), both in float32."""
         B, H, L = self.shape[:3]
         blocks, threads = -(-L // 32), torch.get_num_threads()
         # Each part loads all keys and values, and transposes the keys.
         parts = _parts(B, H, range(1, min(blocks, threads) + 1), lambda parts: 32 * -(-blocks // parts) + 16)
-        self._run(y=y, parts=parts)
+        self._run(y=y, row_sums=row_sums, parts=parts)
 
-    def backward(self, grad: Tensor, of_q, of_k, of_v, with_sums: bool) -> list[Tensor | None]:
+    def backward(self, grad: Tensor, of_q, of_k, of_v, with_sums: bool, y=None, row_sums=None) -> list[Tensor | None]:
         """Write the gradients of q, k and v, (B, H, L, ·) in float32; return those of query_sums and key_sums,
-        (B, H, L, T) in float64, with_sums and if given, and of the diagonal, (B, H, L)."""
-        shape = *self.shape[:3], len(self.directions)
+        (B, H, L, T) in float64, with_sums and if given, and of the diagonal, (B, H, L). y, row_sums: the results of
+        `forward`, if rows are divided."""
         of_sums = [
-            torch.empty(shape, dtype=torch.float64, device="cpu") if with_sums and x is not None else None
+            None if x is None or not with_sums
+            else torch.empty(*self.shape[:3], x.shape[-1], dtype=torch.float64, device="cpu")
             for x in self.sums
-        ]
+        ]  # fmt: skip
         of_given = None if self.given is None else grad.new_empty(self.shape[:3], dtype=torch.float32)
-        self._run(grad=_rows(grad), of_q=of_q, of_k=of_k, of_v=of_v, of_sums=of_sums, of_given=of_given)
+        grads = {"of_q": of_q, "of_k": of_k, "of_v": of_v, "of_sums": of_sums, "of_given": of_given}
+        self._run(grad=_rows(grad), y=None if y is None else _rows(y), row_sums=row_sums, **grads)
         return [*of_sums, of_given]
 
     def _run(
-        self, *, y=None, grad=None, of_q=None, of_k=None, of_v=None, of_sums=(None, None), of_given=None, parts: int = 1
-    ) -> None:
+        self, *, y=None, row_sums=None, grad=None, of_q=None, of_k=None, of_v=None, of_sums=(None, None), of_given=None,
+        parts: int = 1,
+    ) -> None:  # fmt: skip
         kind, threads = OWN if self.given is None else GIVEN, _threads(*self.shape[:2], parts)
         query_sums, key_sums = self.sums
         sums = self._by_side(query_sums, query_sums if key_sums is None else key_sums)
-        gradients = map(_view, (y, grad, of_q, of_k, of_v))
-        views = *map(_view, self.rows), *sums, _view(self.given), *gradients, *self._by_side(*of_sums), _view(of_given)
+        others = map(_view, (y, row_sums, grad, of_q, of_k, of_v))
+        views = *map(_view, self.rows), *sums, _view(self.given), *others, *self._by_side(*of_sums), _view(of_given)
         problem = _FULL_PROBLEM.pack(
-            *self.shape, 1 in self.directions, -1 in self.directions, kind, threads, parts, *self.options,
-            _address(self.kept), *chain.from_iterable(views),
+            *self.shape, 1 in self.directions, -1 in self.directions, kind, threads, parts, _orders(self.order),
+            *self.options, _address(self.kept), _address(self.order), *chain.from_iterable(views),
         )  # fmt: skip
         if _library().lion_full(problem):
             raise MemoryError("no memory for the matrices of attention; use shorter inputs or fewer threads")
@@ -136,6 +146,9 @@ class Full:
     def _by_side(self, of_queries: Tensor | None, of_keys: Tensor | None) -> list[tuple[int, ...]]:
         """Views of those of queries and keys of the past, then of the future."""
         views = [_NOTHING] * 4
+        if self.order is not None:
+            views[0] = _view(of_queries, number=0)
+            return views
         for number, direction in enumerate(self.directions):
             place = 0 if direction > 0 else 2
             views[place : place + 2] = _view(of_queries, number=number), _view(of_keys, number=number)
@@ -248,27 +261,34 @@ class Channels:
             raise MemoryError("no memory for the states of linear attention; use shorter inputs or fewer threads")
 
 
-def signed_sums(log_decay: Tensor, length: int, lowest: float) -> Tensor:
+def signed_sums(log_decay: Tensor, length: int, lowest: float, order: Tensor | None = None) -> Tensor:
     """Sums of log_decay, (H,) or (B, H, L) in float32, each at least `lowest`: before each token, and the negative of
-    that up to it, (B or 1, H, L, 2) in float64."""
-    shape = log_decay.shape[:2] if log_decay.ndim == 3 else (1, *log_decay.shape)
-    sums = torch.empty(*shape, length, 2, dtype=torch.float64, device="cpu")
-    _library().lion_sums(_sums_problem(log_decay, sums, lowest))
+    that up to it, (B or 1, H, L, 2) in float64. order: (O, L) integers, the token at each place of O orders; log_decay
+    is then of O·H heads, first those of the first order, and the sums are along each order, (B or 1, H, L, 2·O)."""
+    B, H = log_decay.shape[:2] if log_decay.ndim == 3 else (1, len(log_decay))
+    count = max(_orders(order), 1)
+    sums = torch.empty(B, H // count, length, 2 * count, dtype=torch.float64, device="cpu")
+    if _library().lion_sums(_sums_problem(log_decay, sums, lowest, order)):
+        raise ValueError(f"each of the orders must have every token from 0 to {length - 1} once")
     return sums
 
 
-def signed_sums_gradient(grad: Tensor, log_decay: Tensor, lowest: float) -> Tensor:
-    """The gradient of log_decay from that of its sums, (B or 1, H, L, 2)."""
+def signed_sums_gradient(grad: Tensor, log_decay: Tensor, lowest: float, order: Tensor | None = None) -> Tensor:
+    """The gradient of log_decay from that of its sums."""
     of_decay, grad = torch.empty_like(log_decay), grad.contiguous()
-    _library().lion_sums_gradient(_sums_problem(log_decay, grad, lowest, of_decay))
+    _library().lion_sums_gradient(_sums_problem(log_decay, grad, lowest, order, of_decay))
     return of_decay
 
 
-def _sums_problem(log_decay: Tensor, sums: Tensor, lowest: float, of_decay: Tensor | None = None) -> bytes:
-    B, H, L, _ = sums.shape
+def _sums_problem(log_decay: Tensor, sums: Tensor, lowest: float, order, of_decay: Tensor | None = None) -> bytes:
+    B, H, L, numbers = sums.shape
     threads = 1 if B * H * L < 2**15 else min(torch.get_num_threads(), B * H)
     views = *_view(log_decay), *_view(sums, number=0), *_view(of_decay)
-    return _SUMS_PROBLEM.pack(B, H, L, threads, lowest, *views)
+    return _SUMS_PROBLEM.pack(B, H, L, threads, numbers // 2, lowest, _address(order), *views)
+
+
+def _orders(order: Tensor | None) -> int:
+    return 0 if order is None else len(order)
 
 
 def draw_kept(size: int, dropped: int, seed: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""The source of cpu_kernel.py, in C with the vectors of GCC: triangles and matrices of linear attention, and dropout.
+"""The source of cpu_kernel.py, in C with the vectors of GCC: triangles of linear attention, sums of decays,
+and dropout.
 
 D and E are padded with zeros to multiples of ROWS, and the last chunk to C tokens. Tensors may have any strides except
 within a row; a reversed text has a negative token stride.
@@ -272,178 +273,6 @@ static void triangle_head(const struct problem *whole, int64_t b, int64_t h, int
     }
 }
 
-// The full form: both triangles of a text at once, with dropout, in blocks of C queries.
-struct full_problem {
-    int64_t batch, heads, length, depth, width, past, future, diagonal, threads, parts;
-    double scale, factor;
-    const uint8_t *kept;  // (batch, heads, length, length): 1 for entries that dropout keeps; or null
-    // sums: of queries and keys of the past, then of the future; gradients if grad is given
-    struct view q, k, v, sums[4], given, y, grad, of_q, of_k, of_v, of_sums[4], of_given;
-};
-
-static void load_rows(float *to, int row, const struct view *x, int64_t b, int64_t h, int64_t t, int count, int padded,
-                      int n, float scale) {
-    for (int i = 0; i < count; i++) load(to + i * row, x, b, h, t + i, n, scale);
-    for (int i = count; i < padded; i++) memset(to + i * row, 0, sizeof(float) * row);
-}
-
-static void store_rows(const struct view *x, int64_t b, int64_t h, int64_t t, int count, const float *from,
-                       int from_row, int n, float scale) {
-    for (int i = 0; i < count; i++) {
-        float *to = (float *)row(x, b, h, t + i, 4);
-        for (int j = 0; j < n; j++) to[j] = scale * from[i * from_row + j];
-    }
-}
-
-// Q_i - K_j of the sums of queries and keys, for W keys from j on; their low parts follow `low` numbers later.
-static inline vf difference(const float *query, int i, const float *key, int j, int low) {
-    return query[i] - *(const vf *)(key + j) + (query[low + i] - *(const vf *)(key + low + j));
-}
-
-// Turns scores into the matrix and its gradient into that of the scores, for W entries. Returns the product of both.
-static inline vf weigh(float *scores, float *of_matrix, const float *kept, vf weight, int backward) {
-    vf matrix = *(vf *)scores * weight, factor = *(const vf *)kept, gradient = {0};
-    *(vf *)scores = matrix * factor;
-    if (backward) {
-        gradient = *(vf *)of_matrix * factor;
-        *(vf *)of_matrix = gradient * weight;
-    }
-    return matrix * gradient;
-}
-
-// The halves of a vector in float64.
-static inline void widen(vf x, vd wide[2]) {
-#ifdef __AVX512F__  // GCC 12 would convert four numbers at a time
-    wide[0] = (vd)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x));
-    wide[1] = (vd)_mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)x, 1)));
-#else
-    half halves[2];
-    memcpy(halves, &x, sizeof x);
-    for (int u = 0; u < 2; u++) wide[u] = __builtin_convertvector(halves[u], vd);
-#endif
-}
-
-// Adds products to the sum of their row, and subtracts them from those of their columns.
-static inline void count(vf products, vd *row_sum, double *columns) {
-    vd wide[2], *of_columns = (vd *)columns;
-    widen(products, wide);
-    *row_sum += wide[0] + wide[1];
-    of_columns[0] -= wide[0];
-    of_columns[1] -= wide[1];
-}
-
-// In a forward pass, part i of n takes the blocks i, i + n, … of queries. No block depends on another.
-static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_t part, float *memory) {
-    const int L = p->length, LP = round_up(L), D = round_up(p->depth), E = round_up(p->width);
-    const int backward = p->grad.data != 0, with_sums = p->of_sums[0].data || p->of_sums[2].data;
-    const float factor = p->factor;
-    float *K = memory, *KT = K + LP * D, *V = KT + LP * D, *Q = V + LP * E, *X = Q + C * D, *dX = X + C * E;
-    float *A = dX + C * (D > E ? D : E), *high = A + C * LP, *low = high + 4 * LP, *keep = low + 4 * LP;
-    float *columns = keep + LP, *sums = columns + LP, *VT = sums + 8 * LP, *dK = VT + LP * E, *dV = dK + LP * D;
-    float *dA = dV + LP * E;  // as VT, dK and dV backward only
-    float rows[2][C] __attribute__((aligned(64)));
-    double *of_sums = (double *)sums;
-    vi lane;
-    for (int i = 0; i < W; i++) lane[i] = i;
-    if (backward) memset(dK, 0, sizeof(float) * LP * (D + E));
-    memset(of_sums, 0, sizeof(double) * 4 * LP);
-    load_rows(K, D, &p->k, b, h, 0, L, LP, p->depth, 1);
-    load_rows(V, E, &p->v, b, h, 0, L, LP, p->width, 1);
-    for (int i = 0; i < LP; i += W) for (int d = 0; d < D; d += W) transpose(K + i * D + d, D, KT + d * LP + i, LP);
-    if (backward)
-        for (int i = 0; i < LP; i += W) for (int e = 0; e < E; e += W) transpose(V + i * E + e, E, VT + e * LP + i, LP);
-    for (int side = 0; side < 4; side++) for (int i = 0; i < LP; i++) {  // two float32 for one float64
-        const int token = i < L ? i : L - 1;
-        double sum = p->sums[side].data ? sum_of(&p->sums[side], b, h, token) : 0;
-        high[side * LP + i] = sum;
-        low[side * LP + i] = sum - high[side * LP + i];
-    }
-    for (int j = 0; j < LP; j++) keep[j] = 1;
-    for (int t = part * C; t < L; t += p->parts * C) {
-        const int n = L - t < C ? L - t : C, padded = round_up(n);
-        // Outside the block on the diagonal, a weight is a product of one number per query and one per key, as of a
-        // state that passes the first query to read it: no exponential per entry.
-        for (int side = 0; side < 2; side++) {
-            const float *query = high + 2 * side * LP;
-            const int first = side ? t + n - 1 : t, given = side ? p->future : p->past;
-            for (int r = 0; r < padded; r += W) {
-                *(vf *)(rows[side] + r) = exponential(-difference(query, first, query, t + r, 4 * LP));
-            }
-            for (int j = side ? t + C : 0; j < (side ? LP : t); j += W) {
-                vf column = exponential(difference(query, first, query + LP, j, 4 * LP));
-                *(vf *)(columns + j) = given ? column : (vf){0};
-            }
-        }
-        load_rows(Q, D, &p->q, b, h, t, n, padded, p->depth, p->scale);
-        multiply(padded, D, LP, Q, D, 1, KT, LP, A, LP, 0);
-        if (backward) {
-            load_rows(X, E, &p->grad, b, h, t, n, padded, p->width, 1);
-            multiply(padded, E, LP, X, E, 1, VT, LP, dA, LP, 0);
-        }
-        for (int r = 0; r < n; r++) {
-            const int i = t + r;
-            float given = p->diagonal == 2 ? *(float *)row(&p->given, b, h, i, 4) : 0;
-            if (p->kept) {
-                const uint8_t *kept = p->kept + ((b * p->heads + h) * L + i) * L;
-                for (int j = 0; j < L; j++) keep[j] = kept[j] * factor;
-            }
-            if (p->diagonal == 2 && backward) *(float *)row(&p->of_given, b, h, i, 4) = dA[r * LP + i] * keep[i];
-            vd row_sums[2];
-            float *scores = A + r * LP, *of_matrix = dA + r * LP;
-            for (int side = 0; side < 2; side++) {
-                double *of_keys = of_sums + (2 * side + 1) * LP;
-                vd row_sum = {0};
-                for (int j = side ? t + C : 0; j < (side ? LP : t); j += W) {
-                    vf weight = rows[side][r] * *(vf *)(columns + j);
-                    vf products = weigh(scores + j, of_matrix + j, keep + j, weight, backward);
-                    if (with_sums) count(products, &row_sum, of_keys + j);
-                }
-                row_sums[side] = row_sum;
-            }
-            for (int j = t; j < t + padded; j += W) {
-                const vi before = lane + j < i, after = lane + j > i;
-                const vf exponents = (vf)(((vi)difference(high, i, high + LP, j, 4 * LP) & before) |
-                                          ((vi)difference(high + 2 * LP, i, high + 3 * LP, j, 4 * LP) & after));
-                const vi inside = (before & -(int)p->past) | (after & -(int)p->future) |
-                                 (lane + j == i & -(p->diagonal == 1));
-                vf weight = (vf)((vi)exponential(exponents) & inside);
-                vf products = weigh(scores + j, of_matrix + j, keep + j, weight, backward);
-                if (with_sums) {
-                    count((vf)((vi)products & before), row_sums, of_sums + LP + j);
-                    count((vf)((vi)products & after), row_sums + 1, of_sums + 3 * LP + j);
-                }
-            }
-            if (p->diagonal == 2) scores[i] = given * keep[i];
-            if (with_sums) for (int side = 0; side < 2; side++) for (int u = 0; u < W / 2; u++)
-                of_sums[2 * side * LP + i] += row_sums[side][u];
-        }
-        if (!backward) {
-            multiply(padded, L, E, A, LP, 1, V, E, X, E, 0);
-            store_rows(&p->y, b, h, t, n, X, E, p->width, 1);
-            continue;
-        }
-        multiply(LP, n, E, A, 1, LP, X, E, dV, E, 1);
-        multiply(LP, n, D, dA, 1, LP, Q, D, dK, D, 1);
-        multiply(padded, L, D, dA, LP, 1, K, D, dX, D, 0);
-        store_rows(&p->of_q, b, h, t, n, dX, D, p->depth, p->scale);
-    }
-    if (!backward) return;
-    store_rows(&p->of_k, b, h, 0, L, dK, D, p->depth, 1);
-    store_rows(&p->of_v, b, h, 0, L, dV, E, p->width, 1);
-    for (int side = 0; side < 4; side += 2) if (p->of_sums[side].data) for (int i = 0; i < L; i++) {
-        double *of_query = (double *)row(&p->of_sums[side], b, h, i, 8), of_key = of_sums[(side + 1) * LP + i];
-        *of_query = of_sums[side * LP + i];
-        if (p->of_sums[side + 1].data) *(double *)row(&p->of_sums[side + 1], b, h, i, 8) = of_key;
-        else *of_query += of_key;  // one sum serves both
-    }
-}
-
-static long full_memory(const struct full_problem *p) {
-    const long LP = round_up(p->length), D = round_up(p->depth), E = round_up(p->width);
-    const long forward = LP * (2 * D + E) + C * (D + E + (D > E ? D : E)) + C * LP + 10 * LP + 8 * LP;
-    return forward + (p->grad.data ? LP * (D + 2 * E) + C * LP : 0);
-}
-
 static long triangle_memory(const struct problem *p) {
     const long D = round_up(p->depth), E = round_up(p->width);
     return C * (3 * D + 2 * E + C) + E + D * E;
@@ -487,33 +316,60 @@ int lion_##NAME(const struct KIND *p) { \
     return failed; \
 }
 OVER_HEADS(triangle, problem, p->parts)
-OVER_HEADS(full, full_problem, p->parts)
 
-struct sums_problem { int64_t batch, heads, length, threads; double lowest; struct view decays, sums, of_decays; };
+// Log decays, (batch, orders * heads, length), and their sums before a token and, negative, up to it, side by side for
+// each order: (batch, heads, length, 2 * orders). order: as in full_problem; or null for one.
+struct sums_problem {
+    int64_t batch, heads, length, threads, orders;
+    double lowest;
+    const int64_t *order;
+    struct view decays, sums, of_decays;
+};
 
-// Of log decays, (batch, heads, length) in float32, to the sums before a token and, negative, up to it, side by side.
-void lion_sums(const struct sums_problem *p) {
+static double *sums_at(const struct sums_problem *p, int64_t b, int64_t h, int64_t token) {
+    return (double *)row(&p->sums, b, h % p->heads, token, 8) + 2 * (h / p->heads);
+}
+
+#define IN_ORDER(p, h, t) ((p)->order ? (p)->order[(h) / (p)->heads * (p)->length + (t)] : (t))
+
+// From log decays, in float32, to their sums. Fails if an order is not of all tokens.
+int lion_sums(const struct sums_problem *p) {
+    for (int64_t o = 0; p->order && o < p->orders; o++) {
+        uint8_t *seen = calloc(p->length, 1);
+        int64_t count = 0;
+        for (int64_t t = 0; seen && t < p->length; t++) {
+            const int64_t token = p->order[o * p->length + t];
+            if (token >= 0 && token < p->length && !seen[token]) count += seen[token] = 1;
+        }
+        free(seen);
+        if (count < p->length) return 1;
+    }
+    const int64_t heads = p->orders * p->heads;
 #pragma omp parallel for num_threads(p->threads)
-    for (int64_t n = 0; n < p->batch * p->heads; n++) {
+    for (int64_t n = 0; n < p->batch * heads; n++) {
         double sum = 0;
-        for (int64_t b = n / p->heads, h = n % p->heads, t = 0; t < p->length; t++) {
-            double *sums = (double *)row(&p->sums, b, h, t, 8), decay = *(float *)row(&p->decays, b, h, t, 4);
+        for (int64_t b = n / heads, h = n % heads, t = 0; t < p->length; t++) {
+            const int64_t token = IN_ORDER(p, h, t);
+            double *sums = sums_at(p, b, h, token), decay = *(float *)row(&p->decays, b, h, token, 4);
             sums[0] = sum;
             sum += decay < p->lowest ? p->lowest : decay;
             sums[1] = -sum;
         }
     }
+    return 0;
 }
 
 // From gradients of the sums to those of the decays, in float32, or of the only one of a head (token stride 0).
 void lion_sums_gradient(const struct sums_problem *p) {
+    const int64_t heads = p->orders * p->heads;
 #pragma omp parallel for num_threads(p->threads)
-    for (int64_t n = 0; n < p->batch * p->heads; n++) {
+    for (int64_t n = 0; n < p->batch * heads; n++) {
         double after = 0, total = 0;
-        for (int64_t b = n / p->heads, h = n % p->heads, t = p->length - 1; t >= 0; t--) {
-            const double *grad = row(&p->sums, b, h, t, 8);
-            if (!(*(float *)row(&p->decays, b, h, t, 4) < p->lowest)) total += after - grad[1];
-            *(float *)row(&p->of_decays, b, h, t, 4) = total;
+        for (int64_t b = n / heads, h = n % heads, t = p->length - 1; t >= 0; t--) {
+            const int64_t token = IN_ORDER(p, h, t);
+            const double *grad = sums_at(p, b, h, token);
+            if (!(*(float *)row(&p->decays, b, h, token, 4) < p->lowest)) total += after - grad[1];
+            *(float *)row(&p->of_decays, b, h, token, 4) = total;
             if (p->of_decays.token) total = 0;
             after += grad[0] - grad[1];
         }

@@ -125,7 +125,9 @@ def linear_attention(
         return fused_linear_attention(q, k, v, given, mask, seq_idx, *how)
     if forget_logits is not None:
         log_decay = log_of_decay(forget_logits)
-    if normalize and not fused:
+    covered = form == "full" and decays and not (by_channel or has_states or fused) and cpu_kernel.covers(v)
+    by_kernel, by_column = normalize and covered, normalize and not covered  # what divides the rows
+    if by_column and not fused:
         v = with_ones(v)
     triangles = "past" if causal else "shared"
     with no_autocast(q):
@@ -147,14 +149,15 @@ def linear_attention(
                 y = add_states(y, q, sums, triangles, left_state, right_state, scale)
         else:  # if decays are separate, sums of keys and queries; torch.compile refuses one tensor in both places
             plain = form == "full" and q.shape[1] == v.shape[1] and seq_idx is None
-            plain = plain and not (causal or separate or has_states) and _kernel_sums(log_decay, v)
+            plain = plain and not (causal or separate or has_states) and kernel_sums(log_decay, v)
             sums = log_decay if plain else signed_sums(log_decay, q.shape[-2], causal, log_decay_future)
             y = attend(
                 q, k, v, sums, sums.clone() if separate else None, None, None, triangles, mask=mask, seq_idx=seq_idx,
                 left_state=left_state, right_state=right_state, scale=scale, form=form, chunk_size=chunk_size,
                 dropout_p=dropout_p, uniform=_is_uniform(log_decay, log_decay_future) and seq_idx is None,
+                normalize=by_kernel,
             )  # fmt: skip
-    if normalize:
+    if by_column:
         y = y[..., :-1] / (y[..., -1:] + EPSILON)
     return y.to(dtype)
 
@@ -252,7 +255,7 @@ def _is_uniform(*log_decays: Tensor | None) -> bool:
     return log_decays[0] is not None and all(x is None or x.ndim == 1 for x in log_decays)
 
 
-def _kernel_sums(log_decay: Tensor | None, *others: Tensor) -> bool:
+def kernel_sums(log_decay: Tensor | None, *others: Tensor) -> bool:
     """Whether the CPU's kernel sums these decays, and covers the others too."""
     if log_decay is None or log_decay.dtype != torch.float32:
         return False
@@ -283,7 +286,7 @@ class _SignedSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx, log_decay: Tensor, length: int) -> Tensor:
         ctx.save_for_backward(log_decay)
-        ctx.native = _kernel_sums(log_decay)
+        ctx.native = kernel_sums(log_decay)
         if ctx.native:
             return cpu_kernel.signed_sums(log_decay, length, LOG_ZERO)
         exclusive, inclusive = cumulative_log_decay(log_decay, length)

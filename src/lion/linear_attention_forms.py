@@ -286,16 +286,20 @@ class _Full(torch.autograd.Function):
     """One chunk per text. For the backward pass it keeps what W is made from: reading is faster than computing it."""
 
     @staticmethod
-    def forward(ctx, q, k, v, query_sums, key_sums, diagonal, kept, factor: float, scale: float, triangles: str):
+    def forward(
+        ctx, q, k, v, query_sums, key_sums, diagonal, kept, order, factor: float, scale: float, triangles: str,
+        epsilon: float,
+    ) -> Tensor:  # fmt: skip
         ctx.native = triangles != "separate" and covers(v)
         if ctx.native:
             log_decay = None
             if query_sums is not None and query_sums.ndim < 4:
-                log_decay, query_sums = query_sums, signed_sums(query_sums, v.shape[2], LOG_ZERO)
-            tensors = q, k, v, query_sums, key_sums, diagonal, kept
-            ctx.options = factor, scale, DIRECTIONS[triangles]
-            ctx.save_for_backward(*tensors, log_decay)
-            return native.full_forward(*tensors, *ctx.options)
+                log_decay, query_sums = query_sums, signed_sums(query_sums, v.shape[2], LOG_ZERO, order)
+            tensors = q, k, v, query_sums, key_sums, diagonal, kept, order
+            ctx.options = factor, scale, DIRECTIONS[triangles], epsilon
+            y, *row_sums = native.full_forward(*tensors, *ctx.options)
+            ctx.save_for_backward(*tensors, log_decay, *([y, *row_sums] if row_sums else []))
+            return y
         tensors = q, k, v, query_sums, key_sums, diagonal
         ctx.options = scale, v.shape[2], len(query_sums) == 1, triangles, factor
         weights: list[tuple[Tensor, ...]] = []
@@ -309,24 +313,30 @@ class _Full(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         if ctx.native:
-            *saved, log_decay = saved
-            grads = list(native.full_backward(grad, *saved, *ctx.options, any(ctx.needs_input_grad[3:6])))
+            tensors, log_decay, rows = saved[:8], saved[8], saved[9:]
+            how = {"with_sums": any(ctx.needs_input_grad[3:6]), "rows": rows}
+            grads = list(native.full_backward(grad, *tensors, *ctx.options, **how))
             if log_decay is not None and grads[3] is not None:
-                grads[3] = signed_sums_gradient(grads[3], log_decay, LOG_ZERO)
-            return *grads, None, None, None, None
+                grads[3] = signed_sums_gradient(grads[3], log_decay, LOG_ZERO, tensors[-1])
+            return *grads, *[None] * 6
         tensors, kept, parts = saved[:6], saved[6], saved[7:]
         count = len(parts) // ctx.blocks
         weights = [parts[i : i + count] for i in range(0, len(parts), count)]
         with no_autocast(grad):
             chunks = _Chunks(*tensors, *ctx.options, kept, weights)
             grads = _gradients(chunks, grad, any(ctx.needs_input_grad[3:6]))
-        return *grads, None, None, None, None
+        return *grads, *[None] * 6
 
 
-def full(q, k, v, query_sums, key_sums, diagonal, kept, factor: float, scale: float, triangles: str) -> Tensor:
+def full(
+    q, k, v, query_sums, key_sums, diagonal, kept, factor: float, scale: float, triangles: str, *,
+    order: Tensor | None = None, normalize: bool = False,
+) -> Tensor:  # fmt: skip
     """The output, (B, H, L, E). kept: 1 for the entries of the matrix that dropout keeps, 0 for others, (B, H, L, L),
-    or None, and the factor by which it multiplies them."""
-    return _Full.apply(q, k, v, query_sums, key_sums, diagonal, kept, factor, scale, triangles)
+    or None, and the factor by which it multiplies them. By the kernel only: order, (O, L), the token at each place of O
+    orders, whose W are averaged, with log decays of O·H heads; normalize: divide each row by its sum."""
+    epsilon = EPSILON if normalize else 0.0
+    return _Full.apply(q, k, v, query_sums, key_sums, diagonal, kept, order, factor, scale, triangles, epsilon)
 
 
 def _chunkwise_forward(*inputs) -> Tensor:

@@ -11,20 +11,21 @@ from torch import Tensor
 from .cpu_kernel import OWN, STRICT, Full, Triangle
 
 
-def full_forward(q, k, v, query_sums, key_sums, diagonal, kept, factor: float, scale: float, directions) -> Tensor:
-    """The output, (B, H, L, E); kept and factor: dropout, as in `linear_attention_forms.full`."""
-    y = _room(v)
-    Full(q, k, v, query_sums, key_sums, diagonal, directions, scale, kept, factor).forward(y)
-    return _laid_out(y, v)
+def full_forward(q, k, v, *others) -> tuple[Tensor, ...]:
+    """The output, (B, H, L, E), and, if rows are divided, their sums, (B, H, L). Arguments as for `Full`."""
+    problem, y = Full(q, k, v, *others), _room(v)
+    rows = (y.new_empty(v.shape[:3]),) if problem.divides else ()
+    problem.forward(y, *rows)
+    return _laid_out(y, v), *rows
 
 
 def full_backward(
-    grad, q, k, v, query_sums, key_sums, diagonal, kept, factor: float, scale: float, directions, with_sums: bool
+    grad, q, k, v, query_sums, key_sums, *others, with_sums: bool, rows: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the six tensors; of both sums only with_sums."""
-    problem = Full(q, k, v, query_sums, key_sums, diagonal, directions, scale, kept, factor)
-    grads = _empty_gradients(q, k, v)
-    *of_sums, of_diagonal = problem.backward(grad, *grads, with_sums)
+    """The gradients of the six tensors; of both sums only with_sums. rows: what `full_forward` returned, if rows are
+    divided."""
+    problem, grads = Full(q, k, v, query_sums, key_sums, *others), _empty_gradients(q, k, v)
+    *of_sums, of_diagonal = problem.backward(grad, *grads, with_sums, *rows)
     of_sums = [None if x is None else _summed(x, sums) for x, sums in zip(of_sums, (query_sums, key_sums))]
     return *_cast(grads, q, k, v), *of_sums, of_diagonal
 

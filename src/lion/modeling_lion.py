@@ -1,6 +1,5 @@
-"""LION encoders: BERT (Devlin et al. 2018, post-LayerNorm) with linear attention in place of softmax attention.
-Afzal et al., "Linear Attention for Efficient Bidirectional Sequence Modeling", arXiv:2502.16249. What differs from
-BERT is the mixer, see mixers.py. Shape letters: B batch, L length, D hidden size, H heads, V vocabulary."""
+"""LION encoders: BERT (Devlin et al. 2018, post-LayerNorm) whose mixer, see mixers.py, is linear attention (Afzal et
+al. 2025, arXiv:2502.16249). Shape letters: B batch, L length, D hidden size, H heads, V vocabulary."""
 
 import functools
 import inspect
@@ -25,6 +24,7 @@ from .cpu_kernel import covers  # noqa: F401
 from .cpu_kernel_source import SOURCE  # noqa: F401
 from .cpu_linear import linear  # noqa: F401
 from .custom_operators import operator  # noqa: F401
+from .full_kernel_source import FULL  # noqa: F401
 from .hydra_attention import hydra_attention  # noqa: F401
 from .linear_attention import SegmentStates  # noqa: F401
 from .linear_attention_forms import sequence_starts

@@ -24,6 +24,7 @@ from .cpu_kernel import covers  # noqa: F401
 from .cpu_kernel_source import SOURCE  # noqa: F401
 from .cpu_linear import linear  # noqa: F401
 from .custom_operators import operator  # noqa: F401
+from .full_kernel_source import FULL  # noqa: F401
 from .hydra_attention import hydra_attention  # noqa: F401
 from .linear_attention import SegmentStates  # noqa: F401
 from .linear_attention_forms import sequence_starts  # noqa: F401

@@ -10,11 +10,18 @@ Shape letters: B batch, H heads, L tokens, O orders, D head size of q and k, E h
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .custom_operators import no_autocast
-from .linear_attention import attention_matrix, definition, fused_with_row_sums, is_fused, linear_attention, with_ones
-from .linear_attention_forms import BLOCK_ENTRIES, EPSILON, cumulative_log_decay, mirrored_weights, split_sums
+from .linear_attention import (
+    attention_matrix,
+    definition,
+    fused_with_row_sums,
+    is_fused,
+    kernel_sums,
+    linear_attention,
+    with_ones,
+)
+from .linear_attention_forms import EPSILON, full
 from .two_sided_attention import check_options, check_shapes, resolve_form
 
 
@@ -74,16 +81,17 @@ def linear_attention_in_orders(
     with no_autocast(q):
         if orders is None:
             return linear_attention(q, k, v, log_decay, normalize=True, **how).to(dtype)
-        # By this form of two orders, the length at which both forms take the same time is half as large again.
-        if not fused and dropout_p == 0 and resolve_form(form, v, True) == "full":
-            return _Full.apply(q, k, v, _sums(log_decay, orders, H), places(orders), scale).to(dtype)
+        in_full = resolve_form(form, v, True, dropout_p, fused) == "full"
+        if in_full and dropout_p == 0 and not fused and kernel_sums(log_decay, v):
+            how = {"order": orders, "normalize": True}
+            return full(q, k, v, log_decay, None, None, None, 1.0, scale, "shared", **how).to(dtype)
         # Each head in each order is a head, (B, H·O, L, ·). The gradient of x[:, :, orders] would sort on a GPU.
         v = v if fused else with_ones(v)
         q, k, v = (x.index_select(2, orders.flatten()).view(B, H * O, L, -1) for x in (q, k, v))
         log_decay, dim = (log_decay, 0) if log_decay.ndim == 1 else (_in_order(log_decay, orders), 1)
         log_decay = log_decay.unflatten(dim, (O, H)).transpose(dim, dim + 1).flatten(dim, dim + 1)
         if fused:
-            size = 0 if resolve_form(form, v, True, dropout_p, fused) == "full" else chunk_size
+            size = 0 if in_full else chunk_size
             y = fused_with_row_sums(q, k, v, log_decay, None, None, scale, size, dropout_p)
         else:
             y = linear_attention(q, k, v, log_decay, **how)
@@ -125,99 +133,3 @@ def _in_order(log_decay: Tensor, orders: Tensor) -> Tensor:
     """Bring decays, (B, O·H, L), into the order of their heads."""
     index = orders.repeat_interleave(log_decay.shape[1] // len(orders), 0)
     return log_decay.gather(2, index.expand_as(log_decay))
-
-
-def _sums(log_decay: Tensor, orders: Tensor, heads: int) -> Tensor:
-    """The cumulative log decays along each order as _Full reads them, (2, B or 1, O, H, L): exclusive and inclusive."""
-    if log_decay.ndim == 3:
-        log_decay = _in_order(log_decay, orders)
-    sums = torch.stack(cumulative_log_decay(log_decay, orders.shape[1])).unflatten(2, (len(orders), heads))
-    return sums.gather(-1, places(orders)[:, None].expand(sums.shape))
-
-
-class _Full(torch.autograd.Function):
-    """The L×L matrices, for a few images at a time, whose matrices fit the cache. Beside V is a column of ones, which
-    receives the row sums. If all images have the same W, there is room to keep the matrices."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, sums, place, scale: float) -> Tensor:
-        ctx.scale, ctx.uniform = scale / sums.shape[2], sums.shape[1] == 1
-        q, v, numbers = ctx.scale * q, with_ones(v), split_sums(*sums, q.dtype)
-        y, kept = torch.empty_like(v), []
-        if ctx.uniform:
-            kept.append(mirrored_weights(*numbers))  # (1, O, H, L, L)
-            total = kept[0].sum(1)
-        for some in _blocks(q):
-            if not ctx.uniform:
-                kept.append(mirrored_weights(*(x[some] for x in numbers)))  # (b, O, H, L, L)
-                total = kept[-1].sum(1)
-            matrix = (q[some] @ k[some].mT).mul_(total)
-            y[some] = matrix @ v[some]
-            if ctx.uniform:
-                kept.append(matrix)
-        ctx.save_for_backward(q, k, v, y, place, *kept)
-        return y[..., :-1] / (y[..., -1:] + EPSILON)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, y, place, *kept = ctx.saved_tensors
-        uniform, with_sums = ctx.uniform, ctx.needs_input_grad[3]
-        with no_autocast(grad):
-            grad_y = grad / (y[..., -1:] + EPSILON)
-            of_row_sums = -(grad_y * y[..., :-1]).sum(-1, keepdim=True) / (y[..., -1:] + EPSILON)
-            grad_y = torch.cat([grad_y, of_row_sums], -1)
-            grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v[..., :-1]))
-            past = place[:, None, :, None] > place[:, None, None, :]  # (O, 1, L, L)
-            grad_sums = []
-            if uniform:
-                weights, total = kept[0], kept[0].sum(1)
-                summed = torch.zeros_like(total)
-            for number, some in enumerate(_blocks(q)):
-                if uniform:
-                    matrix = kept[1 + number]
-                else:
-                    weights, total = kept[number], kept[number].sum(1)
-                    matrix = (q[some] @ k[some].mT).mul_(total)
-                grad_v[some] = matrix.mT @ grad_y[some][..., :-1]
-                grad_matrix = grad_y[some] @ v[some].mT
-                if not with_sums:
-                    pass
-                elif not uniform:
-                    grad_sums.append(_sum_gradients(_of_orders(matrix.mul_(grad_matrix), weights, total), past))
-                elif len(matrix) == 1:
-                    summed.addcmul_(matrix, grad_matrix)
-                else:
-                    summed += (matrix * grad_matrix).sum(0, keepdim=True)
-                grad_matrix.mul_(total)
-                grad_q[some], grad_k[some] = grad_matrix @ k[some], grad_matrix.mT @ q[some]
-            grad_q.mul_(ctx.scale)
-            if not with_sums:
-                return grad_q, grad_k, grad_v, None, None, None
-            if uniform:
-                grad_sums.append(_sum_gradients(_of_orders(summed, weights, total), past))
-            return grad_q, grad_k, grad_v, torch.cat(grad_sums, 1), None, None
-
-
-def _of_orders(of_total: Tensor, weights: Tensor, total: Tensor) -> Tensor:
-    """∂/∂ log W of each order, (b, O, H, L, L), from ∂/∂ log of their sum, (b, H, L, L)."""
-    return of_total[:, None] * (weights / total[:, None])
-
-
-def _blocks(q: Tensor) -> list[slice]:
-    """Cut the images of q, (B, H, L, D), into blocks."""
-    B, H, L, _ = q.shape
-    if torch.compiler.is_compiling():
-        return [slice(0, B)]
-    size = max(1, BLOCK_ENTRIES["cpu" if q.is_cpu else "cuda"] // (H * L * L))
-    return [slice(first, min(first + size, B)) for first in range(0, B, size)]
-
-
-def _sum_gradients(of_log_weights: Tensor, past: Tensor) -> Tensor:
-    """Turn ∂/∂ log W, (b, O, H, L, L), into the gradients of the sums, (2, b, O, H, L), in float64. An entry adds to
-    its row what it subtracts from its column: sums rounded differently would leave a remainder."""
-    of_log_weights = of_log_weights.double()
-    both = of_log_weights.sum(-1) - of_log_weights.sum(-2)
-    of_log_weights.mul_(past)
-    exclusive = of_log_weights.sum(-1) - of_log_weights.sum(-2)
-    return torch.stack([exclusive, exclusive - both])

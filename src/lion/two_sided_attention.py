@@ -185,11 +185,12 @@ def two_sided_segment_states(v, past, future, past_total, future_total, *, mask=
 
 def attend(
     q, k, v, query_sums, key_sums, log_weights, diagonal, triangles, *, mask, seq_idx, left_state, right_state,
-    scale, form, chunk_size, dropout_p=0.0, uniform=False,
+    scale, form, chunk_size, dropout_p=0.0, uniform=False, normalize=False,
 ) -> Tensor:  # fmt: skip
     """Compute one of the forms, (B, H, L, E), for arguments as linear_attention_forms.py describes them, except that
     query_sums may be None (no decay) and G any divisor of H; log_weights: (B, H, L, T) or None; uniform: all chunks
-    have the same decays; the others as for `two_sided_attention`. The caller turns autocast off."""
+    have the same decays; normalize: see `linear_attention_forms.full`; the others as for `two_sided_attention`. The
+    caller turns autocast off."""
     (B, H, L, _), G, dtype = v.shape, q.shape[1], v.dtype
     if 1 < G < H:  # groups of heads become rows of the batch, whose decays differ
 
@@ -202,7 +203,7 @@ def attend(
         y = attend(
             *map(fold, (q, k, v, query_sums, key_sums, log_weights, diagonal)), triangles, mask=mask, seq_idx=seq_idx,
             left_state=fold(left_state), right_state=fold(right_state), scale=scale, form=form, chunk_size=chunk_size,
-            dropout_p=dropout_p,
+            dropout_p=dropout_p, normalize=normalize,
         )  # fmt: skip
         return y.unflatten(0, (B, G)).flatten(1, 2)
     in_kernel = form == "chunkwise" and query_sums is not None and covers(v)  # which sums in float32
@@ -229,7 +230,7 @@ def attend(
         y = dropout(scale * q @ k.mT, dropout_p) @ v
     elif form == "full":
         kept, factor = draw_kept((B, H, L, L), dropout_p, v.device) if dropout_p > 0 else (None, 1.0)
-        y = full(q, k, v, *operands, kept, factor, scale, triangles)
+        y = full(q, k, v, *operands, kept, factor, scale, triangles, normalize=normalize)
     elif form == "recurrent":
         y = recurrent(scale * q, k, v, *operands, triangles)
     elif query_sums is None:  # nothing decays, so one state serves the whole text
