@@ -75,7 +75,7 @@ def _training(length: int) -> tuple[Callable, Callable]:
     operands = grad, q, k, v, sums, None, None
     return (
         lambda: (in_full(), full_backward(*operands, None, None, 1.0, 1.0, DIRECTIONS["shared"], 0.0, with_sums=True)),
-        lambda: (in_chunks(), chunkwise_backward(*operands, 1.0, 128, False, "shared", DIRECTIONS, True)),
+        lambda: (in_chunks(), chunkwise_backward(*operands, None, 1.0, 128, False, "shared", DIRECTIONS, True)),
     )
 
 

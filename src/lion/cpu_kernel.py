@@ -47,7 +47,7 @@ STRICT, OWN, GIVEN = range(3)  # the diagonal: none, q_i·k_i, or δ
 # The structures of the C sources, in words of 8 bytes. Packed at once, since ctypes' own take several times as
 # long as it takes to compute a short text.
 _NOTHING = (0,) * 5  # a view: its address, strides of batch, head and token, and whether it is bfloat16
-_PROBLEM = struct.Struct("=10q d 45q 2q")
+_PROBLEM = struct.Struct("=11q d q 45q 2q")
 _FULL_PROBLEM = struct.Struct("=11q 3d 2q 95q")
 _SUMS_PROBLEM = struct.Struct("=5q d 16q")
 _CHANNELS_PROBLEM = struct.Struct("=9q 2d 60q")
@@ -160,11 +160,14 @@ class Triangle:
 
     q, k: (B, 1 or H, L, D) and v: (B, H, L, E), in float32 or bfloat16; query_sum, key_sum: (B or 1, H or 1, L) in
     float64; direction: 1 for keys before a query, −1 for keys after it; diagonal: δ, (B, H, L), or OWN for s q_i·k_i,
-    or STRICT for 0."""
+    or STRICT for 0; order: (L,) integers, the token at each place, or None."""
 
-    def __init__(self, q, k, v, query_sum, key_sum, direction: int, scale: float, diagonal: Tensor | int):
+    def __init__(
+        self, q, k, v, query_sum, key_sum, direction: int, scale: float, diagonal: Tensor | int,
+        order: Tensor | None = None,
+    ):  # fmt: skip
         self.q, self.k, self.v, self.sums, self.direction = q, k, v, (query_sum, key_sum), direction
-        self.scale, self.diagonal = scale, diagonal
+        self.scale, self.diagonal, self.order = scale, diagonal, None if order is None else order.contiguous()
 
     def forward(self, y: Tensor, add: bool) -> None:
         """Write to y, (B, H, L, E) in float32, or add to it, the formula at the top of this file."""
@@ -202,10 +205,13 @@ class Triangle:
         # cumulative sum of the decays the remainders of all tokens add up. What flows across a boundary, by all entries
         # with their key on one side and their query on the other, says what those of a span amount to.
         flows = F.pad(flows * self.scale, (1, 1))
-        remainders = of_query - of_key if self.direction > 0 else (of_query - of_key).flip(-1)
+        remainders = of_query - of_key
+        remainders = remainders if self.order is None else remainders[..., self.order]
+        remainders = remainders if self.direction > 0 else remainders.flip(-1)
         remainders = F.pad(remainders, (0, spans * SPAN - L)).unflatten(-1, (spans, SPAN)).sum(-1) + flows.diff()
         first = torch.arange(spans, device="cpu") * SPAN
-        of_query[..., first if self.direction > 0 else L - 1 - first] -= remainders
+        first = first if self.direction > 0 else L - 1 - first
+        of_query[..., first if self.order is None else self.order[first]] -= remainders
         return [of_query, -of_key]
 
     def _run(self, q, k, v, y, add: bool, *, other=None, recorded=(None, None), mirrored: bool = False, parts: int = 1):
@@ -217,9 +223,10 @@ class Triangle:
         rows = [None if x is None else _rows(x) for x in (q, k, v, other)]
         tensors = *rows[:3], *sums, given, y, rows[3], dots
         kind, threads = self.diagonal if given is None else GIVEN, _threads(B, H, parts)
+        towards = direction if self.order is None else 1
         problem = _PROBLEM.pack(
-            B, H, L, q.shape[-1], E, kind, add, threads, mirrored, parts, self.scale,
-            *chain.from_iterable(_view(x, direction) for x in tensors), *map(_address, recorded),
+            B, H, L, q.shape[-1], E, kind, add, threads, mirrored, parts, direction < 0, self.scale,
+            _address(self.order), *chain.from_iterable(_view(x, towards) for x in tensors), *map(_address, recorded),
         )  # fmt: skip
         if _library().lion_triangle(problem):
             raise MemoryError("no memory for the states of linear attention; use shorter inputs or fewer threads")

@@ -140,14 +140,19 @@ static void transpose(const float *x, int x_row, float *y, int y_row) {  // a WÃ
 
 struct problem {
     // With parts > 1, nothing may be recorded, and there is no `other`.
-    int64_t batch, heads, length, depth, width, diagonal, add, threads, mirrored, parts;
+    int64_t batch, heads, length, depth, width, diagonal, add, threads, mirrored, parts, reversed;
     double scale;
+    const int64_t *order;  // the token at each place, or null; reversed: the places are read from the last to the first
     struct view q, k, v, query, key, given, y, other, dots;
     float *states;  // (batch, heads, boundaries, padded depth, padded width)
     double *flows;  // (batch, heads, boundaries)
 };
 
 static double sum_of(const struct view *x, int64_t b, int64_t h, int64_t t) { return *(double *)row(x, b, h, t, 8); }
+
+static int64_t token_at(const struct problem *p, int64_t t) {
+    return p->order ? p->order[p->reversed ? p->length - 1 - t : t] : t;
+}
 
 static int round_up(int64_t n) { return (n + ROWS - 1) / ROWS * ROWS; }
 
@@ -177,32 +182,37 @@ static void triangle_head(const struct problem *whole, int64_t b, int64_t h, int
     const int D = round_up(p->depth), E = round_up(p->width), depth = p->depth, width = p->width;
     float *Q = memory, *K = Q + C * D, *KT = K + C * D, *V = KT + C * D, *Y = V + C * E, *A = Y + C * E;
     float *other = A + C * C, *S = other + E;
+    int64_t token[C];
     double from_entry[2][C];
     float high[2][C] __attribute__((aligned(64))), low[2][C] __attribute__((aligned(64)));
     float query_weight[C] __attribute__((aligned(64))), key_weight[C] __attribute__((aligned(64))), own[C];
     vi lane;
     for (int i = 0; i < W; i++) lane[i] = i;
     // A state, S, enters a chunk decayed up to its first query, as everywhere in this package.
-    double entry = sum_of(&p->query, b, h, 0);
+    double entry = sum_of(&p->query, b, h, token_at(p, 0));
     int n = p->mirrored && p->length % C ? p->length % C : C;  // boundaries lie where those of the other calls do
     for (int64_t t = 0; t < p->length; t += n, n = C) {
         if (n > p->length - t) n = p->length - t;
         const int last = t + n == p->length;
         // Between the same two tokens as in the other calls, that is at the key of the last where both are exchanged.
         const double exit = last ? entry
-            : p->mirrored ? sum_of(&p->key, b, h, t + n - 1) : sum_of(&p->query, b, h, t + n);
-        for (int i = 0; i < n; i++) prefetch(&p->y, b, h, t + i, p->width);
+            : p->mirrored ? sum_of(&p->key, b, h, token_at(p, t + n - 1)) : sum_of(&p->query, b, h, token_at(p, t + n));
+        for (int i = 0; i < n; i++) {
+            token[i] = token_at(p, t + i);
+            prefetch(&p->y, b, h, token[i], p->width);
+        }
         for (int64_t next = t + n; next < t + n + C && next < p->length; next++) {
-            prefetch(&p->q, b, h, next, p->depth);
-            prefetch(&p->k, b, h, next, p->depth);
-            prefetch(&p->v, b, h, next, p->width);
+            const int64_t at = token_at(p, next);
+            prefetch(&p->q, b, h, at, p->depth);
+            prefetch(&p->k, b, h, at, p->depth);
+            prefetch(&p->v, b, h, at, p->width);
         }
         for (int i = 0; i < n; i++) {
-            load(Q + i * D, &p->q, b, h, t + i, p->depth, p->scale);
-            load(K + i * D, &p->k, b, h, t + i, p->depth, 1);
-            load(V + i * E, &p->v, b, h, t + i, p->width, 1);
-            from_entry[0][i] = sum_of(&p->query, b, h, t + i) - entry;
-            from_entry[1][i] = sum_of(&p->key, b, h, t + i) - entry;
+            load(Q + i * D, &p->q, b, h, token[i], p->depth, p->scale);
+            load(K + i * D, &p->k, b, h, token[i], p->depth, 1);
+            load(V + i * E, &p->v, b, h, token[i], p->width, 1);
+            from_entry[0][i] = sum_of(&p->query, b, h, token[i]) - entry;
+            from_entry[1][i] = sum_of(&p->key, b, h, token[i]) - entry;
         }
         for (int i = n; i < C; i++) {  // nothing, at the end of the text
             memset(Q + i * D, 0, sizeof(float) * D);
@@ -223,7 +233,7 @@ static void triangle_head(const struct problem *whole, int64_t b, int64_t h, int
             *(vf *)(key_weight + i) = exponential(*(vf *)(key_weight + i));
         }
         for (int i = 0; i < C; i += W) for (int d = 0; d < D; d += W) transpose(K + i * D + d, D, KT + d * C + i, C);
-        for (int m = 0; m < C; m += ROWS) multiply(ROWS, D, m + ROWS, Q + m * D, D, 1, KT, C, A + m * C, C, 0);
+        for (int m = 0; m < C; m += ROWS) multiply(ROWS, depth, m + ROWS, Q + m * D, D, 1, KT, C, A + m * C, C, 0);
         for (int i = 0; i < C; i++) {
             own[i] = A[i * C + i];
             for (int j = 0; j < i / ROWS * ROWS + ROWS; j += W) {
@@ -235,20 +245,20 @@ static void triangle_head(const struct problem *whole, int64_t b, int64_t h, int
         for (int m = 0; m < C; m += ROWS) multiply(ROWS, m + ROWS, E, A + m * C, C, 1, V, E, Y + m * E, E, 0);
         if (t) {
             scale_rows(Q, D, query_weight, n, depth);
-            multiply(C, D, E, Q, D, 1, S, E, Y, E, 1);
+            multiply(C, depth, E, Q, D, 1, S, E, Y, E, 1);
         }
         for (int i = 0; i < n; i++) {
-            float *y = (float *)row(&p->y, b, h, t + i, 4), *computed = Y + i * E;
+            float *y = (float *)row(&p->y, b, h, token[i], 4), *computed = Y + i * E;
             if (p->other.data) {
                 double sums[ROWS] = {0};  // of every sixteenth product, for the compiler to add vectors
-                load(other, &p->other, b, h, t + i, p->width, 1);
+                load(other, &p->other, b, h, token[i], p->width, 1);
                 for (int e = 0; e < E; e += ROWS)
                     for (int j = 0; j < ROWS; j++) sums[j] += (double)other[e + j] * computed[e + j];
                 for (int j = 1; j < ROWS; j++) sums[0] += sums[j];
-                *(double *)row(&p->dots, b, h, t + i, 8) = sums[0];
+                *(double *)row(&p->dots, b, h, token[i], 8) = sums[0];
             }
             if (p->diagonal) {
-                float factor = p->diagonal == 1 ? own[i] : *(float *)row(&p->given, b, h, t + i, 4);
+                float factor = p->diagonal == 1 ? own[i] : *(float *)row(&p->given, b, h, token[i], 4);
                 for (int e = 0; e < E; e++) computed[e] += factor * V[i * E + e];
             }
             if (p->add) for (int e = 0; e < width; e++) y[e] += computed[e];

@@ -263,14 +263,15 @@ def kernel_sums(log_decay: Tensor | None, *others: Tensor) -> bool:
 
 
 def signed_sums(
-    log_decay: Tensor | None, length: int, causal: bool = False, log_decay_future: Tensor | None = None
-) -> Tensor | None:
+    log_decay: Tensor | None, length: int, causal: bool = False, log_decay_future: Tensor | None = None,
+    order: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """The decays as linear_attention_forms.py reads them, (B or 1, H, L, T): exclusive for past, inclusive for future
-    keys."""
+    keys. order: see `cpu_kernel.signed_sums`; only for decays that it sums."""
     if log_decay is None:
         return None
     if log_decay_future is None and not causal:
-        return _SignedSums.apply(log_decay, length)
+        return _SignedSums.apply(log_decay, length, order)
     exclusive, inclusive = cumulative_log_decay(log_decay, length)
     if log_decay_future is not None:
         _, inclusive = cumulative_log_decay(log_decay_future, length)
@@ -284,26 +285,26 @@ class _SignedSums(torch.autograd.Function):
     attention."""
 
     @staticmethod
-    def forward(ctx, log_decay: Tensor, length: int) -> Tensor:
-        ctx.save_for_backward(log_decay)
+    def forward(ctx, log_decay: Tensor, length: int, order: Tensor | None) -> Tensor:
+        ctx.save_for_backward(log_decay, order)
         ctx.native = kernel_sums(log_decay)
         if ctx.native:
-            return cpu_kernel.signed_sums(log_decay, length, LOG_ZERO)
+            return cpu_kernel.signed_sums(log_decay, length, LOG_ZERO, order)
         exclusive, inclusive = cumulative_log_decay(log_decay, length)
         return torch.stack([exclusive, -inclusive], -1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         """A token's decay is in the exclusive sums after it and in the inclusive sums from it on."""
-        (log_decay,) = ctx.saved_tensors
+        log_decay, order = ctx.saved_tensors
         if ctx.native:
-            return cpu_kernel.signed_sums_gradient(grad, log_decay, LOG_ZERO), None
+            return cpu_kernel.signed_sums_gradient(grad, log_decay, LOG_ZERO, order), None, None
         past, future = grad.unbind(-1)
         both = past - future
         grad = both.sum(-1, keepdim=True) - both.cumsum(-1) - future
         grad = grad.sum((0, 2)) if log_decay.ndim == 1 else grad
-        return (grad * (log_decay >= LOG_ZERO)).to(log_decay.dtype), None
+        return (grad * (log_decay >= LOG_ZERO)).to(log_decay.dtype), None, None
 
 
 def _check(

@@ -339,20 +339,22 @@ def full(
     return _Full.apply(q, k, v, query_sums, key_sums, diagonal, kept, order, factor, scale, triangles, epsilon)
 
 
-def _chunkwise_forward(*inputs) -> Tensor:
+def _chunkwise_forward(q, k, v, query_sums, key_sums, diagonal, order, *options) -> Tensor:
     """The full form inside chunks of C tokens, plus the rest through a D×E state per triangle, stacked to TD×E. The
     backward pass recomputes states and C×C matrices, since storing them would take most of the memory."""
-    if covers(inputs[2]):
-        return native.chunkwise_forward(*inputs, DIRECTIONS)
-    return _multiply(_Chunks(*inputs))
+    tensors = q, k, v, query_sums, key_sums, diagonal
+    if covers(v):
+        return native.chunkwise_forward(*tensors, order, *options, DIRECTIONS)
+    return _multiply(_Chunks(*tensors, *options))
 
 
-def _chunkwise_backward(grad: Tensor, *inputs) -> list[Tensor]:
-    *inputs, with_sums = inputs
-    if covers(inputs[2]):
-        grads = native.chunkwise_backward(grad, *inputs, DIRECTIONS, with_sums)
+def _chunkwise_backward(grad: Tensor, q, k, v, query_sums, key_sums, diagonal, order, *options) -> list[Tensor]:
+    *options, with_sums = options
+    tensors = q, k, v, query_sums, key_sums, diagonal
+    if covers(v):
+        grads = native.chunkwise_backward(grad, *tensors, order, *options, DIRECTIONS, with_sums)
     else:
-        grads = _gradients(_Chunks(*inputs), grad, with_sums)
+        grads = _gradients(_Chunks(*tensors, *options), grad, with_sums)
     return [x for x in grads if x is not None]
 
 
@@ -563,8 +565,17 @@ class _Chunks:
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor query_sum, Tensor key_sum, int direction"
 _one_triangle, _ = operator(_recurrent_forward, _recurrent_backward, _INPUTS, lambda x: x.new_empty(x.shape))
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor query_sums, Tensor? key_sums, Tensor? diagonal"
-_INPUTS += ", float scale, SymInt chunk_size, bool uniform, str triangles"
-chunkwise, _ = operator(_chunkwise_forward, _chunkwise_backward, _INPUTS, torch.empty_like)
+_INPUTS += ", Tensor? order, float scale, SymInt chunk_size, bool uniform, str triangles"
+_in_chunks, _ = operator(_chunkwise_forward, _chunkwise_backward, _INPUTS, torch.empty_like)
+
+
+def chunkwise(
+    q, k, v, query_sums, key_sums, diagonal, scale: float, chunk_size: int, uniform: bool, triangles: str,
+    order: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The output, (B, H, L, E). uniform: all chunks have the same decays. By the kernel only: order, (O, L), the token
+    at each place of O orders, whose W are averaged, with two sums for each."""
+    return _in_chunks(q, k, v, query_sums, key_sums, diagonal, order, scale, chunk_size, uniform, triangles)
 
 
 def recurrent(q, k, v, query_sums, key_sums, diagonal, triangles: str) -> Tensor:

@@ -31,38 +31,40 @@ def full_backward(
 
 
 def chunkwise_forward(
-    q, k, v, query_sums, key_sums, diagonal, scale: float, _chunk_size, _uniform, triangles: str, all_directions: dict
-) -> Tensor:
+    q, k, v, query_sums, key_sums, diagonal, order, scale: float, _chunk_size, _uniform, triangles: str,
+    all_directions: dict,
+) -> Tensor:  # fmt: skip
     """The output, (B, H, L, E). The kernel has a chunk size of its own, and needs no uniform decays."""
     directions, separate = all_directions[triangles], triangles == "separate"
-    y = _room(v)
-    for number, triangle in enumerate(_triangles(q, k, v, query_sums, key_sums, diagonal, scale, directions, separate)):
+    y, operands = _room(v), (q, k, v, query_sums, key_sums, diagonal, order, scale, directions, separate)
+    for number, triangle in enumerate(_triangles(*operands)):
         triangle.forward(y, add=number > 0)
     return _laid_out(y, v)
 
 
 def chunkwise_backward(
-    grad, q, k, v, query_sums, key_sums, diagonal, scale: float, _chunk_size, _uniform, triangles: str,
+    grad, q, k, v, query_sums, key_sums, diagonal, order, scale: float, _chunk_size, _uniform, triangles: str,
     all_directions: dict, with_sums: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of the six tensors; of sums and diagonal only with_sums."""
     directions, separate = all_directions[triangles], triangles == "separate"
     grads, of_sums = _empty_gradients(q, k, v), []
-    sides = _sides(*grads[:2], directions, separate)
-    for number, triangle in enumerate(_triangles(q, k, v, query_sums, key_sums, diagonal, scale, directions, separate)):
+    sides, operands = _sides(*grads[:2], directions, separate), (q, k, v, query_sums, key_sums, diagonal, order)
+    for number, triangle in enumerate(_triangles(*operands, scale, directions, separate)):
         add = number > 0 and not separate, number > 0
-        of_sums.append(triangle.backward(grad, *sides[number], grads[2], add, with_sums))
+        of_sums.append(triangle.backward(grad, *sides[number % 2], grads[2], add, with_sums))
     of_queries, of_keys = zip(*of_sums) if with_sums else ((), ())
     of_diagonal = (grad.float() * v).sum(-1) if with_sums and diagonal is not None else None
     return *_cast(grads, q, k, v), *_of_sums(of_queries, of_keys, query_sums, key_sums), of_diagonal
 
 
-def _triangles(q, k, v, query_sums, key_sums, diagonal, scale, directions, separate) -> Iterator[Triangle]:
-    """The first triangle brings the diagonal."""
+def _triangles(q, k, v, query_sums, key_sums, diagonal, order, scale, directions, separate) -> Iterator[Triangle]:
+    """In each order, the first triangle brings the diagonal."""
     keys, own = query_sums if key_sums is None else key_sums, OWN if diagonal is None else diagonal
-    for number, (direction, side) in enumerate(zip(directions, _sides(q, k, directions, separate))):
-        sums = query_sums[..., number], keys[..., number]
-        yield Triangle(*side, v, *sums, direction, scale, STRICT if number else own)
+    orders, sums = [None] if order is None else order, zip(query_sums.unbind(-1), keys.unbind(-1))
+    for one in orders:
+        for number, (direction, side) in enumerate(zip(directions, _sides(q, k, directions, separate))):
+            yield Triangle(*side, v, *next(sums), direction, scale / len(orders), STRICT if number else own, one)
 
 
 def _sides(q: Tensor, k: Tensor, directions, separate: bool) -> list[tuple[Tensor, Tensor]]:

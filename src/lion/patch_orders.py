@@ -19,9 +19,10 @@ from .linear_attention import (
     is_fused,
     kernel_sums,
     linear_attention,
+    signed_sums,
     with_ones,
 )
-from .linear_attention_forms import EPSILON, full
+from .linear_attention_forms import EPSILON, chunkwise, full
 from .two_sided_attention import check_options, check_shapes, resolve_form
 
 
@@ -82,9 +83,12 @@ def linear_attention_in_orders(
         if orders is None:
             return linear_attention(q, k, v, log_decay, normalize=True, **how).to(dtype)
         in_full = resolve_form(form, v, True, dropout_p, fused) == "full"
-        if in_full and dropout_p == 0 and not fused and kernel_sums(log_decay, v):
-            how = {"order": orders, "normalize": True}
-            return full(q, k, v, log_decay, None, None, None, 1.0, scale, "shared", **how).to(dtype)
+        if form != "recurrent" and dropout_p == 0 and not fused and kernel_sums(log_decay, v):
+            if in_full:
+                how = {"order": orders, "normalize": True}
+                return full(q, k, v, log_decay, None, None, None, 1.0, scale, "shared", **how).to(dtype)
+            sums = signed_sums(log_decay, L, order=orders)
+            return divided(chunkwise(q, k, with_ones(v), sums, None, None, scale, L, False, "shared", orders)).to(dtype)
         # Each head in each order is a head, (B, H·O, L, ·). The gradient of x[:, :, orders] would sort on a GPU.
         v = v if fused else with_ones(v)
         q, k, v = (x.index_select(2, orders.flatten()).view(B, H * O, L, -1) for x in (q, k, v))
@@ -98,7 +102,7 @@ def linear_attention_in_orders(
         # The rows are added before they are divided.
         y = y.unflatten(1, (H, O))
         y = y.gather(3, places(orders)[:, :, None].expand(y.shape)).mean(2)
-        return (y[..., :-1] / (y[..., -1:] + EPSILON)).to(dtype)
+        return divided(y).to(dtype)
 
 
 def definition_in_orders(q, k, v, log_decay, orders=None, *, scale=None) -> Tensor:
@@ -121,6 +125,11 @@ def matrix_in_orders(q, k, log_decay, orders=None, *, scale=None, matrix=attenti
         in_order = matrix(q[:, :, order], k[:, :, order], decays, scale=scale)
         average = average + in_order[:, :, place][..., place] / len(orders)
     return average / (average.sum(-1, keepdim=True) + EPSILON)
+
+
+def divided(y: Tensor) -> Tensor:
+    """Rows of y, (B, H, L, E + 1), divided by their sums, which are their last columns."""
+    return y[..., :-1] / (y[..., -1:] + EPSILON)
 
 
 def places(orders: Tensor) -> Tensor:
