@@ -35,8 +35,11 @@ def report() -> None:
     how = "compiled kernel" if cpu_kernel.is_available() else "PyTorch, slower"
     print(f"\nlinear attention    {how}{cpu_kernel.reason()}")
     if cpu_kernel.is_available():
-        up_to = "{training:,} tokens in training, {inference:,} in inference".format(**cpu_crossover.full_up_to())
-        print(f"                    with decay, attention_form: auto is the full form up to {up_to}")
+        print("                    with decay, attention_form: auto is the full form up to this many tokens:\n")
+        up_to = cpu_crossover.full_up_to()
+        kinds = zip(("texts", "images", "images in two orders"), cpu_crossover.KINDS)
+        lines = [[name, *(f"{up_to[mode + kind]:,}" for mode in ("training", "inference"))] for name, kind in kinds]
+        print(markdown([["", "training", "inference"], *lines]) + "\n")
     if not cpu_linear.can_convolve():
         print("linear layers       plain products, as always with one thread, or without MKL or oneDNN")
     else:

@@ -96,32 +96,41 @@ def test_a_convolution_is_chosen_from_where_it_is_faster_with_all_larger_numbers
 
 @pytest.mark.parametrize(
     ("ratios", "length"),
-    [([2, 1.5, 1.25, 0.75, 0.5, 0.5], 288), ([0.9] * 6, 128), ([2, 2, 2, 2, 2, 1.1], 512), ([2, 1, 0.5, 2, 2, 2], 192)],
+    [
+        ([2, 1.5, 1.25, 0.75, 0.5, 0.4, 0.3, 0.2], 288),
+        ([0.9] * 8, 128),
+        ([2] * 7 + [1.1], 1024),
+        ([2, 1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5], 192),
+        ([2] * 6 + [1.2, 0.8], 896),
+    ],
 )
 def test_the_full_form_is_taken_up_to_where_both_take_the_same_time(ratios, length, monkeypatch):
-    each = iter(ratios)
-    monkeypatch.setattr(cpu_crossover, "_ratio", lambda full, chunkwise: next(each))
-    assert cpu_crossover._crossover(lambda length: (None, None)) == length
+    at = dict(zip(cpu_crossover.LENGTHS, ratios, strict=True))
+    monkeypatch.setattr(cpu_crossover, "_ratio", lambda full, chunkwise: at[full])
+    assert cpu_crossover._crossover(lambda length: (length, None)) == length
 
 
 @pytest.mark.skipif(not cpu_kernel.is_available(), reason="needs a C compiler")
 def test_the_form_is_chosen_by_what_was_measured(monkeypatch):
     measured = cpu_crossover.measure()
-    assert all(128 <= length <= 512 for length in measured.values()) and set(measured) == {"training", "inference"}
-    monkeypatch.setattr(machine, "_adopted", {"full_up_to": {"training": 300, "inference": 200}})
+    assert all(128 <= length <= 1024 for length in measured.values())
+    assert set(measured) == {mode + kind for mode in ("training", "inference") for kind in cpu_crossover.KINDS}
+    up_to = {"training": 300, "inference": 200, "training_normalized": 400, "training_in_orders": 500}
+    monkeypatch.setattr(machine, "_adopted", {"full_up_to": up_to})
 
-    def longest_full(**how: bool) -> int:
-        lengths = range(1, 600)
+    def longest_full(**how) -> int:
+        lengths = range(1, 1100)
         full = [resolve_form("auto", torch.empty(1, 1, length, 4), True, **how) == "full" for length in lengths]
         assert full == sorted(full, reverse=True)
         return sum(full)
 
     assert (longest_full(), longest_full(one_sided=True), longest_full(both_in_kernel=False)) == (300, 150, 64)
+    assert [longest_full(kind=kind) for kind in cpu_crossover.KINDS] == [300, 400, 500]
     with torch.inference_mode():
         assert longest_full() == 200
     assert torch.func.vmap(lambda x: x * longest_full())(torch.ones(1)) == 128
-    monkeypatch.setattr(machine, "_adopted", {"full_up_to": {"training": 512, "inference": 128}})
-    assert longest_full() == 512  # and longer texts never
+    monkeypatch.setattr(machine, "_adopted", {"full_up_to": {"training": 1024, "inference": 128}})
+    assert longest_full() == 1024  # and longer texts never
 
 
 def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch):
@@ -130,7 +139,7 @@ def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch
     there = {"square": [128, 256, None], "wider": [1024] * 3, "narrower": [None] * 3}
     monkeypatch.setattr(cpu_linear, "can_convolve", lambda: True)
     monkeypatch.setattr(cpu_linear, "measure", lambda: there)
-    up_to = {"training": 300, "inference": 200}
+    up_to = {mode + kind: 200 for mode in ("training", "inference") for kind in cpu_crossover.KINDS}
     monkeypatch.setattr(cpu_crossover, "measure", lambda: up_to)
     choices.keep(choices.recall(run, "*.pt"), run)
     stored = json.loads((run / choices.MACHINE).read_text())
@@ -145,7 +154,7 @@ def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch
     (run / choices.MACHINE).write_text(json.dumps({"native": True, "convolutions": earlier}))
     recalled = choices.recall(run, "*.pt")
     assert recalled["convolved_from"]["square"] == [1024, None, 1024]
-    assert recalled["full_up_to"] == {"training": 192, "inference": 192}
+    assert recalled["full_up_to"] == dict.fromkeys(up_to, 192)
     for damaged in ("{", '{"native": true, "full_up_to": null}', '{"native": true, "full_up_to": {"training": 300}}'):
         (run / choices.MACHINE).write_text(damaged)
         with pytest.raises(UserError, match=r"machine\.json is damaged; delete it"):

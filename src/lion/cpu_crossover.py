@@ -1,7 +1,9 @@
-"""Up to which length the full form is faster than the chunkwise form, both by the kernel of cpu_kernel.py. The matrix
-costs fewer operations up to about 192 tokens of heads of 64, but its products are larger and thus faster. Measured for
-heads of 64 and both triangles, without what autograd adds to a call."""
+"""Up to which length the full form is faster than the chunkwise form, both by the kernel of cpu_kernel.py. By
+operations it would be about 192 tokens of heads of 64, but products of a whole matrix are larger and thus faster; where
+rows are divided by their sums, the chunkwise form has a column more than it needs registers for; and several orders
+share the products of a matrix. Measured for heads of 64 and both triangles, without what autograd adds to a call."""
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -11,18 +13,28 @@ from torch import Tensor
 
 from . import machine
 from .cpu_kernel import signed_sums, version
-from .linear_attention_forms import DIRECTIONS, LOG_ZERO, chunkwise, full
+from .linear_attention_forms import DIRECTIONS, EPSILON, LOG_ZERO, chunkwise, full
 from .linear_attention_native import chunkwise_backward, full_backward
 
-LENGTHS = (128, 192, 256, 320, 384, 512)  # those that are measured; shorter texts take the full form, longer ones never
-HEADS, HEAD_DIM, ROUNDS = 12, 64, 9
+LENGTHS = (
+    128,
+    192,
+    256,
+    320,
+    384,
+    512,
+    768,
+    1024,
+)  # texts of up to the first take the full form, beyond the last never
+KINDS = PLAIN, NORMALIZED, IN_ORDERS = "", "_normalized", "_in_orders"  # the last: of two orders, and normalized
+HEAD_DIM, ROUNDS = 64, 9
 
 
-def full_is_faster(length: int) -> bool:
+def full_is_faster(length: int, kind: str = PLAIN) -> bool:
     """Whether the full form is, at this length: in training if gradients are enabled, otherwise in inference."""
     if not LENGTHS[0] < length <= LENGTHS[-1] or torch._C._are_functorch_transforms_active():
         return length <= LENGTHS[0]  # within such a transform, no tensor has the memory that a measurement needs
-    return length <= full_up_to()["training" if torch.is_grad_enabled() else "inference"]
+    return length <= full_up_to()[("training" if torch.is_grad_enabled() else "inference") + kind]
 
 
 def full_up_to() -> dict[str, int]:
@@ -32,19 +44,25 @@ def full_up_to() -> dict[str, int]:
 
 @torch.no_grad()  # the first call may be within a context that records what autograd does
 def measure() -> dict[str, int]:
-    """Time both forms at some LENGTHS, in turns; takes half a second. Return where their times are equal."""
-    return {"inference": _crossover(_inference), "training": _crossover(_training)}
+    """Time both forms at some LENGTHS, in turns; takes a second or two. Return where their times are equal, in
+    inference and training, for each of the KINDS."""
+    return {
+        mode + kind: _crossover(functools.partial(prepare, kind=kind))
+        for kind in KINDS
+        for mode, prepare in (("inference", _inference), ("training", _training))
+    }
 
 
 def _crossover(prepare: Callable) -> int:
-    length_before, ratio_before = LENGTHS[0], 1.0
-    for length in LENGTHS:
-        ratio = _ratio(*prepare(length))
-        if ratio < 1:
-            step = (length - length_before) * (ratio_before - 1) / (ratio_before - ratio)
-            return length_before + round(step)
-        length_before, ratio_before = length, ratio
-    return LENGTHS[-1]
+    ratios, shorter, longer = {}, -1, len(LENGTHS)  # the last at which the full form is no slower, and the next
+    while longer - shorter > 1:
+        middle = (shorter + longer) // 2
+        ratios[middle] = _ratio(*prepare(LENGTHS[middle]))
+        shorter, longer = (middle, longer) if ratios[middle] >= 1 else (shorter, middle)
+    if shorter < 0 or longer == len(LENGTHS):
+        return LENGTHS[max(shorter, 0)]
+    share = (ratios[shorter] - 1) / (ratios[shorter] - ratios[longer])
+    return round(LENGTHS[shorter] + share * (LENGTHS[longer] - LENGTHS[shorter]))
 
 
 def _ratio(full: Callable, chunkwise: Callable) -> float:
@@ -60,28 +78,50 @@ def _ratio(full: Callable, chunkwise: Callable) -> float:
     return statistics.median(ratios)
 
 
-def _inference(length: int) -> tuple[Callable, Callable]:
-    q, k, v, _, sums = _operands(length)
-    operands = q, k, v, sums, None, None
-    return (
-        lambda: full(*operands, None, 1.0, 1.0, "shared"),
-        lambda: chunkwise(*operands, 1.0, 128, False, "shared"),
-    )
+def _inference(length: int, kind: str) -> tuple[Callable, Callable]:
+    q, k, v, _, sums, order = _operands(length, kind)
+    how = {"order": order, "normalize": kind != PLAIN}
+
+    def in_chunks() -> Tensor:
+        if kind == PLAIN:
+            return chunkwise(q, k, v, sums, None, None, 1.0, 128, False, "shared")
+        y = chunkwise(q, k, _with_column(v), sums, None, None, 1.0, 128, False, "shared", order)
+        return y[..., :-1] / y[..., -1:]
+
+    return lambda: full(q, k, v, sums, None, None, None, 1.0, 1.0, "shared", **how), in_chunks
 
 
-def _training(length: int) -> tuple[Callable, Callable]:
-    in_full, in_chunks = _inference(length)
-    q, k, v, grad, sums = _operands(length)
-    operands = grad, q, k, v, sums, None, None
-    return (
-        lambda: (in_full(), full_backward(*operands, None, None, 1.0, 1.0, DIRECTIONS["shared"], 0.0, with_sums=True)),
-        lambda: (in_chunks(), chunkwise_backward(*operands, None, 1.0, 128, False, "shared", DIRECTIONS, True)),
-    )
+def _training(length: int, kind: str) -> tuple[Callable, Callable]:
+    q, k, v, grad, sums, order = _operands(length, kind)
+    in_full, in_chunks = _inference(length, kind)
+    wide, row_sums = v if kind == PLAIN else _with_column(v), v[..., 0].contiguous()
+    operands, options = (sums, None, None, None, order, 1.0, 1.0, DIRECTIONS["shared"]), (1.0, 128, False, "shared")
+
+    def train_in_full() -> None:
+        in_full()
+        epsilon, rows = (0.0, ()) if kind == PLAIN else (EPSILON, (v, row_sums))
+        full_backward(grad, q, k, v, *operands, epsilon, with_sums=True, rows=rows)
+
+    def train_in_chunks() -> None:
+        in_chunks()
+        of_y = grad  # what autograd computes of the division
+        if kind != PLAIN:
+            of_y = torch.cat([grad / row_sums[..., None], (grad * v).sum(-1, keepdim=True)], -1)
+        chunkwise_backward(of_y, q, k, wide, sums, None, None, order, *options, DIRECTIONS, True)
+
+    return train_in_full, train_in_chunks
 
 
-def _operands(length: int) -> tuple[Tensor, ...]:
-    """q, k, v and a gradient, (1, H, L, D), and sums of decays."""
-    heads, how = max(HEADS, torch.get_num_threads()), {"dtype": torch.float32, "device": "cpu"}
+def _with_column(v: Tensor) -> Tensor:
+    return torch.cat([v, v[..., :1]], -1)
+
+
+def _operands(length: int, kind: str) -> tuple[Tensor | None, ...]:
+    """q, k, v and a gradient, (1, H, L, D), sums of decays, and orders."""
+    heads, how = 4 * torch.get_num_threads(), {"dtype": torch.float32, "device": "cpu"}
     shape = 4, 1, length, heads, HEAD_DIM
     q, k, v, grad = torch.rand(shape, generator=torch.Generator(), **how).transpose(2, 3)
-    return q, k, v, grad, signed_sums(torch.full((heads,), -0.1, **how), length, LOG_ZERO)
+    places = torch.arange(length, device="cpu")
+    order = torch.stack([places, places.flip(0)]) if kind == IN_ORDERS else None
+    decays = torch.full((heads * (1 if order is None else 2),), -0.1, **how)
+    return q, k, v, grad, signed_sums(decays, length, LOG_ZERO, order), order

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from . import cpu_kernel
 from .channel_decay import attend_by_channel, matrix_by_channel, segment_states_by_channel
+from .cpu_crossover import NORMALIZED, PLAIN
 from .custom_operators import no_autocast
 from .linear_attention_forms import EPSILON, LOG_ZERO, cumulative_log_decay, write_state
 from .linear_attention_triton import covers, fused_linear_attention
@@ -115,7 +116,8 @@ def linear_attention(
         q, k = one_per_head(q, v), one_per_head(k, v)
     if normalize and not fused and dtype in (torch.bfloat16, torch.float16):
         q, k, v = q.float(), k.float(), v.float()
-    form = resolve_form(form, v, decays, dropout_p, fused, both_in_kernel=not by_channel, one_sided=causal)
+    kind = NORMALIZED if normalize else PLAIN
+    form = resolve_form(form, v, decays, dropout_p, fused, both_in_kernel=not by_channel, one_sided=causal, kind=kind)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     size, keys = 0 if form == "full" else chunk_size, "to" if causal else "all"
     if fused and not has_states and not separate:

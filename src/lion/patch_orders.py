@@ -11,6 +11,7 @@ Shape letters: B batch, H heads, L tokens, O orders, D head size of q and k, E h
 import torch
 from torch import Tensor
 
+from .cpu_crossover import IN_ORDERS, NORMALIZED
 from .custom_operators import no_autocast
 from .linear_attention import (
     attention_matrix,
@@ -82,7 +83,7 @@ def linear_attention_in_orders(
     with no_autocast(q):
         if orders is None:
             return linear_attention(q, k, v, log_decay, normalize=True, **how).to(dtype)
-        in_full = resolve_form(form, v, True, dropout_p, fused) == "full"
+        in_full = resolve_form(form, v, True, dropout_p, fused, kind=IN_ORDERS if O > 1 else NORMALIZED) == "full"
         if form != "recurrent" and dropout_p == 0 and not fused and kernel_sums(log_decay, v):
             if in_full:
                 how = {"order": orders, "normalize": True}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .cpu import draw_kept, dropout
-from .cpu_crossover import full_is_faster
+from .cpu_crossover import PLAIN, full_is_faster
 from .cpu_kernel import covers
 from .custom_operators import no_autocast
 from .linear_attention_forms import (
@@ -266,15 +266,16 @@ def add_states(y, q, query_sums, triangles: str, left_state, right_state, scale:
 
 def resolve_form(
     form: str, v: Tensor, decays: bool, dropout_p: float = 0.0, fused: bool = False, *, both_in_kernel: bool = True,
-    one_sided: bool = False,
+    one_sided: bool = False, kind: str = PLAIN,
 ) -> str:  # fmt: skip
     """Resolve "auto" for values v, (B, H, L, E). both_in_kernel: whether the CPU's kernel has both forms for this call.
-    one_sided: whether there is one triangle, for which the chunkwise form takes half the time."""
+    one_sided: whether there is one triangle, for which the chunkwise form takes half the time. kind: one of those of
+    cpu_crossover.py."""
     if form != "auto" or dropout_p > 0:
         return "full" if form == "auto" else form
     length, kernels = v.shape[2], "triton" if fused else "native" if covers(v) else "pytorch"
     if kernels == "native" and decays and both_in_kernel:
-        return "full" if full_is_faster(2 * length if one_sided else length) else "chunkwise"
+        return "full" if full_is_faster(2 * length if one_sided else length, kind) else "chunkwise"
     without_decays, with_decays = FULL_UP_TO[kernels]
     full_up_to = with_decays if decays else without_decays  # torch.compile of 2.11 cannot index by a bool
     return "full" if length <= full_up_to else "chunkwise"

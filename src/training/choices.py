@@ -26,8 +26,10 @@ def recall(folder: Path, results: str) -> dict:
             of_shapes = choices.pop("convolutions").items()
             choices["convolved_from"] = {shape: [1024 if one else None for one in each] for shape, each in of_shapes}
         up_to = choices.setdefault("full_up_to", {"inference": 192, "training": 192})  # before it was measured
-        if not all(isinstance(up_to[kind], int) for kind in ("inference", "training")):
-            raise ValueError
+        for kind in cpu_crossover.KINDS:  # once one length for all
+            for mode in ("inference", "training"):
+                if not isinstance(up_to.setdefault(mode + kind, up_to[mode]), int):
+                    raise ValueError
     except FileNotFoundError:
         if next(folder.glob(results), None) is not None:
             choices = {"native": False, "convolved_from": dict.fromkeys(cpu_linear.SHAPES, [1024] * 3)}
