@@ -79,7 +79,7 @@ def _ratio(full: Callable, chunkwise: Callable) -> float:
 
 
 def _inference(length: int, kind: str) -> tuple[Callable, Callable]:
-    q, k, v, _, sums, order = _operands(length, kind)
+    q, k, v, _, log_decay, sums, order = _operands(length, kind)
     how = {"order": order, "normalize": kind != PLAIN}
 
     def in_chunks() -> Tensor:
@@ -88,19 +88,19 @@ def _inference(length: int, kind: str) -> tuple[Callable, Callable]:
         y = chunkwise(q, k, _with_column(v), sums, None, None, 1.0, 128, False, "shared", order)
         return y[..., :-1] / y[..., -1:]
 
-    return lambda: full(q, k, v, sums, None, None, None, 1.0, 1.0, "shared", **how), in_chunks
+    return lambda: full(q, k, v, log_decay, None, None, None, 1.0, 1.0, "shared", **how), in_chunks
 
 
 def _training(length: int, kind: str) -> tuple[Callable, Callable]:
-    q, k, v, grad, sums, order = _operands(length, kind)
+    q, k, v, grad, log_decay, sums, order = _operands(length, kind)
     in_full, in_chunks = _inference(length, kind)
     wide, row_sums = v if kind == PLAIN else _with_column(v), v[..., 0].contiguous()
-    operands, options = (sums, None, None, None, order, 1.0, 1.0, DIRECTIONS["shared"]), (1.0, 128, False, "shared")
+    epsilon, options = 0.0 if kind == PLAIN else EPSILON, (1.0, 128, False, "shared")
+    operands = log_decay, None, None, None, order, 1.0, 1.0, DIRECTIONS["shared"], epsilon, LOG_ZERO
 
     def train_in_full() -> None:
         in_full()
-        epsilon, rows = (0.0, ()) if kind == PLAIN else (EPSILON, (v, row_sums))
-        full_backward(grad, q, k, v, *operands, epsilon, with_sums=True, rows=rows)
+        full_backward(grad, q, k, v, *operands, with_sums=True, rows=() if kind == PLAIN else (v, row_sums))
 
     def train_in_chunks() -> None:
         in_chunks()
@@ -117,11 +117,11 @@ def _with_column(v: Tensor) -> Tensor:
 
 
 def _operands(length: int, kind: str) -> tuple[Tensor | None, ...]:
-    """q, k, v and a gradient, (1, H, L, D), sums of decays, and orders."""
+    """q, k, v and a gradient, (1, H, L, D), log decays, their sums, and orders."""
     heads, how = 4 * torch.get_num_threads(), {"dtype": torch.float32, "device": "cpu"}
     shape = 4, 1, length, heads, HEAD_DIM
     q, k, v, grad = torch.rand(shape, generator=torch.Generator(), **how).transpose(2, 3)
     places = torch.arange(length, device="cpu")
     order = torch.stack([places, places.flip(0)]) if kind == IN_ORDERS else None
-    decays = torch.full((heads * (1 if order is None else 2),), -0.1, **how)
-    return q, k, v, grad, signed_sums(decays, length, LOG_ZERO, order), order
+    log_decay = torch.full((1, heads * (1 if order is None else 2), length), -0.1, **how)
+    return q, k, v, grad, log_decay, signed_sums(log_decay, length, LOG_ZERO, order), order

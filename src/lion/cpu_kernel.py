@@ -48,7 +48,7 @@ STRICT, OWN, GIVEN = range(3)  # the diagonal: none, q_i·k_i, or δ
 # long as it takes to compute a short text.
 _NOTHING = (0,) * 5  # a view: its address, strides of batch, head and token, and whether it is bfloat16
 _PROBLEM = struct.Struct("=11q d q 45q 2q")
-_FULL_PROBLEM = struct.Struct("=11q 3d 2q 95q")
+_FULL_PROBLEM = struct.Struct("=12q 4d 2q 95q")
 _SUMS_PROBLEM = struct.Struct("=5q d 16q")
 _CHANNELS_PROBLEM = struct.Struct("=9q 2d 60q")
 _OF_NUMBERS, _OF_ROWS = (torch.float64, torch.float32), (torch.float32, torch.bfloat16)  # what a view may be of
@@ -88,21 +88,23 @@ class Full:
     """Both triangles with the same q and k, or one, as a matrix, with dropout.
 
     q, k: (B, 1 or H, L, D) and v: (B, H, L, E), in float32 or bfloat16; query_sums, key_sums: (B or 1, H or 1, L, T) in
-    float64, or None for no decay; diagonal: δ, (B, H, L), or None for s q_i·k_i; directions: 1 or −1 for each triangle;
-    kept: (B, H, L, L) in bytes, 1 for the entries that dropout keeps, which are multiplied by factor; or None.
-    order: see `signed_sums`; the weights are then the mean of those in each order. epsilon: unless it is 0, each row of
-    the matrix is divided by its sum + epsilon."""
+    float64, or None for no decay; or query_sums are log decays in float32, (H,) or (B, H, L), each at least `lowest`;
+    diagonal: δ, (B, H, L), or None for s q_i·k_i; directions: 1 or −1 for each triangle; kept: (B, H, L, L) in bytes, 1
+    for the entries that dropout keeps, which are multiplied by factor; or None. order: as for `signed_sums`, with log
+    decays of O·H heads; weights are then the mean of those in each order. epsilon: unless it is 0, each row of the
+    matrix is divided by its sum + epsilon."""
 
     def __init__(
         self, q, k, v, query_sums, key_sums, diagonal, kept, order, factor: float, scale: float, directions,
-        epsilon: float,
+        epsilon: float, lowest: float,
     ):  # fmt: skip
         self.shape, self.directions = (*v.shape[:3], q.shape[-1], v.shape[-1]), directions
         self.rows = [_rows(x) for x in (q, k, v)]
         self.sums = query_sums, key_sums
         self.given = None if diagonal is None else diagonal.float()
         self.kept = None if kept is None else kept.contiguous()
-        self.order, self.options = None if order is None else order.contiguous(), (scale, factor, epsilon)
+        self.order, self.options = order, (lowest, scale, factor, epsilon)
+        self.sums_decays = query_sums is not None and query_sums.ndim < 4
         self.divides = epsilon > 0
 
     def forward(self, y: Tensor, row_sums: Tensor | None = None) -> None:
@@ -115,16 +117,22 @@ class Full:
 
     def backward(self, grad: Tensor, of_q, of_k, of_v, with_sums: bool, y=None, row_sums=None) -> list[Tensor | None]:
         """Write the gradients of q, k and v, (B, H, L, ·) in float32; return those of query_sums and key_sums,
-        (B, H, L, T) in float64, with_sums and if given, and of the diagonal, (B, H, L). y, row_sums: the results of
-        `forward`, if rows are divided."""
-        of_sums = [
-            None if x is None or not with_sums
-            else torch.empty(*self.shape[:3], x.shape[-1], dtype=torch.float64, device="cpu")
-            for x in self.sums
-        ]  # fmt: skip
+        (B, H, L, T) in float64, or of the log decays, with_sums and if given, and of the diagonal, (B, H, L). y,
+        row_sums: the results of `forward`, if rows are divided."""
+        (B, _, L, *_), how = self.shape, {"dtype": torch.float64, "device": "cpu"}
+        of_sums = [None, None]
+        if with_sums and self.sums_decays:
+            (log_decay, _), uniform = self.sums, self.sums[0].ndim == 1
+            of_each = torch.empty(B, len(log_decay), 1, **how) if uniform else torch.empty_like(log_decay)
+            of_sums[0] = of_each.expand(-1, -1, L)
+        elif with_sums:
+            shape = *self.shape[:3], len(self.directions)
+            of_sums = [None if x is None else torch.empty(shape, **how) for x in self.sums]
         of_given = None if self.given is None else grad.new_empty(self.shape[:3], dtype=torch.float32)
         grads = {"of_q": of_q, "of_k": of_k, "of_v": of_v, "of_sums": of_sums, "of_given": of_given}
         self._run(grad=_rows(grad), y=None if y is None else _rows(y), row_sums=row_sums, **grads)
+        if of_sums[0] is not None and self.sums_decays and uniform:
+            of_sums[0] = of_each.sum((0, 2)).float()
         return [*of_sums, of_given]
 
     def _run(
@@ -138,7 +146,7 @@ class Full:
         views = *map(_view, self.rows), *sums, _view(self.given), *others, *self._by_side(*of_sums), _view(of_given)
         problem = _FULL_PROBLEM.pack(
             *self.shape, 1 in self.directions, -1 in self.directions, kind, threads, parts, _orders(self.order),
-            *self.options, _address(self.kept), _address(self.order), *chain.from_iterable(views),
+            self.sums_decays, *self.options, _address(self.kept), _address(self.order), *chain.from_iterable(views),
         )  # fmt: skip
         if _library().lion_full(problem):
             raise MemoryError("no memory for the matrices of attention; use shorter inputs or fewer threads")
@@ -146,8 +154,8 @@ class Full:
     def _by_side(self, of_queries: Tensor | None, of_keys: Tensor | None) -> list[tuple[int, ...]]:
         """Views of those of queries and keys of the past, then of the future."""
         views = [_NOTHING] * 4
-        if self.order is not None:
-            views[0] = _view(of_queries, number=0)
+        if self.sums_decays:
+            views[0] = _view(of_queries)
             return views
         for number, direction in enumerate(self.directions):
             place = 0 if direction > 0 else 2
@@ -167,7 +175,7 @@ class Triangle:
         order: Tensor | None = None,
     ):  # fmt: skip
         self.q, self.k, self.v, self.sums, self.direction = q, k, v, (query_sum, key_sum), direction
-        self.scale, self.diagonal, self.order = scale, diagonal, None if order is None else order.contiguous()
+        self.scale, self.diagonal, self.order = scale, diagonal, order
 
     def forward(self, y: Tensor, add: bool) -> None:
         """Write to y, (B, H, L, E) in float32, or add to it, the formula at the top of this file."""
@@ -275,8 +283,7 @@ def signed_sums(log_decay: Tensor, length: int, lowest: float, order: Tensor | N
     B, H = log_decay.shape[:2] if log_decay.ndim == 3 else (1, len(log_decay))
     count = max(_orders(order), 1)
     sums = torch.empty(B, H // count, length, 2 * count, dtype=torch.float64, device="cpu")
-    if _library().lion_sums(_sums_problem(log_decay, sums, lowest, order)):
-        raise ValueError(f"each of the orders must have every token from 0 to {length - 1} once")
+    _library().lion_sums(_sums_problem(log_decay, sums, lowest, order))
     return sums
 
 
@@ -292,6 +299,13 @@ def _sums_problem(log_decay: Tensor, sums: Tensor, lowest: float, order, of_deca
     threads = 1 if B * H * L < 2**15 else min(torch.get_num_threads(), B * H)
     views = *_view(log_decay), *_view(sums, number=0), *_view(of_decay)
     return _SUMS_PROBLEM.pack(B, H, L, threads, numbers // 2, lowest, _address(order), *views)
+
+
+def check_orders(order: Tensor) -> None:
+    """Raise ValueError unless each of the orders, (O, L) and contiguous, has every token once: the kernel would write
+    anywhere."""
+    if not _library().lion_are_orders(_address(order), *order.shape):
+        raise ValueError(f"each of the orders must have every token from 0 to {order.shape[1] - 1} once")
 
 
 def _orders(order: Tensor | None) -> int:
@@ -365,6 +379,7 @@ def _library() -> ctypes.CDLL | None:
                 raise
             path.unlink(missing_ok=True)  # a damaged file
             library = ctypes.CDLL(str(_compile()[0]))
+        library.lion_are_orders.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
         for name in ("triangle", "full", "channels", "channels_gradient", "sums", "sums_gradient"):
             getattr(library, f"lion_{name}").argtypes = [ctypes.c_char_p]
         library.lion_keep.argtypes = [

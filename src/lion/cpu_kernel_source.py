@@ -342,18 +342,19 @@ static double *sums_at(const struct sums_problem *p, int64_t b, int64_t h, int64
 
 #define IN_ORDER(p, h, t) ((p)->order ? (p)->order[(h) / (p)->heads * (p)->length + (t)] : (t))
 
-// From log decays, in float32, to their sums. Fails if an order is not of all tokens.
-int lion_sums(const struct sums_problem *p) {
-    for (int64_t o = 0; p->order && o < p->orders; o++) {
-        uint8_t *seen = calloc(p->length, 1);
-        int64_t count = 0;
-        for (int64_t t = 0; seen && t < p->length; t++) {
-            const int64_t token = p->order[o * p->length + t];
-            if (token >= 0 && token < p->length && !seen[token]) count += seen[token] = 1;
-        }
-        free(seen);
-        if (count < p->length) return 1;
+// Whether each of some orders of `length` tokens, (orders, length), has every token once.
+int lion_are_orders(const int64_t *order, int64_t orders, int64_t length) {
+    uint8_t *seen = malloc(length);
+    for (int64_t n = 0; seen && n < orders * length; n++) {
+        if (n % length == 0) memset(seen, 0, length);
+        if (order[n] < 0 || order[n] >= length || seen[order[n]]++) orders = 0;
     }
+    free(seen);
+    return seen && orders;
+}
+
+// From log decays, in float32, to their sums.
+void lion_sums(const struct sums_problem *p) {
     const int64_t heads = p->orders * p->heads;
 #pragma omp parallel for num_threads(p->threads)
     for (int64_t n = 0; n < p->batch * heads; n++) {
@@ -366,7 +367,6 @@ int lion_sums(const struct sums_problem *p) {
             sums[1] = -sum;
         }
     }
-    return 0;
 }
 
 // From gradients of the sums to those of the decays, in float32, or of the only one of a head (token stride 0).

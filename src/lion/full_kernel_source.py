@@ -4,12 +4,14 @@ FULL = r"""
 // The full form: the matrix of a text at once, with dropout, in blocks of C queries. Its weights are those of one
 // triangle or both; with orders, the mean of those of both triangles in each order.
 struct full_problem {
-    int64_t batch, heads, length, depth, width, past, future, diagonal, threads, parts, orders;
-    double scale, factor, epsilon;  // unless epsilon is 0, each row is divided by its sum + epsilon
+    int64_t batch, heads, length, depth, width, past, future, diagonal, threads, parts, orders, decays;
+    double lowest, scale, factor, epsilon;  // unless epsilon is 0, each row is divided by its sum + epsilon
     const uint8_t *kept;  // (batch, heads, length, length): 1 for entries that dropout keeps; or null
     const int64_t *order;  // (orders, length): the token at each place
-    // sums: of queries and keys of the past, then of the future; with orders, the first has two numbers for each.
-    // row_sums: by what rows were divided. Gradients if grad is given, which then needs y and row_sums.
+    // sums: of queries and keys of the past, then of the future; or, if `decays`, the first is log decays in float32,
+    // (batch, orders * heads, length), of at least `lowest`, to be summed here. of_sums: their gradients; that of a
+    // decay for a whole head, with token stride 0, in float64. row_sums: by what rows were divided, or null. Gradients
+    // if grad is given; for divided rows they need y and row_sums.
     struct view q, k, v, sums[4], given, y, row_sums, grad, of_q, of_k, of_v, of_sums[4], of_given;
 };
 
@@ -71,6 +73,68 @@ static inline void count(vf products, vd *row_sum, double *columns) {
     *row_sum += wide[0] + wide[1];
     of_columns[0] -= wide[0];
     of_columns[1] -= wide[1];
+}
+
+// In two float32 for one float64.
+static inline void set_sum(const struct full_work *w, int side, int i, double sum) {
+    w->high[side * w->padded + i] = sum;
+    w->low[side * w->padded + i] = sum - w->high[side * w->padded + i];
+}
+
+static float *decay_at(const struct view *decays, const struct full_problem *p, int64_t b, int64_t h, int o, int64_t t,
+                       int64_t *token) {
+    *token = p->orders ? p->order[o * p->length + t] : t;
+    return (float *)row(decays, b, o * p->heads + h, *token, 4);
+}
+
+// For each side its sums, see full_work; in orders, the mean of both of a token, and half their difference.
+static void sum_decays(const struct full_problem *p, const struct full_work *w, int64_t b, int64_t h) {
+    const int O = p->orders, L = p->length;
+    if (p->decays) for (int o = 0; o < (O ? O : 1); o++) {
+        double before = 0;
+        for (int64_t t = 0, token; t < L; t++) {
+            double decay = *decay_at(&p->sums[0], p, b, h, o, t, &token);
+            decay = decay < p->lowest ? p->lowest : decay;
+            if (O) {
+                set_sum(w, o, token, before + decay / 2);
+                w->half[o * w->padded + token] = decay / 2;
+                w->place[o * w->padded + token] = t;
+            } else for (int side = 0; side < 4; side++) set_sum(w, side, t, side < 2 ? before : -(before + decay));
+            before += decay;
+        }
+    } else for (int side = 0; side < 4; side++) for (int i = 0; i < L; i++)
+        set_sum(w, side, i, p->sums[side].data ? sum_of(&p->sums[side], b, h, i) : 0);
+    for (int side = 0; side < (O ? O : 4); side++) for (int i = L; i < w->padded; i++) {
+        const int at = side * w->padded + i;  // beyond the text, anything finite
+        w->high[at] = w->high[at - 1];
+        w->low[at] = w->low[at - 1];
+        if (O) w->half[at] = w->place[at] = 0;
+    }
+}
+
+static void store_sum_gradients(const struct full_problem *p, const struct full_work *w, int64_t b, int64_t h) {
+    const int O = p->orders, LP = w->padded, L = p->length;
+    if (p->decays) for (int o = 0; o < (O ? O : 1); o++) {
+        const double *of_past = w->of_sums + 2 * o * LP, *of_future = of_past + (O ? LP : 2 * LP);
+        double after = 0, total = 0;
+        for (int64_t t = L - 1, token; t >= 0; t--) {
+            const float decay = *decay_at(&p->sums[0], p, b, h, o, t, &token);
+            void *to = decay_at(&p->of_sums[0], p, b, h, o, t, &token);
+            const double before_it = of_past[token] + (O ? 0 : of_past[LP + token]);
+            const double up_to_it = -(of_future[token] + (O ? 0 : of_future[LP + token]));
+            if (!(decay < p->lowest)) total += after + up_to_it;
+            after += before_it + up_to_it;
+            if (!p->of_sums[0].token) continue;
+            *(float *)to = total;
+            total = 0;
+        }
+        if (!p->of_sums[0].token) *(double *)row(&p->of_sums[0], b, o * p->heads + h, 0, 8) = total;
+    } else for (int side = 0; side < 4; side += 2) if (p->of_sums[side].data) for (int i = 0; i < L; i++) {
+        double *of_query = (double *)row(&p->of_sums[side], b, h, i, 8), of_key = w->of_sums[(side + 1) * LP + i];
+        *of_query = w->of_sums[side * LP + i];
+        if (p->of_sums[side + 1].data) *(double *)row(&p->of_sums[side + 1], b, h, i, 8) = of_key;
+        else *of_query += of_key;  // one sum serves both
+    }
 }
 
 static inline float total(vf x) {
@@ -168,17 +232,7 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_
     for (int i = 0; i < LP; i += W) for (int d = 0; d < D; d += W) transpose(K + i * D + d, D, KT + d * LP + i, LP);
     if (backward)
         for (int i = 0; i < LP; i += W) for (int e = 0; e < E; e += W) transpose(V + i * E + e, E, VT + e * LP + i, LP);
-    for (int side = 0; side < (O ? O : 4); side++) for (int i = 0; i < LP; i++) {  // two float32 for one float64
-        double sum = 0;
-        if (O) {
-            const double *sums = (double *)row(&p->sums[0], b, h, i < L ? i : L - 1, 8) + 2 * side;
-            sum = (sums[0] - sums[1]) / 2;
-            w->half[side * LP + i] = -(sums[0] + sums[1]) / 2;
-        } else if (p->sums[side].data) sum = sum_of(&p->sums[side], b, h, i < L ? i : L - 1);
-        w->high[side * LP + i] = sum;
-        w->low[side * LP + i] = sum - w->high[side * LP + i];
-    }
-    for (int o = 0; o < O; o++) for (int i = 0; i < LP; i++) w->place[o * LP + (i < L ? p->order[o * L + i] : i)] = i;
+    sum_decays(p, w, b, h);
     for (int j = 0; j < LP; j++) w->keep[j] = 1;
     for (int t = part * C; t < L; t += p->parts * C) {
         const int n = L - t < C ? L - t : C, padded = round_up(n);
@@ -226,7 +280,8 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_
             if (divided && !backward) {
                 vf sum = {0};
                 for (int j = 0; j < LP; j += W) sum += *(vf *)(scores + j);
-                totals[r] = *(float *)row(&p->row_sums, b, h, i, 4) = total(sum) + (float)p->epsilon;
+                totals[r] = total(sum) + (float)p->epsilon;
+                if (p->row_sums.data) *(float *)row(&p->row_sums, b, h, i, 4) = totals[r];
             }
         }
         if (!backward) {
@@ -243,14 +298,7 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_
     if (!backward) return;
     store_rows(&p->of_k, b, h, 0, L, dK, D, p->depth, 1);
     store_rows(&p->of_v, b, h, 0, L, dV, E, p->width, 1);
-    if (O && with_sums) for (int i = 0; i < L; i++) for (int side = 0; side < sides; side++)
-        ((double *)row(&p->of_sums[0], b, h, i, 8))[side] = w->of_sums[side * LP + i];
-    for (int side = 0; side < (O ? 0 : 4); side += 2) if (p->of_sums[side].data) for (int i = 0; i < L; i++) {
-        double *of_query = (double *)row(&p->of_sums[side], b, h, i, 8), of_key = w->of_sums[(side + 1) * LP + i];
-        *of_query = w->of_sums[side * LP + i];
-        if (p->of_sums[side + 1].data) *(double *)row(&p->of_sums[side + 1], b, h, i, 8) = of_key;
-        else *of_query += of_key;  // one sum serves both
-    }
+    if (with_sums) store_sum_gradients(p, w, b, h);
 }
 
 static long full_memory(const struct full_problem *p) {

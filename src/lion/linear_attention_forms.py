@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import linear_attention_native as native
-from .cpu_kernel import covers, signed_sums, signed_sums_gradient
+from .cpu_kernel import covers
 from .custom_operators import no_autocast, operator
 
 # Lower bound of log weights: e^-60 is below every dtype's precision, and its products with ordinary numbers are not yet
@@ -292,13 +292,10 @@ class _Full(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.native = triangles != "separate" and covers(v)
         if ctx.native:
-            log_decay = None
-            if query_sums is not None and query_sums.ndim < 4:
-                log_decay, query_sums = query_sums, signed_sums(query_sums, v.shape[2], LOG_ZERO, order)
             tensors = q, k, v, query_sums, key_sums, diagonal, kept, order
-            ctx.options = factor, scale, DIRECTIONS[triangles], epsilon
-            y, *row_sums = native.full_forward(*tensors, *ctx.options)
-            ctx.save_for_backward(*tensors, log_decay, *([y, *row_sums] if row_sums else []))
+            ctx.options = factor, scale, DIRECTIONS[triangles], epsilon, LOG_ZERO
+            y, *row_sums = native.full_forward(*tensors, *ctx.options, with_rows=True)
+            ctx.save_for_backward(*tensors, *([y, *row_sums] if row_sums else []))
             return y
         tensors = q, k, v, query_sums, key_sums, diagonal
         ctx.options = scale, v.shape[2], len(query_sums) == 1, triangles, factor
@@ -313,12 +310,8 @@ class _Full(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         if ctx.native:
-            tensors, log_decay, rows = saved[:8], saved[8], saved[9:]
-            how = {"with_sums": any(ctx.needs_input_grad[3:6]), "rows": rows}
-            grads = list(native.full_backward(grad, *tensors, *ctx.options, **how))
-            if log_decay is not None and grads[3] is not None:
-                grads[3] = signed_sums_gradient(grads[3], log_decay, LOG_ZERO, tensors[-1])
-            return *grads, *[None] * 6
+            how = {"with_sums": any(ctx.needs_input_grad[3:6]), "rows": saved[8:]}
+            return *native.full_backward(grad, *saved[:8], *ctx.options, **how), *[None] * 6
         tensors, kept, parts = saved[:6], saved[6], saved[7:]
         count = len(parts) // ctx.blocks
         weights = [parts[i : i + count] for i in range(0, len(parts), count)]
@@ -335,8 +328,12 @@ def full(
     """The output, (B, H, L, E). kept: 1 for the entries of the matrix that dropout keeps, 0 for others, (B, H, L, L),
     or None, and the factor by which it multiplies them. By the kernel only: order, (O, L), the token at each place of O
     orders, whose W are averaged, with log decays of O·H heads; normalize: divide each row by its sum."""
-    epsilon = EPSILON if normalize else 0.0
-    return _Full.apply(q, k, v, query_sums, key_sums, diagonal, kept, order, factor, scale, triangles, epsilon)
+    epsilon, tensors = EPSILON if normalize else 0.0, (q, k, v, query_sums, key_sums, diagonal, kept, order)
+    if (
+        not torch.is_grad_enabled() and triangles != "separate" and covers(v)
+    ):  # autograd would add to a short text's time
+        return native.full_forward(*tensors, factor, scale, DIRECTIONS[triangles], epsilon, LOG_ZERO)[0]
+    return _Full.apply(*tensors, factor, scale, triangles, epsilon)
 
 
 def _chunkwise_forward(q, k, v, query_sums, key_sums, diagonal, order, *options) -> Tensor:

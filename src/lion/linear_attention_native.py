@@ -11,10 +11,10 @@ from torch import Tensor
 from .cpu_kernel import OWN, STRICT, Full, Triangle
 
 
-def full_forward(q, k, v, *others) -> tuple[Tensor, ...]:
-    """The output, (B, H, L, E), and, if rows are divided, their sums, (B, H, L). Arguments as for `Full`."""
+def full_forward(q, k, v, *others, with_rows: bool = False) -> tuple[Tensor, ...]:
+    """The output, (B, H, L, E), and with_rows, if they are divided, their sums, (B, H, L). Arguments as for `Full`."""
     problem, y = Full(q, k, v, *others), _room(v)
-    rows = (y.new_empty(v.shape[:3]),) if problem.divides else ()
+    rows = (y.new_empty(v.shape[:3]),) if with_rows and problem.divides else ()
     problem.forward(y, *rows)
     return _laid_out(y, v), *rows
 
@@ -26,7 +26,8 @@ def full_backward(
     divided."""
     problem, grads = Full(q, k, v, query_sums, key_sums, *others), _empty_gradients(q, k, v)
     *of_sums, of_diagonal = problem.backward(grad, *grads, with_sums, *rows)
-    of_sums = [None if x is None else _summed(x, sums) for x, sums in zip(of_sums, (query_sums, key_sums))]
+    if not problem.sums_decays:
+        of_sums = [None if x is None else _summed(x, sums) for x, sums in zip(of_sums, (query_sums, key_sums))]
     return *_cast(grads, q, k, v), *of_sums, of_diagonal
 
 

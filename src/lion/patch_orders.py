@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .cpu_crossover import IN_ORDERS, NORMALIZED
+from .cpu_kernel import check_orders
 from .custom_operators import no_autocast
 from .linear_attention import (
     attention_matrix,
@@ -85,6 +86,8 @@ def linear_attention_in_orders(
             return linear_attention(q, k, v, log_decay, normalize=True, **how).to(dtype)
         in_full = resolve_form(form, v, True, dropout_p, fused, kind=IN_ORDERS if O > 1 else NORMALIZED) == "full"
         if form != "recurrent" and dropout_p == 0 and not fused and kernel_sums(log_decay, v):
+            orders = orders.to(torch.int64).contiguous()
+            check_orders(orders)
             if in_full:
                 how = {"order": orders, "normalize": True}
                 return full(q, k, v, log_decay, None, None, None, 1.0, scale, "shared", **how).to(dtype)
