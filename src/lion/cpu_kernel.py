@@ -104,7 +104,7 @@ class Full:
         self.given = None if diagonal is None else diagonal.float()
         self.kept = None if kept is None else kept.contiguous()
         self.order, self.options = order, (lowest, scale, factor, epsilon)
-        self.sums_decays = query_sums is not None and query_sums.ndim < 4
+        self.decays = 0 if query_sums is None or query_sums.ndim == 4 else 1 if query_sums.ndim == 3 else 2
         self.divides = epsilon > 0
 
     def forward(self, y: Tensor, row_sums: Tensor | None = None) -> None:
@@ -119,20 +119,19 @@ class Full:
         """Write the gradients of q, k and v, (B, H, L, ·) in float32; return those of query_sums and key_sums,
         (B, H, L, T) in float64, or of the log decays, with_sums and if given, and of the diagonal, (B, H, L). y,
         row_sums: the results of `forward`, if rows are divided."""
-        (B, _, L, *_), how = self.shape, {"dtype": torch.float64, "device": "cpu"}
+        B, how = self.shape[0], {"dtype": torch.float64, "device": "cpu"}
         of_sums = [None, None]
-        if with_sums and self.sums_decays:
-            (log_decay, _), uniform = self.sums, self.sums[0].ndim == 1
-            of_each = torch.empty(B, len(log_decay), 1, **how) if uniform else torch.empty_like(log_decay)
-            of_sums[0] = of_each.expand(-1, -1, L)
+        if with_sums and self.decays:
+            log_decay = self.sums[0]
+            of_sums[0] = torch.empty_like(log_decay) if self.decays == 1 else torch.empty(B, len(log_decay), 1, **how)
         elif with_sums:
             shape = *self.shape[:3], len(self.directions)
             of_sums = [None if x is None else torch.empty(shape, **how) for x in self.sums]
         of_given = None if self.given is None else grad.new_empty(self.shape[:3], dtype=torch.float32)
         grads = {"of_q": of_q, "of_k": of_k, "of_v": of_v, "of_sums": of_sums, "of_given": of_given}
         self._run(grad=_rows(grad), y=None if y is None else _rows(y), row_sums=row_sums, **grads)
-        if of_sums[0] is not None and self.sums_decays and uniform:
-            of_sums[0] = of_each.sum((0, 2)).float()
+        if self.decays == 2 and with_sums:
+            of_sums[0] = of_sums[0].sum((0, 2)).float()
         return [*of_sums, of_given]
 
     def _run(
@@ -146,7 +145,7 @@ class Full:
         views = *map(_view, self.rows), *sums, _view(self.given), *others, *self._by_side(*of_sums), _view(of_given)
         problem = _FULL_PROBLEM.pack(
             *self.shape, 1 in self.directions, -1 in self.directions, kind, threads, parts, _orders(self.order),
-            self.sums_decays, *self.options, _address(self.kept), _address(self.order), *chain.from_iterable(views),
+            self.decays, *self.options, _address(self.kept), _address(self.order), *chain.from_iterable(views),
         )  # fmt: skip
         if _library().lion_full(problem):
             raise MemoryError("no memory for the matrices of attention; use shorter inputs or fewer threads")
@@ -154,7 +153,7 @@ class Full:
     def _by_side(self, of_queries: Tensor | None, of_keys: Tensor | None) -> list[tuple[int, ...]]:
         """Views of those of queries and keys of the past, then of the future."""
         views = [_NOTHING] * 4
-        if self.sums_decays:
+        if self.decays:
             views[0] = _view(of_queries)
             return views
         for number, direction in enumerate(self.directions):

@@ -8,10 +8,10 @@ struct full_problem {
     double lowest, scale, factor, epsilon;  // unless epsilon is 0, each row is divided by its sum + epsilon
     const uint8_t *kept;  // (batch, heads, length, length): 1 for entries that dropout keeps; or null
     const int64_t *order;  // (orders, length): the token at each place
-    // sums: of queries and keys of the past, then of the future; or, if `decays`, the first is log decays in float32,
-    // (batch, orders * heads, length), of at least `lowest`, to be summed here. of_sums: their gradients; that of a
-    // decay for a whole head, with token stride 0, in float64. row_sums: by what rows were divided, or null. Gradients
-    // if grad is given; for divided rows they need y and row_sums.
+    // sums: of queries and keys of the past, then of the future. If `decays`, the first is log decays in float32 instead,
+    // of orders * heads and of at least `lowest`, one for each token (1) or for all of a head (2). of_sums: their
+    // gradients; (batch, orders * heads) in float64 for decays of whole heads. row_sums: by what rows were divided, or
+    // null. Gradients if grad is given; for divided rows they need y and row_sums.
     struct view q, k, v, sums[4], given, y, row_sums, grad, of_q, of_k, of_v, of_sums[4], of_given;
 };
 
@@ -124,11 +124,11 @@ static void store_sum_gradients(const struct full_problem *p, const struct full_
             const double up_to_it = -(of_future[token] + (O ? 0 : of_future[LP + token]));
             if (!(decay < p->lowest)) total += after + up_to_it;
             after += before_it + up_to_it;
-            if (!p->of_sums[0].token) continue;
+            if (p->decays == 2) continue;
             *(float *)to = total;
             total = 0;
         }
-        if (!p->of_sums[0].token) *(double *)row(&p->of_sums[0], b, o * p->heads + h, 0, 8) = total;
+        if (p->decays == 2) *(double *)row(&p->of_sums[0], b, o * p->heads + h, 0, 8) = total;
     } else for (int side = 0; side < 4; side += 2) if (p->of_sums[side].data) for (int i = 0; i < L; i++) {
         double *of_query = (double *)row(&p->of_sums[side], b, h, i, 8), of_key = w->of_sums[(side + 1) * LP + i];
         *of_query = w->of_sums[side * LP + i];

@@ -26,7 +26,7 @@ def full_backward(
     divided."""
     problem, grads = Full(q, k, v, query_sums, key_sums, *others), _empty_gradients(q, k, v)
     *of_sums, of_diagonal = problem.backward(grad, *grads, with_sums, *rows)
-    if not problem.sums_decays:
+    if not problem.decays:
         of_sums = [None if x is None else _summed(x, sums) for x, sums in zip(of_sums, (query_sums, key_sums))]
     return *_cast(grads, q, k, v), *of_sums, of_diagonal
 
