@@ -275,20 +275,23 @@ class _Layer(_Faster):
 
 def positive_map(x: Tensor) -> Tensor:
     """Compute (SiLU(x) + ½) / ‖SiLU(x) + ½‖ over the last dimension: every entry is positive."""
-    plain = x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling()
-    if plain or not torch.is_grad_enabled():
+    if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
         return F.normalize(F.silu(x) + 0.5, dim=-1).to(x.dtype)  # autocast on a GPU normalizes in float32
-    return _PositiveMap.apply(x)
+    return _PositiveMap.apply(x) if torch.is_grad_enabled() else _positive(x)[0]
+
+
+def _positive(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`positive_map`, and the norms, in place, where autograd would write and read a dozen tensors."""
+    y = F.silu(x).add_(0.5)
+    norms = torch.linalg.vector_norm(y, dim=-1, keepdim=True)  # at least 0.2 per entry
+    return y.div_(norms), norms
 
 
 class _PositiveMap(torch.autograd.Function):
-    """In place, where autograd would write and read a dozen tensors."""
-
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        y = F.silu(x).add_(0.5)
-        norms = torch.linalg.vector_norm(y, dim=-1, keepdim=True)  # at least 0.2 per entry
-        ctx.save_for_backward(x, y.div_(norms), norms)
+        y, norms = _positive(x)
+        ctx.save_for_backward(x, y, norms)
         return y
 
     @staticmethod

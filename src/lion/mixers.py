@@ -145,10 +145,13 @@ class Attention(Mixer):
             own = slice(halo[0], x.shape[1] - halo[1])
             qkv, x, mask = qkv[:, own], x[:, own], None if mask is None else mask[:, own]
         qkv = qkv.unflatten(-1, (3, self.num_heads, -1))
-        q, k, v = (y.transpose(1, 2) for y in qkv.unbind(2))
-        if self.config.feature_map == "none" and rotation is None:
-            return q, k, v, x, mask, qkv
-        q, k = FEATURE_MAPS[self.config.feature_map](q), FEATURE_MAPS[self.config.feature_map](k)
+        if self.config.feature_map == "none":
+            q, k, v = (y.transpose(1, 2) for y in qkv.unbind(2))
+            if rotation is None:
+                return q, k, v, x, mask, qkv
+        else:
+            qk, v = qkv.split((2, 1), 2)
+            q, k, v = (y.transpose(1, 2) for y in (*FEATURE_MAPS[self.config.feature_map](qk).unbind(2), v[:, :, 0]))
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         return q, k, v, x, mask, None
@@ -170,7 +173,7 @@ class Attention(Mixer):
         return self.config.attention_probs_dropout_prob if self.training else 0.0
 
 
-FEATURE_MAPS = {"none": lambda x: x, "silu": positive_map, "sigmoid": torch.sigmoid, "elu": lambda x: F.elu(x) + 1}
+FEATURE_MAPS = {"silu": positive_map, "sigmoid": torch.sigmoid, "elu": lambda x: F.elu(x) + 1}
 
 
 def rotation(position_ids: Tensor, size: int, theta: float) -> Tensor:
