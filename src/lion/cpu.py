@@ -235,6 +235,7 @@ def _may_slice(module: nn.Module, x: Tensor) -> bool:
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and x.device.type == "cpu"
+        and x.shape[:-1].numel() > SLICE
         and not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
     )
 
@@ -264,7 +265,7 @@ class _Mixer(_Faster):
 class _Layer(_Faster):
     def after_mixing(self, x: Tensor, y: Tensor) -> Tensor:
         """Process x and y, (B, L, D), in slices."""
-        if not _may_slice(self, x) or x.shape[0] * x.shape[1] <= SLICE:
+        if not _may_slice(self, x):
             return super().after_mixing(x, y)
         output = x.new_empty(x.shape)
         slices = (z.flatten(0, 1).split(SLICE) for z in (output, x, y))

@@ -107,9 +107,13 @@ class LionImageLayer(LionLayer):
             nn.init.constant_(self.scales, self.initial_scale)
 
     def after_mixing(self, x: Tensor, y: Tensor) -> Tensor:
-        first, second = (1, 1) if self.scales is None else self.scales
-        x = x + self.drop_path(first * self.dropout(self.attention.project_out(y)))
-        return x + self.drop_path(second * self.dropout(self.mlp(self.mlp_norm(x))))
+        x = x + self.branch(self.attention.project_out(y), 0)
+        return x + self.branch(self.mlp(self.mlp_norm(x)), 1)
+
+    def branch(self, x: Tensor, number: int) -> Tensor:
+        """What a residual branch, x, adds."""
+        x = self.dropout(x)
+        return self.drop_path(x if self.scales is None else self.scales[number] * x)
 
     def drop_path(self, x: Tensor) -> Tensor:
         """In training, zero x, (B, L, D), for each image independently with the layer's rate, and divide the others by
