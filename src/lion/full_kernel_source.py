@@ -8,14 +8,15 @@ struct full_problem {
     double lowest, scale, factor, epsilon;  // unless epsilon is 0, each row is divided by its sum + epsilon
     const uint8_t *kept;  // (batch, heads, length, length): 1 for entries that dropout keeps; or null
     const int64_t *order;  // (orders, length): the token at each place
-    // sums: of queries and keys of the past, then of the future. If `decays`, the first is log decays in float32 instead,
-    // of orders * heads and of at least `lowest`, one for each token (1) or for all of a head (2). of_sums: their
+    // sums: of queries and keys of the past, then of the future. If `decays`, the first is instead log decays in
+    // float32 of at least `lowest`, of orders * heads, one for each token (1) or for all of a head (2). of_sums: their
     // gradients; (batch, orders * heads) in float64 for decays of whole heads. row_sums: by what rows were divided, or
     // null. Gradients if grad is given; for divided rows they need y and row_sums.
     struct view q, k, v, sums[4], given, y, row_sums, grad, of_q, of_k, of_v, of_sums[4], of_given;
 };
 
-// What the rows of a head share. high, low and of_sums: per side of queries or keys, or per order.
+// What the rows of a head share. high and low: the sums of the four sides, or the mean of both sums in each order, as two
+// float32. of_sums: of the sides, or of past and future in each order.
 struct full_work {
     int padded, backward, with_sums;
     float *high, *low, *half, *keep, *columns, *each;
