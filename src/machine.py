@@ -36,10 +36,11 @@ def report() -> None:
     print(f"\nlinear attention    {how}{cpu_kernel.reason()}")
     if cpu_kernel.is_available():
         print("                    with decay, attention_form: auto is the full form up to this many tokens:\n")
-        up_to = cpu_crossover.full_up_to()
-        kinds = zip(("texts", "images", "images in two orders"), cpu_crossover.KINDS)
-        lines = [[name, *(f"{up_to[mode + kind]:,}" for mode in ("training", "inference"))] for name, kind in kinds]
-        print(markdown([["", "training", "inference"], *lines]) + "\n")
+        lines = [["", "training", "inference"]]
+        for name, kind in zip(("texts", "images", "images in two orders"), cpu_crossover.KINDS):
+            up_to = cpu_crossover.full_up_to(kind)
+            lines.append([name, f"{up_to['training']:,}", f"{up_to['inference']:,}"])
+        print(markdown(lines) + "\n")
     if not cpu_linear.can_convolve():
         print("linear layers       plain products, as always with one thread, or without MKL or oneDNN")
     else:

@@ -112,11 +112,11 @@ def test_the_full_form_is_taken_up_to_where_both_take_the_same_time(ratios, leng
 
 @pytest.mark.skipif(not cpu_kernel.is_available(), reason="needs a C compiler")
 def test_the_form_is_chosen_by_what_was_measured(monkeypatch):
-    measured = cpu_crossover.measure()
-    assert all(128 <= length <= 1024 for length in measured.values())
-    assert set(measured) == {mode + kind for mode in ("training", "inference") for kind in cpu_crossover.KINDS}
-    up_to = {"training": 300, "inference": 200, "training_normalized": 400, "training_in_orders": 500}
-    monkeypatch.setattr(machine, "_adopted", {"full_up_to": up_to})
+    measured = [cpu_crossover.measure(kind) for kind in cpu_crossover.KINDS]
+    assert all(128 <= found[mode] <= 1024 for found in measured for mode in ("training", "inference"))
+    lengths = zip(cpu_crossover.KINDS, (300, 400, 500))
+    adopted = {f"full_up_to{kind}": {"training": length, "inference": length - 100} for kind, length in lengths}
+    monkeypatch.setattr(machine, "_adopted", adopted)
 
     def longest_full(**how) -> int:
         lengths = range(1, 1100)
@@ -139,11 +139,11 @@ def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch
     there = {"square": [128, 256, None], "wider": [1024] * 3, "narrower": [None] * 3}
     monkeypatch.setattr(cpu_linear, "can_convolve", lambda: True)
     monkeypatch.setattr(cpu_linear, "measure", lambda: there)
-    up_to = {mode + kind: 200 for mode in ("training", "inference") for kind in cpu_crossover.KINDS}
-    monkeypatch.setattr(cpu_crossover, "measure", lambda: up_to)
+    up_to = {f"full_up_to{kind}": {"training": 300, "inference": 200} for kind in cpu_crossover.KINDS}
+    monkeypatch.setattr(cpu_crossover, "measure", lambda kind: up_to[f"full_up_to{kind}"])
     choices.keep(choices.recall(run, "*.pt"), run)
     stored = json.loads((run / choices.MACHINE).read_text())
-    native = {"native": True, "full_up_to": up_to} if cpu_kernel.is_available() else {"native": False}
+    native = {"native": True, **up_to} if cpu_kernel.is_available() else {"native": False}
     assert stored == {**native, "convolved_from": there}
     monkeypatch.setattr(machine, "_adopted", {})
     machine._choice.cache_clear()
@@ -154,7 +154,7 @@ def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch
     (run / choices.MACHINE).write_text(json.dumps({"native": True, "convolutions": earlier}))
     recalled = choices.recall(run, "*.pt")
     assert recalled["convolved_from"]["square"] == [1024, None, 1024]
-    assert recalled["full_up_to"] == dict.fromkeys(up_to, 192)
+    assert all(recalled[name] == {"training": 192, "inference": 192} for name in up_to)
     for damaged in ("{", '{"native": true, "full_up_to": null}', '{"native": true, "full_up_to": {"training": 300}}'):
         (run / choices.MACHINE).write_text(damaged)
         with pytest.raises(UserError, match=r"machine\.json is damaged; delete it"):

@@ -34,21 +34,20 @@ def full_is_faster(length: int, kind: str = PLAIN) -> bool:
     """Whether the full form is, at this length: in training if gradients are enabled, otherwise in inference."""
     if not LENGTHS[0] < length <= LENGTHS[-1] or torch._C._are_functorch_transforms_active():
         return length <= LENGTHS[0]  # within such a transform, no tensor has the memory that a measurement needs
-    return length <= full_up_to()[("training" if torch.is_grad_enabled() else "inference") + kind]
+    return length <= full_up_to(kind)["training" if torch.is_grad_enabled() else "inference"]
 
 
-def full_up_to() -> dict[str, int]:
+def full_up_to(kind: str) -> dict[str, int]:
     """What `measure` has found on this machine, now or earlier."""
-    return machine.choice("full_up_to", measure, version())
+    return machine.choice(f"full_up_to{kind}", functools.partial(measure, kind), version())
 
 
 @torch.no_grad()  # the first call may be within a context that records what autograd does
-def measure() -> dict[str, int]:
-    """Time both forms at some LENGTHS, in turns; takes a second or two. Return where their times are equal, in
-    inference and training, for each of the KINDS."""
+def measure(kind: str) -> dict[str, int]:
+    """Time both forms at some LENGTHS, in turns; takes half a second, for two orders a second. Return where their times
+    are equal."""
     return {
-        mode + kind: _crossover(functools.partial(prepare, kind=kind))
-        for kind in KINDS
+        mode: _crossover(functools.partial(prepare, kind=kind))
         for mode, prepare in (("inference", _inference), ("training", _training))
     }
 

@@ -15,8 +15,8 @@ struct full_problem {
     struct view q, k, v, sums[4], given, y, row_sums, grad, of_q, of_k, of_v, of_sums[4], of_given;
 };
 
-// What the rows of a head share. high and low: the sums of the four sides, or the mean of both sums in each order, as two
-// float32. of_sums: of the sides, or of past and future in each order.
+// What the rows of a head share. high and low: the sums of the four sides, or the mean of both sums in each order, in
+// two float32. of_sums: of the sides, or of past and future in each order.
 struct full_work {
     int padded, backward, with_sums;
     float *high, *low, *half, *keep, *columns, *each;

@@ -25,18 +25,18 @@ def recall(folder: Path, results: str) -> dict:
         if "convolutions" in choices:  # once with 1,024 tokens, or never
             of_shapes = choices.pop("convolutions").items()
             choices["convolved_from"] = {shape: [1024 if one else None for one in each] for shape, each in of_shapes}
-        up_to = choices.setdefault("full_up_to", {"inference": 192, "training": 192})  # before it was measured
-        for kind in cpu_crossover.KINDS:  # once one length for all
-            for mode in ("inference", "training"):
-                if not isinstance(up_to.setdefault(mode + kind, up_to[mode]), int):
-                    raise ValueError
+        plain = choices.setdefault("full_up_to", {"inference": 192, "training": 192})  # before it was measured
+        for kind in cpu_crossover.KINDS:
+            up_to = choices.setdefault(f"full_up_to{kind}", plain)  # before each kind was
+            if not all(isinstance(up_to[mode], int) for mode in ("inference", "training")):
+                raise ValueError
     except FileNotFoundError:
         if next(folder.glob(results), None) is not None:
             choices = {"native": False, "convolved_from": dict.fromkeys(cpu_linear.SHAPES, [1024] * 3)}
         else:
             choices = {"native": cpu_kernel.is_available()}
             if choices["native"]:
-                choices["full_up_to"] = cpu_crossover.full_up_to()
+                choices |= {f"full_up_to{kind}": cpu_crossover.full_up_to(kind) for kind in cpu_crossover.KINDS}
             if cpu_linear.can_convolve():
                 choices["convolved_from"] = machine.choice("convolved_from", cpu_linear.measure)
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
