@@ -37,7 +37,7 @@ def report() -> None:
     if cpu_kernel.is_available():
         print("                    with decay, attention_form: auto is the full form up to this many tokens:\n")
         lines = [["", "training", "inference"]]
-        for name, kind in zip(("texts", "images", "images in two orders"), cpu_crossover.KINDS):
+        for name, kind in zip(("plain", "rows divided by their sums", "in two orders"), cpu_crossover.KINDS):
             up_to = cpu_crossover.full_up_to(kind)
             lines.append([name, f"{up_to['training']:,}", f"{up_to['inference']:,}"])
         print(markdown(lines) + "\n")

@@ -112,6 +112,34 @@ def test_patches_in_several_orders(form, batch, heads, grid, read, kind, vectors
     assert set(runs) == {"lion_are_orders", kernel} | sums
 
 
+def test_any_number_of_orders_of_any_integers(kernel):
+    for kind, count in itertools.product("ds", (1, 3)):
+        (q, k, v, log_decay), _ = by_order.draw(2, 3, (5, 7), kind, torch.float64, read="raster")
+        orders = torch.stack([torch.randperm(36) for _ in range(count)]).int()
+        inputs = [x.detach() for x in (q, k, v, log_decay.repeat(*[1] * (kind == "s"), count, *[1] * (kind == "s")))]
+        expected = outputs_and_gradients(by_order.definition_in_orders, inputs, orders=orders.long())
+        for form in FORMS:
+            how = {"orders": orders, "form": form}
+            wide = outputs_and_gradients(by_order.linear_attention_in_orders, inputs, **how)
+            check(wide, expected)
+            check(outputs_and_gradients(by_order.linear_attention_in_orders, [x.float() for x in inputs], **how), wide)
+
+
+def test_shared_keys_strided_and_expanded_operands_with_divided_rows(kernel, runs):
+    qk = torch.rand(2, 40, 2, 1, 6, dtype=torch.float64)
+    q, k = (x.transpose(1, 2) for x in qk.unbind(2))
+    v, log_decay = torch.randn(2, 40, 3, 5).double().transpose(1, 2), -torch.rand(2, 3, 1).double().expand(-1, -1, 40)
+
+    def results(dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        decays = log_decay[..., :1].detach().to(dtype).requires_grad_()
+        y = linear_attention(*inputs, decays.expand(-1, -1, 40), normalize=True, form="full")
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), [*inputs, decays])]
+
+    check(results(torch.float32), results(torch.float64))
+    assert runs.count("lion_full") == 2
+
+
 @pytest.mark.parametrize("wrong", [-1, 10, 3])
 def test_orders_that_leave_out_a_token_are_refused(wrong, kernel):
     inputs, orders = by_order.draw(1, 2, (3, 3), "d", torch.float32)
@@ -378,13 +406,17 @@ def test_bfloat16_is_summed_in_float32(form, decay, kernel):
         assert distance(linear_attention(q, k, v, log_decay, form=form), exact) < 5e-3
 
 
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_text_with_nan_leaves_the_others_alone(form, kernel):
-    q, k, v, log_decay = (x.float() for x in draw("token", 70, batch=3, d=5)[0])
-    expected = linear_attention(q, k, v, log_decay, form=form)
-    log_decay[0, 0, 40] = float("nan")
-    y = linear_attention(q, k, v, log_decay, form=form)
-    assert y[0, 0].isnan().any() and torch.equal(y[0, 1:], expected[0, 1:]) and torch.equal(y[1:], expected[1:])
+def test_a_text_with_nan_leaves_the_others_alone(form, normalize, kernel, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # whose memory serves one text after the other
+    inputs = [x.float() for x in draw("token", 70, batch=3, positive=normalize, d=5)[0]]
+    how = {"form": form, "normalize": normalize}
+    expected = outputs_and_gradients(linear_attention, inputs, **how)
+    for number in (3, 0):  # the decays, then the queries
+        inputs[number][0, 0, 40] = float("nan")
+        for x, others in zip(outputs_and_gradients(linear_attention, inputs, **how), expected):
+            assert x[0, 0].isnan().any() and torch.equal(x[0, 1:], others[0, 1:]) and torch.equal(x[1:], others[1:])
 
 
 @pytest.mark.parametrize("form", FORMS)

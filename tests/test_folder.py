@@ -551,7 +551,7 @@ models = [transformers.AutoModel.from_pretrained(name, trust_remote_code=True) f
 modules = [name for name in sys.modules if name.endswith("linear_attention_triton")]
 print(len(modules), len({{sys.modules[name]._forward._qualname for name in modules}}))
 modules = [name for name in sys.modules if name.endswith("linear_attention_forms")]
-print(len(modules), len({{sys.modules[name].chunkwise._qualname for name in modules}}))
+print(len(modules), len({{sys.modules[name]._in_chunks._qualname for name in modules}}))
 """
     )
     assert outside(program, made()[1], tmp_path).split() == ["2"] * 4

@@ -433,10 +433,10 @@ def test_the_mask_of_packed_rows_is_made_once_for_all_layers(monkeypatch):
     assert first is second and first.shape == (3, 1, 21, 21)
 
 
-@pytest.mark.parametrize("record", ["compile", "trace"])
+@pytest.mark.parametrize("record, mixer", [("compile", "softmax"), *(("trace", mixer) for mixer in MIXERS)])
 @torch.no_grad()
-def test_a_recorded_encoder_does_not_depend_on_the_padding_of_its_first_batch(record):
-    model, ids = build("softmax", LionModel).requires_grad_(False), texts()["input_ids"]
+def test_a_recorded_encoder_does_not_depend_on_the_padding_of_its_first_batch(record, mixer):
+    model, ids = build(mixer, LionModel).requires_grad_(False), texts()["input_ids"]
     padded = texts(padded=True)["attention_mask"]
 
     def encode(ids: Tensor, mask: Tensor) -> Tensor:

@@ -228,8 +228,9 @@ def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _may_slice(module: nn.Module, x: Tensor) -> bool:
-    """Whether to process tokens in slices: not in training, where activation checkpointing, by recomputing the layer,
-    would draw dropout masks in a different order, nor with hooks, which expect complete activations."""
+    """Whether to process tokens in slices: not if they are few; nor in training, where activation checkpointing, by
+    recomputing the layer, would draw dropout masks in a different order; nor with hooks, which expect complete
+    activations."""
     return (
         not module.training
         and not torch.is_grad_enabled()
@@ -282,13 +283,15 @@ def positive_map(x: Tensor) -> Tensor:
 
 
 def _positive(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`positive_map`, and the norms, in place, where autograd would write and read a dozen tensors."""
+    """`positive_map`, computed in place, and the norms."""
     y = F.silu(x).add_(0.5)
     norms = torch.linalg.vector_norm(y, dim=-1, keepdim=True)  # at least 0.2 per entry
     return y.div_(norms), norms
 
 
 class _PositiveMap(torch.autograd.Function):
+    """In place, where autograd would write and read a dozen tensors."""
+
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         y, norms = _positive(x)

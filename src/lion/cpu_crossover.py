@@ -1,7 +1,7 @@
 """Up to which length the full form is faster than the chunkwise form, both by the kernel of cpu_kernel.py. By
 operations it would be about 192 tokens of heads of 64, but products of a whole matrix are larger and thus faster; where
-rows are divided by their sums, the chunkwise form has a column more than it needs registers for; and several orders
-share the products of a matrix. Measured for heads of 64 and both triangles, without what autograd adds to a call."""
+rows are divided by their sums, the chunkwise form has one column more than fills its vectors; and several orders share
+the products of a matrix. Measured for heads of 64 and both triangles, without what autograd adds to a call."""
 
 import functools
 import statistics
@@ -16,16 +16,8 @@ from .cpu_kernel import signed_sums, version
 from .linear_attention_forms import DIRECTIONS, EPSILON, LOG_ZERO, chunkwise, full
 from .linear_attention_native import chunkwise_backward, full_backward
 
-LENGTHS = (
-    128,
-    192,
-    256,
-    320,
-    384,
-    512,
-    768,
-    1024,
-)  # texts of up to the first take the full form, beyond the last never
+# Those that are measured. Texts of up to the first take the full form, and longer ones than the last never.
+LENGTHS = (128, 192, 256, 320, 384, 512, 768, 1024)
 KINDS = PLAIN, NORMALIZED, IN_ORDERS = "", "_normalized", "_in_orders"  # the last: of two orders, and normalized
 HEAD_DIM, ROUNDS = 64, 9
 
@@ -53,6 +45,7 @@ def measure(kind: str) -> dict[str, int]:
 
 
 def _crossover(prepare: Callable) -> int:
+    """Bisect LENGTHS, since the ratio falls with the length, and interpolate."""
     ratios, shorter, longer = {}, -1, len(LENGTHS)  # the last at which the full form is no slower, and the next
     while longer - shorter > 1:
         middle = (shorter + longer) // 2

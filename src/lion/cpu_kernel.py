@@ -5,8 +5,8 @@ about a second.
 
 The chunkwise form with chunks of 32 tokens: in PyTorch each of its steps writes a tensor and reads it again, here a
 chunk stays in the first cache from its inputs to its outputs. Reversed views give the other triangle, and three calls
-with the operands exchanged the gradients, so there is one loop to get right. Parallel over texts and heads; a forward
-pass with few of them also over parts of heads.
+with the operands exchanged the gradients, so there is one loop to get right. The full form takes 32 queries at a time
+with all keys. Parallel over texts and heads; a forward pass with few of them also over parts of heads.
 
 Without a C compiler, or OpenMP, PyTorch computes the same numbers; `LION_NATIVE=0` has it do so for comparison.
 """
@@ -88,10 +88,10 @@ class Full:
     """Both triangles with the same q and k, or one, as a matrix, with dropout.
 
     q, k: (B, 1 or H, L, D) and v: (B, H, L, E), in float32 or bfloat16; query_sums, key_sums: (B or 1, H or 1, L, T) in
-    float64, or None for no decay; or query_sums are log decays in float32, (H,) or (B, H, L), each at least `lowest`;
+    float64, or None for no decay; or query_sums are log decays in float32, (H,) or (B, H, L), raised to `lowest`;
     diagonal: δ, (B, H, L), or None for s q_i·k_i; directions: 1 or −1 for each triangle; kept: (B, H, L, L) in bytes, 1
     for the entries that dropout keeps, which are multiplied by factor; or None. order: as for `signed_sums`, with log
-    decays of O·H heads; weights are then the mean of those in each order. epsilon: unless it is 0, each row of the
+    decays of O·H heads; the weights are then the mean of those in each order. epsilon: unless it is 0, each row of the
     matrix is divided by its sum + epsilon."""
 
     def __init__(
@@ -295,7 +295,7 @@ def signed_sums_gradient(grad: Tensor, log_decay: Tensor, lowest: float, order: 
 
 def _sums_problem(log_decay: Tensor, sums: Tensor, lowest: float, order, of_decay: Tensor | None = None) -> bytes:
     B, H, L, numbers = sums.shape
-    threads = 1 if B * H * L < 2**15 else min(torch.get_num_threads(), B * H)
+    threads = 1 if B * H * L < 2**15 else min(torch.get_num_threads(), B * H * numbers // 2)
     views = *_view(log_decay), *_view(sums, number=0), *_view(of_decay)
     return _SUMS_PROBLEM.pack(B, H, L, threads, numbers // 2, lowest, _address(order), *views)
 

@@ -1,5 +1,5 @@
-"""The source of cpu_kernel.py, in C with the vectors of GCC: triangles of linear attention, sums of decays,
-and dropout.
+"""The source of cpu_kernel.py, in C with the vectors of GCC: triangles of linear attention, sums of
+decays, and dropout.
 
 D and E are padded with zeros to multiples of ROWS, and the last chunk to C tokens. Tensors may have any strides except
 within a row; a reversed text has a negative token stride.
@@ -328,7 +328,8 @@ int lion_##NAME(const struct KIND *p) { \
 OVER_HEADS(triangle, problem, p->parts)
 
 // Log decays, (batch, orders * heads, length), and their sums before a token and, negative, up to it, side by side for
-// each order: (batch, heads, length, 2 * orders). order: as in full_problem; or null for one.
+// each order: (batch, heads, length, 2 * orders). order: the token at each place, (orders, length), or null
+// for one.
 struct sums_problem {
     int64_t batch, heads, length, threads, orders;
     double lowest;

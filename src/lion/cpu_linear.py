@@ -24,8 +24,9 @@ TIE = 0.95  # of the plain product's time: what a convolution may take
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
     """Compute layer(x), (..., D) to (..., E), by convolutions where they are faster; nothing is copied."""
-    if torch.compiler.is_compiling() or type(layer) is not nn.Linear or layer.weight.numel() < MIN_WEIGHTS:
-        return layer(x)  # soon, since for small layers the checks below would take as long as the product
+    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if recorded or type(layer) is not nn.Linear or layer.weight.numel() < MIN_WEIGHTS:
+        return layer(x)  # early: for a small layer, the checks below would take as long as the product
     convolved = _convolved(layer.weight, x) if _is_plain(layer, x) else ()
     if not any(convolved):
         return layer(x)

@@ -9,19 +9,22 @@ struct full_problem {
     const uint8_t *kept;  // (batch, heads, length, length): 1 for entries that dropout keeps; or null
     const int64_t *order;  // (orders, length): the token at each place
     // sums: of queries and keys of the past, then of the future. If `decays`, the first is instead log decays in
-    // float32 of at least `lowest`, of orders * heads, one for each token (1) or for all of a head (2). of_sums: their
-    // gradients; (batch, orders * heads) in float64 for decays of whole heads. row_sums: by what rows were divided, or
-    // null. Gradients if grad is given; for divided rows they need y and row_sums.
+    // float32, raised to at least `lowest`, of orders * heads: one for each token (1), or for all of a head (2).
+    // of_sums: their gradients; (batch, orders * heads) in float64 for decays of whole heads. row_sums: by what rows
+    // were divided, or null. Gradients if grad is given; for divided rows they need y and row_sums.
     struct view q, k, v, sums[4], given, y, row_sums, grad, of_q, of_k, of_v, of_sums[4], of_given;
 };
 
-// What the rows of a head share. high and low: the sums of the four sides, or the mean of both sums in each order, in
-// two float32. of_sums: of the sides, or of past and future in each order.
+// What the rows of a head share; of orders, what has a row for each.
 struct full_work {
-    int padded, backward, with_sums;
-    float *high, *low, *half, *keep, *columns, *each;
-    int32_t *place;
-    double *of_sums;
+    int padded, backward, with_sums;  // with_sums: whether their gradients are needed
+    float *high, *low;  // in two float32, the sums of the four sides, or the mean of both sums of a token in each order
+    float *half;  // half the difference of both sums of a token, in each order
+    float *keep;  // by what dropout multiplies a row of the matrix
+    float *columns;  // factors of keys, see full_head; in orders, the gradients of a row of the matrix
+    float *each;  // a row of the matrix in each order, before dropout
+    int32_t *place;  // of a token in each order
+    double *of_sums;  // gradients of the four sides, or of past and future in each order
 };
 
 static void load_rows(float *to, int row, const struct view *x, int64_t b, int64_t h, int64_t t, int count, int padded,
@@ -43,16 +46,16 @@ static inline vf difference(const float *query, int i, const float *key, int j, 
     return query[i] - *(const vf *)(key + j) + (query[low + i] - *(const vf *)(key + low + j));
 }
 
-// Turns scores into the matrix and its gradient, to which shift is added, into that of the scores, for W entries.
-// Returns the product of the scores and the gradient.
+// Replaces W scores by entries of the matrix, and their gradients, plus shift, by those of the scores. Returns the
+// gradients of the entries before dropout.
 static inline vf weigh(float *scores, float *of_matrix, const float *kept, vf weight, float shift, int backward) {
-    vf score = *(vf *)scores, factor = *(const vf *)kept, gradient = {0};
-    *(vf *)scores = score * weight * factor;
+    vf factor = *(const vf *)kept, gradient = {0};
+    *(vf *)scores = *(vf *)scores * weight * factor;
     if (backward) {
         gradient = (*(vf *)of_matrix + shift) * factor;
         *(vf *)of_matrix = gradient * weight;
     }
-    return score * gradient;
+    return gradient;
 }
 
 // The halves of a vector in float64.
@@ -144,8 +147,8 @@ static inline float total(vf x) {
     return sum;
 }
 
-// The row of query i, in a block of n queries from t on, of which `padded` are computed. rows: see full_head.
-static inline void weigh_sides(const struct full_problem *p, const struct full_work *w, int t, int n, int i,
+// The row of query i, in a block of `padded` queries from t on. rows: see full_head.
+static inline void weigh_sides(const struct full_problem *p, const struct full_work *w, int t, int padded, int i,
                                float rows[2][C], float *scores, float *of_matrix, float shift) {
     const int LP = w->padded;
     const float *high = w->high, *keep = w->keep;
@@ -156,19 +159,19 @@ static inline void weigh_sides(const struct full_problem *p, const struct full_w
         double *of_keys = w->of_sums + (2 * side + 1) * LP;
         vd row_sum = {0};
         for (int j = side ? t + C : 0; j < (side ? LP : t); j += W) {
-            vf weight = rows[side][i - t] * *(vf *)(w->columns + j);
-            vf products = weigh(scores + j, of_matrix + j, keep + j, weight, shift, w->backward);
-            if (w->with_sums) count(products * weight, &row_sum, of_keys + j);
+            vf weight = rows[side][i - t] * *(vf *)(w->columns + j), matrix = *(vf *)(scores + j) * weight;
+            vf gradient = weigh(scores + j, of_matrix + j, keep + j, weight, shift, w->backward);
+            if (w->with_sums) count(matrix * gradient, &row_sum, of_keys + j);
         }
         row_sums[side] = row_sum;
     }
-    for (int j = t; j < t + n; j += W) {
+    for (int j = t; j < t + padded; j += W) {
         const vi before = lane + j < i, after = lane + j > i;
         const vf exponents = (vf)(((vi)difference(high, i, high + LP, j, 4 * LP) & before) |
                                   ((vi)difference(high + 2 * LP, i, high + 3 * LP, j, 4 * LP) & after));
         const vi inside = (before & -(int)p->past) | (after & -(int)p->future) | (lane + j == i & -(p->diagonal == 1));
-        vf weight = (vf)((vi)exponential(exponents) & inside);
-        vf products = weight * weigh(scores + j, of_matrix + j, keep + j, weight, shift, w->backward);
+        vf weight = (vf)((vi)exponential(exponents) & inside), matrix = *(vf *)(scores + j) * weight;
+        vf products = matrix * weigh(scores + j, of_matrix + j, keep + j, weight, shift, w->backward);
         if (w->with_sums) {
             count((vf)((vi)products & before), row_sums, w->of_sums + LP + j);
             count((vf)((vi)products & after), row_sums + 1, w->of_sums + 3 * LP + j);
@@ -190,7 +193,7 @@ static inline void weigh_in_orders(const struct full_problem *p, const struct fu
             const float *mean = w->high + o * LP, *half = w->half + o * LP;
             vf distance = (vf)((vi)difference(mean, i, mean, j, w->low - w->high) & 0x7fffffff);
             vf each = share * exponential(*(vf *)(half + j) - half[i] - distance);
-            *(vf *)(w->each + o * LP + j) = each;
+            *(vf *)(w->each + o * LP + j) = *(vf *)(scores + j) * each;
             weight += each;
         }
         *(vf *)(w->columns + j) = weigh(scores + j, of_matrix + j, w->keep + j, weight, shift, w->backward);
@@ -256,11 +259,9 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_
             load_rows(X, E, &p->grad, b, h, t, n, padded, p->width, 1);
             if (divided) for (int r = 0; r < n; r++) {
                 vf sum = {0};
+                load(X + r * E, &p->grad, b, h, t + r, p->width, 1 / *(float *)row(&p->row_sums, b, h, t + r, 4));
                 load(Y, &p->y, b, h, t + r, p->width, 1);
-                for (int e = 0; e < E; e += W) {
-                    *(vf *)(X + r * E + e) /= *(float *)row(&p->row_sums, b, h, t + r, 4);
-                    sum += *(vf *)(X + r * E + e) * *(vf *)(Y + e);
-                }
+                for (int e = 0; e < E; e += W) sum += *(vf *)(X + r * E + e) * *(vf *)(Y + e);
                 shift[r] = -total(sum);
             }
             multiply(padded, E, LP, X, E, 1, VT, LP, dA, LP, 0);

@@ -159,9 +159,7 @@ def linear_attention(
                 dropout_p=dropout_p, uniform=_is_uniform(log_decay, log_decay_future) and seq_idx is None,
                 normalize=by_kernel,
             )  # fmt: skip
-    if by_column:
-        y = y[..., :-1] / (y[..., -1:] + EPSILON)
-    return y.to(dtype)
+    return (divided(y) if by_column else y).to(dtype)
 
 
 def fused_with_row_sums(*arguments, keys: str = "all") -> Tensor:
@@ -250,6 +248,11 @@ def one_per_head(x: Tensor, v: Tensor) -> Tensor:
 def with_ones(v: Tensor) -> Tensor:
     """v with a column of ones, which receives the row sums, (B, H, L, E + 1)."""
     return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
+
+
+def divided(y: Tensor) -> Tensor:
+    """Rows of y, (B, H, L, E + 1), divided by their sums, which are its last column."""
+    return y[..., :-1] / (y[..., -1:] + EPSILON)
 
 
 def _is_uniform(*log_decays: Tensor | None) -> bool:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -283,7 +284,8 @@ def _recurrent_backward(grad, q, k, v, query_sum, key_sum, direction: int, with_
 
 
 class _Full(torch.autograd.Function):
-    """One chunk per text. For the backward pass it keeps what W is made from: reading is faster than computing it."""
+    """One chunk per text. In PyTorch, what W is made from is kept for the backward pass: reading is faster than
+    computing it."""
 
     @staticmethod
     def forward(
@@ -297,6 +299,7 @@ class _Full(torch.autograd.Function):
             y, *row_sums = native.full_forward(*tensors, *ctx.options, with_rows=True)
             ctx.save_for_backward(*tensors, *([y, *row_sums] if row_sums else []))
             return y
+        assert order is None and not epsilon
         tensors = q, k, v, query_sums, key_sums, diagonal
         ctx.options = scale, v.shape[2], len(query_sums) == 1, triangles, factor
         weights: list[tuple[Tensor, ...]] = []
@@ -329,9 +332,9 @@ def full(
     or None, and the factor by which it multiplies them. By the kernel only: order, (O, L), the token at each place of O
     orders, whose W are averaged, with log decays of O·H heads; normalize: divide each row by its sum."""
     epsilon, tensors = EPSILON if normalize else 0.0, (q, k, v, query_sums, key_sums, diagonal, kept, order)
-    if (
-        not torch.is_grad_enabled() and triangles != "separate" and covers(v)
-    ):  # autograd would add to a short text's time
+    # Not through autograd, which would take a tenth of a short text's time, if neither it nor a tracer needs the call.
+    unseen = not torch.is_grad_enabled() and not torch.jit.is_tracing() and forward_ad._current_level < 0
+    if unseen and triangles != "separate" and covers(v):
         return native.full_forward(*tensors, factor, scale, DIRECTIONS[triangles], epsilon, LOG_ZERO)[0]
     return _Full.apply(*tensors, factor, scale, triangles, epsilon)
 
@@ -342,6 +345,7 @@ def _chunkwise_forward(q, k, v, query_sums, key_sums, diagonal, order, *options)
     tensors = q, k, v, query_sums, key_sums, diagonal
     if covers(v):
         return native.chunkwise_forward(*tensors, order, *options, DIRECTIONS)
+    assert order is None
     return _multiply(_Chunks(*tensors, *options))
 
 

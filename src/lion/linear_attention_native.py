@@ -62,6 +62,7 @@ def chunkwise_backward(
 def _triangles(q, k, v, query_sums, key_sums, diagonal, order, scale, directions, separate) -> Iterator[Triangle]:
     """In each order, the first triangle brings the diagonal."""
     keys, own = query_sums if key_sums is None else key_sums, OWN if diagonal is None else diagonal
+    assert order is None or diagonal is None
     orders, sums = [None] if order is None else order, zip(query_sums.unbind(-1), keys.unbind(-1))
     for one in orders:
         for number, (direction, side) in enumerate(zip(directions, _sides(q, k, directions, separate))):

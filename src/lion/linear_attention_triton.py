@@ -42,8 +42,6 @@ INTERPRETED = kernels.AVAILABLE and not isinstance(kernels.product_kernel, trito
 def covers(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernels support these operands: bfloat16, float16 or float32, heads up to LARGEST_HEAD, on an NVIDIA
     GPU (Ampere, Ada or Hopper) or on any device in Triton's interpreter."""
-    if q.is_cpu and not INTERPRETED:
-        return False
     return (
         kernels.AVAILABLE
         and _runs_on(q.device)

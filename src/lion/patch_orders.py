@@ -17,6 +17,7 @@ from .custom_operators import no_autocast
 from .linear_attention import (
     attention_matrix,
     definition,
+    divided,
     fused_with_row_sums,
     is_fused,
     kernel_sums,
@@ -65,7 +66,8 @@ def linear_attention_in_orders(
     Returns:
         (B, H, L, E) in v's dtype. Half precision is computed in float32, except by the GPU kernels.
 
-    Raises ValueError for shapes that do not match, and as `linear_attention` does.
+    Raises ValueError for shapes that do not match, by the CPU's kernel for an order without all tokens, and as
+    `linear_attention` does.
     """
     (B, H, L, D), O = q.shape, 1 if orders is None else len(orders)  # noqa: E741
     check_shapes(
@@ -75,6 +77,10 @@ def linear_attention_in_orders(
         ("log_decay", log_decay, (O * H,), (B, O * H, L)),
     )
     check_options(None, None, None, None, form, chunk_size, dropout_p)
+    if orders is not None:
+        if orders.is_floating_point():
+            raise ValueError(f"orders must be integers (got {orders.dtype})")
+        orders = orders.to(q.device, torch.int64)
     dtype, fused = v.dtype, is_fused(q, k, v, form, dropout_p)
     if not fused:
         wide = torch.promote_types(dtype, torch.float32)
@@ -86,7 +92,7 @@ def linear_attention_in_orders(
             return linear_attention(q, k, v, log_decay, normalize=True, **how).to(dtype)
         in_full = resolve_form(form, v, True, dropout_p, fused, kind=IN_ORDERS if O > 1 else NORMALIZED) == "full"
         if form != "recurrent" and dropout_p == 0 and not fused and kernel_sums(log_decay, v):
-            orders = orders.to(torch.int64).contiguous()
+            orders = orders.contiguous()
             check_orders(orders)
             if in_full:
                 how = {"order": orders, "normalize": True}
@@ -129,11 +135,6 @@ def matrix_in_orders(q, k, log_decay, orders=None, *, scale=None, matrix=attenti
         in_order = matrix(q[:, :, order], k[:, :, order], decays, scale=scale)
         average = average + in_order[:, :, place][..., place] / len(orders)
     return average / (average.sum(-1, keepdim=True) + EPSILON)
-
-
-def divided(y: Tensor) -> Tensor:
-    """Rows of y, (B, H, L, E + 1), divided by their sums, which are their last columns."""
-    return y[..., :-1] / (y[..., -1:] + EPSILON)
 
 
 def places(orders: Tensor) -> Tensor:
