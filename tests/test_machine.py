@@ -208,3 +208,14 @@ def test_commands_say_so_before_torch_is_imported():
         ours = [line for line in lines if line.startswith(("from ", "import ")) and "src" in line]
         assert ours[0].startswith(("from src import cli", "from src.cli import")), script
         assert not any(line.startswith(("import torch", "from torch")) for line in lines), script
+
+
+@pytest.mark.skipif(not cpu_kernel.is_available(), reason="needs a C compiler")
+def test_what_was_measured_is_read_once(cache, monkeypatch):
+    found, read = {"training": 300, "inference": 200}, []
+    monkeypatch.setattr(machine, "_adopted", {})
+    monkeypatch.setattr(cpu_crossover, "measure", lambda kind: found)
+    monkeypatch.setattr(machine, "_read", lambda path, name: read.append(name))
+    for kind in cpu_crossover.KINDS * 2:
+        assert cpu_crossover.full_up_to(kind) == found
+    assert read == [f"full_up_to{kind}" for kind in cpu_crossover.KINDS]

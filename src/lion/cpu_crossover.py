@@ -31,7 +31,12 @@ def full_is_faster(length: int, kind: str = PLAIN) -> bool:
 
 def full_up_to(kind: str) -> dict[str, int]:
     """What `measure` has found on this machine, now or earlier."""
-    return machine.choice(f"full_up_to{kind}", functools.partial(measure, kind), version())
+    return machine.choice(f"full_up_to{kind}", _measurement(kind), version())
+
+
+@functools.cache  # one object for each kind, by which a choice is found that this process has made
+def _measurement(kind: str) -> Callable[[], dict[str, int]]:
+    return lambda: measure(kind)
 
 
 @torch.no_grad()  # the first call may be within a context that records what autograd does
