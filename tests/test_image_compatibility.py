@@ -66,6 +66,7 @@ def test_a_stopped_run_resumes_to_the_same_weights_and_averages(here):
 @pytest.mark.slow
 def test_a_hub_folder_verifies_and_loads_with_its_own_code(here, capsys):
     hub.main("verify --checkpoint stopped/latest-rank0.pt --folder my-model".split())
+    # Its code of then computes in PyTorch, and so rounds otherwise than the kernel.
     assert float(re.search(r"largest difference (\S+)\)", capsys.readouterr().out)[1]) < 1e-7
     expected = json.loads(Path("expected/logits.json").read_text())
     Path("my-model").rename("with-its-code")  # transformers keeps the modules of a folder by its name

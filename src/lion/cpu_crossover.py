@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import machine
 from .cpu_kernel import signed_sums, version
-from .linear_attention_forms import DIRECTIONS, EPSILON, LOG_ZERO, chunkwise, full
+from .linear_attention_forms import DIRECTIONS, EPSILON, LOG_ZERO, chunkwise, divided, full, with_ones
 from .linear_attention_native import chunkwise_backward, full_backward
 
 # Those that are measured. Texts of up to the first take the full form, and longer ones than the last never.
@@ -82,8 +82,7 @@ def _inference(length: int, kind: str) -> tuple[Callable, Callable]:
     def in_chunks() -> Tensor:
         if kind == PLAIN:
             return chunkwise(q, k, v, sums, None, None, 1.0, 128, False, "shared")
-        y = chunkwise(q, k, _with_column(v), sums, None, None, 1.0, 128, False, "shared", order)
-        return y[..., :-1] / y[..., -1:]
+        return divided(chunkwise(q, k, with_ones(v), sums, None, None, 1.0, 128, False, "shared", order))
 
     return lambda: full(q, k, v, log_decay, None, None, None, 1.0, 1.0, "shared", **how), in_chunks
 
@@ -91,7 +90,7 @@ def _inference(length: int, kind: str) -> tuple[Callable, Callable]:
 def _training(length: int, kind: str) -> tuple[Callable, Callable]:
     q, k, v, grad, log_decay, sums, order = _operands(length, kind)
     in_full, in_chunks = _inference(length, kind)
-    wide, row_sums = v if kind == PLAIN else _with_column(v), v[..., 0].contiguous()
+    wide, row_sums = v if kind == PLAIN else with_ones(v), v[..., 0].contiguous()
     epsilon, options = 0.0 if kind == PLAIN else EPSILON, (1.0, 128, False, "shared")
     operands = log_decay, None, None, None, order, 1.0, 1.0, DIRECTIONS["shared"], epsilon, LOG_ZERO
 
@@ -107,10 +106,6 @@ def _training(length: int, kind: str) -> tuple[Callable, Callable]:
         chunkwise_backward(of_y, q, k, wide, sums, None, None, order, *options, DIRECTIONS, True)
 
     return train_in_full, train_in_chunks
-
-
-def _with_column(v: Tensor) -> Tensor:
-    return torch.cat([v, v[..., :1]], -1)
 
 
 def _operands(length: int, kind: str) -> tuple[Tensor | None, ...]:

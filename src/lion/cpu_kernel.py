@@ -89,10 +89,10 @@ class Full:
 
     q, k: (B, 1 or H, L, D) and v: (B, H, L, E), in float32 or bfloat16; query_sums, key_sums: (B or 1, H or 1, L, T) in
     float64, or None for no decay; or query_sums are log decays in float32, (H,) or (B, H, L), raised to `lowest`;
-    diagonal: δ, (B, H, L), or None for s q_i·k_i; directions: 1 or −1 for each triangle; kept: (B, H, L, L) in bytes, 1
-    for the entries that dropout keeps, which are multiplied by factor; or None. order: as for `signed_sums`, with log
-    decays of O·H heads; the weights are then the mean of those in each order. epsilon: unless it is 0, each row of the
-    matrix is divided by its sum + epsilon."""
+    diagonal: δ, (B, H, L), or None for s q_i·k_i; directions: 1 or −1 for each triangle; kept: (B, H, L, L) in
+    bytes, 1 for the entries that dropout keeps, which are multiplied by factor; or None. order: as for `signed_sums`,
+    with log decays of O·H heads; the weights are then the mean of those in each order. epsilon: unless it is 0, each
+    row of the matrix is divided by its sum + epsilon."""
 
     def __init__(
         self, q, k, v, query_sums, key_sums, diagonal, kept, order, factor: float, scale: float, directions,

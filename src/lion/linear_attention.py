@@ -29,7 +29,7 @@ from . import cpu_kernel
 from .channel_decay import attend_by_channel, matrix_by_channel, segment_states_by_channel
 from .cpu_crossover import NORMALIZED, PLAIN
 from .custom_operators import no_autocast
-from .linear_attention_forms import EPSILON, LOG_ZERO, cumulative_log_decay, write_state
+from .linear_attention_forms import EPSILON, LOG_ZERO, cumulative_log_decay, divided, with_ones, write_state
 from .linear_attention_triton import covers, fused_linear_attention
 from .two_sided_attention import (
     FULL_UP_TO,  # noqa: F401
@@ -243,16 +243,6 @@ def one_per_head(x: Tensor, v: Tensor) -> Tensor:
     """Queries or keys, (B, G, L, D), for each head of v, (B, H, L, D); copied only if 1 < G < H."""
     heads = v.shape[1] // x.shape[1]
     return x if heads == 1 else x.expand(-1, heads, -1, -1) if x.shape[1] == 1 else x.repeat_interleave(heads, 1)
-
-
-def with_ones(v: Tensor) -> Tensor:
-    """v with a column of ones, which receives the row sums, (B, H, L, E + 1)."""
-    return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
-
-
-def divided(y: Tensor) -> Tensor:
-    """Rows of y, (B, H, L, E + 1), divided by their sums, which are its last column."""
-    return y[..., :-1] / (y[..., -1:] + EPSILON)
 
 
 def _is_uniform(*log_decays: Tensor | None) -> bool:

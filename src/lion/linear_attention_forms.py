@@ -73,6 +73,16 @@ def write_state(k: Tensor, log_weight: Tensor | None, v: Tensor) -> Tensor:
     return (k if log_weight is None else k * clamped_exp(log_weight).to(wide)[..., None]).mT @ v
 
 
+def with_ones(v: Tensor) -> Tensor:
+    """v with a column of ones, which receives the row sums, (B, H, L, E + 1)."""
+    return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
+
+
+def divided(y: Tensor) -> Tensor:
+    """Rows of y, (B, H, L, E + 1), divided by their sums, which are its last column."""
+    return y[..., :-1] / (y[..., -1:] + EPSILON)
+
+
 class _Block(NamedTuple):
     """n chunks of b texts whose C×C matrices fit the cache. The last chunk of a text may be shorter than C, and the
     full form has one chunk per text."""

@@ -17,15 +17,13 @@ from .custom_operators import no_autocast
 from .linear_attention import (
     attention_matrix,
     definition,
-    divided,
     fused_with_row_sums,
     is_fused,
     kernel_sums,
     linear_attention,
     signed_sums,
-    with_ones,
 )
-from .linear_attention_forms import EPSILON, chunkwise, full
+from .linear_attention_forms import EPSILON, chunkwise, divided, full, with_ones
 from .two_sided_attention import check_options, check_shapes, resolve_form
 
 
