@@ -123,8 +123,9 @@ def test_the_faster_precision_is_measured_once(demo):
 
 @pytest.mark.slow
 def test_each_split_has_the_tokens_of_its_documents(demo):
-    from streaming import StreamingDataset
     from transformers import AutoTokenizer
+
+    from src.data.streaming import StreamingSamples
 
     out, *_ = demo
     tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
@@ -133,7 +134,7 @@ def test_each_split_has_the_tokens_of_its_documents(demo):
         tokens = tokenizer(row["text"], truncation=True, max_length=MAX_SEQ_LEN)["input_ids"]
         expected["val" if is_validation(row["text"], VAL_FRACTION) else "train"][tuple(tokens)] += 1
     for split, rows in expected.items():
-        shards = StreamingDataset(local=str(out / "token-shards"), split=split, batch_size=1)
+        shards = StreamingSamples(local=str(out / "token-shards"), split=split, batch_size=1)
         assert Counter(tuple(row["tokens"].tolist()) for row in shards) == rows
 
 

@@ -10,14 +10,13 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, assert_one_sentence, run, tokens_of
-from streaming import StreamingDataset
-from streaming.base.util import clean_stale_shared_memory
 from test_lra_arrays import in_process
 from test_lra_jobs import MODEL, SIZES
 from test_lra_sources import examples, write_aan, write_pathfinder
 
 import lra
 from src.config import load
+from src.data.streaming import StreamingSamples
 from src.errors import UserError
 from src.lra import make, shards
 from src.lra.listops import VOCABULARY
@@ -42,8 +41,7 @@ def listops(tmp_path_factory, lra_dir) -> Path:
 
 
 def rows(folder: Path) -> list[list[int]]:
-    clean_stale_shared_memory()
-    return [sample["tokens"].tolist() for sample in StreamingDataset(local=str(folder), shuffle=False, batch_size=1)]
+    return [sample["tokens"].tolist() for sample in StreamingSamples(local=str(folder), shuffle=False, batch_size=1)]
 
 
 def numbers(found: list, part: int = 0) -> list[list[int]]:
