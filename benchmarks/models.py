@@ -42,7 +42,7 @@ def layer_count(mixer: str, layers: int) -> int:
 
 def describe(names: Iterable[str], layers: int, hidden: int) -> str:
     """Say how deep and wide the models are."""
-    names = [name if name in (BERT, MODERN_BERT) else lion_arguments(name, hidden)["mixer"] for name in names]
+    names = [lion_arguments(name, hidden)["mixer"] if name.endswith(".yaml") else name for name in names]
     if names == ["hydra"]:
         return f"{layer_count('hydra', layers)} layers of {hidden}"
     hydra = f" ({layer_count('hydra', layers)} in hydra)" if "hydra" in names else ""
@@ -146,14 +146,19 @@ def drop_masks(model: torch.nn.Module) -> None:
     encoder._update_attention_mask = lambda mask, output_attentions: (None, local(mask.shape[1]))
 
 
-def masked_lm_loss(model: torch.nn.Module, ids: Tensor, labels: Tensor, labelled: Tensor) -> Tensor:
-    """Return the loss at the labelled tokens, whose positions in the flattened labels, (labelled,), are known."""
+def masked_lm_loss(
+    model: torch.nn.Module, ids: Tensor, labels: Tensor, labelled: Tensor, seq_idx: Tensor | None = None
+) -> Tensor:
+    """Return the loss at the labelled tokens, whose positions in the flattened labels, (labelled,), are known. seq_idx:
+    the text of each token in packed rows, for our models only."""
+    if seq_idx is not None and model.config.model_type != LionConfig.model_type:
+        raise ValueError(f"{model.config.model_type} has no packed rows")
     if model.config.model_type == "bert":  # which computes the logits of all tokens
         return model(input_ids=ids, labels=labels).loss
     if model.config.model_type == "modernbert":  # its own way waits for the GPU, and fails with FlashAttention
         x = model.model(ids).last_hidden_state.flatten(0, 1).index_select(0, labelled)
         return F.cross_entropy(model.decoder(model.head(x)).float(), labels.flatten().index_select(0, labelled))
-    return model(input_ids=ids, labels=labels, masked_positions=labelled).loss
+    return model(input_ids=ids, labels=labels, masked_positions=labelled, seq_idx=seq_idx).loss
 
 
 def lion_config(name: str, layers: int, hidden: int, longest: int, dropout=0.0, form="auto") -> LionConfig:

@@ -36,6 +36,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--batch", type=int, help="texts per step (default: 8 on a CPU, 128 on a GPU)")
     words = "tokens per text; with several, steps take texts of each length in turn (default: 128)"
     parser.add_argument("--length", type=int, nargs="+", default=[128], help=words)
+    about = "rows of this many texts of random lengths that do not attend to each other, in models that have packing"
+    parser.add_argument("--packed", type=int, default=1, metavar="TEXTS", help=about)
     parser.add_argument("--layers", type=int, default=12, help="(default: 12, that is 23 in hydra)")
     parser.add_argument("--hidden", type=int, default=768, help="(default: 768, in heads of 64)")
     parser.add_argument("--masked", type=float, default=0.3, help="masking rate (default: 0.3)")
@@ -61,6 +63,8 @@ def main(argv: list[str]) -> None:
     a.out = a.out or measure.results_folder(a.device)
     if a.graph and a.device == "cpu":
         raise UserError("--graph needs a GPU; omit it")
+    if a.packed > min(a.length):
+        raise UserError(f"--packed is {a.packed}, more texts than the {min(a.length)} tokens of a row")
     if len({Path(name).stem for name in a.models}) < len(a.models):
         parser.error("--models must have different names; rename a config")
     usual_batch = 8 if a.device == "cpu" else 128
@@ -94,24 +98,26 @@ def main(argv: list[str]) -> None:
     times = {short(name): seconds for name, seconds in times.items()}
     lengths = " and ".join(filter(None, [", ".join(map(str, a.length[:-1])), str(a.length[-1])]))
     lengths += " tokens" if len(a.length) == 1 else " tokens in turn (times are means)"
+    texts = f"{a.batch} texts of {lengths}" if a.packed == 1 else f"{a.batch} rows of {lengths} in {a.packed} texts"
     lines = table(rows, a.batch * sum(a.length) / len(a.length))
     rows += [{"model": name, "error": error} for name, error in failed.items()]
     size = describe(a.models, a.layers, a.hidden)
     compiled = f", compiled, {a.compile}" if a.compile else ""
     title = (
-        f"A training step (forward, backward, AdamW) of {size}{compiled}, {a.batch} texts of {lengths}, "
+        f"A training step (forward, backward, AdamW) of {size}{compiled}, {texts}, "
         f"{a.masked:.0%} masked, dropout {a.dropout}, {a.precision}; the floor, {1000 * floor:,.1f} ms, is the time of "
         "BERT's matrix products at the rate of a large one, plus that of reading and writing its weights and moments:"
     )
     special = {
         f"compiled-{a.compile}": a.compile,
+        f"packed-{a.packed}": a.packed != 1,
         f"batch-{a.batch}": a.batch != usual_batch,
         "-".join(map(str, a.length)): a.length != [128],
         a.precision: a.precision != usual,
     }
     name = "-".join(["train-step", a.device, *(word for word, present in special.items() if present)])
     measure.write(a.out, name, title, measure.machine(a.device), [lines], rows)
-    described = f"{size}, {a.batch} texts of {lengths}, {a.precision}"
+    described = f"{size}, {texts}, {a.precision}"
     draw(times, floor, a.out / f"{name}.png", f"{described}, {measure.device_name(a.device)}")
     print(f"picture  {a.out / name}.png")
 
@@ -151,7 +157,8 @@ def prepare(name: str, a: argparse.Namespace):
     for length in a.length:
         ids = torch.randint(5, 30522, (a.batch, length), device=a.device)
         labels = ids.masked_fill(torch.rand(ids.shape, device=a.device) >= a.masked, -100)
-        batches.append((ids, labels, labelled_positions(labels)))  # as in training
+        seq_idx = random_texts(a.batch, length, a.packed, a.device) if a.packed > 1 else None
+        batches.append((ids, labels, labelled_positions(labels), seq_idx))  # as in training
     half = torch.autocast(a.device, torch.bfloat16) if a.precision == "amp_bf16" else contextlib.nullcontext()
 
     def step() -> None:
@@ -165,6 +172,12 @@ def prepare(name: str, a: argparse.Namespace):
     return step
 
 
+def random_texts(rows: int, length: int, texts: int, device: str) -> torch.Tensor:
+    """Return the text that each token belongs to, (rows, length), with `texts` of random lengths in each row."""
+    starts = torch.rand(rows, length - 1, device=device).argsort() < texts - 1
+    return torch.nn.functional.pad(starts, (1, 0)).cumsum(1)
+
+
 def least_seconds(a: argparse.Namespace) -> float:
     """Return the minimum time of a step at BERT's sizes at the measured rates of this device, the mean over lengths.
 
@@ -176,7 +189,8 @@ def least_seconds(a: argparse.Namespace) -> float:
     layers = a.layers * 12 * a.hidden**2
     head = a.hidden * (a.hidden + VOCABULARY)
     operations = [
-        6 * a.batch * length * (layers + 2 * a.layers * length * a.hidden + a.masked * head) for length in a.length
+        6 * a.batch * length * (layers + 2 * a.layers * length / a.packed * a.hidden + a.masked * head)
+        for length in a.length
     ]
     return statistics.mean(operations) / rates.operations + 28 * (layers + head) / rates.bytes
 

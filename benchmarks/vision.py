@@ -12,7 +12,6 @@ sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 import argparse
 import contextlib
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +48,9 @@ def main(argv: list[str]) -> None:
     add("--pixels", type=int, nargs="+", default=[224, 512, 1024], help="for inference (default: 224 512 1024)")
     add("--images", type=int, default=1, help="per inference (default: 1)")
     add("--precision", choices=("fp32", "bf16"), help="(default: bf16 on a GPU, fp32 on a CPU)")
+    about = "torch.compile every model, as `compile_config` does, in this mode (without a mode: default)"
+    modes = ("default", "reduce-overhead", "max-autotune")
+    add("--compile", nargs="?", const="default", choices=modes, help=about)
     add("--rounds", type=int, default=9, help="(default: 9)")
     add("--out", type=Path, help=measure.OUT)
     a = parser.parse_args(argv)
@@ -58,7 +60,8 @@ def main(argv: list[str]) -> None:
     if a.device == "cpu":
         keep_freed_memory()  # as in training
         flush_denormals()
-    name = f"vision-{a.device}{'' if a.only is None else f'-{a.only}'}"
+    compiled = f"compiled-{a.compile}" if a.compile else None
+    name = "-".join(filter(None, ["vision", a.device, a.only, compiled]))
     rows: list[dict[str, Any]] = []
     tables: list[list[list[str]]] = []
     for what, run in (("train", train), ("inference", inference)):
@@ -69,7 +72,7 @@ def main(argv: list[str]) -> None:
     title = (
         f"A training step (forward, backward, AdamW) of size {a.train_size}, {a.batch} images of {a.train_pixels} pixels; "
         f"inference of size {a.size}, {a.images} image{'s' * (a.images > 1)} at a time; patches of {PATCH} pixels, "
-        f"{a.precision}; ratios to {VIT} and {DEIT}:"
+        f"{a.precision}{f', compiled, {a.compile}' if a.compile else ''}; ratios to {VIT} and {DEIT}:"
     )
     measure.write(a.out, name, title, measure.machine(a.device), tables, rows)
     if a.only != "train":
@@ -117,6 +120,8 @@ def autocast(a: argparse.Namespace) -> contextlib.AbstractContextManager:
 def prepare_step(name: str, a: argparse.Namespace) -> Callable[[], None]:
     """Return a function that takes one training step."""
     model = build(name, a.train_size, a.train_pixels).to(a.device).train()
+    if a.compile:
+        model.compile(mode=a.compile)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     pixels = torch.randn(a.batch, 3, a.train_pixels, a.train_pixels, device=a.device)
     labels = torch.randint(CLASSES, (a.batch,), device=a.device)
@@ -131,9 +136,13 @@ def prepare_step(name: str, a: argparse.Namespace) -> Callable[[], None]:
     return step
 
 
-def prepare_pass(name: str, size: str, pixels: int, images: int, device: str, precision: str) -> Callable[[], None]:
+def prepare_pass(
+    name: str, size: str, pixels: int, images: int, device: str, precision: str, compiled: str | None = None
+) -> Callable[[], None]:
     """Return a function that classifies images."""
     model = build(name, size, pixels).to(device).eval()
+    if compiled:
+        model.compile(mode=compiled)
     batch = torch.randn(images, 3, pixels, pixels, device=device)
     a = argparse.Namespace(device=device, precision=precision)
 
@@ -158,16 +167,14 @@ def train(a: argparse.Namespace) -> tuple[list[list[str]], list[dict[str, Any]]]
 def inference(a: argparse.Namespace) -> tuple[list[list[str]], list[dict[str, Any]]]:
     lines, rows = [["inference", "pixels", "ms", "images per second", "peak memory, MB", *ratio_titles(a.models)]], []
     peaks = {}
+    fixed = a.images, a.device, a.precision, a.compile
     for name in a.models:
-        given = [(name, a.size, pixels, a.images, a.device, a.precision) for pixels in a.pixels]
-        warm_up = (name, a.size, PATCH * 2, a.images, a.device, a.precision)
+        given = [(name, a.size, pixels, *fixed) for pixels in a.pixels]
+        warm_up = (name, a.size, PATCH * 2, *fixed)
         peaks[name] = measure.attempt({}, name, measure.peak_memory, prepare_pass, warm_up, given, a.device)
     for number, pixels in enumerate(sorted(a.pixels)):
         failed: dict[str, str] = {}
-        prepare = partial(
-            prepare_pass, size=a.size, pixels=pixels, images=a.images, device=a.device, precision=a.precision
-        )
-        cases = {name: measure.attempt(failed, name, prepare, name) for name in a.models}
+        cases = {name: measure.attempt(failed, name, prepare_pass, name, a.size, pixels, *fixed) for name in a.models}
         times = measure.interleaved({n: c for n, c in cases.items() if c}, a.device, a.rounds, 60, failed)
         for name, seconds in times.items():
             peak = peaks[name][number] / 1e6 if peaks[name] else None

@@ -103,6 +103,17 @@ def test_a_benchmark_writes_a_table_and_its_numbers(name, tmp_path):
         assert (tmp_path / f"{stem}.png").stat().st_size > 1000
 
 
+def test_a_training_step_on_packed_rows_leaves_out_models_without_packing(tmp_path):
+    train_step = importlib.import_module("benchmarks.train_step")
+    texts = train_step.random_texts(5, 20, 4, "cpu")
+    assert [row.unique_consecutive().tolist() for row in texts] == [[0, 1, 2, 3]] * 5
+    models = "'Hugging Face BERT' softmax lion-s"
+    output = benchmark("train_step", tmp_path, *shlex.split(f"--models {models} {STEP} --length 32 --packed 3"))
+    assert "2 rows of 32 tokens in 3 texts" in output and "failed: Hugging Face BERT: bert has no packed rows" in output
+    written = json.loads((tmp_path / "train-step-cpu-packed-3-batch-2-32.json").read_text())
+    assert [row["model"] for row in written["rows"] if row.get("ms")] == ["softmax", "lion-s"]
+
+
 @pytest.mark.parametrize("given", ["a", "=x", "a/b={mixer}{seed}", "a={mixer}", "a={mixer}-{seed}-{other}"])
 def test_checkpoints_to_start_from_have_a_name_and_a_pattern(given, tmp_path):
     reach = importlib.import_module("benchmarks.reach")
