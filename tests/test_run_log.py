@@ -72,7 +72,7 @@ def test_the_bar_shows_loss_accuracy_and_rates(tmp_path, reported, shown):
 
 
 @pytest.mark.parametrize(
-    ("first", "seconds", "logged"), [(1, 1.0, [11]), (1, 30.0, [2]), (501, 12.0, [503]), (1, 0.0, [])]
+    ("first", "seconds", "logged"), [(1, 1.0, [11]), (1, 30.0, [4]), (501, 6.0, [505]), (1, 0.0, [])]
 )
 def test_the_time_left_is_estimated_once_after_the_first_steps(tmp_path, caplog, first, seconds, logged):
     log = RunLog(tmp_path, "100ba", curves=CURVES)
@@ -88,6 +88,16 @@ def test_the_time_left_is_estimated_once_after_the_first_steps(tmp_path, caplog,
         minutes = -(-(1000 - step) * seconds // 60)
         rate = f"{100 / seconds:,.0f}"
         assert f"about {minutes // 60:.0f}:{minutes % 60:02.0f} hours left at {rate} tokens/s" in caplog.text
+
+
+def test_a_step_in_which_the_model_is_compiled_does_not_count_in_the_time_left(tmp_path, caplog):
+    log = RunLog(tmp_path, "100ba", curves=CURVES)
+    with caplog.at_level("INFO", logger="lion"):
+        log.fit_start(state_at(0, 1.0), None)
+        log.log_metrics({"loss/train/total": 2.0})
+        for step, seconds in ((1, 1), (2, 42), (3, 43), (4, 44)):
+            log.batch_end(state_at(step, seconds / step), None)
+    assert "about 0:17 hours left at 100 tokens/s" in caplog.text
 
 
 def test_a_full_disk_loses_lines_but_not_the_run_and_warns_once(tmp_path, monkeypatch, caplog):

@@ -2,12 +2,15 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import math
 import os
+import statistics
 import time
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +56,8 @@ class RunLog(LoggerDestination):
         self.statistics, self.counts = statistics, counts  # of a Task
         self.latest: dict[str, float] = {}
         self.losses: list[float] = []
-        self.last_line = self.first_step = ()  # `_counts` at the previous line, and after this process's first step
+        self.last_line: tuple = ()  # `_counts` at the previous line
+        self.steps: deque[tuple] = deque(maxlen=11)  # `_counts` after this process's first steps
         self.rates: dict[str, float] = {}  # between the last two lines
         self.bar: tqdm | None = None
         self.estimated = False  # whether the time left has been logged
@@ -99,18 +103,27 @@ class RunLog(LoggerDestination):
         if batch % self.interval == 0 or batch == last:
             self.write({**place(state), **self._training_metrics(state)})
             self.losses.clear()
-        # Log the time left once, after ten steps or twenty seconds, not counting the slow first step.
-        self.first_step = self.first_step or _counts(state)
-        steps, samples, tokens, seconds = (now - first for now, first in zip(_counts(state), self.first_step))
-        if not self.estimated and last is not None and seconds and (steps >= 10 or seconds >= 20):
-            self.estimated = True
-            minutes = math.ceil((last - batch) * seconds / steps / 60)
-            rate = (tokens if self.counts == "tokens" else samples) / seconds
-            log.info(f"about {minutes // 60}:{minutes % 60:02} hours left at {rate:,.0f} {self.counts}/s")
+        if not self.estimated:
+            self.steps.append(_counts(state))
+            self._estimate(None if last is None else last - batch)
         if self.bar is not None:
             self.bar.total = last
             self.bar.set_postfix_str(self._postfix(), refresh=False)
             self.bar.update(batch - self.bar.n)
+
+    def _estimate(self, left: int | None) -> None:
+        """Log the time left once, after ten steps, or after three and twenty seconds. The first step is slow and does
+        not count; the median is taken since torch.compile slows others too."""
+        steps, samples, tokens, seconds = (now - first for now, first in zip(self.steps[-1], self.steps[0]))
+        if left is None or steps < 3 or (steps < 10 and seconds < 20):
+            return
+        median = statistics.median(after[3] - before[3] for before, after in itertools.pairwise(self.steps))
+        if not median:
+            return
+        self.estimated = True
+        minutes = math.ceil(left * median / 60)
+        rate = (tokens if self.counts == "tokens" else samples) / steps / median
+        log.info(f"about {minutes // 60}:{minutes % 60:02} hours left at {rate:,.0f} {self.counts}/s")
 
     def eval_end(self, state: State, logger: Logger) -> None:
         values = {}
