@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from conftest import TINY_MODEL, Result, assert_one_sentence, run, snapshot
+from conftest import ROOT, TINY_MODEL, Result, assert_one_sentence, run, snapshot
 from omegaconf import OmegaConf
 
 import main
@@ -200,6 +200,30 @@ def test_a_compiled_model_trains_as_an_uncompiled_one(finished, tmp_path):
     assert 2 <= counters["stats"]["unique_graphs"] <= 6 and not counters["graph_break"]
     torch._dynamo.reset()
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+
+
+def test_a_model_that_cannot_be_compiled_is_reported_with_the_way_out(config_file):
+    from torch._dynamo import register_backend, reset
+
+    @register_backend(name="broken")
+    def broken(graph, inputs):
+        raise ValueError("no such instruction")
+
+    with pytest.raises(UserError, match=r"compile_config: .*: no such instruction; set compile_config=null"):
+        main.main([str(config_file), "compile_config.backend=broken"])
+    reset()
+
+
+def test_a_run_continues_compiled_or_not_as_it_began(config_file, tmp_path):
+    auto = load_config(PretrainConfig, "main.py", "", [str(config_file), "compile_config=auto"])
+    assert run_folder.as_begun(auto, tmp_path) == "auto"  # a new run
+    assert run_folder.as_begun(auto, ROOT / "tests/fixtures/finished") is None  # as all runs once were
+    for stored in ("auto", {}, {"mode": "reduce-overhead"}, None):
+        auto.compile_config = stored
+        run_folder.save_config(auto, tmp_path)
+        for now in ("auto", {"dynamic": True}, None):
+            auto.compile_config = now
+            assert run_folder.as_begun(auto, tmp_path) == (stored if now == "auto" else now)
 
 
 def test_recomputing_layers_in_the_backward_pass_changes_nothing(finished, tmp_path, monkeypatch):

@@ -141,6 +141,21 @@ def test_unknown_compile_settings_are_rejected(section, words):
         trainer.check_sections({}, section, "cpu")
 
 
+@pytest.mark.parametrize(
+    ("given", "device", "fsdp", "tried", "arguments"),
+    [
+        ("auto", "gpu", {}, True, {}),
+        ("auto", "cpu", {}, True, None),
+        ("auto", "gpu", {"sharding_strategy": "FULL_SHARD"}, True, None),
+        ("auto", "gpu", {}, False, None),
+        (None, "gpu", {}, True, None),
+        ({"mode": "default"}, "cpu", {}, False, {"mode": "default"}),
+    ],
+)
+def test_auto_compiles_on_a_gpu_what_was_tried_there(given, device, fsdp, tried, arguments):
+    assert trainer.resolve_compilation(given, device, fsdp, tried) == arguments
+
+
 @pytest.mark.parametrize("section", [{}, {"backend": "eager", "dynamic": True}])
 def test_compile_settings_are_accepted(section):
     trainer.check_sections({}, section, "cpu")

@@ -88,6 +88,11 @@ class MaskedLM(Task):
         self.datasets = (config.train_loader.dataset, config.eval_loader.dataset)
         self.max_seq_len = max(dataset.max_seq_len for dataset in self.datasets)
 
+    @property
+    def compiles_well(self) -> bool:
+        """Compiled softmax reads packed rows with a mask, which takes longer than FlashAttention."""
+        return not (self.config.train_loader.dataset.packing and self.config.model.get("mixer") == "softmax")
+
     def check_paths(self) -> None:
         super().check_paths()
         config = self.config

@@ -118,7 +118,12 @@ class RunConfig(TrainerConfig):
         "when DDP sums gradients; default: after the last microbatch", None, choices=DDP_SYNC, may_change=True
     )
     dist_timeout: float = key("seconds a device waits for the others", 300.0, above=0, may_change=True)
-    compile_config: dict[str, Any] | None = key("arguments of torch.compile; null: not used", None, may_change=True)
+    compile_config: Any = key(
+        "arguments of torch.compile; null: not used; auto: its defaults on a GPU, where the first steps then take "
+        "minutes; a resumed run does as it began",
+        None,
+        may_change=True,
+    )
     hf_export: str | None = key("write Hub folders to save_folder/hub", None, choices=("end", "save"), may_change=True)
     log_interval: str = duration("how often to write a line to metrics.jsonl", "10ba", units=("ba",), may_change=True)
 
@@ -134,6 +139,10 @@ class RunConfig(TrainerConfig):
         section = getattr(self, "model", {})
         if self.load_path is not None and section.get("pretrained_checkpoint") is not None:
             raise UserError("load_path and model.pretrained_checkpoint both name what to start from; omit one")
+        if not (isinstance(self.compile_config, dict) or self.compile_config in (None, "auto")):
+            raise UserError(
+                f"compile_config={self.compile_config} must be auto, null or a section, such as compile_config.mode=…"
+            )
         if self.activation_checkpointing and self.fsdp_config.get("activation_checkpointing"):
             raise UserError("activation_checkpointing is set twice, here and in fsdp_config; omit one")
 

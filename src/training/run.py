@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from src.checkpoints.remote import checkpoint_step
 from src.cli import is_main_process, log, start_log
 from src.config import fixed_settings, read_stored, to_dict
-from src.errors import RunFailed, UserError, reason
+from src.errors import RunFailed, UserError, first_line, reason
 from src.files import (
     CONFIG,
     LATEST,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 SAME_NAME = (  # keys of a config that are arguments of the trainer
     "run_name", "seed", "float32_matmul_precision", "max_duration", "eval_interval", "eval_subset_num_batches",
-    "ddp_sync_strategy", "dist_timeout", "compile_config",
+    "ddp_sync_strategy", "dist_timeout",
 )  # fmt: skip
 
 
@@ -54,6 +54,7 @@ def run(task: Task) -> None:
         ranks.on_rank_0(lambda: stack.enter_context(exclusive_lock(folder, task.command)))
         uploads = open_remote(config, folder) if config.save_remote else None
         config.history = decide(lambda: check_save_folder(config, folder))
+        config.compile_config = decide(lambda: as_begun(config, folder))
         try:
             if decide(lambda: is_finished(config, folder)):
                 log.info(f"{config.run_name} is already finished with this config")
@@ -72,6 +73,12 @@ def run(task: Task) -> None:
                 raise RunFailed(
                     f"the run is finished and saved in {folder}, but {failure}; repeat the command to retry"
                 )
+
+
+def as_begun(config: RunConfig, folder: Path) -> Any:
+    """Return compile_config, for `auto` that of the run in the folder: compiled models round and drop out otherwise."""
+    stored = read_stored(folder / CONFIG, type(config)) if config.compile_config == "auto" else None
+    return config.compile_config if stored is None else stored["compile_config"]
 
 
 def open_remote(config: RunConfig, folder: Path) -> "Uploads | None":
@@ -132,7 +139,8 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     import_files(config.code_paths)
     chosen = decide(lambda: choices.recall(folder, "ep*-rank0.pt")) if device == "cpu" else {}
     machine.adopt(chosen)
-    trainer.check_sections(config.fsdp_config, config.compile_config or {}, device)
+    compilation = trainer.resolve_compilation(config.compile_config, device, config.fsdp_config, task.compiles_well)
+    trainer.check_sections(config.fsdp_config, compilation or {}, device)
     precision = trainer.resolve_precision(config.precision, device)
     batch = config.global_train_batch_size
     device_batch = trainer.split_batch_size(batch, task.microbatch_size, dist.get_world_size(), device)
@@ -180,6 +188,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
         loggers=[*of_run(registry.build_all("loggers", config.loggers), folder, latest is not None), run_log],
         accumulate_train_batch_on_tokens=True,  # the loss is a mean over the predictions of the whole batch
         load_path=None if start is None else str(start),
+        compile_config=compilation,
         parallelism_config={"fsdp": dict(config.fsdp_config)} if config.fsdp_config else None,
     )
     composer_trainer.logger.log_hyperparameters(to_dict(config))
@@ -200,17 +209,19 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     log.info(f"{config.max_duration}: {steps}, up to {tokens:,} tokens per step")
     places = f"{config.save_folder}{f' and {config.save_remote}' if config.save_remote else ''}"
     log.info(f"checkpoints, curves and metrics: {places}, a checkpoint every {config.save_interval}")
+    if compilation is not None:
+        log.info("torch.compile compiles the model in the first steps; compile_config=null starts at once")
     if now.batch.value:
         log.info(f"resuming from step {now.batch.value}")
     decide(lambda: save_config(config, folder))
     if chosen and is_main_process():
         choices.keep(chosen, folder)
-    if config.eval_first and now.batch == 0:
-        composer_trainer.eval()
-        startup.done("first evaluation")
     epochs = now.epoch.value + (steps_left(loader, now) == 0)  # saved before the last epoch was counted
     trained = now >= end or (end.unit == TimeUnit.EPOCH and epochs >= end.value)
     try:
+        if config.eval_first and now.batch == 0:
+            composer_trainer.eval()
+            startup.done("first evaluation")
         if not trained:
             with logging_redirect_tqdm():  # print messages above the progress bar
                 composer_trainer.fit()
@@ -219,6 +230,12 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     except SystemExit:  # after a signal
         composer_trainer.close()
         raise
+    except RuntimeError as error:
+        if compilation is None or not is_of_compiler(error):
+            raise
+        cause = first_line(getattr(error, "inner_exception", error))
+        problem = f"torch.compile cannot compile this model: {cause}"
+        raise UserError(f"compile_config: {problem}; set compile_config=null to train without") from error
     finally:
         if run_log.bar is not None:  # before the next message, or the error that ended it, is printed
             run_log.bar.close()
@@ -231,6 +248,12 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     composer_trainer.close()
     if is_main_process():
         write_summary(task, folder, state.timestamp.batch.value, parameters, f"{model_title}; {data_title}")
+
+
+def is_of_compiler(error: RuntimeError) -> bool:
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
 
 
 def is_finished(config: RunConfig, folder: Path) -> bool:

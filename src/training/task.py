@@ -57,6 +57,11 @@ class Task(ABC):
         """The samples per device and forward pass, or auto."""
         return self.config.device_train_microbatch_size
 
+    @property
+    def compiles_well(self) -> bool:
+        """Whether compile_config=auto may compile the model."""
+        return True
+
     def callbacks(self) -> "list[Callback]":
         """Return callbacks that act on each batch before the others do."""
         return []

@@ -93,6 +93,13 @@ def split_batch_size(global_batch: int, microbatch: Any, world_size: int, device
     return device_batch
 
 
+def resolve_compilation(given: Any, device: str, fsdp: Mapping[str, Any], tried: bool) -> dict[str, Any] | None:
+    """Return the arguments of torch.compile, or None. `auto` compiles on a GPU what has been tried: not FSDP."""
+    if given == "auto":
+        return {} if device == "gpu" and tried and not fsdp else None
+    return given
+
+
 def check_sections(fsdp: Mapping[str, Any], compile_config: Mapping[str, Any], device: str) -> None:
     """Raise UserError for an fsdp_config that Composer ignores or rejects, or a compile_config that torch rejects."""
     check_arguments("fsdp_config", FSDPConfig, fsdp)
