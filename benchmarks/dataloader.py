@@ -92,7 +92,7 @@ def samples_per_second(loader: streaming.TextDataLoader, seconds: float) -> floa
 def step_samples_per_second(a: argparse.Namespace) -> float:
     a.batch = a.batch or (8 if a.device == "cpu" else 128)
     a.precision = "fp32" if a.device == "cpu" else "amp_bf16"
-    a.length, a.masked, a.dropout, a.form, a.compile = [a.max_seq_len], 0.3, 0.1, "auto", False
+    a.length, a.packed, a.masked, a.dropout, a.form, a.compile = [a.max_seq_len], 1, 0.3, 0.1, "auto", False
     step = train_step.prepare(a.model, a)
     return a.batch / measure.interleaved({a.model: step}, a.device, rounds=5, seconds=30)[a.model]
 
