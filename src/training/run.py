@@ -161,7 +161,9 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     train_data, eval_data = task.build_loaders(device_batch)
     startup.done("data")
     title = config.run_name if config.progress_bar else ""
-    run_log = RunLog(folder, config.log_interval, title, task.curves, task.statistics, task.counts)
+    run_log = RunLog(
+        folder, config.log_interval, title, task.curves, task.statistics, task.counts, compilation is not None
+    )
     writer = CheckpointWriter(folder, config.save_interval, config.save_num_checkpoints_to_keep, uploads)
     background = [*([HubExports(writer)] if config.hf_export == "save" else []), *task.background(writer, run_log)]
     composer_trainer = trainer.build_trainer(

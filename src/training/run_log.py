@@ -48,10 +48,11 @@ class RunLog(LoggerDestination):
         curves: Sequence[Curve] = (),
         statistics: Any = None,
         counts: str = "tokens",
+        compiles: bool = False,
     ):
         self.path = folder / METRICS
         self.interval = Time.from_timestring(interval).value
-        self.title = title
+        self.title, self.compiles = title, compiles
         self.train_curves = [curve for curve in curves if curve.train_key not in (None, TRAIN_LOSS)]
         self.statistics, self.counts = statistics, counts  # of a Task
         self.latest: dict[str, float] = {}
@@ -112,10 +113,10 @@ class RunLog(LoggerDestination):
             self.bar.update(batch - self.bar.n)
 
     def _estimate(self, left: int | None) -> None:
-        """Log the time left once, after ten steps, or after three and twenty seconds. The first step is slow and does
-        not count; the median is taken since torch.compile slows others too."""
+        """Log the time left once, after ten steps or twenty seconds, not counting the slow first step. Where others
+        compile too, it waits for ten, and their median."""
         steps, samples, tokens, seconds = (now - first for now, first in zip(self.steps[-1], self.steps[0]))
-        if left is None or steps < 3 or (steps < 10 and seconds < 20):
+        if left is None or (steps < 10 and (seconds < 20 or self.compiles)):
             return
         median = statistics.median(after[3] - before[3] for before, after in itertools.pairwise(self.steps))
         if not median:
