@@ -63,8 +63,8 @@ def main(argv: list[str]) -> None:
     a.out = a.out or measure.results_folder(a.device)
     if a.graph and a.device == "cpu":
         raise UserError("--graph needs a GPU; omit it")
-    if a.packed > min(a.length):
-        raise UserError(f"--packed is {a.packed}, more texts than the {min(a.length)} tokens of a row")
+    if not 1 <= a.packed <= min(a.length):
+        raise UserError(f"--packed is {a.packed}; give 1 to {min(a.length)} texts, the tokens of a row")
     if len({Path(name).stem for name in a.models}) < len(a.models):
         parser.error("--models must have different names; rename a config")
     usual_batch = 8 if a.device == "cpu" else 128
