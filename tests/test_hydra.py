@@ -167,6 +167,12 @@ def test_a_convolution_over_tokens_is_conv1d(width, length):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
+def test_a_convolution_elsewhere_has_the_layout_of_its_input():
+    x, weight, bias = (torch.empty(*shape, device="meta") for shape in ((2, 33, 12), (12, 1, 7), (12,)))
+    y = depthwise_conv(x, weight, bias)
+    assert y.shape == x.shape and y.is_contiguous()  # else the GPU kernels would copy its parts
+
+
 def test_a_gated_norm_is_a_norm_times_silu():
     norm = torch.nn.RMSNorm(24, eps=1e-5)
     torch.nn.init.normal_(norm.weight)

@@ -104,7 +104,8 @@ def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tens
         y = _DepthwiseConv.apply(spread.unflatten(0, (len(x), width)), weight, bias)
         return y.flatten(0, 1).index_select(0, place).view(x.shape)
     if seq_idx is None:
-        return F.conv1d(x.mT, weight, bias, padding=reach, groups=len(weight)).mT
+        # In the layout of x: the kernels would copy each of its parts, some for every head.
+        return F.conv1d(x.mT, weight, bias, padding=reach, groups=len(weight)).mT.contiguous()
     padded, numbers = F.pad(x, (0, 0, reach, reach)), F.pad(number, (reach, reach))
     y = torch.zeros_like(x) if bias is None else bias.expand_as(x)
     for place in range(2 * reach + 1):
