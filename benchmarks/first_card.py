@@ -58,7 +58,7 @@ from src.lion.linear_attention import attention_matrix
 from src.tables import markdown
 
 BFLOAT16 = {"y": 5e-3, "dq": 5.5e-3, "dk": 5.5e-3, "dv": 5.5e-3, "per token": 3e-3, "per head": 2e-2}
-HYDRA = 8e-3  # of weighed values and the sum of two scans, which are rounded too
+HYDRA = 8e-3  # of the sum of two scans, which are rounded too
 REPEATS = 20
 # Rows and columns, warps, stages. The rows of all products must divide the longest.
 CANDIDATES = [

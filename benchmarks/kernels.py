@@ -37,6 +37,7 @@ from src import cli
 from src.errors import UserError
 from src.lion import linear_attention
 from src.lion import linear_attention_triton as host
+from src.lion.hydra_attention import Scans, hydra_attention
 
 FORMS = {  # and further arguments of `linear_attention`
     "full": {},
@@ -63,7 +64,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--cards", type=int, nargs="+", default=[80, 90], help="compute capabilities (default: 80 90)")
     parser.add_argument("--head_dims", type=int, nargs="+", default=[32, 64, 128], help="(default: 32 64 128)")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
-    parser.add_argument("--decays", nargs="+", default=["none", "token"], choices=("none", "head", "token"))
+    decays = "none", "head", "token", "hydra"
+    parser.add_argument("--decays", nargs="+", default=["none", "token", "hydra"], choices=decays)
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
     parser.add_argument("--host", action="store_true", help="time launches instead")
     parser.add_argument("--out", type=Path, default=measure.RESULTS, help="(default: benchmarks/results)")
@@ -79,7 +81,7 @@ def main(argv: list[str]) -> None:
     cases = [
         (card, dtype, size, form, decay)
         for card, dtype, size, form, decay in itertools.product(a.cards, a.dtypes, a.head_dims, a.forms, a.decays)
-        if size <= host.LARGEST_HEAD[getattr(torch, dtype)]
+        if size <= host.LARGEST_HEAD[getattr(torch, dtype)] and exists(form, decay)
     ]
     for card, dtype, size, form, decay in cli.progress(cases, desc="kernels"):
         for launch in launches(form, decay, getattr(torch, dtype), size, size, card=card):
@@ -104,6 +106,11 @@ def main(argv: list[str]) -> None:
     measure.write(a.out, "kernels", "What each kernel is compiled to:", facts, [[header, *lines]], rows)
 
 
+def exists(form: str, decay: str) -> bool:
+    """Whether an operator has a form; Hydra's has only the plain ones."""
+    return decay != "hydra" or not FORMS[form]
+
+
 def launches(
     form: str, decay: str, dtype: torch.dtype, d: int, e: int, length: int = 512, card: int = 90
 ) -> list[Launch]:
@@ -122,10 +129,13 @@ def launches(
 
 def operands(decay: str, dtype: torch.dtype, d: int, e: int, length: int, B: int = 2, H: int = 12) -> tuple:
     """Return q, k, v, log decay or logits, mask, and the tensor that q, k and v are parts of, if they are equally
-    large."""
-    qkv = torch.empty(B, length, 3, H, d, dtype=dtype).requires_grad_() if d == e else None
+    large. For Hydra, whose heads share q and k, log decays of both directions."""
+    shared = decay == "hydra"
+    qkv = torch.empty(B, length, 3, H, d, dtype=dtype).requires_grad_() if d == e and not shared else None
     if qkv is None:
-        q, k, v = (torch.empty(B, length, H, n, dtype=dtype).transpose(1, 2).requires_grad_() for n in (d, d, e))
+        G = 1 if shared else H
+        shapes = (G, d), (G, d), (H, e)
+        q, k, v = (torch.empty(B, length, *shape, dtype=dtype).transpose(1, 2).requires_grad_() for shape in shapes)
     else:
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
     given = None
@@ -133,6 +143,8 @@ def operands(decay: str, dtype: torch.dtype, d: int, e: int, length: int, B: int
         given = torch.zeros(H).requires_grad_()
     elif decay == "token":
         given = torch.zeros(B, length, H, dtype=dtype).requires_grad_().mT
+    elif shared:
+        given = torch.zeros(B, length, 2, H).requires_grad_().permute(2, 0, 3, 1)
     return q, k, v, given, torch.ones(B, length, dtype=torch.bool), qkv
 
 
@@ -144,7 +156,10 @@ def step(q, k, v, given, mask, qkv, form: str, backward: bool = True) -> Callabl
     leaves = [*parts] if given is None else [*parts, given]
 
     def run() -> None:
-        y = linear_attention(*parts, mask=mask, **{name: given}, **how)
+        if given is not None and given.ndim == 4:
+            y = hydra_attention(v, Scans((q, q), (k, k), given, given), given[0], mask=mask, **how)
+        else:
+            y = linear_attention(*parts, mask=mask, **{name: given}, **how)
         if backward:
             torch.autograd.grad(y, leaves, y)
 
@@ -267,6 +282,8 @@ def time_launches(decays: list[str], out: Path, facts: dict) -> None:
     torch.set_num_threads(1)
     rows = []
     for form, decay in itertools.product(FORMS, decays):
+        if decay == "hydra":  # parts of it are PyTorch's, which would compute them
+            continue
         inputs = operands(decay, torch.bfloat16, 64, 64, 128)
         names = [launch.kernel.name for launch in launches(form, decay, torch.bfloat16, 64, 64, 128)]
         row = {"form": form, "decay": decay, "launches": len(names), "kernels": names}

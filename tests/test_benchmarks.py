@@ -493,7 +493,8 @@ def test_conversion_is_timed_in_both_modes_beside_a_plain_loop(tmp_path, tokeniz
 @pytest.mark.parametrize(
     "form, decay, card, which",
     [
-        ("chunkwise", "token", 80, {"dk"}), ("chunkwise", "token", 90, {"sums", "states", "scan", "dk"}),
+        ("chunkwise", "token", 80, {"dk", "decay_gradients"}), ("chunkwise", "token", 90, {"sums", "states", "scan", "dk"}),
+        ("chunkwise", "hydra", 90, {"sums", "y", "decay_gradients"}),
         ("full, dropout", "token", 90, {"y"}), ("full", "none", 90, {"dk"}),
         ("full, rows divided", "token", 90, {"rows", "dk"}),
     ],
@@ -598,8 +599,8 @@ def test_kernels_are_compiled_once_for_texts_of_all_lengths():
     pytest.importorskip("triton", reason="triton is not installed")
     from benchmarks import kernels
 
-    for form in kernels.FORMS:
-        launches = [kernels.launches(form, "token", torch.bfloat16, 64, 64, length) for length in (240, 245, 256)]
+    for form, decay in [*((form, "token") for form in kernels.FORMS), ("chunkwise", "hydra")]:
+        launches = [kernels.launches(form, decay, torch.bfloat16, 64, 64, length) for length in (240, 245, 256)]
         assert all(
             len({repr(kernels.specialized(start)) for start in same}) == 1 for same in zip(*launches, strict=True)
         )

@@ -176,12 +176,15 @@ def test_slow_decays_cross_many_chunks(decay, case, normalize, started):
 
 
 @pytest.mark.parametrize("length", [1, LONG])
-@pytest.mark.parametrize("case", ["plain", "mask", "packed", "states"])
+@pytest.mark.parametrize("case", ["plain", "mask", "packed", "states", "strong"])
 @pytest.mark.parametrize("form", FORMS)
 def test_hydra_is_two_scans_and_a_diagonal(form, case, length, started):
     B, H, D, E = 2, 4, 8, 12
     inputs = draw_scans(B, H, 2, length, D, E)
     generator = torch.Generator().manual_seed(1)
+    if case == "strong":  # some tokens let nothing past, and some keys weigh nothing or much
+        inputs[5] = inputs[5].where(torch.rand(inputs[5].shape, generator=generator) < 0.7, -300)
+        inputs[6] = inputs[6] + 200 * torch.randint(-1, 2, inputs[6].shape, generator=generator).clamp(max=0.02)
     left, right = torch.randn(2, B, H, D, E, generator=generator, dtype=torch.float64)
     how = {
         "mask": {"mask": torch.rand(B, length, generator=generator) < 0.7},
@@ -197,11 +200,22 @@ def test_hydra_is_two_scans_and_a_diagonal(form, case, length, started):
 @pytest.mark.parametrize("length", LENGTHS if GPU else (1, 130))
 @pytest.mark.parametrize("form", FORMS)
 def test_hydra_in_bfloat16_is_as_accurate_as_its_operands(form, length, as_trained, started):
-    inputs = [x.bfloat16() for x in draw_scans(1, 2, 1, length, 64, 64)]
-    actual = hydra_results(inputs, DEVICE, torch.bfloat16, form)
-    for x, y in zip(actual, hydra_results(inputs, "cpu", torch.float64, form), strict=True):
-        assert distance(x, y) < 8e-3 or float(y.norm()) < 1e-12 > float(x.norm())
+    check_hydra(form, length, torch.bfloat16, 8e-3)
     assert started.count("y") == 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_hydra_in_float16_is_as_accurate_as_its_operands(form, started):
+    check_hydra(form, 130, torch.float16, 1e-3)
+    assert started.count("y") == 2
+
+
+def check_hydra(form: str, length: int, dtype: torch.dtype, accuracy: float) -> None:
+    """Compare results in a dtype with those of its operands in float64."""
+    inputs = [x.to(dtype) for x in draw_scans(1, 2, 1, length, 64, 64)]
+    actual = hydra_results(inputs, DEVICE, dtype, form)
+    for x, y in zip(actual, hydra_results(inputs, "cpu", torch.float64, form), strict=True):
+        assert distance(x, y) < accuracy or float(y.norm()) < 1e-12 > float(x.norm())
 
 
 def draw_scans(B: int, H: int, G: int, length: int, D: int, E: int) -> list[Tensor]:
@@ -701,9 +715,11 @@ def test_the_custom_operators_pass_pytorchs_checks(decay):
     inputs, mask = draw(decay, 20, 1, 1, "holes")
     q, k, v, log_decay = (None if x is None else x.to(DEVICE, torch.float32) for x in inputs)
     drawn = torch.full((1, 1), 7, device=DEVICE)
-    cases = (None, 16, 0.0, "sum", "all"), (None, 16, 0.0, "sum", "to"), (drawn, 0, 0.1, "divide", "all")
+    cases = [(None, 16, 0.0, "sum", "all"), (None, 16, 0.0, "sum", "to"), (drawn, 0, 0.1, "divide", "all")]
+    cases += [(None, 16, 0.0, "sum", "before")] if decay == "token" else []
     for seed, chunk_size, dropout_p, row_mode, keys in cases:
-        how = log_decay, mask.to(DEVICE), None, seed, None, None, 0.5, chunk_size, dropout_p, False, keys
+        log_weight = log_decay / 2 if keys == "before" else None
+        how = log_decay, log_weight, mask.to(DEVICE), None, seed, None, None, 0.5, chunk_size, dropout_p, False, keys
         torch.library.opcheck(host._forward, (q, k, v, *how))
         torch.library.opcheck(host._backward, (torch.ones_like(v), q, k, v, *how, log_decay is not None))
         qkv = torch.stack([x.transpose(1, 2) for x in (q, k, q)], 2)
@@ -722,7 +738,8 @@ def test_a_compiler_is_told_the_strides_of_all_results(in_one, decay):
     inputs, mask = draw(decay, 20, 2, 2, "holes")
     q, k, v, log_decay = (x.to(DEVICE, torch.float32) for x in inputs)
     parts = (torch.stack([x.transpose(1, 2) for x in (q, k, q)], 2), None, None) if in_one else (q, k, v)
-    how = log_decay, mask.to(DEVICE), None, None, None, None, 0.5, 16, 0.0, False, "all"
+    log_weight = log_decay / 2 if decay == "token" else None
+    how = log_decay, log_weight, mask.to(DEVICE), None, None, None, None, 0.5, 16, 0.0, False, "all"
     grad = torch.ones_like(q if in_one else v)
 
     def run() -> list[Tensor]:
@@ -742,7 +759,7 @@ def test_a_matrix_whose_places_need_more_than_32_bits_is_refused():
     shape, strides = torch.Size((1, 1, 100, 16)), (0, 0, 2**25) * 3
     device, types = torch.device(DEVICE), (torch.float16, host._dot_precision(torch.float16))
     with pytest.raises(ValueError, match="use the chunkwise form"):
-        host.Plan(device, *types, shape, 16, strides, 0, (0, 0, 0), False, (None,) * 6, 1.0, 0, 0, False, "all")
+        host.Plan(device, *types, shape, 16, strides, 0, (0, 0, 0), None, False, (None,) * 7, 1.0, 0, 0, False, "all")
 
 
 @pytest.mark.parametrize("slow_at_the_end", [False, True])

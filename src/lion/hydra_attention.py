@@ -1,6 +1,5 @@
 """Hydra's attention: two scans, one from each end of a text, and a diagonal. It is `two_sided_attention` with the
-decays of the tokens between key and query. The GPU kernels also multiply by the key's own decay, so there each key is
-moved one token closer to the queries that read it.
+decays of the tokens between key and query.
 
 Shape letters: B batch, H heads, G heads of q and k, L length, D head size of q and k, E head size of v.
 """
@@ -9,11 +8,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .custom_operators import no_autocast
 from .linear_attention import is_fused, one_per_head
-from .linear_attention_forms import cumulative_log_decay, sequence_starts
+from .linear_attention_forms import cumulative_log_decay
 from .linear_attention_triton import fused_linear_attention
 from .two_sided_attention import (
     Triangle,
@@ -22,7 +20,6 @@ from .two_sided_attention import (
     check_shapes,
     resolve_form,
     two_sided_attention,
-    zero_masked,
 )
 
 
@@ -60,26 +57,21 @@ def hydra_attention(
     """Compute the attention of a Hydra layer, (B, H, L, E); other arguments and errors as for `two_sided_attention`."""
     given = {"mask": mask, "seq_idx": seq_idx, "left_state": left_state, "right_state": right_state}
     dtype = v.dtype
-    # In float16, values times small weights would lose digits.
-    uncovered = {"Hydra in float16": dtype == torch.float16}
-    if not all(is_fused(q, k, v, form, 0.0, uncovered) for q, k in zip(scans.q, scans.k)):
+    if not all(is_fused(q, k, v, form, 0.0) for q, k in zip(scans.q, scans.k)):
         past, future, _ = scans.triangles()
         return two_sided_attention(v, past, future, diagonal, **given, form=form, chunk_size=chunk_size, report=False)
     _check(v, scans, diagonal, form=form, chunk_size=chunk_size, **given)
     size = 0 if resolve_form(form, v, True, fused=True) == "full" else chunk_size
     with no_autocast(v):
-        y = diagonal[..., None].float() * v
-        if mask is not None:
-            y = y.masked_fill(~mask[:, None, :, None], 0)
-        starts = None if seq_idx is None else sequence_starts(seq_idx)
-        for q, k, log_decay, log_weight, keys, step in zip(*scans, ("to", "from"), (1, -1)):
-            weighed = (v * log_weight.exp()[..., None]).to(dtype)
-            k, weighed = (F.pad(x, (0, 0, step, -step)) for x in (zero_masked(k, mask), weighed))
-            if starts is not None:  # a key does not move to another sequence
-                moved = starts if step > 0 else F.pad(starts[:, 1:], (0, 1))
-                k = k.masked_fill(moved[:, None, :, None], 0)
-            q, k = one_per_head(q, v), one_per_head(k, v)
-            y = y + fused_linear_attention(q, k, weighed, log_decay, None, seq_idx, 1.0, size, 0.0, keys=keys)
+        past, future = (
+            fused_linear_attention(
+                one_per_head(q, v), one_per_head(k, v), v, log_decay, mask, seq_idx, 1.0, size, 0.0, keys=keys,
+                log_weight=log_weight,
+            )
+            for q, k, log_decay, log_weight, keys in zip(*scans, ("before", "after"))
+        )  # fmt: skip
+        diagonal = diagonal if mask is None else diagonal.masked_fill(~mask[:, None], 0)
+        y = torch.addcmul(past + future, diagonal[..., None].to(dtype), v)
         if left_state is not None or right_state is not None:
             past, future, _ = scans.triangles()
             sums = torch.stack([past.query_sum, -future.query_sum], -1)

@@ -32,7 +32,7 @@ TILES = {
 KEYS = {
     "all": (True, True, True),
     "to": (True, False, True),
-    "from": (False, True, True),
+    "before": (True, False, False),
     "after": (False, True, False),
 }
 
@@ -68,22 +68,24 @@ def _card(device: torch.device) -> tuple[int, int]:
 
 def fused_linear_attention(
     q, k, v, log_decay, mask, seq_idx, scale, chunk_size: int, dropout_p: float, forget_logits: bool = False,
-    row_mode: str = "", keys: str = "all",
+    row_mode: str = "", keys: str = "all", log_weight: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `linear_attention`, (B, H, L, E), for operands that `covers` accepts; the full form if `chunk_size` is 0.
     Only the full form has dropout, with 0 ≤ dropout_p < 1. If k and v are None, q holds all three, (B, L, 3, H, D),
     and so does its gradient. forget_logits: whether log_decay holds logits of 1 − λ. row_mode: "divide" divides each
     row by its sum + EPSILON; "sum" returns rows as they are and their sums, (B, H, L), both in float32. keys: what
-    each query reads, of KEYS."""
+    each query reads, of KEYS. log_weight: (B, H, L), the logarithms of weights that keys have in place of their own
+    decays; then log_decay must be (B, H, L) too."""
     seed = None  # one number per matrix, from which both passes derive the dropped entries
     if count_dropped(dropout_p) > 0:
         seed = torch.randint(2**62, (q.shape[0], q.shape[-2] if v is None else q.shape[1]), device=q.device)
-    arguments = q, k, v, log_decay, mask, seq_idx, seed, None, None, scale, chunk_size, dropout_p, forget_logits, keys
+    arguments = q, k, v, log_decay, log_weight, mask, seq_idx, seed, None, None, scale, chunk_size, dropout_p
+    arguments = *arguments, forget_logits, keys
     if row_mode:
         arguments = *arguments, row_mode
     if type(q) is not Tensor or torch.compiler.is_compiling():
         run = _forward_rows if row_mode else _forward
-    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4]):
+    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:5]):
         run = _Eager.apply
     else:
         run = _launch_forward_rows if row_mode else _launch_forward
@@ -123,8 +125,8 @@ class Plan:
     host longer than all launches."""
 
     def __init__(
-        self, device, dtype, precision, shape, E, strides, decay_dims, decay_strides, packed: bool, given: tuple, scale,
-        chunk_size: int, dropped: int, logits: bool, keys: str, row_mode: str = "",
+        self, device, dtype, precision, shape, E, strides, decay_dims, decay_strides, weight_strides: tuple | None,
+        packed: bool, given: tuple, scale, chunk_size: int, dropped: int, logits: bool, keys: str, row_mode: str = "",
     ):  # fmt: skip
         B, H, L, D = shape
         before, after, diagonal = KEYS[keys]
@@ -160,21 +162,21 @@ class Plan:
         dy = L * H * E, E, H * E
         size = min(max(triton.next_power_of_2(self.C), 2 * self.G), 1024)
         log_zero = {"LOGITS": logits, "LOG_ZERO": LOG_ZERO}
+        weights = weight_strides is not None
 
         def options(name: str) -> dict:
             _, columns, warps, stages = tiles[name]
             dot, ways = precision
             return {"S": min(columns, self.G), "DOT": dot, "PRECISION": ways, "num_warps": warps, "num_stages": stages}
 
-        def states(name: str, D: int, E: int, of_k: tuple, of_v: tuple, sign: int, **sides: bool) -> list[Kernel]:
+        def states(name: str, D: int, E: int, of_k: tuple, of_v: tuple, keys: bool, **sides: bool) -> list[Kernel]:
             """The kernel that sums each chunk's states, and the one that scans chunks."""
             part = min(_padded(E), 64)
             columns = triton.cdiv(E, part)
             numbers = *where, columns, side, *of_k, *of_v, *sums
-            cut = {"D": D, "E": E, "PD": _padded(D), "PE": part, "STATE": state, "SIGN": sign}
-            own = Kernel(
-                name, kernels.states_kernel, B * H * self.N * columns, numbers, **cut, **sides, **options("states")
-            )
+            cut = {"D": D, "E": E, "PD": _padded(D), "PE": part, "STATE": state}
+            how = {"KEYS": keys, **cut, **sides, **options("states")}
+            own = Kernel(name, kernels.states_kernel, B * H * self.N * columns, numbers, **how)
             parts = triton.cdiv(state, 256)
             scans = B * H * sum(sides.values())
             scan = Kernel(
@@ -191,17 +193,18 @@ class Plan:
             cut = {"D": D, "E": E, "PD": _padded(D), "PE": _padded(E), "STATE": state, "T": T, "G": self.G}
             epsilon = {"EPSILON": EPSILON if self.divides else None}
             how = {**epsilon, **sides, "DIAGONAL": diagonal, "INSIDE": self.inside, "DROPPED": dropped, **options(name)}
+            how["WEIGHTS"] = weights
             return Kernel(name, kernels.product_kernel, B * H * blocks, numbers, **cut, **how)
 
         self.sums = Kernel(
             "sums", kernels.sums_kernel, math.prod(self.sums_shape[:3]),
-            (H, L, self.C, self.sums_shape[2], width, *decay_strides), **log_zero, LOG2E=math.log2(math.e), G=self.G,
+            (H, L, self.C, self.sums_shape[2], width, *decay_strides, *(weight_strides or (0, 0, 0))), **log_zero, LOG2E=math.log2(math.e), G=self.G,
             SIZE=size, num_warps=4,
         )  # fmt: skip
         # For keys, the sides are exchanged.
         of_queries, of_keys = {"BEFORE": before, "AFTER": after}, {"BEFORE": after, "AFTER": before}
-        self.states = states("states", D, E, k, v, 1, **of_queries)
-        self.grad_states = states("grad_states", D, E, q, dy, -1, **of_keys)
+        self.states = states("states", D, E, k, v, True, **of_queries)
+        self.grad_states = states("grad_states", D, E, q, dy, False, **of_keys)
         of_q, of_v = (3 * H * D, 3 * H * D) if packed else (H * D, H * E)  # between tokens, in the gradients
         self.y = product("y", D, E, q, k, v, q, out=H * E, out_x=0, **of_queries)
         # Compiled with and without the gradients of decays.
@@ -240,10 +243,10 @@ class _Call:
     each chunk from left and right, from its forward pass, unless that was compiled."""
 
     def __init__(
-        self, q, k, v, log_decay, mask, seq_idx, seed, sums, incoming, scale, chunk_size, dropout_p, forget_logits,
-        keys, row_mode="",
+        self, q, k, v, log_decay, log_weight, mask, seq_idx, seed, sums, incoming, scale, chunk_size, dropout_p,
+        forget_logits, keys, row_mode="",
     ):  # fmt: skip
-        self.seed, self.decay, packed = seed, log_decay, v is None
+        self.seed, self.decay, self.log_weight, packed = seed, log_decay, log_weight, v is None
         q, k, v = q.permute(2, 0, 3, 1, 4).unbind() if packed else (q, k, v)
         self.q, self.k, self.v = q, k, v = _tokens(q), _tokens(k), _tokens(v)
         self.mask = None if mask is None else mask.contiguous()
@@ -254,15 +257,15 @@ class _Call:
             decay_strides = (0, *decay_strides, 0) if dims == 1 else decay_strides
         strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
         # Triton compiles other code for misaligned pointers.
-        tensors = q, k, v, log_decay, self.mask, seq_idx
+        tensors = q, k, v, log_decay, log_weight, self.mask, seq_idx
         given = [x if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors]
         self.plan = plan = _plan(
-            q.device, q.dtype, _dot_precision(q.dtype), q.shape, v.shape[-1], strides, dims, decay_strides, packed,
-            tuple(given), scale / (1 - dropout_p), chunk_size, count_dropped(dropout_p), forget_logits, keys, row_mode,
+            q.device, q.dtype, _dot_precision(q.dtype), q.shape, v.shape[-1], strides, dims, decay_strides,
+            None if log_weight is None else log_weight.stride(), packed, tuple(given), scale / (1 - dropout_p), chunk_size, count_dropped(dropout_p), forget_logits, keys, row_mode,
         )  # fmt: skip
         if sums is None and plan.decays:
             sums = torch.empty(plan.sums_shape, dtype=torch.float32, device=q.device)
-            plan.sums.launch(sums, log_decay, seq_idx)
+            plan.sums.launch(sums, log_decay, log_weight, seq_idx)
         self.sums = sums
         self.incoming = incoming if incoming is not None else self.pass_states(plan.states, k, v, self.mask, None)
 
@@ -291,7 +294,7 @@ class _Call:
         return y, row_sums
 
     def gradients(self, with_decays: bool, dy: Tensor, grad_rows=None, y=None, row_sums=None) -> list[Tensor]:
-        """∂q, ∂k, ∂v, or of all three in one, and, if requested, ∂log_decay. Of rows that were divided, y and row_sums
+        """∂q, ∂k, ∂v, or of all three in one, and, if requested, ∂log_decay and ∂log_weight. Of rows that were divided, y and row_sums
         are what `output` returned; of others with row sums, grad_rows are the gradients of these."""
         plan, q, k, v = self.plan, self.q, self.k, self.v
         dy = _laid_out(dy)
@@ -320,8 +323,10 @@ class _Call:
         B, H, L, _ = q.shape
         per_head = self.decay.ndim == 1
         grad = torch.empty(B, L, H, dtype=torch.float64 if per_head else self.decay.dtype, device=q.device)
-        plan.decay_gradients.launch(grad, self.decay, self.sums, grad_sums, self.incoming, grad_incoming)
-        return [*grads, grad.sum((0, 1)).to(self.decay.dtype) if per_head else grad.mT]
+        of_weight = None if self.log_weight is None else grad.new_empty(B, L, H, dtype=self.log_weight.dtype)
+        plan.decay_gradients.launch(grad, of_weight, self.decay, self.sums, grad_sums, self.incoming, grad_incoming)
+        grads.append(grad.sum((0, 1)).to(self.decay.dtype) if per_head else grad.mT)
+        return grads if of_weight is None else [*grads, of_weight.mT]
 
 
 def _padded(size: int) -> int:
@@ -414,7 +419,7 @@ class _Eager(torch.autograd.Function):
         with _on(arguments[0].device):
             call = _Call(*arguments)
             outputs = call.output()
-        inputs, mode = (*arguments[:7], call.sums, call.incoming, *arguments[9:]), call.plan.row_mode
+        inputs, mode = (*arguments[:8], call.sums, call.incoming, *arguments[10:]), call.plan.row_mode
         # Only the gradients of divided rows need the outputs, and nobody reads the row sums of these.
         save_inputs(ctx, inputs, {"": None, "sum": (None, None), "divide": outputs}[mode])
         ctx.set_materialize_grads(mode != "divide")
@@ -426,8 +431,8 @@ class _Eager(torch.autograd.Function):
         return gradients(ctx, _launch_backward if len(grads) == 1 else _launch_backward_rows, *grads)
 
 
-_INPUTS = "Tensor q, Tensor? k, Tensor? v, Tensor? log_decay, Tensor? mask, Tensor? seq_idx, Tensor? seed"
-_INPUTS += ", Tensor? sums, Tensor? incoming, float scale, SymInt chunk_size, float dropout_p, bool forget_logits"
+_INPUTS = "Tensor q, Tensor? k, Tensor? v, Tensor? log_decay, Tensor? log_weight, Tensor? mask, Tensor? seq_idx"
+_INPUTS += ", Tensor? seed, Tensor? sums, Tensor? incoming, float scale, SymInt chunk_size, float dropout_p, bool forget_logits"
 _INPUTS += ", str keys"
 _forward, _backward = operator(_launch_forward, _launch_backward, _INPUTS, _empty, _empty_output, _empty_decays)
 _INPUTS += ", str row_mode"

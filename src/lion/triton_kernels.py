@@ -43,15 +43,16 @@ AVAILABLE = not isinstance(triton, SimpleNamespace)
 
 # "Sums" are the cumulative log decays of one chunk, from its start, in float32 and in units of log 2:
 #
-#   C × 4     high, low, half and an unused fourth, so that a token is one load. exclusive = high + low − half and
+#   C × 4     high, low, half and key, so that a token is one load. exclusive = high + low − half and
 #             inclusive = high + low + half: their mean as two numbers, precise enough for differences of neighbours,
-#             and half their difference. SIGN = −1 swaps exclusive and inclusive.
-#   4 × C     a key's factor to the end of its block of G tokens, and from the block's start, with exclusive and
-#             inclusive as M has them; then the same two for Mᵀ.
+#             and half their difference. As a query, a token takes half from log M, and as a key it adds `key`: half or,
+#             for keys that have a weight in place of their own decay, log weight − half.
+#   4 × C     a key's factor to the end of its block of G tokens, and from the block's start; then those of a query.
 #   C/G+1 × 2 high and low of inclusive at the last token of each block, after a zero.
 
 # These vary with a batch's length: a kernel would be recompiled where one is 1 or a multiple of 16.
-kernel = triton.jit(do_not_specialize=["H", "L", "N", "blocks", "columns", "parts", "decay_batch", "decay_head"])
+VARYING = "H", "L", "N", "blocks", "columns", "parts", "decay_batch", "decay_head", "weight_batch", "weight_head"
+kernel = triton.jit(do_not_specialize=VARYING)
 
 
 @triton.jit
@@ -82,15 +83,15 @@ def _real_tokens(mask, start, length, T):
 
 
 @triton.jit
-def _load_sums(pointer, first, T, SIGN):
-    """high, low and half of T tokens, loaded as one tile: vectors would be loaded in the layout of the scores' columns,
-    repeatedly and with a register for each."""
+def _load_sums(pointer, first, T, KEYS):
+    """high, low and what T keys or queries take from log M, loaded as one tile: vectors would be loaded in the layout of
+    the scores' columns, repeatedly and with a register for each."""
     token, pair = first + tl.arange(0, T), tl.arange(0, 2)
     four = tl.load(pointer + token[:, None, None] * 4 + pair[None, :, None] * 2 + pair[None, None, :])
     even, odd = tl.split(four)
     high, half = tl.split(even)
-    low, _ = tl.split(odd)
-    return high, low, SIGN * half
+    low, key = tl.split(odd)
+    return high, low, -key if KEYS else half
 
 
 @triton.jit
@@ -107,10 +108,10 @@ def _weight(to_high, to_low, to_half, from_high, from_low, from_half):
 
 
 @triton.jit
-def _decay_mask(high, low, half, other_high, other_low, other_half):
-    """M, (T, S): its logarithm is −|m_i − m_j| + h_j − h_i in both triangles."""
+def _decay_mask(high, low, own, other_high, other_low, other):
+    """M, (T, S): its logarithm is −|m_i − m_j|, less what query and key take, in both triangles."""
     distance = tl.abs((high[:, None] - other_high[None, :]) + (low[:, None] - other_low[None, :]))
-    return tl.exp2(other_half[None, :] - half[:, None] - distance)
+    return tl.exp2(-other[None, :] - own[:, None] - distance)
 
 
 @triton.jit
@@ -137,8 +138,9 @@ def _log_decay(decay, LOGITS, LOG_ZERO):
 
 
 @kernel
-def sums_kernel(sums, decay, seq_idx, H, L, C, N, width, decay_batch, decay_head, decay_token, LOGITS: tl.constexpr,
-        LOG_ZERO: tl.constexpr, LOG2E: tl.constexpr, G: tl.constexpr, SIZE: tl.constexpr):
+def sums_kernel(sums, decay, log_weight, seq_idx, H, L, C, N, width, decay_batch, decay_head, decay_token, weight_batch,
+        weight_head, weight_token, LOGITS: tl.constexpr, LOG_ZERO: tl.constexpr, LOG2E: tl.constexpr, G: tl.constexpr,
+        SIZE: tl.constexpr):
     """Sums of one chunk: (B or 1, H, N, width)."""
     row, chunk = tl.program_id(0) // N, (tl.program_id(0) % N).to(tl.int64)
     b, h = (row // H).to(tl.int64), (row % H).to(tl.int64)
@@ -164,15 +166,20 @@ def sums_kernel(sums, decay, seq_idx, H, L, C, N, width, decay_batch, decay_head
         edge = so_far + tl.cumsum(whole, 0)
         so_far += tl.sum(whole, 0)
         until_end = whole[:, None] - within
+        of_key = log_decay  # its weight beyond that of the decays on the way to it
+        if log_weight is not None:
+            place = log_weight + b * weight_batch + h * weight_head + token * weight_token
+            of_key = tl.load(place, mask=inside, other=0.0).to(tl.float64)
         half = (log_decay * (0.5 * LOG2E)).to(tl.float32)
         middle = (edge[:, None] - until_end) * LOG2E - half.to(tl.float64)
         high = middle.to(tl.float32)
         tl.store(sums + local * 4, high, mask=local < C)
         tl.store(sums + local * 4 + 1, (middle - high.to(tl.float64)).to(tl.float32), mask=local < C)
         tl.store(sums + local * 4 + 2, half, mask=local < C)
+        tl.store(sums + local * 4 + 3, (of_key * LOG2E).to(tl.float32) - half, mask=local < C)
         factor = sums + 4 * C + local
-        tl.store(factor, tl.exp2(((until_end + log_decay) * LOG2E).to(tl.float32)), mask=local < C)
-        tl.store(factor + C, tl.exp2((within * LOG2E).to(tl.float32)), mask=local < C)
+        tl.store(factor, tl.exp2(((until_end + of_key) * LOG2E).to(tl.float32)), mask=local < C)
+        tl.store(factor + C, tl.exp2(((within - log_decay + of_key) * LOG2E).to(tl.float32)), mask=local < C)
         tl.store(factor + 2 * C, tl.exp2((until_end * LOG2E).to(tl.float32)), mask=local < C)
         tl.store(factor + 3 * C, tl.exp2(((within - log_decay) * LOG2E).to(tl.float32)), mask=local < C)
         edge *= LOG2E
@@ -185,10 +192,10 @@ def sums_kernel(sums, decay, seq_idx, H, L, C, N, width, decay_batch, decay_head
 @kernel
 def states_kernel(k, v, mask, grad_rows, sums, states, H, L, C, N, columns, side, k_batch, k_head, k_token, v_batch,
         v_head, v_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
-        PD: tl.constexpr, PE: tl.constexpr, STATE: tl.constexpr, SIGN: tl.constexpr, BEFORE: tl.constexpr,
+        PD: tl.constexpr, PE: tl.constexpr, STATE: tl.constexpr, KEYS: tl.constexpr, BEFORE: tl.constexpr,
         AFTER: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """Σ_j k_j v_jᵀ of one chunk, decayed to its end if later chunks read it, and to its start if earlier ones do:
-    (2, B·H, N, STATE), or (1, B·H, N, STATE) for one of them or without decays. STATE is D·E or, with row sums,
+    """Σ_j k_j v_jᵀ of one chunk, of keys or of queries, decayed to its end if later chunks read it, and to its start if
+    earlier ones do: (2, B·H, N, STATE), or (1, B·H, N, STATE) for one of them or without decays. STATE is D·E or, with row sums,
     D·(E + 1): then Σ_j k_j follows, each k_j times its entry of grad_rows, (B, H, N·C), if given. A program computes PE
     columns."""
     ROW_SUMS: tl.constexpr = STATE > D * E
@@ -220,9 +227,9 @@ def states_kernel(k, v, mask, grad_rows, sums, states, H, L, C, N, columns, side
             if ROW_SUMS:
                 last_rightward += last
         else:
-            high, low, half = _load_sums(sums, block * S, S, SIGN)
-            to_end = _weight(end_high, end_low, end_half, high, low, -half)
-            from_start = tl.exp2(high + low + half)
+            high, low, of_k = _load_sums(sums, block * S, S, KEYS)
+            to_end = _weight(end_high, end_low, end_half, high, low, of_k)
+            from_start = tl.exp2(high + low - of_k)
             # V is weighed, not K: a transposed product of registers would be Hopper's riskiest kind, and slower.
             if BEFORE:
                 rightward = tl.dot(tl.trans(K), (V * to_end[:, None]).to(DOT), rightward, input_precision=PRECISION)
@@ -343,7 +350,8 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
         out_token, out_x_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
         S: tl.constexpr, G: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, STATE: tl.constexpr,
         BEFORE: tl.constexpr, AFTER: tl.constexpr, DIAGONAL: tl.constexpr, EPSILON: tl.constexpr,
-        INSIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr):
+        INSIDE: tl.constexpr, WEIGHTS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+        DROPPED: tl.constexpr):
     """out = scale · (QKᵀ⊙M) V for T rows of a head: the output of linear attention, or, of other operands, a gradient.
 
         out   q    k    v    x   out_x
@@ -357,7 +365,9 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
     is a number; for gradients it holds those of the row sums, (B, H, N·C).
     """
     ROWS_ARE_KEYS: tl.constexpr = out_x is not None
-    SIGN: tl.constexpr = -1 if ROWS_ARE_KEYS else 1
+    # Keys with their own decay swap exclusive and inclusive.
+    SWAPPED: tl.constexpr = ROWS_ARE_KEYS and not WEIGHTS
+    SIGN: tl.constexpr = -1 if SWAPPED else 1
     DECAYS: tl.constexpr = grad_sums is not None
     ROW_SUMS: tl.constexpr = rows is not None and x is None
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -404,13 +414,13 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
                     DROPPED, False, ROWS_ARE_KEYS)
     else:
         sums += b * sums_batch + h * sums_head + chunk * sums_chunk
-        high, low, half = _load_sums(sums, own * T, T, SIGN)
+        high, low, of_row = _load_sums(sums, own * T, T, ROWS_ARE_KEYS)
         past, future, outside = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
         i, j = own * T + tl.arange(0, T), tl.arange(0, S)
         for part in tl.static_range(T // S):  # the rows' own block; first, for the same reason
             first = own * T + part * S
-            high2, low2, half2 = _load_sums(sums, first, S, SIGN)
-            own_weight = _decay_mask(high, low, half, high2, low2, half2)
+            high2, low2, of_column = _load_sums(sums, first, S, not ROWS_ARE_KEYS)
+            own_weight = _decay_mask(high, low, of_row, high2, low2, of_column)
             if not (BEFORE and AFTER):
                 ahead = i[:, None] - (first + j[None, :]) if BEFORE else first + j[None, :] - i[:, None]
                 own_weight = tl.where(ahead >= 1 - DIAGONAL, own_weight, 0.0)
@@ -424,8 +434,8 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
         # last token, and on to each row.
         high0, low0, half0 = _load_sum(sums, own * T, SIGN)
         high1, low1, half1 = _load_sum(sums, own * T + T - 1, SIGN)
-        from_first = _weight(high, low, -half, high0, low0, -half0)
-        to_last = _weight(high1, low1, half1, high, low, half)
+        from_first = _weight(high, low, -of_row, high0, low0, -half0)
+        to_last = _weight(high1, low1, half1, high, low, of_row)
         factors, edges = sums + (6 if ROWS_ARE_KEYS else 4) * C + tl.arange(0, S), sums + 8 * C
         for step in range(0 if BEFORE else own * (T // S), tl.maximum(own * (T // S), count - T // S if AFTER else 0)):
             before = step < own * (T // S)
@@ -445,8 +455,8 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
         if incoming is not None:
             incoming += (row * N + chunk) * STATE
             end_high, end_low, end_half = _load_sum(sums, C - 1, 1)
-            from_start = tl.exp2(high + low - half)
-            until_end = _weight(end_high, end_low, end_half, high, low, half)
+            from_start = tl.exp2(high + low - of_row)
+            until_end = _weight(end_high, end_low, end_half, high, low, of_row)
             # A loop, so that registers need not hold both states.
             for direction in tl.range(0 if BEFORE else 1, 2 if AFTER else 1, num_stages=1):
                 decay = tl.where(direction == 0, from_start, until_end)
@@ -460,8 +470,8 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
         if DECAYS:
             plane = tl.cast(plane, tl.int64)
             grad_sums += row * N * C + start + tl.arange(0, T) + (3 * plane if ROWS_ARE_KEYS else 0)
-            tl.store(grad_sums + (plane if ROWS_ARE_KEYS else 0), past * scale)
-            tl.store(grad_sums + (0 if ROWS_ARE_KEYS else plane), -future * scale)
+            tl.store(grad_sums + (plane if SWAPPED else 0), past * scale)
+            tl.store(grad_sums + (0 if SWAPPED else plane), -future * scale)
             tl.store(grad_sums + 2 * plane, outside * scale)
     if ROWS_ARE_KEYS and mask is not None:
         total = tl.where(_real_tokens(mask, own * T, length, T)[:, None], total, 0.0)
@@ -498,13 +508,13 @@ def _plane(grad_sums, number, plane, token, length):
 
 
 @kernel
-def decay_gradients_kernel(grad, decay, sums, grad_sums, incoming, grad_incoming, scale, H, L, C, N, side, plane,
+def decay_gradients_kernel(grad, grad_weight, decay, sums, grad_sums, incoming, grad_incoming, scale, H, L, C, N, side, plane,
         decay_batch, decay_head, decay_token, sums_batch, sums_head, sums_chunk, LOGITS: tl.constexpr,
         LOG_ZERO: tl.constexpr, STATE: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr, BEFORE: tl.constexpr,
         AFTER: tl.constexpr):
-    """∂ log λ of one chunk, or of the logit of 1 − λ: (B, L, H). A token's decay is part of exclusive at all
-    later tokens of its chunk, of inclusive at these and at its own, and of the chunk's sum: keys and queries decay to
-    its end, states across it."""
+    """∂ log λ of one chunk, or of the logit of 1 − λ, and ∂ log weight of its keys if requested: (B, L, H) each. A
+    token's decay is part of exclusive at all later tokens of its chunk, of inclusive at these and at its own, and of
+    the chunk's sum: keys and queries decay to its end, states across it."""
     row, chunk = (tl.program_id(0) // N).to(tl.int64), (tl.program_id(0) % N).to(tl.int64)
     b, h = row // H, row % H
     plane = tl.cast(plane, tl.int64)
@@ -513,12 +523,12 @@ def decay_gradients_kernel(grad, decay, sums, grad_sums, incoming, grad_incoming
         crossing = tl.zeros((PART,), tl.float32)
         place = (row * N + chunk) * STATE
         for first in range(0, STATE, PART):
-            entry = place + first + tl.arange(0, PART)
+            of_state = place + first + tl.arange(0, PART)
             inside = first + tl.arange(0, PART) < STATE
             # Keys before and queries after the chunk, and the reverse.
             for direction in tl.static_range(0 if BEFORE else 1, 2 if AFTER else 1):
-                S = tl.load(incoming + direction * side + entry, mask=inside, other=0.0).to(tl.float32)
-                G = tl.load(grad_incoming + (1 - direction) * side + entry, mask=inside, other=0.0).to(tl.float32)
+                S = tl.load(incoming + direction * side + of_state, mask=inside, other=0.0).to(tl.float32)
+                G = tl.load(grad_incoming + (1 - direction) * side + of_state, mask=inside, other=0.0).to(tl.float32)
                 crossing += S * G
         high, low, half = _load_sum(sums + b * sums_batch + h * sums_head + chunk * sums_chunk, C - 1, 1)
         total += tl.sum(crossing, 0).to(tl.float64) * tl.exp2(high + low + half) * scale
@@ -533,13 +543,21 @@ def decay_gradients_kernel(grad, decay, sums, grad_sums, incoming, grad_incoming
         token = first + tl.arange(0, SIZE)
         exclusive = _plane(grad_sums, 0, plane, token, length) + _plane(grad_sums, 3, plane, token, length)
         inclusive = _plane(grad_sums, 1, plane, token, length) - _plane(grad_sums, 2, plane, token, length)
-        exclusive -= _plane(grad_sums, 5, plane, token, length)
-        inclusive += _plane(grad_sums, 4, plane, token, length)
+        of_key, to_end = _plane(grad_sums, 4, plane, token, length), _plane(grad_sums, 5, plane, token, length)
+        inclusive += of_key
+        if grad_weight is None:
+            exclusive -= to_end
+        else:
+            inclusive -= to_end
+            of_key = _plane(grad_sums, 3, plane, token, length) - of_key + to_end
         token += chunk * C
         given = tl.load(decay + b * decay_batch + h * decay_head + token * decay_token, mask=token < L, other=0.0)
         clamped = given > -LOG_ZERO if LOGITS else given < LOG_ZERO
         own = tl.where(clamped, 0.0, total - tl.cumsum(exclusive + inclusive, 0) + inclusive)
         if LOGITS:
             own *= -1.0 / (1.0 + tl.exp(-given.to(tl.float64)))
-        tl.store(grad + (b * L + token) * H + h, own.to(grad.dtype.element_ty), mask=token < chunk * C + length)
+        entry, real = (b * L + token) * H + h, token < chunk * C + length
+        tl.store(grad + entry, own.to(grad.dtype.element_ty), mask=real)
+        if grad_weight is not None:
+            tl.store(grad_weight + entry, of_key.to(grad_weight.dtype.element_ty), mask=real)
         total -= tl.sum(exclusive + inclusive, 0)
