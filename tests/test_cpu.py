@@ -16,11 +16,30 @@ from torch.nn import functional as F
 
 from src.lion import cpu, cpu_kernel, cpu_linear, machine
 from src.lion.configuration_lion import MIXERS, LionConfig
-from src.lion.cpu import Dropout, dropout, linear, split_linear
+from src.lion.cpu import Dropout, dropout, linear, positive_map, split_linear
 from src.lion.modeling_lion import LionForMaskedLM, LionLayer, LionModel, MixerLayer
 from tests.conftest import ROOT, settings_of
 
 TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+
+# The feature map
+
+
+@pytest.mark.parametrize("dtype, accuracy", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_the_positive_map_is_a_shifted_and_normalized_silu(dtype, accuracy):
+    x, probe = torch.randn(2, 5, 2, 3, 16, dtype=dtype), torch.randn(2, 5, 2, 3, 16, dtype=dtype)
+    exact = x.double().requires_grad_()
+    expected = F.normalize(F.silu(exact) + 0.5, dim=-1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        actual = positive_map(x.requires_grad_())
+        inferred = positive_map(x.detach())
+    assert actual.dtype == dtype and (actual > 0).all() and torch.equal(actual, inferred)
+    of_actual, of_expected = (
+        torch.autograd.grad(y, given, probe.to(y.dtype))[0] for y, given in ((actual, x), (expected, exact))
+    )
+    for found, wanted in ((actual, expected), (of_actual, of_expected)):
+        assert (found.double() - wanted).norm() < accuracy * wanted.norm()
+
 
 # Linear layers
 

@@ -17,9 +17,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from src.lion import LionConfig, LionModel, linear_attention
+from src.lion.configuration_lion import LionVisionConfig
 from src.lion.hydra_attention import Scans, hydra_attention
 from src.lion.linear_attention import attention_matrix, definition
-from src.lion.patch_orders import definition_in_orders, linear_attention_in_orders
+from src.lion.modeling_lion_vision import LionImageModel
+from src.lion.patch_orders import definition_in_orders, linear_attention_in_orders, snakes
 from tests.test_linear_attention import DECAYS, PACKED, distance, draw, in_segments, one_by_one
 from tests.test_patch_orders import draw as draw_patches
 
@@ -274,6 +276,24 @@ def hydra_layer() -> tuple[torch.nn.Module, Tensor, Tensor]:
 def outputs_and_gradients(run, layer: torch.nn.Module, *inputs) -> list[Tensor]:
     y, _ = run(*inputs)
     return [y.detach(), *torch.autograd.grad(y.cos().sum(), list(layer.parameters()))]
+
+
+@pytest.mark.parametrize(
+    "mixer, order", [("lion-lit", "raster"), ("lion-d", "raster"), ("lion-s", "raster"), ("lion-s", "snakes")]
+)
+def test_a_layer_of_images_has_the_outputs_and_gradients_of_pytorch(mixer, order, started, monkeypatch):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LionVisionConfig((20, 24), 4, **sizes, mixer=mixer, patch_order=order)
+    torch.manual_seed(0)
+    layer = LionImageModel(config).layers[0].to(DEVICE).eval()
+    x = torch.randn(2, 31, 16, device=DEVICE)
+    orders = {"orders": snakes(*config.grid, device=DEVICE)} if order == "snakes" else {}
+    found = []
+    for fused in (True, False):
+        monkeypatch.setattr(operator, "USE_TRITON", fused)
+        found.append(outputs_and_gradients(lambda *given: layer(*given, **orders), layer, x, None, None, "full"))
+        assert "y" in started
+    assert all(distance(a.cpu(), b.cpu()) < 1e-5 for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("mask", ["left", "right"])

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from . import cpu_kernel
 from .cpu_linear import linear, split_linear
+from .custom_operators import no_autocast
 from .linear_attention_forms import sequence_starts
 
 SLICE = 2048  # tokens that a layer processes at a time in inference: few enough to stay in cache and to reuse memory
@@ -278,15 +279,17 @@ class _Layer(_Faster):
 
 def positive_map(x: Tensor) -> Tensor:
     """Compute (SiLU(x) + ½) / ‖SiLU(x) + ½‖ over the last dimension: every entry is positive."""
-    if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return F.normalize(F.silu(x) + 0.5, dim=-1).to(x.dtype)  # autocast on a GPU normalizes in float32
-    return _PositiveMap.apply(x) if torch.is_grad_enabled() else _positive(x)[0]
+    with no_autocast(x):
+        return _PositiveMap.apply(x) if torch.is_grad_enabled() else _positive(x)[0]
 
 
 def _positive(x: Tensor) -> tuple[Tensor, Tensor]:
     """`positive_map`, computed in place, and the norms."""
     y = F.silu(x).add_(0.5)
-    norms = torch.linalg.vector_norm(y, dim=-1, keepdim=True)  # at least 0.2 per entry
+    wide = torch.promote_types(y.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(y, dim=-1, keepdim=True, dtype=wide)  # at least 0.2 per entry
     return y.div_(norms), norms
 
 

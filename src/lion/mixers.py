@@ -151,7 +151,7 @@ class Attention(Mixer):
                 return q, k, v, x, mask, qkv
         else:
             qk, v = qkv.split((2, 1), 2)
-            q, k, v = (y.transpose(1, 2) for y in (*FEATURE_MAPS[self.config.feature_map](qk).unbind(2), v[:, :, 0]))
+            q, k, v = (y.transpose(1, 2) for y in (*FEATURE_MAPS[self.config.feature_map](qk).unbind(2), v.squeeze(2)))
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         return q, k, v, x, mask, None
@@ -456,9 +456,13 @@ class LionS(DecayingMixer):
         self.decay.bias.sub_(amount.to(self.decay.bias))
 
     def forget_logits(self, x: Tensor) -> Tensor | None:
-        config = self.config
-        needs_decays = config.num_prefix_tokens or config.num_orders or config.separate_decays or config.channel_decays
-        return None if needs_decays or config.key_weight != "none" else self.decay(x).mT
+        config, prefix = self.config, self.config.num_prefix_tokens  # which do not decay
+        if config.num_orders > 1 or config.separate_decays or config.channel_decays or config.key_weight != "none":
+            return None
+        logits = self.decay(x)
+        if prefix:
+            logits = F.pad(logits.narrow(1, prefix, x.shape[1] - prefix), (0, 0, prefix, 0), value=-math.inf)
+        return logits.mT
 
     def log_decay(self, x: Tensor) -> Tensor:
         if self.config.channel_decays:

@@ -88,7 +88,7 @@ class MixerLayer(GradientCheckpointingLayer):
     def forward(self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), **options):
         """Return the layer's output, (B, L, D), and the attention matrix, (B, H, L, L), if requested."""
         y, matrix = self.attention(self.before_mixing(x), mask, seq_idx, form, output_attentions, halo=halo, **options)
-        return self.after_mixing(x[:, halo[0] : x.shape[1] - halo[1]], y), matrix
+        return self.after_mixing(x[:, halo[0] : x.shape[1] - halo[1]] if any(halo) else x, y), matrix
 
     def before_mixing(self, x: Tensor) -> Tensor:
         """Compute the mixer's input."""
