@@ -55,6 +55,7 @@ from src.lion import linear_attention
 from src.lion import linear_attention_triton as host
 from src.lion.hydra_attention import Scans, hydra_attention
 from src.lion.linear_attention import attention_matrix
+from src.lion.patch_orders import linear_attention_in_orders
 from src.tables import markdown
 
 BFLOAT16 = {"y": 5e-3, "dq": 5.5e-3, "dk": 5.5e-3, "dv": 5.5e-3, "per token": 3e-3, "per head": 2e-2}
@@ -190,9 +191,9 @@ def correctness(report: Report, a: argparse.Namespace) -> None:
     lengths, batch, heads = ((20,), 1, 1) if a.small else ((1, 7, 64, 65, 300, 1000), 3, 12)
     kept = {}
     for form, decay, case, length in itertools.product(*CASES, lengths):
-        if case in ("dropout", "causal", "separate", "hydra") and length not in (64, 300, 20):
+        if case in ("dropout", "causal", "separate", "orders", "hydra") and length not in (64, 300, 20):
             continue
-        if (form, case) == ("chunkwise", "dropout") or (decay, case) == ("none", "separate"):
+        if (form, case) == ("chunkwise", "dropout") or (decay, case) in (("none", "separate"), ("none", "orders")):
             continue
         if case == "hydra" and decay != "token":
             continue
@@ -206,7 +207,7 @@ def correctness(report: Report, a: argparse.Namespace) -> None:
             error = float((x.double() - y).norm() / y.norm().clamp(min=1e-12)) if y.norm() > 1e-9 else float(x.norm())
             limit = BFLOAT16[kind] * (4 if a.small else 1)  # the interpreter truncates to bfloat16
             limit *= 3 if length == 1 else 1  # a single product may cancel
-            limit *= 2 if case == "normalized" else 1  # gradients cancel along rows
+            limit *= 2 if case in ("normalized", "orders") else 1  # gradients cancel along rows
             limit = max(limit, HYDRA) if case == "hydra" else limit
             report.check(f"{name}: {kind}", f"{error:.1e}", bool(error <= limit))
         if length == (20 if a.small else 300):
@@ -221,7 +222,7 @@ DECAYS = {"none": "no decay", "head": "per head", "token": "per token"}
 CASES = (
     ("full", "chunkwise"),
     DECAYS,
-    ("plain", "mask", "packed", "dropout", "normalized", "causal", "separate", "hydra"),
+    ("plain", "mask", "packed", "dropout", "normalized", "causal", "separate", "orders", "hydra"),
 )
 
 
@@ -240,8 +241,9 @@ def prepare(form: str, decay: str, case: str, length: int, batch: int, heads: in
         operands.append(-torch.nn.functional.softplus(normal(*(shape if decay == "token" else (heads,)))))
     options = {"form": form, "chunk_size": 16 if device == "cpu" else 128}
     what = {}
-    if case == "normalized":
+    if case in ("normalized", "orders"):
         operands[:2] = [x.abs() + 0.1 for x in operands[:2]]
+    if case == "normalized":
         what["normalize"] = True
     if case == "mask":
         what["mask"] = torch.rand(batch, length, generator=generator, device=device) > 0.2
@@ -256,6 +258,10 @@ def prepare(form: str, decay: str, case: str, length: int, batch: int, heads: in
             return hydra(*x, **how)
         if case == "separate":
             how["log_decay_future"] = x[3] / 2
+        if case == "orders":  # from left to right and from right to left
+            tokens, dim = torch.arange(length, device=device), 0 if x[3].ndim == 1 else 1
+            orders, decays = torch.stack([tokens, tokens.flip(0)]), torch.cat([x[3], x[3] / 2], dim)
+            return linear_attention_in_orders(*x[:3], decays, orders, **how)
         return linear_attention(*x, **what, **how, dropout_p=dropout_p)
 
     def gradients(function: Callable, dtype: torch.dtype | None) -> list[torch.Tensor]:

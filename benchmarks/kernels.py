@@ -38,11 +38,13 @@ from src.errors import UserError
 from src.lion import linear_attention
 from src.lion import linear_attention_triton as host
 from src.lion.hydra_attention import Scans, hydra_attention
+from src.lion.patch_orders import linear_attention_in_orders
 
 FORMS = {  # and further arguments of `linear_attention`
     "full": {},
     "full, dropout": {"dropout_p": 0.1},
     "full, rows divided": {"normalize": True},
+    "full, two orders": {"orders": 2},
     "full, causal": {"causal": True},
     "chunkwise": {},
     "chunkwise, rows divided": {"normalize": True},
@@ -107,8 +109,8 @@ def main(argv: list[str]) -> None:
 
 
 def exists(form: str, decay: str) -> bool:
-    """Whether an operator has a form; Hydra's has only the plain ones."""
-    return decay != "hydra" or not FORMS[form]
+    """Whether an operator has a form: Hydra's has only the plain ones, and there are no orders without decays."""
+    return not FORMS[form] if decay == "hydra" else decay != "none" or "orders" not in FORMS[form]
 
 
 def launches(
@@ -154,10 +156,15 @@ def step(q, k, v, given, mask, qkv, form: str, backward: bool = True) -> Callabl
     name = "log_decay" if given is not None and given.ndim == 1 else "forget_logits"
     parts = (q, k, v) if qkv is None else (qkv,)
     leaves = [*parts] if given is None else [*parts, given]
+    orders = how.pop("orders", 0)
+    reversed_too = torch.stack([torch.arange(q.shape[2]), torch.arange(q.shape[2]).flip(0)])
 
     def run() -> None:
         if given is not None and given.ndim == 4:
             y = hydra_attention(v, Scans((q, q), (k, k), given, given), given[0], mask=mask, **how)
+        elif orders:  # the heads of the decays are those of both orders
+            operands = (x[:, : x.shape[1] // orders] for x in (q, k, v))
+            y = linear_attention_in_orders(*operands, orders=reversed_too, **{name: given}, **how)
         else:
             y = linear_attention(*parts, mask=mask, **{name: given}, **how)
         if backward:
@@ -282,7 +289,7 @@ def time_launches(decays: list[str], out: Path, facts: dict) -> None:
     torch.set_num_threads(1)
     rows = []
     for form, decay in itertools.product(FORMS, decays):
-        if decay == "hydra":  # parts of it are PyTorch's, which would compute them
+        if decay == "hydra" or "orders" in FORMS[form]:  # parts of them are PyTorch's, which would compute them
             continue
         inputs = operands(decay, torch.bfloat16, 64, 64, 128)
         names = [launch.kernel.name for launch in launches(form, decay, torch.bfloat16, 64, 64, 128)]

@@ -68,18 +68,22 @@ def _card(device: torch.device) -> tuple[int, int]:
 
 def fused_linear_attention(
     q, k, v, log_decay, mask, seq_idx, scale, chunk_size: int, dropout_p: float, forget_logits: bool = False,
-    row_mode: str = "", keys: str = "all", log_weight: Tensor | None = None,
+    row_mode: str = "", keys: str = "all", log_weight: Tensor | None = None, orders: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `linear_attention`, (B, H, L, E), for operands that `covers` accepts; the full form if `chunk_size` is 0.
     Only the full form has dropout, with 0 ≤ dropout_p < 1. If k and v are None, q holds all three, (B, L, 3, H, D),
     and so does its gradient. forget_logits: whether log_decay holds logits of 1 − λ. row_mode: "divide" divides each
     row by its sum + EPSILON; "sum" returns rows as they are and their sums, (B, H, L), both in float32. keys: what
     each query reads, of KEYS. log_weight: (B, H, L), the logarithms of weights that keys have in place of their own
-    decays; then log_decay must be (B, H, L) too."""
+    decays; then log_decay must be (B, H, L) too. orders: (O, L) integers, the tokens in each of O orders, of which
+    log_decay has one per head, (O·H,) or (B, O·H, L); the results of the orders are added before they are divided,
+    which they then must be."""
     seed = None  # one number per matrix, from which both passes derive the dropped entries
     if count_dropped(dropout_p) > 0:
-        seed = torch.randint(2**62, (q.shape[0], q.shape[-2] if v is None else q.shape[1]), device=q.device)
-    arguments = q, k, v, log_decay, log_weight, mask, seq_idx, seed, None, None, scale, chunk_size, dropout_p
+        heads = (q.shape[-2] if v is None else q.shape[1]) * (1 if orders is None else len(orders))
+        seed = torch.randint(2**62, (q.shape[0], heads), device=q.device)
+    orders = None if orders is None else orders.to(torch.int32).contiguous()
+    arguments = q, k, v, log_decay, log_weight, mask, seq_idx, orders, seed, None, None, scale, chunk_size, dropout_p
     arguments = *arguments, forget_logits, keys
     if row_mode:
         arguments = *arguments, row_mode
@@ -126,9 +130,13 @@ class Plan:
 
     def __init__(
         self, device, dtype, precision, shape, E, strides, decay_dims, decay_strides, weight_strides: tuple | None,
-        packed: bool, given: tuple, scale, chunk_size: int, dropped: int, logits: bool, keys: str, row_mode: str = "",
+        packed: bool, given: tuple, orders: int, scale, chunk_size: int, dropped: int, logits: bool, keys: str,
+        row_mode: str = "",
     ):  # fmt: skip
-        B, H, L, D = shape
+        if orders > 1 and (packed or row_mode != "divide"):
+            raise ValueError("several orders need q, k and v of their own, and rows that are divided")
+        B, heads, L, D = shape
+        H = heads * orders
         before, after, diagonal = KEYS[keys]
         has_decays = decay_dims > 0 or given[-1] is not None
         self.decays = has_decays or keys != "all"  # of which those that are not given are 1
@@ -155,11 +163,11 @@ class Plan:
         self.states_dtype = dtype if dtype == torch.bfloat16 and has_decays else torch.float32
         side = B * H * self.N * state if self.has_states and before and after else 0
         plane = B * H * self.N * self.C
-        if self.C * max(H * E, *strides[2::3]) >= 2**31:
+        if (self.C if given[-2] is None else L) * max(H * max(D, E), *strides[2::3]) >= 2**31:
             raise ValueError(f"{self.C:,} tokens are too many for one matrix on a GPU; use the chunkwise form")
         where = H, L, self.C, self.N
         q, k, v = strides[:3], strides[3:6], strides[6:]
-        dy = L * H * E, E, H * E
+        dy = L * heads * E, E, heads * E
         size = min(max(triton.next_power_of_2(self.C), 2 * self.G), 1024)
         log_zero = {"LOGITS": logits, "LOG_ZERO": LOG_ZERO}
         weights = weight_strides is not None
@@ -175,7 +183,7 @@ class Plan:
             columns = triton.cdiv(E, part)
             numbers = *where, columns, side, *of_k, *of_v, *sums
             cut = {"D": D, "E": E, "PD": _padded(D), "PE": part, "STATE": state}
-            how = {"KEYS": keys, **cut, **sides, **options("states")}
+            how = {"KEYS": keys, "ORDERS": orders, **cut, **sides, **options("states")}
             own = Kernel(name, kernels.states_kernel, B * H * self.N * columns, numbers, **how)
             parts = triton.cdiv(state, 256)
             scans = B * H * sum(sides.values())
@@ -191,15 +199,14 @@ class Plan:
             blocks = triton.cdiv(L, T)
             numbers = scale, *where, blocks, side, plane, *of_operands, out, out_x, *sums
             cut = {"D": D, "E": E, "PD": _padded(D), "PE": _padded(E), "STATE": state, "T": T, "G": self.G}
-            epsilon = {"EPSILON": EPSILON if self.divides else None}
-            how = {**epsilon, **sides, "DIAGONAL": diagonal, "INSIDE": self.inside, "DROPPED": dropped, **options(name)}
-            how["WEIGHTS"] = weights
+            how = {"EPSILON": EPSILON if self.divides and orders == 1 else None, "WEIGHTS": weights, "ORDERS": orders}
+            how |= {**sides, "DIAGONAL": diagonal, "INSIDE": self.inside, "DROPPED": dropped, **options(name)}
             return Kernel(name, kernels.product_kernel, B * H * blocks, numbers, **cut, **how)
 
+        numbers = H, L, self.C, self.sums_shape[2], width, *decay_strides, *(weight_strides or (0, 0, 0))
         self.sums = Kernel(
-            "sums", kernels.sums_kernel, math.prod(self.sums_shape[:3]),
-            (H, L, self.C, self.sums_shape[2], width, *decay_strides, *(weight_strides or (0, 0, 0))), **log_zero, LOG2E=math.log2(math.e), G=self.G,
-            SIZE=size, num_warps=4,
+            "sums", kernels.sums_kernel, math.prod(self.sums_shape[:3]), numbers, **log_zero, LOG2E=math.log2(math.e),
+            G=self.G, SIZE=size, ORDERS=orders, num_warps=4,
         )  # fmt: skip
         # For keys, the sides are exchanged.
         of_queries, of_keys = {"BEFORE": before, "AFTER": after}, {"BEFORE": after, "AFTER": before}
@@ -213,14 +220,14 @@ class Plan:
         self.decay_gradients = Kernel(
             "decay_gradients", kernels.decay_gradients_kernel, B * H * self.N,
             (scale, *where, side, plane, *decay_strides, *sums), **log_zero, **of_queries, STATE=state, PART=1024,
-            SIZE=size, num_warps=4,
+            SIZE=size, ORDERS=orders, num_warps=4,
         )  # fmt: skip
         blocks, self.padded = self.N * self.C // self.G, self.N * self.C
         self.division = Kernel(
-            "rows", kernels.rows_kernel, B * H * blocks, (H, L, self.padded, blocks), E=E, T=self.G, PE=_padded(E),
-            EPSILON=EPSILON, num_warps=4,
+            "rows", kernels.rows_kernel, B * heads * blocks, (heads, L, self.padded, blocks), E=E, T=self.G,
+            PE=_padded(E), EPSILON=orders * EPSILON, num_warps=4,
         )  # fmt: skip
-        self.plane, self.packed = plane, packed
+        self.plane, self.packed, self.orders = plane, packed, orders
 
 
 def tile(name: str, device: torch.device, precision: tuple, length: int, size: int) -> tuple[int, int, int, int]:
@@ -243,10 +250,10 @@ class _Call:
     each chunk from left and right, from its forward pass, unless that was compiled."""
 
     def __init__(
-        self, q, k, v, log_decay, log_weight, mask, seq_idx, seed, sums, incoming, scale, chunk_size, dropout_p,
+        self, q, k, v, log_decay, log_weight, mask, seq_idx, orders, seed, sums, incoming, scale, chunk_size, dropout_p,
         forget_logits, keys, row_mode="",
     ):  # fmt: skip
-        self.seed, self.decay, self.log_weight, packed = seed, log_decay, log_weight, v is None
+        self.seed, self.decay, self.log_weight, self.orders, packed = seed, log_decay, log_weight, orders, v is None
         q, k, v = q.permute(2, 0, 3, 1, 4).unbind() if packed else (q, k, v)
         self.q, self.k, self.v = q, k, v = _tokens(q), _tokens(k), _tokens(v)
         self.mask = None if mask is None else mask.contiguous()
@@ -257,15 +264,17 @@ class _Call:
             decay_strides = (0, *decay_strides, 0) if dims == 1 else decay_strides
         strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
         # Triton compiles other code for misaligned pointers.
-        tensors = q, k, v, log_decay, log_weight, self.mask, seq_idx
+        tensors = q, k, v, log_decay, log_weight, self.mask, orders, seq_idx
         given = [x if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors]
         self.plan = plan = _plan(
             q.device, q.dtype, _dot_precision(q.dtype), q.shape, v.shape[-1], strides, dims, decay_strides,
-            None if log_weight is None else log_weight.stride(), packed, tuple(given), scale / (1 - dropout_p), chunk_size, count_dropped(dropout_p), forget_logits, keys, row_mode,
+            None if log_weight is None else log_weight.stride(), packed, tuple(given),
+            1 if orders is None else len(orders), scale / (1 - dropout_p), chunk_size, count_dropped(dropout_p),
+            forget_logits, keys, row_mode,
         )  # fmt: skip
         if sums is None and plan.decays:
             sums = torch.empty(plan.sums_shape, dtype=torch.float32, device=q.device)
-            plan.sums.launch(sums, log_decay, log_weight, seq_idx)
+            plan.sums.launch(sums, log_decay, log_weight, seq_idx, orders)
         self.sums = sums
         self.incoming = incoming if incoming is not None else self.pass_states(plan.states, k, v, self.mask, None)
 
@@ -278,7 +287,7 @@ class _Call:
             return None
         states = torch.empty(plan.states_shape, dtype=plan.states_dtype, device=k.device)
         own, scan = both
-        own.launch(k, v, mask, grad_rows, self.sums, states)
+        own.launch(k, v, mask, self.orders, grad_rows, self.sums, states)
         if self.sums is None:
             return states if plan.N == 1 else states.sum(2, keepdim=True)
         incoming = torch.empty_like(states)
@@ -287,15 +296,31 @@ class _Call:
 
     def output(self) -> tuple[Tensor, Tensor | None]:
         """y, and the row sums if there are any."""
-        y = _empty_output(None, None, self.v, self.plan.row_mode)
-        row_sums = _empty_row_sums(self.v) if self.plan.row_mode else None
-        rest = self.mask, self.seed, row_sums, self.sums, self.incoming, None
-        self.plan.y.launch(self.q, self.k, self.v, None, y, None, *rest)
+        v, plan = self.v, self.plan
+        if plan.orders == 1:
+            y, row_sums = _empty_output(None, None, v, plan.row_mode), _empty_row_sums(v) if plan.row_mode else None
+        else:  # float16 could not hold rows that are not divided yet
+            y = self.in_orders(v, v.dtype if v.dtype == torch.bfloat16 else torch.float32)
+            row_sums = _empty_row_sums(y)
+        rest = self.mask, self.orders, self.seed, row_sums, self.sums, self.incoming, None
+        plan.y.launch(self.q, self.k, v, None, y, None, *rest)
+        if plan.orders > 1:
+            y, row_sums = self.added(y, torch.float32), row_sums.unflatten(1, (plan.orders, -1)).sum(1)
+            y = (y / (row_sums + plan.orders * EPSILON)[..., None]).to(v.dtype)
         return y, row_sums
 
+    def in_orders(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """An empty tensor like x, (B, H, L, ·), for each order, (B, O·H, L, ·)."""
+        B, H, L, size = x.shape
+        return x.new_empty(B, L, self.plan.orders * H, size, dtype=dtype).transpose(1, 2)
+
+    def added(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum over orders, (B, H, L, ·), of (B, O·H, L, ·)."""
+        return x.transpose(1, 2).unflatten(2, (self.plan.orders, -1)).sum(2, dtype=dtype).transpose(1, 2)
+
     def gradients(self, with_decays: bool, dy: Tensor, grad_rows=None, y=None, row_sums=None) -> list[Tensor]:
-        """∂q, ∂k, ∂v, or of all three in one, and, if requested, ∂log_decay and ∂log_weight. Of rows that were divided, y and row_sums
-        are what `output` returned; of others with row sums, grad_rows are the gradients of these."""
+        """∂q, ∂k, ∂v, or of all three in one, and, if requested, ∂log_decay and ∂log_weight. Of rows that were divided,
+        y and row_sums are what `output` returned; of others with row sums, grad_rows are the gradients of these."""
         plan, q, k, v = self.plan, self.q, self.k, self.v
         dy = _laid_out(dy)
         if plan.divides:  # float16 could not hold a gradient that is divided by a small sum
@@ -303,6 +328,9 @@ class _Call:
             grad_rows = row_sums.new_empty(*row_sums.shape[:2], plan.padded)
             plan.division.launch(dy, _laid_out(y), row_sums.contiguous(), undivided, grad_rows)
             dy = undivided
+            if self.orders is not None:
+                grad_rows = grad_rows.index_select(2, self.orders.flatten()).unflatten(2, self.orders.shape)
+                grad_rows = F.pad(grad_rows.transpose(1, 2).contiguous(), (0, plan.padded - q.shape[2]))
         elif plan.row_mode:
             grad_rows = F.pad(grad_rows, (0, plan.padded - grad_rows.shape[-1])).contiguous()
         if plan.packed:
@@ -310,21 +338,26 @@ class _Call:
             whole = torch.empty(B, L, 3, H, D, dtype=q.dtype, device=q.device)
             grads, (dq, dk, dv) = [whole], whole.unbind(2)
         else:
-            grads = dq, dk, dv = [_empty(x) for x in (q, k, v)]
+            grads = dq, dk, dv = [_empty(x) if plan.orders == 1 else self.in_orders(x, x.dtype) for x in (q, k, v)]
         grad_incoming = self.pass_states(plan.grad_states, q, dy, None, grad_rows)
         grad_sums = None
         if with_decays:
             grad_sums = torch.empty(6, plan.plane, dtype=torch.float32, device=q.device)
-        rest = self.mask, self.seed, grad_rows, self.sums
+        rest = self.mask, self.orders, self.seed, grad_rows, self.sums
         plan.dq[with_decays].launch(dy, v, k, q, dq, None, *rest, self.incoming, grad_sums)
         plan.dk[with_decays].launch(v, dy, q, k, dk, dv, *rest, grad_incoming, grad_sums)
+        if plan.orders > 1:
+            grads = [self.added(x, x.dtype) for x in grads]
         if not with_decays:
             return grads
         B, H, L, _ = q.shape
+        H *= plan.orders
         per_head = self.decay.ndim == 1
         grad = torch.empty(B, L, H, dtype=torch.float64 if per_head else self.decay.dtype, device=q.device)
         of_weight = None if self.log_weight is None else grad.new_empty(B, L, H, dtype=self.log_weight.dtype)
-        plan.decay_gradients.launch(grad, of_weight, self.decay, self.sums, grad_sums, self.incoming, grad_incoming)
+        plan.decay_gradients.launch(
+            grad, of_weight, self.decay, self.orders, self.sums, grad_sums, self.incoming, grad_incoming
+        )
         grads.append(grad.sum((0, 1)).to(self.decay.dtype) if per_head else grad.mT)
         return grads if of_weight is None else [*grads, of_weight.mT]
 
@@ -419,7 +452,7 @@ class _Eager(torch.autograd.Function):
         with _on(arguments[0].device):
             call = _Call(*arguments)
             outputs = call.output()
-        inputs, mode = (*arguments[:8], call.sums, call.incoming, *arguments[10:]), call.plan.row_mode
+        inputs, mode = (*arguments[:9], call.sums, call.incoming, *arguments[11:]), call.plan.row_mode
         # Only the gradients of divided rows need the outputs, and nobody reads the row sums of these.
         save_inputs(ctx, inputs, {"": None, "sum": (None, None), "divide": outputs}[mode])
         ctx.set_materialize_grads(mode != "divide")
@@ -432,8 +465,8 @@ class _Eager(torch.autograd.Function):
 
 
 _INPUTS = "Tensor q, Tensor? k, Tensor? v, Tensor? log_decay, Tensor? log_weight, Tensor? mask, Tensor? seq_idx"
-_INPUTS += ", Tensor? seed, Tensor? sums, Tensor? incoming, float scale, SymInt chunk_size, float dropout_p, bool forget_logits"
-_INPUTS += ", str keys"
+_INPUTS += ", Tensor? orders, Tensor? seed, Tensor? sums, Tensor? incoming, float scale, SymInt chunk_size"
+_INPUTS += ", float dropout_p, bool forget_logits, str keys"
 _forward, _backward = operator(_launch_forward, _launch_backward, _INPUTS, _empty, _empty_output, _empty_decays)
 _INPUTS += ", str row_mode"
 _forward_rows, _backward_rows = operator(

@@ -334,6 +334,8 @@ class LinearMixer(Attention):
         what = {"mask": mask, "seq_idx": seq_idx, "normalize": self.config.normalize_rows}
         operands = (q, k, v) if qkv is None else (qkv,)
         if donors is None and not output_attentions and (logits := self.forget_logits(x)) is not None:
+            if self.config.num_orders > 1:
+                return linear_attention_in_orders(q, k, v, forget_logits=logits, orders=orders, **how), None
             return linear_attention(*operands, forget_logits=logits, **what, **how, **states), None
         decays = self.decays(x, None if donors is None else mask)
         if self.config.num_orders and decays["log_decay"] is not None:
@@ -457,7 +459,7 @@ class LionS(DecayingMixer):
 
     def forget_logits(self, x: Tensor) -> Tensor | None:
         config, prefix = self.config, self.config.num_prefix_tokens  # which do not decay
-        if config.num_orders > 1 or config.separate_decays or config.channel_decays or config.key_weight != "none":
+        if config.separate_decays or config.channel_decays or config.key_weight != "none":
             return None
         logits = self.decay(x)
         if prefix:

@@ -17,13 +17,14 @@ from .custom_operators import no_autocast
 from .linear_attention import (
     attention_matrix,
     definition,
-    fused_with_row_sums,
     is_fused,
     kernel_sums,
     linear_attention,
+    log_of_decay,
     signed_sums,
 )
 from .linear_attention_forms import EPSILON, chunkwise, divided, full, with_ones
+from .linear_attention_triton import fused_linear_attention
 from .two_sided_attention import check_options, check_shapes, resolve_form
 
 
@@ -44,9 +45,10 @@ def linear_attention_in_orders(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_decay: Tensor,
+    log_decay: Tensor | None = None,
     orders: Tensor | None = None,
     *,
+    forget_logits: Tensor | None = None,
     scale: float | None = None,
     form: str = "auto",
     chunk_size: int = 128,
@@ -59,6 +61,7 @@ def linear_attention_in_orders(
         log_decay: log λ ≤ 0, (O·H,) for one per head or (B, O·H, L) for one per head and token: the heads of the first
             order, then those of the second, …
         orders: (O, L) integers, the token at each place; None: one order, that of q, k and v.
+        forget_logits: instead of log_decay, the logits of 1 − λ.
         scale, form, chunk_size, dropout_p: as for `linear_attention`.
 
     Returns:
@@ -73,7 +76,10 @@ def linear_attention_in_orders(
         ("k", k, (B, H, L, D)),
         ("v", v, (B, H, L, v.shape[-1])),
         ("log_decay", log_decay, (O * H,), (B, O * H, L)),
+        ("forget_logits", forget_logits, (O * H,), (B, O * H, L)),
     )
+    if (log_decay is None) == (forget_logits is None):
+        raise ValueError("forget_logits and log_decay are two ways to give decays; give one of them")
     check_options(None, None, None, None, form, chunk_size, dropout_p)
     if orders is not None:
         if orders.is_floating_point():
@@ -87,9 +93,15 @@ def linear_attention_in_orders(
     how = {"scale": scale, "form": form, "chunk_size": chunk_size, "dropout_p": dropout_p}
     with no_autocast(q):
         if orders is None:
-            return linear_attention(q, k, v, log_decay, normalize=True, **how).to(dtype)
+            decays = {"log_decay": log_decay, "forget_logits": forget_logits}
+            return linear_attention(q, k, v, **decays, normalize=True, **how).to(dtype)
         in_full = resolve_form(form, v, True, dropout_p, fused, kind=IN_ORDERS if O > 1 else NORMALIZED) == "full"
-        if form != "recurrent" and dropout_p == 0 and not fused and kernel_sums(log_decay, v):
+        if fused:
+            given, size = log_decay if forget_logits is None else forget_logits, 0 if in_full else chunk_size
+            rest = scale, size, dropout_p, forget_logits is not None, "divide"
+            return fused_linear_attention(q, k, v, given, None, None, *rest, orders=orders)
+        log_decay = log_decay if forget_logits is None else log_of_decay(forget_logits)
+        if form != "recurrent" and dropout_p == 0 and kernel_sums(log_decay, v):
             orders = orders.contiguous()
             check_orders(orders)
             if in_full:
@@ -98,15 +110,11 @@ def linear_attention_in_orders(
             sums = signed_sums(log_decay, L, order=orders)
             return divided(chunkwise(q, k, with_ones(v), sums, None, None, scale, L, False, "shared", orders)).to(dtype)
         # Each head in each order is a head, (B, H·O, L, ·). The gradient of x[:, :, orders] would sort on a GPU.
-        v = v if fused else with_ones(v)
-        q, k, v = (x.index_select(2, orders.flatten()).view(B, H * O, L, -1) for x in (q, k, v))
+        operands = q, k, with_ones(v)
+        q, k, v = (x.index_select(2, orders.flatten()).view(B, H * O, L, -1) for x in operands)
         log_decay, dim = (log_decay, 0) if log_decay.ndim == 1 else (_in_order(log_decay, orders), 1)
         log_decay = log_decay.unflatten(dim, (O, H)).transpose(dim, dim + 1).flatten(dim, dim + 1)
-        if fused:
-            size = 0 if in_full else chunk_size
-            y = fused_with_row_sums(q, k, v, log_decay, None, None, scale, size, dropout_p)
-        else:
-            y = linear_attention(q, k, v, log_decay, **how)
+        y = linear_attention(q, k, v, log_decay, **how)
         # The rows are added before they are divided.
         y = y.unflatten(1, (H, O))
         y = y.gather(3, places(orders)[:, :, None].expand(y.shape)).mean(2)

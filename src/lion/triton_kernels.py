@@ -23,6 +23,9 @@ of the other side.
 Row sums of QKᵀ⊙M are outputs as if V had one more column, of ones, which is never stored: a state is followed by the
 vector that this column adds, and the gradient of a row sum is added to ∂y·V of all keys.
 
+A text may be read in several ORDERS, (ORDERS, L): the place in memory of each of its tokens. Each head then counts as
+one per order, the heads of the first order before those of the second, and all orders read the same operands.
+
 Shape letters: B batch, H heads, L length, D head size of q and k, E head size of v, N chunks, C chunk size, T and S
 block sizes of rows and columns, G of the blocks that factors refer to.
 """
@@ -56,23 +59,38 @@ kernel = triton.jit(do_not_specialize=VARYING)
 
 
 @triton.jit
-def _tile(pointer, start, stride, length, mask, SIZE, T, PADDED, DOT):
-    """Load T tokens of a text, (length, SIZE), from `start`: (T, PADDED), 0 outside the text and at masked tokens."""
-    token, feature = tl.arange(0, T), tl.arange(0, PADDED)
-    inside = (start + token < length)[:, None] & (feature < SIZE)[None, :]
-    if mask is not None:
-        inside &= _real_tokens(mask, start, length, T)[:, None]
-    offset = token[:, None] * stride + feature[None, :]
-    return tl.load(pointer + start * stride + offset, mask=inside, other=0.0).to(DOT)
+def _places(order, start, length, T):
+    """Where T tokens of a text, from `start`, are in memory."""
+    token = start + tl.arange(0, T)
+    return token if order is None else tl.load(order + token, mask=token < length, other=0)
 
 
 @triton.jit
-def _store_tile(pointer, start, stride, length, x, SIZE, T, PADDED):
-    """Store a tile as `_tile` loads it."""
+def _entries(pointer, start, stride, length, SIZE, T, PADDED, order):
+    """The entries of T tokens of a text, (length, SIZE), from `start`: (T, PADDED), and which are inside the text."""
     token, feature = tl.arange(0, T), tl.arange(0, PADDED)
     inside = (start + token < length)[:, None] & (feature < SIZE)[None, :]
-    offset = token[:, None] * stride + feature[None, :]
-    tl.store(pointer + start * stride + offset, x.to(pointer.dtype.element_ty), mask=inside)
+    if order is None:
+        pointer += start * stride
+    else:
+        token = _places(order, start, length, T)
+    return pointer + (token[:, None] * stride + feature[None, :]), inside
+
+
+@triton.jit
+def _tile(pointer, start, stride, length, mask, SIZE, T, PADDED, DOT, order=None):
+    """Load T tokens of a text, (length, SIZE), from `start`: (T, PADDED), 0 outside the text and at masked tokens."""
+    entry, inside = _entries(pointer, start, stride, length, SIZE, T, PADDED, order)
+    if mask is not None:
+        inside &= _real_tokens(mask, start, length, T)[:, None]
+    return tl.load(entry, mask=inside, other=0.0).to(DOT)
+
+
+@triton.jit
+def _store_tile(pointer, start, stride, length, x, SIZE, T, PADDED, order=None):
+    """Store a tile as `_tile` loads it."""
+    entry, inside = _entries(pointer, start, stride, length, SIZE, T, PADDED, order)
+    tl.store(entry, x.to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -84,8 +102,8 @@ def _real_tokens(mask, start, length, T):
 
 @triton.jit
 def _load_sums(pointer, first, T, KEYS):
-    """high, low and what T keys or queries take from log M, loaded as one tile: vectors would be loaded in the layout of
-    the scores' columns, repeatedly and with a register for each."""
+    """high, low and what T keys or queries take from log M. They are loaded as one tile: vectors would be loaded in the
+    layout of the scores' columns, repeatedly and with a register for each."""
     token, pair = first + tl.arange(0, T), tl.arange(0, 2)
     four = tl.load(pointer + token[:, None, None] * 4 + pair[None, :, None] * 2 + pair[None, None, :])
     even, odd = tl.split(four)
@@ -138,9 +156,9 @@ def _log_decay(decay, LOGITS, LOG_ZERO):
 
 
 @kernel
-def sums_kernel(sums, decay, log_weight, seq_idx, H, L, C, N, width, decay_batch, decay_head, decay_token, weight_batch,
-        weight_head, weight_token, LOGITS: tl.constexpr, LOG_ZERO: tl.constexpr, LOG2E: tl.constexpr, G: tl.constexpr,
-        SIZE: tl.constexpr):
+def sums_kernel(sums, decay, log_weight, seq_idx, orders, H, L, C, N, width, decay_batch, decay_head, decay_token,
+        weight_batch, weight_head, weight_token, LOGITS: tl.constexpr, LOG_ZERO: tl.constexpr, LOG2E: tl.constexpr,
+        G: tl.constexpr, SIZE: tl.constexpr, ORDERS: tl.constexpr):
     """Sums of one chunk: (B or 1, H, N, width)."""
     row, chunk = tl.program_id(0) // N, (tl.program_id(0) % N).to(tl.int64)
     b, h = (row // H).to(tl.int64), (row % H).to(tl.int64)
@@ -154,7 +172,10 @@ def sums_kernel(sums, decay, log_weight, seq_idx, H, L, C, N, width, decay_batch
         inside = (local < C) & (token < L)
         log_decay = tl.zeros((SIZE // G, G), tl.float64)
         if decay is not None:
-            place = decay + b * decay_batch + h * decay_head + token * decay_token
+            of_token = token
+            if orders is not None:
+                of_token = tl.load(orders + h // (H // ORDERS) * L + token, mask=inside, other=0)
+            place = decay + b * decay_batch + h * decay_head + of_token * decay_token
             log_decay = _log_decay(tl.load(place, mask=inside, other=0.0).to(tl.float64), LOGITS, LOG_ZERO)
             log_decay = tl.where(inside, log_decay, 0.0)
         step = log_decay
@@ -190,20 +211,22 @@ def sums_kernel(sums, decay, log_weight, seq_idx, H, L, C, N, width, decay_batch
 
 
 @kernel
-def states_kernel(k, v, mask, grad_rows, sums, states, H, L, C, N, columns, side, k_batch, k_head, k_token, v_batch,
-        v_head, v_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
+def states_kernel(k, v, mask, orders, grad_rows, sums, states, H, L, C, N, columns, side, k_batch, k_head, k_token,
+        v_batch, v_head, v_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
         PD: tl.constexpr, PE: tl.constexpr, STATE: tl.constexpr, KEYS: tl.constexpr, BEFORE: tl.constexpr,
-        AFTER: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+        AFTER: tl.constexpr, ORDERS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """Σ_j k_j v_jᵀ of one chunk, of keys or of queries, decayed to its end if later chunks read it, and to its start if
-    earlier ones do: (2, B·H, N, STATE), or (1, B·H, N, STATE) for one of them or without decays. STATE is D·E or, with row sums,
-    D·(E + 1): then Σ_j k_j follows, each k_j times its entry of grad_rows, (B, H, N·C), if given. A program computes PE
-    columns."""
+    earlier ones do: (2, B·H, N, STATE), or (1, B·H, N, STATE) for one of them or without decays. STATE is D·E or, with
+    row sums, D·(E + 1): then Σ_j k_j follows, each k_j times its entry of grad_rows, (B, H, N·C), if given. A program
+    computes PE columns."""
     ROW_SUMS: tl.constexpr = STATE > D * E
     row, rest = (tl.program_id(0) // (N * columns)).to(tl.int64), tl.program_id(0) % (N * columns)
     chunk, column = (rest // columns).to(tl.int64), rest % columns * PE
     b, h = row // H, row % H
-    k += b * k_batch + h * k_head
-    v += b * v_batch + h * v_head + column
+    k += b * k_batch + h % (H // ORDERS) * k_head
+    v += b * v_batch + h % (H // ORDERS) * v_head + column
+    if orders is not None:
+        orders += h // (H // ORDERS) * L
     if mask is not None:
         mask += b * L
     if grad_rows is not None:
@@ -216,8 +239,8 @@ def states_kernel(k, v, mask, grad_rows, sums, states, H, L, C, N, columns, side
         end_high, end_low, end_half = _load_sum(sums, C - 1, 1)
     for block in range(0, tl.cdiv(end - begin, S)):
         start = begin + block * S
-        K = _tile(k, start, k_token, L, mask, D, S, PD, DOT)
-        V = _tile(v, start, v_token, L, None, E - column, S, PE, DOT)
+        K = _tile(k, start, k_token, L, mask, D, S, PD, DOT, orders)
+        V = _tile(v, start, v_token, L, None, E - column, S, PE, DOT, orders)
         if ROW_SUMS:
             last = K.to(tl.float32)
             if grad_rows is not None:
@@ -281,14 +304,17 @@ def scan_kernel(states, incoming, sums, H, C, N, parts, side, sums_batch, sums_h
 
 
 @triton.jit
-def _add_block(total, total_x, row_sums, Q, X, k, v, mask, rows, grad_rows, seed, start, first, length, weight, k_token,
-        v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS):
+def _add_block(total, total_x, row_sums, Q, X, k, v, mask, order, rows, grad_rows, seed, start, first, length, weight,
+        k_token, v_token, D, E, S, DOT, PRECISION, DROPPED, DECAYS, ROWS_ARE_KEYS):
     """Add one block of columns, from `first`: (QKᵀ⊙weight) V to `total`, and (XVᵀ⊙weight) K to total_x if rows are
     keys; weight: (1 or T, S). If `rows` are given, the output's row sums are added to row_sums, (T,); for gradients,
     those of the row sums are added to QKᵀ: grad_rows, (T,), or, if rows are keys, those in `rows`. The fourth result
     is ∂/∂ log weight, (T, S), if DECAYS."""
-    K = _tile(k, first, k_token, length, mask if X is None else None, D, S, PD, DOT)
-    V = _tile(v, first, v_token, length, None if X is None or ROWS_ARE_KEYS else mask, E, S, PE, DOT)
+    T: tl.constexpr = Q.shape[0]
+    PD: tl.constexpr = Q.shape[1]
+    PE: tl.constexpr = total.shape[1]
+    K = _tile(k, first, k_token, length, mask if X is None else None, D, S, PD, DOT, order)
+    V = _tile(v, first, v_token, length, None if X is None or ROWS_ARE_KEYS else mask, E, S, PE, DOT, order)
     if seed is not None:
         row, column = start + tl.arange(0, T)[:, None], first + tl.arange(0, S)[None, :]
         kept = _keeps(seed, column, row, DROPPED) if ROWS_ARE_KEYS else _keeps(seed, row, column, DROPPED)
@@ -345,13 +371,12 @@ def _read_state(total, total_x, Q, X, pointer, rows, grad_rows, decay, D, E, PD,
 
 
 @kernel
-def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, grad_sums, scale, H, L, C, N, blocks, side,
-        plane, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, x_batch, x_head, x_token,
-        out_token, out_x_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
-        S: tl.constexpr, G: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, STATE: tl.constexpr,
-        BEFORE: tl.constexpr, AFTER: tl.constexpr, DIAGONAL: tl.constexpr, EPSILON: tl.constexpr,
-        INSIDE: tl.constexpr, WEIGHTS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-        DROPPED: tl.constexpr):
+def product_kernel(q, k, v, x, out, out_x, mask, orders, seed, rows, sums, incoming, grad_sums, scale, H, L, C, N,
+        blocks, side, plane, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, x_batch,
+        x_head, x_token, out_token, out_x_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, T:
+        tl.constexpr, S: tl.constexpr, G: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, STATE: tl.constexpr, BEFORE:
+        tl.constexpr, AFTER: tl.constexpr, DIAGONAL: tl.constexpr, EPSILON: tl.constexpr, INSIDE: tl.constexpr, WEIGHTS:
+        tl.constexpr, ORDERS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr):
     """out = scale · (QKᵀ⊙M) V for T rows of a head: the output of linear attention, or, of other operands, a gradient.
 
         out   q    k    v    x   out_x
@@ -378,22 +403,27 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
     row, chunk = row.to(tl.int64), chunk.to(tl.int64)
     start = chunk * C + own * T
     # From here on tokens are counted from the chunk's start, so that places in it are numbers of 32 bits.
-    k += b * k_batch + h * k_head + chunk * C * k_token
-    v += b * v_batch + h * v_head + chunk * C * v_token
+    begin, head = chunk * C, h % (H // ORDERS)
+    if orders is not None:  # whose places count from the text's start
+        orders += h // (H // ORDERS) * L + begin
+        begin = chunk * 0
+    q += b * q_batch + head * q_head + begin * q_token
+    k += b * k_batch + head * k_head + begin * k_token
+    v += b * v_batch + head * v_head + begin * v_token
     if mask is not None:
         mask += b * L + chunk * C
     if seed is not None:
         seed = tl.load(seed + row)
-    Q = _tile(q + b * q_batch + h * q_head, start, q_token, L, None, D, T, PD, DOT)
+    Q = _tile(q, own * T, q_token, length, None, D, T, PD, DOT, orders)
     X = None
     if x is not None:
-        x += b * x_batch + h * x_head + chunk * C * x_token
-        X = _tile(x, own * T, x_token, length, mask if ROWS_ARE_KEYS else None, E, T, PE, DOT)
+        x += b * x_batch + head * x_head + begin * x_token
+        X = _tile(x, own * T, x_token, length, mask if ROWS_ARE_KEYS else None, E, T, PE, DOT, orders)
     total, total_x = tl.zeros((T, PE), tl.float32), tl.zeros((T, PD), tl.float32)
     row_sums = tl.zeros((T,), tl.float32)
     grad_rows = None
     if rows is not None:
-        rows += row * (L if ROW_SUMS else N * C) + chunk * C
+        rows += row * L + begin if ROW_SUMS else row * N * C + chunk * C
         if ROWS_ARE_KEYS:
             grad_rows = tl.full((T,), 1.0, tl.float32)
         elif not ROW_SUMS:
@@ -405,12 +435,12 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
         if INSIDE:
             # The first block, not zeros, defines what the loop adds to: else ptxas makes each product of the loop wait
             # for the one before (warning C7515).
-            total, total_x, row_sums, _ = _add_block(total, total_x, row_sums, Q, X, k, v, mask, rows, grad_rows, seed,
-                own * T, 0, length, 1.0, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION, DROPPED, False,
+            total, total_x, row_sums, _ = _add_block(total, total_x, row_sums, Q, X, k, v, mask, orders, rows,
+                grad_rows, seed, own * T, 0, length, 1.0, k_token, v_token, D, E, S, DOT, PRECISION, DROPPED, False,
                 ROWS_ARE_KEYS)
             for other in range(1, count):
-                total, total_x, row_sums, _ = _add_block(total, total_x, row_sums, Q, X, k, v, mask, rows, grad_rows,
-                    seed, own * T, other * S, length, 1.0, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION,
+                total, total_x, row_sums, _ = _add_block(total, total_x, row_sums, Q, X, k, v, mask, orders, rows,
+                    grad_rows, seed, own * T, other * S, length, 1.0, k_token, v_token, D, E, S, DOT, PRECISION,
                     DROPPED, False, ROWS_ARE_KEYS)
     else:
         sums += b * sums_batch + h * sums_head + chunk * sums_chunk
@@ -424,8 +454,8 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
             if not (BEFORE and AFTER):
                 ahead = i[:, None] - (first + j[None, :]) if BEFORE else first + j[None, :] - i[:, None]
                 own_weight = tl.where(ahead >= 1 - DIAGONAL, own_weight, 0.0)
-            total, total_x, row_sums, pairs = _add_block(total, total_x, row_sums, Q, X, k, v, mask, rows, grad_rows,
-                seed, own * T, first, length, own_weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION,
+            total, total_x, row_sums, pairs = _add_block(total, total_x, row_sums, Q, X, k, v, mask, orders, rows,
+                grad_rows, seed, own * T, first, length, own_weight, k_token, v_token, D, E, S, DOT, PRECISION,
                 DROPPED, DECAYS, ROWS_ARE_KEYS)
             if DECAYS:
                 past += tl.sum(tl.where(i[:, None] > first + j[None, :], pairs, 0.0), 1)
@@ -445,8 +475,8 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
             across = tl.where(before, (high0 - high3) + (low0 - low3) - half0, (high3 - high1) + (low3 - low1) - half1)
             factor = tl.load(factors + other * S + tl.where(before, 0, C))
             weight = (tl.where(before, from_first, to_last) * tl.exp2(across))[:, None] * factor[None, :]
-            total, total_x, row_sums, pairs = _add_block(total, total_x, row_sums, Q, X, k, v, mask, rows, grad_rows,
-                seed, own * T, other * S, length, weight, k_token, v_token, D, E, T, S, PD, PE, DOT, PRECISION,
+            total, total_x, row_sums, pairs = _add_block(total, total_x, row_sums, Q, X, k, v, mask, orders, rows,
+                grad_rows, seed, own * T, other * S, length, weight, k_token, v_token, D, E, S, DOT, PRECISION,
                 DROPPED, DECAYS, ROWS_ARE_KEYS)
             if DECAYS:
                 of_pairs = tl.sum(pairs, 1)
@@ -478,12 +508,15 @@ def product_kernel(q, k, v, x, out, out_x, mask, seed, rows, sums, incoming, gra
     total *= scale
     if ROW_SUMS:
         row_sums *= scale
-        tl.store(rows + own * T + tl.arange(0, T), row_sums, mask=own * T + tl.arange(0, T) < length)
+        place = _places(orders, own * T, length, T)
+        tl.store(rows + place, row_sums, mask=own * T + tl.arange(0, T) < length)
         if EPSILON is not None:
             total /= (row_sums + EPSILON)[:, None]
-    _store_tile(out + b * L * out_token + h * E, start, out_token, L, total, E, T, PE)
+    out += (b * L + begin) * out_token + h * E
+    _store_tile(out, own * T, out_token, length, total, E, T, PE, orders)
     if ROWS_ARE_KEYS:
-        _store_tile(out_x + b * L * out_x_token + h * D, start, out_x_token, L, total_x * scale, D, T, PD)
+        out_x += (b * L + begin) * out_x_token + h * D
+        _store_tile(out_x, own * T, out_x_token, length, total_x * scale, D, T, PD, orders)
 
 
 @kernel
@@ -508,10 +541,10 @@ def _plane(grad_sums, number, plane, token, length):
 
 
 @kernel
-def decay_gradients_kernel(grad, grad_weight, decay, sums, grad_sums, incoming, grad_incoming, scale, H, L, C, N, side, plane,
-        decay_batch, decay_head, decay_token, sums_batch, sums_head, sums_chunk, LOGITS: tl.constexpr,
+def decay_gradients_kernel(grad, grad_weight, decay, orders, sums, grad_sums, incoming, grad_incoming, scale, H, L, C,
+        N, side, plane, decay_batch, decay_head, decay_token, sums_batch, sums_head, sums_chunk, LOGITS: tl.constexpr,
         LOG_ZERO: tl.constexpr, STATE: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr, BEFORE: tl.constexpr,
-        AFTER: tl.constexpr):
+        AFTER: tl.constexpr, ORDERS: tl.constexpr):
     """∂ log λ of one chunk, or of the logit of 1 − λ, and ∂ log weight of its keys if requested: (B, L, H) each. A
     token's decay is part of exclusive at all later tokens of its chunk, of inclusive at these and at its own, and of
     the chunk's sum: keys and queries decay to its end, states across it."""
@@ -551,12 +584,15 @@ def decay_gradients_kernel(grad, grad_weight, decay, sums, grad_sums, incoming, 
             inclusive -= to_end
             of_key = _plane(grad_sums, 3, plane, token, length) - of_key + to_end
         token += chunk * C
-        given = tl.load(decay + b * decay_batch + h * decay_head + token * decay_token, mask=token < L, other=0.0)
+        real = token < chunk * C + length
+        if orders is not None:
+            token = tl.load(orders + h // (H // ORDERS) * L + token, mask=real, other=0)
+        given = tl.load(decay + b * decay_batch + h * decay_head + token * decay_token, mask=real, other=0.0)
         clamped = given > -LOG_ZERO if LOGITS else given < LOG_ZERO
         own = tl.where(clamped, 0.0, total - tl.cumsum(exclusive + inclusive, 0) + inclusive)
         if LOGITS:
             own *= -1.0 / (1.0 + tl.exp(-given.to(tl.float64)))
-        entry, real = (b * L + token) * H + h, token < chunk * C + length
+        entry = (b * L + token) * H + h
         tl.store(grad + entry, own.to(grad.dtype.element_ty), mask=real)
         if grad_weight is not None:
             tl.store(grad_weight + entry, of_key.to(grad_weight.dtype.element_ty), mask=real)
