@@ -452,12 +452,19 @@ def test_a_recorded_encoder_does_not_depend_on_the_padding_of_its_first_batch(re
 
 
 def give_sequences(monkeypatch) -> None:
-    """Give softmax packed rows as sequences, as on a GPU. On a CPU, nested tensors have to be contiguous."""
-    nest = torch.nested.nested_tensor_from_jagged
+    """Give softmax packed rows as sequences, as on a GPU. FlashAttention's kernel exists only there, so here each
+    sequence, (tokens, heads, size), is computed on its own."""
+
+    def attend(q, k, v, starts, starts_of_keys, longest, longest_key, dropout_p, is_causal, debug):
+        assert starts is starts_of_keys and starts.dtype == torch.int32 and not (is_causal or debug)
+        lengths = starts.diff()
+        assert longest == longest_key == lengths.max() and lengths.sum() == len(q)
+        parts = zip(*(x.transpose(0, 1).split(lengths.tolist(), 1) for x in (q, k, v)))
+        y = torch.cat([F.scaled_dot_product_attention(*part, dropout_p=dropout_p) for part in parts], 1)
+        return y.transpose(0, 1), None, None, None, None
+
     monkeypatch.setattr(mixers, "_has_flash_attention", lambda config, x: True)
-    monkeypatch.setattr(
-        torch.nested, "nested_tensor_from_jagged", lambda x, *given, **options: nest(x.contiguous(), *given, **options)
-    )
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", attend)
 
 
 PACKED = torch.tensor([[0] * 9 + [1] + [2] * 11, [4] * 5 + [3] * 16, [0] * 9 + [1] * 12])
@@ -474,11 +481,11 @@ def test_packed_rows_as_sequences_give_what_they_give_with_a_mask(options, recom
     expected_gradients = gradients(model, expected.loss)
     give_sequences(monkeypatch)
     given = record_attention(monkeypatch)
-    if recompute:  # without reentrance, nested tensors on a CPU cannot be saved
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    if recompute:
+        model.gradient_checkpointing_enable()
     actual = model(ids, labels=labels, **inputs)
     assert_same(gradients(model, actual.loss), expected_gradients)
-    assert given and all(q.is_nested and mask is None for q, mask in given)
+    assert given and all(q.ndim == 3 and mask is None for q, mask in given)
     torch.testing.assert_close(actual.logits, expected.logits, atol=1e-5, rtol=1e-5)
     for x, y in zip(actual.attentions, expected.attentions):
         x, y = (z.transpose(1, 2)[REAL.bool()] for z in (x, y))
@@ -488,10 +495,10 @@ def test_packed_rows_as_sequences_give_what_they_give_with_a_mask(options, recom
 
 
 def test_sequences_are_found_unless_there_is_padding_within_one(monkeypatch):
-    starts, shortest, longest = mixers.find_sequences(None, PACKED)
-    assert (starts.tolist(), shortest, longest) == ([0, 9, 10, 21, 26, 42, 51, 63], 1, 16)
-    starts, shortest, longest = mixers.find_sequences(REAL.bool(), PACKED)
-    assert (starts.tolist(), shortest, longest) == ([0, 9, 10, 21, 26, 38, 42, 48, 51, 53, 63], 1, 12)
+    starts, longest = mixers.find_sequences(None, PACKED)
+    assert (starts.tolist(), longest) == ([0, 9, 10, 21, 26, 42, 51, 63], 16)
+    starts, longest = mixers.find_sequences(REAL.bool(), PACKED)
+    assert (starts.tolist(), longest) == ([0, 9, 10, 21, 26, 38, 42, 48, 51, 53, 63], 12)
     within = REAL.bool().clone()
     within[1, 2] = False
     assert mixers.find_sequences(within, PACKED) is None
@@ -499,6 +506,13 @@ def test_sequences_are_found_unless_there_is_padding_within_one(monkeypatch):
     for mask, expected in ((REAL.bool(), "sequences"), (within, "keys")):
         _, prepared = mixers.Softmax.prepare(LionConfig(), torch.zeros(3, 21, D), mask, PACKED)
         assert list(prepared) == [expected]
+
+
+def test_flash_attention_takes_sequences_as_this_version_of_torch_declares_it():
+    q, k, v = (torch.empty(3, 2, 21, 8, device="meta", requires_grad=True) for _ in range(3))
+    sequences = mixers.Sequences(torch.empty(8, device="meta", dtype=torch.int32), 16)
+    y = mixers.attend_within(sequences, q, k, v, 0.1)
+    assert y.shape == q.shape and all(x.shape == q.shape for x in torch.autograd.grad(y.sum(), (q, k, v)))
 
 
 @pytest.mark.gpu

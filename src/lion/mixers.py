@@ -227,11 +227,10 @@ def visible_keys(mask: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
 
 
 class Sequences(NamedTuple):
-    """Where the sequences of packed rows and the padding between them start in the flattened rows, from 0 to B·L, and
-    how long the shortest and the longest is."""
+    """Where the sequences of packed rows and the padding between them start in the flattened rows, from 0 to B·L, in
+    int32, and how long the longest is."""
 
     starts: Tensor
-    shortest: int
     longest: int
 
 
@@ -243,21 +242,18 @@ def find_sequences(mask: Tensor | None, seq_idx: Tensor) -> Sequences | None:
     numbers, lengths = number.flatten().unique_consecutive(return_counts=True)
     if (numbers[numbers % 2 == 1].diff() == 0).any():
         return None
-    starts = F.pad(lengths.cumsum(0), (1, 0)).to(seq_idx.device)
-    return Sequences(starts, int(lengths.min()), int(lengths.max()))
+    starts = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(seq_idx.device)
+    return Sequences(starts, int(lengths.max()))
 
 
 def attend_within(sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
-    """Softmax attention, (B, H, L, D/H), without a mask: each sequence attends to itself, and so does padding."""
-    starts, shortest, longest = sequences
-
-    def nest(x: Tensor) -> Tensor:  # (B, H, L, D/H) to (sequences, H, their lengths, D/H)
-        flat = x.transpose(1, 2).flatten(0, 1)
-        given = {"min_seqlen": shortest, "max_seqlen": longest}
-        return torch.nested.nested_tensor_from_jagged(flat, starts, **given).transpose(1, 2)
-
-    y = F.scaled_dot_product_attention(nest(q), nest(k), nest(v), dropout_p=dropout_p)
-    return y.transpose(1, 2).values().unflatten(0, (len(q), -1)).transpose(1, 2)
+    """Softmax attention, (B, H, L, D/H), without a mask: each sequence attends to itself, and so does padding. It calls
+    FlashAttention as PyTorch's nested tensors do, without making any."""
+    (starts, longest), batch = sequences, len(q)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B·L, H, D/H)
+    how = starts, starts, longest, longest, dropout_p, False, False
+    y, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *how)
+    return y.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
 def _is_eager(x: Tensor) -> bool:
