@@ -298,12 +298,13 @@ def write(
     """Write the tables to name.md and the rows to name.json in `out`, and print the tables and the failed rows."""
     out.mkdir(parents=True, exist_ok=True)
     caption = f"{title} {', '.join(f'{key} {value}' for key, value in facts.items())}."
-    failed = []
+    failed: dict[str, list[str]] = {}
     for row in rows:
         if row.get("error"):
             case = " ".join(str(x) for key, x in row.items() if key != "error" and isinstance(x, str | int))
-            failed.append(f"failed: {case}: {row['error']}")
-    text = "\n\n".join([caption, *map(markdown, tables), *failed])
+            failed.setdefault(row["error"], []).append(case)
+    failures = [f"failed: {'; '.join(names)}: {error}" for error, names in failed.items()]
+    text = "\n\n".join([caption, *map(markdown, tables), *failures])
     (out / f"{name}.md").write_text(f"{text}\n", encoding="utf-8")
     (out / f"{name}.json").write_text(json.dumps({"title": title, "machine": facts, "rows": rows}, indent=1) + "\n")
     if show:

@@ -105,7 +105,7 @@ def main(argv: list[str]) -> None:
         rows += new
         if a.device == "cuda":  # on a CPU a case is measured from its smallest to its largest length
             fill_peaks(new, a)
-        measure.write(a.out, name, title, facts, [table(rows)], rows, show=False)
+        measure.write(a.out, name, title, facts, [at_a_glance(rows), table(rows)], rows, show=False)
     if a.device == "cpu":
         fill_peaks(rows, a)
     measure.write(a.out, name, title, facts, [at_a_glance(rows), table(rows)], rows)
