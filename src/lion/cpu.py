@@ -145,10 +145,10 @@ def _convolve_image(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotate channels i and D/2 + i of x, (B, H, L, D), by an angle, as rotary position embeddings do in Llama and
+    """Rotate channels i and D/2 + i of x, (..., B, H, L, D), by an angle, as rotary position embeddings do in Llama and
     ModernBERT. rotation: its cosines and sines, (2, B or 1, 1, L, D/2)."""
     cosine, sine = rotation.to(x.dtype)
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         return _Rotation.apply(x, cosine, sine)
     first, second = x.chunk(2, -1)
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
@@ -160,20 +160,20 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        return _rotate(x, cosine, sine)
+        return _rotate(x, cosine, sine, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         cosine, sine = ctx.saved_tensors
-        return _rotate(grad, cosine, -sine), None, None
+        return _rotate(grad, cosine, sine, -1), None, None
 
 
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, direction: int) -> Tensor:
     y = torch.empty_like(x)
     (first, second), (y_first, y_second) = x.chunk(2, -1), y.chunk(2, -1)
-    torch.mul(first, cosine, out=y_first).addcmul_(second, sine, value=-1)
-    torch.mul(second, cosine, out=y_second).addcmul_(first, sine)
+    torch.mul(first, cosine, out=y_first).addcmul_(second, sine, value=-direction)
+    torch.mul(second, cosine, out=y_second).addcmul_(first, sine, value=direction)
     return y
 
 

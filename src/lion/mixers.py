@@ -145,16 +145,15 @@ class Attention(Mixer):
             own = slice(halo[0], x.shape[1] - halo[1])
             qkv, x, mask = qkv[:, own], x[:, own], None if mask is None else mask[:, own]
         qkv = qkv.unflatten(-1, (3, self.num_heads, -1))
-        if self.config.feature_map == "none":
+        if self.config.feature_map == "none" and rotation is None:
             q, k, v = (y.transpose(1, 2) for y in qkv.unbind(2))
-            if rotation is None:
-                return q, k, v, x, mask, qkv
-        else:
-            qk, v = qkv.split((2, 1), 2)
-            q, k, v = (y.transpose(1, 2) for y in (*FEATURE_MAPS[self.config.feature_map](qk).unbind(2), v.squeeze(2)))
-        if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        return q, k, v, x, mask, None
+            return q, k, v, x, mask, qkv
+        qk, v = qkv.split((2, 1), 2)
+        if self.config.feature_map != "none":
+            qk = FEATURE_MAPS[self.config.feature_map](qk)
+        qk = qk.permute(2, 0, 3, 1, 4)  # (2, B, H, L, D/H)
+        q, k = (qk if rotation is None else rotate(qk, rotation)).unbind()
+        return q, k, v.squeeze(2).transpose(1, 2), x, mask, None
 
     def values(self, x: Tensor) -> Tensor:
         return self.project(x, None, None)[2]
