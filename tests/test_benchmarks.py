@@ -528,6 +528,18 @@ def test_the_time_of_launches_is_measured_without_a_gpu(tmp_path):
     assert (tmp_path / "kernels-host.md").read_text().strip() in output
 
 
+def test_the_operations_of_a_step_on_a_gpu_are_counted_without_one(tmp_path):
+    pytest.importorskip("triton", reason="triton is not installed")
+    models = ["--texts", "softmax", "lion-s", "hydra", "--images", "lion-s", "lion-s-natural"]
+    output = benchmark("launches", tmp_path, *models, "--layers", 2)
+    rows = json.loads((tmp_path / "launches.json").read_text())["rows"]
+    counts = {(row["what"], row["model"]): (row["forward"] + row["backward"], row["kernels"]) for row in rows}
+    softmax, lion, hydra, image, natural = counts.values()
+    assert (softmax[1], lion[1], hydra[1], image[1], natural[1]) == (0, 10, 30, 72, 72)
+    assert lion[0] < 1.4 * softmax[0] < hydra[0] and image[0] < natural[0] < 1.4 * image[0]
+    assert (tmp_path / "launches.md").read_text().strip() in output
+
+
 def test_the_first_steps_on_a_card_run_in_small_on_a_cpu(tmp_path):
     pytest.importorskip("triton", reason="triton is not installed")
     out = tmp_path / "card"
