@@ -2,6 +2,7 @@
 interpreter. test_linear_attention.py starts the second where there is no GPU. The interpreter takes milliseconds for
 what a GPU does in nanoseconds, so blocks and texts are short there."""
 
+import functools
 import importlib
 import itertools
 import math
@@ -282,18 +283,35 @@ def outputs_and_gradients(run, layer: torch.nn.Module, *inputs) -> list[Tensor]:
     "mixer, order", [("lion-lit", "raster"), ("lion-d", "raster"), ("lion-s", "raster"), ("lion-s", "snakes")]
 )
 def test_a_layer_of_images_has_the_outputs_and_gradients_of_pytorch(mixer, order, started, monkeypatch):
+    layer, x, orders = image_layer(mixer, order)
+    found = []
+    for fused in (True, False):
+        monkeypatch.setattr(operator, "USE_TRITON", fused)
+        found.append(outputs_and_gradients(functools.partial(layer, **orders), layer, x, None, None, "full"))
+        assert started.count("y") == 1
+    assert all(distance(a.cpu(), b.cpu()) < 1e-5 for a, b in zip(*found, strict=True))
+
+
+def test_a_layer_of_images_in_two_orders_compiles_as_one_graph(started):
+    layer, x, orders = image_layer("lion-s", "snakes")
+    compiled = torch.compile(layer, backend="inductor" if GPU else "aot_eager", fullgraph=True)
+    found = (
+        outputs_and_gradients(functools.partial(run, **orders), layer, x, None, None, "chunkwise")
+        for run in (compiled, layer)
+    )
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    assert {"y", "dq", "dk"} <= set(started)
+
+
+def image_layer(mixer: str, order: str) -> tuple[torch.nn.Module, Tensor, dict[str, Tensor]]:
+    """A layer, hidden states of images of 5 × 6 patches, and the orders in which it reads them."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LionVisionConfig((20, 24), 4, **sizes, mixer=mixer, patch_order=order)
     torch.manual_seed(0)
     layer = LionImageModel(config).layers[0].to(DEVICE).eval()
-    x = torch.randn(2, 31, 16, device=DEVICE)
     orders = {"orders": snakes(*config.grid, device=DEVICE)} if order == "snakes" else {}
-    found = []
-    for fused in (True, False):
-        monkeypatch.setattr(operator, "USE_TRITON", fused)
-        found.append(outputs_and_gradients(lambda *given: layer(*given, **orders), layer, x, None, None, "full"))
-        assert "y" in started
-    assert all(distance(a.cpu(), b.cpu()) < 1e-5 for a, b in zip(*found, strict=True))
+    return layer, torch.randn(2, 31, 16, device=DEVICE), orders
 
 
 @pytest.mark.parametrize("mask", ["left", "right"])
