@@ -93,10 +93,10 @@ def split_batch_size(global_batch: int, microbatch: Any, world_size: int, device
     return device_batch
 
 
-def resolve_compilation(given: Any, device: str, fsdp: Mapping[str, Any], tried: bool) -> dict[str, Any] | None:
-    """Return the arguments of torch.compile, or None. `auto` compiles on a GPU what has been tried: not FSDP."""
+def resolve_compilation(given: Any, device: str, fsdp: Mapping[str, Any], compiles_well: bool) -> dict[str, Any] | None:
+    """Return the arguments of torch.compile, or None. `auto` compiles on a GPU what compiles well: no FSDP."""
     if given == "auto":
-        return {} if device == "gpu" and tried and not fsdp else None
+        return {} if device == "gpu" and compiles_well and not fsdp else None
     return given
 
 
