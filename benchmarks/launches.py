@@ -2,10 +2,10 @@
 
     python benchmarks/launches.py [--texts lion-s ...] [--images lion-s ...]
 
-In small models and batches a GPU waits for the program, whose time is about proportional to these. Models run on
-PyTorch's meta device, and kernels launch nothing. Softmax attention counts as the one operation that it is in
-FlashAttention. Not counted: the optimizer; conversions by autocast, since all weights are in bfloat16; and dropout, which
-is 0. Writes a table and its numbers.
+In small models and batches a GPU waits for the program, whose time grows with these. Models run on PyTorch's meta
+device, and kernels launch nothing. Softmax attention counts as the one operation that it is in FlashAttention. Not
+counted: the optimizer; conversions by autocast, since all weights are in bfloat16; and dropout, which is 0. Writes a
+table and its numbers.
 """
 
 import os

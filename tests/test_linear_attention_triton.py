@@ -398,6 +398,20 @@ def test_options_of_orders_that_cannot_be_are_refused(wrong, words, started):
     assert started == []
 
 
+def test_orders_cannot_write_beyond_the_text_nor_be_combined_with_a_mask(started):
+    inputs, orders = draw_patches(1, HEADS, (3, 5), "s", torch.float32)
+    wrong = orders.clone()
+    wrong[:, -1] = 2**40
+    y = linear_attention_in_orders(*(x.to(DEVICE) for x in inputs), wrong.to(DEVICE))
+    assert y.shape == inputs[2].shape and "y" in started
+    q, k, v, log_decay = (x.to(DEVICE) for x in inputs)
+    for mask, mode in ((torch.ones(1, 16, dtype=torch.bool, device=DEVICE), "divide"), (None, "sum")):
+        with pytest.raises(ValueError, match="orders need divided rows, and exclude mask"):
+            host.fused_linear_attention(
+                q, k, v, log_decay, mask, None, 1.0, 0, 0.0, row_mode=mode, orders=orders.to(DEVICE)
+            )
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_patches_in_bfloat16_are_as_accurate_as_their_operands(form, as_trained, started):
     generator, grid = torch.Generator().manual_seed(0), (14, 14) if GPU else (9, 15)

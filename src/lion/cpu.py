@@ -1,4 +1,5 @@
-"""Speed-ups on a CPU, applied from outside; hooks, compilers, tracers and GPUs see the plain model."""
+"""Speed-ups on a CPU, applied from outside; hooks, compilers and tracers see the plain model, and so do GPUs, except for
+the feature map of images and rotations."""
 
 import contextlib
 import ctypes
@@ -105,7 +106,7 @@ def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tens
         y = _DepthwiseConv.apply(spread.unflatten(0, (len(x), width)), weight, bias)
         return y.flatten(0, 1).index_select(0, place).view(x.shape)
     if seq_idx is None:
-        # In the layout of x: the kernels would copy each of its parts, some for every head.
+        # In the layout of x; else the kernels would copy each of its parts, some for every head.
         return F.conv1d(x.mT, weight, bias, padding=reach, groups=len(weight)).mT.contiguous()
     padded, numbers = F.pad(x, (0, 0, reach, reach)), F.pad(number, (reach, reach))
     y = torch.zeros_like(x) if bias is None else bias.expand_as(x)
@@ -279,7 +280,7 @@ class _Layer(_Faster):
 
 def positive_map(x: Tensor) -> Tensor:
     """Compute (SiLU(x) + ½) / ‖SiLU(x) + ½‖ over the last dimension: every entry is positive."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (x.device.type == "cpu" and x.dtype != torch.float32):
         return F.normalize(F.silu(x) + 0.5, dim=-1).to(x.dtype)  # autocast on a GPU normalizes in float32
     with no_autocast(x):
         return _PositiveMap.apply(x) if torch.is_grad_enabled() else _positive(x)[0]

@@ -63,7 +63,7 @@ def hydra_attention(
     _check(v, scans, diagonal, form=form, chunk_size=chunk_size, **given)
     size = 0 if resolve_form(form, v, True, fused=True) == "full" else chunk_size
     with no_autocast(v):
-        past, future = (
+        of_past, of_future = (
             fused_linear_attention(
                 one_per_head(q, v), one_per_head(k, v), v, log_decay, mask, seq_idx, 1.0, size, 0.0, keys=keys,
                 log_weight=log_weight,
@@ -71,7 +71,7 @@ def hydra_attention(
             for q, k, log_decay, log_weight, keys in zip(*scans, ("before", "after"))
         )  # fmt: skip
         diagonal = diagonal if mask is None else diagonal.masked_fill(~mask[:, None], 0)
-        y = torch.addcmul(past + future, diagonal[..., None].to(dtype), v)
+        y = torch.addcmul(of_past + of_future, diagonal[..., None].to(dtype), v)
         if left_state is not None or right_state is not None:
             past, future, _ = scans.triangles()
             sums = torch.stack([past.query_sum, -future.query_sum], -1)

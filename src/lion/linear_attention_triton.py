@@ -82,7 +82,8 @@ def fused_linear_attention(
     if count_dropped(dropout_p) > 0:
         heads = (q.shape[-2] if v is None else q.shape[1]) * (1 if orders is None else len(orders))
         seed = torch.randint(2**62, (q.shape[0], heads), device=q.device)
-    orders = None if orders is None else orders.to(torch.int32).contiguous()
+    if orders is not None:  # wrong places would be overwritten
+        orders = orders.clamp(0, q.shape[-2] - 1).to(torch.int32).contiguous()
     arguments = q, k, v, log_decay, log_weight, mask, seq_idx, orders, seed, None, None, scale, chunk_size, dropout_p
     arguments = *arguments, forget_logits, keys
     if row_mode:
@@ -133,12 +134,14 @@ class Plan:
         packed: bool, given: tuple, orders: int, scale, chunk_size: int, dropped: int, logits: bool, keys: str,
         row_mode: str = "",
     ):  # fmt: skip
-        if orders > 1 and (packed or row_mode != "divide"):
-            raise ValueError("several orders need q, k and v of their own, and rows that are divided")
+        *_, log_weight, mask, order, seq_idx = given
+        excluded = packed or any(x is not None for x in (log_weight, mask, seq_idx))
+        if order is not None and (excluded or row_mode != "divide"):
+            raise ValueError("orders need divided rows, and exclude mask, seq_idx, log_weight, and q, k and v in one")
         B, heads, L, D = shape
         H = heads * orders
         before, after, diagonal = KEYS[keys]
-        has_decays = decay_dims > 0 or given[-1] is not None
+        has_decays = decay_dims > 0 or seq_idx is not None
         self.decays = has_decays or keys != "all"  # of which those that are not given are 1
         self.inside = self.decays or chunk_size == 0
         tiles = {name: tile(name, device, precision, L, max(D, E)) for name in ("y", "dq", "dk", "states")}
@@ -149,7 +152,7 @@ class Plan:
         self.C = triton.cdiv(min(chunk_size or L, L), step) * step
         self.N = triton.cdiv(L, self.C)
         self.has_states = not (self.inside and self.N == 1)
-        uniform = decay_dims < 2 and given[-1] is None  # all chunks decay alike
+        uniform = decay_dims < 2 and seq_idx is None  # all chunks decay alike
         # Of the sums of a chunk: 8 numbers per token and 2 per edge of a block, aligned.
         width = triton.cdiv(8 * self.C + 2 * (self.C // self.G + 1), 16) * 16
         self.sums_shape = (1, H, 1, width) if uniform else (B, H, self.N, width)
@@ -163,8 +166,10 @@ class Plan:
         self.states_dtype = dtype if dtype == torch.bfloat16 and has_decays else torch.float32
         side = B * H * self.N * state if self.has_states and before and after else 0
         plane = B * H * self.N * self.C
-        if (self.C if given[-2] is None else L) * max(H * max(D, E), *strides[2::3]) >= 2**31:
-            raise ValueError(f"{self.C:,} tokens are too many for one matrix on a GPU; use the chunkwise form")
+        tokens, largest = self.C if order is None else L, 2**31 // max(H * max(D, E), *strides[2::3])
+        if tokens >= largest:
+            instead = "use the chunkwise form" if order is None else f"give less than {largest:,}"
+            raise ValueError(f"{tokens:,} tokens are too many for one matrix on a GPU; {instead}")
         where = H, L, self.C, self.N
         q, k, v = strides[:3], strides[3:6], strides[6:]
         dy = L * heads * E, E, heads * E

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.backends.cuda import flash_sdp_enabled
+from torch.backends.cuda import flash_sdp_enabled, is_flash_attention_available
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
@@ -151,9 +151,10 @@ class Attention(Mixer):
         qk, v = qkv.split((2, 1), 2)
         if self.config.feature_map != "none":
             qk = FEATURE_MAPS[self.config.feature_map](qk)
-        qk = qk.permute(2, 0, 3, 1, 4)  # (2, B, H, L, D/H)
-        q, k = (qk if rotation is None else rotate(qk, rotation)).unbind()
-        return q, k, v.squeeze(2).transpose(1, 2), x, mask, None
+        if rotation is not None:  # in (2, B, H, L, D/H)
+            qk = rotate(qk.permute(2, 0, 3, 1, 4), rotation).permute(1, 3, 0, 2, 4)
+        q, k, v = (y.transpose(1, 2) for y in (*qk.unbind(2), v.squeeze(2)))
+        return q, k, v, x, mask, None
 
     def values(self, x: Tensor) -> Tensor:
         return self.project(x, None, None)[2]
@@ -263,13 +264,15 @@ def _is_eager(x: Tensor) -> bool:
 
 
 def _has_flash_attention(config: PretrainedConfig, x: Tensor) -> bool:
-    """Whether FlashAttention can compute with what the layers make of x."""
-    if not (x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0) and flash_sdp_enabled()):
+    """Whether FlashAttention can compute with what the layers make of x, forward and backward."""
+    if not x.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(x.device) < (8, 0):
+        return False
+    if not (is_flash_attention_available() and flash_sdp_enabled()):
         return False
     size, dtype = config.hidden_size // config.num_attention_heads, x.dtype
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
-    return dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= 256
+    return dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= 192
 
 
 CHANNEL_HORIZON = 10, 1000  # tokens, of `channel_decays` without a `decay_horizon`: S5's steps from 0.1 to 0.001

@@ -67,8 +67,8 @@ def linear_attention_in_orders(
     Returns:
         (B, H, L, E) in v's dtype. Half precision is computed in float32, except by the GPU kernels.
 
-    Raises ValueError for shapes that do not match, by the CPU's kernel for an order without all tokens, and as
-    `linear_attention` does.
+    Raises ValueError for shapes that do not match, by the CPU's kernel for an order without all tokens, for which the
+    GPU kernels return anything, and as `linear_attention` does.
     """
     (B, H, L, D), O = q.shape, 1 if orders is None else len(orders)  # noqa: E741
     check_shapes(

@@ -15,7 +15,8 @@ the left and one from the right, for which one kernel sums each chunk and anothe
 chunk as long as the text, without states. Without decays all chunks share one state, their sum.
 
 The backward pass recomputes everything. y = (s·QKᵀ⊙M) V, so the gradients of q, k and v are such products too, from
-the same kernel; for k and v, which need Mᵀ, exclusive and inclusive swap roles. No two programs write the same entry.
+the same kernel; for k and v, which need Mᵀ, exclusive and inclusive swap roles, unless keys have weights in place of
+their own decays. No two programs write the same entry.
 
 Rows that read only the columns BEFORE or AFTER them, with or without those on the DIAGONAL, skip the blocks and states
 of the other side.
@@ -187,7 +188,7 @@ def sums_kernel(sums, decay, log_weight, seq_idx, orders, H, L, C, N, width, dec
         edge = so_far + tl.cumsum(whole, 0)
         so_far += tl.sum(whole, 0)
         until_end = whole[:, None] - within
-        of_key = log_decay  # its weight beyond that of the decays on the way to it
+        of_key = log_decay  # what a key is multiplied by besides the decays between it and the query
         if log_weight is not None:
             place = log_weight + b * weight_batch + h * weight_head + token * weight_token
             of_key = tl.load(place, mask=inside, other=0.0).to(tl.float64)
