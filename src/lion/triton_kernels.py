@@ -224,8 +224,9 @@ def states_kernel(k, v, mask, orders, grad_rows, sums, states, H, L, C, N, colum
     row, rest = (tl.program_id(0) // (N * columns)).to(tl.int64), tl.program_id(0) % (N * columns)
     chunk, column = (rest // columns).to(tl.int64), rest % columns * PE
     b, h = row // H, row % H
-    k += b * k_batch + h % (H // ORDERS) * k_head
-    v += b * v_batch + h % (H // ORDERS) * v_head + column
+    head = h if orders is None else h % (H // ORDERS)
+    k += b * k_batch + head * k_head
+    v += b * v_batch + head * v_head + column
     if orders is not None:
         orders += h // (H // ORDERS) * L
     if mask is not None:
@@ -403,23 +404,22 @@ def product_kernel(q, k, v, x, out, out_x, mask, orders, seed, rows, sums, incom
     count = tl.cdiv(length, S)  # of blocks of columns in the chunk
     row, chunk = row.to(tl.int64), chunk.to(tl.int64)
     start = chunk * C + own * T
+    begin, head, order = chunk * C, h, orders
+    if orders is not None:  # places count from the text's start
+        orders += h // (H // ORDERS) * L
+        begin, head, order = chunk * 0, h % (H // ORDERS), orders + chunk * C
+    Q = _tile(q + b * q_batch + head * q_head, start, q_token, L, None, D, T, PD, DOT, orders)
     # From here on tokens are counted from the chunk's start, so that places in it are numbers of 32 bits.
-    begin, head = chunk * C, h % (H // ORDERS)
-    if orders is not None:  # whose places count from the text's start
-        orders += h // (H // ORDERS) * L + begin
-        begin = chunk * 0
-    q += b * q_batch + head * q_head + begin * q_token
     k += b * k_batch + head * k_head + begin * k_token
     v += b * v_batch + head * v_head + begin * v_token
     if mask is not None:
         mask += b * L + chunk * C
     if seed is not None:
         seed = tl.load(seed + row)
-    Q = _tile(q, own * T, q_token, length, None, D, T, PD, DOT, orders)
     X = None
     if x is not None:
         x += b * x_batch + head * x_head + begin * x_token
-        X = _tile(x, own * T, x_token, length, mask if ROWS_ARE_KEYS else None, E, T, PE, DOT, orders)
+        X = _tile(x, own * T, x_token, length, mask if ROWS_ARE_KEYS else None, E, T, PE, DOT, order)
     total, total_x = tl.zeros((T, PE), tl.float32), tl.zeros((T, PD), tl.float32)
     row_sums = tl.zeros((T,), tl.float32)
     grad_rows = None
@@ -436,11 +436,11 @@ def product_kernel(q, k, v, x, out, out_x, mask, orders, seed, rows, sums, incom
         if INSIDE:
             # The first block, not zeros, defines what the loop adds to: else ptxas makes each product of the loop wait
             # for the one before (warning C7515).
-            total, total_x, row_sums, _ = _add_block(total, total_x, row_sums, Q, X, k, v, mask, orders, rows,
+            total, total_x, row_sums, _ = _add_block(total, total_x, row_sums, Q, X, k, v, mask, order, rows,
                 grad_rows, seed, own * T, 0, length, 1.0, k_token, v_token, D, E, S, DOT, PRECISION, DROPPED, False,
                 ROWS_ARE_KEYS)
             for other in range(1, count):
-                total, total_x, row_sums, _ = _add_block(total, total_x, row_sums, Q, X, k, v, mask, orders, rows,
+                total, total_x, row_sums, _ = _add_block(total, total_x, row_sums, Q, X, k, v, mask, order, rows,
                     grad_rows, seed, own * T, other * S, length, 1.0, k_token, v_token, D, E, S, DOT, PRECISION,
                     DROPPED, False, ROWS_ARE_KEYS)
     else:
@@ -455,7 +455,7 @@ def product_kernel(q, k, v, x, out, out_x, mask, orders, seed, rows, sums, incom
             if not (BEFORE and AFTER):
                 ahead = i[:, None] - (first + j[None, :]) if BEFORE else first + j[None, :] - i[:, None]
                 own_weight = tl.where(ahead >= 1 - DIAGONAL, own_weight, 0.0)
-            total, total_x, row_sums, pairs = _add_block(total, total_x, row_sums, Q, X, k, v, mask, orders, rows,
+            total, total_x, row_sums, pairs = _add_block(total, total_x, row_sums, Q, X, k, v, mask, order, rows,
                 grad_rows, seed, own * T, first, length, own_weight, k_token, v_token, D, E, S, DOT, PRECISION,
                 DROPPED, DECAYS, ROWS_ARE_KEYS)
             if DECAYS:
@@ -476,7 +476,7 @@ def product_kernel(q, k, v, x, out, out_x, mask, orders, seed, rows, sums, incom
             across = tl.where(before, (high0 - high3) + (low0 - low3) - half0, (high3 - high1) + (low3 - low1) - half1)
             factor = tl.load(factors + other * S + tl.where(before, 0, C))
             weight = (tl.where(before, from_first, to_last) * tl.exp2(across))[:, None] * factor[None, :]
-            total, total_x, row_sums, pairs = _add_block(total, total_x, row_sums, Q, X, k, v, mask, orders, rows,
+            total, total_x, row_sums, pairs = _add_block(total, total_x, row_sums, Q, X, k, v, mask, order, rows,
                 grad_rows, seed, own * T, other * S, length, weight, k_token, v_token, D, E, S, DOT, PRECISION,
                 DROPPED, DECAYS, ROWS_ARE_KEYS)
             if DECAYS:
@@ -509,15 +509,13 @@ def product_kernel(q, k, v, x, out, out_x, mask, orders, seed, rows, sums, incom
     total *= scale
     if ROW_SUMS:
         row_sums *= scale
-        place = _places(orders, own * T, length, T)
+        place = _places(order, own * T, length, T)
         tl.store(rows + place, row_sums, mask=own * T + tl.arange(0, T) < length)
         if EPSILON is not None:
             total /= (row_sums + EPSILON)[:, None]
-    out += (b * L + begin) * out_token + h * E
-    _store_tile(out, own * T, out_token, length, total, E, T, PE, orders)
+    _store_tile(out + b * L * out_token + h * E, start, out_token, L, total, E, T, PE, orders)
     if ROWS_ARE_KEYS:
-        out_x += (b * L + begin) * out_x_token + h * D
-        _store_tile(out_x, own * T, out_x_token, length, total_x * scale, D, T, PD, orders)
+        _store_tile(out_x + b * L * out_x_token + h * D, start, out_x_token, L, total_x * scale, D, T, PD, orders)
 
 
 @kernel
