@@ -1,5 +1,5 @@
-"""Speed-ups on a CPU, applied from outside; hooks, compilers and tracers see the plain model, and so do GPUs, except for
-the feature map of images and rotations."""
+"""Speed-ups on a CPU, applied from outside; hooks, compilers and tracers see the plain model, and so do GPUs, except
+for the feature map of images and rotations."""
 
 import contextlib
 import ctypes

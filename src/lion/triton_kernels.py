@@ -404,7 +404,8 @@ def product_kernel(q, k, v, x, out, out_x, mask, orders, seed, rows, sums, incom
     count = tl.cdiv(length, S)  # of blocks of columns in the chunk
     row, chunk = row.to(tl.int64), chunk.to(tl.int64)
     start = chunk * C + own * T
-    begin, head, order = chunk * C, h, orders
+    begin, head = chunk * C, h
+    order = None
     if orders is not None:  # places count from the text's start
         orders += h // (H // ORDERS) * L
         begin, head, order = chunk * 0, h % (H // ORDERS), orders + chunk * C
