@@ -146,3 +146,6 @@ def test_a_tokenizer_without_cls_and_sep_is_refused(tokenizer):
 def test_a_missing_tokenizer_is_named(tmp_path):
     with pytest.raises(UserError, match=r"--tokenizer: cannot load .*holds no tokenizer"):
         load_tokenizer(str(tmp_path))
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n")
+    with pytest.raises(UserError, match=r"holds no tokenizer \(Unrecognized model in [^ ]+\); give a folder"):
+        load_tokenizer(str(tmp_path))

@@ -33,7 +33,8 @@ def load_tokenizer(name: str | Path, key: str = "--tokenizer", **options: Any) -
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # whatever transformers, tokenizers and sentencepiece raise
         where = "the folder holds no tokenizer" if Path(name).is_dir() else "not a folder, and not found on the Hub"
-        found = f"cannot load {name}: {where} ({first_line(error)})"
+        said = first_line(error).partition(". Should have a")[0]  # what follows are all of transformers' model types
+        found = f"cannot load {name}: {where} ({said})"
         raise UserError(f"{key}: {found}; give a folder with tokenizer.json") from None
 
 
