@@ -496,7 +496,7 @@ def test_conversion_is_timed_in_both_modes_beside_a_plain_loop(tmp_path, tokeniz
         ("chunkwise", "token", 80, {"dk", "decay_gradients"}), ("chunkwise", "token", 90, {"sums", "states", "scan", "dk"}),
         ("chunkwise", "hydra", 90, {"sums", "y", "decay_gradients"}),
         ("full, dropout", "token", 90, {"y"}), ("full", "none", 90, {"dk"}),
-        ("full, rows divided", "token", 90, {"rows", "dk"}),
+        ("full, rows divided", "token", 90, {"rows", "dk"}), ("full, two orders", "token", 90, {"sums", "y", "dk"}),
     ],
 )  # fmt: skip
 def test_the_kernels_compile_and_keep_their_numbers_in_registers(form, decay, card, which):
@@ -509,7 +509,7 @@ def test_the_kernels_compile_and_keep_their_numbers_in_registers(form, decay, ca
     distinct = {start.kernel.name: start for start in launches}
     states = {"states", "grad_states", "scan"} if form == "chunkwise" else set()
     of_decays = {"sums", "decay_gradients"} if decay != "none" else set()
-    of_rows = {"rows"} if "rows" in form else set()
+    of_rows = {"rows"} if "rows" in form or "orders" in form else set()
     assert set(distinct) == {"y", "dq", "dk", *of_decays, *states, *of_rows}
     for name in which:
         needs = kernels.compiled(distinct[name], card)
