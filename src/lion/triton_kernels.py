@@ -510,7 +510,8 @@ def product_kernel(q, k, v, x, out, out_x, mask, orders, seed, rows, sums, incom
     total *= scale
     if ROW_SUMS:
         row_sums *= scale
-        place = _places(order, own * T, length, T)
+        # Without an order, `_places` would return the same and cost ptxas 20 registers.
+        place = own * T + tl.arange(0, T) if order is None else _places(order, own * T, length, T)
         tl.store(rows + place, row_sums, mask=own * T + tl.arange(0, T) < length)
         if EPSILON is not None:
             total /= (row_sums + EPSILON)[:, None]
