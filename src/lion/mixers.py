@@ -456,10 +456,13 @@ class LionS(DecayingMixer):
         self.decay.bias.sub_(amount.to(self.decay.bias))
 
     def forget_logits(self, x: Tensor) -> Tensor | None:
-        config, prefix = self.config, self.config.num_prefix_tokens  # which do not decay
-        if config.separate_decays or config.channel_decays or config.key_weight != "none":
-            return None
-        logits = self.decay(x)
+        config = self.config
+        needs_decays = config.separate_decays or config.channel_decays or config.key_weight != "none"
+        return None if needs_decays else self._logits(x)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """The logits of 1 − λ, (B, H, L); −∞ for the tokens before the patches of an image, which do not decay."""
+        logits, prefix = self.decay(x), self.config.num_prefix_tokens
         if prefix:
             logits = F.pad(logits.narrow(1, prefix, x.shape[1] - prefix), (0, 0, prefix, 0), value=-math.inf)
         return logits.mT
@@ -470,9 +473,7 @@ class LionS(DecayingMixer):
             selective, bias = F.linear(x, self.decay.weight), self.decay.bias
             logits = selective.to(torch.promote_types(bias.dtype, torch.float32)) + bias
             return log_of_decay(logits).unflatten(-1, decays_shape(self.config)).transpose(1, 2)
-        log_decay = log_of_decay(self.decay(x).mT)
-        prefix = self.config.num_prefix_tokens  # which do not decay
-        return F.pad(log_decay[..., prefix:], (prefix, 0)) if prefix else log_decay
+        return log_of_decay(self._logits(x))
 
 
 class Hydra(Mixer):
