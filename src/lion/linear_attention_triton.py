@@ -166,16 +166,15 @@ class Plan:
         self.states_dtype = dtype if dtype == torch.bfloat16 and has_decays else torch.float32
         side = B * H * self.N * state if self.has_states and before and after else 0
         plane = B * H * self.N * self.C
-        tokens, largest = self.C if order is None else L, 2**31 // max(H * max(D, E), *strides[2::3])
-        if tokens >= largest:
-            instead = "use the chunkwise form" if order is None else f"give less than {largest:,}"
+        tokens, widest = self.C if order is None else L, max(H * max(D, E), *strides[2::3])
+        if tokens * widest >= 2**31:
+            instead = "use the chunkwise form" if order is None else f"give at most {(2**31 - 1) // widest:,}"
             raise ValueError(f"{tokens:,} tokens are too many for one matrix on a GPU; {instead}")
         where = H, L, self.C, self.N
         q, k, v = strides[:3], strides[3:6], strides[6:]
         dy = L * heads * E, E, heads * E
         size = min(max(triton.next_power_of_2(self.C), 2 * self.G), 1024)
         log_zero = {"LOGITS": logits, "LOG_ZERO": LOG_ZERO}
-        weights = weight_strides is not None
 
         def options(name: str) -> dict:
             _, columns, warps, stages = tiles[name]
@@ -204,8 +203,9 @@ class Plan:
             blocks = triton.cdiv(L, T)
             numbers = scale, *where, blocks, side, plane, *of_operands, out, out_x, *sums
             cut = {"D": D, "E": E, "PD": _padded(D), "PE": _padded(E), "STATE": state, "T": T, "G": self.G}
-            how = {"EPSILON": EPSILON if self.divides and orders == 1 else None, "WEIGHTS": weights, "ORDERS": orders}
-            how |= {**sides, "DIAGONAL": diagonal, "INSIDE": self.inside, "DROPPED": dropped, **options(name)}
+            how = {"EPSILON": EPSILON if self.divides and orders == 1 else None, "WEIGHTS": log_weight is not None}
+            how |= {**sides, "DIAGONAL": diagonal, "INSIDE": self.inside, "ORDERS": orders, "DROPPED": dropped}
+            how |= options(name)
             return Kernel(name, kernels.product_kernel, B * H * blocks, numbers, **cut, **how)
 
         numbers = H, L, self.C, self.sums_shape[2], width, *decay_strides, *(weight_strides or (0, 0, 0))

@@ -375,10 +375,10 @@ def _read_state(total, total_x, Q, X, pointer, rows, grad_rows, decay, D, E, PD,
 @kernel
 def product_kernel(q, k, v, x, out, out_x, mask, orders, seed, rows, sums, incoming, grad_sums, scale, H, L, C, N,
         blocks, side, plane, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, x_batch,
-        x_head, x_token, out_token, out_x_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr, T:
-        tl.constexpr, S: tl.constexpr, G: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, STATE: tl.constexpr, BEFORE:
-        tl.constexpr, AFTER: tl.constexpr, DIAGONAL: tl.constexpr, EPSILON: tl.constexpr, INSIDE: tl.constexpr, WEIGHTS:
-        tl.constexpr, ORDERS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr):
+        x_head, x_token, out_token, out_x_token, sums_batch, sums_head, sums_chunk, D: tl.constexpr, E: tl.constexpr,
+        T: tl.constexpr, S: tl.constexpr, G: tl.constexpr, PD: tl.constexpr, PE: tl.constexpr, STATE: tl.constexpr,
+        BEFORE: tl.constexpr, AFTER: tl.constexpr, DIAGONAL: tl.constexpr, EPSILON: tl.constexpr, INSIDE: tl.constexpr,
+        WEIGHTS: tl.constexpr, ORDERS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, DROPPED: tl.constexpr):
     """out = scale · (QKᵀ⊙M) V for T rows of a head: the output of linear attention, or, of other operands, a gradient.
 
         out   q    k    v    x   out_x
