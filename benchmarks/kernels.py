@@ -156,15 +156,15 @@ def step(q, k, v, given, mask, qkv, form: str, backward: bool = True) -> Callabl
     name = "log_decay" if given is not None and given.ndim == 1 else "forget_logits"
     parts = (q, k, v) if qkv is None else (qkv,)
     leaves = [*parts] if given is None else [*parts, given]
-    orders = how.pop("orders", 0)
-    reversed_too = torch.stack([torch.arange(q.shape[2]), torch.arange(q.shape[2]).flip(0)])
+    tokens = torch.arange(q.shape[2])
+    orders = torch.stack([tokens, tokens.flip(0)]) if how.pop("orders", 0) else None
 
     def run() -> None:
         if given is not None and given.ndim == 4:
             y = hydra_attention(v, Scans((q, q), (k, k), given, given), given[0], mask=mask, **how)
-        elif orders:  # the heads of the decays are those of both orders
-            operands = (x[:, : x.shape[1] // orders] for x in (q, k, v))
-            y = linear_attention_in_orders(*operands, orders=reversed_too, **{name: given}, **how)
+        elif orders is not None:  # the heads of the decays are those of both orders
+            operands = (x[:, : x.shape[1] // 2] for x in (q, k, v))
+            y = linear_attention_in_orders(*operands, orders=orders, **{name: given}, **how)
         else:
             y = linear_attention(*parts, mask=mask, **{name: given}, **how)
         if backward:

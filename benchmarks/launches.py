@@ -35,8 +35,8 @@ NOT_LAUNCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", nargs="*", default=TEXTS, choices=TEXTS, metavar="NAME", help="(default: all)")
-    words = "(default: all)"
-    parser.add_argument("--images", nargs="*", default=vision.MODELS, choices=vision.MODELS, metavar="NAME", help=words)
+    images = vision.MODELS
+    parser.add_argument("--images", nargs="*", default=images, choices=images, metavar="NAME", help="(default: all)")
     parser.add_argument("--layers", type=int, default=12, help="of text models (default: 12, that is 23 in hydra)")
     parser.add_argument("--out", type=Path, default=measure.RESULTS, help=f"(default: {measure.RESULTS})")
     a = parser.parse_args(argv)
@@ -46,13 +46,14 @@ def main(argv: list[str]) -> None:
         failed: dict[str, str] = {}
         counts = measure.attempt(failed, "error", count, what, name, a.layers)
         rows.append({"what": what, "model": name, **(counts or failed)})
-    keys = ("forward", "backward", "kernels")
     header = ["of", "model", "forward", "backward", "both", "of which attention kernels"]
     lines = []
     for row in rows:
-        forward, backward, kernels = (row.get(key) for key in keys)
-        numbers = ["-"] * 4 if forward is None else [forward, backward, forward + backward, kernels]
-        lines.append([row["what"], row["model"], *(f"{x:,}" if isinstance(x, int) else x for x in numbers)])
+        numbers = ["-"] * 4
+        if "error" not in row:
+            both = row["forward"] + row["backward"]
+            numbers = [f"{x:,}" for x in (row["forward"], row["backward"], both, row["kernels"])]
+        lines.append([row["what"], row["model"], *numbers])
     size = models.describe(a.texts, a.layers, 768) if a.texts else "base size"
     title = f"Operations of a training step, of texts by models of {size}, of images by those of size small:"
     measure.write(a.out, "launches", title, {"torch": torch.__version__}, [[header, *lines]], rows)
@@ -66,7 +67,7 @@ def count(what: str, name: str, layers: int) -> dict[str, int]:
         kernels.append(kernel.name)
 
     with on_no_gpu(), replaced(host.Kernel, "launch", launch):
-        model, inputs = (text_model if what == "texts" else image_model)(name, layers)
+        model, inputs = text_model(name, layers) if what == "texts" else image_model(name)
         model.to(torch.bfloat16).train()
         with Operations() as forward:
             if what == "texts":
@@ -76,8 +77,9 @@ def count(what: str, name: str, layers: int) -> dict[str, int]:
         of_forward = len(kernels)
         with Operations() as backward:
             loss.backward()
-    both = forward.count + of_forward, backward.count + len(kernels) - of_forward
-    return {"forward": both[0], "backward": both[1], "kernels": len(kernels)}
+    of_backward = len(kernels) - of_forward
+    counts = {"forward": forward.count + of_forward, "backward": backward.count + of_backward}
+    return {**counts, "kernels": len(kernels)}
 
 
 def text_model(name: str, layers: int) -> tuple[nn.Module, tuple]:
@@ -89,7 +91,7 @@ def text_model(name: str, layers: int) -> tuple[nn.Module, tuple]:
     return model, (ids, ids, torch.zeros(614, dtype=torch.int64), None)
 
 
-def image_model(name: str, layers: int) -> tuple[nn.Module, tuple]:
+def image_model(name: str) -> tuple[nn.Module, tuple]:
     """Return a classifier, 16 images, and their labels."""
     model, pixels = vision.build(name, "small", 224), torch.zeros(16, 3, 224, 224, dtype=torch.bfloat16)
     return model, (pixels, torch.zeros(16, dtype=torch.int64))

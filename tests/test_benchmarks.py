@@ -493,8 +493,8 @@ def test_conversion_is_timed_in_both_modes_beside_a_plain_loop(tmp_path, tokeniz
 @pytest.mark.parametrize(
     "form, decay, card, which",
     [
-        ("chunkwise", "token", 80, {"dk", "decay_gradients"}), ("chunkwise", "token", 90, {"sums", "states", "scan", "dk"}),
-        ("chunkwise", "hydra", 90, {"sums", "y", "decay_gradients"}),
+        ("chunkwise", "token", 80, {"dk", "decay_gradients"}),
+        ("chunkwise", "token", 90, {"sums", "states", "scan", "dk"}), ("chunkwise", "hydra", 90, {"sums", "y", "decay_gradients"}),
         ("full, dropout", "token", 90, {"y"}), ("full", "none", 90, {"dk"}),
         ("full, rows divided", "token", 90, {"rows", "dk"}), ("full, two orders", "token", 90, {"sums", "y", "dk"}),
     ],

@@ -794,21 +794,8 @@ def test_the_custom_operators_pass_pytorchs_checks(decay):
     cases += [(None, 16, 0.0, "sum", "before")] if decay == "token" else []
     for seed, chunk_size, dropout_p, row_mode, keys in cases:
         log_weight = log_decay / 2 if keys == "before" else None
-        how = (
-            log_decay,
-            log_weight,
-            mask.to(DEVICE),
-            None,
-            None,
-            seed,
-            None,
-            None,
-            0.5,
-            chunk_size,
-            dropout_p,
-            False,
-            keys,
-        )
+        how = log_decay, log_weight, mask.to(DEVICE), None, None, seed, None, None
+        how = *how, 0.5, chunk_size, dropout_p, False, keys
         torch.library.opcheck(host._forward, (q, k, v, *how))
         torch.library.opcheck(host._backward, (torch.ones_like(v), q, k, v, *how, log_decay is not None))
         qkv = torch.stack([x.transpose(1, 2) for x in (q, k, q)], 2)
