@@ -160,11 +160,26 @@ def test_under_autocast_steps_decays_and_states_are_float32(form):
 def test_a_convolution_over_tokens_is_conv1d(width, length):
     x, weight, bias = (torch.randn(*shape).requires_grad_() for shape in ((2, length, 12), (12, 1, width), (12,)))
     expected = F.conv1d(x.mT, weight, bias, padding=width // 2, groups=12).mT
-    actual = depthwise_conv(x, weight, bias)
-    torch.testing.assert_close(actual, expected)
-    gradients = (torch.autograd.grad(y.sin().sum(), (x, weight, bias)) for y in (actual, expected))
-    for a, b in zip(*gradients):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    leaves = x, weight, bias
+    expected_gradients = torch.autograd.grad(expected.sin().sum(), leaves)
+    torch.compiler.reset()
+    for convolve in (depthwise_conv, torch.compile(depthwise_conv, backend="aot_eager", fullgraph=True)):
+        actual = convolve(*leaves)
+        torch.testing.assert_close(actual, expected)
+        for a, b in zip(torch.autograd.grad(actual.sin().sum(), leaves), expected_gradients):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_a_compiled_convolution_is_the_same_on_packed_rows_and_without_a_bias():
+    x, weight, seq_idx = (
+        torch.randn(2, 33, 12),
+        torch.randn(12, 1, 5),
+        torch.tensor([0] * 7 + [1] + [2] * 25).repeat(2, 1),
+    )
+    torch.compiler.reset()
+    compiled = torch.compile(depthwise_conv, backend="aot_eager", fullgraph=True)
+    for rest in ((None,), (None, seq_idx), (torch.randn(12), seq_idx)):
+        torch.testing.assert_close(compiled(x, weight, *rest), depthwise_conv(x, weight, *rest))
 
 
 def test_a_convolution_elsewhere_has_the_layout_of_its_input():

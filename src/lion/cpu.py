@@ -105,15 +105,17 @@ def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tens
         spread = x.new_zeros(len(x) * width, x.shape[-1]).index_copy(0, place, x.flatten(0, 1))
         y = _DepthwiseConv.apply(spread.unflatten(0, (len(x), width)), weight, bias)
         return y.flatten(0, 1).index_select(0, place).view(x.shape)
-    if seq_idx is None:
+    if seq_idx is None and not torch.compiler.is_compiling():
         # In the layout of x; else the kernels would copy each of its parts, some for every head.
         return F.conv1d(x.mT, weight, bias, padding=reach, groups=len(weight)).mT.contiguous()
-    padded, numbers = F.pad(x, (0, 0, reach, reach)), F.pad(number, (reach, reach))
-    y = torch.zeros_like(x) if bias is None else bias.expand_as(x)
-    for place in range(2 * reach + 1):
-        same = numbers[:, place : place + length, None] == number[..., None]
-        y = y + weight[:, 0, place] * padded[:, place : place + length].where(same, 0)
-    return y
+    # Of this, a compiler makes one loop, where a convolution would transpose x; packed sequences take it anywhere.
+    padded = F.pad(x, (0, 0, reach, reach))
+    shifted = [padded[:, place : place + length] for place in range(2 * reach + 1)]
+    if number is not None:
+        numbers = F.pad(number, (reach, reach))
+        same = [numbers[:, place : place + length, None] == number[..., None] for place in range(2 * reach + 1)]
+        shifted = [y.where(is_same, 0) for y, is_same in zip(shifted, same)]
+    return sum((weight[:, 0, place] * part for place, part in enumerate(shifted)), 0 if bias is None else bias)
 
 
 class _DepthwiseConv(torch.autograd.Function):
