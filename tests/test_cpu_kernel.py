@@ -65,7 +65,7 @@ def check(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(4, 6), (33, 65), (64, 64)])
-@pytest.mark.parametrize("length", [1, 2, 16, 31, 33, 70])
+@pytest.mark.parametrize("length", [1, 2, 16, 31, 33, 70, 200])
 @pytest.mark.parametrize("form", FORMS)
 def test_outputs_and_gradients_with_vectors_of_any_width(form, length, sizes, vectors):
     for decay, mask in (("head", "none"), ("token", "holes"), ("token", "left")):
@@ -407,10 +407,11 @@ def test_bfloat16_is_summed_in_float32(form, decay, kernel):
 
 
 @pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("sizes", [(5, 7), (5, 20), (20, 5)])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_text_with_nan_leaves_the_others_alone(form, normalize, kernel, monkeypatch):
+def test_a_text_with_nan_leaves_the_others_alone(form, sizes, normalize, kernel, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # whose memory serves one text after the other
-    inputs = [x.float() for x in draw("token", 70, batch=3, positive=normalize, d=5)[0]]
+    inputs = [x.float() for x in draw("token", 140, batch=3, positive=normalize, d=sizes[0], e=sizes[1])[0]]
     how = {"form": form, "normalize": normalize}
     expected = outputs_and_gradients(linear_attention, inputs, **how)
     for number in (3, 0):  # the decays, then the queries

@@ -210,6 +210,6 @@ static long channels_gradient_memory(const struct channels_problem *p) {
     return 2 * D + C * (5 * D + 3 * E + 8 * W) + 2 * (C + 1) * D + (2 + chunks) * D * E;
 }
 
-OVER_HEADS(channels, channels_problem, 1)
-OVER_HEADS(channels_gradient, channels_problem, 1)
+OVER_HEADS(channels, channels_problem, 1, 1)
+OVER_HEADS(channels_gradient, channels_problem, 1, 1)
 """

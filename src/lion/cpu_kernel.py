@@ -47,7 +47,7 @@ STRICT, OWN, GIVEN = range(3)  # the diagonal: none, q_i·k_i, or δ
 # The structures of the C sources, in words of 8 bytes. Packed at once, since ctypes' own take several times as
 # long as it takes to compute a short text.
 _NOTHING = (0,) * 5  # a view: its address, strides of batch, head and token, and whether it is bfloat16
-_PROBLEM = struct.Struct("=11q d q 45q 2q")
+_PROBLEM = struct.Struct("=11q d q 45q q")
 _FULL_PROBLEM = struct.Struct("=12q 4d 2q 95q")
 _SUMS_PROBLEM = struct.Struct("=5q d 16q")
 _CHANNELS_PROBLEM = struct.Struct("=9q 2d 60q")
@@ -99,7 +99,7 @@ class Full:
         epsilon: float, lowest: float,
     ):  # fmt: skip
         self.shape, self.directions = (*v.shape[:3], q.shape[-1], v.shape[-1]), directions
-        self.rows = [_rows(x) for x in (q, k, v)]
+        self.rows = [adjacent_rows(x) for x in (q, k, v)]
         self.sums = query_sums, key_sums
         self.given = None if diagonal is None else diagonal.float()
         self.kept = None if kept is None else kept.contiguous()
@@ -129,7 +129,7 @@ class Full:
             of_sums = [None if x is None else torch.empty(shape, **how) for x in self.sums]
         of_given = None if self.given is None else grad.new_empty(self.shape[:3], dtype=torch.float32)
         grads = {"of_q": of_q, "of_k": of_k, "of_v": of_v, "of_sums": of_sums, "of_given": of_given}
-        self._run(grad=_rows(grad), y=None if y is None else _rows(y), row_sums=row_sums, **grads)
+        self._run(grad=adjacent_rows(grad), y=None if y is None else adjacent_rows(y), row_sums=row_sums, **grads)
         if self.decays == 2 and with_sums:
             of_sums[0] = of_sums[0].sum((0, 2)).float()
         return [*of_sums, of_given]
@@ -147,7 +147,7 @@ class Full:
             *self.shape, 1 in self.directions, -1 in self.directions, kind, threads, parts, _orders(self.order),
             self.decays, *self.options, _address(self.kept), _address(self.order), *chain.from_iterable(views),
         )  # fmt: skip
-        if _library().lion_full(problem):
+        if _library().lion_full(problem, 1):
             raise MemoryError("no memory for the matrices of attention; use shorter inputs or fewer threads")
 
     def _by_side(self, of_queries: Tensor | None, of_keys: Tensor | None) -> list[tuple[int, ...]]:
@@ -163,11 +163,11 @@ class Full:
 
 
 class Triangle:
-    """One triangle of a problem, and what its calls share.
+    """One triangle of a problem, and what its calls share. `forward` and `backward` note calls down; `run` makes them.
 
-    q, k: (B, 1 or H, L, D) and v: (B, H, L, E), in float32 or bfloat16; query_sum, key_sum: (B or 1, H or 1, L) in
-    float64; direction: 1 for keys before a query, −1 for keys after it; diagonal: δ, (B, H, L), or OWN for s q_i·k_i,
-    or STRICT for 0; order: (L,) integers, the token at each place, or None."""
+    q, k: (B, 1 or H, L, D) and v: (B, H, L, E), in float32 or bfloat16, as of `adjacent_rows`; query_sum, key_sum: (B
+    or 1, H or 1, L) in float64; direction: 1 for keys before a query, −1 for keys after it; diagonal: δ, (B, H, L), or
+    OWN for s q_i·k_i, or STRICT for 0; order: (L,) integers, the token at each place, or None."""
 
     def __init__(
         self, q, k, v, query_sum, key_sum, direction: int, scale: float, diagonal: Tensor | int,
@@ -175,6 +175,19 @@ class Triangle:
     ):  # fmt: skip
         self.q, self.k, self.v, self.sums, self.direction = q, k, v, (query_sum, key_sum), direction
         self.scale, self.diagonal, self.order = scale, diagonal, order
+        self.mirrored_sums = None
+        self.calls: list[bytes] = []
+        self.tensors: list[Tensor | None] = []  # whose addresses the calls hold
+
+    @staticmethod
+    def run(triangles: "list[Triangle]") -> None:
+        """Make the calls of triangles of the same shapes, in their order, all of them for one head after the other: in
+        a long text, they then find what they share in the cache."""
+        calls = [call for triangle in triangles for call in triangle.calls]
+        if _library().lion_triangle(b"".join(calls), len(calls)):
+            raise MemoryError("no memory for the states of linear attention; use shorter inputs or fewer threads")
+        for triangle in triangles:
+            triangle.calls, triangle.tensors = [], []
 
     def forward(self, y: Tensor, add: bool) -> None:
         """Write to y, (B, H, L, E) in float32, or add to it, the formula at the top of this file."""
@@ -189,25 +202,26 @@ class Triangle:
             return 24 * (D + 64 + columns(parts)) + 2 * D * columns(parts)
 
         possible = (parts for parts in range(1, -(-E // 16) + 1) if (parts - 1) * columns(parts) < E)
-        self._run(self.q, self.k, self.v, y, add, parts=_parts(B, H, possible, cost))
+        self._note(self.q, self.k, self.v, y, add, parts=_parts(B, H, possible, cost))
 
-    def backward(self, grad: Tensor, grad_q, grad_k, grad_v, add: tuple[bool, bool], with_sums: bool) -> list[Tensor]:
+    def backward(self, grad: Tensor, grad_q, grad_k, grad_v, add: tuple[bool, bool], with_sums: bool) -> None:
         """Write to the gradients, (B, H, L, ·) in float32, those of this triangle, or add to them: add says so for q
         and k, and for v. Each is such a product too; for k and v, the transposed triangle swaps queries and keys.
-        Returns, with_sums, the gradients of both sums, (B, H, L) in float64."""
+        with_sums: whether `of_sums` will be needed."""
         q, k, v = self.q, self.k, self.v
-        (B, H, L, E), D = v.shape, q.shape[-1]
-        self._run(k, q, grad, grad_v, add[1], mirrored=True)
+        self._note(k, q, grad, grad_v, add[1], mirrored=True)
         self.diagonal = STRICT if isinstance(self.diagonal, Tensor) else self.diagonal
-        if not with_sums:
-            self._run(grad, v, k, grad_q, add[0])
-            self._run(v, grad, q, grad_k, add[0], mirrored=True)
-            return []
-        spans = -(-L // SPAN)
-        states = torch.empty(B * H * (spans - 1) * _padded(D) * _padded(E), dtype=torch.float32, device="cpu")
-        flows = torch.empty(B, H, spans - 1, dtype=torch.float64, device="cpu")
-        of_query = self._run(grad, v, k, grad_q, add[0], other=q, recorded=(states, flows))
-        of_key = self._run(v, grad, q, grad_k, add[0], other=k, recorded=(states, flows), mirrored=True)
+        flows = None
+        if with_sums:
+            flows = torch.empty(*v.shape[:2], -(-v.shape[2] // SPAN) - 1, dtype=torch.float64, device="cpu")
+        of_query = self._note(grad, v, k, grad_q, add[0], other=q, flows=flows)
+        of_key = self._note(v, grad, q, grad_k, add[0], other=k, flows=flows, mirrored=True)
+        self.results = of_query, of_key, flows
+
+    def of_sums(self) -> list[Tensor]:
+        """The gradients of both sums, (B, H, L) in float64, after `backward` has run."""
+        of_query, of_key, flows = self.results
+        L, spans = of_query.shape[2], flows.shape[2] + 1
         # An entry adds to its row's sum what it subtracts from its column's, but both are rounded, and through the
         # cumulative sum of the decays the remainders of all tokens add up. What flows across a boundary, by all entries
         # with their key on one side and their query on the other, says what those of a span amount to.
@@ -221,22 +235,25 @@ class Triangle:
         of_query[..., first if self.order is None else self.order[first]] -= remainders
         return [of_query, -of_key]
 
-    def _run(self, q, k, v, y, add: bool, *, other=None, recorded=(None, None), mirrored: bool = False, parts: int = 1):
+    def _note(self, q, k, v, y, add: bool, *, other=None, flows=None, mirrored: bool = False, parts: int = 1):
+        """Note down a call. With flows, return where it will write the products of `other` and its result."""
         (B, H, L, E), direction, sums = y.shape, self.direction, self.sums
         if mirrored:
-            direction, sums = -direction, [-x for x in reversed(sums)]
+            self.mirrored_sums = self.mirrored_sums or [-x for x in reversed(sums)]
+            direction, sums = -direction, self.mirrored_sums
         given = self.diagonal.float() if isinstance(self.diagonal, Tensor) else None
-        dots = None if other is None else y.new_empty(B, H, L, dtype=torch.float64)
-        rows = [None if x is None else _rows(x) for x in (q, k, v, other)]
-        tensors = *rows[:3], *sums, given, y, rows[3], dots
+        dots = None
+        if flows is not None:
+            dots = y.new_empty(B, H, L, dtype=torch.float64)
+        tensors = q, k, v, *sums, given, y, None if dots is None else other, dots
         kind, threads = self.diagonal if given is None else GIVEN, _threads(B, H, parts)
         towards = direction if self.order is None else 1
-        problem = _PROBLEM.pack(
+        call = _PROBLEM.pack(
             B, H, L, q.shape[-1], E, kind, add, threads, mirrored, parts, direction < 0, self.scale,
-            _address(self.order), *chain.from_iterable(_view(x, towards) for x in tensors), *map(_address, recorded),
+            _address(self.order), *chain.from_iterable(_view(x, towards) for x in tensors), _address(flows),
         )  # fmt: skip
-        if _library().lion_triangle(problem):
-            raise MemoryError("no memory for the states of linear attention; use shorter inputs or fewer threads")
+        self.calls.append(call)
+        self.tensors += tensors
         return dots
 
 
@@ -249,8 +266,8 @@ class Channels:
 
     def __init__(self, q, k, v, log_decay, state, direction: int, inclusive: bool, scale: float, lowest: float):
         self.shape, self.direction, self.inclusive = (*v.shape[:3], q.shape[-1], v.shape[-1]), direction, inclusive
-        self.operands = [_rows(x) for x in (q, k, v, log_decay)]
-        self.state, self.options = None if state is None else _rows(state), (scale, lowest)
+        self.operands = [adjacent_rows(x) for x in (q, k, v, log_decay)]
+        self.state, self.options = None if state is None else adjacent_rows(state), (scale, lowest)
 
     def forward(self, y: Tensor, add: bool) -> None:
         """Write to y, (B, H, L, E) in float32, or add to it."""
@@ -260,7 +277,7 @@ class Channels:
         """Write to the gradients, in float32 and shaped as the tensors, or add to them: add says so for q, k and v.
         of_decay, (B, H, L, D), may be the same for all tokens of a head, and then receives their sum. Those of the
         decays and of the state may be None."""
-        grads = [None, _rows(grad), of_q, of_k, of_v, of_decay]
+        grads = [None, adjacent_rows(grad), of_q, of_k, of_v, of_decay]
         self._run("channels_gradient", grads, of_state, add, add_decay)
 
     def _run(self, name: str, tensors: list[Tensor | None], of_state=None, add: bool = False, add_decay: bool = False):
@@ -271,7 +288,7 @@ class Channels:
             *self.shape, self.inclusive, add, add_decay, _threads(*self.shape[:2]), *self.options,
             *chain.from_iterable(views),
         )  # fmt: skip
-        if getattr(_library(), f"lion_{name}")(problem):
+        if getattr(_library(), f"lion_{name}")(problem, 1):
             raise MemoryError("no memory for the states of linear attention; use shorter inputs or fewer threads")
 
 
@@ -342,7 +359,8 @@ def _padded(size: int) -> int:
     return -(-size // 16) * 16
 
 
-def _rows(x: Tensor) -> Tensor:
+def adjacent_rows(x: Tensor) -> Tensor:
+    """x with adjacent rows, as the kernel needs them."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -379,7 +397,9 @@ def _library() -> ctypes.CDLL | None:
             path.unlink(missing_ok=True)  # a damaged file
             library = ctypes.CDLL(str(_compile()[0]))
         library.lion_are_orders.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-        for name in ("triangle", "full", "channels", "channels_gradient", "sums", "sums_gradient"):
+        for name in ("triangle", "full", "channels", "channels_gradient"):
+            getattr(library, f"lion_{name}").argtypes = [ctypes.c_char_p, ctypes.c_int64]
+        for name in ("sums", "sums_gradient"):
             getattr(library, f"lion_{name}").argtypes = [ctypes.c_char_p]
         library.lion_keep.argtypes = [
             ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint16, ctypes.c_int

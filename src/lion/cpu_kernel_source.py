@@ -6,6 +6,7 @@ within a row; a reversed text has a negative token stride.
 """
 
 SOURCE = r"""
+#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -139,13 +140,12 @@ static void transpose(const float *x, int x_row, float *y, int y_row) {  // a WÃ
 }
 
 struct problem {
-    // With parts > 1, nothing may be recorded, and there is no `other`.
+    // With parts > 1, there are no flows and there is no `other`.
     int64_t batch, heads, length, depth, width, diagonal, add, threads, mirrored, parts, reversed;
     double scale;
     const int64_t *order;  // the token at each place, or null; reversed: the places are read from the last to the first
     struct view q, k, v, query, key, given, y, other, dots;
-    float *states;  // (batch, heads, boundaries, padded depth, padded width)
-    double *flows;  // (batch, heads, boundaries)
+    double *flows;  // (batch, heads, boundaries), or null; those of a call are measured by its mirrored call, the next
 };
 
 static double sum_of(const struct view *x, int64_t b, int64_t h, int64_t t) { return *(double *)row(x, b, h, t, 8); }
@@ -153,6 +153,8 @@ static double sum_of(const struct view *x, int64_t b, int64_t h, int64_t t) { re
 static int64_t token_at(const struct problem *p, int64_t t) {
     return p->order ? p->order[p->reversed ? p->length - 1 - t : t] : t;
 }
+
+static int64_t boundaries(const struct problem *p) { return (p->length - 1) / SPAN; }
 
 static int round_up(int64_t n) { return (n + ROWS - 1) / ROWS * ROWS; }
 
@@ -181,7 +183,9 @@ static void triangle_head(const struct problem *whole, int64_t b, int64_t h, int
     // Copies of sizes: a loop that stores numbers might change p->width, and could then not use vectors.
     const int D = round_up(p->depth), E = round_up(p->width), depth = p->depth, width = p->width;
     float *Q = memory, *K = Q + C * D, *KT = K + C * D, *V = KT + C * D, *Y = V + C * E, *A = Y + C * E;
-    float *other = A + C * C, *S = other + E;
+    float *other = A + C * C, *S = other + E, *recorded = S + D * E;  // S at each boundary, for the mirrored call
+    if (D != depth) memset(K, 0, sizeof(float) * C * D);  // columns that are padding
+    if (E != width) memset(V, 0, sizeof(float) * C * E), memset(other, 0, sizeof(float) * E);
     int64_t token[C];
     double from_entry[2][C];
     float high[2][C] __attribute__((aligned(64))), low[2][C] __attribute__((aligned(64)));
@@ -271,13 +275,13 @@ static void triangle_head(const struct problem *whole, int64_t b, int64_t h, int
         multiply(D, C, E, K, 1, D, V, E, S, E, t ? exponential(across)[0] : 0);
         entry = exit;
         int64_t boundary = p->mirrored ? p->length - t - n : t + n;
-        if (p->states && boundary % SPAN == 0) {
-            int64_t place = (b * p->heads + h) * ((p->length - 1) / SPAN) + boundary / SPAN - 1;
-            float *state = p->states + place * D * E;
+        if (p->flows && boundary % SPAN == 0) {
+            const int64_t place = boundary / SPAN - 1;
+            float *state = recorded + place * D * E;
             if (p->mirrored) {
                 double flow = 0;
                 for (int i = 0; i < D * E; i++) flow += (double)state[i] * S[i];
-                p->flows[place] = flow;
+                p->flows[(b * p->heads + h) * boundaries(p) + place] = flow;
             } else memcpy(state, S, sizeof(float) * D * E);
         }
     }
@@ -285,47 +289,54 @@ static void triangle_head(const struct problem *whole, int64_t b, int64_t h, int
 
 static long triangle_memory(const struct problem *p) {
     const long D = round_up(p->depth), E = round_up(p->width);
-    return C * (3 * D + 2 * E + C) + E + D * E;
+    return C * (3 * D + 2 * E + C) + E + D * E * (p->flows ? 1 + boundaries(p) : 1);
 }
 
 // A thread keeps its memory, unless it is large: the system would hand out every page again, full of zeros.
-enum { KEPT = 1 << 22 };
+enum { KEPT = 1 << 23 };
 static _Thread_local struct { void *memory; size_t size; } own;
+static pthread_key_t of_thread;  // frees the memory of a thread that ends
 
-static void *reserve(size_t size) {
-    if (size > own.size) {
-        free(own.memory);
-        own.memory = aligned_alloc(64, size);
-        own.size = own.memory ? size : 0;
-    }
+__attribute__((constructor)) static void create_key(void) { pthread_key_create(&of_thread, free); }
+
+static void *resize(size_t size) {
+    free(own.memory);
+    own.memory = size ? aligned_alloc(64, size) : 0;
+    own.size = own.memory ? size : 0;
+    pthread_setspecific(of_thread, own.memory);
     return own.memory;
 }
 
-static void release(void) {
-    if (own.size <= KEPT) return;
-    free(own.memory);
-    own.memory = 0, own.size = 0;
-}
+static void *reserve(size_t size) { return size > own.size ? resize(size) : own.memory; }
 
-#define OVER_HEADS(NAME, KIND, PARTS) \
-int lion_##NAME(const struct KIND *p) { \
+static void release(void) { if (own.size > KEPT) resize(0); }
+
+// Solves `count` problems that agree in batches, heads, threads and parts. A thread takes one head, or part of one, at
+// a time and solves all problems for it in their order, while what they share is in its cache. CLEARED: whether
+// columns that are padding must be 0 at first.
+#define OVER_HEADS(NAME, KIND, PARTS, CLEARED) \
+int lion_##NAME(const struct KIND *p, int64_t count) { \
     int failed = 0; \
+    size_t size = 0; \
+    for (int64_t i = 0; i < count; i++) { \
+        const size_t needed = (sizeof(float) * NAME##_memory(p + i) + 63) / 64 * 64; \
+        size = needed > size ? needed : size; \
+    } \
     _Pragma("omp parallel num_threads(p->threads) reduction(|:failed)") \
     { \
         unsigned mode = flush_denormals(); \
-        size_t size = (sizeof(float) * NAME##_memory(p) + 63) / 64 * 64; \
         float *memory = reserve(size); \
-        if (memory && (p->depth % ROWS || p->width % ROWS)) memset(memory, 0, size);  /* columns that are padding */ \
+        if (CLEARED && memory && (p->depth % ROWS || p->width % ROWS)) memset(memory, 0, size); \
         failed = !memory; \
         _Pragma("omp for") \
-        for (int64_t n = 0; n < p->batch * p->heads * (PARTS); n++) \
-            if (memory) NAME##_head(p, n / (PARTS) / p->heads, n / (PARTS) % p->heads, n % (PARTS), memory); \
+        for (int64_t n = 0; n < p->batch * p->heads * (PARTS); n++) for (int64_t i = 0; memory && i < count; i++) \
+            NAME##_head(p + i, n / (PARTS) / p->heads, n / (PARTS) % p->heads, n % (PARTS), memory); \
         release(); \
         restore(mode); \
     } \
     return failed; \
 }
-OVER_HEADS(triangle, problem, p->parts)
+OVER_HEADS(triangle, problem, p->parts, 0)
 
 // Log decays, (batch, orders * heads, length), and their sums before a token and, negative, up to it, side by side for
 // each order: (batch, heads, length, 2 * orders). order: the token at each place, (orders, length), or null

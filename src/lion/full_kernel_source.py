@@ -310,5 +310,5 @@ static long full_memory(const struct full_problem *p) {
     return forward + of_weights + (p->grad.data ? LP * (D + 2 * E) + C * LP : 0);
 }
 
-OVER_HEADS(full, full_problem, p->parts)
+OVER_HEADS(full, full_problem, p->parts, 1)
 """

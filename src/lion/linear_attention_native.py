@@ -3,12 +3,11 @@ into what the kernel takes, and its results put together. `directions`: 1 or −
 those for each kind of triangles."""
 
 import functools
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from .cpu_kernel import OWN, STRICT, Full, Triangle
+from .cpu_kernel import OWN, STRICT, Full, Triangle, adjacent_rows
 
 
 def full_forward(q, k, v, *others, with_rows: bool = False) -> tuple[Tensor, ...]:
@@ -37,9 +36,11 @@ def chunkwise_forward(
 ) -> Tensor:  # fmt: skip
     """The output, (B, H, L, E). The kernel has a chunk size of its own, and needs no uniform decays."""
     directions, separate = all_directions[triangles], triangles == "separate"
-    y, operands = _room(v), (q, k, v, query_sums, key_sums, diagonal, order, scale, directions, separate)
-    for number, triangle in enumerate(_triangles(*operands)):
+    y, (q, k, v) = _room(v), map(adjacent_rows, (q, k, v))
+    calls = _triangles(q, k, v, query_sums, key_sums, diagonal, order, scale, directions, separate)
+    for number, triangle in enumerate(calls):
         triangle.forward(y, add=number > 0)
+    Triangle.run(calls)
     return _laid_out(y, v)
 
 
@@ -49,24 +50,29 @@ def chunkwise_backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of the six tensors; of sums and diagonal only with_sums."""
     directions, separate = all_directions[triangles], triangles == "separate"
-    grads, of_sums = _empty_gradients(q, k, v), []
-    sides, operands = _sides(*grads[:2], directions, separate), (q, k, v, query_sums, key_sums, diagonal, order)
-    for number, triangle in enumerate(_triangles(*operands, scale, directions, separate)):
+    grads = _empty_gradients(q, k, v)
+    sides, rows = _sides(*grads[:2], directions, separate), [adjacent_rows(x) for x in (q, k, v, grad)]
+    calls = _triangles(*rows[:3], query_sums, key_sums, diagonal, order, scale, directions, separate)
+    for number, triangle in enumerate(calls):
         add = number > 0 and not separate, number > 0
-        of_sums.append(triangle.backward(grad, *sides[number % 2], grads[2], add, with_sums))
-    of_queries, of_keys = zip(*of_sums) if with_sums else ((), ())
+        triangle.backward(rows[3], *sides[number % 2], grads[2], add, with_sums)
+    Triangle.run(calls)
+    of_queries, of_keys = zip(*(triangle.of_sums() for triangle in calls)) if with_sums else ((), ())
     of_diagonal = (grad.float() * v).sum(-1) if with_sums and diagonal is not None else None
     return *_cast(grads, q, k, v), *_of_sums(of_queries, of_keys, query_sums, key_sums), of_diagonal
 
 
-def _triangles(q, k, v, query_sums, key_sums, diagonal, order, scale, directions, separate) -> Iterator[Triangle]:
+def _triangles(q, k, v, query_sums, key_sums, diagonal, order, scale, directions, separate) -> list[Triangle]:
     """In each order, the first triangle brings the diagonal."""
     keys, own = query_sums if key_sums is None else key_sums, OWN if diagonal is None else diagonal
     assert order is None or diagonal is None
     orders, sums = [None] if order is None else order, zip(query_sums.unbind(-1), keys.unbind(-1))
-    for one in orders:
-        for number, (direction, side) in enumerate(zip(directions, _sides(q, k, directions, separate))):
-            yield Triangle(*side, v, *next(sums), direction, scale / len(orders), STRICT if number else own, one)
+    sides = list(enumerate(zip(directions, _sides(q, k, directions, separate))))
+    return [
+        Triangle(*side, v, *next(sums), direction, scale / len(orders), STRICT if number else own, one)
+        for one in orders
+        for number, (direction, side) in sides
+    ]
 
 
 def _sides(q: Tensor, k: Tensor, directions, separate: bool) -> list[tuple[Tensor, Tensor]]:

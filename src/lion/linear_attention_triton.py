@@ -401,7 +401,7 @@ def _empty_decays(x: Tensor) -> Tensor:
 
 def _empty_output(q: Tensor | None, k: Tensor | None, v: Tensor | None, *others) -> Tensor:
     """In float32 if rows are not divided yet: float16 could not hold them or their gradients."""
-    y = _empty(q[:, :, 0].transpose(1, 2) if v is None else v)
+    y = _empty(q.select(2, 0).transpose(1, 2) if v is None else v)
     return torch.empty_like(y, dtype=torch.float32) if others[-1:] == ("sum",) else y
 
 
