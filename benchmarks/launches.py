@@ -1,11 +1,12 @@
-"""How many operations a training step launches on a GPU, forward and backward, without a GPU:
+"""How many operations a training step launches on a GPU and what they read and write, without a GPU:
 
     python benchmarks/launches.py [--texts lion-s ...] [--images lion-s ...]
 
-In small models and batches a GPU waits for the program, whose time grows with these. Models run on PyTorch's meta
-device, and kernels launch nothing. Softmax attention counts as the one operation that it is in FlashAttention. Not
-counted: the optimizer; conversions by autocast, since all weights are in bfloat16; and dropout, which is 0. Writes a
-table and its numbers.
+In small models and batches a GPU waits for the program, whose time grows with the operations. In larger ones most
+operations wait for memory, which has to deliver their operands unless a cache still holds them. Models run on
+PyTorch's meta device, and kernels launch nothing. Softmax attention counts as the one operation that it is in
+FlashAttention. Not counted: the optimizer; conversions by autocast, since all weights are in bfloat16; and dropout,
+which is 0. Writes a table and its numbers, with the bytes of each kind of operation.
 """
 
 import os
@@ -14,14 +15,18 @@ import sys
 sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
+import collections
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks import measure, models, vision
 from benchmarks.kernels import as_if_on, replaced
@@ -30,6 +35,8 @@ from src.lion import linear_attention_triton as host
 
 TEXTS = [name for name in models.MODELS if name != models.MODERN_BERT]  # which depends on the values of a batch
 NOT_LAUNCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
+PICKING = {"embedding", "index_select", "nll_loss_forward", "nll_loss_backward"}  # which read a few entries
+OVERWRITING = {"copy_", "fill_", "zero_"}
 
 
 def main(argv: list[str]) -> None:
@@ -38,79 +45,98 @@ def main(argv: list[str]) -> None:
     images = vision.MODELS
     parser.add_argument("--images", nargs="*", default=images, choices=images, metavar="NAME", help="(default: all)")
     parser.add_argument("--layers", type=int, default=12, help="of text models (default: 12, that is 23 in hydra)")
+    parser.add_argument("--batch", type=int, default=128, help="texts of 128 tokens, or images (default: 128)")
     parser.add_argument("--out", type=Path, default=measure.RESULTS, help=f"(default: {measure.RESULTS})")
     a = parser.parse_args(argv)
     rows = []
     cases = [*(("texts", name) for name in a.texts), *(("images", name) for name in a.images)]
     for what, name in cli.progress(cases, desc="models"):
         failed: dict[str, str] = {}
-        counts = measure.attempt(failed, "error", count, what, name, a.layers)
-        rows.append({"what": what, "model": name, **(counts or failed)})
-    header = ["of", "model", "forward", "backward", "both", "of which attention kernels"]
+        case = what, name, a.layers, a.batch
+        rows.append({"what": what, "model": name, **(measure.attempt(failed, "error", count, *case) or failed)})
+    header = ["of", "model", "forward", "backward", "both", "of which attention kernels", "read and written"]
     lines = []
     for row in rows:
-        numbers = ["-"] * 4
+        numbers = ["-"] * 5
         if "error" not in row:
             both = row["forward"] + row["backward"]
             numbers = [f"{x:,}" for x in (row["forward"], row["backward"], both, row["kernels"])]
+            numbers.append(f"{row['bytes'] / 1e9:.1f} GB")
         lines.append([row["what"], row["model"], *numbers])
     size = models.describe(a.texts, a.layers, 768) if a.texts else "base size"
-    title = f"Operations of a training step, of texts by models of {size}, of images by those of size small:"
+    title = (
+        f"Operations of a training step, of {a.batch} texts of 128 tokens by models of {size}, of {a.batch} images of "
+        "224 pixels by those of size small:"
+    )
     measure.write(a.out, "launches", title, {"torch": torch.__version__}, [[header, *lines]], rows)
 
 
-def count(what: str, name: str, layers: int) -> dict[str, int]:
-    """Count the operations of a forward and of a backward pass, and those of them that are attention kernels."""
-    kernels: list[str] = []
+def count(what: str, name: str, layers: int, batch: int) -> dict[str, Any]:
+    """Count the operations of a forward and of a backward pass, those that are attention kernels, and the bytes that
+    all read and write, in sum and by kind."""
+    operations = Operations()
 
     def launch(kernel: host.Kernel, *tensors: torch.Tensor | None) -> None:
-        kernels.append(kernel.name)
+        operations.kernels += 1
+        operations.add(f"kernel {kernel.name}", tensors)
 
     with on_no_gpu(), replaced(host.Kernel, "launch", launch):
-        model, inputs = text_model(name, layers) if what == "texts" else image_model(name)
+        model, inputs = text_model(name, layers, batch) if what == "texts" else image_model(name, batch)
         model.to(torch.bfloat16).train()
-        with Operations() as forward:
+        with operations:
             if what == "texts":
                 loss = models.masked_lm_loss(model, *inputs)
             else:
                 loss = F.cross_entropy(vision.logits(model(inputs[0])).float(), inputs[1])
-        of_forward = len(kernels)
-        with Operations() as backward:
+            forward = operations.count
             loss.backward()
-    of_backward = len(kernels) - of_forward
-    counts = {"forward": forward.count + of_forward, "backward": backward.count + of_backward}
-    return {**counts, "kernels": len(kernels)}
+    counts = {"forward": forward, "backward": operations.count - forward, "kernels": operations.kernels}
+    return {**counts, "bytes": operations.bytes.total(), "bytes by kind": dict(operations.bytes.most_common())}
 
 
-def text_model(name: str, layers: int) -> tuple[nn.Module, tuple]:
-    """Return a model for 16 texts of 128 tokens, and such texts, as `masked_lm_loss` takes them."""
+def text_model(name: str, layers: int, batch: int) -> tuple[nn.Module, tuple]:
+    """Return a model for texts of 128 tokens, and such texts, as `masked_lm_loss` takes them."""
     model = models.build(name, layers, 768, 128, masked_lm=True)
     if name == models.BERT:  # as on a GPU
         models.drop_masks(model)
-    ids = torch.zeros(16, 128, dtype=torch.int64)
-    return model, (ids, ids, torch.zeros(614, dtype=torch.int64), None)
+    ids = torch.zeros(batch, 128, dtype=torch.int64)
+    return model, (ids, ids, torch.zeros(batch * 128 * 3 // 10, dtype=torch.int64), None)
 
 
-def image_model(name: str) -> tuple[nn.Module, tuple]:
-    """Return a classifier, 16 images, and their labels."""
-    model, pixels = vision.build(name, "small", 224), torch.zeros(16, 3, 224, 224, dtype=torch.bfloat16)
-    return model, (pixels, torch.zeros(16, dtype=torch.int64))
+def image_model(name: str, batch: int) -> tuple[nn.Module, tuple]:
+    """Return a classifier, images, and their labels."""
+    model, pixels = vision.build(name, "small", 224), torch.zeros(batch, 3, 224, 224, dtype=torch.bfloat16)
+    return model, (pixels, torch.zeros(batch, dtype=torch.int64))
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations that compute something: all but views and new, empty tensors."""
+    """Counts the operations that compute something, all but views and new, empty tensors, and what they read and
+    write."""
 
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.count, self.kernels, self.bytes = 0, 0, collections.Counter()
 
     def __torch_dispatch__(self, operation, types, arguments=(), options=None):
-        schema = operation._schema
+        schema, options = operation._schema, options or {}
+        name, result = schema.name.partition("::")[2], operation(*arguments, **options)
         is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in schema.returns)
-        name = schema.name.partition("::")[2]
-        computes = any("Tensor" in str(x.type) for x in schema.returns) and not is_view and name not in NOT_LAUNCHED
-        self.count += computes
-        return operation(*arguments, **(options or {}))
+        if any("Tensor" in str(x.type) for x in schema.returns) and not is_view and name not in NOT_LAUNCHED:
+            returned = {x.name for x in schema.arguments if x.is_out}
+            read = tree_leaves((arguments[name in OVERWRITING :], [options[x] for x in options if x not in returned]))
+            if name in PICKING:
+                read = [x for x in read if isinstance(x, torch.Tensor) and not x.is_floating_point()]
+                read += [result] * (name in ("embedding", "index_select"))  # as much as they write
+            self.add(name, (*read, *tree_leaves(result)))
+        return result
+
+    def add(self, kind: str, operands: tuple) -> None:
+        """Count an operation that reads or writes each of its operands that is a tensor once."""
+        self.count += 1
+        for x in operands:
+            if isinstance(x, torch.Tensor):
+                sizes = (size for size, stride in zip(x.shape, x.stride()) if stride)  # without repetitions
+                self.bytes[kind] += math.prod(sizes) * x.element_size()
 
 
 @contextlib.contextmanager

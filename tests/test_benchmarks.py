@@ -537,7 +537,23 @@ def test_the_operations_of_a_step_on_a_gpu_are_counted_without_one(tmp_path):
     softmax, lion, hydra, image, natural = counts.values()
     assert (softmax[1], lion[1], hydra[1], image[1], natural[1]) == (0, 10, 30, 72, 72)
     assert lion[0] < 1.4 * softmax[0] < hydra[0] and image[0] < natural[0] < 1.4 * image[0]
+    assert all(row["bytes"] == sum(row["bytes by kind"].values()) > 1e9 for row in rows)
     assert (tmp_path / "launches.md").read_text().strip() in output
+
+
+def test_what_operations_read_and_write_is_counted():
+    pytest.importorskip("triton", reason="triton is not installed")
+    from benchmarks.launches import Operations
+
+    x, y = torch.zeros(4, 8), torch.zeros(4, 8)
+    with Operations() as operations:
+        x + x[:1].expand(4, 8)  # 128, 32 and 128 bytes
+        torch.mul(x, 2, out=y)
+        y.sub_(1)
+        y.copy_(x).zero_()
+        torch.embedding(x, torch.arange(3))
+    counted = {"add": 288, "mul": 256, "sub_": 256, "copy_": 256, "zero_": 128, "arange": 24, "embedding": 216}
+    assert operations.bytes == counted and operations.count == 7
 
 
 def test_the_first_steps_on_a_card_run_in_small_on_a_cpu(tmp_path):
