@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
     add("--vocab_size", type=int, help="tokens of the vocabulary")
     add("--out", type=Path, default=Path("horizons"), help="folder for all outputs (default: horizons)")
     add("overrides", nargs="*", metavar="key=value", help="changes to the pretraining config")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)  # overrides may also be last
     rows = [row for length in cli.progress(options.lengths, desc="lengths") for row in compare(options, length)]
     lines = [["model", "horizons at the start", *(f"{length} tokens" for length in options.lengths)]]
     for mixer in options.mixers:
