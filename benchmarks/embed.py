@@ -28,7 +28,7 @@ from benchmarks import measure
 from benchmarks.models import BERT, LINEAR, MODERN_BERT, build, created_as, describe, lion_config, setting, titled
 from src import cli, plots
 from src.lion import LionConfig, LionEmbeddingModel
-from src.lion.cpu import keep_freed_memory
+from src.lion.machine import keep_freed_memory
 
 MODELS = (BERT, MODERN_BERT, *LINEAR)
 COMPARED = (BERT, MODERN_BERT, "lion-lit", "lion-d", "lion-s")

@@ -22,7 +22,7 @@ from benchmarks import measure, models
 from benchmarks.models import BERT, LINEAR, MODELS, MODERN_BERT, build, compile_layers, created_as, describe
 from src import cli, plots
 from src.errors import UserError
-from src.lion.cpu import keep_freed_memory
+from src.lion.machine import keep_freed_memory
 
 LONGEST = {"full": 4096, "recurrent": 2048, "chunkwise": 2**20, "auto": 2**20, "softmax": 32768}
 

@@ -39,8 +39,8 @@ from benchmarks import measure
 from src import cli, plots
 from src.errors import first_line
 from src.lion import linear_attention
-from src.lion.cpu import keep_freed_memory
 from src.lion.hydra_attention import Scans, hydra_attention
+from src.lion.machine import keep_freed_memory
 
 VARIANTS = ("lion-lit", "lion-d", "lion-s", "hydra")
 FORMS = {

@@ -24,7 +24,7 @@ from benchmarks import measure, models
 from benchmarks.models import BERT, MODELS, MODERN_BERT, VOCABULARY, build, describe, model_name
 from src import cli, plots
 from src.errors import UserError
-from src.lion.cpu import keep_freed_memory
+from src.lion.machine import keep_freed_memory
 from src.lion.modeling_lion import labelled_positions
 
 

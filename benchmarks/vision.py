@@ -22,7 +22,8 @@ from torch.nn import functional as F
 from benchmarks import measure
 from src import cli, plots
 from src.lion import LionForImageClassification, LionVisionConfig
-from src.lion.cpu import flush_denormals, keep_freed_memory
+from src.lion.cpu import flush_denormals
+from src.lion.machine import keep_freed_memory
 
 VIT, DEIT = "Hugging Face ViT", "timm DeiT"
 OURS = {

@@ -288,7 +288,7 @@ def test_a_model_is_sped_up_and_so_are_its_copies(mixer):
 
 PROGRAM = """
 import ctypes, resource
-from src.lion.cpu import keep_freed_memory
+from src.lion.machine import keep_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
@@ -333,8 +333,8 @@ def test_other_c_libraries_are_left_alone(monkeypatch):
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
         monkeypatch.delenv(name)
     asked = []
-    monkeypatch.setattr(cpu.ctypes, "CDLL", lambda name: asked.append(name) or object())
-    cpu.keep_freed_memory()
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: asked.append(name) or object())
+    machine.keep_freed_memory()
     assert asked
 
 

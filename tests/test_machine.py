@@ -45,6 +45,13 @@ def test_a_choice_is_measured_once_and_read_by_later_processes(cache):
     assert machine.choice("example", measure) == [True, False] and len(calls) == 2
 
 
+def test_it_is_measured_with_the_memory_settings_of_training(cache, monkeypatch):
+    order = []
+    monkeypatch.setattr(machine, "keep_freed_memory", lambda: order.append("kept"))
+    machine.choice("example", lambda: order.append("measured"))
+    assert order == ["kept", "measured"]
+
+
 def test_of_two_processes_that_measure_at_once_both_take_the_first_result(cache):
     def measure_slowly() -> str:
         machine._choice.__wrapped__("example", lambda: "first", torch.get_num_threads(), "")

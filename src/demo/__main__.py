@@ -339,7 +339,7 @@ def choose_precision(arguments: Sequence[str], vocab_size: int) -> str | None:
     import torch
 
     from src.lion import LionConfig, LionForMaskedLM
-    from src.lion.cpu import keep_freed_memory
+    from src.lion.machine import keep_freed_memory
     from src.mlm.task import PretrainConfig
     from src.training.config import load_config
 

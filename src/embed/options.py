@@ -45,7 +45,8 @@ def check_path(model: str) -> None:
 def open_model(model: str, options: Namespace) -> "Encoder":
     """Open a model, and say how it reads. Raises UserError."""
     from src.embed.encoder import DOCUMENT, QUERY, Settings, open_encoder
-    from src.lion.cpu import flush_denormals, keep_freed_memory
+    from src.lion.cpu import flush_denormals
+    from src.lion.machine import keep_freed_memory
     from src.training.trainer import resolve_device, silence_libraries
 
     silence_libraries()

@@ -1,11 +1,8 @@
 """Speed-ups on a CPU, applied from outside; hooks, compilers and tracers see the plain model, and so do GPUs, except
 for the feature map of images and rotations."""
 
-import contextlib
-import ctypes
 import functools
 import math
-import os
 from collections.abc import Iterator
 
 import torch
@@ -38,19 +35,6 @@ def flush_denormals() -> None:
     its own. A CPU takes many times as long to multiply them, and through decays of about ½ the gradients of all tokens
     far from those that a loss reads are that small: a training step of a small LION-S of images takes half as long."""
     torch.set_flush_denormal(True)
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep the memory that this process frees instead of returning large blocks to the system at once. A
-    training step requests the blocks that the previous one freed, and the system would zero every page first. The
-    process stays at its peak size, which grew by up to a quarter in our trials with varying lengths. Without glibc, or
-    with settings in the environment (MALLOC_…, GLIBC_TUNABLES), nothing is done."""
-    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
-        return
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD
 
 
 class Dropout(nn.Dropout):

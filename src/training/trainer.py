@@ -14,7 +14,8 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from src.errors import UserError, first_line
-from src.lion.cpu import flush_denormals, keep_freed_memory
+from src.lion.cpu import flush_denormals
+from src.lion.machine import keep_freed_memory
 from src.training.loading import load_checkpoint
 from src.training.registry import check_arguments
 from src.training.run_log import library_messages
