@@ -20,6 +20,7 @@ TOKENS = (128, 256, 512, 1024)
 MIN_WEIGHTS = 2**19
 SHAPES = {"square": (768, 768), "wider": (3072, 768), "narrower": (768, 3072)}  # of the weights that are measured
 TIE = 0.95  # of the plain product's time: what a convolution may take
+PIXELS = 8  # of numbers that are a multiple of 4 only, oneDNN takes four times as long for gradients of weights
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
@@ -97,7 +98,12 @@ def _of_input(grad: Tensor, x: Tensor, weight: Tensor, convolved: bool) -> Tenso
 
 
 def _of_weight(grad: Tensor, x: Tensor, weight: Tensor, convolved: bool) -> Tensor:
-    return _gradient(grad, x, weight, 1)[..., 0, 0] if convolved else grad.flatten(0, -2).T @ x.flatten(0, -2)
+    grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+    whole = len(x) // PIXELS * PIXELS if convolved else 0
+    if not whole:
+        return grad.T @ x
+    found = _gradient(grad[:whole], x[:whole], weight, 1)[..., 0, 0]
+    return found if whole == len(x) else found.addmm_(grad[whole:].T, x[whole:])
 
 
 def _gradient(grad: Tensor, x: Tensor, weight: Tensor, number: int) -> Tensor:
