@@ -93,13 +93,14 @@ def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tens
         # In the layout of x; else the kernels would copy each of its parts, some for every head.
         return F.conv1d(x.mT, weight, bias, padding=reach, groups=len(weight)).mT.contiguous()
     # Of this, a compiler makes one loop, where a convolution would transpose x; packed sequences take it anywhere.
-    padded = F.pad(x, (0, 0, reach, reach))
-    shifted = [padded[:, place : place + length] for place in range(2 * reach + 1)]
-    if number is not None:
-        numbers = F.pad(number, (reach, reach))
-        same = [numbers[:, place : place + length, None] == number[..., None] for place in range(2 * reach + 1)]
-        shifted = [y.where(is_same, 0) for y, is_same in zip(shifted, same)]
-    return sum((weight[:, 0, place] * part for place, part in enumerate(shifted)), 0 if bias is None else bias)
+    padded, y = F.pad(x, (0, 0, reach, reach)), 0 if bias is None else bias
+    numbers = None if number is None else F.pad(number, (reach, reach))
+    for place in range(2 * reach + 1):
+        shifted = padded[:, place : place + length]
+        if numbers is not None:
+            shifted = shifted.where(numbers[:, place : place + length, None] == number[..., None], 0)
+        y = y + weight[:, 0, place] * shifted
+    return y
 
 
 class _DepthwiseConv(torch.autograd.Function):

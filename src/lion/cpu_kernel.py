@@ -166,8 +166,8 @@ class Triangle:
     """One triangle of a problem, and what its calls share. `forward` and `backward` note calls down; `run` makes them.
 
     q, k: (B, 1 or H, L, D) and v: (B, H, L, E), in float32 or bfloat16, as of `adjacent_rows`; query_sum, key_sum: (B
-    or 1, H or 1, L) in float64; direction: 1 for keys before a query, −1 for keys after it; diagonal: δ, (B, H, L), or
-    OWN for s q_i·k_i, or STRICT for 0; order: (L,) integers, the token at each place, or None."""
+    or 1, H or 1, L) in float64; direction: 1 for keys before a query, −1 for keys after it; diagonal: δ, (B, H, L),
+    or OWN for s q_i·k_i, or STRICT for 0; order: (L,) integers, the token at each place, or None."""
 
     def __init__(
         self, q, k, v, query_sum, key_sum, direction: int, scale: float, diagonal: Tensor | int,
@@ -242,10 +242,8 @@ class Triangle:
             self.mirrored_sums = self.mirrored_sums or [-x for x in reversed(sums)]
             direction, sums = -direction, self.mirrored_sums
         given = self.diagonal.float() if isinstance(self.diagonal, Tensor) else None
-        dots = None
-        if flows is not None:
-            dots = y.new_empty(B, H, L, dtype=torch.float64)
-        tensors = q, k, v, *sums, given, y, None if dots is None else other, dots
+        dots = None if flows is None else y.new_empty(B, H, L, dtype=torch.float64)
+        tensors = q, k, v, *sums, given, y, None if flows is None else other, dots
         kind, threads = self.diagonal if given is None else GIVEN, _threads(B, H, parts)
         towards = direction if self.order is None else 1
         call = _PROBLEM.pack(
