@@ -12,6 +12,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from src.lion import linear_attention
@@ -784,6 +785,49 @@ def shapes(**changes) -> dict[str, Tensor]:
 def test_invalid_arguments_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         linear_attention(**shapes(**changes))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("decay", [(), (2,), (2, 5), "bhl", "bhld"], ids=str)
+@pytest.mark.parametrize("batch, length", [(0, 5), (2, 0)])
+def test_nothing_has_an_output_and_gradients_of_nothing(batch, length, decay, form):
+    shape = batch, 2, length, 5
+    decay = {"bhl": shape[:3], "bhld": shape}.get(decay, decay)
+    inputs = [torch.rand(shape, requires_grad=True) for _ in range(3)]
+    inputs += [torch.full(decay, -0.5, requires_grad=True)] if decay else []
+    y = linear_attention(*inputs, form=form, mask=torch.ones(batch, length, dtype=torch.bool))
+    assert y.shape == shape
+    for x, grad in zip(inputs, torch.autograd.grad(y.sum(), inputs)):
+        assert grad.shape == x.shape and not grad.any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_tensors_without_data_have_the_shape_of_the_output(decay, form):
+    inputs, _ = draw(decay, 40)
+    inputs = [None if x is None else x.to("meta") for x in inputs]
+    assert linear_attention(*inputs, form=form).shape == (2, 3, 40, E)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_derivatives_in_forward_mode_are_right_or_refused(decay, form):
+    (q, k, v, log_decay), _ = draw(decay, 40)
+
+    def run(q: Tensor) -> Tensor:
+        return linear_attention(q, k, v, log_decay, form=form, chunk_size=CHUNK)
+
+    def dual() -> Tensor:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(run(forward_ad.make_dual(q, q))).tangent
+
+    for derivative in (dual, lambda: torch.func.jvp(run, (q,), (q,))[1]):
+        try:
+            found = derivative()
+        except (NotImplementedError, RuntimeError) as error:
+            assert (form, decay) != ("full", "none"), error
+        else:
+            torch.testing.assert_close(found, run(q))  # which is linear in q
 
 
 # The kernels

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def operator(
@@ -20,10 +21,10 @@ def operator(
     results = f"({', '.join(['Tensor'] * outputs)})" if outputs > 1 else "Tensor"
     leading = [f"Tensor leading_{number}" for number in range(2 * outputs if outputs > 1 else 1)]
     schemas = f"({inputs}) -> {results}", f"({', '.join(leading)}, {inputs}, bool with_decays) -> Tensor[]"
-    run, run_backward = operators = [
+    run, run_backward = (
         torch.library.custom_op(f"{name}::{function.__name__[1:]}", function, mutates_args=(), schema=schema)
         for function, schema in zip((forward, backward), schemas)
-    ]
+    )
 
     @run_backward.register_fake
     def _(*given):
@@ -34,7 +35,20 @@ def operator(
 
     run.register_fake(lambda q, k, v, *others: output(q, k, v) if output else empty(v))
     run.register_autograd(lambda ctx, *grads: gradients(ctx, run_backward, *grads), setup_context=save_inputs)
-    return operators
+
+    def run_without_tangents(*inputs):
+        if not torch.compiler.is_compiling() and has_tangents(*inputs):  # which the operator would drop
+            raise NotImplementedError("this form of linear attention has no derivatives in forward mode")
+        return run(*inputs)
+
+    return [run_without_tangents, run_backward]
+
+
+def has_tangents(*inputs) -> bool:
+    """Whether derivatives in forward mode are computed of any of these."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs)
 
 
 def save_inputs(ctx, inputs: tuple, output: Tensor | tuple[Tensor, ...] | None) -> None:
@@ -58,4 +72,5 @@ def gradients(ctx, backward: Callable, *grads: Tensor) -> tuple[Tensor | None, .
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
     """A context in which autocast is off on x's device. To check takes a tenth of the time of turning it off."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+    on = not x.is_meta and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if on else contextlib.nullcontext()

@@ -39,6 +39,7 @@ from .two_sided_attention import (
     attend,
     check_options,
     check_shapes,
+    of_nothing,
     report_fallback,
     resolve_form,
     two_sided_segment_states,
@@ -107,6 +108,8 @@ def linear_attention(
         q, k, v, log_decay, log_decay_future, forget_logits, mask, seq_idx, left_state, right_state, normalize, causal,
         form, chunk_size, dropout_p,
     )  # fmt: skip
+    if v.numel() == 0:
+        return of_nothing(v, q, k, log_decay, log_decay_future, forget_logits, left_state, right_state)
     dtype, separate = v.dtype, log_decay_future is not None
     decays = log_decay is not None or forget_logits is not None or seq_idx is not None or causal
     by_channel = log_decay is not None and log_decay.ndim in (2, 4)

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import triton_kernels as kernels
-from .custom_operators import gradients, operator, save_inputs
+from .custom_operators import gradients, has_tangents, operator, save_inputs
 from .linear_attention_forms import EPSILON, LOG_ZERO
 from .triton_kernels import tl, triton
 
@@ -90,7 +90,9 @@ def fused_linear_attention(
         arguments = *arguments, row_mode
     if type(q) is not Tensor or torch.compiler.is_compiling():
         run = _forward_rows if row_mode else _forward
-    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:5]):
+    elif (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:5])) or (
+        has_tangents(*arguments[:5])  # which it refuses
+    ):
         run = _Eager.apply
     else:
         run = _launch_forward_rows if row_mode else _launch_forward

@@ -14,6 +14,7 @@ Shape letters: B batch, H heads, G heads of q and k, L length, D head size of q 
 """
 
 import functools
+import itertools
 import logging
 from typing import NamedTuple
 
@@ -111,6 +112,8 @@ def two_sided_attention(
     for name, state, triangle in (("left_state", left_state, past), ("right_state", right_state, future)):
         if state is not None and triangle is None:
             raise ValueError(f"{name} has no triangle that reads it; omit it")
+    if v.numel() == 0:
+        return of_nothing(v, left_state, right_state, diagonal, *itertools.chain(*given))
 
     if report:
         report_fallback(v, "two_sided_attention")
@@ -181,6 +184,11 @@ def two_sided_segment_states(v, past, future, past_total, future_total, *, mask=
 
 
 # What the callers share
+
+
+def of_nothing(v: Tensor, *operands: Tensor | None) -> Tensor:
+    """The output of no tokens or no texts, (B, H, L, E), of which all operands get gradients of 0."""
+    return v * sum(x.sum() for x in operands if x is not None and x.is_floating_point())
 
 
 def attend(
