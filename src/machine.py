@@ -41,18 +41,18 @@ def report() -> None:
             up_to = cpu_crossover.full_up_to(kind)
             lines.append([name, f"{up_to['training']:,}", f"{up_to['inference']:,}"])
         print(markdown(lines) + "\n")
-    if not cpu_linear.can_convolve():
-        print("linear layers       plain products, as always with one thread, or without MKL or oneDNN")
+    if not cpu_linear.can_choose():
+        print("linear layers       by torch, which has not both MKL and oneDNN here")
     else:
-        found = machine.choice("convolved_from", cpu_linear.measure)
-        print("linear layers       in float32, as convolutions by oneDNN or products by MKL:\n")
+        found = machine.choice("onednn_from", cpu_linear.measure)
+        print("linear layers       in float32, by MKL or oneDNN:\n")
         lines = [[name, *map(described, products)] for name, products in found.items()]
         print(markdown([["weights", "output", "gradient of the input", "of the weights"], *lines]))
     print("\nkept in", *(machine.kept() or ["no file yet"]), sep="\n  ")
 
 
 def described(least: int | None) -> str:
-    return "product" if least is None else f"convolution from {least:,} tokens"
+    return "MKL" if least is None else f"oneDNN from {least:,} tokens"
 
 
 def forget() -> None:

@@ -45,18 +45,18 @@ def test_the_positive_map_is_a_shifted_and_normalized_silu(dtype, accuracy):
 
 
 @pytest.fixture
-def convolutions(monkeypatch, two_threads):
-    """The arguments of each convolution, on a machine where they are faster than products."""
-    monkeypatch.setattr(machine, "_adopted", {"convolved_from": dict.fromkeys(cpu_linear.SHAPES, [1024] * 3)})
-    calls, convolve = [], F.conv2d
-    monkeypatch.setattr(F, "conv2d", lambda *args: calls.append(args) or convolve(*args))
+def by_onednn(monkeypatch, two_threads):
+    """The arguments of each product by oneDNN, on a machine where it is faster from 1,024 tokens on."""
+    monkeypatch.setattr(machine, "_adopted", {"onednn_from": dict.fromkeys(cpu_linear.SHAPES, [1024] * 3)})
+    calls, multiply = [], cpu_linear._multiply
+    monkeypatch.setattr(cpu_linear, "_multiply", lambda *args: calls.append(args) or multiply(*args))
     return calls
 
 
 @pytest.fixture(scope="module")
 def two_threads():
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
-        pytest.skip("without MKL and oneDNN linear layers are never convolved")
+        pytest.skip("torch has not both MKL and oneDNN")
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -71,7 +71,7 @@ def layer(inputs: int = 768, outputs: int = 768, **options) -> nn.Linear:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("outputs", [701, 2304])
 @pytest.mark.parametrize("shape", [(1024,), (1, 1025), (3, 401), (2, 2, 257)])
-def test_a_convolution_has_the_output_and_gradients_of_the_linear_layer(shape, outputs, bias, convolutions):
+def test_onednn_computes_the_output_and_gradients_of_the_linear_layer(shape, outputs, bias, by_onednn):
     dense = layer(outputs=outputs, bias=bias)
     x = torch.randn(*shape, 768, requires_grad=True)
     grad = torch.randn(*shape, outputs)
@@ -79,7 +79,7 @@ def test_a_convolution_has_the_output_and_gradients_of_the_linear_layer(shape, o
     expected_grads = torch.autograd.grad(expected, [x, *dense.parameters()], grad)
     y = linear(dense, x)
     grads = torch.autograd.grad(y, [x, *dense.parameters()], grad)
-    assert len(convolutions) == 1
+    assert len(by_onednn) == 3
     assert y.is_contiguous() and y.shape == expected.shape
     for actual, wanted in zip((y, *grads), (expected, *expected_grads)):
         assert actual.stride() == wanted.stride()
@@ -87,34 +87,35 @@ def test_a_convolution_has_the_output_and_gradients_of_the_linear_layer(shape, o
 
 
 @pytest.mark.parametrize("shape", [(1024,), (3, 401), (7,), (2, 1)])
-def test_parts_of_a_layer_have_its_outputs_and_gradients(shape, convolutions):
+def test_parts_of_a_layer_have_its_outputs_and_gradients(shape, by_onednn):
     sizes = 701, 800, 19
     dense, x = layer(outputs=sum(sizes), bias=False), torch.randn(*shape, 768, requires_grad=True)
     expected = F.linear(x, dense.weight).split(sizes, -1)
     grads = [torch.randn_like(part) for part in expected]
     expected_grads = torch.autograd.grad(expected, [x, dense.weight], grads)
     parts = split_linear(dense, x, sizes)
-    assert len(convolutions) == (2 if x[..., 0].numel() >= 1024 else 0)  # the large ones
+    assert len(by_onednn) == (2 if x[..., 0].numel() >= 1024 else 0)  # the large ones
     assert all(part.is_contiguous() for part in parts)
     actual = *parts, *torch.autograd.grad(parts, [x, dense.weight], grads)
     for one, wanted in zip(actual, (*expected, *expected_grads), strict=True):
         torch.testing.assert_close(one, wanted, rtol=0, atol=5e-6 * wanted.abs().max().item())
 
 
+@pytest.mark.parametrize("tokens", [8, cpu_linear.FEW, cpu_linear.FEW + 1])
 @pytest.mark.parametrize("faster", ["output", "input", "weight"])
-def test_each_product_is_convolved_by_itself(faster, convolutions, monkeypatch):
-    least = [128 if name == faster else None for name in ("output", "input", "weight")]
-    monkeypatch.setattr(machine, "_adopted", {"convolved_from": {"wider": least, "square": [None] * 3}})
-    backward, gradients = [], cpu_linear._gradient
-    monkeypatch.setattr(cpu_linear, "_gradient", lambda *args: backward.append(args[-1]) or gradients(*args))
+def test_each_product_is_chosen_by_itself(faster, tokens, by_onednn, monkeypatch):
+    least = [8 if name == faster else None for name in ("output", "input", "weight")]
+    monkeypatch.setattr(machine, "_adopted", {"onednn_from": {"wider": least, "square": [None] * 3}})
     for dense in (layer(outputs=1600), layer()):
-        x, grad = torch.randn(128, 768, requires_grad=True), torch.randn(128, len(dense.weight))
+        x, grad = torch.randn(tokens, 768, requires_grad=True), torch.randn(tokens, len(dense.weight))
         leaves = [x, *dense.parameters()]
         expected = torch.autograd.grad(dense(x), leaves, grad)
-        for one, wanted in zip(torch.autograd.grad(linear(dense, x), leaves, grad), expected):
+        for one, wanted in zip((y := linear(dense, x), *torch.autograd.grad(y, leaves, grad)), (dense(x), *expected)):
+            assert one.stride() == wanted.stride()
             torch.testing.assert_close(one, wanted, rtol=0, atol=5e-6 * wanted.abs().max().item())
-    assert len(convolutions) == (faster == "output")
-    assert backward == {"output": [], "input": [0], "weight": [1]}[faster]
+    few = tokens <= cpu_linear.FEW
+    sizes = {"output": (1600, 768) if few else (tokens, 768), "input": (tokens, 1600), "weight": (1600, tokens)}
+    assert [operand.shape for operand, *_ in by_onednn] == [sizes[faster]]
 
 
 def test_a_hooked_layer_is_called_for_its_parts():
@@ -124,19 +125,31 @@ def test_a_hooked_layer_is_called_for_its_parts():
     assert calls and all(torch.equal(*pair) for pair in zip(parts, F.linear(x, dense.weight).split((16, 32), -1)))
 
 
-def test_repeated_runs_give_the_same_bits(two_threads):
-    dense, x = layer(), torch.randn(2048, 768, requires_grad=True)
+@pytest.mark.parametrize("tokens", [100, 2048])
+def test_repeated_runs_give_the_same_bits(tokens, two_threads, monkeypatch):
+    monkeypatch.setattr(machine, "_adopted", {"onednn_from": dict.fromkeys(cpu_linear.SHAPES, [8] * 3)})
+    dense, x = layer(), torch.randn(tokens, 768, requires_grad=True)
     parameters = [x, *dense.parameters()]
     runs = [[y := linear(dense, x), *torch.autograd.grad(y.square().sum(), parameters)] for _ in range(3)]
     for run in runs[1:]:
         assert all(torch.equal(*pair) for pair in zip(run, runs[0]))
 
 
-def test_a_linear_layer_takes_a_transposed_operand(convolutions):
-    dense = layer()
-    x = torch.randn(2, 768, 1024).mT
-    torch.testing.assert_close(linear(dense, x), dense(x), rtol=0, atol=1e-5)
-    assert convolutions
+@pytest.mark.parametrize("shape", [(1024, 3, 768), (2, 768, 1024), (1024, 1, 1536)], ids=str)
+def test_onednn_takes_no_operand_with_gaps(shape, by_onednn, monkeypatch):
+    """It would not fail, but take hundreds of times as long."""
+    by_torch, taken = torch.ops.mkldnn._linear_pointwise, []
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_linear_pointwise", lambda a, b, *others: taken.extend((a, b)) or by_torch(a, b, *others)
+    )
+    dense, x = layer(), torch.randn(shape).requires_grad_()
+    part = x[:, 0, :768] if shape[1] != 768 else x.mT
+    y = linear(dense, part)
+    grads = torch.autograd.grad(y.sum(), [x, dense.weight])  # an expanded gradient
+    assert len(taken) == 6 and all(operand.is_contiguous() or operand.T.is_contiguous() for operand in taken)
+    expected = dense(part)
+    for one, wanted in zip((y, *grads), (expected, *torch.autograd.grad(expected.sum(), [x, dense.weight]))):
+        torch.testing.assert_close(one, wanted, rtol=0, atol=5e-6 * wanted.abs().max().item())
 
 
 @pytest.mark.parametrize(
@@ -149,40 +162,34 @@ def test_a_linear_layer_takes_a_transposed_operand(convolutions):
     ],
     ids=["few tokens", "small weights", "float64", "bfloat16"],
 )
-def test_small_or_unsupported_operands_use_the_layer(dense, x, convolutions):
+def test_small_or_unsupported_operands_use_the_layer(dense, x, by_onednn):
     assert torch.equal(linear(dense, x), dense(x))
-    assert not convolutions
+    assert not by_onednn
 
 
-def test_autocast_applies(convolutions):
+def test_autocast_applies(by_onednn):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert linear(layer(), torch.randn(1024, 768)).dtype == torch.bfloat16
-    assert not convolutions
+    assert not by_onednn
 
 
 @pytest.mark.filterwarnings("ignore:TF32")
-def test_nothing_is_convolved_with_mkldnn_disabled(convolutions):
+def test_onednn_can_be_disabled(by_onednn):
     with torch.backends.mkldnn.flags(enabled=False):
         linear(layer(), torch.randn(1024, 768))
-    assert not convolutions
-
-
-def test_nothing_is_convolved_on_one_thread(convolutions, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    linear(layer(), torch.randn(1024, 768))
-    assert not convolutions
+    assert not by_onednn
 
 
 @pytest.mark.filterwarnings("ignore")  # of newer ways to say it
-def test_nothing_is_convolved_if_reduced_precision_is_allowed(convolutions):
+def test_torch_computes_all_if_reduced_precision_is_allowed(by_onednn):
     torch.set_float32_matmul_precision("medium")
     try:
         linear(layer(), torch.randn(1024, 768))
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert not convolutions
+    assert not by_onednn
     linear(layer(), torch.randn(1024, 768))
-    assert convolutions
+    assert by_onednn
 
 
 def test_a_wrong_width_raises_the_linear_layers_error():
@@ -195,7 +202,7 @@ class _Adapted(nn.Linear):
         return super().forward(x) + 1
 
 
-def test_a_replaced_layer_is_called(convolutions):
+def test_a_replaced_layer_is_called(by_onednn):
     adapted = _Adapted(768, 768)
     wrapped = layer()
     wrapped.forward = lambda x: x + 1  # as accelerate does
@@ -203,7 +210,7 @@ def test_a_replaced_layer_is_called(convolutions):
     assert torch.equal(linear(adapted, x), adapted(x))
     assert torch.equal(linear(wrapped, x), x + 1)
     assert torch.equal(linear(nn.Identity(), x), x)
-    assert not convolutions
+    assert not by_onednn
 
 
 @pytest.mark.parametrize(
@@ -217,26 +224,34 @@ def test_hooks_run(register):
     assert called == [register]
 
 
+def test_the_masked_lm_head_is_computed_too(by_onednn):
+    torch.manual_seed(0)
+    model = LionForMaskedLM(LionConfig(num_hidden_layers=1, vocab_size=1000)).eval()
+    with torch.no_grad():
+        model(torch.randint(1000, (1, 1024)))
+    assert [operand.shape[0] for _, operand, *_ in by_onednn][-2:] == [768, 1000]
+
+
 @pytest.mark.filterwarnings("ignore")  # of its deprecation
-def test_a_base_models_linear_layers_can_be_quantized(convolutions):
+def test_a_base_models_linear_layers_can_be_quantized(by_onednn):
     torch.manual_seed(0)
     model = LionModel(LionConfig(num_hidden_layers=1, vocab_size=50)).eval()
     ids = torch.randint(50, (2, 2048))
     with torch.no_grad():
         expected = model(ids).last_hidden_state
-        assert len(convolutions) == 1 + 2 * 3  # qkv; out and the MLP's two, 2,048 tokens at a time
+        assert len(by_onednn) == 1 + 2 * 3  # qkv; out and the MLP's two, 2,048 tokens at a time
         quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
         y = quantized(ids).last_hidden_state
-    assert len(convolutions) == 1 + 2 * 3
+    assert len(by_onednn) == 1 + 2 * 3
     assert not any(type(module) is nn.Linear for module in quantized.modules())
     assert F.cosine_similarity(y, expected, dim=-1).min() > 0.98
 
 
-def test_torch_compile_sees_a_linear_layer(convolutions):
+def test_torch_compile_sees_a_linear_layer(by_onednn):
     dense, x = layer(), torch.randn(1024, 768)
     compiled = torch.compile(lambda x: linear(dense, x), backend="eager", fullgraph=True)
     assert torch.equal(compiled(x), dense(x))
-    assert not convolutions
+    assert not by_onednn
 
 
 class _Layer(nn.Module):
@@ -248,22 +263,22 @@ class _Layer(nn.Module):
         return linear(self.dense, x)
 
 
-def test_an_exported_layer_accepts_every_length(convolutions):
+def test_an_exported_layer_accepts_every_length(by_onednn):
     model = _Layer()
     length = torch.export.Dim("length", min=2, max=4096)
     exported = torch.export.export(model, (torch.randn(1024, 768),), dynamic_shapes=({0: length},)).module()
     x = torch.randn(7, 768)
     torch.testing.assert_close(exported(x), model(x))
-    assert not convolutions
+    assert not by_onednn
 
 
 @torch.no_grad()
-def test_a_traced_layer_accepts_every_length(convolutions):
+def test_a_traced_layer_accepts_every_length(by_onednn):
     dense = layer().requires_grad_(False)
     traced = torch.jit.trace(lambda x: linear(dense, x), torch.randn(1024, 768), check_trace=False)
     x = torch.randn(7, 768)
     assert torch.equal(traced(x), dense(x))
-    assert not convolutions
+    assert not by_onednn
 
 
 # A model

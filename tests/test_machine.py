@@ -83,12 +83,12 @@ def test_the_measurement_names_every_shape_and_product(monkeypatch):
     assert all(len(x) == 3 and {*x} <= {None, *cpu_linear.TOKENS} for x in found.values())
 
 
-def test_a_convolution_is_chosen_from_where_it_is_faster_with_all_larger_numbers(monkeypatch):
+def test_onednn_is_chosen_from_where_it_is_faster_with_all_larger_numbers(monkeypatch):
     now = 0.0
 
     def product(x, weight, grad, way: bool = False) -> None:
         nonlocal now
-        now += {128: 0.5, 256: 0.97, 512: 0.8, 1024: 0.5}[len(x)] if way else 1  # of the plain product's time
+        now += {256: 0.97, 512: 0.8}.get(len(x), 0.5) if way else 1  # of MKL's time
 
     def of_weight(grad, x, weight, way: bool) -> None:
         nonlocal now
@@ -144,23 +144,25 @@ def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch
     run = tmp_path / "run"
     run.mkdir()
     there = {"square": [128, 256, None], "wider": [1024] * 3, "narrower": [None] * 3}
-    monkeypatch.setattr(cpu_linear, "can_convolve", lambda: True)
+    monkeypatch.setattr(cpu_linear, "can_choose", lambda: True)
     monkeypatch.setattr(cpu_linear, "measure", lambda: there)
     up_to = {f"full_up_to{kind}": {"training": 300, "inference": 200} for kind in cpu_crossover.KINDS}
     monkeypatch.setattr(cpu_crossover, "measure", lambda kind: up_to[f"full_up_to{kind}"])
     choices.keep(choices.recall(run, "*.pt"), run)
     stored = json.loads((run / choices.MACHINE).read_text())
     native = {"native": True, **up_to} if cpu_kernel.is_available() else {"native": False}
-    assert stored == {**native, "convolved_from": there}
+    assert stored == {**native, "onednn_from": there}
     monkeypatch.setattr(machine, "_adopted", {})
     machine._choice.cache_clear()
     machine.kept()[0].unlink()
     choices.recall(run, "*.pt")
-    assert machine.choice("convolved_from", lambda: "measured here") == there
+    assert machine.choice("onednn_from", lambda: "measured here") == there
+    (run / choices.MACHINE).write_text(json.dumps({"native": True, "convolved_from": there}))
+    assert choices.recall(run, "*.pt")["onednn_from"] == there
     earlier = {"square": [True, False, True], "wider": [False] * 3, "narrower": [True] * 3}
     (run / choices.MACHINE).write_text(json.dumps({"native": True, "convolutions": earlier}))
     recalled = choices.recall(run, "*.pt")
-    assert recalled["convolved_from"]["square"] == [1024, None, 1024]
+    assert recalled["onednn_from"]["square"] == [1024, None, 1024]
     assert all(recalled[name] == {"training": 192, "inference": 192} for name in up_to)
     for damaged in ("{", '{"native": true, "full_up_to": null}', '{"native": true, "full_up_to": {"training": 300}}'):
         (run / choices.MACHINE).write_text(damaged)
@@ -194,7 +196,7 @@ def test_the_command_prints_what_was_found_and_forgets_it(tmp_path):
         return output
 
     printed = run()
-    assert "1 threads" in printed and "linear attention" in printed and "plain products" in printed
+    assert "1 threads" in printed and "linear attention" in printed and "MKL" in printed
     kept = os.listdir(tmp_path / "lion-bert") if (tmp_path / "lion-bert").is_dir() else []
     assert all(name in printed for name in kept)
     assert run("--forget").count("deleted") == len(kept)

@@ -19,8 +19,8 @@ SLICE = 2048  # tokens that a layer processes at a time in inference: few enough
 
 
 def speed_up(model: nn.Module) -> None:
-    """Replace the classes of a model's dropouts, mixers and layers with subclasses that are faster on a CPU. Linear
-    layers remain plain `nn.Linear` modules, which quantization, adapters and wrappers look for."""
+    """Replace the classes of a model's dropouts, mixers, layers and head with subclasses that are faster on a CPU.
+    Linear layers remain plain `nn.Linear` modules, which quantization, adapters and wrappers look for."""
     for module in model.modules():
         if type(module) is nn.Dropout:
             module.__class__ = Dropout
@@ -28,6 +28,8 @@ def speed_up(model: nn.Module) -> None:
             module.__class__ = _faster(type(module), _Mixer)
         elif hasattr(module, "after_mixing"):
             module.__class__ = _faster(type(module), _Layer)
+        elif hasattr(module, "decoder"):
+            module.__class__ = _faster(type(module), _Faster)
 
 
 def flush_denormals() -> None:

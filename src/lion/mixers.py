@@ -26,7 +26,15 @@ def build_norm(config: PretrainedConfig, eps: float) -> nn.Module:
     return nn.LayerNorm(config.hidden_size, eps, bias=config.bias)
 
 
-class Mixer(nn.Module):
+class LinearLayers:
+    """A module that computes its linear layers by `linear`."""
+
+    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """layer(x); cpu.py replaces this method."""
+        return layer(x)
+
+
+class Mixer(LinearLayers, nn.Module):
     """What the encoder asks of a mixer. `forward` returns what the output projection maps back to the hidden size."""
 
     has_positions = False  # whether the encoder adds position embeddings
@@ -77,12 +85,8 @@ class Mixer(nn.Module):
         """Count the multiplications of one layer's mixing per token of a text of this length."""
         raise NotImplementedError
 
-    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        """layer(x); cpu.py replaces this method and the next."""
-        return layer(x)
-
     def split_linear(self, layer: nn.Linear, x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """layer(x) in parts."""
+        """layer(x) in parts; cpu.py replaces this method too."""
         return layer(x).split(sizes, -1)
 
 

@@ -31,7 +31,7 @@ from .linear_attention_forms import sequence_starts
 from .linear_attention_native import full_forward  # noqa: F401
 from .linear_attention_triton import fused_linear_attention  # noqa: F401
 from .machine import choice  # noqa: F401
-from .mixers import MIXERS, build_norm, rotation
+from .mixers import MIXERS, LinearLayers, build_norm, rotation
 from .patch_orders import snakes  # noqa: F401
 from .pooling import pool_spans
 from .triton_kernels import AVAILABLE  # noqa: F401
@@ -73,7 +73,7 @@ class LionEmbeddings(nn.Module):
             raise ValueError(f"{length} tokens are too many for {limit}; shorten the text or use a model without them")
 
 
-class MixerLayer(GradientCheckpointingLayer):
+class MixerLayer(LinearLayers, GradientCheckpointingLayer):
     """A mixer, the residual sum and a norm: a layer of Hydra."""
 
     layer_norm_eps = 1e-5
@@ -129,12 +129,8 @@ class LionLayer(MixerLayer):
             return self.linear(self.mlp_out, self.act(x) * gate)
         return self.linear(self.mlp_out, self.act(x))
 
-    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        """layer(x); cpu.py replaces this method."""
-        return layer(x)
 
-
-class LionMLMHead(nn.Module):
+class LionMLMHead(LinearLayers, nn.Module):
     """Dense, GELU, norm, then the word embeddings as the output matrix, and a bias."""
 
     def __init__(self, config: LionConfig):
@@ -145,7 +141,7 @@ class LionMLMHead(nn.Module):
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(self.norm(self.act(self.dense(x))))  # (..., V)
+        return self.linear(self.decoder, self.norm(self.act(self.linear(self.dense, x))))  # (..., V)
 
 
 class LionPreTrainedModel(PreTrainedModel):

@@ -24,7 +24,9 @@ def recall(folder: Path, results: str) -> dict:
             raise ValueError
         if "convolutions" in choices:  # once with 1,024 tokens, or never
             of_shapes = choices.pop("convolutions").items()
-            choices["convolved_from"] = {shape: [1024 if one else None for one in each] for shape, each in of_shapes}
+            choices["onednn_from"] = {shape: [1024 if one else None for one in each] for shape, each in of_shapes}
+        if "convolved_from" in choices:  # while oneDNN convolved
+            choices["onednn_from"] = choices.pop("convolved_from")
         plain = choices.setdefault("full_up_to", {"inference": 192, "training": 192})  # before it was measured
         for kind in cpu_crossover.KINDS:
             up_to = choices.setdefault(f"full_up_to{kind}", plain)  # before each kind was
@@ -32,13 +34,13 @@ def recall(folder: Path, results: str) -> dict:
                 raise ValueError
     except FileNotFoundError:
         if next(folder.glob(results), None) is not None:
-            choices = {"native": False, "convolved_from": dict.fromkeys(cpu_linear.SHAPES, [1024] * 3)}
+            choices = {"native": False, "onednn_from": dict.fromkeys(cpu_linear.SHAPES, [1024] * 3)}
         else:
             choices = {"native": cpu_kernel.is_available()}
             if choices["native"]:
                 choices |= {f"full_up_to{kind}": cpu_crossover.full_up_to(kind) for kind in cpu_crossover.KINDS}
-            if cpu_linear.can_convolve():
-                choices["convolved_from"] = machine.choice("convolved_from", cpu_linear.measure)
+            if cpu_linear.can_choose():
+                choices["onednn_from"] = machine.choice("onednn_from", cpu_linear.measure)
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         raise UserError(f"save_folder: {path} is damaged; delete it to continue, perhaps with other rounding") from None
     machine.adopt(choices)
