@@ -224,6 +224,20 @@ def test_hooks_run(register):
     assert called == [register]
 
 
+def test_hooks_of_all_modules_see_the_plain_model(by_onednn):
+    torch.manual_seed(0)
+    model, seen = LionModel(LionConfig(num_hidden_layers=1, vocab_size=50)).eval(), {}
+    handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, y: seen.update({module: y}))
+    try:
+        with torch.no_grad():
+            model(torch.randint(50, (1, 2049)))
+    finally:
+        handle.remove()
+    layer = model.layers[0]
+    assert seen[layer.attention.qkv].shape == (1, 2049, 3 * 768) and seen[layer.mlp_norm].shape == (1, 2049, 768)
+    assert not by_onednn
+
+
 def test_the_masked_lm_head_is_computed_too(by_onednn):
     torch.manual_seed(0)
     model = LionForMaskedLM(LionConfig(num_hidden_layers=1, vocab_size=1000)).eval()

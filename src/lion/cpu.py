@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import cpu_kernel
-from .cpu_linear import linear, split_linear
+from .cpu_linear import has_global_hooks, linear, split_linear
 from .custom_operators import no_autocast
 from .linear_attention_forms import sequence_starts
 
@@ -230,6 +230,7 @@ def _may_slice(module: nn.Module, x: Tensor) -> bool:
         and x.device.type == "cpu"
         and x.shape[:-1].numel() > SLICE
         and not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+        and not has_global_hooks()
     )
 
 

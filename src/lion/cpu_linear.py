@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.modules import module
 
 from . import machine
 
@@ -129,7 +130,14 @@ def _is_plain(layer: nn.Module, x: Tensor) -> bool:
         and (layer.weight.device, layer.weight.dtype, layer.weight.shape[1]) == (x.device, x.dtype, x.shape[-1])
         and "forward" not in vars(layer)
         and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+        and not has_global_hooks()
     )
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks look at all modules, as those of torch's FlopCounterMode do."""
+    forward = module._global_forward_hooks or module._global_forward_pre_hooks
+    return bool(forward or module._global_backward_hooks or module._global_backward_pre_hooks)
 
 
 def _by_onednn(weight: Tensor, x: Tensor) -> tuple[bool, ...]:
