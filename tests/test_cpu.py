@@ -118,6 +118,27 @@ def test_each_product_is_chosen_by_itself(faster, tokens, by_onednn, monkeypatch
     assert [operand.shape for operand, *_ in by_onednn] == [sizes[faster]]
 
 
+def test_gradients_have_gradients(by_onednn):
+    dense, x = layer(), torch.randn(1024, 768, requires_grad=True)
+
+    def second(run) -> tuple[torch.Tensor, ...]:
+        (grad,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), [x, dense.weight])
+
+    for one, wanted in zip(second(lambda x: linear(dense, x)), second(dense)):
+        torch.testing.assert_close(one, wanted, rtol=0, atol=5e-6 * wanted.abs().max().item())
+    assert by_onednn
+
+
+def test_functions_of_a_layer_are_transformed(by_onednn):
+    dense, x = layer(), torch.randn(2, 1024, 768)
+    grads = torch.func.vmap(torch.func.grad(lambda x: linear(dense, x).square().sum()))(x)
+    torch.testing.assert_close(grads, torch.func.grad(lambda x: dense(x).square().sum())(x), rtol=0, atol=1e-4)
+    _, tangent = torch.func.jvp(lambda x: linear(dense, x), (x,), (x,))
+    torch.testing.assert_close(tangent, x @ dense.weight.T, rtol=0, atol=1e-5)
+    assert not by_onednn
+
+
 def test_a_hooked_layer_is_called_for_its_parts():
     dense, calls = layer(32, 48, bias=False), []
     dense.register_forward_hook(lambda *_: calls.append(1))
@@ -156,11 +177,12 @@ def test_onednn_takes_no_operand_with_gaps(shape, by_onednn, monkeypatch):
     "dense, x",
     [
         (layer(), torch.randn(1023, 768)),
-        (layer(256, 256), torch.randn(2048, 256)),
+        (layer(128, 128), torch.randn(2048, 128)),
+        (layer(256, 256), torch.randn(1, 256)),
         (layer(dtype=torch.float64), torch.randn(1024, 768, dtype=torch.float64)),
         (layer(dtype=torch.bfloat16), torch.randn(1024, 768, dtype=torch.bfloat16)),
     ],
-    ids=["few tokens", "small weights", "float64", "bfloat16"],
+    ids=["few tokens", "small weights", "few products", "float64", "bfloat16"],
 )
 def test_small_or_unsupported_operands_use_the_layer(dense, x, by_onednn):
     assert torch.equal(linear(dense, x), dense(x))

@@ -17,7 +17,7 @@ from torch.nn.modules import module
 from . import machine
 
 TOKENS = (8, 32, 128, 256, 512, 1024)  # that are measured; fewer are left to MKL
-MIN_WEIGHTS = 2**19
+MIN_WEIGHTS, MIN_PRODUCTS = 2**15, 2**22  # of smaller layers, the checks below take too much of the time
 SHAPES = {"square": (768, 768), "wider": (3072, 768), "narrower": (768, 3072)}  # of the weights that are measured
 TIE = 0.95  # of MKL's time: what oneDNN may take
 FEW = 128  # tokens, up to which it is faster to reorder them than the weights: oneDNN reorders its second operand
@@ -26,8 +26,8 @@ FEW = 128  # tokens, up to which it is faster to reorder them than the weights: 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
     """Compute layer(x), (..., D) to (..., E), by oneDNN where it is faster."""
     recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if recorded or type(layer) is not nn.Linear or layer.weight.numel() < MIN_WEIGHTS:
-        return layer(x)  # early: for a small layer, the checks below would take as long as the product
+    if recorded or type(layer) is not nn.Linear or not _is_large(layer.weight, x):
+        return layer(x)
     by_onednn = _by_onednn(layer.weight, x) if _is_plain(layer, x) else ()
     if not any(by_onednn):
         return layer(x)
@@ -45,6 +45,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needed, (_, of_input, of_weight) = ctx.needs_input_grad, ctx.by_onednn
+        if torch.is_grad_enabled():  # the gradients have gradients, which the operator of oneDNN has not
+            of_input = of_weight = False
         return (
             _of_input(grad, x, weight, of_input) if needed[0] else None,
             _of_weight(grad, x, weight, of_weight) if needed[1] else None,
@@ -119,12 +121,14 @@ def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _is_plain(layer: nn.Module, x: Tensor) -> bool:
-    """Whether `layer` is nn.Linear, not replaced, wrapped or hooked, x is float32 on a CPU, and nothing traces it."""
+    """Whether `layer` is nn.Linear, not replaced, wrapped or hooked, x is float32 on a CPU, and nothing traces or
+    transforms it."""
     if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False  # before any size is read, which would add a guard
     return (
         x.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
+        and not torch._C._are_functorch_transforms_active()
         and type(layer) is nn.Linear
         and type(layer.weight) in (Tensor, nn.Parameter)
         and (layer.weight.device, layer.weight.dtype, layer.weight.shape[1]) == (x.device, x.dtype, x.shape[-1])
@@ -132,6 +136,11 @@ def _is_plain(layer: nn.Module, x: Tensor) -> bool:
         and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
         and not has_global_hooks()
     )
+
+
+def _is_large(weight: Tensor, x: Tensor) -> bool:
+    size = weight.numel()
+    return size >= MIN_WEIGHTS and x.shape[:-1].numel() * size >= MIN_PRODUCTS
 
 
 def has_global_hooks() -> bool:
@@ -153,7 +162,7 @@ def _by_onednn(weight: Tensor, x: Tensor) -> tuple[bool, ...]:
         and tokens >= TOKENS[0]
         and oneDNN.enabled
         and can_choose()
-        and weight.numel() >= MIN_WEIGHTS
+        and _is_large(weight, x)
         and tokens * max(weight.shape) < 2**31  # larger products are untested
     )
     if not possible:
