@@ -171,8 +171,8 @@ def draw(rows: list[dict], picture: Path, title: str) -> None:
         for model, form in dict.fromkeys((row["model"], row["form"]) for row in rows):
             own = [row for row in rows if (row["batch"], row["model"], row["form"]) == (batch, model, form)]
             look = {"color": plots.color(model), "linestyle": styles[form], "marker": "."}
-            for axis, key in zip(line, ("ms", "peak_mib")):
-                heights = [math.nan if row[key] is None else row[key] for row in own]
+            for axis, key, least in zip(line, ("ms", "peak_mib"), (0, 1)):  # below 1 MiB, what else a process does
+                heights = [row[key] if row[key] is not None and row[key] >= least else math.nan for row in own]
                 label = model if form == "softmax" else f"{model} {form}"
                 axis.plot([row["length"] for row in own], heights, label=label, **look)
         plots.label_axes(line[0], f"one pass, batch {batch}", "tokens", "ms", log=True)
