@@ -178,7 +178,7 @@ def can_choose() -> bool:
 
 
 def measure() -> dict[str, list[int | None]]:
-    """Time both ways of each product of some numbers of TOKENS, in turns; takes two to four seconds. Return, for each
+    """Time both ways of each product of some numbers of TOKENS, in turns; takes three to five seconds. Return, for each
     of SHAPES and for the output and the gradients of input and weight, the number of tokens from which on oneDNN is
     faster by more than a tie; None: it never is."""
     seconds = collections.defaultdict(lambda: ([], []))
