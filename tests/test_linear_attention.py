@@ -4,6 +4,7 @@ paper."""
 import functools
 import itertools
 import math
+import re
 import subprocess
 import sys
 
@@ -824,8 +825,9 @@ def test_derivatives_in_forward_mode_are_right_or_refused(decay, form):
     for derivative in (dual, lambda: torch.func.jvp(run, (q,), (q,))[1]):
         try:
             found = derivative()
-        except (NotImplementedError, RuntimeError) as error:
-            assert (form, decay) != ("full", "none"), error
+        except RuntimeError as error:
+            works = decay == "none" and form != "recurrent"
+            assert not works and re.search("forward mode|jvp|setup_context", str(error)), error
         else:
             torch.testing.assert_close(found, run(q))  # which is linear in q
 

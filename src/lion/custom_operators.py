@@ -21,10 +21,10 @@ def operator(
     results = f"({', '.join(['Tensor'] * outputs)})" if outputs > 1 else "Tensor"
     leading = [f"Tensor leading_{number}" for number in range(2 * outputs if outputs > 1 else 1)]
     schemas = f"({inputs}) -> {results}", f"({', '.join(leading)}, {inputs}, bool with_decays) -> Tensor[]"
-    run, run_backward = (
+    run, run_backward = operators = [
         torch.library.custom_op(f"{name}::{function.__name__[1:]}", function, mutates_args=(), schema=schema)
         for function, schema in zip((forward, backward), schemas)
-    )
+    ]
 
     @run_backward.register_fake
     def _(*given):
@@ -35,18 +35,12 @@ def operator(
 
     run.register_fake(lambda q, k, v, *others: output(q, k, v) if output else empty(v))
     run.register_autograd(lambda ctx, *grads: gradients(ctx, run_backward, *grads), setup_context=save_inputs)
-
-    def run_without_tangents(*inputs):
-        if not torch.compiler.is_compiling() and has_tangents(*inputs):  # which the operator would drop
-            raise NotImplementedError("this form of linear attention has no derivatives in forward mode")
-        return run(*inputs)
-
-    return [run_without_tangents, run_backward]
+    return operators
 
 
 def has_tangents(*inputs) -> bool:
-    """Whether derivatives in forward mode are computed of any of these."""
-    if forward_ad._current_level < 0:
+    """Whether derivatives in forward mode are computed of any of these, which an operator would drop."""
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
         return False
     return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs)
 

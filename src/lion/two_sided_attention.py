@@ -24,7 +24,7 @@ from torch import Tensor
 from .cpu import draw_kept, dropout
 from .cpu_crossover import PLAIN, full_is_faster
 from .cpu_kernel import covers
-from .custom_operators import no_autocast
+from .custom_operators import has_tangents, no_autocast
 from .linear_attention_forms import (
     DIRECTIONS,
     LOG_ZERO,
@@ -234,6 +234,8 @@ def attend(
         rows = max(map(len, given))
         query_sums, key_sums = *(x.expand(rows, H, -1, -1) for x in given), *[None] * (2 - len(given))
     operands = query_sums, key_sums, diagonal
+    if form != "full" and query_sums is not None and has_tangents(q, k, v, *operands):
+        raise NotImplementedError("derivatives in forward mode need a form without decays that is not recurrent")
     if form == "full" and query_sums is None and not (dropout_p > 0 and covers(v)):
         y = dropout(scale * q @ k.mT, dropout_p) @ v
     elif form == "full":
