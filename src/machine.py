@@ -42,7 +42,7 @@ def report() -> None:
             lines.append([name, f"{up_to['training']:,}", f"{up_to['inference']:,}"])
         print(markdown(lines) + "\n")
     if not cpu_linear.can_choose():
-        print("linear layers       by torch, which has not both MKL and oneDNN here")
+        print("linear layers       by torch, which lacks MKL or oneDNN here")
     else:
         found = machine.choice("onednn_from", cpu_linear.measure)
         print("linear layers       in float32, by MKL or oneDNN:\n")

@@ -12,12 +12,14 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from src.lion import cpu, cpu_kernel, cpu_linear, machine
 from src.lion.configuration_lion import MIXERS, LionConfig
 from src.lion.cpu import Dropout, dropout, linear, positive_map, split_linear
-from src.lion.modeling_lion import LionForMaskedLM, LionLayer, LionModel, MixerLayer
+from src.lion.modeling_lion import LionForMaskedLM, LionLayer, LionModel, LionPreTrainedModel, MixerLayer
 from tests.conftest import ROOT, settings_of
 
 TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
@@ -56,7 +58,7 @@ def by_onednn(monkeypatch, two_threads):
 @pytest.fixture(scope="module")
 def two_threads():
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
-        pytest.skip("torch has not both MKL and oneDNN")
+        pytest.skip("torch lacks MKL or oneDNN")
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -123,9 +125,11 @@ def test_gradients_have_gradients(by_onednn):
 
     def second(run) -> tuple[torch.Tensor, ...]:
         (grad,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
+        assert len(by_onednn) <= 1  # the output
         return torch.autograd.grad(grad.square().sum(), [x, dense.weight])
 
-    for one, wanted in zip(second(lambda x: linear(dense, x)), second(dense)):
+    expected = second(dense)
+    for one, wanted in zip(second(lambda x: linear(dense, x)), expected):
         torch.testing.assert_close(one, wanted, rtol=0, atol=5e-6 * wanted.abs().max().item())
     assert by_onednn
 
@@ -136,7 +140,75 @@ def test_functions_of_a_layer_are_transformed(by_onednn):
     torch.testing.assert_close(grads, torch.func.grad(lambda x: dense(x).square().sum())(x), rtol=0, atol=1e-4)
     _, tangent = torch.func.jvp(lambda x: linear(dense, x), (x,), (x,))
     torch.testing.assert_close(tangent, x @ dense.weight.T, rtol=0, atol=1e-5)
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(linear(dense, forward_ad.make_dual(x, x)))
+        torch.testing.assert_close(dual.tangent, x @ dense.weight.T, rtol=0, atol=1e-5)
     assert not by_onednn
+
+
+def test_gradients_can_be_batched_and_counted(by_onednn):
+    dense, x = layer(), torch.randn(1024, 768, requires_grad=True)
+    grads = torch.randn(3, 1024, 768)
+    leaves = [x, *dense.parameters()]
+    expected = torch.autograd.grad(dense(x), leaves, grads, is_grads_batched=True)
+    for one, wanted in zip(torch.autograd.grad(linear(dense, x), leaves, grads, is_grads_batched=True), expected):
+        torch.testing.assert_close(one, wanted, rtol=0, atol=5e-6 * wanted.abs().max().item())
+    y = linear(dense, x)
+    with FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    assert counter.get_total_flops() == 4 * 1024 * 768 * 768
+    assert len(by_onednn) == 2  # the outputs
+
+
+@pytest.mark.parametrize("tokens", [cpu_linear.FEW, 1024])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda dense: setattr(dense, "bias", nn.Parameter(torch.randn(2 * 768)[::2])),
+        lambda dense: setattr(dense, "bias", nn.Parameter(torch.randn(1))),
+        lambda dense: setattr(dense, "bias", nn.Parameter(dense.bias.double())),
+        lambda dense: setattr(dense, "weight", nn.Parameter(dense.weight.detach().to_sparse_csr())),
+    ],
+    ids=["with gaps", "one number", "float64", "sparse"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_unusual_parameters_are_left_to_torch(change, tokens, by_onednn, monkeypatch):
+    monkeypatch.setattr(machine, "_adopted", {"onednn_from": dict.fromkeys(cpu_linear.SHAPES, [8] * 3)})
+    dense, x = layer(), torch.randn(tokens, 768)
+    change(dense)
+
+    def result(run) -> torch.Tensor | str:
+        try:
+            return run()
+        except RuntimeError as error:
+            return str(error)
+
+    expected, found = result(lambda: dense(x)), result(lambda: linear(dense, x))
+    assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
+    assert not by_onednn
+
+
+def test_one_thread_suffices(by_onednn):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        dense, x = layer(), torch.randn(1024, 768)
+        torch.testing.assert_close(linear(dense, x), dense(x), rtol=0, atol=1e-5)
+    finally:
+        torch.set_num_threads(threads)
+    assert by_onednn
+
+
+class _Head(LionPreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.linear, self.decoder = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.post_init()
+
+
+def test_a_head_of_ones_own_keeps_its_modules():
+    head = _Head(LionConfig(num_hidden_layers=1, vocab_size=50))
+    assert isinstance(head.linear, nn.Linear) and type(head) is _Head
 
 
 def test_a_hooked_layer_is_called_for_its_parts():

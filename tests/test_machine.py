@@ -90,13 +90,13 @@ def test_onednn_is_chosen_from_where_it_is_faster_with_all_larger_numbers(monkey
         nonlocal now
         now += {256: 0.97, 512: 0.8}.get(len(x), 0.5) if way else 1  # of MKL's time
 
-    def of_weight(grad, x, weight, way: bool) -> None:
+    def of_weight(grad, x, way: bool) -> None:
         nonlocal now
         now += 1
 
     monkeypatch.setattr(cpu_linear.time, "perf_counter", lambda: now)
     monkeypatch.setattr(cpu_linear, "_output", product)
-    monkeypatch.setattr(cpu_linear, "_of_input", lambda grad, x, weight, way: product(x, weight, grad, way))
+    monkeypatch.setattr(cpu_linear, "_of_input", lambda grad, weight, way: product(grad, weight, grad, way))
     monkeypatch.setattr(cpu_linear, "_of_weight", of_weight)
     assert cpu_linear.measure() == {shape: [512, 512, None] for shape in cpu_linear.SHAPES}
 
@@ -159,6 +159,8 @@ def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch
     assert machine.choice("onednn_from", lambda: "measured here") == there
     (run / choices.MACHINE).write_text(json.dumps({"native": True, "convolved_from": there}))
     assert choices.recall(run, "*.pt")["onednn_from"] == there
+    (run / choices.MACHINE).write_text(json.dumps({"native": True}))  # as with one thread, then
+    assert choices.recall(run, "*.pt")["onednn_from"] == dict.fromkeys(there, [None] * 3)
     earlier = {"square": [True, False, True], "wider": [False] * 3, "narrower": [True] * 3}
     (run / choices.MACHINE).write_text(json.dumps({"native": True, "convolutions": earlier}))
     recalled = choices.recall(run, "*.pt")
@@ -196,7 +198,9 @@ def test_the_command_prints_what_was_found_and_forgets_it(tmp_path):
         return output
 
     printed = run()
-    assert "1 threads" in printed and "linear attention" in printed and "MKL" in printed
+    assert "1 threads" in printed and "linear attention" in printed
+    how = "in float32, by MKL or oneDNN" if cpu_linear.can_choose() else "by torch, which lacks"
+    assert f"linear layers       {how}" in printed
     kept = os.listdir(tmp_path / "lion-bert") if (tmp_path / "lion-bert").is_dir() else []
     assert all(name in printed for name in kept)
     assert run("--forget").count("deleted") == len(kept)

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import cpu_kernel
-from .cpu_linear import has_global_hooks, linear, split_linear
+from .cpu_linear import LinearLayers, has_global_hooks, linear, split_linear
 from .custom_operators import no_autocast
 from .linear_attention_forms import sequence_starts
 
@@ -28,7 +28,7 @@ def speed_up(model: nn.Module) -> None:
             module.__class__ = _faster(type(module), _Mixer)
         elif hasattr(module, "after_mixing"):
             module.__class__ = _faster(type(module), _Layer)
-        elif hasattr(module, "decoder"):
+        elif isinstance(module, LinearLayers):
             module.__class__ = _faster(type(module), _Faster)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules import module
@@ -17,16 +18,25 @@ from torch.nn.modules import module
 from . import machine
 
 TOKENS = (8, 32, 128, 256, 512, 1024)  # that are measured; fewer are left to MKL
-MIN_WEIGHTS, MIN_PRODUCTS = 2**15, 2**22  # of smaller layers, the checks below take too much of the time
-SHAPES = {"square": (768, 768), "wider": (3072, 768), "narrower": (768, 3072)}  # of the weights that are measured
+# The weights that are measured; others are treated like the one with the most similar ratio of sides.
+SHAPES = {"square": (768, 768), "wider": (3072, 768), "narrower": (768, 3072)}
+MIN_WEIGHTS, MIN_PRODUCTS = 2**15, 2**22  # for smaller layers, the checks below would cost more than they save
 TIE = 0.95  # of MKL's time: what oneDNN may take
 FEW = 128  # tokens, up to which it is faster to reorder them than the weights: oneDNN reorders its second operand
 
 
+class LinearLayers:
+    """A module that computes its linear layers by this method, which cpu.py replaces."""
+
+    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        return layer(x)
+
+
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
     """Compute layer(x), (..., D) to (..., E), by oneDNN where it is faster."""
-    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if recorded or type(layer) is not nn.Linear or not _is_large(layer.weight, x):
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return layer(x)  # before any size is read, which would add a guard
+    if type(layer) is not nn.Linear or not _is_large(layer.weight, x):
         return layer(x)
     by_onednn = _by_onednn(layer.weight, x) if _is_plain(layer, x) else ()
     if not any(by_onednn):
@@ -37,7 +47,8 @@ def linear(layer: nn.Module, x: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, by_onednn: tuple[bool, ...]) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        needed = ctx.needs_input_grad
+        ctx.save_for_backward(x if needed[1] else None, weight if needed[0] else None)
         ctx.by_onednn = by_onednn
         return _output(x, weight, bias, by_onednn[0])
 
@@ -45,12 +56,12 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needed, (_, of_input, of_weight) = ctx.needs_input_grad, ctx.by_onednn
-        if torch.is_grad_enabled():  # the gradients have gradients, which the operator of oneDNN has not
+        if _must_be_torchs(grad):
             of_input = of_weight = False
         return (
-            _of_input(grad, x, weight, of_input) if needed[0] else None,
-            _of_weight(grad, x, weight, of_weight) if needed[1] else None,
-            grad.flatten(0, -2).sum(0) if needed[2] else None,
+            _of_input(grad, weight, of_input) if needed[0] else None,
+            _of_weight(grad, x, of_weight) if needed[1] else None,
+            grad.reshape(-1, grad.shape[-1]).sum(0) if needed[2] else None,
             None,
         )
 
@@ -77,10 +88,10 @@ class _SplitLinear(torch.autograd.Function):
         grad_x, grad_weight = None, torch.empty_like(weight)
         for grad, part, target in zip(grads, weight.split(ctx.sizes), grad_weight.split(ctx.sizes)):
             _, of_input, of_weight = _by_onednn(part, x)
-            of_x = _of_input(grad, x, part, of_input)
+            of_x = _of_input(grad, part, of_input)
             grad_x = of_x if grad_x is None else grad_x.add_(of_x)
             if of_weight:
-                target.copy_(_of_weight(grad, x, part, True))
+                target.copy_(_of_weight(grad, x, True))
             else:
                 torch.mm(grad.flatten(0, -2).T, x.flatten(0, -2), out=target)
         return grad_x, grad_weight, None
@@ -101,12 +112,14 @@ def _output(x: Tensor, weight: Tensor, bias: Tensor | None, by_onednn: bool) -> 
     return y.view(*x.shape[:-1], len(weight))
 
 
-def _of_input(grad: Tensor, x: Tensor, weight: Tensor, by_onednn: bool) -> Tensor:
-    return _multiply(grad.flatten(0, -2), weight.T).view(x.shape) if by_onednn else grad @ weight
+def _of_input(grad: Tensor, weight: Tensor, by_onednn: bool) -> Tensor:
+    if not by_onednn:
+        return grad @ weight
+    return _multiply(grad.flatten(0, -2), weight.T).view(*grad.shape[:-1], weight.shape[1])
 
 
-def _of_weight(grad: Tensor, x: Tensor, weight: Tensor, by_onednn: bool) -> Tensor:
-    grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+def _of_weight(grad: Tensor, x: Tensor, by_onednn: bool) -> Tensor:
+    grad, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     return _multiply(grad.T, x.T) if by_onednn else grad.T @ x
 
 
@@ -121,21 +134,34 @@ def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _is_plain(layer: nn.Module, x: Tensor) -> bool:
-    """Whether `layer` is nn.Linear, not replaced, wrapped or hooked, x is float32 on a CPU, and nothing traces or
+    """Whether `layer` is nn.Linear, not replaced, wrapped or hooked, all is float32 on a CPU, and nothing traces or
     transforms it."""
     if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False  # before any size is read, which would add a guard
+        return False
     return (
         x.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
         and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
         and type(layer) is nn.Linear
-        and type(layer.weight) in (Tensor, nn.Parameter)
-        and (layer.weight.device, layer.weight.dtype, layer.weight.shape[1]) == (x.device, x.dtype, x.shape[-1])
+        and _is_parameter(layer.weight, len(layer.weight), x.shape[-1])
+        and (layer.bias is None or (_is_parameter(layer.bias, len(layer.weight)) and layer.bias.is_contiguous()))
         and "forward" not in vars(layer)
         and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
         and not has_global_hooks()
     )
+
+
+def _is_parameter(x: Tensor, *shape: int) -> bool:
+    kind = x.device.type, x.dtype, x.layout
+    return type(x) in (Tensor, nn.Parameter) and kind == ("cpu", torch.float32, torch.strided) and x.shape == shape
+
+
+def _must_be_torchs(grad: Tensor) -> bool:
+    """Whether this gradient is to have gradients, is one of many in a batch, or operations are counted, none of which
+    the operator of oneDNN supports."""
+    batched = torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(grad)
+    return torch.is_grad_enabled() or batched or has_global_hooks()
 
 
 def _is_large(weight: Tensor, x: Tensor) -> bool:
@@ -174,7 +200,8 @@ def _by_onednn(weight: Tensor, x: Tensor) -> tuple[bool, ...]:
 
 def can_choose() -> bool:
     """Whether this process has both libraries; without MKL torch multiplies matrices with another one."""
-    return torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return has_onednn and torch.backends.mkl.is_available()
 
 
 def measure() -> dict[str, list[int | None]]:
@@ -184,8 +211,8 @@ def measure() -> dict[str, list[int | None]]:
     seconds = collections.defaultdict(lambda: ([], []))
     products = {
         "output": lambda x, weight, grad, way: _output(x, weight, None, way),
-        "input": lambda x, weight, grad, way: _of_input(grad, x, weight, way),
-        "weight": lambda x, weight, grad, way: _of_weight(grad, x, weight, way),
+        "input": lambda x, weight, grad, way: _of_input(grad, weight, way),
+        "weight": lambda x, weight, grad, way: _of_weight(grad, x, way),
     }
     places = _places()
     for number, tokens, (shape, (E, D)) in itertools.product(range(4), TOKENS, SHAPES.items()):
@@ -213,7 +240,7 @@ def measure() -> dict[str, list[int | None]]:
 def _places() -> Iterator[Tensor]:
     """Endless operands. Like the weights of a model, they are not in the cache: few tokens take as long as reading
     them. And their alignment differs, on which the speed depends."""
-    memory = torch.rand(2**25, generator=torch.Generator(), dtype=torch.float32, device="cpu")
+    memory = torch.rand(2**24, generator=torch.Generator(), dtype=torch.float32, device="cpu")
     size, start = 3 * 2**20, 0
     while True:
         yield memory[start:][:size]

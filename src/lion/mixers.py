@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from .cpu import depthwise_conv, gated_norm, positive_map, rotate
+from .cpu_linear import LinearLayers
 from .custom_operators import no_autocast
 from .hydra_attention import Scans, hydra_attention
 from .linear_attention import attention_matrix, linear_attention, log_of_decay, segment_states
@@ -24,14 +25,6 @@ def build_norm(config: PretrainedConfig, eps: float) -> nn.Module:
     if config.normalization == "rmsnorm":
         return nn.RMSNorm(config.hidden_size, eps)
     return nn.LayerNorm(config.hidden_size, eps, bias=config.bias)
-
-
-class LinearLayers:
-    """A module that computes its linear layers by `linear`."""
-
-    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        """layer(x); cpu.py replaces this method."""
-        return layer(x)
 
 
 class Mixer(LinearLayers, nn.Module):

@@ -22,7 +22,7 @@ from .cpu import speed_up
 from .cpu_crossover import full_is_faster  # noqa: F401
 from .cpu_kernel import covers  # noqa: F401
 from .cpu_kernel_source import SOURCE  # noqa: F401
-from .cpu_linear import linear  # noqa: F401
+from .cpu_linear import LinearLayers
 from .custom_operators import operator  # noqa: F401
 from .full_kernel_source import FULL  # noqa: F401
 from .hydra_attention import hydra_attention  # noqa: F401
@@ -31,7 +31,7 @@ from .linear_attention_forms import sequence_starts
 from .linear_attention_native import full_forward  # noqa: F401
 from .linear_attention_triton import fused_linear_attention  # noqa: F401
 from .machine import choice  # noqa: F401
-from .mixers import MIXERS, LinearLayers, build_norm, rotation
+from .mixers import MIXERS, build_norm, rotation
 from .patch_orders import snakes  # noqa: F401
 from .pooling import pool_spans
 from .triton_kernels import AVAILABLE  # noqa: F401
