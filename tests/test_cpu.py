@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -185,6 +186,12 @@ def test_unusual_parameters_are_left_to_torch(change, tokens, by_onednn, monkeyp
 
     expected, found = result(lambda: dense(x)), result(lambda: linear(dense, x))
     assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
+    assert not by_onednn
+
+
+def test_tensors_without_memory_are_left_to_torch(by_onednn):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert linear(layer(), torch.randn(1024, 768)).shape == (1024, 768)
     assert not by_onednn
 
 

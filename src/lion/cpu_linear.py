@@ -140,6 +140,7 @@ def _is_plain(layer: nn.Module, x: Tensor) -> bool:
         return False
     return (
         x.dtype == torch.float32
+        and type(x) in (Tensor, nn.Parameter)
         and not torch.is_autocast_enabled("cpu")
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
