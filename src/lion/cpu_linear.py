@@ -21,6 +21,7 @@ TOKENS = (8, 32, 128, 256, 512, 1024)  # that are measured; fewer are left to MK
 # The weights that are measured; others are treated like the one with the most similar ratio of sides.
 SHAPES = {"square": (768, 768), "wider": (3072, 768), "narrower": (768, 3072)}
 MIN_WEIGHTS, MIN_PRODUCTS = 2**15, 2**22  # for smaller layers, the checks below would cost more than they save
+NEVER = dict.fromkeys(SHAPES, [None] * 3)  # what `measure` returns where MKL is always faster
 TIE = 0.95  # of MKL's time: what oneDNN may take
 FEW = 128  # tokens, up to which it is faster to reorder them than the weights: oneDNN reorders its second operand
 
@@ -34,9 +35,7 @@ class LinearLayers:
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
     """Compute layer(x), (..., D) to (..., E), by oneDNN where it is faster."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return layer(x)  # before any size is read, which would add a guard
-    if type(layer) is not nn.Linear or not _is_large(layer.weight, x):
+    if _is_elsewhere(x) or type(layer) is not nn.Linear or not _is_large(layer.weight, x):
         return layer(x)
     by_onednn = _by_onednn(layer.weight, x) if _is_plain(layer, x) else ()
     if not any(by_onednn):
@@ -69,7 +68,7 @@ class _Linear(torch.autograd.Function):
 def split_linear(layer: nn.Module, x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Compute layer(x).split(sizes, -1), (..., D) to (..., E_i), as tensors with their own memory. Gradients of parts
     of one tensor would first be copied next to each other, on two cores of a base model for 3 ms per layer."""
-    if not _is_plain(layer, x) or layer.bias is not None:
+    if _is_elsewhere(x) or not _is_plain(layer, x) or layer.bias is not None:
         return layer(x).split(sizes, -1)
     return _SplitLinear.apply(x, layer.weight, sizes)
 
@@ -133,11 +132,14 @@ def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 # Which of them oneDNN computes
 
 
+def _is_elsewhere(x: Tensor) -> bool:
+    """Whether x is not on a CPU, or something records the model. Asked before any size is read, which adds a guard."""
+    return x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def _is_plain(layer: nn.Module, x: Tensor) -> bool:
-    """Whether `layer` is nn.Linear, not replaced, wrapped or hooked, all is float32 on a CPU, and nothing traces or
-    transforms it."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False
+    """Whether `layer` is nn.Linear, not replaced, wrapped or hooked, all is float32 on a CPU, and nothing transforms
+    it."""
     return (
         x.dtype == torch.float32
         and type(x) in (Tensor, nn.Parameter)

@@ -90,10 +90,10 @@ def fused_linear_attention(
         arguments = *arguments, row_mode
     if type(q) is not Tensor or torch.compiler.is_compiling():
         run = _forward_rows if row_mode else _forward
-    elif (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:5])) or (
-        has_tangents(*arguments[:5])  # which it refuses
-    ):
+    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:5]):
         run = _Eager.apply
+    elif has_tangents(*arguments[:5]):
+        run = _Eager.apply  # which refuses them
     else:
         run = _launch_forward_rows if row_mode else _launch_forward
     return run(*arguments)[0] if row_mode == "divide" else run(*arguments)

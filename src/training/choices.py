@@ -27,7 +27,7 @@ def recall(folder: Path, results: str) -> dict:
             choices["onednn_from"] = {shape: [1024 if one else None for one in each] for shape, each in of_shapes}
         if "convolved_from" in choices:  # while oneDNN convolved
             choices["onednn_from"] = choices.pop("convolved_from")
-        choices.setdefault("onednn_from", dict.fromkeys(cpu_linear.SHAPES, [None] * 3))  # as with one thread
+        choices.setdefault("onednn_from", cpu_linear.NEVER)  # as with one thread, then
         plain = choices.setdefault("full_up_to", {"inference": 192, "training": 192})  # before it was measured
         for kind in cpu_crossover.KINDS:
             up_to = choices.setdefault(f"full_up_to{kind}", plain)  # before each kind was
@@ -40,7 +40,7 @@ def recall(folder: Path, results: str) -> dict:
             choices = {"native": cpu_kernel.is_available()}
             if choices["native"]:
                 choices |= {f"full_up_to{kind}": cpu_crossover.full_up_to(kind) for kind in cpu_crossover.KINDS}
-            choices["onednn_from"] = dict.fromkeys(cpu_linear.SHAPES, [None] * 3)
+            choices["onednn_from"] = cpu_linear.NEVER
             if cpu_linear.can_choose():
                 choices["onednn_from"] = machine.choice("onednn_from", cpu_linear.measure)
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
