@@ -3,7 +3,7 @@ tokenized when it is needed:
 
     python benchmarks/glue_reading.py --tokenizer bert-base-uncased [--task sst2 --glue_dir DIR]
 
-Without --glue_dir, the examples are made up: random words, as many as in SST-2's training set. Nothing is trained.
+Without --glue_dir, the examples are synthetic: random words, as many as in SST-2's training set. Nothing is trained.
 Writes a table and its numbers.
 """
 
@@ -34,7 +34,7 @@ SST2 = {"train": 67_349, "dev": 872}
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--glue_dir", help="folder with the official GLUE TSV files (default: made up, as SST-2)")
+    parser.add_argument("--glue_dir", help="folder with the official GLUE TSV files (default: synthetic, like SST-2)")
     parser.add_argument("--tokenizer", default="bert-base-uncased", help="(default: bert-base-uncased)")
     parser.add_argument("--task", default="sst2", choices=GLUE, help="(default: sst2; others need --glue_dir)")
     parser.add_argument("--length", type=int, default=128, help="maximum sequence length (default: 128)")
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
     a = parser.parse_args(argv)
     a.out = a.out or measure.results_folder("cpu")
     if a.task != "sst2" and not a.glue_dir:
-        parser.error("--task: only SST-2 can be made up; give --glue_dir")
+        parser.error("--task: only SST-2 can be synthesized; give --glue_dir")
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in a job
     tokenizer, task = text_model.build_tokenizer(a.tokenizer, a.length), GLUE[a.task]
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
     lines = [["CPU seconds", "without kept tokens", "with"]]
     lines += [[name, *(f"{seconds[key]:.2f}" if key else "-" for key in keys)] for name, *keys in rows]
     title = (
-        f"{task.title}{'' if a.glue_dir else ', made up'}: {examples:,} examples, of which {len(data.train):,} to train "
+        f"{task.title}{'' if a.glue_dir else ', synthetic'}: {examples:,} examples, of which {len(data.train):,} to train "
         f"on, {float(split.ends[-1]) / len(split):.1f} tokens each; {len(groups):,} batches of {task.batch_size}; "
         f"{size / 2**20:.1f} MiB of tokens:"
     )
