@@ -549,9 +549,9 @@ def test_two_folders_load_in_one_program(made, tmp_path):
         + f"""
 models = [transformers.AutoModel.from_pretrained(name, trust_remote_code=True) for name in (folder, {str(other)!r})]
 modules = [name for name in sys.modules if name.endswith("linear_attention_triton")]
-print(len(modules), len({{sys.modules[name]._forward._qualname for name in modules}}))
+print(len(modules), len({{sys.modules[name].ATTENTION.call.name() for name in modules}}))
 modules = [name for name in sys.modules if name.endswith("linear_attention_forms")]
-print(len(modules), len({{sys.modules[name]._in_chunks._qualname for name in modules}}))
+print(len(modules), len({{sys.modules[name].CHUNKWISE.call.name() for name in modules}}))
 """
     )
     assert outside(program, made()[1], tmp_path).split() == ["2"] * 4

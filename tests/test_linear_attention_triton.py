@@ -796,38 +796,41 @@ def test_the_custom_operators_pass_pytorchs_checks(decay):
         log_weight = log_decay / 2 if keys == "before" else None
         how = log_decay, log_weight, mask.to(DEVICE), None, None, seed, None, None
         how = *how, 0.5, chunk_size, dropout_p, False, keys
-        torch.library.opcheck(host._forward, (q, k, v, *how))
-        torch.library.opcheck(host._backward, (torch.ones_like(v), q, k, v, *how, log_decay is not None))
+        torch.library.opcheck(host.ATTENTION.call, (q, k, v, *how))
+        torch.library.opcheck(host.ATTENTION.backward, (torch.ones_like(v), q, k, v, *how, log_decay is not None))
         qkv = torch.stack([x.transpose(1, 2) for x in (q, k, q)], 2)
-        torch.library.opcheck(host._forward, (qkv, None, None, *how))
-        torch.library.opcheck(host._backward, (torch.ones_like(q), qkv, None, None, *how, log_decay is not None))
+        torch.library.opcheck(host.ATTENTION.call, (qkv, None, None, *how))
+        torch.library.opcheck(
+            host.ATTENTION.backward, (torch.ones_like(q), qkv, None, None, *how, log_decay is not None)
+        )
         how = *how, row_mode
-        torch.library.opcheck(host._forward_rows, (q, k, v, *how))
-        outputs = host._forward_rows(q, k, v, *how)
+        torch.library.opcheck(host.ATTENTION_ROWS.call, (q, k, v, *how))
+        outputs = host.ATTENTION_ROWS.call(q, k, v, *how)
         grads = [torch.ones_like(x) for x in outputs]
-        torch.library.opcheck(host._backward_rows, (*grads, *outputs, q, k, v, *how, log_decay is not None))
+        torch.library.opcheck(host.ATTENTION_ROWS.backward, (*grads, *outputs, q, k, v, *how, log_decay is not None))
     if decay == "token":
         decays, orders = torch.cat([log_decay] * 2, 1), torch.stack([torch.arange(20), torch.arange(20).flip(0)]).int()
         how = decays, None, None, None, orders.to(DEVICE), None, None, None, 0.5, 16, 0.0, False, "all", "divide"
-        torch.library.opcheck(host._forward_rows, (q, k, v, *how))
-        outputs = host._forward_rows(q, k, v, *how)
-        torch.library.opcheck(host._backward_rows, (*outputs, *outputs, q, k, v, *how, True))
+        torch.library.opcheck(host.ATTENTION_ROWS.call, (q, k, v, *how))
+        outputs = host.ATTENTION_ROWS.call(q, k, v, *how)
+        torch.library.opcheck(host.ATTENTION_ROWS.backward, (*outputs, *outputs, q, k, v, *how, True))
 
 
 @pytest.mark.parametrize("decay", ["head", "token"])
 @pytest.mark.parametrize("in_one", [False, True])
-def test_a_compiler_is_told_the_strides_of_all_results(in_one, decay):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_compiler_is_told_the_strides_of_all_results(dtype, in_one, decay):
     inputs, mask = draw(decay, 20, 2, 2, "holes")
-    q, k, v, log_decay = (x.to(DEVICE, torch.float32) for x in inputs)
+    q, k, v, log_decay = (x.to(DEVICE, torch.float32 if x is inputs[3] else dtype) for x in inputs)
     parts = (torch.stack([x.transpose(1, 2) for x in (q, k, q)], 2), None, None) if in_one else (q, k, v)
     log_weight = log_decay / 2 if decay == "token" else None
     how = log_decay, log_weight, mask.to(DEVICE), None, None, None, None, None, 0.5, 16, 0.0, False, "all"
     grad = torch.ones_like(q if in_one else v)
 
     def run() -> list[Tensor]:
-        outputs = host._forward_rows(*parts, *how, "sum")
-        grads = host._backward_rows(grad, outputs[1], *outputs, *parts, *how, "sum", True)
-        return [host._forward(*parts, *how), *host._backward(grad, *parts, *how, True), *outputs, *grads]
+        outputs = host.ATTENTION_ROWS.call(*parts, *how, "sum")
+        grads = host.ATTENTION_ROWS.backward(grad, outputs[1], *outputs, *parts, *how, "sum", True)
+        return [host.ATTENTION.call(*parts, *how), *host.ATTENTION.backward(grad, *parts, *how, True), *outputs, *grads]
 
     real = run()
     with FakeTensorMode() as mode:

@@ -19,12 +19,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .cpu import dropout
 from .cpu_kernel import Channels, covers
-from .custom_operators import no_autocast
+from .custom_operators import no_autocast, once_differentiable
 from .linear_attention_forms import EPSILON, LOG_ZERO_OF_FACTOR, clamped_exp, sequence_starts
 from .two_sided_attention import SegmentStates, zero_masked
 

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import cpu_kernel
 from .cpu_linear import LinearLayers, has_global_hooks, linear, split_linear
-from .custom_operators import no_autocast
+from .custom_operators import no_autocast, once_differentiable
 from .linear_attention_forms import sequence_starts
 
 SLICE = 2048  # tokens that a layer processes at a time in inference: few enough to stay in cache and to reuse memory

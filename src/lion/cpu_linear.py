@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules import module
 
 from . import machine
+from .custom_operators import once_differentiable
 
 TOKENS = (8, 32, 128, 256, 512, 1024)  # that are measured; fewer are left to MKL
 # The weights that are measured; others are treated like the one with the most similar ratio of sides.

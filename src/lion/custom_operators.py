@@ -1,41 +1,102 @@
 """Custom operators, which hide kernels and loops from torch.compile: it would unroll the loops."""
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd import forward_ad
+
+VERSION = 2  # of what operators announce to a compiler: Inductor finds what it compiled earlier by their names
+
+
+class Operator(NamedTuple):
+    """An operator with a gradient, and the two that it calls, which know nothing of autograd."""
+
+    call: OpOverload
+    forward: OpOverload
+    backward: OpOverload
 
 
 def operator(
     forward: Callable, backward: Callable, inputs: str, empty, output=None, of_decay=None, outputs: int = 1
-) -> list[Callable]:
-    """Register forward(q, k, v, ...) and its gradient as operators, and return both. `inputs` is their schema, tensors
-    first. `backward` takes the output's gradient, the inputs, and whether any other floating-point tensor (log decays)
-    needs a gradient; it returns the gradients of q, k and v, if given, and, if so, of all those. A compiler expects the
-    layout of `empty(x)` for gradients of q, k and v, of `of_decay(x)` for others, and of `output(q, k, v)`. With
-    several outputs, `backward` takes their gradients, the outputs, and then the inputs."""
-    name = re.sub(r"\W", "_", forward.__module__)  # its copy in a Hub folder registers its own operators
+) -> Operator:
+    """Register forward(q, k, v, ...), with its gradient. `inputs` is its schema, tensors first. `backward` takes the
+    output's gradient, the inputs, and whether any other floating-point tensor (log decays) needs a gradient; it returns
+    the gradients of q, k and v, if given, and, if so, of all those. A compiler expects the dtype and layout of
+    `empty(x)` for gradients of q, k and v, of `of_decay(x)` for others, and of `output(*inputs)`, which is `empty(v)`
+    by default. With several outputs, `backward` takes their gradients, the outputs, and then the inputs."""
+    namespace = re.sub(r"\W", "_", f"{forward.__module__}_{VERSION}")  # its copy in a Hub folder registers its own
+    while hasattr(getattr(torch.ops, namespace), forward.__name__[1:]):  # that of a module that is imported again
+        namespace += "_"
     results = f"({', '.join(['Tensor'] * outputs)})" if outputs > 1 else "Tensor"
     leading = [f"Tensor leading_{number}" for number in range(2 * outputs if outputs > 1 else 1)]
-    schemas = f"({inputs}) -> {results}", f"({', '.join(leading)}, {inputs}, bool with_decays) -> Tensor[]"
-    run, run_backward = operators = [
-        torch.library.custom_op(f"{name}::{function.__name__[1:]}", function, mutates_args=(), schema=schema)
-        for function, schema in zip((forward, backward), schemas)
-    ]
+    of_backward = f"({', '.join(leading)}, {inputs}, bool with_decays) -> Tensor[]"
+    run = _register(f"{namespace}::{forward.__name__[1:]}", f"({inputs}) -> {results}", forward)
+    run_backward = _register(f"{namespace}::{backward.__name__[1:]}", of_backward, backward)
 
-    @run_backward.register_fake
+    @torch.library.register_fake(run_backward)
     def _(*given):
         q, k, v, *others = given[len(leading) :]
         decays = [x for x in others if isinstance(x, Tensor) and x.is_floating_point()] if others[-1] else []
         of_decays = [of_decay(x) if of_decay else x.new_empty(x.shape) for x in decays]
         return [*(empty(x) for x in (q, k, v) if x is not None), *of_decays]
 
-    run.register_fake(lambda q, k, v, *others: output(q, k, v) if output else empty(v))
-    run.register_autograd(lambda ctx, *grads: gradients(ctx, run_backward, *grads), setup_context=save_inputs)
-    return operators
+    torch.library.register_fake(run, lambda *given: output(*given) if output else empty(given[2]))
+
+    class Differentiable(torch.autograd.Function):
+        forward, setup_context = staticmethod(run), staticmethod(save_inputs)
+        backward = staticmethod(once_differentiable(lambda ctx, *grads: gradients(ctx, run_backward, *grads)))
+
+    # A compiler traces through a composite operator to those that it calls, so a compiled model spends no time on
+    # autograd, as it would with a `torch.library.custom_op`.
+    def differentiable(*given):
+        return Differentiable.apply(*given)
+
+    name, schema = f"{run.name()}_differentiable", f"({inputs}) -> {results}"
+    return Operator(_register(name, schema, differentiable, "CompositeImplicitAutograd"), run, run_backward)
+
+
+def _register(name: str, schema: str, function: Callable, key: str = "CompositeExplicitAutograd") -> OpOverload:
+    torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(name, key, function)
+    namespace, name = name.split("::")
+    return getattr(getattr(torch.ops, namespace), name).default
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """Decorate the backward pass of a torch.autograd.Function whose gradients have no gradients. Unlike with torch's
+    decorator of this name, torch.autograd.grad does not omit their part of a second derivative either."""
+
+    @functools.wraps(backward)
+    def first_order(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return results
+        results = results if isinstance(results, tuple) else (results,)
+        sources = [x for x in (*grads, *ctx.saved_tensors) if x is not None and x.requires_grad]
+        return tuple(None if x is None else _Underivable.apply(x, *sources) for x in results)
+
+    return first_order
+
+
+class _Underivable(torch.autograd.Function):
+    """A gradient that depends on all sources; its own gradient is an error."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, *_sources: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, _grad: Tensor):
+        raise RuntimeError(
+            "second derivatives are not implemented for this model; compute gradients without create_graph=True"
+        )
 
 
 def has_tangents(*inputs) -> bool:

@@ -22,13 +22,12 @@ import os
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import cpu_kernel
 from .channel_decay import attend_by_channel, matrix_by_channel, segment_states_by_channel
 from .cpu_crossover import NORMALIZED, PLAIN
-from .custom_operators import no_autocast
+from .custom_operators import no_autocast, once_differentiable
 from .linear_attention_forms import EPSILON, LOG_ZERO, cumulative_log_decay, divided, with_ones, write_state
 from .linear_attention_triton import covers, fused_linear_attention
 from .two_sided_attention import (

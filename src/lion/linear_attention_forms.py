@@ -23,12 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import linear_attention_native as native
 from .cpu_kernel import covers
-from .custom_operators import no_autocast, operator
+from .custom_operators import no_autocast, once_differentiable, operator
 
 # Lower bound of log weights: e^-60 is below every dtype's precision, and its products with ordinary numbers are not yet
 # denormal, which a CPU multiplies many times slower.
@@ -272,7 +271,7 @@ def _recurrent_forward(q, k, v, query_sum, key_sum, direction: int) -> Tensor:
         query_sum, key_sum = query_sum.flip(-1), key_sum.flip(-1)
     decays = clamped_exp(query_sum.diff()).to(q.dtype)[..., None, None]
     k = k[:, :, :-1] * clamped_exp(query_sum[..., 1:] - key_sum[..., :-1]).to(q.dtype)[..., None]
-    state, y = q.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), torch.zeros_like(v)
+    state, y = q.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), v.new_zeros(v.shape)
     for t in range(1, q.shape[-2]):
         state.mul_(decays[:, :, t - 1]).addcmul_(k[:, :, t - 1, :, None], v[:, :, t - 1, None, :])
         y[:, :, t] = (q[:, :, t, None, :] @ state).squeeze(-2)
@@ -395,7 +394,7 @@ def _gradients(chunks: "_Chunks", grad: Tensor, with_sums: bool) -> list[Tensor 
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     T, one_sum = query_sums.shape[-1], key_sums is None
     grad_sums = [v.new_empty(v.shape[:3], dtype=torch.float64) for _ in range(T if one_sum else 2 * T)]
-    grad_diagonal = None if diagonal is None else torch.empty_like(diagonal)
+    grad_diagonal = None if diagonal is None else diagonal.new_empty(diagonal.shape)
     with_states = chunks.states is not None
     if with_states:
         grad_weights = [v.new_empty(*v.shape[:3], T) for _ in range(2)]
@@ -574,10 +573,10 @@ class _Chunks:
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor query_sum, Tensor key_sum, int direction"
-_one_triangle, _ = operator(_recurrent_forward, _recurrent_backward, _INPUTS, lambda x: x.new_empty(x.shape))
+RECURRENT = operator(_recurrent_forward, _recurrent_backward, _INPUTS, lambda x: x.new_empty(x.shape))
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor query_sums, Tensor? key_sums, Tensor? diagonal"
 _INPUTS += ", Tensor? order, float scale, SymInt chunk_size, bool uniform, str triangles"
-_in_chunks, _ = operator(_chunkwise_forward, _chunkwise_backward, _INPUTS, torch.empty_like)
+CHUNKWISE = operator(_chunkwise_forward, _chunkwise_backward, _INPUTS, torch.empty_like)
 
 
 def chunkwise(
@@ -586,7 +585,7 @@ def chunkwise(
 ) -> Tensor:  # fmt: skip
     """The output, (B, H, L, E). uniform: all chunks have the same decays. By the kernel only: order, (O, L), the token
     at each place of O orders, whose W are averaged, with two sums for each."""
-    return _in_chunks(q, k, v, query_sums, key_sums, diagonal, order, scale, chunk_size, uniform, triangles)
+    return CHUNKWISE.call(q, k, v, query_sums, key_sums, diagonal, order, scale, chunk_size, uniform, triangles)
 
 
 def recurrent(q, k, v, query_sums, key_sums, diagonal, triangles: str) -> Tensor:
@@ -596,5 +595,5 @@ def recurrent(q, k, v, query_sums, key_sums, diagonal, triangles: str) -> Tensor
     sides = (x.chunk(2, -1) if triangles == "separate" else [x] * 2 for x in (q, k))
     for number, (side, direction) in enumerate(zip(zip(*sides), DIRECTIONS[triangles])):
         side = (x.expand(-1, v.shape[1], -1, -1) for x in side)
-        y = y + _one_triangle(*side, v, query_sums[..., number], key_sums[..., number], direction)
+        y = y + RECURRENT.call(*side, v, query_sums[..., number], key_sums[..., number], direction)
     return y

@@ -58,7 +58,9 @@ def chunkwise_backward(
         triangle.backward(rows[3], *sides[number % 2], grads[2], add, with_sums)
     Triangle.run(calls)
     of_queries, of_keys = zip(*(triangle.of_sums() for triangle in calls)) if with_sums else ((), ())
-    of_diagonal = (grad.float() * v).sum(-1) if with_sums and diagonal is not None else None
+    of_diagonal = None
+    if with_sums and diagonal is not None:
+        of_diagonal = diagonal.new_empty(diagonal.shape).copy_((grad.float() * v).sum(-1))
     return *_cast(grads, q, k, v), *_of_sums(of_queries, of_keys, query_sums, key_sums), of_diagonal
 
 

@@ -7,11 +7,10 @@ import os
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import triton_kernels as kernels
-from .custom_operators import gradients, has_tangents, operator, save_inputs
+from .custom_operators import gradients, has_tangents, once_differentiable, operator, save_inputs
 from .linear_attention_forms import EPSILON, LOG_ZERO
 from .triton_kernels import tl, triton
 
@@ -89,7 +88,7 @@ def fused_linear_attention(
     if row_mode:
         arguments = *arguments, row_mode
     if type(q) is not Tensor or torch.compiler.is_compiling():
-        run = _forward_rows if row_mode else _forward
+        run = (ATTENTION_ROWS if row_mode else ATTENTION).call
     elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:5]):
         run = _Eager.apply
     elif has_tangents(*arguments[:5]):
@@ -474,8 +473,8 @@ class _Eager(torch.autograd.Function):
 _INPUTS = "Tensor q, Tensor? k, Tensor? v, Tensor? log_decay, Tensor? log_weight, Tensor? mask, Tensor? seq_idx"
 _INPUTS += ", Tensor? orders, Tensor? seed, Tensor? sums, Tensor? incoming, float scale, SymInt chunk_size"
 _INPUTS += ", float dropout_p, bool forget_logits, str keys"
-_forward, _backward = operator(_launch_forward, _launch_backward, _INPUTS, _empty, _empty_output, _empty_decays)
+ATTENTION = operator(_launch_forward, _launch_backward, _INPUTS, _empty, _empty_output, _empty_decays)
 _INPUTS += ", str row_mode"
-_forward_rows, _backward_rows = operator(
+ATTENTION_ROWS = operator(
     _launch_forward_rows, _launch_backward_rows, _INPUTS, _empty, _empty_outputs, _empty_decays, outputs=2
 )
