@@ -77,6 +77,35 @@ def test_attention_pooling_begins_as_the_mean_and_learns():
     assert models[0].pooling_weight.grad.abs().max() > 0
 
 
+def test_an_encoder_gets_weights_of_zero_for_attention_pooling(tmp_path):
+    build(kind=LionModel).save_pretrained(tmp_path)
+    junk = [torch.full((D,), torch.nan) for _ in range(2000)]  # memory that an uninitialized weight would take
+    del junk
+    model = LionEmbeddingModel.from_pretrained(tmp_path, pooling="attention")
+    assert torch.equal(model.pooling_weight, torch.zeros(D))
+    torch.nn.init.normal_(model.pooling_weight)
+    model.save_pretrained(tmp_path / "trained")
+    again = LionEmbeddingModel.from_pretrained(tmp_path / "trained")
+    assert torch.equal(again.pooling_weight, model.pooling_weight)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_texts_that_are_not_packed_compile_as_one_graph(pooling):
+    model, (ids, mask) = build(pooling=pooling), texts(9, 5)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        actual = compiled(ids, attention_mask=mask).pooler_output
+        torch.testing.assert_close(actual, model(ids, attention_mask=mask).pooler_output)
+
+
+def test_spans_are_pooled_on_the_cpu_whatever_device_is_the_default():
+    x = torch.randn(7, D)
+    expected = pool_spans(x, [(0, 7)])
+    with torch.device("meta"):
+        for actual, wanted in zip(pool_spans(x, [(0, 7)]), expected):
+            torch.testing.assert_close(actual, wanted)
+
+
 @pytest.mark.parametrize("pooling", ["mean", "attention"])
 @pytest.mark.parametrize("mixer", LINEAR)
 def test_passages_of_a_text_in_segments(mixer, pooling, tmp_path):

@@ -32,6 +32,7 @@ from .two_sided_attention import two_sided_attention  # noqa: F401
 
 # Unused imports are here because transformers copies from a local Hub folder only what this file imports itself.
 READ_AT_ONCE = 8192  # tokens
+ARGUMENTS = list(inspect.signature(LionModel.forward).parameters)[1:]
 
 
 class LionEmbeddingModel(HeadedModel):
@@ -43,11 +44,15 @@ class LionEmbeddingModel(HeadedModel):
         attends = config.pooling == "attention"
         self.pooling_weight = nn.Parameter(torch.zeros(config.hidden_size)) if attends else None
 
+    def init_parameters(self) -> None:
+        if self.pooling_weight is not None:
+            nn.init.zeros_(self.pooling_weight)
+
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *args, **kwargs):
         """Encode texts. Arguments: `LionModel.forward`, and pooling_mask, (B, L), True at the tokens of a passage that
         are pooled; None: all real ones. The pooler's output is the vectors in float32, (B, D), not of unit length; of
         packed texts, (texts, D), in reading order."""
-        given = dict(zip(list(inspect.signature(LionModel.forward).parameters)[3:], args)) | kwargs
+        given = dict(zip(ARGUMENTS[2:], args)) | kwargs
         return_dict, pooling_mask = given.pop("return_dict", None), given.pop("pooling_mask", None)
         seq_idx = given.get("seq_idx")
         output = self.lion(input_ids, attention_mask, **given, return_dict=True)
@@ -56,7 +61,7 @@ class LionEmbeddingModel(HeadedModel):
         if seq_idx is not None:
             number = sequence_starts(seq_idx).cumsum(1)
             tokens = number[:, None] == torch.arange(int(number.max()) + 1, device=x.device)[:, None]
-        texts = tokens.any(-1)
+        texts = tokens.any(-1)  # of which rows have different numbers
         for mask in (attention_mask, pooling_mask):
             if mask is not None:
                 tokens = tokens & mask[:, None].bool()
@@ -67,7 +72,8 @@ class LionEmbeddingModel(HeadedModel):
         if self.pooling_weight is not None:
             factors = (weights * tokens.sum(-1, keepdim=True)).sum(1)  # (B, L)
             x = x * factors[..., None].to(x.dtype)
-        output = BaseModelOutputWithPooling(x, vectors[texts], output.hidden_states, output.attentions)
+        vectors = vectors[:, 0] if seq_idx is None else vectors[texts]
+        output = BaseModelOutputWithPooling(x, vectors, output.hidden_states, output.attentions)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     forward.__signature__ = inspect.signature(LionModel.forward)  # which transformers and Composer read

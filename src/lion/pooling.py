@@ -41,15 +41,15 @@ def pool_spans(x: Tensor, spans: Sequence[tuple[int, int]], scores: Tensor | Non
     Raises ValueError for a span that is empty or outside the text.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    scores = torch.zeros(len(x), dtype=wide) if scores is None else scores.to(wide).cpu()
+    scores = torch.zeros(len(x), dtype=wide, device="cpu") if scores is None else scores.to(wide).cpu()
     total = scores.double().logsumexp(0)
-    vectors, weights = torch.empty(len(spans), x.shape[-1], dtype=wide), torch.empty(len(spans), dtype=wide)
+    vectors, weights = scores.new_empty(len(spans), x.shape[-1]), scores.new_empty(len(spans))
     for number, (start, stop) in enumerate(spans):
         if not 0 <= start < stop <= len(x):
             raise ValueError(f"span {number}, ({start}, {stop}), is empty or outside the text of {len(x)} tokens")
         of_span = scores[start:stop].double()
         own = of_span.logsumexp(0)
-        vector = torch.zeros(x.shape[-1], dtype=torch.float64)
+        vector = of_span.new_zeros(x.shape[-1])
         for first in range(start, stop, PIECE):
             piece = x[first : min(first + PIECE, stop)].to(wide)
             shares = (of_span[first - start : first - start + PIECE] - own).exp()
