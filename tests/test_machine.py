@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -40,9 +42,21 @@ def test_a_choice_is_measured_once_and_read_by_later_processes(cache):
     (path,) = machine.kept()
     stored = json.loads(path.read_text())
     assert stored["threads"] == torch.get_num_threads() and stored["torch"] == torch.__version__
-    path.write_text("{")  # damaged
+    path.write_text("{")  # truncated
     machine._choice.cache_clear()
     assert machine.choice("example", measure) == [True, False] and len(calls) == 2
+
+
+def test_of_threads_that_measure_at_once_all_take_the_first_result(cache):
+    calls = []
+
+    def measure() -> int:
+        calls.append(1)
+        time.sleep(0.05)
+        return len(calls)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: machine.choice("example", measure), range(4))) == [1] * 4
 
 
 def test_it_is_measured_with_the_memory_settings_of_training(cache, monkeypatch):

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,17 @@ from typing import Any
 import torch
 
 METHOD = 3  # raised when something is measured in another way, so that what was found before is not used
-_adopted: dict[str, Any] = {}  # the choices of the run that this process continues
+_adopted: dict[str, Any] = {}  # the choices of the run that this process resumes
+_measuring = threading.RLock()  # threads would disturb each other, and could take different choices
 
 
 def choice(name: str, measure: Callable[[], Any], version: str = "") -> Any:
-    """Return what `measure`, whose result is written as JSON, has found on this machine with this many threads, now or
-    earlier, for this version of what it measures."""
-    return _adopted[name] if name in _adopted else _choice(name, measure, torch.get_num_threads(), version)
+    """Return `measure()`, which can be written as JSON, for this machine, this number of threads and this version of
+    what is measured; from the cache if it was measured before."""
+    if name in _adopted:
+        return _adopted[name]
+    with _measuring:
+        return _choice(name, measure, torch.get_num_threads(), version)
 
 
 @functools.cache
@@ -35,13 +40,13 @@ def _choice(name: str, measure: Callable[[], Any], threads: int, version: str) -
         return _found(measure)
     if (known := _read(path, name)) is not None:
         return known
-    damaged, found = path.exists(), _found(measure)
+    corrupt, found = path.exists(), _found(measure)
     stored = {"processor": processor_name(), "torch": torch.__version__, "threads": threads, name: found}
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with contextlib.suppress(OSError):  # a full disk
         try:
             temporary.write_text(json.dumps(stored, indent=1))
-            if damaged:
+            if corrupt:
                 temporary.replace(path)
             else:
                 os.link(temporary, path)
