@@ -201,6 +201,17 @@ def test_a_gated_norm_is_a_norm_times_silu():
     gradients = (torch.autograd.grad(x.sin().sum(), leaves) for x in (actual, expected))
     for a, b in zip(*gradients):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    seen = []
+    norm.register_forward_hook(lambda *given: seen.append(given[-1]))
+    torch.testing.assert_close(gated_norm(norm, y, z), expected)
+    assert len(seen) == 1
+
+
+def test_a_traced_gated_norm_takes_other_numbers_of_tokens():
+    norm, z = torch.nn.RMSNorm(24, eps=1e-5).requires_grad_(False), torch.randn(2, 300, 24)
+    with torch.no_grad():
+        traced = torch.jit.trace(lambda y: gated_norm(norm, y, y), z[:1, :10])
+        torch.testing.assert_close(traced(z), norm(z) * F.silu(z))
 
 
 # The configuration

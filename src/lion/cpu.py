@@ -69,8 +69,8 @@ def draw_kept(shape: torch.Size, p: float, device: torch.device) -> tuple[Tensor
         seed = torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None)
         if type(seed) is Tensor:  # not one of FakeTensorMode
             return cpu_kernel.draw_kept(size, dropped, int(seed)).view(shape), factor
-    draws = torch.empty(-(-size // 4), dtype=torch.int64).random_(-(2**63), None)
-    kept = torch.empty(size, dtype=torch.uint8)
+    draws = torch.empty(-(-size // 4), dtype=torch.int64, device=device).random_(-(2**63), None)
+    kept = torch.empty(size, dtype=torch.uint8, device=device)
     return torch.ge(draws.view(torch.int16)[:size], dropped - 2**15, out=kept).view(shape), factor
 
 
@@ -84,9 +84,9 @@ def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tens
         if seq_idx is None:
             return _DepthwiseConv.apply(x.contiguous(), weight, bias)
         # With zeros between the sequences. Elsewhere this would wait for the GPU, or break the graph.
-        place = torch.arange(length) + reach * number
+        place = torch.arange(length, device=x.device) + reach * number
         width = int(place.max()) + 1
-        place = (place + width * torch.arange(len(x))[:, None]).flatten()
+        place = (place + width * torch.arange(len(x), device=x.device)[:, None]).flatten()
         spread = x.new_zeros(len(x) * width, x.shape[-1]).index_copy(0, place, x.flatten(0, 1))
         y = _DepthwiseConv.apply(spread.unflatten(0, (len(x), width)), weight, bias)
         return y.flatten(0, 1).index_select(0, place).view(x.shape)
@@ -169,11 +169,12 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, direction: int) -> Tensor:
 def gated_norm(norm: nn.RMSNorm, y: Tensor, z: Tensor) -> Tensor:
     """Compute norm(y) · SiLU(z), (..., I). In inference the result may take y's memory."""
     wide = torch.promote_types(y.dtype, torch.float32)
-    if y.device.type != "cpu" or wide != torch.float32 or torch.compiler.is_compiling():
+    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing() or norm._forward_hooks or norm._forward_pre_hooks
+    if y.device.type != "cpu" or wide != torch.float32 or recorded or has_global_hooks():
         return (norm(y.to(wide)) * F.silu(z.to(wide))).to(y.dtype)
     if torch.is_grad_enabled():
         return _GatedNorm.apply(y, z, norm.weight.float(), norm.eps)
-    output = y if y.is_contiguous() else torch.empty(y.shape, dtype=y.dtype)
+    output = y if y.is_contiguous() else y.new_empty(y.shape)
     _gated_norm(output, y, z, norm.weight.float(), norm.eps)
     return output
 
@@ -194,7 +195,7 @@ class _GatedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-        output = torch.empty(y.shape, dtype=y.dtype)
+        output = y.new_empty(y.shape)
         ctx.save_for_backward(y, z, weight, _gated_norm(output, y, z, weight, eps))
         return output
 
@@ -202,7 +203,7 @@ class _GatedNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         y, z, weight, factors = ctx.saved_tensors
-        grad_y, grad_z, grad_weight = *(torch.empty(x.shape, dtype=x.dtype) for x in (y, z)), torch.zeros_like(weight)
+        grad_y, grad_z, grad_weight = *(x.new_empty(x.shape) for x in (y, z)), torch.zeros_like(weight)
         for dy, dz, factor, y, z, grad in _slices(grad_y, grad_z, factors, y, z, grad):  # noqa: B020
             normalized, z, grad = y.float() * factor, z.float(), grad.float()
             gated = F.silu(z).mul_(grad)

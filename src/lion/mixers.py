@@ -210,7 +210,8 @@ class Softmax(Attention):
         if not output_attentions:
             return y, None
         scores = q @ k.mT * q.shape[-1] ** -0.5
-        return y, (scores if keys is None else scores.masked_fill(~keys, -torch.inf)).softmax(-1)
+        # Not −∞, which without any key would give NaN.
+        return y, (scores if keys is None else scores.masked_fill(~keys, torch.finfo(scores.dtype).min)).softmax(-1)
 
 
 def visible_keys(mask: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
@@ -235,7 +236,7 @@ def find_sequences(mask: Tensor | None, seq_idx: Tensor) -> Sequences | None:
     """Find the sequences of packed rows, (B, L); None if there is padding within one. The program waits for a GPU."""
     B, L = seq_idx.shape
     number = 2 * sequence_starts(seq_idx).cumsum(1) + (1 if mask is None else mask)  # odd at real tokens
-    number = number.cpu() + 2 * L * torch.arange(B)[:, None]
+    number = number.cpu() + 2 * L * torch.arange(B, device="cpu")[:, None]
     numbers, lengths = number.flatten().unique_consecutive(return_counts=True)
     if (numbers[numbers % 2 == 1].diff() == 0).any():
         return None
