@@ -694,6 +694,17 @@ def test_the_attention_matrix_times_the_values_is_the_output(decay, mask, scale)
         assert not matrix.masked_select(~real[:, None, None, :]).any()
 
 
+@pytest.mark.parametrize("channels", [False, True])
+def test_matrices_and_states_of_heads_that_share_queries_and_keys(channels):
+    q, k, v = torch.randn(2, 2, 9, D), torch.randn(2, 2, 9, D), torch.randn(2, 4, 9, E)
+    log_decay = -torch.rand(2, 4, 9, D) if channels else -torch.rand(2, 4, 9)
+    y = linear_attention(q, k, v, log_decay, form="full")
+    torch.testing.assert_close(attention_matrix(q, k, log_decay) @ v, y, atol=1e-5, rtol=1e-5)
+    first = segment_states(k[:, :, :4], v[:, :, :4], log_decay[:, :, :4])
+    last = linear_attention(*(x[:, :, 4:] for x in (q, k, v, log_decay)), left_state=first.rightward, form="chunkwise")
+    torch.testing.assert_close(last, y[:, :, 4:], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("form", ["full", "auto"])
 def test_dropout_zeroes_entries_of_the_matrix_and_scales_up_the_others(form, decay):
@@ -779,6 +790,8 @@ def shapes(**changes) -> dict[str, Tensor]:
         ({"log_decay": torch.zeros(3), "forget_logits": torch.zeros(3)}, "forget_logits and log_decay.*omit one"),
         ({"forget_logits": torch.zeros(2, 7, 3)}, r"forget_logits.*\(2, 3, 7\).*\(2, 7, 3\)"),
         ({"chunk_size": 0}, r"chunk_size.*0"),
+        ({"dropout_p": -0.1}, r"dropout must be from 0 to 1.*-0.1"),
+        ({"dropout_p": 1.5}, r"dropout must be from 0 to 1.*1.5"),
         ({"chunk_size": -16}, r"chunk_size.*-16"),
     ],
     ids=lambda x: ",".join(x) if isinstance(x, dict) else "",

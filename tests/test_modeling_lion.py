@@ -576,6 +576,16 @@ def test_encode_long_is_for_inference_by_mixers_with_states_within_their_positio
         build("lion-s", LionModel).train().encode_long(ids)
     with pytest.raises(ValueError, match=f"{POSITIONS + 1} tokens.*{POSITIONS}"):
         build("lion-lit", LionModel).encode_long(ids, segment_length=8)
+    with pytest.raises(ValueError, match=r"at least one token.*0 and 8"):
+        build("lion-s", LionModel).encode_long(ids[:, :0], segment_length=8)
+    with pytest.raises(ValueError, match=r"segments of one.*0"):
+        build("lion-s", LionModel).encode_long(ids, segment_length=0)
+
+
+def test_matrices_of_softmax_are_finite_without_any_real_token():
+    inputs = texts() | {"attention_mask": torch.zeros_like(texts()["input_ids"])}
+    for matrix in build("softmax", LionModel)(**inputs, output_attentions=True).attentions:
+        assert matrix.isfinite().all()
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

@@ -208,6 +208,9 @@ def test_features_classifiers_and_intermediate_layers():
     first, last = model.lion.get_intermediate_layers(x, [0, -1], norm=False, reshape=True)
     torch.testing.assert_close(first.flatten(2).mT, output.hidden_states[1][:, 1:])
     torch.testing.assert_close(last[0, :, 2, 3], output.hidden_states[2][0, 12])
+    for wrong in (0, 3, [2]):
+        with pytest.raises(ValueError, match="layers"):
+            model.lion.get_intermediate_layers(x, wrong)
     with pytest.raises(ValueError, match=r"numbered from 0 to 1 \(got 2\)"):
         model.lion.get_intermediate_layers(x, [2])
     model.reset_classifier(0)

@@ -414,7 +414,7 @@ def _compile() -> tuple[Path, bool]:
     """Return the compiled kernel in the user's cache, and whether this process compiled it. Its name tells sources,
     compilers and processors apart, since machines that share a home directory may differ in what they can do."""
     openmp = _loaded_openmp()
-    compiler = os.environ.get("CC", "cc").split()
+    compiler = (os.environ.get("CC") or "cc").split()
     options = {"check": True, "capture_output": True, "text": True, "timeout": 120}
     version = subprocess.run([*compiler, "--version"], **options).stdout
     key = "\n".join([SOURCE, *FLAGS, *compiler, version, machine.digest(), openmp])

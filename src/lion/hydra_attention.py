@@ -56,7 +56,7 @@ def hydra_attention(
 ) -> Tensor:
     """Compute the attention of a Hydra layer, (B, H, L, E); other arguments and errors as for `two_sided_attention`."""
     given = {"mask": mask, "seq_idx": seq_idx, "left_state": left_state, "right_state": right_state}
-    dtype = v.dtype
+    dtype, heads = v.dtype, v.shape[1]
     if not all(is_fused(q, k, v, form, 0.0) for q, k in zip(scans.q, scans.k)):
         past, future, _ = scans.triangles()
         return two_sided_attention(v, past, future, diagonal, **given, form=form, chunk_size=chunk_size, report=False)
@@ -65,7 +65,7 @@ def hydra_attention(
     with no_autocast(v):
         of_past, of_future = (
             fused_linear_attention(
-                one_per_head(q, v), one_per_head(k, v), v, log_decay, mask, seq_idx, 1.0, size, 0.0, keys=keys,
+                one_per_head(q, heads), one_per_head(k, heads), v, log_decay, mask, seq_idx, 1.0, size, 0.0, keys=keys,
                 log_weight=log_weight,
             )
             for q, k, log_decay, log_weight, keys in zip(*scans, ("before", "after"))
@@ -75,7 +75,7 @@ def hydra_attention(
         if left_state is not None or right_state is not None:
             past, future, _ = scans.triangles()
             sums = torch.stack([past.query_sum, -future.query_sum], -1)
-            queries = one_per_head(torch.cat(scans.q, -1), v)
+            queries = one_per_head(torch.cat(scans.q, -1), heads)
             y = add_states(y, queries, sums, "separate", left_state, right_state, 1.0)
     return y.to(dtype)
 

@@ -115,7 +115,7 @@ def linear_attention(
     has_states = left_state is not None or right_state is not None
     fused = is_fused(q, k, v, form, dropout_p, {"decays per channel": by_channel})
     if fused:
-        q, k = one_per_head(q, v), one_per_head(k, v)
+        q, k = one_per_head(q, v.shape[1]), one_per_head(k, v.shape[1])
     if normalize and not fused and dtype in (torch.bfloat16, torch.float16):
         q, k, v = q.float(), k.float(), v.float()
     kind = NORMALIZED if normalize else PLAIN
@@ -198,6 +198,8 @@ def attention_matrix(
 ) -> Tensor:
     """Compute the matrix s·QKᵀ⊙M, (B, H, L, L), zero in the columns of padding, for arguments of `linear_attention`."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if log_decay is not None:
+        q, k = (one_per_head(x, log_decay.shape[0 if log_decay.ndim <= 2 else 1]) for x in (q, k))
     if log_decay is not None and log_decay.ndim in (2, 4):
         matrix = matrix_by_channel(q, k, log_decay, log_decay_future, mask=mask, seq_idx=seq_idx, scale=scale)
         return matrix / (matrix.sum(-1, keepdim=True) + EPSILON) if normalize else matrix
@@ -216,6 +218,7 @@ def segment_states(k, v, log_decay=None, *, log_decay_future=None, mask=None, no
     segments from left to right and update `left = left * across + rightward` after each, then from right to left and
     update `right = right * across_leftward + leftward`. With both states from before a segment's own update,
     `linear_attention(..., left_state=left, right_state=right)` on it returns its part of the text's output."""
+    k = one_per_head(k, v.shape[1])
     if normalize:
         v = with_ones(v)
     if log_decay is None:
@@ -241,10 +244,10 @@ def log_of_decay(forget_logits: Tensor) -> Tensor:
     return F.logsigmoid(-x)
 
 
-def one_per_head(x: Tensor, v: Tensor) -> Tensor:
-    """Queries or keys, (B, G, L, D), for each head of v, (B, H, L, D); copied only if 1 < G < H."""
-    heads = v.shape[1] // x.shape[1]
-    return x if heads == 1 else x.expand(-1, heads, -1, -1) if x.shape[1] == 1 else x.repeat_interleave(heads, 1)
+def one_per_head(x: Tensor, heads: int) -> Tensor:
+    """Queries or keys, (B, G, L, D), for each of H heads, (B, H, L, D); copied only if 1 < G < H."""
+    times = heads // x.shape[1]
+    return x if times == 1 else x.expand(-1, heads, -1, -1) if x.shape[1] == 1 else x.repeat_interleave(times, 1)
 
 
 def _is_uniform(*log_decays: Tensor | None) -> bool:

@@ -308,7 +308,10 @@ class LionModel(LionPreTrainedModel):
             return None
         if input_ids.shape[1] <= self.config.segment_length or not MIXERS[self.config.mixer].has_states:
             return None
-        if not all(isinstance(layer, MixerLayer) for layer in self.layers):  # FSDP gathers weights in whole calls only
+        # FSDP, 1 and 2, and hooks of accelerate gather weights in whole calls only.
+        if not all(isinstance(layer, MixerLayer) and not hasattr(layer, "_hf_hook") for layer in self.layers):
+            return None
+        if any(hasattr(weight, "device_mesh") for weight in self.parameters()):
             return None
         return max(self.config.segment_length // len(input_ids), MIN_SEGMENT)
 
@@ -320,10 +323,10 @@ class LionModel(LionPreTrainedModel):
         config = self.config
         if config.mixer not in DECAYING or config.decay_horizon is None or config.channel_decays:
             raise ValueError("only lion-d and lion-s with a decay_horizon, one per head, have horizons to widen")
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         table = self.embeddings.position_embeddings
         length = 128 if table is None else min(128, table.num_embeddings)
-        ids = torch.randint(self.config.vocab_size, (8, length), generator=generator).to(self.device)
+        ids = torch.randint(config.vocab_size, (8, length), generator=generator, device="cpu").to(self.device)
         position_ids = positions(0, ids.shape[1], self.device)
         rotation = self._rotation(position_ids)
 
@@ -370,8 +373,8 @@ class LionModel(LionPreTrainedModel):
         Returns:
             (B, L, D), the last hidden state, on the device of `input_ids`; or, with spans, their mean vectors,
             (spans, D), and weights, (spans,), see `pool_spans`.
-        Raises ValueError for a mixer without states, training mode, a text longer than the position embeddings, or
-        spans of several texts.
+        Raises ValueError for a mixer without states, training mode, an empty text or one longer than the position
+        embeddings, or spans of several texts.
         """
         if not MIXERS[self.config.mixer].has_states:
             raise ValueError(f"{self.config.mixer} has no states to pass between segments; use a lion mixer or hydra")
@@ -379,11 +382,12 @@ class LionModel(LionPreTrainedModel):
             raise ValueError("encode_long is for inference; call model.eval() first")
         if spans is not None and len(input_ids) != 1:
             raise ValueError(f"spans are of a single text, and this is a batch of {len(input_ids)}; pass one at a time")
-        L, device = input_ids.shape[1], self.device
+        L, device, size = input_ids.shape[1], self.device, segment_length if piece_length is None else piece_length
+        if L == 0 or size < 1:
+            raise ValueError(f"encode_long needs at least one token, and segments of one (got {L} and {size})")
         self.embeddings.check_length(L)
         form = attention_form or self.config.attention_form
         mask = None if attention_mask is None else attention_mask.bool()
-        size = piece_length or segment_length
         segments = [slice(start, min(start + size, L)) for start in range(0, L, size)]
 
         def take(x: Tensor | None, segment: slice) -> Tensor | None:

@@ -41,7 +41,7 @@ from .two_sided_attention import two_sided_attention  # noqa: F401
 # Unused imports are here because transformers copies from a local Hub folder only what this file imports itself.
 
 # In transformers 4, pipeline() loads an image processor only for configurations listed here; a folder names its class.
-if transformers.__version__ < "5":
+if int(transformers.__version__.partition(".")[0]) < 5:
     IMAGE_PROCESSOR_MAPPING.register(LionVisionConfig, (None, None), exist_ok=True)
 
 
@@ -193,6 +193,8 @@ class LionImageModel(LionImagePreTrainedModel):
         """Return the patches' states after the last `layers` layers, or after those of these numbers from 0: (B, h·w,
         D) each, or (B, D, h, w) to reshape, after the last norm unless norm is False. Raises ValueError for others."""
         count = self.config.num_hidden_layers
+        if isinstance(layers, int) and not 0 < layers <= count:
+            raise ValueError(f"layers must be from 1 to {count} (got {layers})")
         numbers = range(count - layers, count) if isinstance(layers, int) else layers
         _, states, _ = self._encode(pixel_values, self.config.attention_form, True)
         if wrong := [number for number in numbers if not -count <= number < count]:

@@ -328,5 +328,7 @@ def check_options(mask, seq_idx, left_state, right_state, form: str, chunk_size:
         raise ValueError(f"form must be one of {', '.join(FORMS)} (got {form})")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1 (got {chunk_size})")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout must be from 0 to 1 (got {dropout_p})")
     if dropout_p > 0 and form not in ("auto", "full"):
         raise ValueError(f"attention dropout exists only in the full form; set it to 0 for the {form} form")
