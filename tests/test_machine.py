@@ -182,7 +182,7 @@ def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch
     assert all(recalled[name] == {"training": 192, "inference": 192} for name in up_to)
     for damaged in ("{", '{"native": true, "full_up_to": null}', '{"native": true, "full_up_to": {"training": 300}}'):
         (run / choices.MACHINE).write_text(damaged)
-        with pytest.raises(UserError, match=r"machine\.json is damaged; delete it"):
+        with pytest.raises(UserError, match=r"machine\.json is corrupt; delete it"):
             choices.recall(run, "*.pt")
 
 

@@ -266,14 +266,14 @@ def test_a_saved_folder_is_the_same_model(tmp_path):
     "changes, message",
     [
         ({"image_size": 30}, "image_size=30 is not divisible by patch_size=8"),
-        ({"mixer": "hydra"}, "images have no mixer hydra"),
+        ({"mixer": "hydra"}, r"mixer of images must be one of .*hydra"),
         ({"patch_order": "spiral"}, "patch_order must be one of raster, snakes"),
         ({"hidden_size": 33}, "not divisible by num_attention_heads"),
         ({"drop_path_rate": 1.0}, "drop_path_rate must be"),
         ({"mixer": "lion-lit", "decay_horizon": [2, 8]}, "lion-lit has no decay_horizon"),
         ({"distillation_classifier": True}, "needs distillation_token"),
-        ({"feature_map": "none"}, "cannot have feature_map=none"),
-        ({"position_embedding": "rope"}, "images have no rope"),
+        ({"feature_map": "none"}, "feature_map=none does not apply"),
+        ({"position_embedding": "rope"}, "position_embedding of images must be learned or none"),
     ],
 )
 def test_settings_that_cannot_be_are_named(changes, message):

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .cpu import dropout
-from .cpu_kernel import Channels, covers
+from .cpu_kernel import ChannelCalls, covers, empty_rows
 from .custom_operators import no_autocast, once_differentiable
 from .linear_attention_forms import EPSILON, LOG_ZERO_OF_FACTOR, clamped_exp, sequence_starts
 from .two_sided_attention import SegmentStates, zero_masked
@@ -266,7 +266,7 @@ class _InKernel(torch.autograd.Function):
     def forward(ctx, *given) -> Tensor:
         tensors, ctx.options = given[:7], given[7:]
         ctx.save_for_backward(*tensors)
-        y = _room(tensors[2])
+        y = empty_rows(tensors[2])
         for number, direction in enumerate(_directions(*tensors, *ctx.options)):
             direction.forward(y, add=number > 0)
         return y
@@ -276,7 +276,7 @@ class _InKernel(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad
         *inputs, log_decay, _, _, _ = tensors
-        grads: list[Tensor | None] = [*map(_room, inputs), None, None, None, None]
+        grads: list[Tensor | None] = [*map(empty_rows, inputs), None, None, None, None]
         B, _, L, _ = inputs[0].shape
         for number, direction in enumerate(_directions(*tensors, *ctx.options)):
             place = 3 if tensors[4] is None else 3 + number  # of the decays, which both directions may share
@@ -299,15 +299,9 @@ class _InKernel(torch.autograd.Function):
 
 def _directions(
     q, k, v, log_decay, log_decay_future, left_state, right_state, scale: float, causal: bool
-) -> Iterator[Channels]:
+) -> Iterator[ChannelCalls]:
     """The recurrence of past keys, with the diagonal, and that of future ones."""
     decays = log_decay, log_decay if log_decay_future is None else log_decay_future
     for direction, decay, state in list(zip((1, -1), decays, (left_state, right_state)))[: 1 if causal else 2]:
         per_token = decay if decay.ndim == 4 else decay[None, :, None].expand(1, -1, q.shape[2], -1)
-        yield Channels(q, k, v, per_token, state, direction, direction > 0, scale, LOG_ZERO_OF_FACTOR)
-
-
-def _room(x: Tensor) -> Tensor:
-    """Allocate float32 in the order of x, or contiguous if its last stride is not 1."""
-    like = torch.empty_like(x, dtype=torch.float32)
-    return like if like.stride(-1) == 1 else like.new_empty(x.shape)
+        yield ChannelCalls(q, k, v, per_token, state, direction, direction > 0, scale, LOG_ZERO_OF_FACTOR)

@@ -307,11 +307,11 @@ class LionVisionConfig(LayersConfig):
         given = locals()
         check_choices(given)
         if mixer not in PROJECTED:
-            raise ValueError(f"images have no mixer {mixer}; use {', '.join(PROJECTED)}")
+            raise ValueError(f"mixer of images must be one of {', '.join(PROJECTED)} (got {mixer})")
         if position_embedding == "rope":
-            raise ValueError("images have no rope; set position_embedding to learned or none")
+            raise ValueError("position_embedding of images must be learned or none (got rope)")
         if linear == (feature_map == "none"):
-            raise ValueError(f"{mixer} of images cannot have feature_map={feature_map}; omit it")
+            raise ValueError(f"feature_map={feature_map} does not apply to {mixer} of images; omit it")
         if decay_horizon is not None:
             if mixer not in DECAYING:
                 raise ValueError(f"{mixer} has no decay_horizon; omit it, or use {', '.join(DECAYING)}")

@@ -1,7 +1,7 @@
-"""Up to which length the full form is faster than the chunkwise form, both by the kernel of cpu_kernel.py. By
-operations it would be about 192 tokens of heads of 64, but products of a whole matrix are larger and thus faster; where
-rows are divided by their sums, the chunkwise form has one column more than fills its vectors; and several orders share
-the products of a matrix. Measured for heads of 64 and both triangles, without what autograd adds to a call."""
+"""Up to which length the full form is faster than the chunkwise form, both by the kernel of cpu_kernel.py. By the
+number of operations, it is about 192 tokens for heads of 64; but products of a whole matrix are larger and thus faster;
+where rows are divided by their sums, the chunkwise form has one column more than fills its vectors; and several orders
+share the products of a matrix. Measured for heads of 64 and both triangles, without what autograd adds to a call."""
 
 import functools
 import statistics

@@ -84,7 +84,7 @@ def covers(v: Tensor) -> bool:
     return v.dtype in (torch.float32, torch.bfloat16) and v.numel() > 0 and is_available()
 
 
-class Full:
+class FullCall:
     """Both triangles with the same q and k, or one, as a matrix, with dropout.
 
     q, k: (B, 1 or H, L, D) and v: (B, H, L, E), in float32 or bfloat16; query_sums, key_sums: (B or 1, H or 1, L, T) in
@@ -162,8 +162,8 @@ class Full:
         return views
 
 
-class Triangle:
-    """One triangle of a problem, and what its calls share. `forward` and `backward` note calls down; `run` makes them.
+class TriangleCalls:
+    """One triangle of a problem, and what its calls share. `forward` and `backward` queue calls; `run` executes them.
 
     q, k: (B, 1 or H, L, D) and v: (B, H, L, E), in float32 or bfloat16, as of `adjacent_rows`; query_sum, key_sum: (B
     or 1, H or 1, L) in float64; direction: 1 for keys before a query, −1 for keys after it; diagonal: δ, (B, H, L),
@@ -180,9 +180,9 @@ class Triangle:
         self.tensors: list[Tensor | None] = []  # whose addresses the calls hold
 
     @staticmethod
-    def run(triangles: "list[Triangle]") -> None:
-        """Make the calls of triangles of the same shapes, in their order, all of them for one head after the other: in
-        a long text, they then find what they share in the cache."""
+    def run(triangles: "list[TriangleCalls]") -> None:
+        """Execute the calls of triangles of the same shapes, in their order, all of them for one head after the other:
+        in a long text, they then find what they share in the cache."""
         calls = [call for triangle in triangles for call in triangle.calls]
         if _library().lion_triangle(b"".join(calls), len(calls)):
             raise MemoryError("no memory for the states of linear attention; use shorter inputs or fewer threads")
@@ -202,20 +202,20 @@ class Triangle:
             return 24 * (D + 64 + columns(parts)) + 2 * D * columns(parts)
 
         possible = (parts for parts in range(1, -(-E // 16) + 1) if (parts - 1) * columns(parts) < E)
-        self._note(self.q, self.k, self.v, y, add, parts=_parts(B, H, possible, cost))
+        self._queue(self.q, self.k, self.v, y, add, parts=_parts(B, H, possible, cost))
 
     def backward(self, grad: Tensor, grad_q, grad_k, grad_v, add: tuple[bool, bool], with_sums: bool) -> None:
-        """Write to the gradients, (B, H, L, ·) in float32, those of this triangle, or add to them: add says so for q
-        and k, and for v. Each is such a product too; for k and v, the transposed triangle swaps queries and keys.
+        """Write to the gradients, (B, H, L, ·) in float32, those of this triangle, or add to them: add, for q and k
+        and for v. Each is such a product too; for k and v, the transposed triangle swaps queries and keys.
         with_sums: whether `of_sums` will be needed."""
         q, k, v = self.q, self.k, self.v
-        self._note(k, q, grad, grad_v, add[1], mirrored=True)
+        self._queue(k, q, grad, grad_v, add[1], mirrored=True)
         self.diagonal = STRICT if isinstance(self.diagonal, Tensor) else self.diagonal
         flows = None
         if with_sums:
             flows = torch.empty(*v.shape[:2], -(-v.shape[2] // SPAN) - 1, dtype=torch.float64, device="cpu")
-        of_query = self._note(grad, v, k, grad_q, add[0], other=q, flows=flows)
-        of_key = self._note(v, grad, q, grad_k, add[0], other=k, flows=flows, mirrored=True)
+        of_query = self._queue(grad, v, k, grad_q, add[0], other=q, flows=flows)
+        of_key = self._queue(v, grad, q, grad_k, add[0], other=k, flows=flows, mirrored=True)
         self.results = of_query, of_key, flows
 
     def of_sums(self) -> list[Tensor]:
@@ -235,8 +235,8 @@ class Triangle:
         of_query[..., first if self.order is None else self.order[first]] -= remainders
         return [of_query, -of_key]
 
-    def _note(self, q, k, v, y, add: bool, *, other=None, flows=None, mirrored: bool = False, parts: int = 1):
-        """Note down a call. With flows, return where it will write the products of `other` and its result."""
+    def _queue(self, q, k, v, y, add: bool, *, other=None, flows=None, mirrored: bool = False, parts: int = 1):
+        """Queue a call. With flows, return where it will write the products of `other` and its result."""
         (B, H, L, E), direction, sums = y.shape, self.direction, self.sums
         if mirrored:
             self.mirrored_sums = self.mirrored_sums or [-x for x in reversed(sums)]
@@ -255,7 +255,7 @@ class Triangle:
         return dots
 
 
-class Channels:
+class ChannelCalls:
     """A recurrence with a decay per channel: Σ_{j<i} s (Σ_d q_id k_jd λ_jd ⋯ λ_{i-1,d}) v_j, and s (q_i·k_i) v_i if
     inclusive. From the last token to the first if direction is −1.
 
@@ -272,7 +272,7 @@ class Channels:
         self._run("channels", [y], add=add)
 
     def backward(self, grad: Tensor, of_q, of_k, of_v, of_decay, of_state, add: bool, add_decay: bool) -> None:
-        """Write to the gradients, in float32 and shaped as the tensors, or add to them: add says so for q, k and v.
+        """Write to the gradients, in float32 and shaped as the tensors, or add to them: add, for q, k and v.
         of_decay, (B, H, L, D), may be the same for all tokens of a head, and then receives their sum. Those of the
         decays and of the state may be None."""
         grads = [None, adjacent_rows(grad), of_q, of_k, of_v, of_decay]
@@ -358,8 +358,14 @@ def _padded(size: int) -> int:
 
 
 def adjacent_rows(x: Tensor) -> Tensor:
-    """x with adjacent rows, as the kernel needs them."""
+    """x with adjacent numbers in each row, as the kernel needs them."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def empty_rows(x: Tensor) -> Tensor:
+    """Memory for a result in float32 in the order of x, or in its own if rows of x are not adjacent."""
+    like = torch.empty_like(x, dtype=torch.float32)
+    return like if like.stride(-1) == 1 else like.new_empty(x.shape)
 
 
 def is_available() -> bool:

@@ -23,7 +23,7 @@ SHAPES = {"square": (768, 768), "wider": (3072, 768), "narrower": (768, 3072)}
 MIN_WEIGHTS, MIN_PRODUCTS = 2**15, 2**22  # for smaller layers, the checks below would cost more than they save
 NEVER = dict.fromkeys(SHAPES, [None] * 3)  # what `measure` returns where MKL is always faster
 TIE = 0.95  # of MKL's time: what oneDNN may take
-FEW = 128  # tokens, up to which it is faster to reorder them than the weights: oneDNN reorders its second operand
+FEW = 128  # tokens; so many or fewer are the second operand, which oneDNN reorders in memory, instead of the weights
 
 
 class LinearLayers:
@@ -35,7 +35,7 @@ class LinearLayers:
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
     """Compute layer(x), (..., D) to (..., E), by oneDNN where it is faster."""
-    if _is_elsewhere(x) or type(layer) is not nn.Linear or not _is_large(layer.weight, x):
+    if _left_to_torch(x) or type(layer) is not nn.Linear or not _is_large(layer.weight, x):
         return layer(x)
     by_onednn = _by_onednn(layer.weight, x) if _is_plain(layer, x) else ()
     if not any(by_onednn):
@@ -55,7 +55,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needed, (_, of_input, of_weight) = ctx.needs_input_grad, ctx.by_onednn
-        if _must_be_torchs(grad):
+        if _needs_torch_backward(grad):
             of_input = of_weight = False
         return (
             _of_input(grad, weight, of_input) if needed[0] else None,
@@ -68,7 +68,7 @@ class _Linear(torch.autograd.Function):
 def split_linear(layer: nn.Module, x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Compute layer(x).split(sizes, -1), (..., D) to (..., E_i), as tensors with their own memory. Gradients of parts
     of one tensor would first be copied next to each other, on two cores of a base model for 3 ms per layer."""
-    if _is_elsewhere(x) or not _is_plain(layer, x) or layer.bias is not None:
+    if _left_to_torch(x) or not _is_plain(layer, x) or layer.bias is not None:
         return layer(x).split(sizes, -1)
     return _SplitLinear.apply(x, layer.weight, sizes)
 
@@ -132,8 +132,9 @@ def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 # Which of them oneDNN computes
 
 
-def _is_elsewhere(x: Tensor) -> bool:
-    """Whether x is not on a CPU, or something records the model. Asked before any size is read, which adds a guard."""
+def _left_to_torch(x: Tensor) -> bool:
+    """Whether x is not on a CPU, or something records the model. To be asked before reading a size, which adds a
+    guard."""
     return x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
@@ -160,9 +161,9 @@ def _is_parameter(x: Tensor, *shape: int) -> bool:
     return type(x) in (Tensor, nn.Parameter) and kind == ("cpu", torch.float32, torch.strided) and x.shape == shape
 
 
-def _must_be_torchs(grad: Tensor) -> bool:
-    """Whether this gradient is to have gradients, is one of many in a batch, or operations are counted, none of which
-    the operator of oneDNN supports."""
+def _needs_torch_backward(grad: Tensor) -> bool:
+    """Whether torch must compute this backward pass: oneDNN's operator supports neither second derivatives, nor
+    batches of gradients, nor counts of operations."""
     batched = torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(grad)
     return torch.is_grad_enabled() or batched or has_global_hooks()
 
@@ -180,16 +181,16 @@ def has_global_hooks() -> bool:
 
 def _by_onednn(weight: Tensor, x: Tensor) -> tuple[bool, ...]:
     """Whether oneDNN computes the output of x, (..., D), and weight, (E, D), and the gradients of either, faster."""
-    tokens, oneDNN = x.shape[:-1].numel(), torch.backends.mkldnn
+    tokens, onednn = x.shape[:-1].numel(), torch.backends.mkldnn
     # Where float32 matrix products may use lower precision, torch calls oneDNN itself.
-    if hasattr(oneDNN, "matmul"):  # newer than torch 2.7
-        exact = oneDNN.matmul.fp32_precision in ("none", "ieee")
+    if hasattr(onednn, "matmul"):  # newer than torch 2.7
+        exact = onednn.matmul.fp32_precision in ("none", "ieee")
     else:
         exact = torch.get_float32_matmul_precision() != "medium"
     possible = (
         exact
         and tokens >= TOKENS[0]
-        and oneDNN.enabled
+        and onednn.enabled
         and can_choose()
         and _is_large(weight, x)
         and tokens * max(weight.shape) < 2**31  # larger products are untested

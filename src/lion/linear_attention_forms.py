@@ -341,9 +341,9 @@ def full(
     or None, and the factor by which it multiplies them. By the kernel only: order, (O, L), the token at each place of O
     orders, whose W are averaged, with log decays of O·H heads; normalize: divide each row by its sum."""
     epsilon, tensors = EPSILON if normalize else 0.0, (q, k, v, query_sums, key_sums, diagonal, kept, order)
-    # Not through autograd, which would take a tenth of a short text's time, if neither it nor a tracer needs the call.
-    unseen = not torch.is_grad_enabled() and not torch.jit.is_tracing() and forward_ad._current_level < 0
-    if unseen and triangles != "separate" and covers(v):
+    # Autograd would add a tenth to a short text's time, so it is left out where nothing records the call.
+    unrecorded = not torch.is_grad_enabled() and not torch.jit.is_tracing() and forward_ad._current_level < 0
+    if unrecorded and triangles != "separate" and covers(v):
         return native.full_forward(*tensors, factor, scale, DIRECTIONS[triangles], epsilon, LOG_ZERO)[0]
     return _Full.apply(*tensors, factor, scale, triangles, epsilon)
 

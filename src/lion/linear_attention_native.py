@@ -7,12 +7,12 @@ import functools
 import torch
 from torch import Tensor
 
-from .cpu_kernel import OWN, STRICT, Full, Triangle, adjacent_rows
+from .cpu_kernel import OWN, STRICT, FullCall, TriangleCalls, adjacent_rows, empty_rows
 
 
 def full_forward(q, k, v, *others, with_rows: bool = False) -> tuple[Tensor, ...]:
     """The output, (B, H, L, E), and with_rows, if they are divided, their sums, (B, H, L). Arguments as for `Full`."""
-    problem, y = Full(q, k, v, *others), _room(v)
+    problem, y = FullCall(q, k, v, *others), empty_rows(v)
     rows = (y.new_empty(v.shape[:3]),) if with_rows and problem.divides else ()
     problem.forward(y, *rows)
     return _laid_out(y, v), *rows
@@ -23,7 +23,7 @@ def full_backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the six tensors; of both sums only with_sums. rows: what `full_forward` returned, if rows are
     divided."""
-    problem, grads = Full(q, k, v, query_sums, key_sums, *others), _empty_gradients(q, k, v)
+    problem, grads = FullCall(q, k, v, query_sums, key_sums, *others), _empty_gradients(q, k, v)
     *of_sums, of_diagonal = problem.backward(grad, *grads, with_sums, *rows)
     if not problem.decays:
         of_sums = [None if x is None else _summed(x, sums) for x, sums in zip(of_sums, (query_sums, key_sums))]
@@ -36,11 +36,11 @@ def chunkwise_forward(
 ) -> Tensor:  # fmt: skip
     """The output, (B, H, L, E). The kernel has a chunk size of its own, and needs no uniform decays."""
     directions, separate = all_directions[triangles], triangles == "separate"
-    y, (q, k, v) = _room(v), map(adjacent_rows, (q, k, v))
+    y, (q, k, v) = empty_rows(v), map(adjacent_rows, (q, k, v))
     calls = _triangles(q, k, v, query_sums, key_sums, diagonal, order, scale, directions, separate)
     for number, triangle in enumerate(calls):
         triangle.forward(y, add=number > 0)
-    Triangle.run(calls)
+    TriangleCalls.run(calls)
     return _laid_out(y, v)
 
 
@@ -56,7 +56,7 @@ def chunkwise_backward(
     for number, triangle in enumerate(calls):
         add = number > 0 and not separate, number > 0
         triangle.backward(rows[3], *sides[number % 2], grads[2], add, with_sums)
-    Triangle.run(calls)
+    TriangleCalls.run(calls)
     of_queries, of_keys = zip(*(triangle.of_sums() for triangle in calls)) if with_sums else ((), ())
     of_diagonal = None
     if with_sums and diagonal is not None:
@@ -64,14 +64,14 @@ def chunkwise_backward(
     return *_cast(grads, q, k, v), *_of_sums(of_queries, of_keys, query_sums, key_sums), of_diagonal
 
 
-def _triangles(q, k, v, query_sums, key_sums, diagonal, order, scale, directions, separate) -> list[Triangle]:
+def _triangles(q, k, v, query_sums, key_sums, diagonal, order, scale, directions, separate) -> list[TriangleCalls]:
     """In each order, the first triangle brings the diagonal."""
     keys, own = query_sums if key_sums is None else key_sums, OWN if diagonal is None else diagonal
     assert order is None or diagonal is None
     orders, sums = [None] if order is None else order, zip(query_sums.unbind(-1), keys.unbind(-1))
     sides = list(enumerate(zip(directions, _sides(q, k, directions, separate))))
     return [
-        Triangle(*side, v, *next(sums), direction, scale / len(orders), STRICT if number else own, one)
+        TriangleCalls(*side, v, *next(sums), direction, scale / len(orders), STRICT if number else own, one)
         for one in orders
         for number, (direction, side) in sides
     ]
@@ -80,12 +80,6 @@ def _triangles(q, k, v, query_sums, key_sums, diagonal, order, scale, directions
 def _sides(q: Tensor, k: Tensor, directions, separate: bool) -> list[tuple[Tensor, Tensor]]:
     """q and k of each triangle."""
     return list(zip(*(x.chunk(2, -1) if separate else [x] * len(directions) for x in (q, k))))
-
-
-def _room(x: Tensor) -> Tensor:
-    """Memory for a result in the order of x, or, if its rows are not adjacent, as the kernel needs them, in its own."""
-    like = torch.empty_like(x, dtype=torch.float32)
-    return like if like.stride(-1) == 1 else like.new_empty(x.shape)
 
 
 def _laid_out(y: Tensor, like: Tensor) -> Tensor:
@@ -102,7 +96,7 @@ def _strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
 
 def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Memory for the gradients in float32. Heads that share queries and keys have gradients of their own first."""
-    return [_room(x if x.shape[1] == v.shape[1] else x.expand(-1, v.shape[1], -1, -1)) for x in (q, k, v)]
+    return [empty_rows(x if x.shape[1] == v.shape[1] else x.expand(-1, v.shape[1], -1, -1)) for x in (q, k, v)]
 
 
 def _cast(grads: list[Tensor], *inputs: Tensor) -> list[Tensor]:

@@ -526,7 +526,7 @@ class Hydra(Mixer):
         """Return the gate, (B, L, I), v, (B, H, L, P), the scans, the diagonal, (B, H, L), and the mask; of the segment
         without its halo."""
         z, v, qk, dt = self.project_in(x, mask, seq_idx)
-        if mask is not None:  # beyond a text, there are no queries to shift
+        if mask is not None:  # queries of padding must not shift into a text
             qk = qk.masked_fill(~mask[..., None], 0)
         k, q, k_future, q_future = qk.chunk(4, -1)
         q, q_future = F.pad(q, (0, 0, 1, -1)), F.pad(q_future, (0, 0, -1, 1))  # each token reads by its neighbour's

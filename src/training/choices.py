@@ -22,15 +22,15 @@ def recall(folder: Path, results: str) -> dict:
         choices = json.loads(path.read_text())
         if not isinstance(choices, dict) or not isinstance(choices.get("native"), bool):
             raise ValueError
-        if "convolutions" in choices:  # once with 1,024 tokens, or never
+        if "convolutions" in choices:  # a key of the first version: booleans, True from 1,024 tokens on
             of_shapes = choices.pop("convolutions").items()
             choices["onednn_from"] = {shape: [1024 if one else None for one in each] for shape, each in of_shapes}
-        if "convolved_from" in choices:  # while oneDNN convolved
+        if "convolved_from" in choices:  # a key of the second, which called another function of oneDNN
             choices["onednn_from"] = choices.pop("convolved_from")
-        choices.setdefault("onednn_from", cpu_linear.NEVER)  # as with one thread, then
-        plain = choices.setdefault("full_up_to", {"inference": 192, "training": 192})  # before it was measured
+        choices.setdefault("onednn_from", cpu_linear.NEVER)  # both omitted it with one thread
+        plain = choices.setdefault("full_up_to", {"inference": 192, "training": 192})  # which was fixed once
         for kind in cpu_crossover.KINDS:
-            up_to = choices.setdefault(f"full_up_to{kind}", plain)  # before each kind was
+            up_to = choices.setdefault(f"full_up_to{kind}", plain)  # which all kinds shared once
             if not all(isinstance(up_to[mode], int) for mode in ("inference", "training")):
                 raise ValueError
     except FileNotFoundError:
@@ -44,11 +44,11 @@ def recall(folder: Path, results: str) -> dict:
             if cpu_linear.can_choose():
                 choices["onednn_from"] = machine.choice("onednn_from", cpu_linear.measure)
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
-        raise UserError(f"save_folder: {path} is damaged; delete it to continue, perhaps with other rounding") from None
+        raise UserError(f"save_folder: {path} is corrupt; delete it to resume, perhaps with other rounding") from None
     machine.adopt(choices)
     if choices["native"] and not cpu_kernel.is_available():
         problem = f"this run started with the compiled kernel, which is not available here{cpu_kernel.reason()}"
-        log.warning(f"{problem}; it continues in PyTorch, slower and with other dropout")
+        log.warning(f"{problem}; it resumes in PyTorch, slower and with other dropout")
     return choices
 
 
