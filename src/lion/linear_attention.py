@@ -74,7 +74,8 @@ def linear_attention(
             k then serves H/G heads of v. Or q holds all three, (B, L, 3, H, D): its gradient is then computed in
             place, and not copied from three parts.
         log_decay: log λ ≤ 0: None for λ = 1 (LION-LIT), (H,) for one per head (LION-D), or (B, H, L) (LION-S); or, with
-            a last dimension D, one per key channel, see channel_decay.py.
+            a last dimension D, one per key channel, see channel_decay.py. Those below −60, or −43 per channel, count
+            as that, with a gradient of 0.
         log_decay_future: the decays of keys after a query, if they are not those of log_decay.
         forget_logits: the logit of 1 − λ, shaped like log_decay and in any dtype, instead of it. The GPU kernels
             compute log λ = −softplus(forget_logits) and its gradient themselves.
@@ -88,15 +89,16 @@ def linear_attention(
         normalize: divide each y_i by its row sum Σ_j s·(q_i·k_j)·M_ij + 1e-6.
         causal: omit the keys after each query, j > i.
         form: "full", "recurrent", "chunkwise", or "auto", which chooses by length.
-        chunk_size: tokens per chunk of the chunkwise form.
-        dropout_p: dropout on the matrix s·QKᵀ⊙M, which only the full form computes.
+        chunk_size: tokens per chunk of the chunkwise form; the kernel in C has its own.
+        dropout_p: dropout on the matrix s·QKᵀ⊙M, from 0 to 1; only the full form computes this matrix.
 
     Returns:
         (B, H, L, E) in v's dtype. States and log decays are summed in float32 or better for any input dtype.
 
     Raises ValueError for shapes that do not match, an unknown form, dropout in a form without a matrix, states
     combined with packing, states or decays from the right with `causal`, decays for future keys only, or decays in two
-    ways.
+    ways. Forms that PyTorch does not compute by itself have first derivatives in backward mode only; others raise
+    NotImplementedError or RuntimeError.
     """
     qkv = q if k is None and v is None else None
     if qkv is not None:
@@ -109,59 +111,72 @@ def linear_attention(
     )  # fmt: skip
     if v.numel() == 0:
         return of_nothing(v, q, k, log_decay, log_decay_future, forget_logits, left_state, right_state)
-    dtype, separate = v.dtype, log_decay_future is not None
-    decays = log_decay is not None or forget_logits is not None or seq_idx is not None or causal
+    dtype, has_decays = v.dtype, any(x is not None for x in (log_decay, forget_logits, seq_idx)) or causal
     by_channel = log_decay is not None and log_decay.ndim in (2, 4)
-    has_states = left_state is not None or right_state is not None
-    fused = is_fused(q, k, v, form, dropout_p, {"decays per channel": by_channel})
-    if fused:
-        q, k = one_per_head(q, v.shape[1]), one_per_head(k, v.shape[1])
+    fused = is_fused(q, k, v, form, dropout_p, uncovered="decays per channel" if by_channel else "")
     if normalize and not fused and dtype in (torch.bfloat16, torch.float16):
         q, k, v = q.float(), k.float(), v.float()
-    kind = NORMALIZED if normalize else PLAIN
-    form = resolve_form(form, v, decays, dropout_p, fused, both_in_kernel=not by_channel, one_sided=causal, kind=kind)
+    form = resolve_form(
+        form, v, has_decays, dropout_p, fused, both_in_kernel=not by_channel, one_sided=causal,
+        kind=NORMALIZED if normalize else PLAIN,
+    )  # fmt: skip
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    size, keys = 0 if form == "full" else chunk_size, "to" if causal else "all"
-    if fused and not has_states and not separate:
-        q, k, v = (q, k, v) if qkv is None else (qkv, None, None)
-        given = log_decay if forget_logits is None else forget_logits
-        how = scale, size, dropout_p, forget_logits is not None, "divide" if normalize else "", keys
-        return fused_linear_attention(q, k, v, given, mask, seq_idx, *how)
+    states = {"left_state": left_state, "right_state": right_state}
+    if fused:
+        decays, how = (log_decay, log_decay_future, forget_logits), (form, chunk_size, dropout_p)
+        return _on_gpu(qkv, q, k, v, decays, mask, seq_idx, states, scale, normalize, causal, *how)
     if forget_logits is not None:
         log_decay = log_of_decay(forget_logits)
-    covered = form == "full" and decays and not (by_channel or has_states or fused) and cpu_kernel.covers(v)
-    by_kernel, by_column = normalize and covered, normalize and not covered  # what divides the rows
-    if by_column and not fused:
+    given = {"mask": mask, "seq_idx": seq_idx, **states, "scale": scale, "form": form, "chunk_size": chunk_size}
+    given["dropout_p"] = dropout_p
+    has_states, separate = has_any(states), log_decay_future is not None
+    divides = form == "full" and has_decays and not (by_channel or has_states) and cpu_kernel.covers(v)
+    if normalize and not divides:
         v = with_ones(v)
-    triangles = "past" if causal else "shared"
     with no_autocast(q):
         if by_channel:
-            y = attend_by_channel(
-                q, k, v, log_decay, log_decay_future, mask=mask, seq_idx=seq_idx, left_state=left_state,
-                right_state=right_state, scale=scale, causal=causal, form=form, chunk_size=chunk_size,
-                dropout_p=dropout_p,
-            )  # fmt: skip
-        elif fused:
-            run = fused_with_row_sums if normalize else fused_linear_attention
-            parts, how = (q, k, v) if qkv is None else (qkv, None, None), (mask, seq_idx, scale, size, dropout_p)
-            if separate:
-                y = run(*parts, log_decay, *how, keys="to").float() + run(*parts, log_decay_future, *how, keys="after")
-            else:
-                y = run(*parts, log_decay, *how, keys=keys)
-            if has_states:
-                sums = signed_sums(log_decay, q.shape[-2], causal, log_decay_future)
-                y = add_states(y, q, sums, triangles, left_state, right_state, scale)
+            y = attend_by_channel(q, k, v, log_decay, log_decay_future, causal=causal, **given)
         else:  # if decays are separate, sums of keys and queries; torch.compile refuses one tensor in both places
             plain = form == "full" and q.shape[1] == v.shape[1] and seq_idx is None
             plain = plain and not (causal or separate or has_states) and kernel_sums(log_decay, v)
             sums = log_decay if plain else signed_sums(log_decay, q.shape[-2], causal, log_decay_future)
             y = attend(
-                q, k, v, sums, sums.clone() if separate else None, None, None, triangles, mask=mask, seq_idx=seq_idx,
-                left_state=left_state, right_state=right_state, scale=scale, form=form, chunk_size=chunk_size,
-                dropout_p=dropout_p, uniform=_is_uniform(log_decay, log_decay_future) and seq_idx is None,
-                normalize=by_kernel,
+                q, k, v, sums, sums.clone() if separate else None, None, None, "past" if causal else "shared", **given,
+                uniform=_is_uniform(log_decay, log_decay_future) and seq_idx is None, normalize=normalize and divides,
             )  # fmt: skip
-    return (divided(y) if by_column else y).to(dtype)
+    return (divided(y) if normalize and not divides else y).to(dtype)
+
+
+def _on_gpu(
+    qkv, q, k, v, decays, mask, seq_idx, states: dict, scale: float, normalize: bool, causal: bool, form: str,
+    chunk_size: int, dropout_p: float,
+) -> Tensor:  # fmt: skip
+    """`linear_attention` by the GPU kernels. decays: log_decay, log_decay_future and forget_logits."""
+    q, k = one_per_head(q, v.shape[1]), one_per_head(k, v.shape[1])
+    parts = (q, k, v) if qkv is None else (qkv, None, None)
+    log_decay, log_decay_future, forget_logits = decays
+    how, keys = (mask, seq_idx, scale, 0 if form == "full" else chunk_size, dropout_p), "to" if causal else "all"
+    if log_decay_future is None and not has_any(states):
+        given = log_decay if forget_logits is None else forget_logits
+        return fused_linear_attention(
+            *parts, given, *how, forget_logits is not None, "divide" if normalize else "", keys
+        )
+    if forget_logits is not None:
+        log_decay = log_of_decay(forget_logits)
+    run = fused_with_row_sums if normalize else fused_linear_attention
+    with no_autocast(q):
+        if log_decay_future is None:
+            y = run(*parts, log_decay, *how, keys=keys)
+        else:
+            y = run(*parts, log_decay, *how, keys="to").float() + run(*parts, log_decay_future, *how, keys="after")
+        if has_any(states):
+            sums = signed_sums(log_decay, q.shape[-2], causal, log_decay_future)
+            y = add_states(y, q, sums, "past" if causal else "shared", **states, scale=scale)
+    return (divided(y) if normalize else y).to(v.dtype)
+
+
+def has_any(states: dict[str, Tensor | None]) -> bool:
+    return any(state is not None for state in states.values())
 
 
 def fused_with_row_sums(*arguments, keys: str = "all") -> Tensor:
@@ -196,7 +211,8 @@ def definition(
 def attention_matrix(
     q, k, log_decay=None, *, log_decay_future=None, mask=None, seq_idx=None, scale=None, normalize=False
 ) -> Tensor:
-    """Compute the matrix s·QKᵀ⊙M, (B, H, L, L), zero in the columns of padding, for arguments of `linear_attention`."""
+    """Compute the matrix s·QKᵀ⊙M, (B, H, L, L), zero in the columns of padding, for arguments of `linear_attention`.
+    Heads are those of the decays, or else of q. Raises RuntimeError for shapes that do not match."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if log_decay is not None:
         q, k = (one_per_head(x, log_decay.shape[0 if log_decay.ndim <= 2 else 1]) for x in (q, k))
@@ -342,16 +358,15 @@ def _check(
             raise ValueError(f"{name} cannot be combined with causal, which reads no keys to the right; omit one")
 
 
-def is_fused(q, k, v, form: str, dropout_p: float, others: dict[str, bool] | None = None) -> bool:
-    """Whether the GPU kernels compute a call. If not, PyTorch does; on a GPU, each reason is logged once. `others` are
-    more reasons, and whether they hold."""
+def is_fused(q, k, v, form: str, dropout_p: float, uncovered: str = "") -> bool:
+    """Whether the GPU kernels compute a call. If not, PyTorch does; on a GPU, each reason is logged once. `uncovered`
+    names what the caller knows that they do not."""
     if not USE_TRITON or form == "recurrent":
         return False
-    uncovered = [what for what, is_so in (others or {}).items() if is_so]
-    if not 0 <= dropout_p < 1:
-        uncovered.append(f"dropout of {dropout_p}")
-    if not covers(q, k, v):
-        uncovered.append(f"heads of {q.shape[-1]} and {v.shape[-1]} in {q.dtype}")
+    if not uncovered and dropout_p == 1:
+        uncovered = "dropout of 1"
+    if not uncovered and not covers(q, k, v):
+        uncovered = f"heads of {q.shape[-1]} and {v.shape[-1]} in {q.dtype}"
     if uncovered:
-        report_fallback(q, uncovered[0])
+        report_fallback(q, uncovered)
     return not uncovered
