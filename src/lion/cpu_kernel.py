@@ -205,8 +205,8 @@ class TriangleCalls:
         self._queue(self.q, self.k, self.v, y, add, parts=_parts(B, H, possible, cost))
 
     def backward(self, grad: Tensor, grad_q, grad_k, grad_v, add: tuple[bool, bool], with_sums: bool) -> None:
-        """Write to the gradients, (B, H, L, ·) in float32, those of this triangle, or add to them: add, for q and k
-        and for v. Each is such a product too; for k and v, the transposed triangle swaps queries and keys.
+        """Write to the gradients, (B, H, L, ·) in float32, those of this triangle, or add to them if `add` (of q
+        and k, and of v). Each is such a product too; for k and v, the transposed triangle swaps queries and keys.
         with_sums: whether `of_sums` will be needed."""
         q, k, v = self.q, self.k, self.v
         self._queue(k, q, grad, grad_v, add[1], mirrored=True)
@@ -272,7 +272,7 @@ class ChannelCalls:
         self._run("channels", [y], add=add)
 
     def backward(self, grad: Tensor, of_q, of_k, of_v, of_decay, of_state, add: bool, add_decay: bool) -> None:
-        """Write to the gradients, in float32 and shaped as the tensors, or add to them: add, for q, k and v.
+        """Write to the gradients, in float32 and shaped as the tensors, or add to those of q, k and v.
         of_decay, (B, H, L, D), may be the same for all tokens of a head, and then receives their sum. Those of the
         decays and of the state may be None."""
         grads = [None, adjacent_rows(grad), of_q, of_k, of_v, of_decay]
