@@ -9,9 +9,11 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from src.lion import cpu_kernel, linear_attention
 from src.lion import linear_attention_forms as forms
+from src.lion.custom_operators import operator
 from src.lion.linear_attention import definition
 from src.lion.linear_attention_forms import cumulative_log_decay
 
@@ -91,6 +93,40 @@ def test_a_gradient_is_the_same_with_create_graph():
         plain = torch.autograd.grad(loss, (x, log_decay), retain_graph=True)
         for result, expected in zip(torch.autograd.grad(loss, (x, log_decay), create_graph=True), plain):
             assert torch.equal(result, expected)
+
+
+def test_a_gradient_with_create_graph_through_a_checkpoint_can_be_changed_in_place():
+    q, k, v = (torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(3))
+    log_decay = -torch.rand(1, 2, 9)
+    for form in ("full", "chunkwise", "recurrent"):
+
+        def attend(*inputs: Tensor, form: str = form) -> Tensor:
+            return linear_attention(*inputs, form=form, chunk_size=4)
+
+        plain = torch.autograd.grad(attend(q, k, v, log_decay).square().sum(), (q, k, v))
+        y = checkpoint(attend, q, k, v, log_decay, use_reentrant=False)
+        for grad, expected in zip(torch.autograd.grad(y.square().sum(), (q, k, v), create_graph=True), plain):
+            assert torch.equal(grad.detach(), expected)
+            grad.mul_(2)
+
+
+def test_a_module_of_any_name_registers_operators():
+    """A Hub folder may have letters of any alphabet in its name."""
+
+    def _run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return v.clone()
+
+    def _run_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, with_decays: bool) -> list[Tensor]:
+        return [grad.clone() for _ in range(3)]
+
+    names = set()
+    for module in ("modelle.hüb", "modelle.hob", "文.model-a"):
+        _run.__module__ = module
+        made = operator(_run, _run_backward, "Tensor q, Tensor k, Tensor v", torch.empty_like)
+        names.add(made.call.name())
+        x = torch.randn(3)
+        assert torch.equal(made.call(x, x, x), x)
+    assert len(names) == 3 and all(name.isascii() for name in names)
 
 
 def test_a_compiled_function_spends_no_time_on_autograd():

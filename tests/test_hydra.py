@@ -207,6 +207,17 @@ def test_a_gated_norm_is_a_norm_times_silu():
     assert len(seen) == 1
 
 
+def test_a_weight_on_another_device_is_an_error():
+    """As accelerate leaves it between calls; torch would return memory that nothing was written to."""
+    x, weight = torch.randn(1, 5, 4), torch.empty(4, 1, 3, device="meta")
+    with pytest.raises(ValueError, match="weight is on meta and its input on cpu"):
+        depthwise_conv(x, weight, None)
+    norm = torch.nn.RMSNorm(4, eps=1e-5)
+    forward = norm.forward
+    norm.forward = lambda y: 2 * forward(y)
+    torch.testing.assert_close(gated_norm(norm, x, x), 2 * forward(x) * F.silu(x))
+
+
 def test_a_traced_gated_norm_takes_other_numbers_of_tokens():
     norm, z = torch.nn.RMSNorm(24, eps=1e-5).requires_grad_(False), torch.randn(2, 300, 24)
     with torch.no_grad():

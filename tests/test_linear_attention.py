@@ -703,6 +703,11 @@ def test_matrices_and_states_of_heads_that_share_queries_and_keys(channels):
     first = segment_states(k[:, :, :4], v[:, :, :4], log_decay[:, :, :4])
     last = linear_attention(*(x[:, :, 4:] for x in (q, k, v, log_decay)), left_state=first.rightward, form="chunkwise")
     torch.testing.assert_close(last, y[:, :, 4:], atol=1e-5, rtol=1e-5)
+    for heads in (1, 3):
+        with pytest.raises(ValueError, match=f"2 heads of queries and keys cannot serve {heads}"):
+            attention_matrix(q, k, log_decay[:, :heads])
+        with pytest.raises(ValueError, match=f"2 heads of queries and keys cannot serve {heads}"):
+            segment_states(k, v[:, :heads], log_decay[:, :heads])
 
 
 @pytest.mark.parametrize("decay", DECAYS)

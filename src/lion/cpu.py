@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import cpu_kernel
-from .cpu_linear import LinearLayers, has_global_hooks, linear, split_linear
+from .cpu_linear import LinearLayers, has_global_hooks, is_hooked, linear, split_linear
 from .custom_operators import no_autocast, once_differentiable
 from .linear_attention_forms import sequence_starts
 
@@ -77,6 +77,8 @@ def draw_kept(shape: torch.Size, p: float, device: torch.device) -> tuple[Tensor
 def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None = None) -> Tensor:
     """Convolve each channel of x, (B, L, C), over tokens with its own weight, (C, 1, W) with W odd, and zeros beyond
     the text; packed sequences, numbered by seq_idx, (B, L), do not see each other."""
+    if weight.device != x.device:  # on a CPU, torch computes nothing with a weight on meta, and says nothing
+        raise ValueError(f"a convolution's weight is on {weight.device} and its input on {x.device}; move one")
     reach, length = weight.shape[-1] // 2, x.shape[1]
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     number = None if seq_idx is None else sequence_starts(seq_idx).cumsum(1)  # (B, L)
@@ -169,8 +171,8 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, direction: int) -> Tensor:
 def gated_norm(norm: nn.RMSNorm, y: Tensor, z: Tensor) -> Tensor:
     """Compute norm(y) · SiLU(z), (..., I). In inference the result may take y's memory."""
     wide = torch.promote_types(y.dtype, torch.float32)
-    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing() or norm._forward_hooks or norm._forward_pre_hooks
-    if y.device.type != "cpu" or wide != torch.float32 or recorded or has_global_hooks():
+    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_hooked(norm)
+    if y.device.type != "cpu" or wide != torch.float32 or recorded:
         return (norm(y.to(wide)) * F.silu(z.to(wide))).to(y.dtype)
     if torch.is_grad_enabled():
         return _GatedNorm.apply(y, z, norm.weight.float(), norm.eps)

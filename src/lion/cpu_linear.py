@@ -150,9 +150,7 @@ def _is_plain(layer: nn.Module, x: Tensor) -> bool:
         and type(layer) is nn.Linear
         and _is_parameter(layer.weight, len(layer.weight), x.shape[-1])
         and (layer.bias is None or (_is_parameter(layer.bias, len(layer.weight)) and layer.bias.is_contiguous()))
-        and "forward" not in vars(layer)
-        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
-        and not has_global_hooks()
+        and not is_hooked(layer)
     )
 
 
@@ -171,6 +169,12 @@ def _needs_torch_backward(grad: Tensor) -> bool:
 def _is_large(weight: Tensor, x: Tensor) -> bool:
     size = weight.numel()
     return size >= MIN_WEIGHTS and x.shape[:-1].numel() * size >= MIN_PRODUCTS
+
+
+def is_hooked(layer: nn.Module) -> bool:
+    """Whether hooks look at a module, or its forward is replaced, as accelerate does to load weights."""
+    forward = "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks
+    return bool(forward or layer._backward_hooks or layer._backward_pre_hooks) or has_global_hooks()
 
 
 def has_global_hooks() -> bool:

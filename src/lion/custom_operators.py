@@ -4,7 +4,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,10 @@ def operator(
     the gradients of q, k and v, if given, and, if so, of all those. A compiler expects the dtype and layout of
     `empty(x)` for gradients of q, k and v, of `of_decay(x)` for others, and of `output(*inputs)`, which is `empty(v)`
     by default. With several outputs, `backward` takes their gradients, the outputs, and then the inputs."""
-    namespace = re.sub(r"\W", "_", f"{forward.__module__}_{VERSION}")  # its copy in a Hub folder registers its own
+    # A copy in a Hub folder, whose name may have any letters, registers operators of its own.
+    module = forward.__module__.replace(".", "_")
+    module = re.sub(r"\W", lambda letter: f"_{ord(letter[0]):x}_", module, flags=re.ASCII)
+    namespace = f"{module}_{VERSION}"
     while hasattr(getattr(torch.ops, namespace), forward.__name__[1:]):  # that of a module that is imported again
         namespace += "_"
     results = f"({', '.join(['Tensor'] * outputs)})" if outputs > 1 else "Tensor"
@@ -74,15 +77,30 @@ def once_differentiable(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def first_order(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
-            results = backward(ctx, *grads)
         if not torch.is_grad_enabled():
-            return results
+            return backward(ctx, *grads)
+        once = _ReadOnce(ctx)
+        with torch.no_grad():
+            results = backward(once, *grads)
         results = results if isinstance(results, tuple) else (results,)
-        sources = [x for x in (*grads, *ctx.saved_tensors) if x is not None and x.requires_grad]
+        sources = [x for x in (*grads, *once.saved_tensors) if x is not None and x.requires_grad]
         return tuple(None if x is None else _Underivable.apply(x, *sources) for x in results)
 
     return first_order
+
+
+class _ReadOnce:
+    """A context whose saved tensors are read once, which is all that activation checkpointing allows."""
+
+    def __init__(self, ctx):
+        self.ctx = ctx
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ctx, name)
+
+    @functools.cached_property
+    def saved_tensors(self) -> tuple[Tensor | None, ...]:
+        return self.ctx.saved_tensors
 
 
 class _Underivable(torch.autograd.Function):
@@ -90,7 +108,7 @@ class _Underivable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, *_sources: Tensor) -> Tensor:
-        return x.view_as(x)
+        return x.clone()
 
     @staticmethod
     def backward(ctx, _grad: Tensor):

@@ -212,7 +212,7 @@ def attention_matrix(
     q, k, log_decay=None, *, log_decay_future=None, mask=None, seq_idx=None, scale=None, normalize=False
 ) -> Tensor:
     """Compute the matrix s·QKᵀ⊙M, (B, H, L, L), zero in the columns of padding, for arguments of `linear_attention`.
-    Heads are those of the decays, or else of q. Raises RuntimeError for shapes that do not match."""
+    Heads are those of the decays, or else of q. Raises ValueError if these are not a multiple of q's."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if log_decay is not None:
         q, k = (one_per_head(x, log_decay.shape[0 if log_decay.ndim <= 2 else 1]) for x in (q, k))
@@ -261,7 +261,10 @@ def log_of_decay(forget_logits: Tensor) -> Tensor:
 
 
 def one_per_head(x: Tensor, heads: int) -> Tensor:
-    """Queries or keys, (B, G, L, D), for each of H heads, (B, H, L, D); copied only if 1 < G < H."""
+    """Queries or keys, (B, G, L, D), for each of H heads, (B, H, L, D); copied only if 1 < G < H. Raises ValueError if
+    G does not divide H."""
+    if heads % x.shape[1]:
+        raise ValueError(f"{x.shape[1]} heads of queries and keys cannot serve {heads}; use a divisor")
     times = heads // x.shape[1]
     return x if times == 1 else x.expand(-1, heads, -1, -1) if x.shape[1] == 1 else x.repeat_interleave(times, 1)
 

@@ -21,6 +21,8 @@ import torch
 METHOD = 3  # raised when something is measured in another way, so that what was found before is not used
 _adopted: dict[str, Any] = {}  # the choices of the run that this process resumes
 _measuring = threading.RLock()  # threads would disturb each other, and could take different choices
+if hasattr(os, "register_at_fork"):  # no thread of the parent would release it
+    os.register_at_fork(after_in_child=lambda: globals().update(_measuring=threading.RLock()))
 
 
 def choice(name: str, measure: Callable[[], Any], version: str = "") -> Any:

@@ -309,9 +309,11 @@ class LionModel(LionPreTrainedModel):
         if input_ids.shape[1] <= self.config.segment_length or not MIXERS[self.config.mixer].has_states:
             return None
         # FSDP, 1 and 2, and hooks of accelerate gather weights in whole calls only.
-        if not all(isinstance(layer, MixerLayer) and not hasattr(layer, "_hf_hook") for layer in self.layers):
+        if not all(isinstance(layer, MixerLayer) for layer in self.layers):
             return None
-        if any(hasattr(weight, "device_mesh") for weight in self.parameters()):
+        if any(hasattr(part, "_hf_hook") for part in self.modules()) or any(
+            hasattr(weight, "device_mesh") for weight in self.parameters()
+        ):
             return None
         return max(self.config.segment_length // len(input_ids), MIN_SEGMENT)
 
