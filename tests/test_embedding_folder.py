@@ -6,7 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
+import transformers
 from torch.nn import functional as F
 
 from src.checkpoints.reading import read_checkpoint, read_folder
@@ -93,6 +95,27 @@ def test_an_exported_folder_is_proved_read_back_and_described(exported):
     auto_map = json.loads((out / "config.json").read_text())["auto_map"]
     assert auto_map["AutoModel"] == "modeling_lion_embedding.LionEmbeddingModel"
     assert auto_map["AutoModelForMaskedLM"] == "modeling_lion.LionForMaskedLM"
+
+
+def test_a_folder_whose_tokenizer_keeps_a_last_space_is_exported(write, tmp_path):
+    """sentence-transformers strips a text first."""
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    vocabulary = {
+        token: number for number, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters])
+    }
+    own = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=own, **names).save_pretrained(tmp_path / "tokenizer")
+    path = tmp_path / "checkpoint.pt"
+    write_checkpoint(
+        path, tmp_path / "tokenizer", LionEmbeddingModel, "lion-s", pooling="mean", vocab_size=len(vocabulary)
+    )
+    stored = torch.load(path, weights_only=False)
+    embedding(stored["state"])
+    torch.save(stored, path)
+    hub.export(path, tmp_path / "out")
+    hub.check_proof(tmp_path / "out")
 
 
 def edit(name: str, change):

@@ -52,7 +52,7 @@ def write_checkpoint(path: Path, tokenizer_folder: Path, kind: type, mixer: str 
     }
     torch.manual_seed(0)
     sizes = {**TINY_MODEL, "mixer": mixer, "vocab_size": -(-len(VOCABULARY) // 8) * 8, "initializer_range": 0.3}
-    model = kind(LionConfig(**settings_of(**sizes, **changes)))
+    model = kind(LionConfig(**settings_of(**sizes | changes)))
     config = {"file_extension": ".json", "content": model.config.to_dict(), "class": f"modeling_lion.{kind.__name__}"}
     state = {
         "model": {f"model.{name}": tensor for name, tensor in model.state_dict().items()},

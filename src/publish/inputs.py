@@ -19,6 +19,7 @@ from src.publish.spec import EXPORTS
 NO_LIMIT = 2**31 - 1  # as max_position_embeddings: sentence-transformers needs a number that fits a 64-bit integer
 EMBEDDING = LionEmbeddingModel.__name__
 VECTOR_TOLERANCE = 1e-5  # of a coordinate of a unit vector
+LONG = ("the " * 9000).strip()  # sentence-transformers strips a text, whose last space can be a token
 PIXEL_TOLERANCE = 1e-6  # of what a folder's processor makes of an image
 
 
@@ -54,7 +55,7 @@ class TextInputs:
             batch = [dict(tokenizer(*text, truncation=True, max_length=max_length)) for text in spec.examples]
             inputs = dict(DataCollatorWithPadding(tokenizer)(batch))
             self.tokens = {"tokens": batch, "vocabulary": tokenizer.get_vocab()}
-        given = {"inputs": inputs, "texts": spec.examples, "max_length": max_length, "long": "the " * 9000}
+        given = {"inputs": inputs, "texts": spec.examples, "max_length": max_length, "long": LONG}
         if self.checkpoint.class_name == EMBEDDING and tokenizer is not None:
             given["embed"] = [text for text, *_ in spec.examples]
             given["longest"] = own.max_position_embeddings if own.has_positions else NO_LIMIT
@@ -89,7 +90,7 @@ class TextInputs:
     def _check_embeddings(self, folder: Path, report: dict[str, Any], model: LionPreTrainedModel) -> None:
         """Raise UserError unless sentence-transformers, or what stands in for it, gives the checkpoint's vectors."""
         own, limit = self.checkpoint.config, _read_json(folder / SENTENCE_LIMIT)["max_seq_length"]
-        texts = [text for text, *_ in EXPORTS[EMBEDDING].examples] + ["the " * 9000]
+        texts = [text for text, *_ in EXPORTS[EMBEDDING].examples] + [LONG]
         limits = [limit] * (len(texts) - 1) + [own.max_position_embeddings if own.has_positions else NO_LIMIT]
         for text, most, vector in zip(texts, limits, report["vectors"]):
             ids = self.tokenizer(text, truncation=True, max_length=most, return_tensors="pt")["input_ids"]
