@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,21 @@ def test_a_model_that_cannot_be_compiled_is_reported_with_the_way_out(config_fil
 
     with pytest.raises(UserError, match=r"compile_config: .*: no such instruction; set compile_config=null"):
         main.main([str(config_file), "compile_config.backend=broken"])
+    reset()
+
+
+def test_a_signal_while_the_model_is_compiled_is_no_fault_of_the_model(config_file, caplog):
+    from torch._dynamo import register_backend, reset
+
+    @register_backend(name="interrupted")
+    def interrupted(graph, inputs):
+        signal.raise_signal(signal.SIGTERM)
+        raise RuntimeError("the compiler was terminated")
+
+    with pytest.raises(SystemExit) as error:
+        main.main([str(config_file), "compile_config.backend=interrupted", "eval_first=false"])
+    assert error.value.code == 128 + signal.SIGTERM
+    assert "interrupted while the model was compiled" in caplog.text
     reset()
 
 

@@ -237,6 +237,16 @@ def test_a_summary_that_cannot_be_written_ends_the_run_in_one_sentence(config, t
         run_folder.write_summary(MaskedLM(config), tmp_path, 6, 13290, "tiny")
 
 
+def test_an_evaluation_in_which_nothing_counted_is_reported(config, tmp_path):
+    write_evaluations(tmp_path, {0: 4.0, 6: 3.0})
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[1]["eval"] = {}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match=r"no loss, since nothing counted in it .* evaluate on more data"):
+        run_folder.write_summary(MaskedLM(config), tmp_path, 6, 13290, "tiny")
+
+
 # resume_with
 
 

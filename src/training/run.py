@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -126,7 +127,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     from src.lion import machine
     from src.publish.callback import HubExports
     from src.training import choices, guards, registry, trainer
-    from src.training.checkpointing import CheckpointWriter, check_load_path, latest_valid_checkpoint
+    from src.training.checkpointing import CheckpointWriter, check_load_path, latest_valid_checkpoint, resume_hint
     from src.training.epochs import steps_left
     from src.training.loggers import of_run
     from src.training.own_code import import_files
@@ -235,6 +236,9 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     except RuntimeError as error:
         if compilation is None or not is_of_compiler(error):
             raise
+        if signum := next(x.requested for x in composer_trainer.state.callbacks if isinstance(x, guards.StopOnSignal)):
+            log.info(f"interrupted while the model was compiled; {resume_hint(folder)}")
+            raise SystemExit(128 + signum) from None  # the compiler's own processes were signalled too
         cause = first_line(getattr(error, "inner_exception", error))
         problem = f"torch.compile cannot compile this model: {cause}"
         raise UserError(f"compile_config: {problem}; set compile_config=null to train without") from error
@@ -323,7 +327,10 @@ def write_summary(task: Task, folder: Path, step: int, parameters: int, title: s
     retry = f"free disk space for {folder} and repeat the command"
     if not is_evaluated(folder, step):
         raise RunFailed(f"the run is finished and saved, but its last evaluation could not be written; {retry}")
-    evaluations = ((line["step"], line["eval"]) for line in lines if "eval" in line)
+    evaluations = [(line["step"], line["eval"]) for line in lines if "eval" in line]
+    if lacking := [curve.title for curve in curves for _, values in evaluations if curve.eval_key not in values]:
+        problem = f"the run is finished and saved, but an evaluation has no {lacking[0]}, since nothing counted in it"
+        raise UserError(f"{problem} (with a masked language model, no token was masked); evaluate on more data")
     results = [{"step": at, **{curve.name: values[curve.eval_key] for curve in curves}} for at, values in evaluations]
     before = results[0] if results[0]["step"] == 0 else None
     best = min(results, key=lambda result: result[curves[0].name])
@@ -356,4 +363,4 @@ def print_summary(folder: Path, curves: tuple[Curve, ...]) -> None:
         print(f"\nfine-tuned    {in_words(finetuned[-1])}, from step {step:,}")
     checkpoint = folder / LATEST
     print(f"\ncheckpoint    {checkpoint}\ncurves        {folder / 'curves.png'}\nmetrics       {folder / METRICS}")
-    print(f"\nnext: python src/hub.py export --checkpoint {checkpoint} --out my-model")
+    print(f"\nnext: python src/hub.py export --checkpoint {shlex.quote(str(checkpoint))} --out my-model")
