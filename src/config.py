@@ -103,7 +103,14 @@ def load(schema: type[Config], script: str, argv: list[str], example: str = "", 
     except (InterpolationResolutionError, MissingMandatoryValue) as error:
         raise UserError(f"{path}: {first_line(error)}") from None
     except OmegaConfBaseException as error:
-        raise UserError(f"{getattr(error, 'full_key', None) or path}: {first_line(error)}") from None
+        name, problem = getattr(error, "full_key", None) or path, first_line(error)
+        if "is not a ListConfig" in problem:
+            problem = f"must be a list, such as {name}=[one,two]"
+        raise UserError(f"{name}: {problem}") from None
+    except TypeError as error:
+        if "Cannot merge" not in str(error):
+            raise
+        raise UserError(f"{path}: a list is where a section of `key: value` lines belongs, or the reverse") from None
     validate(config)
     return config
 

@@ -260,6 +260,7 @@ def test_print_config_prints_yaml_that_loads_back_to_the_same_config(tmp_path, c
         ("load_path=ep{epoch}.pt", ["load_path", "ep{epoch}.pt"]),
         ("seed", ["'seed'", "key=value"]),
         ("seed={", ["seed={"]),
+        ("resume_with=seed", ["resume_with: must be a list, such as resume_with=[one,two]"]),
     ],
 )
 def test_a_mistake_in_an_override_is_reported(config_file, override, words):
@@ -280,6 +281,7 @@ def test_a_mistake_in_an_override_is_reported(config_file, override, words):
         ("train_loader: ???\n", ["train_loader='???' must be a section"]),
         ("seed: [1\nrun_name: x\n", ["f.yaml", "not valid YAML"]),
         ("- a\n- b\n", ["f.yaml", "key: value"]),
+        ("callbacks: [speed_monitor]\n", ["f.yaml: a list is where a section of `key: value` lines belongs"]),
         ("hello\n", ["hello"]),
         ("3\n", ["f.yaml", "int"]),
         ("max_duratoin: 3ba\n", ["unknown key max_duratoin", "max_duration"]),
@@ -297,6 +299,7 @@ def test_a_mistake_in_an_override_is_reported(config_file, override, words):
         "no section",
         "malformed",
         "list",
+        "list for a section",
         "text",
         "number",
         "misspelt",

@@ -94,6 +94,12 @@ CLIPPING = "algorithms.gradient_clipping"
         ("algorithms", "gradient_clipping", {"clipping_type": "norm", "clipping_threshold": -1}, [CLIPPING, "-1"]),
         ("callbacks", "speed_monitr", {}, ["callbacks", "did you mean speed_monitor?"]),
         ("callbacks", "speed_monitor", {"window": 3}, ["unknown key callbacks.speed_monitor.window", "window_size"]),
+        (
+            "callbacks",
+            "early_stopper",
+            {"monitor": "a", "dataloader_label": "b", "patience:2ba": None},
+            ["unknown key 'patience:2ba'", "write a space after the colon"],
+        ),
         ("loggers", "tensorbord", {}, ["loggers", "did you mean tensorboard?"]),
     ],
 )

@@ -9,7 +9,7 @@ import pyarrow
 from pyarrow import parquet
 
 from src.cli import log, progress
-from src.data.readers import find_files, read_batches
+from src.data.readers import STANDARD_INPUT, find_files, read_batches
 from src.embed.options import MODEL, add_reading, check_counts, check_path, fingerprint, open_model
 from src.embed.passages import UNITS
 from src.errors import UserError
@@ -47,6 +47,8 @@ def encode(argv: list[str]) -> None:
     check_path(options.model)
     check_writable("--out", options.out)
     files = find_files(options.data_files)
+    if STANDARD_INPUT in files:
+        raise UserError("--data_files: standard input cannot be read again to resume; give files")
     settings = {
         **fingerprint(options.model, options), "passages": options.passages, "unit": options.unit, "kind": options.kind,
         "text_column": options.text_column,

@@ -218,6 +218,8 @@ def build(kind: str, name: str | None, given: Mapping[str, Any], **fixed: Any) -
     place = kind if kind in ("optimizer", "scheduler") else f"{kind}.{name}"
     if not isinstance(given, Mapping):
         raise UserError(f"{place}={given!r} must be a section of `key: value` lines")
+    if glued := next((key for key, value in given.items() if value is None and ":" in str(key)), None):
+        raise UserError(f"{place}: unknown key {glued!r}; write a space after the colon")
     known = arguments_of(factory, fixed)  # an unknown null is dropped: it removes one inherited for another name
     arguments = {argument: value for argument, value in given.items() if argument in known or value is not None}
     if own and any(p.kind == p.VAR_KEYWORD for p in inspect.signature(factory).parameters.values()):
