@@ -11,7 +11,7 @@ from .cpu_kernel import OWN, STRICT, FullCall, TriangleCalls, adjacent_rows, emp
 
 
 def full_forward(q, k, v, *others, with_rows: bool = False) -> tuple[Tensor, ...]:
-    """The output, (B, H, L, E), and with_rows, if they are divided, their sums, (B, H, L). Arguments as for `FullCall`."""
+    """The output, (B, H, L, E), and with_rows, if they are divided, their sums, (B, H, L). Arguments of `FullCall`."""
     problem, y = FullCall(q, k, v, *others), empty_rows(v)
     rows = (y.new_empty(v.shape[:3]),) if with_rows and problem.divides else ()
     problem.forward(y, *rows)

@@ -309,11 +309,9 @@ class LionModel(LionPreTrainedModel):
         if input_ids.shape[1] <= self.config.segment_length or not MIXERS[self.config.mixer].has_states:
             return None
         # FSDP, 1 and 2, and hooks of accelerate gather weights in whole calls only.
-        if not all(isinstance(layer, MixerLayer) for layer in self.layers):
-            return None
-        if any(hasattr(part, "_hf_hook") for part in self.modules()) or any(
-            hasattr(weight, "device_mesh") for weight in self.parameters()
-        ):
+        gathered = any(hasattr(x, "_hf_hook") for x in self.modules())
+        gathered = gathered or any(hasattr(x, "device_mesh") for x in self.parameters())
+        if gathered or not all(isinstance(layer, MixerLayer) for layer in self.layers):
             return None
         return max(self.config.segment_length // len(input_ids), MIN_SEGMENT)
 
@@ -384,8 +382,8 @@ class LionModel(LionPreTrainedModel):
             raise ValueError("encode_long is for inference; call model.eval() first")
         if spans is not None and len(input_ids) != 1:
             raise ValueError(f"spans are of a single text, and this is a batch of {len(input_ids)}; pass one at a time")
-        L, device, size = input_ids.shape[1], self.device, segment_length if piece_length is None else piece_length
-        if L == 0 or size < 1:
+        L, device, size = input_ids.shape[1], self.device, piece_length or segment_length
+        if min(L, size) < 1:
             raise ValueError(f"encode_long needs at least one token, and segments of one (got {L} and {size})")
         self.embeddings.check_length(L)
         form = attention_form or self.config.attention_form
