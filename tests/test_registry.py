@@ -100,6 +100,10 @@ CLIPPING = "algorithms.gradient_clipping"
             {"monitor": "a", "dataloader_label": "b", "patience:2ba": None},
             ["unknown key 'patience:2ba'", "write a space after the colon"],
         ),
+        ("callbacks", "speed_monitor", {"window_size": 0}, ["callbacks.speed_monitor.window_size=0"]),
+        ("callbacks", "optimizer_monitor", {"batch_log_interval": 0}, ["batch_log_interval=0"]),
+        ("callbacks", "runtime_estimator", {"skip_batches": -1}, ["skip_batches=-1"]),
+        ("algorithms", "ema", {"half_life": "2ba", "update_interval": "0ba"}, ["update_interval=0ba"]),
         ("loggers", "tensorbord", {}, ["loggers", "did you mean tensorboard?"]),
     ],
 )
@@ -158,6 +162,11 @@ def test_a_frozen_parameter_is_not_optimized():
     model = LionForMaskedLM(LionConfig(**TINY_MODEL, vocab_size=64))
     model.head.dense.weight.requires_grad_(False)
     assert all(p is not model.head.dense.weight for p in optimizer(model).param_groups[0]["params"])
+
+
+def test_averages_may_be_smoothed_instead_of_having_a_half_life():
+    (average,) = registry.build_all("algorithms", {"ema": {"half_life": None, "smoothing": 0.9, "update_interval": "1ba"}})
+    assert average.smoothing == 0.9
 
 
 def test_algorithms_callbacks_and_loggers_are_built_unless_they_are_false(tmp_path):

@@ -134,7 +134,11 @@ RULES = {  # of arguments that Composer would not check before the first step
     "clipping_threshold": Rule(above=0),
     "t_warmup": Rule(units=tuple(TIME_UNITS), at_least=0),
     "decay": Rule(above=0, at_most=1),
-    "half_life": Rule(units=("ba", "ep"), above=0),
+    "half_life": Rule(units=("ba", "ep"), above=0, also=(None,)),  # with smoothing instead
+    "update_interval": Rule(units=("ba", "ep"), above=0, also=(None,)),
+    "window_size": Rule(at_least=1),
+    "batch_log_interval": Rule(at_least=1),
+    "skip_batches": Rule(at_least=0),
     "sharding_strategy": Rule(choices=tuple(SHARDING_MAP)),
     "backward_prefetch": Rule(choices=tuple(BACKWARD_PREFETCH_MAP)),
     "state_dict_type": Rule(choices=("full",)),  # a checkpoint is one file
