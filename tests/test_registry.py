@@ -165,7 +165,9 @@ def test_a_frozen_parameter_is_not_optimized():
 
 
 def test_averages_may_be_smoothed_instead_of_having_a_half_life():
-    (average,) = registry.build_all("algorithms", {"ema": {"half_life": None, "smoothing": 0.9, "update_interval": "1ba"}})
+    (average,) = registry.build_all(
+        "algorithms", {"ema": {"half_life": None, "smoothing": 0.9, "update_interval": "1ba"}}
+    )
     assert average.smoothing == 0.9
 
 
