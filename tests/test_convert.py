@@ -398,7 +398,22 @@ def test_only_the_unfinished_split_resumes(parts, tmp_path, small_batches, caplo
     assert "already written by the same command" in caplog.text
     assert files(out / "train") == train
     assert len(samples(out / "train")) + len(samples(out / "val")) == len([text for text in DOCUMENTS if text.strip()])
-    with pytest.raises(UserError, match="already exists"):
+
+
+def test_a_finished_conversion_may_be_repeated(parts, tmp_path, small_batches, caplog):
+    out = tmp_path / "out"
+    command = ["--data_files", parts, "--splits", "train", "--size_limit", 4000, "--out_root", out]
+    convert(*command)
+    (out / "train" / "old").touch()
+    with caplog.at_level("INFO", logger="lion"):
+        convert(*command)
+    assert "train: already written by the same command" in caplog.text and (out / "train" / "old").exists()
+    with pytest.raises(UserError, match="train already exists"):
+        convert(*command, "--compression", "zstd")
+    convert(*command, "--overwrite")
+    assert not (out / "train" / "old").exists()
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:299])
+    with pytest.raises(UserError, match="train already exists"):
         convert(*command)
 
 

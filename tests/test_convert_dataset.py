@@ -184,7 +184,7 @@ def test_an_existing_split_is_refused_before_anything_is_written(tmp_path):
     convert("--data_files", source, "--val_fraction", 0.3, "--splits", "val", "--out_root", out)
     files = snapshot(out)
     with pytest.raises(UserError, match=r"out/val already exists.*--overwrite"):
-        convert("--data_files", source, "--val_fraction", 0.3, "--splits", "train", "val", "--out_root", out)
+        convert("--data_files", source, "--val_fraction", 0.4, "--splits", "train", "val", "--out_root", out)
     assert snapshot(out) == files
 
 

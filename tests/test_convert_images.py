@@ -113,6 +113,10 @@ def test_a_killed_conversion_resumes_with_the_same_shards(source, tmp_path):
     os.utime(changed, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     convert(*command, out)
     assert shards(out) == shards(tmp_path / "whole")
+    convert(*command, out)  # which is its own
+    os.utime(changed)
+    with pytest.raises(UserError, match="train already exists"):
+        convert(*command, out)
 
 
 def test_mistakes(source, tmp_path):

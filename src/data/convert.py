@@ -140,13 +140,14 @@ def plan(options: Namespace, files: list[Path]) -> list[TextSplit]:
             source = HubDataset(*of_hub)
         command = {**source.description, **{name: getattr(options, name) for name in SHARD_OPTIONS}}
         command["tokenizer"] = rows and rows.tokenizer_digest
-        folder, units, finished = whole, range(len(source.sizes)), False
+        folder, units = whole, range(len(source.sizes))
         if part := options.part:
             folder, units = whole / str(part), part.units(source.sizes)
             command |= source.identity()
             check_others(part, whole, command, options)
-            finished = command_of(folder) == command and not options.overwrite
             log.info(f"{folder}: {len(units):,} of the {len(source.sizes):,} units that the source can be divided into")
+        made = command_of(folder) == command | source.identity()
+        finished = made and source.resumable and not options.overwrite
         before, validation = read_progress(unfinished(folder)), hub_split == "validation"
         job = TextSplit(folder, source, command, before, validation, limit, rows, units, part, finished=finished)
         splits.append(job)
@@ -167,7 +168,9 @@ def write_split(job: TextSplit, options: Namespace) -> None:
         size = sum(path.stat().st_size for path in folder.glob("shard.*"))
         sizes = {"samples": writer.stored, "shards": len(writer.shards), "bytes": size}
         summary = summarize(counts, job.source.description, job.rows and job.rows.summary, **sizes)
-        if job.part is not None:
+        if job.part is None:
+            summary["command"] = job.command | job.source.identity()
+        else:
             summary["part"] = {**vars(job.part), "counts": counts, "command": job.command}
         write_json(folder / "split.json", summary)
         publish(folder, job.folder)

@@ -13,6 +13,7 @@ from PIL import Image
 
 from src.cli import log, progress
 from src.data.images import Images, decode, open_images
+from src.data.parts import command_of
 from src.data.splits import Split, check_options, start_or_resume, unfinished, write_all
 from src.data.workers import in_order
 from src.errors import UserError
@@ -59,7 +60,8 @@ def plan(options: Namespace) -> list[Split]:
             Source(open_images(options.images, split, key="--images"), options.images),
         )
         command = {**source.description, "compression": options.compression, "size_limit": options.size_limit}
-        splits.append(Split(folder, source, command, read_progress(unfinished(folder))))
+        finished = command_of(folder) == command and not options.overwrite
+        splits.append(Split(folder, source, command, read_progress(unfinished(folder)), finished=finished))
     return start_or_resume(splits, options)
 
 
@@ -130,6 +132,7 @@ def write_split(split: Split, options: Namespace) -> None:
             "images": counts["images"], "classes": images.classes, "broken": counts["broken"],
             "broken_images": broken[:NAMED], "image_bytes": counts["image_bytes"], "samples": writer.stored,
             "shards": len(writer.shards), "bytes": size, "source": split.source.description,
+            "command": split.command,
         }  # fmt: skip
         write_json(folder / "split.json", summary)
         publish(folder, split.folder)

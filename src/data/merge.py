@@ -91,7 +91,8 @@ def merge_split(folder: Path, parts: dict[Path, dict[str, Any]]) -> None:
     """Write index.json and split.json of a split, unless they are there."""
     first = next(iter(parts.values()))
     sizes = {name: sum(part[name] for part in parts.values()) for name in ("samples", "shards", "bytes")}
-    summary = summarize(total(parts.values()), first["source"], first.get("tokens"), **sizes) | {"parts": len(parts)}
+    summary = summarize(total(parts.values()), first["source"], first.get("tokens"), **sizes)
+    summary |= {"command": first["part"]["command"], "parts": len(parts)}
     index = joined_index(list(parts))
     written = [path.read_bytes() if path.is_file() else b"" for path in (folder / "index.json", folder / "split.json")]
     if written == [index, (json.dumps(summary, indent=1) + "\n").encode()]:

@@ -49,11 +49,12 @@ def find_parts(folder: Path) -> dict[Path, Part]:
 
 
 def command_of(folder: Path) -> dict[str, Any] | None:
-    """Return the command that wrote a part, finished or not; None if the folder does not say."""
+    """Return the command that wrote a split, or a part, finished or not; None if the folder does not say."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         if folder.name.startswith("."):
             return json.loads((folder / "progress.json").read_text())["command"]
-        return json.loads((folder / "split.json").read_text())["part"]["command"]
+        made = json.loads((folder / "split.json").read_text())
+        return made["part"]["command"] if "part" in made else made["command"]
 
 
 def differing(before: dict[str, Any], now: dict[str, Any], known: object) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from src.cli import log
-from src.data.parts import differing
+from src.data.parts import command_of, differing
 from src.errors import UserError, reason
 from src.files import check_writable
 
@@ -43,7 +43,8 @@ def check_options(options: Namespace) -> None:
     folders = [Path(options.out_root, split) for split in options.splits]
     if not any(unfinished(folder).exists() for folder in folders):  # else a finished split may be this command's own
         for folder in folders:
-            check_absent(folder, options)
+            if command_of(folder) is None:
+                check_absent(folder, options)
 
 
 def check_absent(folder: Path, options: Namespace) -> None:
