@@ -1,5 +1,6 @@
 """What every command shares: exit status, log and progress bar."""
 
+import errno
 import gc
 import logging
 import os
@@ -9,7 +10,7 @@ from collections.abc import Callable
 
 from tqdm import tqdm
 
-from src.errors import UserError
+from src.errors import UserError, reason
 
 # A thread of OpenMP that has nothing to do spins for milliseconds, at the cost of every other program on its core.
 # 10,000 rounds cover the usual gap between two parallel operations. libgomp reads it when torch is imported.
@@ -18,6 +19,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 log = logging.getLogger("lion")
 RANK_DELAY = 10  # seconds
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _TimmWithoutWandb:
@@ -51,6 +53,11 @@ def run(main: Callable[[list[str]], None]) -> None:
         sys.exit(130)
     except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        print(f"error: cannot write {error.filename or 'a file'} ({reason(error)}); free disk space", file=sys.stderr)
+        sys.exit(1)
     finally:
         gc.freeze()  # otherwise Python's last collection visits every object of torch and transformers, for a second
 

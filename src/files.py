@@ -22,6 +22,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     temporary = path.with_name(f"{path.name}.unfinished")
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        sync_to_disk(temporary)  # or a power cut could leave the new name without the content
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -61,11 +62,13 @@ def is_newer(output: Path, source: Path) -> bool:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a .jsonl file up to its first truncated line; a missing file has none."""
+    """Read a .jsonl file of objects up to its first line that is damaged; a missing file has none."""
     lines = []
-    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # at a truncated line, or after the last newline
-        for line in path.read_text(encoding="utf-8").split("\n"):
-            lines.append(json.loads(line))
+    with contextlib.suppress(FileNotFoundError, ValueError):  # at a truncated line, or after the last newline
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+            if not isinstance(found := json.loads(line), dict):
+                break
+            lines.append(found)
     return lines
 
 

@@ -1,5 +1,6 @@
 """What every command shares: which process prints, exit statuses, and the lock on a folder."""
 
+import errno
 import logging
 import os
 import signal
@@ -84,6 +85,15 @@ def test_an_error_ends_a_command_with_its_status(error, status, monkeypatch, cap
     monkeypatch.setattr("src.cli.start_log", lambda: None)
     assert end(error) == status
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_a_full_disk_ends_a_command_in_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr("src.cli.start_log", lambda: None)
+    full, absent = (OSError(number, os.strerror(number), "a.png") for number in (errno.ENOSPC, errno.ENOENT))
+    assert end(full) == 1
+    assert capsys.readouterr().err == "error: cannot write a.png (No space left on device); free disk space\n"
+    with pytest.raises(FileNotFoundError):  # a mistake of ours
+        end(absent)
 
 
 def test_a_folder_is_locked_by_one_command_and_removed_if_left_empty(tmp_path):

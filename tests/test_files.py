@@ -29,11 +29,18 @@ def test_a_file_is_written_under_a_temporary_name_and_renamed(tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     ("text", "numbers"),
-    [("", []), ("1\n2\n", [1, 2]), ('1\n{"step": 2, "sam', [1]), ("1\ngarbage\n3\n", [1])],
+    [
+        (b"", []),
+        (b'{"step": 1}\n{"step": 2}\n', [1, 2]),
+        (b'{"step": 1}\n{"step": 2, "sam', [1]),
+        (b'{"step": 1}\ngarbage\n{"step": 3}\n', [1]),
+        (b'{"step": 1}\n2\n{"step": 3}\n', [1]),
+        (b'{"step": 1}\n\xff\n', [1]),
+    ],
 )
-def test_json_lines_are_read_up_to_the_first_truncated_one(tmp_path, text, numbers):
-    (tmp_path / "metrics.jsonl").write_text(text)
-    assert read_json_lines(tmp_path / "metrics.jsonl") == numbers
+def test_json_lines_are_read_up_to_the_first_damaged_one(tmp_path, text, numbers):
+    (tmp_path / "metrics.jsonl").write_bytes(text)
+    assert [line["step"] for line in read_json_lines(tmp_path / "metrics.jsonl")] == numbers
     assert read_json_lines(tmp_path / "missing.jsonl") == []
 
 

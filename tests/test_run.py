@@ -221,6 +221,10 @@ def test_the_summary_has_the_first_the_best_and_the_last_evaluation(config, tmp_
     rows = [line.split() for line in printed[2:] if line.startswith(("before", "best", "after"))]
     expected = [["before", "4.000"], ["best,", "step", "3", "2.000"], ["after", "3.000"]]
     assert rows == [[*row, "25.00%", "12.50%"] for row in (expected if first == 0 else expected[1:])]
+    for damaged in ('{"run": "ti', "{}", "[]"):
+        (tmp_path / "summary.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"summary.json is corrupt; delete it and repeat the command"):
+            run_folder.print_summary(tmp_path, CURVES)
 
 
 def test_a_summary_that_cannot_be_written_ends_the_run_in_one_sentence(config, tmp_path, monkeypatch):

@@ -349,12 +349,16 @@ def write_summary(task: Task, folder: Path, step: int, parameters: int, title: s
 
 def print_summary(folder: Path, curves: tuple[Curve, ...]) -> None:
     """Print the results of a finished run and where they are."""
-    summary = json.loads((folder / SUMMARY).read_text())
+    path = folder / SUMMARY
+    try:
+        summary = json.loads(path.read_text())
+        results = {name: summary[name] for name in ("before", "best", "after")}
+    except (ValueError, LookupError, TypeError):
+        raise UserError(f"{path} is corrupt; delete it and repeat the command, which writes it again") from None
     widths = {curve: max(8, len(curve.title) + 3) for curve in curves}
     print(f"\n{'':14}{''.join(curve.title.rjust(width) for curve, width in widths.items())}")
-    for name in ("before", "best", "after"):
-        result = summary[name]
-        if result and not (name == "best" and result == summary["after"]):
+    for name, result in results.items():
+        if result and not (name == "best" and result == results["after"]):
             shown = f"{name}, step {result['step']:,}" if name == "best" else name
             values = (f"{result[c.name]:{width}{'.2%' if c.percent else '.3f'}}" for c, width in widths.items())
             print(f"{shown:14}{''.join(values)}")
