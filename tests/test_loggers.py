@@ -150,6 +150,14 @@ def test_ranks_above_0_write_event_files_only_if_they_are_asked_to(tmp_path, mon
     assert len([*tmp_path.glob("tiny/events.*")]) == files
 
 
+def test_files_without_a_place_of_their_own_are_in_the_runs_folder(tmp_path, capsys):
+    file, tensorboard = of_run(build_all("loggers", {"file": None, "tensorboard": None}), tmp_path, False)
+    assert (file.filename_format, tensorboard.log_dir) == (
+        f"{tmp_path}/logs-rank{{rank}}.txt",
+        f"{tmp_path}/tensorboard",
+    )
+
+
 def test_a_config_is_stored_as_given_so_that_a_finished_run_is_not_repeated(resumed, monkeypatch):
     config, folder = resumed  # Composer's logger adds to its arguments
     assert "id" not in OmegaConf.load(folder / "run" / "config.yaml").loggers.wandb.init_kwargs

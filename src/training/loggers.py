@@ -18,6 +18,7 @@ from src.config import flatten
 from src.errors import UserError, first_line, reason
 from src.files import write_json
 
+IN_CWD = "{run_name}/logs-rank{rank}.txt"  # where Composer's FileLogger writes by default
 IDS = "loggers-rank{}.json"  # in a run folder: the ids of its runs in W&B and MLflow
 
 
@@ -29,7 +30,7 @@ def scalars(hyperparameters: dict[str, Any]) -> dict[str, Any]:
 
 def of_run(loggers: Iterable[LoggerDestination], folder: Path, resumes: bool) -> list[LoggerDestination]:
     """Return the loggers of a run; if it resumes from a checkpoint, those of W&B and MLflow continue the runs whose ids
-    are in its folder, and files are appended to."""
+    are in its folder, and files are appended to. Files without a place of their own are in the run's folder."""
     loggers, ids = list(loggers), folder / IDS.format(dist.get_global_rank())
     if not resumes:  # else W&B would drop the steps that a killed process has already logged
         ids.unlink(missing_ok=True)
@@ -38,6 +39,10 @@ def of_run(loggers: Iterable[LoggerDestination], folder: Path, resumes: bool) ->
             logger.ids = ids
         elif isinstance(logger, File):
             logger.appends = resumes
+            if logger.filename_format == IN_CWD:
+                logger.filename_format = str(folder / "logs-rank{rank}.txt")
+        elif isinstance(logger, TensorBoard):
+            logger.log_dir = logger.log_dir or str(folder / "tensorboard")
     return loggers
 
 
