@@ -198,7 +198,7 @@ class Moments:
 
     def fit(self, rtol: float | None = None, ridge: float = 0.0) -> Layer:
         """Fit a layer to what was added; see the function `fit`."""
-        gram, cross = self._mean(self.gram), self._mean(self.cross)
+        gram, cross = self._mean("gram"), self._mean("cross")
         if not cross.shape[1]:
             raise ValueError("there are no targets; give Y")
         if not ridge >= 0:
@@ -223,7 +223,7 @@ class Moments:
 
     def certificate(self, rtol: float | None = None) -> Certificate:
         """Certify what was added; see the function `certificate`."""
-        gram = self._mean(self.gram)
+        gram = self._mean("gram")
         units, of_features = self._units()
         inverse, blind, rtol = self._decompose(gram, of_features, rtol)
         (size, rank), d = inverse.shape, len(self.token_gram)
@@ -266,10 +266,11 @@ class Moments:
             raise ValueError("d, e and decays differ from those of the sequences that were added first")
         self.noise = max(self.noise, NOISE[Z.dtype])
 
-    def _mean(self, sums: Tensor) -> Tensor:
-        if not (self.samples and sums.isfinite().all()):
-            many = "features overflow, as they grow with the cube of tokens; divide all tokens by a constant"
-            raise ValueError(many if self.samples else "there are no samples; give a sequence with a real token")
+    def _mean(self, name: str) -> Tensor:
+        if not self.samples:
+            raise ValueError("there are no samples; give a sequence with a real token")
+        if not (sums := getattr(self, name)).isfinite().all():
+            raise ValueError("features overflow, as they grow with the cube of tokens; divide all tokens by a constant")
         return sums / self.samples
 
     def _units(self) -> tuple[Tensor, Tensor]:

@@ -257,6 +257,7 @@ def test_print_config_prints_yaml_that_loads_back_to_the_same_config(tmp_path, c
         ("save_folder=${no_such_key}", ["no_such_key"]),
         ("train_loader=${no_such_key}", ["no_such_key"]),
         ("save_folder=./{run_name}/run", ["save_folder", "./{run_name}/run", "${run_name}"]),
+        ('save_folder=""', ["save_folder is empty; name a folder"]),
         ("load_path=ep{epoch}.pt", ["load_path", "ep{epoch}.pt"]),
         ("seed", ["'seed'", "key=value"]),
         ("seed={", ["seed={"]),

@@ -348,6 +348,7 @@ BAD = {
     "Z has non-finite values at real tokens; mask or remove them": lambda: fit(NAN, Y),
     "Y has non-finite values at real tokens; mask or remove them": lambda: fit(Z, Y / 0),
     "there are no samples": lambda: fit(Z, Y, torch.zeros(40, 8, dtype=torch.bool)),
+    "there are no samples; give": lambda: Moments().fit(),
     "there are no targets; give Y": lambda: Moments().add(Z).fit(),
     "features overflow": lambda: certificate(1e60 * Z),
     "rtol must be at least 0 and below 1 (got 1)": lambda: fit(Z, Y, rtol=1),

@@ -39,8 +39,8 @@ def optimizer(model, **changes):
         ({"leraning_rate": 1}, ["unknown key optimizer.leraning_rate"]),
         ({"beta": [0.9, 0.98]}, ["unknown key optimizer.beta", "did you mean betas?"]),
         ({"params": []}, ["unknown key optimizer.params"]),
-        ({"lr": -1}, ["optimizer", "decoupled_adamw", "-1"]),
-        ({"lr": "fast"}, ["optimizer", "decoupled_adamw"]),
+        ({"lr": -1}, ["optimizer.lr=-1 must be a number ≥ 0"]),
+        ({"lr": "fast"}, ["optimizer.lr='fast' must be a number ≥ 0"]),
         ({"betas": [0.9]}, ["optimizer.betas", "two numbers", "[0.9]"]),
         ({"betas": 0.9}, ["optimizer.betas"]),
         ({"weight_decay": "much"}, ["optimizer", "decoupled_adamw"]),
@@ -84,6 +84,7 @@ CLIPPING = "algorithms.gradient_clipping"
         ("algorithms", "gradient_cliping", {}, ["algorithms", "did you mean gradient_clipping?"]),
         ("algorithms", "gradient_clipping", {"threshold": 1}, [CLIPPING, "threshold"]),
         ("algorithms", "gradient_clipping", {}, [CLIPPING, "clipping_type"]),
+        ("algorithms", "gradient_clipping", None, [CLIPPING, "; to omit it, set algorithms.gradient_clipping=false"]),
         ("algorithms", "gradient_clipping", 1.0, [CLIPPING]),
         (
             "algorithms",

@@ -267,3 +267,6 @@ def test_an_address_that_cannot_be_used_is_named(s3, tmp_path, write_config, add
         remote.fetch(f"{address}/ep0-ba2-rank0.pt", "KEY")
     with pytest.raises(UserError, match=r"^KEY: s3:/bucket lacks a slash; write s3://bucket$"):
         remote.Store("s3:/bucket", "KEY")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^KEY: .*file is a file; give a folder$"):
+        remote.Store(str(tmp_path / "file"), "KEY")

@@ -100,7 +100,7 @@ def test_a_tokenizer_with_code_of_its_own_or_corrupt_files_is_rejected(tmp_path,
         (folder / "code.py").write_text("raise SystemExit('run')")
     else:
         (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer_name: cannot load .* the folder holds no tokenizer"):
+    with pytest.raises(UserError, match=r"tokenizer_name: cannot load .* its files are unusable"):
         text_model.build_tokenizer(str(folder), 64)
 
 

@@ -143,6 +143,17 @@ def test_a_tokenizer_without_cls_and_sep_is_refused(tokenizer):
         RowMaker.of(bare, "concat_tokens", 128)
 
 
+def test_what_a_folder_of_a_tokenizer_lacks_is_named(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").rename(tmp_path / "kept")
+    with pytest.raises(UserError, match=r"tokenizer_config.json is missing .*; write the folder with save_pretrained"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "kept").rename(tmp_path / "tokenizer_config.json")
+    (tmp_path / "tokenizer.json").write_bytes((tmp_path / "tokenizer.json").read_bytes()[:100])
+    with pytest.raises(UserError, match="its files are unusable"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_missing_tokenizer_is_named(tmp_path):
     with pytest.raises(UserError, match=r"--tokenizer: cannot load .*holds no tokenizer"):
         load_tokenizer(str(tmp_path))

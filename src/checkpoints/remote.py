@@ -39,6 +39,8 @@ class Store:
                 self.prefix = f"{path}/"
         elif re.match(r"\w+:/", address):
             raise UserError(f"{key}: {address} lacks a slash; write {address.replace(':/', '://', 1)}")
+        elif Path(address).is_file():
+            raise UserError(f"{key}: {address} is a file; give a folder")
 
     def names(self) -> list[str]:
         """Return the names of the files directly in this folder."""

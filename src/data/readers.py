@@ -42,15 +42,16 @@ class Batch(NamedTuple):
         return sum(map(len, self.texts))
 
 
-def find_files(patterns: list[str]) -> list[Path]:
-    """Return the files that match each pattern, or have it as name, such as `a[1].txt`, each once. Raises UserError."""
+def find_files(patterns: list[str], key: str = "--data_files") -> list[Path]:
+    """Return the files that match each pattern, or have it as name, such as `a[1].txt`, each once. Raises UserError,
+    naming the `key` that holds the patterns."""
     paths = []
     for pattern in patterns:
         exact = pattern == str(STANDARD_INPUT) or os.path.exists(pattern)
         names = [pattern] if exact else glob.glob(pattern, recursive=True)
         found = sorted(path for path in map(Path, names) if not path.is_dir())
         if not found:
-            raise UserError(f"--data_files: nothing matches {pattern}; check the path")
+            raise UserError(f"{key}: nothing matches {pattern}; check the path")
         paths += found
     return list(dict.fromkeys(paths))
 

@@ -82,6 +82,9 @@ class StreamingTextDataset(StreamingSamples):
         try:
             return super()._get_work(epoch, sample_in_epoch)
         except ValueError as error:  # from batching or shuffling, about sizes that do not fit together
+            if sample_in_epoch > self.epoch_size:
+                position = f"the checkpoint's position is after {sample_in_epoch:,} samples"
+                raise UserError(f"this data has {self.epoch_size:,}, but {position}; {READ_THE_SAME}") from None
             given = f"batching_method={self.batching_method} and shuffle_algo={self.shuffle_algo}"
             raise UserError(f"{given} cannot order these samples: {' '.join(str(error).split())}") from None
 

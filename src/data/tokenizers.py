@@ -1,6 +1,7 @@
 """Tokenizers: load one, identify its vocabulary, train BERT's WordPiece on a corpus. Imports nothing slow."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -32,10 +33,14 @@ def load_tokenizer(name: str | Path, key: str = "--tokenizer", **options: Any) -
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # whatever transformers, tokenizers and sentencepiece raise
-        where = "the folder holds no tokenizer" if Path(name).is_dir() else "not a folder, and not found on the Hub"
-        said = first_line(error).partition(". Should have a")[0]  # what follows are all of transformers' model types
-        found = f"cannot load {name}: {where} ({said})"
-        raise UserError(f"{key}: {found}; give a folder with tokenizer.json") from None
+        said = re.split(r"\.? (?:Should have a|You can) ", first_line(error))[0]  # without all of the model types
+        found, fix = "not a folder, and not found on the Hub", "give a folder with tokenizer.json"
+        if Path(name).is_dir():
+            there = [Path(name, f"{file}.json").is_file() for file in ("tokenizer", "tokenizer_config")]
+            found = "its files are unusable" if all(there) else "the folder holds no tokenizer"
+            if there == [True, False]:
+                found, fix = "tokenizer_config.json is missing", "write the folder with save_pretrained of transformers"
+        raise UserError(f"{key}: cannot load {name}: {found} ({said}); {fix}") from None
 
 
 def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -78,6 +78,8 @@ class EmbedConfig(RunConfig):
             raise UserError("data has no sources; add one, such as data.pairs.files=[pairs.jsonl]")
         check_prompts("prompts", self.prompts)
         for name, source in self.data.items():
+            if "/" in str(name):
+                raise UserError(f"data.{name}: the name of a source names its file too, so it cannot hold a slash")
             check_source(f"data.{name}", source)
             if self.pooling == "cls" and "passage" in source.get("columns", {}):
                 hint = "pooling=cls cannot embed passages; set pooling to mean or attention"
@@ -100,7 +102,7 @@ class EmbedConfig(RunConfig):
 
         for name, source in self.data.items():
             if "files" in source:
-                find_files(patterns(source))
+                find_files(patterns(source), f"data.{name}.files")
             elif not Path(source["beir"]).is_dir():
                 raise UserError(f"data.{name}.beir: {source['beir']} is not a folder; fix its path")
         for folder in self.eval_data:
@@ -154,4 +156,8 @@ def check_prompts(name: str, prompts: Any) -> None:
         raise UserError(f"{name} must be a section, such as prompts: {{query: 'search_query: '}}")
     check_known(name, prompts, KINDS)
     for kind, text in prompts.items():
+        if isinstance(text, dict):  # YAML's reading of text that ends in a colon
+            raise UserError(
+                f"{name}.{kind} must be text, in quotes of its own: '{name}.{kind}=\"{next(iter(text), '')}: \"'"
+            )
         check_value(f"{name}.{kind}", text, str)

@@ -64,6 +64,8 @@ class TrainerConfig:
         for name in ("save_folder", "save_remote", "load_path"):
             if "{" in (value := getattr(self, name, None) or ""):
                 raise UserError(f"{name}={value}: Composer would replace the braces; refer to keys as ${{run_name}}")
+        if not self.save_folder.strip():
+            raise UserError("save_folder is empty; name a folder")
         if "://" in self.save_folder:
             raise UserError(
                 f"save_folder={self.save_folder} is not a local folder; choose one, and set save_remote to upload it"

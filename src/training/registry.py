@@ -129,7 +129,8 @@ BASES = {  # of classes that are given as module:Class
     "callbacks": Callback, "loggers": LoggerDestination,
 }  # fmt: skip
 OF_GROUPS = ("filter_bias_norm_wd=False", "layer_lr_decay=None")  # arguments of `build_optimizer` itself
-RULES = {  # of arguments that Composer would not check before the first step
+RULES = {  # of arguments that Composer and torch would not check before the first step, or with a worse message
+    "lr": Rule(at_least=0.0),
     "clipping_type": Rule(choices=("adaptive", "norm", "value")),
     "clipping_threshold": Rule(above=0),
     "t_warmup": Rule(units=tuple(TIME_UNITS), at_least=0),
@@ -207,7 +208,15 @@ def build_scheduler(section: Mapping[str, Any], max_duration: str = "1ep") -> op
 def build_all(kind: str, sections: Mapping[str, Any]) -> list[Any]:
     """Return algorithms, callbacks or loggers: {name: {argument: value}}, null for no arguments, or false to omit."""
     chosen = {name: arguments for name, arguments in sections.items() if arguments is not False}
-    return [build(kind, name, {} if arguments is None else arguments) for name, arguments in chosen.items()]
+    built = []
+    for name, arguments in chosen.items():
+        try:
+            built.append(build(kind, name, {} if arguments is None else arguments))
+        except UserError as error:
+            if arguments is not None:
+                raise
+            raise UserError(f"{error}; to omit it, set {kind}.{name}=false") from None
+    return built
 
 
 def build(kind: str, name: str | None, given: Mapping[str, Any], **fixed: Any) -> Any:
