@@ -1,5 +1,7 @@
 """Text embeddings: poolings against their formulas, packed and padded texts, passages, and long texts in segments."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -186,6 +188,11 @@ def test_a_head_also_reads_a_long_text_in_segments():
     model.config.segment_length = 1
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_signature_of_forward_has_every_argument():  # transformers' Trainer drops columns that it lacks
+    names = list(inspect.signature(LionEmbeddingModel.forward).parameters)
+    assert names == [*inspect.signature(LionModel.forward).parameters, "pooling_mask"]
 
 
 def test_the_pooling_is_in_the_configuration_only_if_it_is_not_the_mean():

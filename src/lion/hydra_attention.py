@@ -54,7 +54,8 @@ def hydra_attention(
     form: str = "auto",
     chunk_size: int = 128,
 ) -> Tensor:
-    """Compute the attention of a Hydra layer, (B, H, L, E); other arguments and errors as for `two_sided_attention`."""
+    """Compute the attention of a Hydra layer, (B, H, L, E), of values v, (B, H, L, E), and the weights of tokens for
+    themselves, diagonal, (B, H, L). Other arguments and errors as for `two_sided_attention`."""
     given = {"mask": mask, "seq_idx": seq_idx, "left_state": left_state, "right_state": right_state}
     dtype, heads = v.dtype, v.shape[1]
     if not all(is_fused(q, k, v, form, 0.0) for q, k in zip(scans.q, scans.k)):

@@ -70,6 +70,7 @@ def fused_linear_attention(
     row_mode: str = "", keys: str = "all", log_weight: Tensor | None = None, orders: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `linear_attention`, (B, H, L, E), for operands that `covers` accepts; the full form if `chunk_size` is 0.
+    Other arguments are those of `linear_attention`, but for q, k and v of as many heads.
     Only the full form has dropout, with 0 ≤ dropout_p < 1. If k and v are None, q holds all three, (B, L, 3, H, D),
     and so does its gradient. forget_logits: whether log_decay holds logits of 1 − λ. row_mode: "divide" divides each
     row by its sum + EPSILON; "sum" returns rows as they are and their sums, (B, H, L), both in float32. keys: what

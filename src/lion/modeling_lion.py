@@ -226,7 +226,7 @@ class LionModel(LionPreTrainedModel):
         attention_form: str | None = None,
         seq_idx: Tensor | None = None,
     ) -> modeling_outputs.BaseModelOutputWithPooling | tuple:
-        """Encode a batch of texts.
+        """Encode a batch of texts: last_hidden_state, (B, L, D), and pooler_output, (B, D), None without a pooler.
 
         Args:
             input_ids: (B, L) token ids; or `inputs_embeds`, (B, L, D), instead.

@@ -32,6 +32,7 @@ from .two_sided_attention import two_sided_attention  # noqa: F401
 
 # Unused imports are here because transformers copies from a local Hub folder only what this file imports itself.
 READ_AT_ONCE = 8192  # tokens
+POOLING_MASK = inspect.Parameter("pooling_mask", inspect.Parameter.KEYWORD_ONLY, default=None)
 ARGUMENTS = list(inspect.signature(LionModel.forward).parameters)[1:]
 
 
@@ -76,7 +77,9 @@ class LionEmbeddingModel(HeadedModel):
         output = BaseModelOutputWithPooling(x, vectors, output.hidden_states, output.attentions)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
-    forward.__signature__ = inspect.signature(LionModel.forward)  # which transformers and Composer read
+    forward.__signature__ = inspect.Signature(  # which transformers and Composer read
+        [*inspect.signature(LionModel.forward).parameters.values(), POOLING_MASK]
+    )
 
     def scores(self, x: Tensor) -> Tensor | None:
         """The scores of tokens, (..., D), in float32 at least; None without attention pooling."""
