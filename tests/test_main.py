@@ -38,7 +38,8 @@ def finished(tmp_path_factory, write_config) -> tuple[Path, Path, Result]:
     config = write_config(folder)
     (folder / "run").mkdir()
     (folder / "run" / "metrics.jsonl").write_text('{"step": 1, "samples": 8, "loss": -1}\n{"step": 2, "sam')
-    result = run("main.py", config, cwd=folder, fresh=True)
+    (folder / "temporary").mkdir()
+    result = run("main.py", config, cwd=folder, fresh=True, TMPDIR=str(folder / "temporary"))
     assert result.returncode == 0, result.stderr
     return config, folder / "run", result
 
@@ -72,6 +73,10 @@ def test_a_run_prints_its_plan_and_where_its_results_are(finished):
     assert re.search(r"first step after \d+\.\d s: \d+\.\d imports, .* first step", result.stderr)
     assert "Warning" not in result.stderr
     assert re.search(r"^padding: [\d.]+% of the positions$", result.stderr, re.MULTILINE)
+
+
+def test_a_run_leaves_no_locks_of_streaming_behind(finished):
+    assert not [path.name for path in (finished[1].parent / "temporary").iterdir() if path.name.endswith("filelock")]
 
 
 def test_training_changes_every_weight(finished):

@@ -1,5 +1,6 @@
 """MDS shards of text or tokens, from one source or several → batches for masked language modelling."""
 
+import atexit
 import contextlib
 import json
 import os
@@ -53,6 +54,9 @@ class StreamingSamples(StreamingDataset):
     def __init__(self, **options: Any):
         with first_in_line():
             super().__init__(**options)
+        if dist.get_local_rank() == 0:  # streaming leaves these files, and looks at all of them in the next run
+            for path in (self._cache_filelock_path, self._shared_barrier.filelock_path):
+                atexit.register(Path(path).unlink, missing_ok=True)
         self.prepared: set[int] = set()
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
