@@ -130,7 +130,7 @@ def time_in_turn(rows: list[dict[str, Any]], a: argparse.Namespace, bar: Any) ->
     # A long document needs no run to warm up on a CPU: the shorter ones have done so.
     short = rows[0]["length"] <= NEAR or a.device == "cuda"
     step = functools.partial(bar.update, (end - bar.n) / (len(rows) * (a.rounds + short)))
-    times = measure.interleaved(runs, a.device, a.rounds, a.seconds, failed, least=1, warm_up=short, after=step)
+    times = measure.interleaved(runs, a.device, a.rounds, a.seconds, failed, least=1, warm_ups=int(short), after=step)
     bar.update(end - bar.n)
     for number, row in enumerate(rows):
         row["ms"] = 1000 * times[number] if number in times else None
@@ -142,7 +142,7 @@ def read_once(rows: list[dict[str, Any]], a: argparse.Namespace) -> None:
     rows = [row for row in rows if not row["error"]]
     failed: dict[str, str] = {}
     given = [arguments(row, a) for row in rows]
-    warm_up = arguments(rows[0] | {"length": 16}, a) if rows else ()
+    warm_up = arguments(rows[0] | {"length": measure.WARM_UP_TOKENS[a.device]}, a) if rows else ()
     costs = measure.attempt(failed, "", measure.single_runs, prepare, warm_up, given, a.device) if rows else []
     for row, cost in zip(rows, costs or []):
         row["ms"] = row["ms"] or 1000 * cost.seconds

@@ -85,23 +85,29 @@ def main(argv: list[str]) -> None:
                     "peak_mib": None, "error": failed.get(case),
                 })  # fmt: skip
             del runs
+            if a.device == "cuda":  # on a CPU a case is measured from its smallest to its largest batch
+                fill_peaks(rows[-len(here) :] if here else [], size, a)
             measure.write(a.out, name, title, facts, [table(rows)], rows, show=False)
-    measured = cases if a.device == "cuda" or not a.compile else []  # on a CPU, compiling would count
-    for case in cli.progress(measured, desc="memory"):
-        own = sorted((row for row in rows if (row["model"], row["form"]) == case and row["ms"]), key=tokens)
-        if not own:
-            continue
+    if a.device == "cpu" and not a.compile:  # compiling would count
+        fill_peaks(rows, size, a)
+    measure.write(a.out, name, title, facts, [table(rows)], rows)
+    draw(rows, a.out / f"{name}.png", f"Encoders of {model}, {measure.device_name(a.device)}")
+    print(f"picture  {a.out / name}.png")
+
+
+def fill_peaks(rows: list[dict], size: tuple, a: argparse.Namespace) -> None:
+    """Measure the peak memory of each row that has a time."""
+    rows = sorted((row for row in rows if row["ms"]), key=tokens)
+    for case in cli.progress(dict.fromkeys((row["model"], row["form"]) for row in rows), desc="memory", leave=False):
+        own = [row for row in rows if (row["model"], row["form"]) == case]
         arguments = [(*case, row["batch"], row["length"], *size) for row in own]
-        failed = {}
-        peaks = measure.attempt(failed, case, measure.peak_memory, prepare, (*case, 1, 16, *size), arguments, a.device)
+        warm_up = (*case, 1, measure.WARM_UP_TOKENS[a.device], *size)
+        failed: dict = {}
+        peaks = measure.attempt(failed, case, measure.peak_memory, prepare, warm_up, arguments, a.device)
         for row, peak in zip(own, peaks or []):
             row["peak_mib"] = peak / 2**20
         for row in own if failed else []:
             row["error"] = failed[case]
-
-    measure.write(a.out, name, title, facts, [table(rows)], rows)
-    draw(rows, a.out / f"{name}.png", f"Encoders of {model}, {measure.device_name(a.device)}")
-    print(f"picture  {a.out / name}.png")
 
 
 def tokens(row: dict) -> int:
@@ -122,9 +128,9 @@ def prepare(name, form, batch, length, layers, hidden, longest, dtype, device, c
     return run
 
 
-@functools.lru_cache(1)
+@functools.cache
 def load(name, form, layers, hidden, longest, dtype, device, compiled) -> torch.nn.Module:
-    """Build a model with random weights; the last one is kept, so that in its memory only texts count."""
+    """Build a model with random weights; it is kept, so that in its memory only texts count."""
     torch.manual_seed(0)
     with created_as(dtype, device):
         how = {"form": "auto" if form == "softmax" else form, "half": dtype != "float32"}

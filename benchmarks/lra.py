@@ -244,7 +244,7 @@ def take_steps(case: Case, device: str, precision: str, rounds: int, whole: bool
     training.accumulate(case.microbatch)
     training.update()
     steps = {"microbatches": accumulate, "update": training.update}
-    times = measure.interleaved(steps, device, rounds, 600, warm_up=False)
+    times = measure.interleaved(steps, device, rounds, 600, warm_ups=0)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else measure.highest_mark()
     return {
         "step_s": times["microbatches"] * case.task.batch_size / sum(timed) + times["update"],

@@ -25,6 +25,9 @@ from src.lion.cpu import linear
 from src.tables import markdown
 
 RESULTS = Path("benchmarks/results")
+# Tokens of the run before those whose peak memory is measured: on a CPU few, since what it needed does not count any
+# more; on a GPU as many as need the kernels of longer texts.
+WARM_UP_TOKENS = {"cpu": 16, "cuda": 128}
 OUT = f"(default: this machine's folder in {RESULTS})"
 # What the processes of `apart` import, once.
 SLOW_IMPORTS = ["torch", "transformers.modeling_utils", "transformers.models.auto.image_processing_auto"]
@@ -50,13 +53,13 @@ def interleaved(
     seconds: float,
     failed: dict[Any, str] | None = None,
     least: int = 3,
-    warm_up: bool = True,
+    warm_ups: int = 1,
     after: Callable[[], Any] = lambda: None,
 ) -> dict[Any, float]:
     """Return the median time of each case in seconds. They run in turn, A B A B …, so that noise affects all alike.
 
-    Each case runs once to warm up, unless `warm_up` is False, then in `rounds` rounds; after the first `least`, no new
-    round starts once `seconds` have passed. `after` is called after each run. A case that fails is omitted, see
+    Each case runs `warm_ups` times, then in `rounds` rounds; after the first `least`, no new round starts once
+    `seconds` have passed. `after` is called after each run. A case that fails is omitted, see
     `attempt`.
     """
     times: dict[Any, list[float]] = {name: [] for name in cases}
@@ -68,7 +71,7 @@ def interleaved(
             times[name].append(taken)
         return taken is not None
 
-    running = [name for name in cases if not warm_up or run(name)]
+    running = [name for name in cases if all(run(name) for _ in range(warm_ups))]
     times = {name: [] for name in running}  # without the warm-up
     begin = time.perf_counter()
     for number in range(rounds):
@@ -81,15 +84,15 @@ def interleaved(
 def device_time(run: Callable[[], Any], about: float, rounds: int = 5) -> float | None:
     """Return the median seconds of the GPU's work in `run`, without the gaps in which it waits for the program.
 
-    Replays a CUDA graph of enough runs, each of roughly `about` seconds, to make the graph's launch negligible.
-    Returns None if `run` cannot be captured as a graph, and in every later call: a failed capture can break the next.
+    Replays a CUDA graph of enough runs, each of roughly `about` seconds, to make the graph's launch negligible. A run
+    of more than 50 ms is replayed twice: there the gaps are negligible, and rounds costly. Returns None if `run` cannot be captured as a graph, and in every later call: a failed capture can break the next.
     """
     global _can_capture
     if not _can_capture:
         return None
     runs = min(max(1, math.ceil(0.005 / about)), 50)
     try:
-        return _replay_seconds(run, runs, rounds)
+        return _replay_seconds(run, runs, rounds) if about < 0.05 else _replay_seconds(run, 1, 2, warm_ups=1)
     except Exception as error:
         _can_capture = False
         print(f"no more times on the device alone, since a CUDA graph failed: {first_line(error)}", file=sys.stderr)
@@ -106,12 +109,12 @@ def _make_and_replay(make: Callable[..., Callable[[], Any]], arguments: tuple, r
     return _replay_seconds(make(*arguments), 1, rounds)
 
 
-def _replay_seconds(run: Callable[[], Any], runs: int, rounds: int) -> float:
+def _replay_seconds(run: Callable[[], Any], runs: int, rounds: int, warm_ups: int = 3) -> float:
     """Return the median seconds of a run in a CUDA graph of several. Raises the error of one that cannot be captured."""
     before, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     stream.wait_stream(before)
     with torch.cuda.stream(stream):
-        for _ in range(3):  # what the first runs allocate and compile does not belong in a graph
+        for _ in range(warm_ups):  # what the first runs allocate and compile does not belong in a graph
             run()
     before.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()

@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 from transformers.utils import is_flash_attn_2_available
 
 from src.lion import LionConfig, LionForMaskedLM, LionModel
 from src.lion.mixers import MIXERS
 
 BERT, MODERN_BERT = "Hugging Face BERT", "Hugging Face ModernBERT"
+SPARSE_BERT = "Hugging Face BERT, sparse"  # logits at labelled tokens only
 FLASH = "flash_attention_2, unpadded"
 PLUS = "lion-s-plus"
 PRETRAIN = Path(__file__).resolve().parents[1] / "yamls/pretrain"
@@ -24,14 +26,15 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_positio
 SIZES += ("hidden_dropout_prob", "attention_probs_dropout_prob", "vocab_size", "attention_form")
 SIZES += ("pretrained_checkpoint",)  # the benchmark's, not a config's
 MODELS = (BERT, MODERN_BERT, "softmax", *LINEAR)
+TRAINED = (BERT, SPARSE_BERT, *MODELS[1:])
 VOCABULARY = 30528
 HYDRA_LAYERS = {12: 23, 24: 45}  # of base and large size, for those of BERT
 
 
 def model_name(name: str) -> str:
-    """Return `name`, an argument, if it is one of MODELS or an existing pretraining config."""
-    if name not in MODELS and not (name.endswith(".yaml") and Path(name).is_file()):
-        raise argparse.ArgumentTypeError(f"{name!r} must be a pretraining config or one of {', '.join(MODELS)}")
+    """Return `name`, an argument, if it is one of TRAINED or an existing pretraining config."""
+    if name not in TRAINED and not (name.endswith(".yaml") and Path(name).is_file()):
+        raise argparse.ArgumentTypeError(f"{name!r} must be a pretraining config or one of {'; '.join(TRAINED)}")
     return name
 
 
@@ -75,13 +78,20 @@ def bert_sizes(mixer: str, layers: int, hidden: int) -> dict[str, int]:
 
 
 def setting(name: str, device: str, half: bool) -> dict[str, str]:
-    """Return {"attention": how a Hugging Face model computes it on a GPU}, the fastest way of those available; nothing
-    for our models, and on a CPU, where it is always sdpa. half: whether attention is computed in bfloat16."""
-    if device != "cuda" or name not in (BERT, MODERN_BERT):
+    """Return {"attention": how a model with softmax attention computes it on a GPU}, for a Hugging Face model the
+    fastest way of those available; nothing for other models, and on a CPU, where it is always sdpa. half: whether
+    attention is computed in bfloat16."""
+    if device != "cuda" or name not in (BERT, SPARSE_BERT, MODERN_BERT, "softmax"):
         return {}
-    if name == BERT:  # transformers has no other way to FlashAttention for it
-        return {"attention": "sdpa, no mask"}
-    return {"attention": FLASH if half and is_flash_attn_2_available() else "sdpa, masks in local layers only"}
+    if name == MODERN_BERT:
+        return {"attention": FLASH if half and is_flash_attn_2_available() else "sdpa, masks in local layers only"}
+    return {"attention": f"sdpa, no mask, {sdpa_backend(half)}"}  # BERT has no other way to FlashAttention
+
+
+def sdpa_backend(half: bool) -> str:
+    """The name of the implementation of attention that torch takes on a GPU."""
+    x = torch.empty(1, 12, 128, 64, device="cuda", dtype=torch.bfloat16 if half else torch.float32)
+    return SDPBackend(torch._fused_sdp_choice(x, x, x)).name.lower()
 
 
 def titled(row: dict) -> str:
@@ -94,7 +104,7 @@ def build(
 ) -> torch.nn.Module:
     """Build the encoder `name` with random weights for texts of up to `longest` tokens without padding, optionally with
     an MLM head, on the default device; a Hugging Face model in its `setting`."""
-    if name in (BERT, MODERN_BERT):
+    if name in (BERT, SPARSE_BERT, MODERN_BERT):
         chosen = setting(name, torch.get_default_device().type, half).get("attention")
         model = build_peer(name, layers, hidden, longest, dropout, masked_lm, chosen == FLASH)
         if chosen not in (None, FLASH):
@@ -109,11 +119,12 @@ def build_peer(
 ) -> torch.nn.Module:
     """Build Hugging Face's BERT or ModernBERT as `build` does."""
     sizes = table_sizes(longest) | bert_sizes(name, layers, hidden)
-    if name == BERT:
+    if name != MODERN_BERT:
         from transformers import BertConfig, BertForMaskedLM, BertModel
 
         dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-        config = BertConfig(**sizes, **dropouts, attn_implementation="sdpa")
+        sparse = {"sparse_prediction": name == SPARSE_BERT}  # read by `masked_lm_loss` only
+        config = BertConfig(**sizes, **dropouts, **sparse, attn_implementation="sdpa")
         return (BertForMaskedLM if masked_lm else BertModel)(config)
     from transformers import ModernBertConfig, ModernBertForMaskedLM, ModernBertModel
 
@@ -143,7 +154,14 @@ def drop_masks(model: torch.nn.Module) -> None:
         far = (place[:, None] - place).abs() > model.config.local_attention // 2
         return torch.zeros(1, 1, length, length, dtype=model.dtype, device=model.device).masked_fill(far, -torch.inf)
 
-    encoder._update_attention_mask = lambda mask, output_attentions: (None, local(mask.shape[1]))
+    def with_masks(_, arguments: tuple, options: dict) -> tuple[tuple, dict]:
+        masks = {"full_attention": None, "sliding_attention": local(arguments[0].shape[1])}
+        return arguments, {"attention_mask": masks, **options}
+
+    if hasattr(encoder, "_update_attention_mask"):  # before transformers 5
+        encoder._update_attention_mask = lambda mask, output_attentions: (None, local(mask.shape[1]))
+    else:
+        encoder.register_forward_pre_hook(with_masks, with_kwargs=True)
 
 
 def masked_lm_loss(
@@ -153,12 +171,18 @@ def masked_lm_loss(
     the text of each token in packed rows, for our models only."""
     if seq_idx is not None and model.config.model_type != LionConfig.model_type:
         raise ValueError(f"{model.config.model_type} has no packed rows")
+    if is_sparse(model):  # ModernBERT's own way waits for the GPU, and fails with FlashAttention
+        x = model.base_model(ids).last_hidden_state.flatten(0, 1).index_select(0, labelled)
+        logits = model.cls(x) if model.config.model_type == "bert" else model.decoder(model.head(x))
+        return F.cross_entropy(logits.float(), labels.flatten().index_select(0, labelled))
     if model.config.model_type == "bert":  # which computes the logits of all tokens
         return model(input_ids=ids, labels=labels).loss
-    if model.config.model_type == "modernbert":  # its own way waits for the GPU, and fails with FlashAttention
-        x = model.model(ids).last_hidden_state.flatten(0, 1).index_select(0, labelled)
-        return F.cross_entropy(model.decoder(model.head(x)).float(), labels.flatten().index_select(0, labelled))
     return model(input_ids=ids, labels=labels, masked_positions=labelled, seq_idx=seq_idx).loss
+
+
+def is_sparse(model: torch.nn.Module) -> bool:
+    """Whether a Hugging Face model is to compute logits at labelled tokens only, which `masked_lm_loss` does for it."""
+    return getattr(model.config, "sparse_prediction", False)
 
 
 def lion_config(name: str, layers: int, hidden: int, longest: int, dropout=0.0, form="auto") -> LionConfig:
@@ -188,8 +212,19 @@ def created_as(dtype: str, device: str) -> Iterator[None]:
         torch.set_default_dtype(usual)
 
 
+def compile_model(model: torch.nn.Module, mode: str) -> None:
+    """torch.compile a model in this mode; the encoder of one whose parts `masked_lm_loss` calls."""
+    allow_many_shapes()
+    (model.base_model if is_sparse(model) else model).compile(mode=mode)
+
+
+def allow_many_shapes() -> None:
+    """All models of a class share functions to compile: torch would leave those of the ninth model or shape as is."""
+    torch._dynamo.config.recompile_limit = 256
+
+
 def compile_layers(model: torch.nn.Module) -> None:
     """torch.compile each layer of a model, its first ModuleList, for the shapes that it is called with."""
-    torch._dynamo.config.recompile_limit = 256  # in transformers the layers of all models share one function to compile
+    allow_many_shapes()
     for layer in next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList)):
         layer.compile(dynamic=False)

@@ -183,9 +183,8 @@ def fill_peaks(rows: list[dict], a: argparse.Namespace) -> None:
         own = [row for row in rows if (row["form"], row["variant"]) == case]
         arguments = [(*case, row["length"], True, row["batch"], *fixed) for row in own]
         failed: dict = {}
-        peaks = measure.attempt(
-            failed, case, measure.peak_memory, prepare, (*case, 16, True, 1, *fixed), arguments, a.device
-        )
+        warm_up = (*case, measure.WARM_UP_TOKENS[a.device], True, 1, *fixed)
+        peaks = measure.attempt(failed, case, measure.peak_memory, prepare, warm_up, arguments, a.device)
         for row, peak in zip(own, peaks or []):
             row["peak_mib"] = peak / 2**20
         for row in own if failed else []:

@@ -3,7 +3,8 @@
     python benchmarks/train_step.py [--device cuda]
 
 Masked language modelling at base size on random tokens without padding. The models take steps in turn; medians and
-ratios. All have about as many weights, and the same number of layers except Hydra: 23 smaller ones instead of 12.
+ratios. All have about as many weights, and the same number of layers except Hydra: 23 smaller ones instead of 12. BERT's
+class computes the logits of all tokens; "sparse" is the same model with those of masked tokens only, as in the others.
 With --graph, each model's step is also captured as a CUDA graph, which the GPU replays without waiting for the program.
 Writes a table, its numbers and a picture.
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import measure, models
-from benchmarks.models import BERT, MODELS, MODERN_BERT, VOCABULARY, build, describe, model_name
+from benchmarks.models import BERT, MODERN_BERT, SPARSE_BERT, TRAINED, VOCABULARY, build, describe, model_name
 from src import cli, plots
 from src.errors import UserError
 from src.lion.machine import keep_freed_memory
@@ -29,10 +30,38 @@ from src.lion.modeling_lion import labelled_positions
 
 
 def main(argv: list[str]) -> None:
+    a = parse(argv)
+    if a.device == "cpu":
+        keep_freed_memory()  # as in training
+    failed: dict[str, str] = {}
+    steps = {name: measure.attempt(failed, name, prepare, name, a) for name in cli.progress(a.models, desc="models")}
+    steps = {name: step for name, step in steps.items() if step}
+    print(f"{a.rounds} rounds of {len(steps) * len(a.length)} steps …", file=sys.stderr, flush=True)
+    warm_ups = 3 if a.compile == "reduce-overhead" else 1  # the second is recorded
+    times = measure.interleaved(steps, a.device, a.rounds, 600, failed, warm_ups=warm_ups)
+    floor, facts = least_seconds(a), measure.machine(a.device)
+    rows = [row_of(name, seconds / len(a.length), floor, a) for name, seconds in times.items()]
+    if a.graph:
+        write(rows, failed, floor, facts, a, show=False)
+        steps.clear()  # their memory
+        torch.cuda.empty_cache()
+        for row, name in zip(rows, cli.progress(times, desc="graphs")):
+            errors: dict[str, str] = {}
+            seconds = measure.attempt(errors, name, measure.graph_time, prepare, name, a)
+            row |= {"graph_ms": seconds and 1000 * seconds / len(a.length), "graph_error": errors.get(name)}
+            write(rows, failed, floor, facts, a, show=False)
+    write(rows, failed, floor, facts, a)
+    described = f"{describe(a.models, a.layers, a.hidden)}, {texts(a)}, {a.precision}"
+    times = {row["model"]: row["ms"] / 1000 for row in rows}
+    draw(times, floor, a.out / f"{file_name(a)}.png", f"{described}, {measure.device_name(a.device)}")
+    print(f"picture  {a.out / file_name(a)}.png")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     about = "names, or pretraining configs, whose options are taken and whose sizes are not (default: all names)"
-    parser.add_argument("--models", nargs="+", default=MODELS, type=model_name, metavar="NAME", help=about)
+    parser.add_argument("--models", nargs="+", default=TRAINED, type=model_name, metavar="NAME", help=about)
     parser.add_argument("--batch", type=int, help="texts per step (default: 8 on a CPU, 128 on a GPU)")
     words = "tokens per text; with several, steps take texts of each length in turn (default: 128)"
     parser.add_argument("--length", type=int, nargs="+", default=[128], help=words)
@@ -56,7 +85,8 @@ def main(argv: list[str]) -> None:
         choices=("default", "reduce-overhead", "max-autotune"),
         help="torch.compile every model, as `compile_config` does, in this mode (without a mode: default)",
     )
-    parser.add_argument("--graph", action="store_true", help="also time each model's step as a CUDA graph")
+    about = "also time each model's step as a CUDA graph; there, our softmax reads packed rows through a mask"
+    parser.add_argument("--graph", action="store_true", help=about)
     parser.add_argument("--rounds", type=int, default=9, help="steps per model and length (default: 9)")
     parser.add_argument("--out", type=Path, help=measure.OUT)
     a = parser.parse_args(argv)
@@ -67,59 +97,47 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--packed is {a.packed}; give 1 to {min(a.length)} texts, the tokens of a row")
     if len({Path(name).stem for name in a.models}) < len(a.models):
         parser.error("--models must have different names; rename a config")
-    usual_batch = 8 if a.device == "cpu" else 128
-    a.batch = a.batch or usual_batch
-    usual = "fp32" if a.device == "cpu" else "amp_bf16"
-    a.precision = a.precision or usual
+    a.usual_batch, a.usual_precision = (8, "fp32") if a.device == "cpu" else (128, "amp_bf16")
+    a.batch, a.precision = a.batch or a.usual_batch, a.precision or a.usual_precision
+    return a
 
-    if a.device == "cpu":
-        keep_freed_memory()  # as in training
-    failed: dict[str, str] = {}
-    steps = {name: measure.attempt(failed, name, prepare, name, a) for name in cli.progress(a.models, desc="models")}
-    steps = {name: step for name, step in steps.items() if step}
-    print(f"{a.rounds} rounds of {len(steps) * len(a.length)} steps …", file=sys.stderr, flush=True)
-    times = measure.interleaved(steps, a.device, a.rounds, 600, failed)
-    times = {name: seconds / len(a.length) for name, seconds in times.items()}
-    graphs, graph_errors = {}, {}
-    if a.graph:
-        steps.clear()  # their memory
-        torch.cuda.empty_cache()
-        for name in cli.progress(times, desc="graphs"):
-            seconds = measure.attempt(graph_errors, name, measure.graph_time, prepare, name, a)
-            graphs[name] = seconds and seconds / len(a.length)
-    floor = least_seconds(a)
-    rows = []
-    for name, seconds in times.items():
-        row = {"model": short(name), **models.setting(name, a.device, a.precision == "amp_bf16")}
-        row |= {"ms": 1000 * seconds, "floor_ms": 1000 * floor}
-        if a.graph:
-            row |= {"graph_ms": graphs[name] and 1000 * graphs[name], "graph_error": graph_errors.get(name)}
-        rows.append(row)
-    times = {short(name): seconds for name, seconds in times.items()}
-    lengths = " and ".join(filter(None, [", ".join(map(str, a.length[:-1])), str(a.length[-1])]))
-    lengths += " tokens" if len(a.length) == 1 else " tokens in turn (times are means)"
-    texts = f"{a.batch} texts of {lengths}" if a.packed == 1 else f"{a.batch} rows of {lengths} in {a.packed} texts"
-    lines = table(rows, a.batch * sum(a.length) / len(a.length))
-    rows += [{"model": name, "error": error} for name, error in failed.items()]
+
+def row_of(name: str, seconds: float, floor: float, a: argparse.Namespace) -> dict:
+    how = models.setting(name, a.device, a.precision == "amp_bf16") if a.packed == 1 else {}
+    return {"model": short(name), **how, "ms": 1000 * seconds, "floor_ms": 1000 * floor}
+
+
+def write(
+    rows: list[dict], failed: dict[str, str], floor: float, facts: dict, a: argparse.Namespace, show: bool = True
+) -> None:
+    """Write what has been measured so far."""
     size = describe(a.models, a.layers, a.hidden)
     compiled = f", compiled, {a.compile}" if a.compile else ""
     title = (
-        f"A training step (forward, backward, AdamW) of {size}{compiled}, {texts}, "
+        f"A training step (forward, backward, AdamW) of {size}{compiled}, {texts(a)}, "
         f"{a.masked:.0%} masked, dropout {a.dropout}, {a.precision}; the floor, {1000 * floor:,.1f} ms, is the time of "
         "BERT's matrix products at the rate of a large one, plus that of reading and writing its weights and moments:"
     )
+    lines = table(rows, a.batch * sum(a.length) / len(a.length))
+    rows = rows + [{"model": name, "error": error} for name, error in failed.items()]
+    measure.write(a.out, file_name(a), title, facts, [lines], rows, show)
+
+
+def texts(a: argparse.Namespace) -> str:
+    lengths = " and ".join(filter(None, [", ".join(map(str, a.length[:-1])), str(a.length[-1])]))
+    lengths += " tokens" if len(a.length) == 1 else " tokens in turn (times are means)"
+    return f"{a.batch} texts of {lengths}" if a.packed == 1 else f"{a.batch} rows of {lengths} in {a.packed} texts"
+
+
+def file_name(a: argparse.Namespace) -> str:
     special = {
         f"compiled-{a.compile}": a.compile,
         f"packed-{a.packed}": a.packed != 1,
-        f"batch-{a.batch}": a.batch != usual_batch,
+        f"batch-{a.batch}": a.batch != a.usual_batch,
         "-".join(map(str, a.length)): a.length != [128],
-        a.precision: a.precision != usual,
+        a.precision: a.precision != a.usual_precision,
     }
-    name = "-".join(["train-step", a.device, *(word for word, present in special.items() if present)])
-    measure.write(a.out, name, title, measure.machine(a.device), [lines], rows)
-    described = f"{size}, {texts}, {a.precision}"
-    draw(times, floor, a.out / f"{name}.png", f"{described}, {measure.device_name(a.device)}")
-    print(f"picture  {a.out / name}.png")
+    return "-".join(["train-step", a.device, *(word for word, present in special.items() if present)])
 
 
 def short(name: str) -> str:
@@ -130,13 +148,15 @@ def short(name: str) -> str:
 def table(rows: list[dict], tokens: float) -> list[list[str]]:
     """Return one line per model, for steps of this many tokens."""
     times = {row["model"]: row["ms"] for row in rows}
-    compared = [name for name in (BERT, MODERN_BERT, "softmax") if name in times]
+    compared = [name for name in (BERT, SPARSE_BERT, MODERN_BERT, "softmax") if name in times]
     ratios = [f"relative to {name.replace('softmax', 'our softmax')}" for name in compared]
     graphs = any("graph_ms" in row for row in rows)
     lines = [["model", "step, ms", *["as a CUDA graph, ms"] * graphs, "tokens per second", "floor / time", *ratios]]
     for row in rows:
         ms = row["ms"]
-        graph = [row["graph_error"] or f"{row['graph_ms']:,.1f}"] if graphs else []
+        graph = (
+            [row.get("graph_error") or (f"{row['graph_ms']:,.1f}" if row.get("graph_ms") else "-")] if graphs else []
+        )
         ratios = [f"×{ms / times[other]:.2f}" for other in compared]
         rate, floor = f"{1000 * tokens / ms:,.0f}", f"{row['floor_ms'] / ms:.0%}"
         lines.append([models.titled(row), f"{ms:,.1f}", *graph, rate, floor, *ratios])
@@ -150,7 +170,7 @@ def prepare(name: str, a: argparse.Namespace):
         how = {"dropout": a.dropout, "form": a.form, "half": a.precision == "amp_bf16"}
         model = build(name, a.layers, a.hidden, max(a.length), **how, masked_lm=True).train()
     if a.compile:
-        model.compile(mode=a.compile)
+        models.compile_model(model, a.compile)
     # A graph needs AdamW's step counts on the GPU, where the fused one has them anyway.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=a.device == "cuda")
     batches = []

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks import measure
+from benchmarks.models import allow_many_shapes
 from src import cli, plots
 from src.lion import LionForImageClassification, LionVisionConfig
 from src.lion.cpu import flush_denormals
@@ -65,17 +66,19 @@ def main(argv: list[str]) -> None:
     name = "-".join(filter(None, ["vision", a.device, a.only, compiled]))
     rows: list[dict[str, Any]] = []
     tables: list[list[list[str]]] = []
-    for what, run in (("train", train), ("inference", inference)):
-        if a.only in (None, what):
-            table, found = run(a)
-            tables.append(table)
-            rows += found
+    facts = measure.machine(a.device)
     title = (
         f"A training step (forward, backward, AdamW) of size {a.train_size}, {a.batch} images of {a.train_pixels} pixels; "
         f"inference of size {a.size}, {a.images} image{'s' * (a.images > 1)} at a time; patches of {PATCH} pixels, "
         f"{a.precision}{f', compiled, {a.compile}' if a.compile else ''}; ratios to {VIT} and {DEIT}:"
     )
-    measure.write(a.out, name, title, measure.machine(a.device), tables, rows)
+    for what, run in (("train", train), ("inference", inference)):
+        if a.only in (None, what):
+            table, found = run(a)
+            tables.append(table)
+            rows += found
+            measure.write(a.out, name, title, facts, tables, rows, show=False)
+    measure.write(a.out, name, title, facts, tables, rows)
     if a.only != "train":
         draw(rows, a.out / f"{name}.png", f"One image, size {a.size}, {a.precision}, {measure.device_name(a.device)}")
         print(f"picture  {a.out / name}.png")
@@ -122,6 +125,7 @@ def prepare_step(name: str, a: argparse.Namespace) -> Callable[[], None]:
     """Return a function that takes one training step."""
     model = build(name, a.train_size, a.train_pixels).to(a.device).train()
     if a.compile:
+        allow_many_shapes()
         model.compile(mode=a.compile)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     pixels = torch.randn(a.batch, 3, a.train_pixels, a.train_pixels, device=a.device)
@@ -141,14 +145,15 @@ def prepare_pass(
     name: str, size: str, pixels: int, images: int, device: str, precision: str, compiled: str | None = None
 ) -> Callable[[], None]:
     """Return a function that classifies images."""
-    model = build(name, size, pixels).to(device).eval()
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32  # converted once, not in every pass
+    model = build(name, size, pixels).to(device, dtype).eval()
     if compiled:
+        allow_many_shapes()
         model.compile(mode=compiled)
-    batch = torch.randn(images, 3, pixels, pixels, device=device)
-    a = argparse.Namespace(device=device, precision=precision)
+    batch = torch.randn(images, 3, pixels, pixels, device=device, dtype=dtype)
 
     def run() -> None:
-        with torch.no_grad(), autocast(a):
+        with torch.no_grad():
             model(batch)
 
     return run
@@ -157,7 +162,9 @@ def prepare_pass(
 def train(a: argparse.Namespace) -> tuple[list[list[str]], list[dict[str, Any]]]:
     failed: dict[str, str] = {}
     steps = {name: measure.attempt(failed, name, prepare_step, name, a) for name in a.models}
-    times = measure.interleaved({n: s for n, s in steps.items() if s}, a.device, a.rounds, 600, failed)
+    steps = {name: step for name, step in steps.items() if step}
+    warm_ups = 3 if a.compile == "reduce-overhead" else 1  # the second is recorded
+    times = measure.interleaved(steps, a.device, a.rounds, 600, failed, warm_ups=warm_ups)
     lines = [["training step", "ms", "images per second", *ratio_titles(a.models)]]
     for name, seconds in times.items():
         lines.append([name, f"{1000 * seconds:,.1f}", f"{a.batch / seconds:,.1f}", *ratios(seconds, times, a.models)])
@@ -171,7 +178,7 @@ def inference(a: argparse.Namespace) -> tuple[list[list[str]], list[dict[str, An
     fixed = a.images, a.device, a.precision, a.compile
     for name in a.models:
         given = [(name, a.size, pixels, *fixed) for pixels in a.pixels]
-        warm_up = (name, a.size, PATCH * 2, *fixed)
+        warm_up = (name, a.size, PATCH * 2 if a.device == "cpu" else min(a.pixels), *fixed)
         peaks[name] = measure.attempt({}, name, measure.peak_memory, prepare_pass, warm_up, given, a.device)
     for number, pixels in enumerate(sorted(a.pixels)):
         failed: dict[str, str] = {}

@@ -45,7 +45,7 @@ SMALL = {
         "embed-cpu",
     ),
     "train_step": (
-        "--models 'Hugging Face BERT' 'Hugging Face ModernBERT' softmax hydra yamls/ablation/lion-d-rope.yaml "
+        "--models 'Hugging Face BERT, sparse' 'Hugging Face ModernBERT' softmax hydra yamls/ablation/lion-d-rope.yaml "
         f"{STEP} --length 32 24 --rounds 1 --precision amp_bf16",
         "train-step-cpu-batch-2-32-24-amp_bf16",
     ),
@@ -97,7 +97,7 @@ def test_a_benchmark_writes_a_table_and_its_numbers(name, tmp_path):
         assert all(row["ms"] > 0 and "error" not in row for row in written["rows"])
         assert (tmp_path / f"{stem}.png").stat().st_size > 1000
     else:
-        names = ["Hugging Face BERT", "Hugging Face ModernBERT", "softmax", "hydra", "lion-d-rope"]
+        names = ["Hugging Face BERT, sparse", "Hugging Face ModernBERT", "softmax", "hydra", "lion-d-rope"]
         assert [row["model"] for row in written["rows"]] == names
         assert all(row["ms"] > 0 and row["floor_ms"] > 0 for row in written["rows"])
         assert (tmp_path / f"{stem}.png").stat().st_size > 1000
@@ -141,7 +141,7 @@ def test_a_failing_case_affects_only_its_own_row(tmp_path, capsys):
 def test_a_slow_case_runs_once_if_asked_to():
     runs, ends = [], []
     cases = {"a": lambda: runs.append("a"), "b": lambda: runs.append("b")}
-    measure.interleaved(cases, "cpu", 9, 0, least=1, warm_up=False, after=lambda: ends.append(len(runs)))
+    measure.interleaved(cases, "cpu", 9, 0, least=1, warm_ups=0, after=lambda: ends.append(len(runs)))
     assert (runs, ends) == (["a", "b"], [1, 2])
     runs.clear()
     measure.interleaved(cases, "cpu", 9, 0)
@@ -190,13 +190,15 @@ def test_the_table_of_steps_has_the_time_or_the_failure_of_a_graph_and_the_setti
 
 def test_peers_are_named_by_their_setting_on_a_gpu_only(monkeypatch):
     def titles(device: str, half: bool) -> list[str]:
-        names = (models.BERT, models.MODERN_BERT, "softmax")
+        names = (models.BERT, models.MODERN_BERT, "softmax", "lion-s")
         return [models.titled({"model": name, **models.setting(name, device, half)}) for name in names]
 
-    assert titles("cpu", True) == [models.BERT, models.MODERN_BERT, "softmax"]
+    monkeypatch.setattr(models, "sdpa_backend", lambda half: "cudnn_attention" if half else "efficient_attention")
+    assert titles("cpu", True) == [models.BERT, models.MODERN_BERT, "softmax", "lion-s"]
     for available, kind in ((False, "sdpa, masks in local layers only"), (True, "flash_attention_2, unpadded")):
         monkeypatch.setattr(models, "is_flash_attn_2_available", lambda available=available: available)
-        expected = [f"{models.BERT} (sdpa, no mask)", f"{models.MODERN_BERT} ({kind})", "softmax"]
+        sdpa = "(sdpa, no mask, cudnn_attention)"
+        expected = [f"{models.BERT} {sdpa}", f"{models.MODERN_BERT} ({kind})", f"softmax {sdpa}", "lion-s"]
         assert titles("cuda", True) == expected
     assert "sdpa" in titles("cuda", False)[1]
 
@@ -228,11 +230,11 @@ def test_the_loss_of_masked_language_modelling_is_the_models_own(name):
     torch.testing.assert_close(loss, model(input_ids=ids, labels=labels).loss)
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", models.TRAINED)
 def test_a_step_of_each_model_reads_no_value_so_that_a_cuda_graph_can_contain_it(name):
     with FakeTensorMode():  # whose tensors have none
         model = models.build(name, 2, 64, 16, dropout=0.1, masked_lm=True).train()
-        if name in (models.BERT, models.MODERN_BERT):
+        if name in (models.BERT, models.SPARSE_BERT, models.MODERN_BERT):
             models.drop_masks(model)
         ids = torch.randint(5, 1000, (2, 16))
         models.masked_lm_loss(model, ids, ids, torch.arange(7)).backward()
@@ -559,7 +561,7 @@ def test_what_operations_read_and_write_is_counted():
 def test_the_first_steps_on_a_card_run_in_small_on_a_cpu(tmp_path):
     pytest.importorskip("triton", reason="triton is not installed")
     out = tmp_path / "card"
-    steps = "card correctness ptxas sanitizer sweep".split()
+    steps = "card compile correctness profile sweep ptxas sanitizer".split()
     program = """
 import os, runpy, sys
 os.environ["TRITON_INTERPRET"] = "1"
@@ -577,7 +579,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     assert summary.strip() in done.stdout and all(f"| {step} " in summary for step in steps)
     checks = {step: json.loads((out / f"{step}.json").read_text()) for step in steps}
     assert sum(check["passed"] is True for check in checks["correctness"]) > 90
-    assert [check["what"] for check in checks["ptxas"] + checks["sanitizer"]] == ["skipped"] * 2
+    assert [check["what"] for name in ("compile", "ptxas", "sanitizer") for check in checks[name]] == ["skipped"] * 3
+    assert "Self CPU" in (out / "profile-hydra.txt").read_text() and len(checks["profile"]) == 24
     assert "tiles (9, 0): {'y': (" in done.stdout  # to paste
 
 
@@ -621,6 +624,28 @@ def test_a_step_that_fails_or_takes_too_long_is_named_and_the_next_one_runs(tmp_
         ("slow", "1", "slow: stopped after 2 s"),
     ]
     assert "FAILED  numbers: 3 of 4" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="1"):
+        first_card.main(["--device", "cpu", "--out", str(tmp_path), "--minutes", "0.01", "--steps", "slow", "wrong"])
+    summary = (tmp_path / "summary.md").read_text()
+    assert "slow: stopped after 1 s" in summary and "not run, since the 0.01 minutes are over" in summary
+
+
+def test_a_case_of_a_later_step_is_run_once_to_compile_its_kernels():
+    pytest.importorskip("triton", reason="triton is not installed")
+    from benchmarks import first_card
+
+    assert first_card.run_once(("operator", ("full", "hydra", 8, True, 1, 2, 8, "float32", 8, "cpu"))) is None
+    assert "no_such_form" in first_card.run_once(("correctness", ("no_such_form", "token", "plain", 4, 1, 1, "cpu")))
+
+
+def test_sparse_bert_has_the_loss_of_bert():
+    dense, sparse = (models.build(name, 1, 64, 16, masked_lm=True).eval() for name in (models.BERT, models.SPARSE_BERT))
+    sparse.load_state_dict(dense.state_dict())
+    ids = torch.randint(5, 100, (2, 16))
+    labels = ids.masked_fill(torch.rand(2, 16) > 0.4, -100)
+    losses = [models.masked_lm_loss(model, ids, labels, labelled_positions(labels)) for model in (dense, sparse)]
+    torch.testing.assert_close(*losses)
+    assert (models.is_sparse(dense), models.is_sparse(sparse)) == (False, True)
 
 
 def test_kernels_are_compiled_once_for_texts_of_all_lengths():
