@@ -5,14 +5,16 @@
 Runs these steps, each in a process of its own and with a time limit, and writes everything into one folder:
 
     card          versions, memory and matrix rates
+    compile       the kernels of the next steps, on all processor cores
     correctness   every form in bfloat16 with heads of 64 against PyTorch in float64, in memory filled with NaN, and
                   whether 20 runs give the same bits
-    ptxas         the same numbers as compiled by another assembler, such as the CUDA toolkit's
-    tests         the tests of the kernels
-    sanitizer     one call of each form under compute-sanitizer, if installed
     operator      benchmarks/operator.py at four lengths
-    sweep         the fastest tiles of each kernel, printed as the table in src/lion/linear_attention_triton.py
     train         benchmarks/train_step.py with 128 and 16 texts
+    profile       which operations take the GPU's time in a step of LION-S and of Hydra
+    sweep         the fastest tiles of each kernel, printed as the table in src/lion/linear_attention_triton.py
+    ptxas         the same numbers as compiled by another assembler, such as the CUDA toolkit's
+    sanitizer     one call of each form under compute-sanitizer, if installed
+    tests         the tests of the kernels
     compiled      LION-S's step on texts of three lengths in turn, with and without torch.compile; takes minutes, so
                   only if named in --steps
 
@@ -30,11 +32,13 @@ if "cpu" in sys.argv:
 
 import argparse
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import itertools
 import json
 import multiprocessing
+import multiprocessing.pool
 import shutil
 import signal
 import statistics
@@ -61,6 +65,7 @@ from src.tables import markdown
 BFLOAT16 = {"y": 5e-3, "dq": 5.5e-3, "dk": 5.5e-3, "dv": 5.5e-3, "per token": 3e-3, "per head": 2e-2}
 HYDRA = 8e-3  # of the sum of two scans, which are rounded too
 REPEATS = 20
+PR_SET_PDEATHSIG = 1
 # Rows and columns, warps, stages. The rows of all products must divide the longest.
 CANDIDATES = [
     (rows, columns, warps, stages)
@@ -99,6 +104,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="(default: cuda)")
     parser.add_argument("--out", type=Path, default=Path("first-card"), help="(default: first-card)")
     usual = [name for name in STEPS if name != "compiled"]
+    parser.add_argument("--minutes", type=float, default=10, help="limit for all steps together (default: 10)")
     parser.add_argument("--steps", nargs="+", default=usual, choices=STEPS, help="(default: all but compiled)")
     a = parser.parse_args(argv)
     if not host.kernels.AVAILABLE:
@@ -110,8 +116,12 @@ def main(argv: list[str]) -> None:
     begin, rows = time.monotonic(), []
     for name in a.steps:
         started = time.monotonic()
-        print(f"\n== {name}, at most {STEPS[name].seconds} s (log: {a.out / name}.log)", flush=True)
-        ended = in_own_process(name, a)
+        seconds = min(STEPS[name].seconds, begin + 60 * a.minutes - started)
+        if seconds <= 0:
+            rows.append([name, "-", "-", f"not run, since the {a.minutes:g} minutes are over"])
+            continue
+        print(f"\n== {name}, at most {seconds:.0f} s (log: {a.out / name}.log)", flush=True)
+        ended = in_own_process(name, seconds, a)
         path = a.out / f"{name}.json"
         checks = json.loads(path.read_text()) if path.is_file() else []
         failed = [check["what"] for check in checks if check["passed"] is False]
@@ -122,11 +132,16 @@ def main(argv: list[str]) -> None:
             *(described(check) for check in checks if check["passed"] is not True), f"{passed} checks passed", sep="\n"
         )
         rows.append([name, f"{time.monotonic() - started:.0f} s", str(passed), "; ".join(failed) or "-"])
-        table = markdown([["step", "time", "checks passed", "failed"], *rows])
-        write_atomically(a.out / "summary.md", f"{table}\n")
+        write_atomically(a.out / "summary.md", f"{table_of(rows)}\n")
+    table = table_of(rows)
+    write_atomically(a.out / "summary.md", f"{table}\n")
     print(f"\n{table}\n\n{time.monotonic() - begin:.0f} s; everything is in {a.out}")
     if any(row[-1] != "-" for row in rows):
         sys.exit(1)
+
+
+def table_of(rows: list[list[str]]) -> str:
+    return markdown([["step", "time", "checks passed", "failed"], *rows])
 
 
 def has_gpu() -> bool:
@@ -137,13 +152,13 @@ def has_gpu() -> bool:
     return process.exitcode == 0
 
 
-def in_own_process(name: str, a: argparse.Namespace) -> str | None:
+def in_own_process(name: str, seconds: float, a: argparse.Namespace) -> str | None:
     """Run one step, with what it prints in a log. Return why it did not end well, or None."""
     (a.out / f"{name}.json").unlink(missing_ok=True)
     log = a.out / f"{name}.log"
     process = multiprocessing.get_context("fork").Process(target=child, args=(name, a, log))
     process.start()
-    process.join(STEPS[name].seconds)
+    process.join(seconds)
     late = process.is_alive()
     if late:
         with contextlib.suppress(ProcessLookupError):
@@ -151,12 +166,14 @@ def in_own_process(name: str, a: argparse.Namespace) -> str | None:
         process.join()
     text = log.read_text(errors="replace") if log.is_file() else ""
     if late:
-        return f"{name}: stopped after {STEPS[name].seconds} s"
+        return f"{name}: stopped after {seconds:.0f} s"
     return f"{name}: {text.strip().splitlines()[-1] if text.strip() else 'ended'}" if process.exitcode else None
 
 
 def child(name: str, a: argparse.Namespace, log: Path) -> None:
     os.setsid()
+    with contextlib.suppress(OSError, AttributeError):  # on Linux, end with the command, or the GPU would stay busy
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     sys.stdout = sys.stderr = file = log.open("w", buffering=1)
     for stream in (1, 2):  # of the programs that it starts
         os.dup2(file.fileno(), stream)
@@ -187,9 +204,49 @@ def said(*command: str) -> str:
         return f"- ({first_line(error)})"
 
 
-def correctness(report: Report, a: argparse.Namespace) -> None:
-    lengths, batch, heads = ((20,), 1, 1) if a.small else ((1, 7, 64, 65, 300, 1000), 3, 12)
-    kept = {}
+def compile_kernels(report: Report, a: argparse.Namespace) -> None:
+    """Fill Triton's cache. Alone, a process would take minutes."""
+    if a.small:
+        report.check("skipped", "needs a GPU", None)
+        return
+    jobs = [("correctness", (*case, *SHAPE, a.device)) for case in checked(LENGTHS)]
+    forms = itertools.product(("full", "chunkwise"), ("lion-lit", "lion-d", "lion-s", "hydra"), OPERATOR_LENGTHS)
+    jobs += [("operator", (*case, True, 1, 12, 64, "bfloat16", 128, a.device)) for case in forms]
+    jobs += [("train", (name,)) for name in TRAINED]
+    with spawned() as pool:
+        failed = [error for error in pool.imap_unordered(run_once, jobs) if error]
+    report.check("kernels compiled", f"{len(jobs) - len(failed)} of {len(jobs)} cases", None)
+    for error in failed:
+        report.check("failed", error, None)
+
+
+def spawned() -> multiprocessing.pool.Pool:
+    return multiprocessing.get_context("spawn").Pool(max(1, min(14, (os.cpu_count() or 2) - 1)))
+
+
+def run_once(job: tuple[str, tuple]) -> str | None:
+    """Run a case that a later step measures; return why it failed, or None."""
+    from benchmarks import operator as benchmark
+    from benchmarks import train_step
+
+    kind, arguments = job
+    makers = {
+        "correctness": lambda *case: prepare(*case)[0],
+        "operator": benchmark.prepare,
+        "train": lambda name: train_step.prepare(name, train_step.parse(["--layers", "2", "--batch", "16"])),
+    }
+    failed: dict[str, str] = {}
+    measure.attempt(failed, job, lambda: makers[kind](*arguments)())
+    return f"{kind} {arguments}: {failed[job]}" if failed else None
+
+
+LENGTHS, SHAPE = (1, 7, 64, 65, 300, 1000), (3, 12)  # tokens; texts and heads
+OPERATOR_LENGTHS = (128, 512, 4096, 16384)
+TRAINED = ("softmax", "lion-lit", "lion-s", "hydra")
+
+
+def checked(lengths: tuple[int, ...]) -> Iterator[tuple[str, str, str, int]]:
+    """Yield form, decay, case and tokens of what `correctness` checks."""
     for form, decay, case, length in itertools.product(*CASES, lengths):
         if case in ("dropout", "causal", "separate", "orders", "hydra") and length not in (64, 300, 20):
             continue
@@ -199,6 +256,13 @@ def correctness(report: Report, a: argparse.Namespace) -> None:
             continue
         if case == "normalized" and length == 1:  # all but nothing is left of the gradients
             continue
+        yield form, decay, case, length
+
+
+def correctness(report: Report, a: argparse.Namespace) -> None:
+    lengths, batch, heads = ((20,), 1, 1) if a.small else (LENGTHS, *SHAPE)
+    kept = {}
+    for form, decay, case, length in checked(lengths):
         name = f"{form}, {DECAYS[decay]}, {case}, {length} tokens"
         run, exact = prepare(form, decay, case, length, batch, heads, a.device)
         with poisoned():
@@ -215,7 +279,7 @@ def correctness(report: Report, a: argparse.Namespace) -> None:
             same = all(torch.equal(x, y) for one in again for x, y in zip(one, actual))
             report.check(f"{name}: the same bits", str(same), same)
             kept[name] = [x.cpu() for x in actual]
-    torch.save(kept, a.out / "outputs.pt")
+            torch.save(kept, a.out / "outputs.pt")
 
 
 DECAYS = {"none": "no decay", "head": "per head", "token": "per token"}
@@ -363,7 +427,7 @@ def operator(report: Report, a: argparse.Namespace) -> None:
     import benchmarks.operator as benchmark
 
     small = ["--lengths", "8", "--heads", "1", "--head_dim", "8", "--rounds", "1", "--forms", "full", "chunkwise"]
-    lengths = ["--lengths", "128", "512", "4096", "16384", "--tokens", "65536", "--seconds", "2"]
+    lengths = ["--lengths", *map(str, OPERATOR_LENGTHS), "--tokens", "65536", "--seconds", "2"]
     benchmark.main(["--device", a.device, "--out", str(a.out), *(small if a.small else lengths)])
     path = next(a.out.glob("operator-*.json"))
     rows = json.loads(path.read_text())["rows"]
@@ -396,7 +460,7 @@ TIMED = [
 def sweep(report: Report, a: argparse.Namespace) -> None:
     candidates = CANDIDATES[:2] if a.small else CANDIDATES
     if not a.small:  # fill Triton's cache
-        with multiprocessing.get_context("spawn").Pool(max(1, min(14, (os.cpu_count() or 2) - 1))) as pool:
+        with spawned() as pool:
             list(pool.imap_unordered(compile_only, candidates))
     times: dict[tuple, dict[str, list[float]]] = {}
     base = None
@@ -471,8 +535,7 @@ def train(report: Report, a: argparse.Namespace) -> None:
     small = ["--layers", "1", "--hidden", "64", "--length", "8", "--rounds", "1", "--precision", "fp32"]
     for batch in (1,) if a.small else (128, 16):
         how = small if a.small else ["--rounds", "9", "--graph"]
-        models = ["softmax", "lion-lit", "lion-s", "hydra"]
-        times = step_times(report, a, f"train-{batch}", "--models", *models, "--batch", str(batch), *how)
+        times = step_times(report, a, f"train-{batch}", "--models", *TRAINED, "--batch", str(batch), *how)
         if times.get("lion-s") and times.get("softmax"):
             ratio = times["lion-s"] / times["softmax"]
             passed = ratio <= 1.10 if batch == 128 else None
@@ -480,6 +543,33 @@ def train(report: Report, a: argparse.Namespace) -> None:
         if times.get("hydra") and times.get("softmax"):
             ratio = times["hydra"] / times["softmax"]
             report.check(f"Hydra's step, {batch} texts, relative to softmax's", f"×{ratio:.2f}", None)
+
+
+def profile(report: Report, a: argparse.Namespace) -> None:
+    """Write where the time of a step goes, by operation, to profile-MODEL.txt."""
+    from benchmarks import train_step
+
+    small = ["--layers", "1", "--hidden", "64", "--length", "8", "--batch", "1", "--precision", "fp32"]
+    how = train_step.parse(["--device", a.device, *(small if a.small else [])])
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [] if a.small else [torch.profiler.ProfilerActivity.CUDA]
+    key = f"self_{'cpu' if a.small else 'device'}_time_total"
+    for name in ("lion-s", "hydra"):
+        step = train_step.prepare(name, how)
+        for _ in range(3):
+            step()
+        with torch.profiler.profile(activities=activities) as profiler:
+            step()
+        found = profiler.key_averages()
+        write_atomically(
+            a.out / f"profile-{name}.txt", found.table(sort_by=key, row_limit=40, max_name_column_width=90)
+        )
+        total = sum(getattr(event, key) for event in found)
+        for event in sorted(found, key=lambda event: -getattr(event, key))[:12]:
+            own = getattr(event, key)
+            report.check(
+                f"{name}, {event.key[:70]}", f"{own / 1000:.2f} ms, {own / total:.0%}, {event.count} times", None
+            )
 
 
 def compiled(report: Report, a: argparse.Namespace) -> None:
@@ -505,15 +595,17 @@ def step_times(report: Report, a: argparse.Namespace, name: str, *how: str) -> d
     return {row["model"]: row["ms"] for row in rows if row.get("ms")}
 
 
-STEPS = {
+STEPS = {  # what matters most first
     "card": Step(card, 40),
+    "compile": Step(compile_kernels, 100),
     "correctness": Step(correctness, 110),
-    "ptxas": Step(ptxas, 60),
-    "tests": Step(tests, 120),
-    "sanitizer": Step(sanitizer, 45),
     "operator": Step(operator, 110),
-    "sweep": Step(sweep, 120),
     "train": Step(train, 120),
+    "profile": Step(profile, 40),
+    "sweep": Step(sweep, 120),
+    "ptxas": Step(ptxas, 60),
+    "sanitizer": Step(sanitizer, 45),
+    "tests": Step(tests, 240),
     "compiled": Step(compiled, 180),
 }
 
