@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 from transformers.utils.generic import find_labels
 
@@ -1027,3 +1028,22 @@ def test_gradients_in_mixed_precision_are_close_to_float32(mixer, form):
     for name, gradient in gradients(model, loss).items():
         assert gradient.dtype == torch.float32
         assert (gradient - expected[name]).norm() / expected[name].norm() < 0.05, name
+
+
+@pytest.mark.parametrize("changes", [{}, {"value_gate": True}], ids=str)
+def test_autocast_converts_what_a_mixer_reads_once(changes):
+    mixer, shape, converted = build("lion-s", LionModel, **changes).layers[0].attention, (2, 7, D), []
+
+    class Conversions(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+            y = operation(*arguments, **(options or {}))
+            if operation is torch.ops.aten._to_copy.default and tuple(y.shape) == shape:
+                converted.append(y.dtype)
+            return y
+
+    x = 1 * torch.randn(shape, requires_grad=True)  # autocast would keep the conversion of a leaf
+    with Conversions(), torch.autocast("cpu", torch.bfloat16):
+        y, _ = mixer(x, None, None, "full")
+        assert converted == [torch.bfloat16]
+        y.sum().backward()
+    assert converted == [torch.bfloat16, torch.float32]

@@ -147,3 +147,11 @@ def no_autocast(x: Tensor) -> contextlib.AbstractContextManager:
     kind = x.device.type
     on = not x.is_meta and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if on else contextlib.nullcontext()
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """x in the dtype to which autocast, if it is on, would convert it for each linear layer."""
+    kind = x.device.type
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from .cpu import depthwise_conv, gated_norm, positive_map, rotate
 from .cpu_linear import LinearLayers
-from .custom_operators import no_autocast
+from .custom_operators import as_autocast, no_autocast
 from .hydra_attention import Scans, hydra_attention
 from .linear_attention import attention_matrix, linear_attention, log_of_decay, segment_states
 from .linear_attention_forms import LOG_ZERO, sequence_starts
@@ -160,6 +160,7 @@ class Attention(Mixer):
         return self.linear(self.out, y if self.gate is not None else self.norm(y))
 
     def forward(self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), rotation=None, **states):
+        x = as_autocast(x)  # once for the layers that read it
         q, k, v, x, mask, qkv = self.project(x, mask, seq_idx, halo, rotation)
         y, matrix = self.mix(x, q, k, v, mask, seq_idx, form, output_attentions, qkv=qkv, **states)
         y = y.transpose(1, 2).reshape(x.shape)
@@ -460,9 +461,10 @@ class LionS(DecayingMixer):
 
     def _logits(self, x: Tensor) -> Tensor:
         """The logits of 1 − λ, (B, H, L); −∞ for the tokens before the patches of an image, which do not decay."""
-        logits, prefix = self.decay(x), self.config.num_prefix_tokens
-        if prefix:
-            logits = F.pad(logits.narrow(1, prefix, x.shape[1] - prefix), (0, 0, prefix, 0), value=-math.inf)
+        logits = self.decay(x)
+        if self.config.num_prefix_tokens:
+            with torch.no_grad():  # what autograd would add is a gradient of 0, which λ has there anyway
+                logits[:, : self.config.num_prefix_tokens] = -math.inf
         return logits.mT
 
     def log_decay(self, x: Tensor) -> Tensor:
