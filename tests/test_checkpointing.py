@@ -6,6 +6,7 @@ import logging
 import random
 import re
 import shutil
+import signal
 import time
 import zipfile
 from collections import deque
@@ -89,6 +90,40 @@ def test_a_run_killed_at_any_moment_ends_like_an_uninterrupted_one(uninterrupted
     assert_same_run(uninterrupted, folder)
     assert not list(folder.glob("*.unfinished"))
     assert len(checkpointing.checkpoints(folder)) == 2
+
+
+ENDING = """
+import os, signal
+from composer import Callback
+class Ending(Callback):
+    def __init__(self, signum: int): self.signum, self.batches = signum, 0
+    def eval_batch_start(self, state, logger):
+        self.batches += 1
+        assert self.batches < 4, "the evaluation went on"
+        if self.batches == 2: os.kill(os.getpid(), self.signum)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum, save_interval", [(signal.SIGTERM, "30ba"), (signal.SIGKILL, "20ba")])
+def test_a_run_that_ends_in_an_evaluation_is_saved_and_repeats_it(signum, save_interval, tmp_path, write_config):
+    (tmp_path / "ending.py").write_text(ENDING)
+    averages = {"ema": {"half_life": "4ba"}}  # which are in place of the weights meanwhile
+    same = {**OPTIONS, "eval_first": False, "device_eval_batch_size": 2, "algorithms": averages}
+    same |= {"callbacks": {"early_stopper": {"patience": "30ba"}}}
+    for name in ("whole", "ended"):
+        (tmp_path / name).mkdir()
+    main.main([str(write_config(tmp_path / "whole", **same))])
+    config = write_config(tmp_path / "ended", **{**same, "save_interval": save_interval})
+    own = [f"callbacks[ending:Ending].signum={int(signum)}", f"code_paths=[{tmp_path / 'ending.py'}]"]
+    status, output = warm.run("main.py", config, *own, output=tmp_path / "output")
+    assert status == (143 if signum == signal.SIGTERM else -9), output
+    folder = tmp_path / "ended" / "run"
+    assert [path.name for path in checkpointing.checkpoints(folder)] == ["ep3-ba20-rank0.pt"]
+    assert not [line for line in lines(folder) if "eval" in line]
+    main.main([str(config)])
+    assert_same_run(tmp_path / "whole" / "run", folder)
+    assert [line["step"] for line in lines(folder) if "eval" in line] == [20, 40]
 
 
 @pytest.mark.slow

@@ -18,11 +18,14 @@ from src.errors import RunFailed, UserError, reason
 from src.files import LATEST, follow, link, sync_to_disk
 from src.training.ranks import decide
 
+SAVED_AFTER = {Event.BATCH_END: Event.BATCH_CHECKPOINT, Event.EPOCH_END: Event.EPOCH_CHECKPOINT}  # and evaluation
+
 
 class CheckpointWriter(Callback):
     """Save `folder/ep{epoch}-ba{batch}-rank0.pt` every `interval` and at the end; latest-rank0.pt links to the newest.
     A file gets its final name only once it is complete on disk. All but the newest `keep` are deleted; -1 keeps all.
-    `uploads.busy`, a file that is being uploaded, is deleted later.
+    `uploads.busy`, a file that is being uploaded, is deleted later. A step is saved before it is evaluated, so that an
+    evaluation that fails costs nothing; then `owes_evaluation`, which a run that resumes from it asks for.
     After a failed write the run continues and retries at the next interval; at its end it raises RunFailed."""
 
     def __init__(self, folder: Path, interval: str, keep: int, uploads: Any = None):
@@ -30,11 +33,29 @@ class CheckpointWriter(Callback):
         self.keep = keep
         self.is_due = create_interval_scheduler(interval)
         self.saved_batch = -1
+        self.owes_evaluation = False
+        self.next_save = Event.BATCH_CHECKPOINT
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        now = event in (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT) and self.is_due(state, event)
-        if now and (failure := self.save(state)):
+        if event in SAVED_AFTER:
+            self.next_save = SAVED_AFTER[event]
+        elif event == Event.EVAL_BEFORE_ALL:
+            self.owes_evaluation = True
+            self._save_if_due(state, self.next_save)
+        elif event in (Event.EVAL_AFTER_ALL, Event.EVAL_STANDALONE_END):
+            self.owes_evaluation = False
+        elif event in SAVED_AFTER.values():
+            self._save_if_due(state, event)
+
+    def _save_if_due(self, state: State, event: Event) -> None:
+        if self.is_due(state, event) and (failure := self.save(state)):
             log.warning(f"{failure}; training continues and retries at the next save")
+
+    def state_dict(self) -> dict[str, bool]:
+        return {"owes_evaluation": self.owes_evaluation}
+
+    def load_state_dict(self, state: dict[str, bool]) -> None:
+        self.owes_evaluation = state.get("owes_evaluation", False)  # earlier versions evaluated first
 
     def save(self, state: State) -> str | None:
         """Save this step unless it is already saved; return None, or why it failed. Every rank must call this."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from composer import Callback, Logger, State, Timestamp, TimeUnit
+from composer import Callback, Event, Logger, State, Timestamp, TimeUnit
 from composer.callbacks import EarlyStopper
 from composer.utils import dist
 
@@ -63,9 +63,10 @@ class FiniteLoss(Callback):
 
 
 class StopOnSignal(Callback):
-    """On SIGTERM or Ctrl-C: finish the step (and the evaluation after it), save, and raise SystemExit. The same signal
-    again, at least `PAUSE` seconds later, ends the run at once. A sooner one may be a duplicate: `timeout` or a
-    scheduler signals the whole process group, and Composer's launcher in it forwards the signal."""
+    """On SIGTERM or Ctrl-C: finish the step, or the batch of an evaluation, which the resumed run repeats; save, and
+    raise SystemExit. The same signal again, at least `PAUSE` seconds later, ends the run at once. A sooner one may be a
+    duplicate: `timeout` or a scheduler signals the whole process group, and Composer's launcher in it forwards the
+    signal."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
     PAUSE = 1.0
@@ -88,6 +89,16 @@ class StopOnSignal(Callback):
         elif now - first >= self.PAUSE:
             signal.signal(signum, self.old_handlers[signum])
             signal.raise_signal(signum)
+
+    def eval_before_all(self, state: State, logger: Logger) -> None:
+        if not on_any_rank(self.requested, state):
+            return
+        for algorithm in state.algorithms:
+            if algorithm.match(Event.EVAL_END, state):  # averaged weights are in place of the trained ones
+                algorithm.apply(Event.EVAL_END, state, logger)
+        self.batch_checkpoint(state, logger)
+
+    eval_batch_end = eval_before_all
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         if not on_any_rank(self.requested, state):

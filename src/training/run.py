@@ -225,6 +225,10 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
         if config.eval_first and now.batch == 0:
             composer_trainer.eval()
             startup.done("first evaluation")
+        elif latest is not None and writer.owes_evaluation:
+            run_log.forget_evaluation(state)
+            composer_trainer.eval()
+            startup.done("evaluation")
         if not trained:
             with logging_redirect_tqdm():  # print messages above the progress bar
                 composer_trainer.fit()

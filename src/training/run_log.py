@@ -11,7 +11,7 @@ import statistics
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +69,22 @@ class RunLog(LoggerDestination):
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Drop the lines after the checkpoint that the run resumes from."""
-        if is_main_process() and self.path.is_file():
-            step = state.timestamp.batch.value
-            kept = [line for line in read_json_lines(self.path) if line["step"] <= step] if step else []
-            try:
-                write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
-            except OSError as error:
-                self.warn_once(f"cannot write {self.path}: {reason(error)}; the lines after step {step} are repeated")
+        step = state.timestamp.batch.value
+        self._keep(lambda line: step > 0 and line["step"] <= step)
+
+    def forget_evaluation(self, state: State) -> None:
+        """Drop the line of this step's evaluation, which is repeated."""
+        step = state.timestamp.batch.value
+        self._keep(lambda line: line["step"] < step or "eval" not in line)
+
+    def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        if not (is_main_process() and self.path.is_file()):
+            return
+        kept = [line for line in read_json_lines(self.path) if wanted(line)]
+        try:
+            write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        except OSError as error:
+            self.warn_once(f"cannot write {self.path}: {reason(error)}; lines of earlier steps are repeated")
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": self.losses, "padding": vars(self.statistics) if self.statistics else {}}
