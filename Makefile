@@ -34,7 +34,7 @@ test-fast: $(VENV)/installed  ## run the quick tests, in about two minutes
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-compat: $(VENV)-compat/installed  ## test the encoder and its Hub folder under the newest torch and transformers
-	$(VENV)-compat/bin/python -m pytest tests/test_linear_attention.py tests/test_two_sided_attention.py tests/test_separate_decays.py tests/test_channel_decay.py tests/test_hydra.py tests/test_options.py tests/test_cpu.py tests/test_modeling_lion.py tests/test_custom_operators.py tests/test_state_passing.py tests/test_modeling_lion_embedding.py tests/test_patch_orders.py tests/test_modeling_lion_vision.py tests/test_adapters.py tests/test_folder.py tests/test_embedding_folder.py tests/test_image_folder.py
+	$(VENV)-compat/bin/python -m pytest tests/test_linear_attention.py tests/test_two_sided_attention.py tests/test_separate_decays.py tests/test_channel_decay.py tests/test_hydra.py tests/test_options.py tests/test_cpu.py tests/test_modeling_lion.py tests/test_losses.py tests/test_custom_operators.py tests/test_state_passing.py tests/test_modeling_lion_embedding.py tests/test_patch_orders.py tests/test_modeling_lion_vision.py tests/test_adapters.py tests/test_folder.py tests/test_embedding_folder.py tests/test_image_folder.py
 
 lint: $(VENV)/installed  ## check style and formatting
 	$(VENV)/bin/ruff check .

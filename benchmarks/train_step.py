@@ -25,8 +25,8 @@ from benchmarks import measure, models
 from benchmarks.models import BERT, MODERN_BERT, SPARSE_BERT, TRAINED, VOCABULARY, build, describe, model_name
 from src import cli, plots
 from src.errors import UserError
+from src.lion.losses import labelled_positions
 from src.lion.machine import keep_freed_memory
-from src.lion.modeling_lion import labelled_positions
 
 
 def main(argv: list[str]) -> None:

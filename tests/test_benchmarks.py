@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from benchmarks import measure, models
 from src.errors import UserError
-from src.lion.modeling_lion import labelled_positions
+from src.lion.losses import labelled_positions
 from src.lra.tasks import LRA
 from src.lra.training import build_model, build_settings
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from src.errors import UserError
-from src.lion.modeling_lion import labelled_positions
+from src.lion.losses import labelled_positions
 
 IGNORED = -100  # the label of a token that is not predicted
 

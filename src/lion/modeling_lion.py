@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel, modeling_outputs
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -30,6 +29,7 @@ from .linear_attention import SegmentStates  # noqa: F401
 from .linear_attention_forms import sequence_starts
 from .linear_attention_native import full_forward  # noqa: F401
 from .linear_attention_triton import fused_linear_attention  # noqa: F401
+from .losses import classification_loss, cross_entropy, labelled_positions, span_loss
 from .machine import choice  # noqa: F401
 from .mixers import MIXERS, build_norm, rotation
 from .patch_orders import snakes  # noqa: F401
@@ -58,7 +58,7 @@ class LionEmbeddings(nn.Module):
     def forward(self, input_ids, inputs_embeds, token_type_ids, position_ids) -> Tensor:
         x = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds  # (B, L, D)
         if (types := self.token_type_embeddings) is not None:
-            x = x + (types.weight[0] if token_type_ids is None else types(token_type_ids))
+            x = x + types(position_ids.new_zeros(1, 1) if token_type_ids is None else token_type_ids)
         if self.position_embeddings is not None:
             if x.shape[1] > self.position_embeddings.num_embeddings:  # packed sequences may each be short enough
                 self.check_length(int(position_ids.max()) + 1)
@@ -540,19 +540,11 @@ class LionForSequenceClassification(_Classifier):
 
     @_head_forward
     def forward(self, encode: Callable, labels: Tensor | None = None):
-        """Classify texts. Other arguments: `LionModel.forward`; labels: (B,) class indices (cross entropy); (B,) floats
-        for one label (squared error); (B, num_labels) of 0 and 1 if `config.problem_type` is
-        "multi_label_classification" (binary cross entropy)."""
+        """Classify texts. Other arguments: `LionModel.forward`; labels: (B,) class indices, or (B, num_labels), see
+        `classification_loss`."""
         output = encode()
         logits = self.classifier(self.dropout(output.pooler_output))  # (B, num_labels)
-        if labels is None:
-            loss = None
-        elif self.config.problem_type == "multi_label_classification":
-            loss = F.binary_cross_entropy_with_logits(logits.float(), labels.float())
-        elif self.num_labels == 1:
-            loss = F.mse_loss(logits.squeeze(-1).float(), labels.flatten().float())
-        else:
-            loss = F.cross_entropy(logits.float(), labels.flatten())
+        loss = None if labels is None else classification_loss(self.config, logits, labels)
         return modeling_outputs.SequenceClassifierOutput(loss, logits, output.hidden_states, output.attentions)
 
 
@@ -581,20 +573,5 @@ class LionForQuestionAnswering(HeadedModel):
         logits = self.qa_outputs(output.last_hidden_state).unbind(-1)  # of starts and of ends, (B, L) each
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = sum(map(_span_loss, logits, (start_positions, end_positions))) / 2
+            loss = sum(map(span_loss, logits, (start_positions, end_positions))) / 2
         return modeling_outputs.QuestionAnsweringModelOutput(loss, *logits, output.hidden_states, output.attentions)
-
-
-def _span_loss(logits: Tensor, positions: Tensor) -> Tensor:
-    positions = positions.flatten()
-    return cross_entropy(logits, positions.masked_fill((positions < 0) | (positions >= logits.shape[1]), -100))
-
-
-def labelled_positions(labels: Tensor) -> Tensor:
-    """The positions of the labels that are not -100 in the flattened labels."""
-    return (labels.flatten() != -100).nonzero().squeeze(1)
-
-
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over the labels that are not -100, in float32; 0 without any, where F.cross_entropy returns NaN."""
-    return F.cross_entropy(logits.float(), labels, reduction="sum") / (labels != -100).sum().clamp(min=1)

@@ -22,6 +22,7 @@ from .linear_attention import SegmentStates  # noqa: F401
 from .linear_attention_forms import sequence_starts
 from .linear_attention_native import full_forward  # noqa: F401
 from .linear_attention_triton import fused_linear_attention  # noqa: F401
+from .losses import cross_entropy  # noqa: F401
 from .machine import choice  # noqa: F401
 from .mixers import MIXERS  # noqa: F401
 from .modeling_lion import HeadedModel, LionModel

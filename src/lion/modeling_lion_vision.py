@@ -30,6 +30,7 @@ from .linear_attention import SegmentStates  # noqa: F401
 from .linear_attention_forms import sequence_starts  # noqa: F401
 from .linear_attention_native import full_forward  # noqa: F401
 from .linear_attention_triton import fused_linear_attention  # noqa: F401
+from .losses import classification_loss
 from .machine import choice  # noqa: F401
 from .mixers import MIXERS  # noqa: F401
 from .modeling_lion import LionLayer, LionPreTrainedModel
@@ -277,8 +278,11 @@ class LionForImageClassification(LionImagePreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         attention_form: str | None = None,
+        interpolate_pos_encoding: bool | None = None,
     ) -> LionImageClassifierOutput | tuple:
-        """Classify images. Arguments: `LionImageModel.forward`; labels: (B,) class indices, for a cross entropy."""
+        """Classify images. Arguments: `LionImageModel.forward`; labels: (B,) class indices, or (B, num_labels), see
+        `classification_loss`; interpolate_pos_encoding: an argument of ViT's, without effect, since position embeddings
+        are always resized."""
         return_dict = self.config.return_dict if return_dict is None else return_dict
         output = self.lion(pixel_values, output_attentions, output_hidden_states, True, attention_form)
         logits = class_logits = self.classifier(output.pooler_output)
@@ -286,7 +290,7 @@ class LionForImageClassification(LionImagePreTrainedModel):
         if self.distillation_classifier is not None:
             distillation_logits = self.distillation_classifier(output.last_hidden_state[:, 1])
             logits = (class_logits + distillation_logits) / 2
-        loss = None if labels is None else F.cross_entropy(logits.float(), labels.flatten())
+        loss = None if labels is None else classification_loss(self.config, logits, labels)
         result = LionImageClassifierOutput(
             loss, logits, class_logits if distillation_logits is not None else None, distillation_logits,
             output.hidden_states, output.attentions,

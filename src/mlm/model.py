@@ -10,8 +10,8 @@ from torchmetrics import Metric
 from transformers import PreTrainedTokenizerBase
 
 from src.lion import LionConfig, LionForMaskedLM
+from src.lion.losses import labelled_positions
 from src.lion.mixers import MIXERS
-from src.lion.modeling_lion import labelled_positions
 from src.training.metrics import MajorityAccuracy
 from src.training.trainer import AutocastModel
 

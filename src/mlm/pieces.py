@@ -20,7 +20,7 @@ from src.data.token_rows import token_rows
 from src.data.tokenizers import load_tokenizer, vocabulary_digest
 from src.errors import RunFailed, UserError
 from src.lion import LionForMaskedLM
-from src.lion.modeling_lion import labelled_positions
+from src.lion.losses import labelled_positions
 from src.mlm.task import masked_lm_weights
 
 AT_ONCE = 1024  # masked tokens whose logits are computed together: 125 MB with BERT's vocabulary
