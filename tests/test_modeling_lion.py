@@ -1047,3 +1047,37 @@ def test_autocast_converts_what_a_mixer_reads_once(changes):
         assert converted == [torch.bfloat16]
         y.sum().backward()
     assert converted == [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("changes", [{}, {"channel_decays": True, "separate_decays": True}], ids=str)
+def test_what_replaces_the_layer_of_the_decays_is_called(changes):
+    """Adapters and quantized layers have other weights than that layer."""
+
+    class Adapted(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer, self.added = layer, torch.nn.Parameter(torch.zeros(layer.out_features))
+
+        def forward(self, x):
+            return self.layer(x) + self.added
+
+    model, inputs = build("lion-s", LionModel, **changes), texts()
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+    for layer in model.layers:
+        layer.attention.decay = Adapted(layer.attention.decay)
+    y = model(**inputs).last_hidden_state
+    torch.testing.assert_close(y, expected)
+    y.square().sum().backward()
+    assert all(layer.attention.decay.added.grad.abs().sum() > 0 for layer in model.layers)
+
+
+def test_hooks_see_the_embeddings_of_omitted_token_types():
+    """So does accelerate, which loads weights when a module is called."""
+    model, calls = build("lion-s", LionModel), []
+    model.embeddings.token_type_embeddings.register_forward_hook(lambda *_: calls.append(1))
+    ids = texts()["input_ids"]
+    torch.testing.assert_close(
+        model(ids).last_hidden_state, model(ids, token_type_ids=torch.zeros_like(ids)).last_hidden_state
+    )
+    assert len(calls) == 2

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from .cpu import depthwise_conv, gated_norm, positive_map, rotate
-from .cpu_linear import LinearLayers
+from .cpu_linear import LinearLayers, is_hooked
 from .custom_operators import as_autocast, no_autocast
 from .hydra_attention import Scans, hydra_attention
 from .linear_attention import attention_matrix, linear_attention, log_of_decay, segment_states
@@ -469,9 +469,12 @@ class LionS(DecayingMixer):
 
     def log_decay(self, x: Tensor) -> Tensor:
         if self.config.channel_decays:
-            # The bias is added in float32: in bfloat16, horizons of 10,000 tokens would differ by 6% or not at all.
-            selective, bias = F.linear(x, self.decay.weight), self.decay.bias
-            logits = selective.to(torch.promote_types(bias.dtype, torch.float32)) + bias
+            layer, wide = self.decay, torch.promote_types(x.dtype, torch.float32)
+            if type(layer) is nn.Linear and not is_hooked(layer):
+                # The bias is added in float32: in bfloat16, horizons of 10,000 tokens would differ by 6% or not at all.
+                logits = F.linear(x, layer.weight).to(wide) + layer.bias
+            else:  # an adapter, quantized, or loaded when it is called
+                logits = layer(x).to(wide)
             return log_of_decay(logits).unflatten(-1, decays_shape(self.config)).transpose(1, 2)
         return log_of_decay(self._logits(x))
 
