@@ -461,10 +461,9 @@ class LionS(DecayingMixer):
 
     def _logits(self, x: Tensor) -> Tensor:
         """The logits of 1 − λ, (B, H, L); −∞ for the tokens before the patches of an image, which do not decay."""
-        logits = self.decay(x)
-        if self.config.num_prefix_tokens:
-            with torch.no_grad():  # what autograd would add is a gradient of 0, which λ has there anyway
-                logits[:, : self.config.num_prefix_tokens] = -math.inf
+        logits, prefix = self.decay(x), self.config.num_prefix_tokens
+        if prefix:
+            logits = F.pad(logits.narrow(1, prefix, x.shape[1] - prefix), (0, 0, prefix, 0), value=-math.inf)
         return logits.mT
 
     def log_decay(self, x: Tensor) -> Tensor:
