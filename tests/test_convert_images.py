@@ -81,12 +81,16 @@ def test_broken_files_are_counted_and_named(source, tmp_path, caplog):
     folder.mkdir(parents=True)
     for number in range(9):
         (folder / f"{number}.png").write_bytes(encoded("PNG") if number % 3 else encoded("PNG")[:200])
+    (folder / "9.png").symlink_to("no such file")
     with caplog.at_level("INFO", logger="lion"):
         convert("--images", tmp_path / "source", "--splits", "train", "--out_root", tmp_path / "out")
     summary = json.loads((tmp_path / "out" / "train" / "split.json").read_text())
-    assert (summary["images"], summary["broken"]) == (6, 3) and len(rows(tmp_path / "out" / "train")) == 6
-    assert [Path(name.split(" is not")[0]).name for name in summary["broken_images"]] == ["0.png", "3.png", "6.png"]
-    assert "skipped: " in caplog.text and "3 broken ones skipped, see split.json" in caplog.text
+    assert (summary["images"], summary["broken"]) == (6, 4) and len(rows(tmp_path / "out" / "train")) == 6
+    named = [Path(name.split(" is not")[0].split(" cannot")[0]).name for name in summary["broken_images"]]
+    assert named == ["0.png", "3.png", "6.png", "9.png"]
+    assert "9.png cannot be read (No such file or directory); restore or remove it" in caplog.text
+    assert "skipped: " in caplog.text and "4 broken ones skipped, see split.json" in caplog.text
+    (folder / "9.png").unlink()
     for file in folder.iterdir():
         file.write_bytes(b"")
     with pytest.raises(UserError, match=r"train: no image of .* can be read \(.*0\.png is empty"):

@@ -271,6 +271,9 @@ def test_mistakes_end_in_one_sentence(config_file, pictures, tmp_path, checkpoin
     broken = tmp_path / "broken"
     shutil.copytree(pictures, broken)
     (broken / "train" / "red" / "3.png").write_bytes(b"")
+    lost = tmp_path / "lost"
+    shutil.copytree(pictures, lost)
+    (lost / "train" / "red" / "8.png").symlink_to("no such file")
     other = tmp_path / "other"
     shutil.copytree(pictures, other)
     (other / "val" / "red").rename(other / "val" / "violet")
@@ -280,6 +283,7 @@ def test_mistakes_end_in_one_sentence(config_file, pictures, tmp_path, checkpoin
     mistakes = {
         f"data_local={tmp_path / 'classes'}": "no images in class empty; add some or remove the folder",
         f"data_local={broken}": "red/3.png is empty; replace or remove it",
+        f"data_local={lost} train_loader.num_workers=1": "red/8.png cannot be read (No such file or directory); restore",
         f"data_local={other}": "(red, violet); use the same in both",
         "eval_loader.split=test": "test/CLASS",
         "image_size=13": "image_size=13 is not divisible by patch_size=4",

@@ -70,8 +70,7 @@ class FolderImages(Images):
         self.labels = np.array(labels, np.int32)
 
     def digest(self) -> str:
-        stamps = [os.stat(os.path.join(os.fsencode(self.folder), file)) for file in self.files]
-        stamps = np.array([(stamp.st_size, stamp.st_mtime_ns) for stamp in stamps], np.int64)
+        stamps = np.array([_stamp(os.path.join(os.fsencode(self.folder), file)) for file in self.files], np.int64)
         return sha256([self.files.data, self.labels.data, stamps.data])
 
     def __len__(self) -> int:
@@ -219,6 +218,15 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         top = 65535 if image.mode.startswith("I") else max(pixels.max(), 1e-9)
         return Image.fromarray((255 * pixels / top).clip(0, 255).round().astype(np.uint8)).convert("RGB")
     return image.convert("RGB")
+
+
+def _stamp(path: bytes) -> tuple[int, int]:
+    """A file's size and time, or what no file has: of a link to nothing, say, which reading it reports."""
+    try:
+        found = os.stat(path)
+        return found.st_size, found.st_mtime_ns
+    except OSError:
+        return -1, 0
 
 
 def _is_image(file: str) -> bool:
