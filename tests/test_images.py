@@ -53,6 +53,40 @@ def test_folder(tmp_path):
     assert images[0][2].startswith(str(tmp_path))
 
 
+def test_files_of_other_programs_are_no_pictures(tmp_path, caplog):
+    write_folder(tmp_path / "train")
+    before = open_images(str(tmp_path), "train").digest()
+    for name in (
+        "cat/.ipynb_checkpoints/0.png",
+        "cat/__MACOSX/0.png",
+        "__MACOSX/0.png",
+        "cat/._0.png",
+        "cat/.DS_Store",
+    ):
+        (tmp_path / "train" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "train" / name).write_bytes(encoded(PIXELS[0]))
+    images = open_images(str(tmp_path), "train")
+    check(images, ["cat", "dog"])
+    assert images.digest() == before and not caplog.text  # so that an interrupted conversion can resume
+    for name in ("cat/a.gif", "cat/b.GIF", "dog/README"):
+        (tmp_path / "train" / name).write_bytes(b"")
+    check(open_images(str(tmp_path), "train"), ["cat", "dog"])
+    assert caplog.messages == [f"3 other files in {tmp_path / 'train'} ignored (.gif, no extension)"]
+    (tmp_path / "val" / "__MACOSX").mkdir(parents=True)
+    with pytest.raises(UserError, match="has no val/CLASS"):
+        open_images(str(tmp_path), "val")
+
+
+def test_linked_folders_are_read_once(tmp_path):
+    write_folder(tmp_path / "train")
+    (tmp_path / "train" / "cat").rename(tmp_path / "elsewhere")
+    (tmp_path / "train" / "cat").mkdir()
+    (tmp_path / "train" / "cat" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "circle").symlink_to(tmp_path / "train" / "cat")
+    (tmp_path / "train" / "cat" / "again").symlink_to(tmp_path / "elsewhere")
+    check(open_images(str(tmp_path), "train"), ["cat", "dog"])
+
+
 @pytest.mark.parametrize("names", [["cat", "dog"], None])
 def test_parquet(tmp_path, names):
     import datasets

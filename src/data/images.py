@@ -7,7 +7,8 @@ import os
 import pickle
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +51,19 @@ class FolderImages(Images):
     """SPLIT/CLASS/*, with classes in alphabetical order."""
 
     def __init__(self, folder: Path):
-        self.source, self.folder = str(folder), folder
-        self.classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-        files, labels, empty, start = [], [], [], len(str(folder)) + 1
+        self.source, self.folder, self.classes = str(folder), folder, _class_names(folder)
+        files, labels, empty, start, others = [], [], [], len(str(folder)) + 1, Counter()
         for label, name in enumerate(self.classes):
-            walked = os.walk(folder / name)  # pathlib would take minutes for a million files
-            found = sorted(
-                os.path.join(at, file)[start:] for at, _, names in walked for file in names if _is_image(file)
-            )
+            walked = [os.path.join(at, file)[start:] for at, names in _walk(folder / name) for file in names]
+            found = sorted(file for file in walked if _suffix(file) in IMAGE_SUFFIXES)
+            others.update(suffix for suffix in map(_suffix, walked) if suffix not in IMAGE_SUFFIXES)
             files += found
             labels += [label] * len(found)
             if not found:
                 empty.append(name)
+        if others:
+            kinds = ", ".join(kind for kind, _ in others.most_common(5)) + (", …" if len(others) > 5 else "")
+            log.warning(f"{others.total():,} other files in {folder} ignored ({kinds})")
         if empty:
             shown = ", ".join(empty[:5]) + (", …" if len(empty) > 5 else "")
             raise UserError(f"{folder}: no images in class {shown}; add some or remove the folder")
@@ -185,7 +187,7 @@ def open_images(name: str, split: str, remote: str | None = None, key: str = "da
     if not folder.is_dir():
         check_images(key, name, split)
         return _not_empty(TableImages(f"{split} of {name}", _load_hub(name, split, key)), key)
-    if (folder / split).is_dir() and any(path.is_dir() for path in (folder / split).iterdir()):
+    if (folder / split).is_dir() and _class_names(folder / split):
         return _not_empty(FolderImages(folder / split), key)
     for reader in (_parquet, _cifar, _mnist) if split in ("train", *SECOND_SPLITS) else (_parquet,):
         if (images := reader(folder, split)) is not None:
@@ -229,8 +231,30 @@ def _stamp(path: bytes) -> tuple[int, int]:
         return -1, 0
 
 
-def _is_image(file: str) -> bool:
-    return file.lower().endswith(IMAGE_SUFFIXES) and not file.startswith(".")
+def _class_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not _is_hidden(path.name))
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether a file or folder is of some other program: .ipynb_checkpoints, or __MACOSX in an archive of a Mac."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def _walk(top: Path) -> Iterator[tuple[str, list[str]]]:
+    """Return each folder from the top down, and its files. Links to folders are followed, as by torchvision, but none
+    twice, since they can form a circle."""
+    seen = set()
+    for at, folders, files in os.walk(top, followlinks=True):  # pathlib would take minutes for a million files
+        folders[:] = sorted(name for name in folders if not _is_hidden(name))
+        if (place := os.path.realpath(at)) in seen:
+            folders.clear()
+            continue
+        seen.add(place)
+        yield at, [name for name in files if not _is_hidden(name)]
+
+
+def _suffix(file: str) -> str:
+    return os.path.splitext(file)[1].lower() or "no extension"
 
 
 def _not_empty(images: Images, key: str) -> Images:
