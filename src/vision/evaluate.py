@@ -109,6 +109,12 @@ def labels_of(images: Images, checkpoint: Checkpoint, by_number: bool = False) -
     if by_number or all(name == f"LABEL_{number}" for number, name in enumerate(names)):
         if len(images.classes) > len(names):
             raise UserError(f"{images.source} has {len(images.classes)} classes, and the model {len(names)}")
+        known = {*names}
+        moved = (number for number, name in enumerate(images.classes) if name in known and names[number] != name)
+        if by_number and (number := next(moved, None)) is not None:
+            name = images.classes[number]
+            found = f"the class {name} has number {number} in {images.source}, and {names.index(name)} in the model"
+            raise UserError(f"--by_number: {found}; omit it to match by name, or rename the data's classes")
         return torch.arange(len(images.classes))
     if missing := [name for name in images.classes if name not in names]:
         shown = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
