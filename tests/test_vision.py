@@ -151,6 +151,18 @@ def test_what_is_evaluated_and_exported_are_the_averaged_weights(finished, pictu
     assert "| blue" in capsys.readouterr().out
 
 
+def test_a_class_without_images_to_evaluate_shifts_no_others(pictures, tmp_path, write_config, caplog):
+    shutil.copytree(pictures, tmp_path / "data")
+    shutil.rmtree(tmp_path / "data" / "val" / "green")
+    overrides = [f"data_local={tmp_path / 'data'}", "device_eval_batch_size=9"]
+    task = Vision(load_config(VisionConfig, "vision.py", "", [str(write_config(tmp_path)), *overrides]))
+    assert task.build_model(None).model.config.num_labels == 3
+    assert f"{tmp_path / 'data' / 'val'} has no images of 1 of 3 classes: green" in caplog.messages
+    _, evaluation = task.build_loaders(3)
+    (batch,) = evaluation.dataloader
+    assert sorted(batch["labels"].tolist()) == [0, 0, 0, 2, 2, 2]
+
+
 def test_classes_of_other_names_are_matched_by_number(finished, pictures, tmp_path, capsys):
     _, folder = finished
     for number, name in enumerate(CLASSES):
@@ -284,7 +296,7 @@ def test_mistakes_end_in_one_sentence(config_file, pictures, tmp_path, checkpoin
         f"data_local={tmp_path / 'classes'}": "no images in class empty; add some or remove the folder",
         f"data_local={broken}": "red/3.png is empty; replace or remove it",
         f"data_local={lost} train_loader.num_workers=1": "red/8.png cannot be read (No such file or directory); restore",
-        f"data_local={other}": "(red, violet); use the same in both",
+        f"data_local={other}": "lacks (violet); use the same in both",
         "eval_loader.split=test": "test/CLASS",
         "image_size=13": "image_size=13 is not divisible by patch_size=4",
         "image_size=big": "image_size=big must be a number of pixels, or [height, width]",

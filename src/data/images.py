@@ -174,6 +174,22 @@ class ShardImages(Images):
         return image, int(row[self.label]), name
 
 
+class Renumbered(Images):
+    """Images with the labels that other data, with these `classes`, gives to the same names."""
+
+    def __init__(self, images: Images, classes: list[str]):
+        self.images, self.source, self.classes = images, images.source, classes
+        numbers = {name: number for number, name in enumerate(classes)}
+        self.numbers = [numbers[name] for name in images.classes]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[RAW, int, str]:
+        content, label, name = self.images[index]
+        return content, self.numbers[label], name
+
+
 def open_images(name: str, split: str, remote: str | None = None, key: str = "data_local") -> Images:
     """Open a split of a folder, whose content decides what it is, or of a Hub dataset. Raises UserError naming `key`.
 

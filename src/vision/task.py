@@ -49,6 +49,7 @@ class Vision(Task):
 
     def build_model(self, checkpoint: Path | None) -> "LionImageClassifier":
         """Return a model with random weights, or with those of `model.pretrained_checkpoint`."""
+        from src.data.images import Renumbered
         from src.lion import LionForImageClassification
         from src.training.loading import read_start
         from src.vision.model import LionImageClassifier, token_count
@@ -58,10 +59,14 @@ class Vision(Task):
         self.data = {loader.split: self.open(loader.split) for loader in (config.train_loader, config.eval_loader)}
         train, evaluation = (self.data[loader.split] for loader in (config.train_loader, config.eval_loader))
         classes = train.classes
+        if unknown := sorted({*evaluation.classes} - {*classes}):
+            found = f"{evaluation.source} has classes that {train.source} lacks"
+            raise UserError(f"data_local: {found} ({', '.join(unknown[:5])}); use the same in both")
+        if absent := sorted({*classes} - {*evaluation.classes}):
+            shown = ", ".join(absent[:5]) + (", …" if len(absent) > 5 else "")
+            log.warning(f"{evaluation.source} has no images of {len(absent)} of {len(classes)} classes: {shown}")
         if evaluation.classes != classes[: len(evaluation.classes)]:
-            differing = sorted({*classes} ^ {*evaluation.classes}) or evaluation.classes
-            found = f"the classes of {evaluation.source} differ from those of {train.source}"
-            raise UserError(f"data_local: {found} ({', '.join(differing[:5])}); use the same in both")
+            self.data[config.eval_loader.split] = Renumbered(evaluation, classes)
         section = dict(config.model)
         start = section.pop("pretrained_checkpoint", None)
         read = None
