@@ -3,6 +3,7 @@ and timm, and of ViT and DeiT in transformers."""
 
 import re
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ RENAMED_IN_VIT_LAYER = {  # after "encoder.layer.N."
     "output.dense.": "mlp_out.",
 }  # fmt: skip
 SIZES = {"tiny": 3, "small": 6, "base": 12}  # heads, by the name of a model
+OF_WIDTH = {1152: 16, 1280: 16, 1408: 16, 1664: 16}  # heads of the larger ones, by their channels; others: one per 64
 
 
 def config_from_release(settings: Mapping[str, Any], source: str) -> LionVisionConfig:
@@ -65,6 +67,8 @@ def config_from_release(settings: Mapping[str, Any], source: str) -> LionVisionC
             "layer_norm_eps": settings.get("layer_norm_eps", 1e-6),
             "layer_scale_init": settings.get("layer_scale_init"),
         }  # fmt: skip
+        if classes := settings.get("label_names"):
+            ours |= {"id2label": dict(enumerate(classes)), "label2id": {x: number for number, x in enumerate(classes)}}
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"the settings of {source} are incomplete ({type(error).__name__}: {error})") from None
     return lion_config(ours, source, LionVisionConfig)
@@ -80,16 +84,18 @@ def settings_from_shapes(state: Mapping[str, Tensor], given: Mapping[str, Any], 
         first = next((state[name] for name in ("blocks.0.attn.a_i", "blocks.0.attn.a_i.bias") if name in state), None)
         mask = "Softmax" if not given.get("mask_type") else str(given["mask_type"])
         name = next((size for size in SIZES if size in str(given.get("model", ""))), None)
-        heads = len(first) if first is not None else SIZES[name] if name else max(width // 64, 1)
-        if first is None and name is None:
+        named = len(first) if first is not None else given.get("num_heads") or SIZES.get(name) or OF_WIDTH.get(width)
+        heads = named or max(width // 64, 1)
+        if named is None:
             log.info(f"{source} does not name its number of heads: taken to be {heads}, one per 64 channels")
-        distilled, scaled = "dist_token" in state, "blocks.0.gamma_1" in state
+        distilled, scaled = "dist_token" in state, not {"blocks.0.gamma_1", "blocks.0.ls1.gamma"}.isdisjoint(state)
         size = int(given.get("input_size") or 224)
         if "pos_embed" in state:
-            tokens = state["pos_embed"].shape[-2] - (2 if distilled else 1)
-            tokens += scaled  # DeiT III's positions are of patches only
-            side = round(tokens**0.5)
-            if side * side != tokens:
+            rows = state["pos_embed"].shape[-2]
+            tokens = rows - (2 if distilled else 1)
+            # DeiT III's positions are of patches only.
+            side = next((round(n**0.5) for n in (tokens, rows) if n and round(n**0.5) ** 2 == n), None)
+            if side is None:
                 raise UserError(f"{source} has positions of {tokens} patches, which are no square; use another")
             size = side * patch
         return {
@@ -109,13 +115,14 @@ def state_dict_from_release(state: Mapping[str, Tensor], config: LionVisionConfi
     """Return the authors', DeiT's or timm's tensors under our names. Raises UserError with the names of those that are
     unknown."""
     used = {name: x for name, x in state.items() if config.has_positions or name != "pos_embed"}
+    used = {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", name): tensor for name, tensor in used.items()}  # timm's
     for first in [name for name in used if name.endswith(".gamma_1")]:  # DeiT III: factors per channel of both branches
         second = first.replace("gamma_1", "gamma_2")
         if second in used:
             used[first.replace("gamma_1", "scales")] = torch.stack([used.pop(first), used.pop(second)])
-    if config.layer_scale_init is not None and config.has_positions:  # and positions of patches alone
-        prefix = state["pos_embed"].new_zeros(1, config.num_prefix_tokens, config.hidden_size)
-        used["pos_embed"] = torch.cat([prefix, state["pos_embed"]], 1)
+    if "pos_embed" in used and used["pos_embed"].shape[-2] == prod(config.grid):  # DeiT III: of patches alone
+        prefix = used["pos_embed"].new_zeros(1, config.num_prefix_tokens, config.hidden_size)
+        used["pos_embed"] = torch.cat([prefix, used["pos_embed"]], 1)
     ours = renamed(used, RENAMED, "blocks.", RENAMED_IN_BLOCK)
     for name in [name for name in ours if ".second_decay" in name]:
         first, second = name.replace("second_", ""), ours.pop(name)

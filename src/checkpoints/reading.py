@@ -1,5 +1,5 @@
-"""Read models without running code from their files: ours, the paper's authors', Hydra's, DeiT's, Hub folders, BERTs
-and ViTs."""
+"""Read models without running code from their files: ours, the paper's authors', Hydra's, DeiT's, timm's, Hub folders,
+BERTs and ViTs."""
 
 import copy
 import json
@@ -34,6 +34,8 @@ from src.checkpoints.image_adapters import (
 from src.checkpoints.processors import processor_settings, read_processor
 from src.checkpoints.remote import WEIGHTS, fetch
 from src.checkpoints.safe_load import load_safely
+from src.checkpoints.timm_models import PATCHES, timm_processor, timm_settings
+from src.cli import log
 from src.errors import UserError, first_line
 from src.files import looks_like_path
 
@@ -150,11 +152,13 @@ def read_pretrained(name: str, key: str, reads: str = "texts") -> Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint of main.py, glue.py or vision.py, or one of the paper's authors or DeiT's scripts. Raises
-    UserError for others."""
+    """Read a checkpoint of main.py, glue.py or vision.py, one of the paper's authors or DeiT's scripts, or a state dict
+    of timm's ViTs. Raises UserError for others."""
     if path.suffix == ".safetensors":
-        return _read_release(path)
+        return _read_safetensors(path)
     loaded = load_safely(path)
+    if isinstance(loaded, dict) and PATCHES in loaded:
+        return _from_timm(path, loaded)
     if isinstance(loaded, dict) and "state" not in loaded and isinstance(loaded.get("model"), dict):
         given = vars(loaded["args"]) if isinstance(loaded.get("args"), Namespace) else {}
         return _from_scripts(path, loaded["model"], settings_from_shapes(loaded["model"], given, str(path)))
@@ -175,7 +179,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
             "optimizers": {name: kept["param_groups"] for name, kept in (state.get("optimizers") or {}).items()},
         }
     except Exception:  # whatever the objects in some other kind of file raise
-        raise UserError(f"{path} is not a Composer checkpoint of a transformers model") from None
+        found = f"{path} is not a Composer checkpoint of a transformers model, nor weights of a ViT"
+        raise UserError(f"{found}; give another file") from None
     _check_dense(path, weights)
     if is_published(config):
         ours = config_from_published(config, str(path))
@@ -207,15 +212,17 @@ def _check_dense(path: Path, weights: dict[str, Any]) -> None:
         raise UserError(f"{path} holds {', '.join(unusable)}, which are not dense tensors of numbers")
 
 
-def _read_release(path: Path) -> Checkpoint:
-    """Read an image model of the paper's authors from a safetensors file with its settings in the metadata."""
+def _read_safetensors(path: Path) -> Checkpoint:
+    """Read an image model of the paper's authors, with its settings in the metadata, or a state dict of timm."""
     try:
         with safe_open(path, "pt") as file:
             settings = json.loads((file.metadata() or {}).get("config", "null"))
-            names = [name for name in file.keys() if name.startswith("model.")]  # noqa: SIM118
-            state = {name.removeprefix("model."): file.get_tensor(name) for name in names}
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({first_line(error)}); copy it again") from None
+    if PATCHES in state:
+        return _from_timm(path, state)
+    state = {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
     if not isinstance(settings, dict) or not state:
         raise UserError(f"{path} has no settings in its metadata (config) or no tensors model.*; give another file")
     return _from_scripts(path, state, settings)
@@ -229,18 +236,37 @@ def _from_scripts(path: Path, state: dict[str, Tensor], settings: dict[str, Any]
     return Checkpoint(path, "LionForImageClassification", config, weights, published=path.name)
 
 
+def _from_timm(path: Path, state: dict[str, Tensor], config: dict[str, Any] | None = None) -> Checkpoint:
+    """A ViT or DeiT of timm: its state dict and, of a folder, its config.json."""
+    read = _from_scripts(path, state, timm_settings(state, config or {}, str(path)))
+    if config:
+        read.processor = timm_processor(config.get("pretrained_cfg") or {}, read.config.image_size, str(path))
+    else:
+        taken = "taken to be 0.485, 0.456, 0.406 of ImageNet, where many of timm's models have 0.5"
+        log.warning(f"{path} does not name the mean of its images: {taken}; a folder of timm's save_for_hf names it")
+    return read
+
+
+def _read_timm(folder: Path, config: dict[str, Any]) -> Checkpoint:
+    file, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
+    state = load_file(file) if file.is_file() or not pickled.is_file() else load_safely(pickled)
+    return _from_timm(folder, state, config)
+
+
 def read_folder(folder: Path) -> Checkpoint:
-    """Read one of our Hub folders, or a BERT, ModernBERT, ViT or DeiT for the softmax mixer. Raises UserError for
-    others."""
+    """Read one of our Hub folders, or a BERT, ModernBERT, ViT or DeiT for the softmax mixer, or one of timm's. Raises
+    UserError for others."""
     try:
         config = json.loads((folder / "config.json").read_text())
         kind = config.get("model_type")
         if kind in READERS:
             return READERS[kind](folder)
+        if kind is None and "architecture" in config:
+            return _read_timm(folder, config)
         weights = load_file(folder / "model.safetensors")
     except FileNotFoundError:
         raise UserError(f"{folder} holds no config.json or model.safetensors; give a Hub folder or a BERT") from None
-    except (SafetensorError, AttributeError, ValueError) as error:
+    except (SafetensorError, AttributeError, TypeError, LookupError, ValueError) as error:
         raise UserError(f"{folder} cannot be read ({error}); export it again") from None
     if kind == IMAGE.model_type:
         class_name = (config.get("architectures") or ["LionForImageClassification"])[0]

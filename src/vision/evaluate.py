@@ -52,7 +52,11 @@ def evaluate(argv: list[str]) -> None:
         epilog="Example: python vision.py evaluate my-model --data ./imagenet --batch_size 256 --precision bf16",
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", help="checkpoint, Hub folder or Hub name; also a ViT or DeiT, or a .pth of DeiT's")
+    add(
+        "model",
+        metavar="MODEL",
+        help="checkpoint, Hub folder or Hub name; also a ViT or DeiT of transformers, timm or DeiT's",
+    )
     add(
         "--data",
         required=True,

@@ -80,7 +80,8 @@ def _is_of_transformers(name: str) -> bool:
     if Path(name).is_file():
         return False
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False).model_type != LionVisionConfig.model_type
+        kind = AutoConfig.from_pretrained(name, trust_remote_code=False).model_type
+        return kind not in (LionVisionConfig.model_type, "timm_wrapper")  # the latter: a folder of timm's
     except Exception:  # an unknown kind, or no model at all
         return False
 
