@@ -1,4 +1,6 @@
-"""The two errors that end a command with one sentence instead of a traceback."""
+"""The two errors that end a command with one sentence instead of a traceback, and what their sentences consist of."""
+
+from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -21,3 +23,9 @@ def first_line(error: BaseException) -> str:
 def reason(error: BaseException) -> str:
     """Return the operating system's message for an error if there is one, else the error's first line."""
     return getattr(error, "strerror", None) or first_line(error)
+
+
+def some(names: Iterable[str]) -> str:
+    """Return names in alphabetical order, of many the first five and how many more there are."""
+    ordered = sorted(names)
+    return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5:,} more" if len(ordered) > 5 else "")

@@ -187,7 +187,10 @@ def test_the_digest_distinguishes_weights(config, write_checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("override", "names"),
     [
-        ("model.num_hidden_layers=2", ["needs", "layers.1.attention.qkv.weight", "layers.1.mlp_out.bias"]),
+        (
+            "model.num_hidden_layers=2",
+            ["needs layers.1.attention", "more; model.num_hidden_layers=2, where the", "omit"],
+        ),
         ("model.mixer=lion-d", ["needs layers.0.attention.decay", "has no layers.0.attention.decay.bias"]),
         ("model.intermediate_size=32", ["another shape for layers.0.mlp_in.bias"]),
     ],

@@ -13,9 +13,10 @@ import pytest
 import torch
 from conftest import assert_one_sentence, run
 
-from src.checkpoints.reading import read_checkpoint
+from src.checkpoints.reading import load_all, read_checkpoint
 from src.checkpoints.safe_load import load_safely
 from src.errors import UserError
+from src.lion import LionForImageClassification, LionVisionConfig
 from src.publish import folder as hub_folder
 
 
@@ -42,6 +43,34 @@ def test_tensors_that_do_not_fit_are_named(write_checkpoint, tmp_path, edit, mes
     read = read_checkpoint(write_checkpoint(tmp_path / "c.pt", edit=edit))
     with pytest.raises(UserError, match=message):
         read.build()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 32, "drop_path_rate": 0.1}, r"classifier.weight, .*projection.weight and \d+ more; "
+         r"model\.hidden_size=32, where the checkpoint has 16: omit it$"),
+        ({"patch_size": 4}, r"patch_size=4, where the checkpoint has 8: omit it$"),
+        ({"mixer": "lion-s"}, r"model\.mixer=lion-s, where the checkpoint has softmax: the own parameters of lion-s are not "
+         r"in the checkpoint; omit it, or start from one of lion-s, or use lion-lit, which needs none$"),
+        ({"distillation_token": True}, r"needs lion\.embeddings\.distillation_token; .*model\.distillation_token=true, .*: "
+         r"the token is not in the checkpoint; omit it, or start from a distilled one$"),
+        ({"layer_scale_init": 0.1}, r"model\.layer_scale_init=0\.1, where the checkpoint has null: omit it$"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_keys_that_change_which_weights_there_are_are_named(changes, message):
+    settings = {
+        "image_size": 16, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "mixer": "softmax", "position_embedding": "learned", "distillation_classifier": False,
+        "intermediate_size": 64,
+    }  # fmt: skip
+    stored = LionVisionConfig(**settings)
+    weights = LionForImageClassification(stored).state_dict()
+    with pytest.raises(UserError) as error:
+        load_all(LionForImageClassification(LionVisionConfig(**settings | changes)), weights, "it.pt", stored)
+    assert re.search(message, str(error.value)) and str(error.value).count("lion.") < 11
+    load_all(LionForImageClassification(LionVisionConfig(**settings | {"mixer": "lion-lit"})), weights, "it.pt", stored)
 
 
 @pytest.mark.parametrize(

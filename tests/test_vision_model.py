@@ -1,6 +1,7 @@
 """Losses of image classification and of learning from a teacher, against their definitions; and teachers of each kind."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ from torch.nn import functional as F
 from transformers import DeiTConfig, DeiTForImageClassificationWithTeacher, ResNetConfig, ResNetForImageClassification
 
 from src.checkpoints.processors import processor_settings
+from src.checkpoints.reading import Checkpoint
 from src.errors import UserError
 from src.lion import LionForImageClassification, LionVisionConfig
 from src.vision.config import DistillationConfig, LossConfig
 from src.vision.model import LionImageClassifier, Top1, Top5
+from src.vision.task import load_weights
 from src.vision.teachers import Teacher, read_teacher
 
 SIZES = {
@@ -156,6 +159,15 @@ def test_mistakes_about_teachers(tmp_path):
         read_teacher(str(tmp_path / "own"), ["a", "b", "c"], PROCESSOR)
     with pytest.raises(UserError, match="the same classes in another order"):
         read_teacher(str(tmp_path / "own"), list("abcdefg"), PROCESSOR)
+
+
+def test_a_token_that_a_start_lacks_is_named_also_where_positions_are_resized():
+    start = classifier(mixer="softmax", position_embedding="learned").model
+    settings = {**SIZES, "image_size": 32, "mixer": "softmax", "distillation_token": True}
+    model = LionForImageClassification(LionVisionConfig(**settings))
+    read = Checkpoint(Path("it.pt"), "LionForImageClassification", start.config, start.state_dict())
+    with pytest.raises(UserError, match=r"model\.distillation_token=true, .* the token is not in the checkpoint"):
+        load_weights(model, read)
 
 
 def test_metrics():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from src.config import Rule, check_value
-from src.errors import UserError, first_line
+from src.errors import UserError, first_line, some
 from src.lion import LionConfig, LionVisionConfig, mixers
 from src.lion.configuration_lion import OPTIONS
 
@@ -173,7 +173,7 @@ def renamed(
         else:
             unknown.append(name)
     if unknown:
-        raise UserError(f"the checkpoint holds tensors that no LION model has: {', '.join(sorted(unknown))}")
+        raise UserError(f"the checkpoint holds tensors that no LION model has: {some(unknown)}")
     return ours
 
 

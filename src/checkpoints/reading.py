@@ -36,7 +36,7 @@ from src.checkpoints.remote import WEIGHTS, fetch
 from src.checkpoints.safe_load import load_safely
 from src.checkpoints.timm_models import PATCHES, timm_processor, timm_settings
 from src.cli import log
-from src.errors import UserError, first_line
+from src.errors import UserError, first_line, some
 from src.files import looks_like_path
 
 MODELS = tuple(name for name in lion.__all__ if name.endswith("Model") or name.startswith("LionFor"))
@@ -49,6 +49,14 @@ TOKENIZER_FILES = {
 # In the folder of a mixer without a position table, max_position_embeddings tells other programs, such as
 # sentence-transformers, that there is no limit; this key of config.json holds the checkpoint's own value.
 STORED_POSITIONS = "original_max_position_embeddings"
+# Arguments of a configuration that decide which weights a model has, and of which shapes.
+OF_WEIGHTS = (
+    "mixer", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
+    "max_position_embeddings", "type_vocab_size", "position_embedding", "norm", "normalization", "bias", "mlp",
+    "short_conv", "value_gate", "key_weight", "separate_decays", "channel_decays", "expand", "headdim", "d_state",
+    "d_conv", "patch_size", "patch_order", "num_channels", "distillation_token", "distillation_classifier",
+    "layer_scale_init",
+)  # fmt: skip
 SENTENCE_PROMPTS, SENTENCE_LIMIT = "config_sentence_transformers.json", "sentence_bert_config.json"
 PREPROCESSOR = "preprocessor_config.json"  # the file of a folder's image processor
 
@@ -208,8 +216,8 @@ def _averaged(algorithms: dict[str, dict[str, Any]], weights: dict[str, Tensor])
 def _check_dense(path: Path, weights: dict[str, Any]) -> None:
     """Raise UserError unless all are dense tensors of numbers."""
     dense = (isinstance(t, Tensor) and t.layout == torch.strided and not t.is_quantized for t in weights.values())
-    if unusable := sorted(name for name, usable in zip(weights, dense) if not usable):
-        raise UserError(f"{path} holds {', '.join(unusable)}, which are not dense tensors of numbers")
+    if unusable := [name for name, usable in zip(weights, dense) if not usable]:
+        raise UserError(f"{path} holds {some(unusable)}, which are not dense tensors of numbers")
 
 
 def _read_safetensors(path: Path) -> Checkpoint:
@@ -349,11 +357,12 @@ def _load(kind: type, folder: Path, name: str) -> tuple[PreTrainedModel, list[st
 
 def _check_complete(folder: Path, name: str, missing: list[str], may_lack: str | tuple[str, ...]) -> None:
     if needed := [part for part in missing if not part.startswith(may_lack)]:
-        raise UserError(f"{folder} lacks weights of {name}: {', '.join(needed)}")
+        raise UserError(f"{folder} lacks weights of {name}: {some(needed)}")
 
 
-def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str) -> None:
-    """Load weights into a model. Raises UserError naming tensors that are missing, unused, misshapen or not finite."""
+def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str, stored: Any = None) -> None:
+    """Load weights into a model. `stored`: their configuration, where the section `model` may change it. Raises
+    UserError naming tensors that are missing, unused, misshapen or not finite, and keys that differ."""
     own = model.state_dict()
     problems = {
         "needs": own.keys() - weights.keys(),
@@ -361,11 +370,31 @@ def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str) ->
         "expects another shape for": {n for n in own.keys() & weights.keys() if own[n].shape != weights[n].shape},
     }
     unfit = f"the weights of {source} do not fit: {type(model).__name__}"
-    if found := [f"{what} {', '.join(sorted(names))}" for what, names in problems.items() if names]:
-        raise UserError(f"{unfit} {'; '.join(found)}")
-    if nonfinite := sorted(name for name, tensor in weights.items() if not tensor.isfinite().all()):
-        raise UserError(f"{source} holds NaN or infinite numbers in {', '.join(nonfinite)}; use an earlier checkpoint")
+    if found := [f"{what} {some(names)}" for what, names in problems.items() if names]:
+        fixes = _differing(model.config, stored, bool(problems["needs"]))
+        raise UserError("; ".join([f"{unfit} {found[0]}", *found[1:], *fixes]))
+    if nonfinite := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
+        raise UserError(f"{source} holds NaN or infinite numbers in {some(nonfinite)}; use an earlier checkpoint")
     model.load_state_dict(weights)
     # Tied tensors, such as the word embeddings and the decoder, share storage: the last one loaded wins.
-    if lost := sorted(name for name, tensor in own.items() if not torch.equal(tensor, weights[name].to(tensor.dtype))):
-        raise UserError(f"{unfit} shares {', '.join(lost)} with another tensor, but the values differ")
+    if lost := [name for name, tensor in own.items() if not torch.equal(tensor, weights[name].to(tensor.dtype))]:
+        raise UserError(f"{unfit} shares {some(lost)} with another tensor, but the values differ")
+
+
+def _differing(config: Any, stored: Any, lacking: bool) -> list[str]:
+    """What to do about each key of `model` that decides which weights there are and differs from the stored one's.
+    `lacking`: whether weights are missing."""
+    if stored is None:
+        return []
+    pairs = [(name, getattr(config, name, None), getattr(stored, name, None)) for name in OF_WEIGHTS]
+    words = []
+    for name, own, its in ((name, own, its) for name, own, its in pairs if own != its):
+        fix = "omit it"
+        if name == "mixer" and lacking:
+            fix = f"the own parameters of {own} are not in the checkpoint; omit it, or start from one of {own}"
+            fix += ", or use lion-lit, which needs none" if its == "softmax" and isinstance(config, IMAGE) else ""
+        elif name == "distillation_token" and own:
+            fix = "the token is not in the checkpoint; omit it, or start from a distilled one"
+        own, its = (json.dumps(value).strip('"') for value in (own, its))
+        words.append(f"model.{name}={own}, where the checkpoint has {its}: {fix}")
+    return words

@@ -73,7 +73,7 @@ def build_model(start: Start, task: Task) -> LionForSequenceClassification:
     if start.weights is not None:
         own = model.lion.state_dict()
         pooler = {name: tensor for name, tensor in own.items() if name.startswith("pooler.")}
-        load_all(model.lion, {**pooler, **start.weights}, start.name)
+        load_all(model.lion, {**pooler, **start.weights}, start.name, start.stored)
         widen_horizons(model.lion, start.stored)
     return model
 

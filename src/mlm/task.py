@@ -142,7 +142,7 @@ class MaskedLM(Task):
         if not has_head:
             random = model.model.state_dict().items()
             weights = {part: tensor for part, tensor in random if part.startswith("head.")} | weights
-        load_all(model.model, weights, name)
+        load_all(model.model, weights, name, start.config)
         log.info(f"weights of {name}{'' if has_head else ', with a new head'}")
         widen_horizons(model.model.lion, start.config)
         return model

@@ -175,7 +175,7 @@ def load_weights(model: Any, start: "Checkpoint") -> str:
     own, weights, notes = model.config, dict(start.weights), ""
     name = "lion.embeddings.position_embeddings.weight"
     if name in weights and own.has_positions and own.grid != start.config.grid:
-        weights[name] = resize_positions(weights[name], start.config.grid, own.grid, own.num_prefix_tokens)
+        weights[name] = resize_positions(weights[name], start.config.grid, own.grid, start.config.num_prefix_tokens)
         notes += f", position embeddings resized from {start.config.grid} to {own.grid} patches"
     random = model.state_dict()
     same_classes = own.id2label == start.config.id2label or _unnamed(start.config) == own.num_labels
@@ -184,7 +184,7 @@ def load_weights(model: Any, start: "Checkpoint") -> str:
         weights = {part: tensor for part, tensor in weights.items() if part.startswith("lion.")}
         weights |= {head: random[head] for head in heads}
         notes += ", with a new classifier"
-    load_all(model, weights, str(start.path))
+    load_all(model, weights, str(start.path), start.config)
     return notes
 
 
