@@ -17,6 +17,7 @@ from src.checkpoints.reading import load_all, read_checkpoint
 from src.checkpoints.safe_load import load_safely
 from src.errors import UserError
 from src.lion import LionForImageClassification, LionVisionConfig
+from src.lra.model import SequenceClassifier
 from src.publish import folder as hub_folder
 
 
@@ -230,11 +231,18 @@ def test_a_file_that_is_not_a_checkpoint_is_refused_by_its_path(checkpoint, tmp_
         read_checkpoint(path)
 
 
-def test_another_model_class_is_refused_by_name(write_checkpoint, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("transformers.BertForMaskedLM", "holds a BertForMaskedLM"),
+        (f"{SequenceClassifier.__module__}.{SequenceClassifier.__qualname__}", "a model of lra.py, which has no Hub format"),
+    ],
+)  # fmt: skip
+def test_another_model_class_is_refused_by_name(write_checkpoint, tmp_path, name, words):
     def edit(state):
-        state["integrations"]["huggingface"]["model"]["config"]["class"] = "transformers.BertForMaskedLM"
+        state["integrations"]["huggingface"]["model"]["config"]["class"] = name
 
-    with pytest.raises(UserError, match="BertForMaskedLM"):
+    with pytest.raises(UserError, match=words):
         read_checkpoint(write_checkpoint(tmp_path / "c.pt", edit=edit))
 
 

@@ -40,6 +40,7 @@ from src.errors import UserError, first_line, some
 from src.files import looks_like_path
 
 MODELS = tuple(name for name in lion.__all__ if name.endswith("Model") or name.startswith("LionFor"))
+OF_LRA = "SequenceClassifier"  # the class of lra.py's models, whose inputs and head are its own
 TEXT, IMAGE = lion.LionConfig, lion.LionVisionConfig
 # Other tokenizer files are rejected: they can be code, or refer to code (adapter_config.json, modules.json).
 TOKENIZER_FILES = {
@@ -196,6 +197,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         class_name = "LionForSequenceClassification" if "classifier.weight" in weights else "LionForMaskedLM"
         return Checkpoint(path, class_name, ours, weights, published=path.name, **facts)
     if class_name not in MODELS:
+        if class_name == OF_LRA:
+            found = f"{path} is a model of lra.py, which has no Hub format and is no start for others"
+            raise UserError(f"{found}; name a checkpoint of another command")
         raise UserError(f"{path} holds a {class_name}; only models of this project can be read")
     kind = getattr(lion, class_name).config_class
     return Checkpoint(path, class_name, lion_config(config, str(path), kind), weights, **facts)
