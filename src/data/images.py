@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from src.cli import log
 from src.data.config import check_images, check_split
@@ -226,6 +226,8 @@ def decode(content: RAW, name: str) -> Image.Image:
                 content = Image.open(io.BytesIO(content), formats=FORMATS)
             image = content if isinstance(content, Image.Image) else Image.fromarray(content)
             return _to_rgb(ImageOps.exif_transpose(image))
+    except UnidentifiedImageError:  # whose message names an object in memory
+        raise UserError(f"{name} is not a readable image (its format is unknown); replace or remove it") from None
     except Exception as error:  # whatever the decoders raise
         raise UserError(f"{name} is not a readable image ({first_line(error)}); replace or remove it") from None
 
