@@ -3,6 +3,7 @@
 import io
 import itertools
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -21,6 +22,12 @@ COLORS = {
     "softmax": "#d55e00", "bert": "#d55e00", "hugging face bert": "#7f7f7f", "modernbert": "#000000",
 }  # fmt: skip
 OTHERS = "#8c564b #17becf #bcbd22 #9467bd #1b4f3a #ff9896 #aa3377 #4b4b9b #98df8a".split()  # in order of appearance
+# Fonts, where they are installed, for what matplotlib's own lacks, such as names in Chinese, Japanese or Korean.
+FALLBACKS = (
+    "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK KR", "WenQuanYi Zen Hei", "WenQuanYi Micro Hei",
+    "Droid Sans Fallback", "IPAGothic", "NanumGothic", "Microsoft YaHei", "Malgun Gothic", "Hiragino Sans",
+    "PingFang SC", "Arial Unicode MS", "Noto Sans Devanagari", "Noto Sans Thai", "Unifont",
+)  # fmt: skip
 FAMILY = re.compile(rf"({'|'.join(sorted(COLORS, key=len, reverse=True))})(?![a-z])")
 
 
@@ -44,7 +51,11 @@ def subplots(rows: int = 1, columns: int = 1, title: str = "", width: float = 5.
     import matplotlib
 
     matplotlib.use("Agg")
+    from matplotlib import font_manager
+
+    installed = {*font_manager.get_font_names()}
     matplotlib.rcParams.update({
+        "font.family": ["sans-serif", *(font for font in FALLBACKS if font in installed)],
         "text.parse_math": False,  # a dollar in a title is a dollar
         "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
         "axes.spines.top": False, "axes.spines.right": False,
@@ -79,7 +90,9 @@ def save(figure: "Figure", path: Path) -> None:
         fitting = int(figure.get_figwidth() / (0.8 + 0.08 * max(map(len, entries))))  # inches
         figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=max(1, fitting))
     picture = io.BytesIO()
-    figure.savefig(picture, format=path.suffix[1:])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph .* missing from")  # which is drawn as a box
+        figure.savefig(picture, format=path.suffix[1:])
     pyplot.close(figure)
     write_atomically(path, picture.getvalue())
 

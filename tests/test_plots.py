@@ -108,3 +108,13 @@ def test_a_picture_is_replaced_atomically(tmp_path):
     with pytest.raises(OSError):
         plots.bars([("a", {"b": [1]})], {}, tmp_path / "none" / "a.png", "", "%")
     assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
+
+
+def test_names_in_other_scripts_are_drawn_by_an_installed_font_or_as_boxes(tmp_path, monkeypatch, recwarn):
+    import matplotlib
+
+    monkeypatch.setattr(plots, "FALLBACKS", ("DejaVu Serif", "no such font"))
+    figure, _ = plots.subplots(title="猫 ネコ 고양이")
+    assert matplotlib.rcParams["font.family"] == ["sans-serif", "DejaVu Serif"]
+    plots.save(figure, tmp_path / "it.png")
+    assert not [each for each in recwarn if "Glyph" in str(each.message)]
