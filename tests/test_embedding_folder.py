@@ -167,8 +167,22 @@ def test_a_longer_limit_is_set_at_export_and_accepted(exported, write, tmp_path)
 def test_a_corrupt_file_of_a_folder_is_named(exported, tmp_path):
     shutil.copytree(exported[1], tmp_path / "corrupt")
     (tmp_path / "corrupt" / "config_sentence_transformers.json").write_text("[")
-    with pytest.raises(UserError, match=r"config_sentence_transformers\.json or .* is corrupt"):
+    with pytest.raises(UserError, match=r"config_sentence_transformers\.json, .* is corrupt"):
         read_folder(tmp_path / "corrupt")
+
+
+@pytest.mark.parametrize("stored, limit", [(20, 20), (10**30, None), (None, None)])
+def test_a_folder_as_version_6_of_sentence_transformers_saves_it_is_read(stored, limit, exported, tmp_path):
+    folder = tmp_path / "saved"
+    shutil.copytree(exported[1], folder)
+    kept = {"__version__": {"sentence_transformers": "6.2.0"}, "model_type": "SentenceTransformer"}
+    edit("config_sentence_transformers.json", lambda c: c.update(kept))(folder)
+    # Version 6 omits max_seq_length here, and sets model_max_length there.
+    edit("sentence_bert_config.json", lambda c: (c.clear(), c.update(transformer_task="feature-extraction")))(folder)
+    edit("tokenizer_config.json", lambda c: c.update(model_max_length=stored))(folder)
+    assert read_folder(folder).embedding == {"prompts": PROMPTS, "max_seq_len": limit}
+    (folder / "tokenizer_config.json").unlink()
+    assert read_folder(folder).embedding == {"prompts": PROMPTS, "max_seq_len": None}
 
 
 def test_sentence_transformers_own_trainer_trains_a_folder(exported, tmp_path):
@@ -190,6 +204,7 @@ def test_sentence_transformers_own_trainer_trains_a_folder(exported, tmp_path):
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert losses[-1] < losses[0]
     model.save_pretrained(str(tmp_path / "trained"))
+    assert read_folder(tmp_path / "trained").embedding == {"prompts": PROMPTS, "max_seq_len": 20}
     again = st.SentenceTransformer(str(tmp_path / "trained"), device="cpu", trust_remote_code=True)
     for text in TEXTS[:2]:
         torch.testing.assert_close(

@@ -295,13 +295,16 @@ def _embedding(folder: Path) -> dict[str, Any]:
     """What a folder says to sentence-transformers, as a checkpoint does; empty if it says nothing. Raises UserError."""
     try:
         prompts = json.loads((folder / SENTENCE_PROMPTS).read_text())["prompts"]
-        limit = json.loads((folder / SENTENCE_LIMIT).read_text())["max_seq_length"]
+        limit = json.loads((folder / SENTENCE_LIMIT).read_text()).get("max_seq_length")
+        if limit is None and (stored := folder / "tokenizer_config.json").is_file():  # where version 6 keeps it
+            limit = json.loads(stored.read_text()).get("model_max_length")
+            limit = limit if isinstance(limit, int) and 0 < limit < 2**31 else None  # transformers' 10³⁰: no limit
         return {"prompts": {kind: str(text) for kind, text in prompts.items() if text}, "max_seq_len": limit}
     except FileNotFoundError:
         return {}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        problem = f"{SENTENCE_PROMPTS} or {SENTENCE_LIMIT} of {folder} is corrupt ({first_line(error)})"
-        raise UserError(f"{problem}; export the folder again") from None
+        files = f"{SENTENCE_PROMPTS}, {SENTENCE_LIMIT} or tokenizer_config.json of {folder}"
+        raise UserError(f"{files} is corrupt ({first_line(error)}); export the folder again") from None
 
 
 def _read_bert(folder: Path) -> Checkpoint:
