@@ -391,6 +391,24 @@ def test_a_mistake_is_reported_before_any_training(tmp_path, shared, override, w
     assert not list(tmp_path.rglob("result.json"))
 
 
+def test_a_dry_run_says_what_would_run_and_refuses_what_the_run_refuses(tmp_path, shared, capsys):
+    path = write_yaml(tmp_path / "f.yaml", **shared, tasks_to_run=["sst2", "rte"])
+    arguments = [str(path), "dry_run=true", "device=cpu", "parallel=2", "seeds=1"]
+    glue.main(arguments)
+    out = capsys.readouterr().out
+    assert out.startswith("checked    config, tasks, their files, starting checkpoint, device\n")
+    start = shared["starting_checkpoint_load_path"]
+    assert f"would run  2 jobs (SST-2, RTE), from {start}, on cpu, 2 at a time\n" in out
+    for wrong, words in (
+        (f"starting_checkpoint_load_path={ROOT / 'tests/fixtures/images/my-model'}", "reads images"),
+        (f"save_folder={path}", "save_folder"),
+        ("parallel=0", "parallel=0"),
+    ):
+        with pytest.raises(UserError, match=words):
+            glue.main([*arguments, wrong])
+    assert [file.name for file in tmp_path.iterdir()] == ["f.yaml"]
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from src.checkpoints.remote import is_remote
 from src.errors import UserError
@@ -12,6 +12,9 @@ from src.glue.examples import DIAGNOSTIC, check_sources, digest, read_task
 from src.glue.tasks import FROM_MNLI, GLUE, FinetuneConfig, Task, select
 from src.jobs import predictions
 from src.jobs.experiment import RESULT_FILE, Average, Experiment, Job, Result, Row
+
+if TYPE_CHECKING:
+    from src.glue.finetune import Start
 
 # For the GLUE server: file names by task, and one that it also requires.
 FILES = {"cola": ("CoLA",), "sst2": ("SST-2",), "mrpc": ("MRPC",), "stsb": ("STS-B",),
@@ -46,14 +49,23 @@ class GlueExperiment(Experiment):
             raise UserError(f"starting_checkpoint_load_path: {path} is not a file or folder; fix its path")
         check_sources(self.tasks, config.glue_dir, config.predict_test)
 
-    def plan(self, device: str) -> list[Job]:
+    def check_sections(self) -> None:
+        super().check_sections()
+        if self.config.starting_checkpoint_load_path is not None:  # main.py tries its finetune_eval without one
+            self.start()
+
+    def start(self) -> "Start":
+        """Return what the jobs start from. Raises UserError if it cannot be read or its weights do not fit."""
         from src.glue.finetune import build_model, read_start
 
-        self.check_sections()
         start = read_start(self.config)
-        build_model(start, replace(self.tasks[0], labels=self.tasks[0].labels or ("a", "b")))  # do the weights fit?
+        build_model(start, replace(self.tasks[0], labels=self.tasks[0].labels or ("a", "b")))
         self.start_name, self.tokenizer = start.name, start.tokenizer
-        return self.jobs(start.digest(), device)
+        return start
+
+    def plan(self, device: str) -> list[Job]:
+        super().check_sections()
+        return self.jobs(self.start().digest(), device)
 
     def jobs(self, start: dict[str, Any], device: str) -> list[Job]:
         """Return one job per task and seed with all that its result depends on; if that changes, it runs again."""

@@ -21,14 +21,28 @@ def main(experiment: type[Experiment], argv: list[str]) -> None:
     rerun = ["rerun=true"] if "--rerun" in argv else []
     arguments = [argument for argument in argv if argument != "--rerun"] + rerun  # last: the YAML comes first
     planned = experiment(load_config(experiment.schema, experiment.command, experiment.example, arguments))
-    if not planned.config.dry_run:
-        run(planned)
-        return
-    planned.check_paths()
-    from src.training.trainer import resolve_device
+    (check if planned.config.dry_run else run)(planned)
 
-    resolve_device(planned.config.device)
-    planned.check_sections()
+
+def check(experiment: Experiment) -> None:
+    """Check all that `run` checks without reading the tasks' rows, and print what it would run. Raises UserError."""
+    config = experiment.config
+    check_writable("save_folder", experiment.folder)
+    experiment.check_paths()
+    from src.jobs import pool
+    from src.training.trainer import resolve_device, silence_libraries
+
+    silence_libraries()
+    device = resolve_device(config.device)
+    at_once = len(pool.devices(config.parallel, device))
+    experiment.check_sections()
+    tasks = experiment.tasks
+    titles, count = ", ".join(dict.fromkeys(task.title for task in tasks)), sum(len(task.seeds) for task in tasks)
+    start = ", starting checkpoint" * (config.starting_checkpoint_load_path is not None)
+    print(f"checked    config, tasks, their files{start}, device")
+    print(f"would run  {count} jobs ({titles}), from {experiment.start_name}, on {device}, {at_once} at a time")
+    finished = "" if config.rerun else "; jobs that are finished there do not run again"
+    print(f"would save {experiment.folder}{finished}")
 
 
 def run(experiment: Experiment) -> None:

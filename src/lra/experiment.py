@@ -41,23 +41,26 @@ class LraExperiment(Experiment):
         self.models()
 
     def models(self) -> tuple[list[dict[str, Any]], dict | None]:
-        """Return the settings of each task's model, and the weights of the starting checkpoint. Raises UserError."""
-        from src.lra.training import build_settings, read_start
+        """Return the settings of each task's model, and the weights of the starting checkpoint. Raises UserError, also
+        for weights that do not fit."""
+        from src.lra.training import build_model, build_settings, read_start
 
         stored, weights = read_start(self.config)
-        return [build_settings(task, self.config, stored) for task in self.tasks], weights
+        self.start_name = self.config.starting_checkpoint_load_path or self.start_name
+        models = [build_settings(task, self.config, stored) for task in self.tasks]
+        for settings in {task.name: settings for task, settings in zip(self.tasks, models)}.values():
+            build_model(settings, weights, self.config)
+        return models, weights
 
     def plan(self, device: str) -> list[Job]:
-        from src.lra.training import build_model, weights_digest
+        from src.lra.training import weights_digest
 
         super().check_sections()
         config, (models, weights) = self.config, self.models()
-        self.start_name = config.starting_checkpoint_load_path or self.start_name
         start, jobs = weights_digest(weights), []
         self.prepared: dict[str, Prepared] = {}
         for task, settings in zip(self.tasks, models):
             if task.name not in self.prepared:
-                build_model(settings, weights, config)  # do the weights fit?
                 folder = Path(config.arrays_folder or self.folder / "arrays")
                 self.prepared[task.name] = prepare(task, config.lra_dir, folder, config.progress_bar)
                 log.info(self.prepared[task.name].summary())
