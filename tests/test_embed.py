@@ -316,6 +316,18 @@ def test_a_malformed_row_is_named_and_nothing_is_kept(row, words, tmp_path):
     assert not list((tmp_path / "pairs").glob("x*"))
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+def test_columns_of_other_names_are_to_be_set_in_the_config(ending, tmp_path):
+    lines = {"jsonl": '{"anchor": "a", "positive": "b"}', "csv": "anchor,positive\na,b"}
+    (tmp_path / f"pairs.{ending}").write_text(lines[ending] + "\n")
+    source = {"files": str(tmp_path / f"pairs.{ending}")}
+    words = r"no (column )?query, document \(its \w+ are anchor, positive\); set data\.x\.columns\.query or \.document"
+    with pytest.raises(UserError, match=f"{words} to one of these, or correct the file$"):
+        open_pairs("x", source, {}, tmp_path)
+    columns = {"query": "anchor", "document": "positive"}
+    assert open_pairs("x", {**source, "columns": columns}, {}, tmp_path)[0].document == "b"
+
+
 def test_changed_files_are_read_again(tmp_path):
     path = write_jsonl(tmp_path / "pairs.jsonl", ["a"], column="query")
     source = {"files": str(path), "columns": {"document": "query"}}

@@ -119,9 +119,10 @@ def read_rows(
     malformed_rows: int = 0,
     tab_separated: bool = False,
     optional: Columns = (),
+    fix: str = FIX_COLUMN,
 ) -> Rows:
-    """Yield the line number and the wanted columns of each row of a table. Raises UserError with file and line.
-    `optional` are further keys of a .jsonl's rows, None where a row lacks them.
+    """Yield the line number and the wanted columns of each row of a table. Raises UserError with file and line, and
+    with `fix` for a missing column. `optional` are further keys of a .jsonl's rows, None where a row lacks them.
     `columns` are names, or numbers in a .csv or .tsv without a header. Up to `malformed_rows` rows of another length
     are skipped, and empty lines, except in a .csv or .tsv of one column: there an empty line before other lines is an
     empty text. Quotes enclose a cell in .csv and are literal in .tsv; `tab_separated` means .tsv, whatever the name."""
@@ -129,13 +130,13 @@ def read_rows(
     if kind == "txt":
         raise UserError(f"{path}: cannot read .txt as a table; give .csv, .tsv, .jsonl or .parquet")
     if kind == "parquet":
-        for first, values, _ in _parquet_columns(path, columns):
+        for first, values, _ in _parquet_columns(path, columns, fix=fix):
             yield from enumerate(zip(*values), first + 1)
         return
     with _open(path, compression) as (lines, _):
         lines = _without_last_empty(lines)
         if (first := next(lines, None)) is not None:
-            rows = _rows(itertools.chain([first], lines), path, kind, columns, malformed_rows, optional=optional)
+            rows = _rows(itertools.chain([first], lines), path, kind, columns, malformed_rows, fix, optional)
             yield from (row for row in rows if row[1])
 
 

@@ -135,9 +135,11 @@ def _read(name: str, source: dict[str, Any]) -> Iterator[Pair]:
     wanted = [columns["query"], columns["document"]]
     wanted += [name for part in (place, negatives) for name in ([part] if isinstance(part, str) else part)]
     places = 1 if isinstance(place, str) else len(place)
+    kinds = " or .".join(kind for kind in ("query", "document", "passage", "negatives") if columns.get(kind))
+    fix_column = f"; set data.{name}.columns.{kinds} to one of these, or correct the file"
     with progress(desc=f"reading data.{name}", unit="pair") as bar:
         for path in find_files(patterns(source)):
-            for number, (query, document, *others) in read_rows(path, wanted):
+            for number, (query, document, *others) in read_rows(path, wanted, fix=fix_column):
                 found, passage = others[places:], others[:places]
                 found = found[0] if isinstance(negatives, str) else [text for text in found if text is not None]
                 where, fix = f"{path}, line {number}", "fix or remove the row"
