@@ -136,6 +136,14 @@ INVALID = {
     "d.csv": (b"text\none\nt\xffwo\n", r"d\.csv, line 3: not valid UTF-8"),
     "a.jsonl": (b'{"text": "one"}\n{"text": "two", "n": ' + b"1" * 5000 + b"}\n", r"a\.jsonl, line 2: not valid JSON"),
     "b.jsonl": (b"[" * 100_000 + b"\n", r"b\.jsonl, line 1: not valid JSON"),
+    "a.json": (
+        b'[{"text": "one"}]\n',
+        r"a\.json, line 1: not a JSON object \(a file holds one per line\); fix or remove",
+    ),
+    "b.json": (
+        b'[\n{"text": "one"}\n]\n',
+        r"b\.json, line 1: not valid JSON \(.*; a file holds one object per line\);",
+    ),
     "c.jsonl": (b'{"text": ["one"]}\n', r"c\.jsonl, line 1: column 'text' holds list, not text"),
     "a.parquet.gz": (b"", r"a\.parquet\.gz: cannot read \.parquet\.gz"),
 }

@@ -246,11 +246,11 @@ def _json_values(line: str, where: str, columns: Columns, fix: str, optional: Co
             values = tuple(row.get(column) for column in (*columns, *optional))
             "".join(value for value in values if isinstance(value, str)).encode()
             return values
-        found = "not a JSON object"
+        found = "not a JSON object (a file holds one per line)"
     except UnicodeEncodeError:  # JSON can escape half of a surrogate pair, which no encoding can write
         found = "half of a surrogate pair"
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and deep nesting
-        found = f"not valid JSON ({getattr(error, 'msg', error)})"
+        found = f"not valid JSON ({getattr(error, 'msg', error)}; a file holds one object per line)"
     raise UserError(f"{where}: {found}; fix or remove the line")
 
 

@@ -106,7 +106,7 @@ class Batches(DistributedSampler):
             few = empty[0] if empty and not mixed else dataset.sources[0]
             name, count = ("data", len(dataset)) if mixed else (f"data.{few.name}", len(few))
             held = "" if len(dataset) == sum(map(len, dataset.sources)) else ", some of them held out,"
-            found = f"{name} has {count:,} pairs{held} and a batch {batch_size:,}"
+            found = f"{name} has {count:,} pairs{held} and a batch has {batch_size:,}"
             raise UserError(f"{found}; lower global_train_batch_size, or name more data")
 
     def __len__(self) -> int:

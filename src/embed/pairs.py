@@ -145,7 +145,8 @@ def _read(name: str, source: dict[str, Any]) -> Iterator[Pair]:
                 where, fix = f"{path}, line {number}", "fix or remove the row"
                 for kind, text in (("query", query), ("document", document)):
                     if not isinstance(text, str) or not text.strip():
-                        what = "empty" if isinstance(text, str) else f"a {type(text).__name__}, not text"
+                        what = "missing" if text is None else f"a {type(text).__name__}, not text"
+                        what = "empty" if isinstance(text, str) else what
                         raise UserError(f"{where}: the {kind} ({columns[kind]}) is {what}; {fix}")
                 if not isinstance(found, list) or not all(isinstance(text, str) and text.strip() for text in found):
                     raise UserError(f"{where}: the negatives ({negatives}) are not texts that are not empty; {fix}")
