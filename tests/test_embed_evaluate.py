@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY_MODEL, sentences
+from conftest import ROOT, TINY_MODEL, sentences
 from test_embed_retrieval import write_beir
 from torch.nn import functional as F
 
@@ -195,6 +195,7 @@ def test_the_command_scores_models_beside_bm25_and_resumes(beir, checkpoint, ber
         (["LIT", "--max_seq_len", "1000"], "has 128 position embeddings"),
         (["CLS", "--passages", "8"], "pools only the first token"),
         (["NO-TOKENIZER"], "has no tokenizer"),
+        ([str(ROOT / "tests/fixtures/images/my-model")], "my-model reads images; give a model that reads texts"),
         (["nobody/nothing"], "cannot be downloaded from the Hugging Face Hub"),
         (["all-nothing"], "sentence-transformers cannot load it"),
         (["bm25", "--max_seq_len", "2"], "--max_seq_len=2 must be an integer ≥ 3"),

@@ -31,7 +31,7 @@ from src.embed.passages import (
 )
 from src.errors import RunFailed, UserError, first_line
 from src.files import looks_like_path
-from src.lion import LionEmbeddingModel
+from src.lion import LionConfig, LionEmbeddingModel, LionVisionConfig
 from src.lion.cpu import speed_up
 from src.lion.mixers import MIXERS
 from src.lion.pooling import pool_spans
@@ -112,11 +112,9 @@ def _is_ours(name: str) -> bool:
             local = isinstance(error, LocalEntryNotFoundError)
             # Models of sentence-transformers may have no owner, or no configuration of transformers.
             return "/" in name and (local or not isinstance(error, EntryNotFoundError))
+    ours = (LionConfig.model_type, LionVisionConfig.model_type)  # an image model is ours to refuse
     try:
-        return (
-            json.loads((path / "config.json").read_text()).get("model_type")
-            == LionEmbeddingModel.config_class.model_type
-        )
+        return json.loads((path / "config.json").read_text()).get("model_type") in ours
     except (OSError, ValueError, AttributeError):
         return not (path / "modules.json").is_file()
 
