@@ -225,3 +225,9 @@ def test_the_command_says_what_it_does_and_what_it_truncated(beir, checkpoint, c
     assert "TREC" in capsys.readouterr().out
     embed.main(["evaluate", str(checkpoint), "--data", str(beir), "--max_seq_len", "8"])
     assert re.search(r"truncated .*\d of 12 documents to 8 tokens", capsys.readouterr().out)
+
+
+def test_the_report_says_that_judgements_are_of_missing_documents(tmp_path, capsys):
+    folder = write_beir(tmp_path / "beir", qrels=[("q1", "d1", 1), ("q1", "gone", 1)])
+    embed.main(["evaluate", "bm25", "--data", str(folder)])
+    assert "judgements of missing texts skipped: 1, so scores are not those of the whole" in capsys.readouterr().out

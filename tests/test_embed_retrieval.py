@@ -89,13 +89,11 @@ MISTAKES = [
     (replaced("corpus.jsonl", '"Ships"', "7"), "line 1: the title is a int"),
     (replaced("corpus.jsonl", '"Ships"', '"", "passage": [4, 99]'), "line 1: the passage, characters 4 to 99, is not"),
     (replaced("corpus.jsonl", '"Ships"', '"", "passage": 4'), "corpus.jsonl, line 1: the passage is not two numbers"),
-    (replaced("queries.jsonl", '"red cat"', '" "'), "queries.jsonl, line 2: the query q2 has no text"),
     (replaced("queries.jsonl", "}\n", "\n"), "queries.jsonl, line 1: not valid JSON"),
     (replaced(QRELS_FILE, "query-id\tcorpus-id\tscore\n", ""), "no column query-id"),
-    (replaced(QRELS_FILE, "q2\t", "q7\t"), f"{QRELS_FILE}, line 4: no query of queries.jsonl has the _id q7"),
-    (replaced(QRELS_FILE, "d10\t", "d7\t"), f"{QRELS_FILE}, line 3: no document of corpus.jsonl has the _id d7"),
     (replaced(QRELS_FILE, "d10\t1", "d10\t0.5"), f"{QRELS_FILE}, line 3: the score 0.5 is not an integer"),
-    (replaced(QRELS_FILE, "d10\t", "d1\t"), f"{QRELS_FILE}, line 3: q1 and d1 are judged twice"),
+    (replaced(QRELS_FILE, "d10\t1", "d10\tnan"), f"{QRELS_FILE}, line 3: the score nan is not an integer"),
+    (replaced(QRELS_FILE, "d10\t", "d1\t"), f"{QRELS_FILE}, line 3: q1 and d1 are judged twice, 2 and 1; remove one"),
     (replaced(QRELS_FILE, "q2\td2\t1", "q2\td2"), f"{QRELS_FILE}, line 4: 2 columns instead of 3"),
 ]
 
@@ -105,6 +103,20 @@ def test_a_mistake_in_a_folder_is_named(tmp_path, change, words):
     change(write_beir(tmp_path / "beir"))
     with pytest.raises(UserError, match=re.escape(words)):
         read_beir(tmp_path / "beir", "test")
+
+
+def test_judgements_of_missing_texts_and_repeated_ones_are_skipped_with_one_warning(tmp_path, caplog):
+    lost = [("q1", "gone", 1), ("q2", "gone", 1), ("q9", "d1", 1), ("q4", "d1", 1), ("q1", "d1", "2.0")]
+    folder = write_beir(tmp_path / "beir", queries={**QUERIES, "q4": " "}, qrels=[*QRELS, *lost])
+    found = read_beir(folder, "test")
+    assert found.judged == {"q1": {"d1": 2, "d10": 1}, "q2": {"d2": 1}} and found.skipped == 4
+    (message,) = caplog.messages
+    assert "2 of documents that are not in corpus.jsonl (first line 6: q1 gone)" in message
+    assert "2 of queries without a text in queries.jsonl (first line 8: q9 d1)" in message
+    assert "1 that repeat another (first line 10: q1 d1); scores are not comparable" in message
+    caplog.clear()
+    read_beir(write_beir(tmp_path / "repeated", qrels=[*QRELS, QRELS[0]]), "test")
+    assert "1 that repeat another (first line 6: q1 d1); scores are the same" in caplog.text
 
 
 def test_a_missing_folder_is_named(tmp_path):

@@ -1,16 +1,20 @@
 """Retrieval data in BEIR's layout (Thakur et al., arXiv:2104.08663): corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv. A
 line of corpus.jsonl may also have a `passage`, [first, last], the characters of its text that are to be found."""
 
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from src.cli import log
 from src.data.readers import read_rows
 from src.embed.passages import Span
 from src.errors import UserError
 
 CORPUS, QUERIES = "corpus.jsonl", "queries.jsonl"
 QRELS = ("query-id", "corpus-id", "score")
+REPEATED = "that repeat another"
 
 
 @dataclass
@@ -23,6 +27,7 @@ class Retrieval:
     judged: dict[str, dict[str, int]]  # query → document → grade; relevant if above 0
     left_out: int  # queries without a relevant document
     passages: dict[str, Span] = field(default_factory=dict)  # documents of which a passage is meant, in characters
+    skipped: int = 0  # judgements of documents or queries that are not there
 
     def spans(self) -> list[Span | None]:
         """The characters of each document that are meant; None: all."""
@@ -30,7 +35,8 @@ class Retrieval:
 
 
 def read_beir(folder: Path, split: str, key: str = "--data") -> Retrieval:
-    """Read a folder. `key` is what the user set. Raises UserError, with file and line."""
+    """Read a folder. `key` is what the user set. Raises UserError, with file and line. Judgements of texts that are not
+    there, as after sampling a corpus, are skipped with a warning."""
     qrels = folder / "qrels" / f"{split}.tsv"
     if not folder.is_dir():
         raise UserError(f"{key}: {folder} is not a folder; give one with {CORPUS}, {QUERIES} and qrels/{split}.tsv")
@@ -41,27 +47,46 @@ def read_beir(folder: Path, split: str, key: str = "--data") -> Retrieval:
             raise UserError(f"{key}: {folder} has no {path.relative_to(folder)}; {hint}")
     documents, passages = _texts(folder / CORPUS, titles=True)
     queries, _ = _texts(folder / QUERIES)
-    judged: dict[str, dict[str, int]] = {}
-    for number, row in read_rows(qrels, QRELS):
-        query, document, grade = row
-        where = f"{qrels}, line {number}"
-        for name, kind, known in ((query, "query", queries), (document, "document", documents)):
-            if name not in known:
-                file = QUERIES if kind == "query" else CORPUS
-                raise UserError(f"{where}: no {kind} of {file} has the _id {name}; fix or remove the line")
-        try:
-            value = int(grade)
-        except ValueError:
-            raise UserError(f"{where}: the score {grade} is not an integer; fix the line") from None
-        if document in judged.setdefault(query, {}):
-            raise UserError(f"{where}: {query} and {document} are judged twice; remove one line")
-        judged[query][document] = value
+    judged, skipped = _judgements(qrels, queries, documents)
     answered = {query for query, grades in judged.items() if any(grade > 0 for grade in grades.values())}
     if not answered:
-        raise UserError(f"{qrels}: no query has a relevant document, with a score above 0; give another --split")
+        found = f"no query has a relevant document in {CORPUS}, with a score above 0"
+        raise UserError(f"{qrels}: {found}; give another --split, or the corpus of these judgements")
     kept = {name: text for name, text in queries.items() if name in answered}
     grades = {name: judged[name] for name in kept}
-    return Retrieval(folder.resolve().name, documents, kept, grades, len(queries) - len(kept), passages)
+    return Retrieval(folder.resolve().name, documents, kept, grades, len(queries) - len(kept), passages, skipped)
+
+
+def _judgements(
+    qrels: Path, queries: dict[str, str], documents: dict[str, str]
+) -> tuple[dict[str, dict[str, int]], int]:
+    """Return grades by query and document, and how many are skipped since their texts are missing. Raises UserError."""
+    judged: dict[str, dict[str, int]] = {}
+    skipped, firsts = Counter(), {}  # by kind
+    for number, (query, document, grade) in read_rows(qrels, QRELS):
+        where = f"{qrels}, line {number}"
+        if not re.fullmatch(r"[+-]?\d+(\.0*)?", grade.strip()):  # some write 1.0
+            raise UserError(f"{where}: the score {grade} is not an integer; fix the line")
+        value, kind, of = int(float(grade)), "", judged.get(query, {})
+        if query not in queries:
+            kind = f"of queries without a text in {QUERIES}"
+        elif document not in documents:
+            kind = f"of documents that are not in {CORPUS}"
+        elif of.get(document, value) != value:
+            raise UserError(f"{where}: {query} and {document} are judged twice, {of[document]} and {value}; remove one")
+        elif document in of:
+            kind = REPEATED
+        else:
+            judged.setdefault(query, {})[document] = value
+        if kind:
+            skipped[kind] += 1
+            firsts.setdefault(kind, f"line {number}: {query} {document}")
+    missing = skipped.total() - skipped[REPEATED]
+    if skipped:
+        found = ", ".join(f"{count:,} {kind} (first {firsts[kind]})" for kind, count in skipped.items())
+        effect = "not comparable with those on all texts" if missing else "the same"
+        log.warning(f"{qrels}: judgements skipped: {found}; scores are {effect}")
+    return judged, missing
 
 
 def _texts(path: Path, titles: bool = False) -> tuple[dict[str, str], dict[str, Span]]:
@@ -83,9 +108,10 @@ def _texts(path: Path, titles: bool = False) -> tuple[dict[str, str], dict[str, 
         for kind, value in (("text", text), ("title", title[0] if title else "")):
             if not isinstance(value, str | None):
                 raise UserError(f"{where}: the {kind} is a {type(value).__name__}, not a string; fix the line")
-        texts[name] = " ".join(part.strip() for part in (*title, text) if part and part.strip())
-        if not titles and not texts[name]:
-            raise UserError(f"{where}: the query {name} has no text; fix or remove the line")
+        joined = " ".join(part.strip() for part in (*title, text) if part and part.strip())
+        if not titles and not joined:
+            continue  # a query that cannot be asked
+        texts[name] = joined
         if passage and passage[0] is not None:
             text = text or ""
             first, last = check_passage(passage[0], text, where)

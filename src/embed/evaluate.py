@@ -130,6 +130,7 @@ def score(encoder: Any, retrieval: Retrieval, title: str, options: argparse.Name
         run = scores.rank(retrieval, scores.cosines(queries.vectors, documents.vectors, documents.owners))
     values = scores.measure(retrieval, run)
     counts = {"documents": len(retrieval.documents), "queries": len(retrieval.queries), "left_out": retrieval.left_out}
+    counts |= {"skipped": retrieval.skipped}
     seconds = round(time.perf_counter() - start, 2)
     return {"scores": scores.means(values), **counts, **read, "seconds": seconds, "by_query": values}, run
 
@@ -177,6 +178,8 @@ def text(results: dict[str, dict[str, Any]], differences: dict[str, dict[str, An
             shown = [str(Difference(**gap)) if gap else ""] if differences else []
             lines.append([title, *(f"{100 * found[name]['scores'][metric]:.2f}" for metric in METRICS), *shown])
         left = f"; queries without a relevant document omitted: {one['left_out']:,}" if one["left_out"] else ""
+        if skipped := one.get("skipped"):  # earlier versions had none
+            left += f"; judgements of missing texts skipped: {skipped:,}, so scores are not those of the whole data set"
         parts.append(f"{name}: {one['queries']:,} queries, {one['documents']:,} documents{left}\n\n{markdown(lines)}")
         parts += [sentence for title, found in results.items() if (sentence := cut(title, found[name]))]
     if len(datasets) > 1:
