@@ -133,6 +133,14 @@ def test_an_interrupted_encoding_continues_with_the_same_result(files, checkpoin
     assert [path.read_bytes() for path in found] == [path.read_bytes() for path in expected]
 
 
+def test_vectors_may_be_truncated(files, checkpoint, tmp_path):
+    command = ["encode", str(checkpoint), "--data_files", str(files / "b.txt"), "--dims", "8", "--out"]
+    embed.main([*command, str(tmp_path / "out")])
+    vectors = torch.tensor([row["vector"] for row in rows_of(tmp_path / "out")])
+    assert vectors.shape[1] == 8
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(vectors)))
+
+
 def test_mistakes_are_named(files, checkpoint, tmp_path):
     command = ["encode", str(checkpoint), "--data_files", str(files / "b.txt"), "--out", str(tmp_path / "out")]
     with pytest.raises(UserError, match=r"--unit lines needs --passages"):
@@ -145,6 +153,9 @@ def test_mistakes_are_named(files, checkpoint, tmp_path):
     embed.main(command)
     with pytest.raises(UserError, match="holds vectors of another model, of other texts or settings"):
         embed.main([*command, "--max_seq_len", "10"])
+    with pytest.raises(UserError, match="holds vectors of another model, of other texts or settings"):
+        embed.main([*command, "--dims", "8"])
+    assert "dims" not in json.loads((tmp_path / "out" / encode.STATE).read_text())  # as earlier versions wrote it
     (tmp_path / "out" / encode.STATE).write_text("{")
     with pytest.raises(UserError, match="holds vectors of another model"):
         embed.main(command)

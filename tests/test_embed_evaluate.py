@@ -147,6 +147,14 @@ def test_sentence_transformers_gives_the_same_vectors_and_its_own_models_are_rea
     assert found.cut == sum(length > 16 for length in lengths) and found.tokens == sum(min(16, n) for n in lengths)
 
 
+def test_vectors_are_truncated_and_normalized_again(checkpoint, bert):
+    for name in (str(checkpoint), str(bert)):
+        full, short = (open_encoder(name, Settings(dims=dims)).encode(TEXTS, DOCUMENT).vectors for dims in (None, 8))
+        torch.testing.assert_close(short, F.normalize(full[:, :8], dim=-1), atol=1e-6, rtol=1e-5)
+    encoder = open_encoder(str(checkpoint), Settings(dims=8))
+    assert encoder.encode_passages(TEXTS[:1], [(0, 3)]).vectors.shape == (1, 8)
+
+
 def test_a_checkpoint_of_another_head_keeps_its_encoder(checkpoint):
     read = read_checkpoint(checkpoint)
     from src.embed.encoder import embedding_model
@@ -192,6 +200,9 @@ def test_the_command_scores_models_beside_bm25_and_resumes(beir, checkpoint, ber
         (["bm25", "--passages", "0"], "--passages=0 must be an integer ≥ 1"),
         (["BERT", "--passages", "8"], "gives one vector per text"),
         (["BERT", "--max_seq_len", "1000"], "reads at most 128 tokens"),
+        (["LIT", "--dims", "33"], "--dims=33: the vectors of"),
+        (["BERT", "--dims", "33"], "tiny-bert have 32 numbers; lower it"),
+        (["bm25", "--dims", "0"], "--dims=0 must be an integer ≥ 1"),
         (["LIT", "--max_seq_len", "1000"], "has 128 position embeddings"),
         (["CLS", "--passages", "8"], "pools only the first token"),
         (["NO-TOKENIZER"], "has no tokenizer"),

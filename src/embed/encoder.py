@@ -72,12 +72,15 @@ class Settings:
     batch_tokens: int = 16384  # of a batch, padding included, unless a single text is longer
     segment_length: int | None = None  # tokens of the segments in which longer texts are read; None: the model's own
     trust_remote_code: bool = False
+    dims: int | None = None  # numbers of a vector that are kept; None: all
 
     def autocast(self) -> contextlib.AbstractContextManager:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.bfloat16)
 
 
 class Encoder(ABC):
+    name: str
+    settings: Settings
     title: str  # in words
     limit: int | None  # tokens of a text; longer ones are cut
     prompts: dict[str, str]
@@ -91,6 +94,20 @@ class Encoder(ABC):
         """Encode a passage of each text, given in characters, or the whole text for None. Unless a subclass can do
         better, a passage is read alone."""
         return self.encode([text[slice(*(span or (None,)))] for text, span in zip(texts, passages)], DOCUMENT, title)
+
+    def check_dims(self, size: int) -> None:
+        """Raise UserError unless vectors of this size have the numbers that are to be kept."""
+        if (dims := self.settings.dims or size) > size:
+            raise UserError(f"--dims={dims}: the vectors of {self.name} have {size} numbers; lower it")
+
+    def normalized(self, vectors: Tensor) -> Tensor:
+        """Truncate vectors, if asked to, and make them of unit length, in place. Raises RunFailed unless they are
+        finite."""
+        self.check_dims(vectors.shape[1])
+        vectors = vectors[:, : self.settings.dims].contiguous()
+        if not vectors.isfinite().all():
+            raise RunFailed(f"{self.name}: non-finite vectors; use --precision fp32, or another checkpoint")
+        return F.normalize(vectors, dim=-1, out=vectors)
 
 
 def open_encoder(name: str, settings: Settings) -> Encoder:
@@ -132,6 +149,7 @@ class LionEncoder(Encoder):
         self.model.config.segment_length = settings.segment_length or self.model.config.segment_length
         speed_up(self.model)
         config = self.model.config
+        self.check_dims(config.hidden_size)
         self.limit = settings.limit
         if config.has_positions:
             table = config.max_position_embeddings
@@ -221,12 +239,6 @@ class LionEncoder(Encoder):
             problem = "pools only the first token (pooling=cls) and cannot embed passages"
             raise UserError(f"{self.name} {problem}; use a model with mean or attention pooling")
 
-    def normalized(self, vectors: Tensor) -> Tensor:
-        """Make vectors of unit length, in place. Raises RunFailed unless they are finite."""
-        if not vectors.isfinite().all():
-            raise RunFailed(f"{self.name}: non-finite vectors; use --precision fp32, or another checkpoint")
-        return F.normalize(vectors, dim=-1, out=vectors)
-
     def spans(self, text: str, length: int, offsets: list[Span], passages: Passages | None) -> list[Span]:
         """Return the passages of a text, in tokens; without `passages`, the whole."""
         if passages is None:
@@ -297,6 +309,8 @@ class OtherEncoder(Encoder):
         except Exception as error:  # whatever the libraries and the model's own code raise
             hint = "check its name" if settings.trust_remote_code else "if it has code of its own, --trust_remote_code"
             raise UserError(f"{name}: sentence-transformers cannot load it ({first_line(error)}); {hint}") from None
+        if (size := self.model.get_sentence_embedding_dimension()) is not None:
+            self.check_dims(size)
         if settings.limit is not None:
             table = getattr(getattr(self.model[0], "auto_model", None), "config", None)
             if settings.limit > (longest := getattr(table, "max_position_embeddings", None) or settings.limit):
@@ -317,17 +331,14 @@ class OtherEncoder(Encoder):
             for group in grouped(texts, len):
                 with self.settings.autocast():
                     found = encode(group, batch_size=size, show_progress_bar=False, convert_to_tensor=True, **own)
-                vectors.append(F.normalize(found.float().cpu(), dim=-1))
+                vectors.append(found.float().cpu())
                 lengths = self._lengths([self.prompts.get(kind, "") + text for text in group])
                 longest = self.limit or max(lengths, default=0)
                 cut += sum(length > longest for length in lengths)
                 tokens += sum(min(length, longest) for length in lengths)
                 places += [(0, min(length, longest), -1, -1) for length in lengths or [-1] * len(group)]
                 bar.update(len(group))
-        together = torch.cat(vectors)
-        if not together.isfinite().all():
-            raise RunFailed(f"{self.name}: the vectors are not finite; use --precision fp32")
-        return Encoded(together, None, tokens, cut, torch.tensor(places))
+        return Encoded(self.normalized(torch.cat(vectors)), None, tokens, cut, torch.tensor(places))
 
     def _lengths(self, texts: list[str]) -> list[int]:
         """Tokens of texts; none from a model without a tokenizer of transformers."""

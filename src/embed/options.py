@@ -22,6 +22,8 @@ def add_reading(parser: ArgumentParser) -> None:
     add("--max_seq_len", type=int, help="cut texts to this many tokens (default: the model's limit, if it has one)")
     add("--query_prompt", help="text before each query (default: the model's own)")
     add("--document_prompt", help="text before each document (default: the model's own)")
+    words = "keep the first so many numbers of each vector, as for a model with matryoshka_dims (default: all)"
+    add("--dims", type=int, metavar="N", help=words)
     add("--batch_tokens", type=int, default=16384, help="tokens per batch (default: 16384)")
     words = "read longer texts in segments of this many tokens: the same result in less memory (default: 65536)"
     add("--piece_length", type=int, metavar="TOKENS", help=words)
@@ -32,7 +34,7 @@ def add_reading(parser: ArgumentParser) -> None:
 
 def check_counts(options: Namespace, *names: str) -> None:
     """Raise UserError for an option that must be at least 1 and is not."""
-    for name in ("max_seq_len", "batch_tokens", "piece_length", *names):
+    for name in ("max_seq_len", "batch_tokens", "piece_length", "dims", *names):
         least = 3 if name == "max_seq_len" else 1
         check_value(f"--{name}", getattr(options, name), int | None, Rule(at_least=least))
 
@@ -61,11 +63,13 @@ def open_model(model: str, options: Namespace) -> "Encoder":
         batch_tokens=options.batch_tokens,
         segment_length=options.piece_length,
         trust_remote_code=options.trust_remote_code,
+        dims=options.dims,
     )
     encoder = open_encoder(model, settings)
     reads = f"up to {encoder.limit:,} tokens" if encoder.limit else "texts of any length"
     prompts = "".join(f", {kind} prompt {text!r}" for kind, text in sorted(encoder.prompts.items()) if text)
-    log.info(f"{model}: {encoder.title}, {reads}{prompts}")
+    kept = f", the first {options.dims} numbers of each vector" if options.dims else ""
+    log.info(f"{model}: {encoder.title}, {reads}{prompts}{kept}")
     return encoder
 
 
@@ -74,4 +78,5 @@ def fingerprint(model: str, options: Namespace) -> dict[str, Any]:
     path = Path(model)
     files = [path] if path.is_file() else sorted(path.glob("*.*")) if path.is_dir() else []
     facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    return {"model": model, "files": facts, **{name: getattr(options, name) for name in READING}}
+    given = {} if options.dims is None else {"dims": options.dims}  # which folders of earlier versions do not have
+    return {"model": model, "files": facts, **{name: getattr(options, name) for name in READING}, **given}
