@@ -73,6 +73,17 @@ def is_main_process() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
+def several() -> bool:
+    """Return whether this process is one of several that a launcher has started."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def check_alone(command: str, instead: str = "it runs in one process") -> None:
+    """Raise UserError if this process is one of several: each would do all of the work, or a part that none adds up."""
+    if several():
+        raise UserError(f"start {command} with python, not a launcher; {instead}")
+
+
 def progress(iterable=None, **options) -> tqdm:
     """Return a tqdm bar: live on a terminal, a line every 30 seconds in a log file, silent off rank 0."""
     live = sys.stderr.isatty()

@@ -1,6 +1,7 @@
 """What every command shares: which process prints, exit statuses, and the lock on a folder."""
 
 import errno
+import importlib
 import logging
 import os
 import signal
@@ -50,6 +51,27 @@ def test_only_the_main_process_logs_from_its_level_on(rank, given, level, monkey
         assert cli.log.level == level
     finally:
         cli.log.setLevel(before)
+
+
+@pytest.mark.parametrize(
+    ("module", "subcommand", "named"),
+    [
+        ("main", "context", "main.py context"),
+        ("vision", "evaluate", "vision.py evaluate"),
+        ("vision", "draw", "vision.py draw"),
+        ("embed", "evaluate", "embed.py evaluate"),
+        ("embed", "encode", "embed.py encode"),
+        ("lra", "make", "lra.py make"),
+        ("lra", "shards", "lra.py shards"),
+        ("glue", "report", "glue.py"),
+        ("glue", "run.yaml", "glue.py"),
+        ("src.horizons.__main__", "", "src.horizons"),
+    ],
+)
+def test_a_command_of_one_process_is_refused_on_several_ranks(module, subcommand, named, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(errors.UserError, match=f"start {named} with python, not a launcher; "):
+        importlib.import_module(module).main([subcommand])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow
 from pyarrow import parquet
 
-from src.cli import log, progress
+from src.cli import check_alone, log, progress
 from src.data.readers import STANDARD_INPUT, find_files, read_batches
 from src.embed.options import MODEL, add_reading, check_counts, check_path, fingerprint, open_model
 from src.embed.passages import UNITS
@@ -40,6 +40,7 @@ class Position(NamedTuple):
 
 def encode(argv: list[str]) -> None:
     """Run the command. Raises UserError, RunFailed."""
+    check_alone("embed.py encode")
     options = parse(argv)
     check_counts(options, "passages")
     if options.unit != "tokens" and options.passages is None:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from src.cli import log
+from src.cli import check_alone, log
 from src.embed.beir import Retrieval, read_beir
 from src.embed.options import MODEL, add_reading, check_counts, check_path, fingerprint, open_model
 from src.errors import UserError
@@ -26,6 +26,7 @@ EXAMPLE = "python embed.py evaluate my-embedder bm25 --data cranfield qmsum-val 
 
 def evaluate(argv: list[str]) -> None:
     """Run the command. Raises UserError, RunFailed."""
+    check_alone("embed.py evaluate")
     options = parse(argv)
     check_counts(options, "resamples", "passages")
     if options.out is not None:

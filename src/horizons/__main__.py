@@ -14,7 +14,7 @@ import itertools
 import sys
 from pathlib import Path
 
-from src.cli import log, run
+from src.cli import check_alone, log, run
 from src.data.readers import find_files, read_batches
 from src.errors import UserError
 from src.files import check_writable, write_json
@@ -22,6 +22,7 @@ from src.horizons.report import draw, text
 
 
 def main(argv: list[str]) -> None:
+    check_alone("src.horizons")
     parser = argparse.ArgumentParser(
         "python -m src.horizons", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

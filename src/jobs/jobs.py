@@ -5,7 +5,7 @@ from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
 
-from src.cli import log, start_log
+from src.cli import check_alone, log, start_log
 from src.errors import UserError
 from src.files import check_writable, exclusive_lock
 from src.jobs import report
@@ -15,6 +15,7 @@ from src.training.config import load_config
 
 def main(experiment: type[Experiment], argv: list[str]) -> None:
     """Run `FILE.yaml [key=value ...] [--rerun]` or `report DIR ...`."""
+    check_alone(experiment.command, "parallel=true runs one job per GPU")
     if argv[:1] == ["report"]:
         report.main(experiment, argv[1:])
         return
@@ -47,8 +48,6 @@ def check(experiment: Experiment) -> None:
 
 def run(experiment: Experiment) -> None:
     """Run every job without a valid result, report all, and exit with status 1 if one failed. Raises UserError."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError(f"start {experiment.command} with python, not a launcher; parallel=true runs one job per GPU")
     config, folder, averages = experiment.config, experiment.folder, experiment.averages
     start_log(config.log_level)
     check_writable("save_folder", folder)

@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from src.cli import log
+from src.cli import check_alone, log
 from src.errors import RunFailed, UserError, reason
 from src.files import check_writable, exclusive_lock, write_json
 from src.lra import listops, pathfinder
@@ -23,6 +23,7 @@ from src.lra.sources import RECORD, STARTED
 
 
 def main(argv: list[str]) -> None:
+    check_alone("lra.py make")
     args = parse(argv)
     generator = {"listops": listops, "pathfinder": pathfinder}[args.data]
     options = {"data": args.data, **generator.check(args)}

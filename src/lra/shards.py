@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from src.cli import log, progress
+from src.cli import check_alone, log, progress
 from src.data.tokenizers import SPECIAL_TOKENS, vocabulary_digest
 from src.errors import RunFailed, UserError, reason
 from src.files import check_writable, exclusive_lock, write_json
@@ -25,6 +25,7 @@ SPLITS = {"train": "train", "validation": "val"}
 
 
 def main(argv: list[str]) -> None:
+    check_alone("lra.py shards")
     parser = argparse.ArgumentParser(
         "lra.py shards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

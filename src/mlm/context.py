@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src import plots
-from src.cli import log, progress
+from src.cli import check_alone, log, progress
 from src.config import SEED, Rule, check_value
 from src.data.readers import find_files
 from src.errors import UserError
@@ -34,6 +34,7 @@ EXAMPLE = "python main.py context runs/lion-s-base-8k/latest-rank0.pt --data_fil
 
 def context(argv: list[str]) -> None:
     """Run the command. Raises UserError, RunFailed."""
+    check_alone("main.py context")
     options = parse(argv)
     check(options)
     check_writable("--out", options.out)

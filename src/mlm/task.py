@@ -4,14 +4,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from src.cli import log
+from src.cli import log, several
 from src.config import key
 from src.data.config import LoaderConfig, check_split
 from src.data.tokenizers import check_path, vocabulary_digest
 from src.errors import UserError
 from src.mlm.finetune_eval import FinetuneEval
 from src.training.config import RunConfig, check_state_passing, state_passing
-from src.training.ranks import decide, several
+from src.training.ranks import decide
 from src.training.task import Curve, Task
 
 if TYPE_CHECKING:

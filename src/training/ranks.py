@@ -1,20 +1,14 @@
 """What the ranks of a distributed run do together: rank 0 decides, and the others do as it says."""
 
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
-from src.cli import is_main_process
+from src.cli import is_main_process, several
 from src.errors import RunFailed, UserError, first_line
 
 PATIENCE = 1  # seconds after which a rank that works tells the others that it still does
-
-
-def several() -> bool:
-    """Return whether this process is one of several."""
-    return int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
 def decide(function: Callable[[], Any]) -> Any:

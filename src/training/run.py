@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from src.checkpoints.remote import checkpoint_step
-from src.cli import is_main_process, log, start_log
+from src.cli import is_main_process, log, several, start_log
 from src.config import fixed_settings, read_stored, to_dict
 from src.errors import RunFailed, UserError, first_line, reason
 from src.files import (
@@ -44,7 +44,7 @@ def run(task: Task) -> None:
     """Train or resume unless this run is finished in `save_folder`; print results. Raises UserError, RunFailed."""
     config, folder = task.config, Path(task.config.save_folder)
     start_log(config.log_level)
-    if ranks.several():  # which then agree on everything below
+    if several():  # which then agree on everything below
         from composer.utils import dist
 
         from src.training.trainer import resolve_device

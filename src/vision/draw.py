@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from src.checkpoints.reading import read_pretrained
-from src.cli import log
+from src.cli import check_alone, log
 from src.data.image_transforms import Evaluation
 from src.data.images import decode
 from src.errors import UserError, reason
@@ -18,6 +18,7 @@ from src.vision.evaluate import add_image_size, check_rgb, resized, title_of
 @torch.no_grad()
 def draw(argv: list[str]) -> None:
     """Run the command. Raises UserError."""
+    check_alone("vision.py draw")
     parser = argparse.ArgumentParser(
         "vision.py draw",
         description="Draw what one patch of a picture sees, by layer and head: attention.png, the normalized matrix; "

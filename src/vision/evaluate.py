@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from src.checkpoints.reading import Checkpoint, read_pretrained
-from src.cli import log, progress
+from src.cli import check_alone, log, progress
 from src.data.image_config import ImageLoaderConfig
 from src.data.image_loader import ImageDataset, eval_loader
 from src.data.image_transforms import Evaluation
@@ -46,6 +46,7 @@ class Evaluated:
 
 def evaluate(argv: list[str]) -> None:
     """Run the command. Raises UserError, RunFailed."""
+    check_alone("vision.py evaluate")
     parser = argparse.ArgumentParser(
         "vision.py evaluate",
         description="Print top-1 and top-5 accuracy, accuracy per class and images per second of an image classifier.",
