@@ -545,6 +545,17 @@ def test_an_index_without_its_shards_is_named(shards, tmp_path):
         build_dataset(config(tmp_path).dataset, 5)
 
 
+@pytest.mark.parametrize("options", [[], ["--compression", "zstd"]])
+def test_a_truncated_shard_is_named_before_the_first_step(tmp_path, options):
+    folder = write_texts(tmp_path / "texts", sentences(64), *options)
+    shard = next(folder.glob("train/shard.00000.mds*"))
+    build_dataset(config(folder).dataset, 5)
+    shard.write_bytes(shard.read_bytes()[:-10])
+    size = shard.stat().st_size
+    with pytest.raises(UserError, match=rf"{shard} has {size:,} bytes, and {size + 10:,} .* copy the split again"):
+        build_dataset(config(folder).dataset, 5)
+
+
 def _wait_for_word(connection) -> None:
     ignore_signals(0)
     connection.send("ready")

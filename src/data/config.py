@@ -108,7 +108,7 @@ def check_images(key: str, name: str, split: str) -> None:
 
 
 def check_split(key: str, local: Path, split: str) -> None:
-    """Raise UserError unless a folder has a split with all its shards. `key` is what the user set."""
+    """Raise UserError unless a folder has a split with all its shards, none truncated. `key` is what the user set."""
     folder, index = local / split, local / split / "index.json"
     if not index.is_file():
         splits = ", ".join(sorted(path.parent.name for path in local.glob("*/index.json")))
@@ -122,10 +122,24 @@ def check_split(key: str, local: Path, split: str) -> None:
     fix = "copy the split again, or convert it again with --overwrite"
     try:
         shards = json.loads(index.read_text())["shards"]
-        forms = ("raw_data", "zip_data")
-        names = [[(shard[form] or shard["raw_data"])["basename"] for form in forms] for shard in shards]
+        forms = [[shard[form] for form in ("raw_data", "zip_data") if shard[form]] for shard in shards]
+        sizes = [
+            {form["basename"]: form["bytes"] for form in each} for each in forms
+        ]  # one of a shard's files may lack
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{index} is corrupt; {fix}") from None
-    missing = [stored for raw, stored in names if not ((folder / raw).is_file() or (folder / stored).is_file())]
-    if missing:
-        raise UserError(f"{folder}: {len(missing)} of {len(names)} shards are missing ({missing[0]}, …); {fix}")
+    found = [{name: _size(folder / name) for name in each} for each in sizes]
+    if missing := [[*each][-1] for each in found if not any(size is not None for size in each.values())]:
+        raise UserError(f"{folder}: {len(missing)} of {len(found)} shards are missing ({missing[0]}, …); {fix}")
+    for each, expected in zip(found, sizes):
+        for name, size in each.items():
+            if size not in (None, expected[name]):
+                differs = f"has {size:,} bytes, and {expected[name]:,} according to index.json"
+                raise UserError(f"{folder / name} {differs}; {fix}")
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
