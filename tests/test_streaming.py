@@ -556,6 +556,26 @@ def test_a_truncated_shard_is_named_before_the_first_step(tmp_path, options):
         build_dataset(config(folder).dataset, 5)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_damaged_samples_name_their_shard(tmp_path, tokenizer, kind, workers):
+    write = write_texts if kind == "text" else lambda folder, texts: write_tokens(folder, tokenizer, texts)
+    shard = write(tmp_path / kind, sentences(12)) / "train" / "shard.00000.mds"
+    shard.write_bytes(shard.read_bytes()[:-20] + b"\xff" * 20)  # neither UTF-8 nor tokens
+    loader = build(config(tmp_path / kind, workers=workers), tokenizer, 4, train=True)
+    with pytest.raises(UserError) as error:
+        list(loader)
+    assert str(error.value).startswith(f"{shard} is damaged: sample 11 cannot be read (")
+    assert str(error.value).endswith("); copy it again, or convert the data again")
+
+
+def test_a_shard_of_zeros_is_damaged(tmp_path):
+    shard = write_texts(tmp_path / "texts", sentences(12)) / "train" / "shard.00000.mds"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(UserError, match=rf"{shard} is damaged: sample 3 "):
+        build_dataset(config(tmp_path / "texts").dataset, 4)[3]
+
+
 def _wait_for_word(connection) -> None:
     ignore_signals(0)
     connection.send("ready")

@@ -65,11 +65,31 @@ class StreamingSamples(StreamingDataset):
             super().prepare_shard(shard_id, blocking)
             self.prepared.add(shard_id)
 
+    def get_item(self, sample_id: int, retry: int = 7) -> Any:
+        """Return a sample. Raises UserError naming its shard if that is damaged."""
+        try:
+            return self.check(super().get_item(sample_id, retry))
+        except (ValueError, LookupError, TypeError, MemoryError) as error:  # whatever decoding wrong bytes raises
+            shard = self.shards[self.spanner[sample_id][0]]
+            path = Path(shard.dirname, shard.split, shard.raw_data.basename)
+            problem = f"sample {sample_id} cannot be read ({first_line(error)})"
+            raise UserError(f"{path} is damaged: {problem}; copy it again, or convert the data again") from None
+
+    def check(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """Return a sample. Raises ValueError for one that decodes, but cannot have been written."""
+        return sample
+
 
 class StreamingTextDataset(StreamingSamples):
     """Samples of MDS shards: `text` or `tokens`, and "sample": (epoch, index), the index over all streams."""
 
     epoch = 0
+    vocab_size: int | None = None  # of the tokens, once `build` knows it
+
+    def check(self, sample: dict[str, Any]) -> dict[str, Any]:
+        if self.vocab_size is not None and (largest := sample["tokens"].max(initial=0)) >= self.vocab_size:
+            raise ValueError(f"it has token {largest} of {self.vocab_size:,}")
+        return sample
 
     def _resume_incr_epoch(self) -> tuple[int, int]:
         self.epoch, sample_in_epoch = super()._resume_incr_epoch()
@@ -145,6 +165,7 @@ def build(config: LoaderConfig, tokenizer: PreTrainedTokenizerBase, batch_size: 
     dataset = build_dataset(options, batch_size)
     for stream in dataset.streams if "tokens" in dataset.shards[0].column_names else ():
         check_tokens(stream, tokenizer, options)
+        dataset.vocab_size = len(tokenizer)
     if config.drop_last and len(dataset) < batch_size:  # of one device
         key = "global_train_batch_size" if train else "device_eval_batch_size"
         found = f"the split {options.split} has {len(dataset)} samples per device, fewer than a batch of {batch_size}"
