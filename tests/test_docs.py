@@ -88,6 +88,24 @@ def test_python_in_a_page_parses(page):
         ast.parse(block)
 
 
+def test_the_recipe_for_a_mixer_works(monkeypatch):
+    import torch
+
+    from src.lion import LionConfig, LionModel, configuration_lion, mixers
+
+    code = re.search(r"```python\n# (src/lion/\w+\.py)\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)[
+        2
+    ]
+    monkeypatch.setitem(mixers.MIXERS, "lion-fixed", None)  # removed again at the end
+    monkeypatch.setitem(configuration_lion.CHOICES, "mixer", (*configuration_lion.MIXERS, "lion-fixed"))
+    exec(code, {"__name__": "src.lion.lion_fixed", "__package__": "src.lion"})
+    sizes = {"vocab_size": 16, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    model = LionModel(LionConfig(mixer="lion-fixed", num_hidden_layers=1, **sizes)).eval()
+    ids = torch.arange(1, 13)[None]
+    full, chunkwise = (model(ids, attention_form=form).last_hidden_state for form in ("full", "chunkwise"))
+    torch.testing.assert_close(full, chunkwise, atol=1e-5, rtol=1e-5)
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 

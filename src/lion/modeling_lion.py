@@ -317,9 +317,8 @@ class LionModel(LionPreTrainedModel):
 
     @torch.no_grad()
     def widen_horizons(self) -> None:
-        """Widen the horizons of the slower half of each layer's heads to those of `decay_horizon`, and leave the other
-        heads as they are; for a trained model that is to read longer texts. Horizons are measured on random tokens.
-        Raises ValueError for a mixer other than lion-d and lion-s, or without `decay_horizon`."""
+        """Widen the horizons, measured on random tokens, of the slower half of each layer's heads to `decay_horizon`,
+        for a trained model that is to read longer texts. Raises ValueError unless it is a lion-d or lion-s with one."""
         config = self.config
         if config.mixer not in DECAYING or config.decay_horizon is None or config.channel_decays:
             raise ValueError("only lion-d and lion-s with a decay_horizon, one per head, have horizons to widen")
