@@ -68,6 +68,43 @@ def test_all_ranks_go_on_after_a_failed_save_and_end_with_it(tmp_path, write_con
     assert not list(folder.glob("ep*"))
 
 
+FAILS = """
+import os
+from src.data import batches
+from src.errors import UserError
+from src.mlm.task import MaskedLM
+
+def fail(*arguments, **options):
+    {}
+
+if os.environ.get("RANK") == "1":
+    {} = fail
+"""
+TRAINING, OPENING = "batches.split_batch", "MaskedLM.build_loaders"
+ENDED = "another rank ended, or did not answer within dist_timeout=300 seconds; its error, if it has one, is above"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("at", "failure", "statuses", "sentence"),
+    [
+        (TRAINING, "raise UserError('its shard is damaged')", [2, 2], "its shard is damaged"),
+        (OPENING, "raise UserError('its disk is empty')", [2, 2], "its disk is empty"),
+        (TRAINING, "raise KeyError(5)", [1, 1], "another rank failed (5); its error is above"),
+        (TRAINING, "os._exit(9)", [1, 9], ENDED),
+    ],
+)
+def test_an_error_of_one_rank_ends_the_others_with_its_sentence(
+    at, failure, statuses, sentence, tmp_path, write_config
+):
+    (tmp_path / "fails.py").write_text(FAILS.format(failure, at))
+    config = write_config(tmp_path, **SHORT, code_paths=[str(tmp_path / "fails.py")])
+    found, output = warm.run_ranks(2, "main.py", config, output=tmp_path / "output")
+    assert found == statuses, output
+    assert "Traceback" not in output
+    assert output.rstrip().splitlines()[-1] == f"error: {sentence}"
+
+
 PACKED = {"dataset": {"packing": True}, "num_workers": 0}
 LONGER = {**SHORT, "max_duration": "16ba", "train_loader": PACKED, "eval_loader": PACKED}
 

@@ -50,8 +50,8 @@ def run(task: Task) -> None:
         from src.training.trainer import resolve_device
 
         dist.initialize_dist(resolve_device(config.device), config.dist_timeout)
-    decide(lambda: check_save_folder(config, folder))  # before anything is written
-    with contextlib.ExitStack() as stack:
+    with ranks.end_as_one(config.dist_timeout), contextlib.ExitStack() as stack:
+        decide(lambda: check_save_folder(config, folder))  # before anything is written
         ranks.on_rank_0(lambda: stack.enter_context(exclusive_lock(folder, task.command)))
         uploads = open_remote(config, folder) if config.save_remote else None
         config.history = decide(lambda: check_save_folder(config, folder))
