@@ -469,7 +469,7 @@ class LionS(DecayingMixer):
     def log_decay(self, x: Tensor) -> Tensor:
         if self.config.channel_decays:
             layer, wide = self.decay, torch.promote_types(x.dtype, torch.float32)
-            if type(layer) is nn.Linear and not is_hooked(layer):
+            if type(layer) is nn.Linear and (torch.compiler.is_compiling() or not is_hooked(layer)):
                 # The bias is added in float32: in bfloat16, horizons of 10,000 tokens would differ by 6% or not at all.
                 logits = F.linear(x, layer.weight).to(wide) + layer.bias
             else:  # an adapter, quantized, or loaded when it is called
