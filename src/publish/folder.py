@@ -13,14 +13,13 @@ from torch import Tensor
 from src import lion
 from src.checkpoints.adapters import IMAGE_ARGUMENTS, SETTINGS
 from src.checkpoints.reading import PREPROCESSOR, Checkpoint, read_folder
-from src.errors import UserError, reason
+from src.errors import UserError, reason, some
 from src.publish.inputs import ImageInputs, TextInputs
 from src.publish.spec import EXPORTS, ExportSpec
 
 CODE = Path(lion.__file__).parent
 INPUTS = {"texts": TextInputs, "images": ImageInputs}
 TOLERANCE = 1e-5  # largest difference of a logit; relative to the largest logit if that is above 1
-NAMED = 5  # of what differs
 SAME_NUMBERS = {"attention_form", "chunk_size"}  # settings that change only the cost
 
 
@@ -59,10 +58,7 @@ def verify(checkpoint: Checkpoint, folder: Path, python: str = sys.executable) -
     differing += [PREPROCESSOR] if checkpoint.processor != stored.processor else []
     differing += prepared.differing(folder)
     if differing:
-        more = f" and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
-        raise UserError(
-            f"{folder} differs from {checkpoint.path} in {', '.join(differing[:NAMED])}{more}; export it again"
-        )
+        raise UserError(f"{folder} differs from {checkpoint.path} in {some(differing)}; export it again")
     given = prepared.given()
     report = _run_probe(folder, spec, given, python)
     prepared.check(folder, report, model)
