@@ -27,7 +27,8 @@ CASES = [  # labels, how many, problem_type
 @pytest.mark.filterwarnings("ignore:Using a target size")  # of BERT, for one label
 @pytest.mark.parametrize(("labels", "count", "kind"), CASES)
 def test_the_loss_is_that_of_bert(labels, count, kind):
-    config = BertConfig(20, **SMALL, intermediate_size=16, num_labels=count, problem_type=kind)
+    sizes = {**SMALL, "vocab_size": 20, "intermediate_size": 16}
+    config = BertConfig(**sizes, num_labels=count, problem_type=kind)
     output = BertForSequenceClassification(config).eval()(torch.ones(4, 5, dtype=torch.int64), labels=labels)
     own = LionConfig(num_labels=count, problem_type=kind)
     torch.testing.assert_close(classification_loss(own, output.logits, labels), output.loss)
