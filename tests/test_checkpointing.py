@@ -114,7 +114,8 @@ def test_a_run_that_ends_in_an_evaluation_is_saved_and_repeats_it(signum, save_i
     for name in ("whole", "ended"):
         (tmp_path / name).mkdir()
     main.main([str(write_config(tmp_path / "whole", **same))])
-    config = write_config(tmp_path / "ended", **{**same, "save_interval": save_interval})
+    exports = {"hf_export": "save"} if signum == signal.SIGKILL else {}  # after an evaluation, or when it is repeated
+    config = write_config(tmp_path / "ended", **{**same, "save_interval": save_interval, **exports})
     own = [f"callbacks[ending:Ending].signum={int(signum)}", f"code_paths=[{tmp_path / 'ending.py'}]"]
     status, output = warm.run("main.py", config, *own, output=tmp_path / "output")
     assert status == (143 if signum == signal.SIGTERM else -9), output
@@ -124,6 +125,30 @@ def test_a_run_that_ends_in_an_evaluation_is_saved_and_repeats_it(signum, save_i
     main.main([str(config)])
     assert_same_run(tmp_path / "whole" / "run", folder)
     assert [line["step"] for line in lines(folder) if "eval" in line] == [20, 40]
+    if exports:
+        assert {path.name for path in (folder / "hub").iterdir()} == {"ep3-ba20", "ep6-ba40"}
+
+
+@pytest.mark.slow
+def test_a_run_that_an_evaluation_stopped_is_finished_by_the_same_command(tmp_path, write_config):
+    stops = {"early_stopper": {"min_delta": 100, "patience": "10ba"}}
+    changes = {**OPTIONS, "eval_interval": "10ba", "eval_first": False, "callbacks": stops}
+    config, folder = write_config(tmp_path, **changes), tmp_path / "run"
+    main.main([str(config)])
+    before = numbers(folder)
+    assert before[-1]["step"] == 30
+    (folder / "summary.json").unlink()
+    main.main([str(config)])
+    assert (folder / "summary.json").exists() and numbers(folder) == before
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_another_run_owes_is_not_repeated(uninterrupted, tmp_path, write_config):
+    changes = {**OPTIONS, "max_duration": "42ba", "eval_interval": "100ba", "save_interval": "41ba"}
+    main.main([str(write_config(tmp_path, **changes)), *DROPOUT, f"load_path={uninterrupted / 'latest-rank0.pt'}"])
+    (checkpoint,) = (path for path in checkpointing.checkpoints(tmp_path / "run") if "-ba41-" in path.name)
+    assert load_safely(checkpoint)["state"]["callbacks"]["CheckpointWriter"] == {"owes_evaluation": False}
+    assert [line["step"] for line in lines(tmp_path / "run") if "eval" in line] == [42]
 
 
 @pytest.mark.slow

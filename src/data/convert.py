@@ -146,7 +146,7 @@ def plan(options: Namespace, files: list[Path]) -> list[TextSplit]:
             command |= source.identity()
             check_others(part, whole, command, options)
             log.info(f"{folder}: {len(units):,} of the {len(source.sizes):,} units that the source can be divided into")
-        made = command_of(folder) == command | source.identity()
+        made = command_of(folder) == command | source.identity(times=part is None)
         finished = made and source.resumable and not options.overwrite
         before, validation = read_progress(unfinished(folder)), hub_split == "validation"
         job = TextSplit(folder, source, command, before, validation, limit, rows, units, part, finished=finished)
@@ -169,7 +169,7 @@ def write_split(job: TextSplit, options: Namespace) -> None:
         sizes = {"samples": writer.stored, "shards": len(writer.shards), "bytes": size}
         summary = summarize(counts, job.source.description, job.rows and job.rows.summary, **sizes)
         if job.part is None:
-            summary["command"] = job.command | job.source.identity()
+            summary["command"] = job.command | job.source.identity(times=True)
         else:
             summary["part"] = {**vars(job.part), "counts": counts, "command": job.command}
         write_json(folder / "split.json", summary)

@@ -57,9 +57,11 @@ class Files:
         read = stamps[: position[0] + 1]
         return next((old[0] for old, new in zip(read, self.stamps) if old != new), None)
 
-    def identity(self) -> dict[str, str]:
-        """Return what all parts of a conversion must have read: a digest of the files' names and sizes."""
-        return {"files": sha256([json.dumps([stamp[:2] for stamp in self.stamps]).encode()])}
+    def identity(self, times: bool = False) -> dict[str, str]:
+        """Return what all parts of a conversion must have read: a digest of the files' names and sizes; with `times`,
+        also one of when they were changed, which differs on other machines."""
+        found = {"files": sha256([json.dumps([stamp[:2] for stamp in self.stamps]).encode()])}
+        return found | ({"times": sha256([json.dumps([stamp[2] for stamp in self.stamps]).encode()])} if times else {})
 
     def unit_of(self, position: list) -> int:
         return bisect.bisect_right(self.firsts, position[0]) - 1
@@ -100,7 +102,7 @@ class HubDataset:
         names = {"dataset": dataset, "data_subset": subset, "hub_split": split}
         self.description = {**names, "revision": builder.hash}
 
-    def identity(self) -> dict[str, str]:
+    def identity(self, times: bool = False) -> dict[str, str]:
         return {}  # the description has the revision
 
     def unit_of(self, position: list) -> int:

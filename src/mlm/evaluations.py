@@ -90,6 +90,8 @@ class FinetuneEvaluations(Background):
             waiting = f"{len(self.waiting)} checkpoints wait for fine-tuning, and take disk space"
             log.warning(f"{waiting}; raise finetune_eval.interval")
 
+    eval_before_all = Background.batch_checkpoint  # a run that ends in the evaluation then resumes the fine-tuning
+
     def close(self, state: State, logger: Logger) -> None:
         super().close(state, logger)
         if dist.get_global_rank() == 0 and self.writer.saved_batch == state.timestamp.batch.value:

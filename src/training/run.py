@@ -6,6 +6,7 @@ import math
 import shlex
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,6 +197,8 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     )
     composer_trainer.logger.log_hyperparameters(to_dict(config))
     state = composer_trainer.state
+    if latest is None:
+        writer.owes_evaluation = False  # that of another run's checkpoint, load_path
     if latest is not None and config.history and config.history[-1]["step"] >= state.timestamp.batch.value:
         changes.take_effect(state, settings)
         run_log.changed(state, config.history[-1]["changed"])
@@ -226,9 +229,14 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
             composer_trainer.eval()
             startup.done("first evaluation")
         elif latest is not None and writer.owes_evaluation:
-            run_log.forget_evaluation(state)
-            composer_trainer.eval()
-            startup.done("evaluation")
+            if decide(lambda: not is_evaluated(folder, now.batch.value)) or follow_evaluations(config.callbacks):
+                run_log.forget_evaluation(state)
+                composer_trainer.eval()
+                startup.done("evaluation")
+            writer.owes_evaluation, writer.saved_batch = False, now.batch.value
+            for each in background:  # what would have begun after that evaluation
+                each.batch_checkpoint(state, composer_trainer.logger)
+            trained = trained or state.timestamp >= state.max_duration  # the evaluation may have stopped the run
         if not trained:
             with logging_redirect_tqdm():  # print messages above the progress bar
                 composer_trainer.fit()
@@ -258,6 +266,11 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     composer_trainer.close()
     if is_main_process():
         write_summary(task, folder, state.timestamp.batch.value, parameters, f"{model_title}; {data_title}")
+
+
+def follow_evaluations(callbacks: Mapping[str, Any]) -> bool:
+    """Whether callbacks may keep what evaluations found, which a checkpoint from before an evaluation lacks."""
+    return any(name == "early_stopper" or ":" in name for name, given in callbacks.items() if given is not False)
 
 
 def is_of_compiler(error: RuntimeError) -> bool:
