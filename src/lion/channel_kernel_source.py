@@ -47,31 +47,30 @@ struct sweep {
 static void KIND##_##R##_##N(const struct sweep *s, int x, int z) { \
     const float *read = s->read + x, *a = s->a + x, *b = s->b + z, *decay = s->decays + (DECAY ? x : z); \
     float *y = s->y + z, *from = s->state + x * s->state_row + z, *sums = s->sums ? s->sums + z : 0; \
-    vf S[R][N], *saved = (vf *)s->saved + (sums ? (s->n - 1) * R * N : 0); \
+    vf S[R * N], *saved = (vf *)s->saved + (sums ? (s->n - 1) * R * N : 0); \
     const int masks = s->masks, inclusive = s->inclusive; \
-    EACH(R, N) S[i][j] = *(vf *)(from + i * s->state_row + j * W); \
+    EACH(R * N) S[n] = *(vf *)(from + n / N * s->state_row + n % N * W); \
     for (int t = 0; t < s->n; t++) { \
         vf out[N], right[N]; \
-        for (int j = 0; j < N; j++) { out[j] = *(vf *)(y + j * W); right[j] = *(const vf *)(b + j * W); } \
-        EACH(R, N) { \
-            if (DECAY) S[i][j] = decay[i] * S[i][j] + (vf)((vi)S[i][j] & ((const int32_t *)decay)[masks + i]); \
-            else S[i][j] = *(const vf *)(decay + j * W) * S[i][j] \
-                         + (vf)((vi)S[i][j] & *(const vi *)(decay + masks + j * W)); \
+        EACH(N) { out[n] = *(vf *)(y + n * W); right[n] = *(const vf *)(b + n * W); } \
+        EACH(R * N) { \
+            if (DECAY) S[n] = decay[n / N] * S[n] + (vf)((vi)S[n] & ((const int32_t *)decay)[masks + n / N]); \
+            else S[n] = *(const vf *)(decay + n % N * W) * S[n] \
+                      + (vf)((vi)S[n] & *(const vi *)(decay + masks + n % N * W)); \
         } \
         if (sums) { \
-            EACH(R, N) *(vf *)(sums + j * W) += saved[i * N + j] * S[i][j]; \
+            EACH(R * N) *(vf *)(sums + n % N * W) += saved[n] * S[n]; \
             saved -= R * N, sums += s->column; \
         } \
-        if (!inclusive) EACH(R, N) out[j] += read[i] * S[i][j]; \
-        EACH(R, N) S[i][j] += a[i] * right[j]; \
-        if (inclusive) EACH(R, N) out[j] += read[i] * S[i][j]; \
-        if (saved && !sums) { EACH(R, N) saved[i * N + j] = S[i][j]; saved += R * N; } \
-        for (int j = 0; j < N; j++) *(vf *)(y + j * W) = out[j]; \
+        if (!inclusive) EACH(R * N) out[n % N] += read[n / N] * S[n]; \
+        EACH(R * N) S[n] += a[n / N] * right[n % N]; \
+        if (inclusive) EACH(R * N) out[n % N] += read[n / N] * S[n]; \
+        if (saved && !sums) { EACH(R * N) saved[n] = S[n]; saved += R * N; } \
+        EACH(N) *(vf *)(y + n * W) = out[n]; \
         read += s->row, a += s->row, b += s->column, y += s->column, decay += s->decay_row; \
     } \
-    EACH(R, N) *(vf *)(from + i * s->state_row + j * W) = S[i][j]; \
+    EACH(R * N) *(vf *)(from + n / N * s->state_row + n % N * W) = S[n]; \
 }
-#define EACH(R, N) for (int i = 0; i < R; i++) for (int j = 0; j < N; j++)
 SWEEP(rows, 4, 2, 1) SWEEP(rows, 8, 1, 1) SWEEP(rows, 4, 1, 1)
 SWEEP(columns, 4, 2, 0) SWEEP(columns, 8, 1, 0) SWEEP(columns, 4, 1, 0)
 

@@ -84,22 +84,20 @@ static inline vf exponential(vf x) {
     return (vf)((((vi)p + exponent) & ~(x <= -60.0f) & ~infinite) | (infinite & 0x7f800000));
 }
 
-// y = βy + a b for R rows of a and y, and N vectors of b and y, which all stay in registers.
+// y = βy + a b for R rows of a and y, and N vectors of b and y. Loops over constants are unrolled from the start: GCC
+// otherwise carries the sums to the product and back through memory.
+#define EACH(COUNT) _Pragma("GCC unroll 32") for (int n = 0; n < COUNT; n++)
 #define TILE(R, N) \
 static void tile_##R##_##N(long depth, const float *a, long a_row, long a_column, const float *b, long b_row, \
                            float *y, long y_row, float beta) { \
-    vf sums[R][N]; \
-    for (int i = 0; i < R; i++) for (int j = 0; j < N; j++) \
-        sums[i][j] = beta == 0 ? (vf){0} : beta * *(vf *)(y + i * y_row + j * W); \
-    for (long k = 0; k < depth; k++) { \
+    vf sums[R * N]; \
+    EACH(R * N) sums[n] = beta == 0 ? (vf){0} : beta * *(vf *)(y + n / N * y_row + n % N * W); \
+    _Pragma("GCC unroll 2") for (long k = 0; k < depth; k++) { \
         vf right[N]; \
-        for (int j = 0; j < N; j++) right[j] = *(const vf *)(b + k * b_row + j * W); \
-        for (int i = 0; i < R; i++) { \
-            float left = a[i * a_row + k * a_column]; \
-            for (int j = 0; j < N; j++) sums[i][j] += left * right[j]; \
-        } \
+        EACH(N) right[n] = *(const vf *)(b + k * b_row + n * W); \
+        EACH(R * N) sums[n] += a[n / N * a_row + k * a_column] * right[n % N]; \
     } \
-    for (int i = 0; i < R; i++) for (int j = 0; j < N; j++) *(vf *)(y + i * y_row + j * W) = sums[i][j]; \
+    EACH(R * N) *(vf *)(y + n / N * y_row + n % N * W) = sums[n]; \
 }
 TILE(8, 1) TILE(8, 2) TILE(8, 3) TILE(6, 2) TILE(4, 2) TILE(6, 4) TILE(4, 4)
 
