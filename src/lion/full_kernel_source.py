@@ -215,27 +215,31 @@ static inline void weigh_in_orders(const struct full_problem *p, const struct fu
     }
 }
 
+// Numbers from row to row of the matrix and of transposed keys: an odd number of cache lines, since rows that lie a
+// power of two apart would all take the same few places of the first cache.
+static int stride(int64_t length) { return round_up(length) | ROWS; }
+
 // In a forward pass, part i of n takes the blocks i, i + n, … of queries. No block depends on another.
 static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_t part, float *memory) {
     const int L = p->length, LP = round_up(L), D = round_up(p->depth), E = round_up(p->width), O = p->orders;
-    const int backward = p->grad.data != 0, with_sums = p->of_sums[0].data || p->of_sums[2].data;
+    const int LS = stride(L), backward = p->grad.data != 0, with_sums = p->of_sums[0].data || p->of_sums[2].data;
     const int sides = O ? 2 * O : 4, divided = p->epsilon > 0;
     const float factor = p->factor;
-    float *K = memory, *KT = K + LP * D, *V = KT + LP * D, *Q = V + LP * E, *X = Q + C * D, *dX = X + C * E;
-    float *A = dX + C * (D > E ? D : E), *Y = A + C * LP, *numbers = Y + E;
+    float *K = memory, *KT = K + LP * D, *V = KT + LS * D, *Q = V + LP * E, *X = Q + C * D, *dX = X + C * E;
+    float *A = dX + C * (D > E ? D : E), *Y = A + C * LS, *numbers = Y + E;
     struct full_work work = {LP, backward, with_sums}, *w = &work;
     w->keep = numbers, w->columns = w->keep + LP, w->of_sums = (double *)(w->columns + LP);
     w->high = w->columns + LP + 2 * sides * LP, w->low = w->high + sides * LP, w->half = w->low + sides * LP;
     w->each = w->half + O * LP, w->place = (int32_t *)(w->each + O * LP);
-    float *VT = (float *)w->place + O * LP, *dK = VT + LP * E, *dV = dK + LP * D, *dA = dV + LP * E;  // backward only
+    float *VT = (float *)w->place + O * LP, *dK = VT + LS * E, *dV = dK + LP * D, *dA = dV + LP * E;  // backward only
     float rows[2][C] __attribute__((aligned(64))), totals[C], shift[C] = {0};
     if (backward) memset(dK, 0, sizeof(float) * LP * (D + E));
     memset(w->of_sums, 0, sizeof(double) * sides * LP);
     load_rows(K, D, &p->k, b, h, 0, L, LP, p->depth, 1);
     load_rows(V, E, &p->v, b, h, 0, L, LP, p->width, 1);
-    for (int i = 0; i < LP; i += W) for (int d = 0; d < D; d += W) transpose(K + i * D + d, D, KT + d * LP + i, LP);
+    for (int i = 0; i < LP; i += W) for (int d = 0; d < D; d += W) transpose(K + i * D + d, D, KT + d * LS + i, LS);
     if (backward)
-        for (int i = 0; i < LP; i += W) for (int e = 0; e < E; e += W) transpose(V + i * E + e, E, VT + e * LP + i, LP);
+        for (int i = 0; i < LP; i += W) for (int e = 0; e < E; e += W) transpose(V + i * E + e, E, VT + e * LS + i, LS);
     sum_decays(p, w, b, h);
     for (int j = 0; j < LP; j++) w->keep[j] = 1;
     for (int t = part * C; t < L; t += p->parts * C) {
@@ -254,7 +258,7 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_
             }
         }
         load_rows(Q, D, &p->q, b, h, t, n, padded, p->depth, p->scale);
-        multiply(padded, D, LP, Q, D, 1, KT, LP, A, LP, 0);
+        multiply(padded, D, LP, Q, D, 1, KT, LS, A, LS, 0);
         if (backward) {
             load_rows(X, E, &p->grad, b, h, t, n, padded, p->width, 1);
             if (divided) for (int r = 0; r < n; r++) {
@@ -264,11 +268,11 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_
                 for (int e = 0; e < E; e += W) sum += *(vf *)(X + r * E + e) * *(vf *)(Y + e);
                 shift[r] = -total(sum);
             }
-            multiply(padded, E, LP, X, E, 1, VT, LP, dA, LP, 0);
+            multiply(padded, E, LP, X, E, 1, VT, LS, dA, LS, 0);
         }
         for (int r = 0; r < n; r++) {
             const int i = t + r;
-            float *scores = A + r * LP, *of_matrix = dA + r * LP;
+            float *scores = A + r * LS, *of_matrix = dA + r * LS;
             float given = p->diagonal == 2 ? *(float *)row(&p->given, b, h, i, 4) : 0;
             if (p->kept) {
                 const uint8_t *kept = p->kept + ((b * p->heads + h) * L + i) * L;
@@ -287,14 +291,14 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_
             }
         }
         if (!backward) {
-            multiply(padded, L, E, A, LP, 1, V, E, X, E, 0);
+            multiply(padded, L, E, A, LS, 1, V, E, X, E, 0);
             if (divided) for (int r = 0; r < n; r++) for (int e = 0; e < E; e += W) *(vf *)(X + r * E + e) /= totals[r];
             store_rows(&p->y, b, h, t, n, X, E, p->width, 1);
             continue;
         }
-        multiply(LP, n, E, A, 1, LP, X, E, dV, E, 1);
-        multiply(LP, n, D, dA, 1, LP, Q, D, dK, D, 1);
-        multiply(padded, L, D, dA, LP, 1, K, D, dX, D, 0);
+        multiply(LP, n, E, A, 1, LS, X, E, dV, E, 1);
+        multiply(LP, n, D, dA, 1, LS, Q, D, dK, D, 1);
+        multiply(padded, L, D, dA, LS, 1, K, D, dX, D, 0);
         store_rows(&p->of_q, b, h, t, n, dX, D, p->depth, p->scale);
     }
     if (!backward) return;
@@ -304,10 +308,11 @@ static void full_head(const struct full_problem *p, int64_t b, int64_t h, int64_
 }
 
 static long full_memory(const struct full_problem *p) {
-    const long LP = round_up(p->length), D = round_up(p->depth), E = round_up(p->width), O = p->orders;
-    const long forward = LP * (2 * D + E) + C * (D + E + (D > E ? D : E)) + C * LP + E + 2 * LP;
+    const long LP = round_up(p->length), LS = stride(p->length), O = p->orders;
+    const long D = round_up(p->depth), E = round_up(p->width);
+    const long forward = LP * (D + E) + LS * D + C * (D + E + (D > E ? D : E)) + C * LS + E + 2 * LP;
     const long of_weights = O ? (4 + 4 + 3) * O * LP : (8 + 8) * LP;
-    return forward + of_weights + (p->grad.data ? LP * (D + 2 * E) + C * LP : 0);
+    return forward + of_weights + (p->grad.data ? LP * (D + E) + LS * E + C * LS : 0);
 }
 
 OVER_HEADS(full, full_problem, p->parts, 1)
