@@ -51,8 +51,12 @@ def report() -> None:
     print("\nkept in", *(machine.kept() or ["no file yet"]), sep="\n  ")
 
 
-def described(least: int | None) -> str:
-    return "MKL" if least is None else f"oneDNN from {least:,} tokens"
+def described(changes: list[int]) -> str:
+    """Of the numbers of tokens that `cpu_linear.measure` found for a product."""
+    ranges = [f"{start:,} to {end - 1:,}" for start, end in zip(changes[::2], changes[1::2])]
+    if len(changes) % 2:
+        ranges.append(f"{changes[-1]:,}")
+    return f"oneDNN from {' and from '.join(ranges)} tokens" if ranges else "MKL"
 
 
 def forget() -> None:

@@ -14,6 +14,7 @@ import warm
 from src.errors import UserError
 from src.lion import cpu_crossover, cpu_kernel, cpu_linear, machine
 from src.lion.two_sided_attention import resolve_form
+from src.machine import described
 from src.training import choices
 from tests.conftest import ROOT, environment
 
@@ -94,10 +95,11 @@ def test_the_measurement_names_every_shape_and_product(monkeypatch):
     monkeypatch.setattr(cpu_linear, "SHAPES", {"square": (64, 64), "wider": (96, 64), "narrower": (64, 96)})
     found = cpu_linear.measure()
     assert set(found) == {"square", "wider", "narrower"}
-    assert all(len(x) == 3 and {*x} <= {None, *cpu_linear.TOKENS} for x in found.values())
+    assert all(len(x) == 3 for x in found.values())
+    assert all(changes == sorted({*changes} & {*cpu_linear.TOKENS}) for x in found.values() for changes in x)
 
 
-def test_onednn_is_chosen_from_where_it_is_faster_with_all_larger_numbers(monkeypatch):
+def test_onednn_is_chosen_for_the_numbers_of_tokens_with_which_it_is_faster(monkeypatch):
     now = 0.0
 
     def product(x, weight, grad, way: bool = False) -> None:
@@ -112,7 +114,23 @@ def test_onednn_is_chosen_from_where_it_is_faster_with_all_larger_numbers(monkey
     monkeypatch.setattr(cpu_linear, "_output", product)
     monkeypatch.setattr(cpu_linear, "_of_input", lambda grad, weight, way: product(grad, weight, grad, way))
     monkeypatch.setattr(cpu_linear, "_of_weight", of_weight)
-    assert cpu_linear.measure() == {shape: [512, 512, None] for shape in cpu_linear.SHAPES}
+    assert cpu_linear.measure() == {shape: [[8, 256, 512]] * 2 + [[]] for shape in cpu_linear.SHAPES}
+
+
+@pytest.mark.parametrize(
+    ("changes", "within", "words"),
+    [
+        ([], [], "MKL"),
+        ([32], [32, 300, 1024], "oneDNN from 32 tokens"),
+        ([8, 256], [8, 32], "oneDNN from 8 to 255 tokens"),
+        ([8, 256, 1024], [8, 32, 1024], "oneDNN from 8 to 255 and from 1,024 tokens"),
+        (None, [], None),  # as earlier versions kept them
+        (300, [300, 1024], None),
+    ],
+)
+def test_onednn_computes_the_numbers_of_tokens_between_changes(changes, within, words):
+    assert [tokens for tokens in (8, 32, 300, 1024) if cpu_linear._is_within(changes, tokens)] == within
+    assert words is None or described(changes) == words
 
 
 @pytest.mark.parametrize(
@@ -157,7 +175,7 @@ def test_the_form_is_chosen_by_what_was_measured(monkeypatch):
 def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
-    there = {"square": [128, 256, None], "wider": [1024] * 3, "narrower": [None] * 3}
+    there = {"square": [[128], [256, 512], []], "wider": [[1024]] * 3, "narrower": [[]] * 3}
     monkeypatch.setattr(cpu_linear, "can_choose", lambda: True)
     monkeypatch.setattr(cpu_linear, "measure", lambda: there)
     up_to = {f"full_up_to{kind}": {"training": 300, "inference": 200} for kind in cpu_crossover.KINDS}
@@ -174,7 +192,7 @@ def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch
     (run / choices.MACHINE).write_text(json.dumps({"native": True, "convolved_from": there}))
     assert choices.recall(run, "*.pt")["onednn_from"] == there
     (run / choices.MACHINE).write_text(json.dumps({"native": True}))  # as with one thread, then
-    assert choices.recall(run, "*.pt")["onednn_from"] == dict.fromkeys(there, [None] * 3)
+    assert choices.recall(run, "*.pt")["onednn_from"] == dict.fromkeys(there, [[]] * 3)
     earlier = {"square": [True, False, True], "wider": [False] * 3, "narrower": [True] * 3}
     (run / choices.MACHINE).write_text(json.dumps({"native": True, "convolutions": earlier}))
     recalled = choices.recall(run, "*.pt")

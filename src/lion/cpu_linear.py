@@ -21,7 +21,7 @@ TOKENS = (8, 32, 128, 256, 512, 1024)  # that are measured; fewer are left to MK
 # The weights that are measured; others are treated like the one with the most similar ratio of sides.
 SHAPES = {"square": (768, 768), "wider": (3072, 768), "narrower": (768, 3072)}
 MIN_WEIGHTS, MIN_PRODUCTS = 2**15, 2**22  # for smaller layers, the checks below would cost more than they save
-NEVER = dict.fromkeys(SHAPES, [None] * 3)  # what `measure` returns where MKL is always faster
+NEVER = dict.fromkeys(SHAPES, [[]] * 3)  # what `measure` returns where MKL is always faster
 TIE = 0.95  # of MKL's time: what oneDNN may take
 FEW = 128  # tokens; so many or fewer are the second operand, which oneDNN reorders in memory, instead of the weights
 
@@ -203,7 +203,15 @@ def _by_onednn(weight: Tensor, x: Tensor) -> tuple[bool, ...]:
         return False, False, False
     wider, narrower = (a > 1.5 * b for a, b in (weight.shape, weight.shape[::-1]))
     shape = "wider" if wider else "narrower" if narrower else "square"
-    return tuple(least is not None and tokens >= least for least in machine.choice("onednn_from", measure)[shape])
+    return tuple(_is_within(changes, tokens) for changes in machine.choice("onednn_from", measure)[shape])
+
+
+def _is_within(changes: list[int] | int | None, tokens: int) -> bool:
+    """Whether oneDNN computes so many tokens: `changes` as of `measure`, or as earlier versions kept them with a run,
+    one number or None."""
+    if not isinstance(changes, list):
+        return changes is not None and tokens >= changes
+    return sum(change <= tokens for change in changes) % 2 > 0
 
 
 def can_choose() -> bool:
@@ -213,9 +221,9 @@ def can_choose() -> bool:
 
 
 def measure() -> dict[str, list[int | None]]:
-    """Time both ways of each product of some numbers of TOKENS, in turns; takes three to five seconds. Return, for each
-    of SHAPES and for the output and the gradients of input and weight, the number of tokens from which on oneDNN is
-    faster by more than a tie; None: it never is."""
+    """Time both ways of each product of some numbers of TOKENS, in turns; takes three to six seconds. Return, for each
+    of SHAPES and for the output and the gradients of input and weight, numbers of tokens: oneDNN is faster, by more than
+    a tie, from the first to below the second, from the third to below the fourth, and so on."""
     seconds = collections.defaultdict(lambda: ([], []))
     products = {
         "output": lambda x, weight, grad, way: _output(x, weight, None, way),
@@ -223,7 +231,7 @@ def measure() -> dict[str, list[int | None]]:
         "weight": lambda x, weight, grad, way: _of_weight(grad, x, way),
     }
     places = _places()
-    for number, tokens, (shape, (E, D)) in itertools.product(range(4), TOKENS, SHAPES.items()):
+    for number, tokens, (shape, (E, D)) in itertools.product(range(6), TOKENS, SHAPES.items()):
         for (name, product), way in itertools.product(products.items(), (number % 2 > 0, number % 2 == 0)):
             operands = [
                 next(places)[: rows * columns].view(rows, columns)
@@ -234,14 +242,14 @@ def measure() -> dict[str, list[int | None]]:
             seconds[shape, name, tokens][way].append(time.perf_counter() - start)
     found = {}
     for shape, name in itertools.product(SHAPES, products):
-        least = None
-        for tokens in reversed(TOKENS):
+        faster, changes = False, []
+        for tokens in TOKENS:
             # Not of the fastest: MKL's time varies by a quarter from one place in memory to the next, oneDNN's hardly.
             ratios = (onednn / mkl for mkl, onednn in zip(*seconds[shape, name, tokens]))
-            if statistics.median(ratios) >= TIE:
-                break
-            least = tokens
-        found.setdefault(shape, []).append(least)
+            if (statistics.median(ratios) < TIE) != faster:
+                faster = not faster
+                changes.append(tokens)
+        found.setdefault(shape, []).append(changes)
     return found
 
 

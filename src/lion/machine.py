@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-METHOD = 3  # raised when something is measured in another way, so that what was found before is not used
+METHOD = 4  # raised when something is measured in another way, so that what was found before is not used
 _adopted: dict[str, Any] = {}  # the choices of the run that this process resumes
 _measuring = threading.RLock()  # threads would disturb each other, and could take different choices
 if hasattr(os, "register_at_fork"):  # no thread of the parent would release it
