@@ -73,6 +73,19 @@ def test_a_state_dict_alone_gives_timms_logits(kind, tmp_path, caplog):
         check_logits(read, model)
 
 
+def test_a_checkpoint_of_timms_training_gives_its_averages_if_there_are_any(tmp_path):
+    torch.manual_seed(0)
+    model, averages = MODELS["deit"](1).eval(), MODELS["deit"](1).eval()
+    for tensor in (*model.parameters(), *averages.parameters()):
+        torch.nn.init.normal_(tensor, std=0.2)
+    saved = {"epoch": 3, "arch": "vit_small_patch8_32", "args": argparse.Namespace(lr=1.0), "metric": 71.5}
+    saved["state_dict"] = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save(saved, tmp_path / "last.pth.tar")
+    check_logits(read_checkpoint(tmp_path / "last.pth.tar"), model)
+    torch.save(saved | {"state_dict_ema": averages.state_dict()}, tmp_path / "last.pth.tar")
+    check_logits(read_checkpoint(tmp_path / "last.pth.tar"), averages)
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A folder that timm wrote, and its model."""

@@ -34,7 +34,7 @@ from src.checkpoints.image_adapters import (
 from src.checkpoints.processors import processor_settings, read_processor
 from src.checkpoints.remote import WEIGHTS, fetch
 from src.checkpoints.safe_load import load_safely
-from src.checkpoints.timm_models import PATCHES, timm_processor, timm_settings
+from src.checkpoints.timm_models import PATCHES, timm_processor, timm_settings, weights_of_timm
 from src.cli import log
 from src.errors import UserError, first_line, some
 from src.files import looks_like_path
@@ -161,13 +161,13 @@ def read_pretrained(name: str, key: str, reads: str = "texts") -> Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint of main.py, glue.py or vision.py, one of the paper's authors or DeiT's scripts, or a state dict
-    of timm's ViTs. Raises UserError for others."""
+    """Read a checkpoint of main.py, glue.py or vision.py, one of the paper's authors or DeiT's scripts, or one of timm's
+    ViTs. Raises UserError for others."""
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     loaded = load_safely(path)
-    if isinstance(loaded, dict) and PATCHES in loaded:
-        return _from_timm(path, loaded)
+    if isinstance(loaded, dict) and (weights := weights_of_timm(loaded)):
+        return _from_timm(path, weights)
     if isinstance(loaded, dict) and "state" not in loaded and isinstance(loaded.get("model"), dict):
         given = vars(loaded["args"]) if isinstance(loaded.get("args"), Namespace) else {}
         return _from_scripts(path, loaded["model"], settings_from_shapes(loaded["model"], given, str(path)))

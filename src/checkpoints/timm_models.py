@@ -14,6 +14,18 @@ FAMILIES = ("vit_", "deit_", "deit3_", "flexivit_")  # how names of architecture
 INTERPOLATIONS = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}
 UNSEEN = ("act_layer", "norm_layer", "pool_include_prefix")  # arguments that change results and no tensor's name
 
+SAVED = ("state_dict_ema", "state_dict")  # by timm's train.py; it validates the averages, if there are any
+
+
+def weights_of_timm(loaded: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the state dict of a ViT from a file of timm, which may be all of it, or nothing."""
+    for state in (loaded, *(loaded.get(part) for part in SAVED)):
+        if isinstance(state, Mapping):
+            plain = {str(name).removeprefix("module."): tensor for name, tensor in state.items()}
+            if PATCHES in plain:
+                return plain
+    return {}
+
 
 def timm_settings(state: Mapping[str, Tensor], config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return a model's settings as `config_from_release` takes them. `config`: of config.json, or empty. Raises
