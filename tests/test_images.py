@@ -1,5 +1,6 @@
 """Sources of labelled images: each kind, odd pictures, and files that are broken or hostile."""
 
+import errno
 import gzip
 import io
 import json
@@ -85,6 +86,21 @@ def test_linked_folders_are_read_once(tmp_path):
     (tmp_path / "elsewhere" / "circle").symlink_to(tmp_path / "train" / "cat")
     (tmp_path / "train" / "cat" / "again").symlink_to(tmp_path / "elsewhere")
     check(open_images(str(tmp_path), "train"), ["cat", "dog"])
+
+
+def test_a_folder_that_cannot_be_listed_ends_the_command(tmp_path, monkeypatch):
+    write_folder(tmp_path / "train")
+    (locked := tmp_path / "train" / "dog" / "locked").mkdir()
+    listing = os.scandir
+
+    def forbid(path):  # since tests may run as root, who may list everything
+        if str(path) == str(locked):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listing(path)
+
+    monkeypatch.setattr(os, "scandir", forbid)
+    with pytest.raises(UserError, match=r"dog/locked cannot be listed \(Permission denied\); change its permissions"):
+        open_images(str(tmp_path), "train")
 
 
 @pytest.mark.parametrize("names", [["cat", "dog"], None])

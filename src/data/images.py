@@ -260,15 +260,20 @@ def _is_hidden(name: str) -> bool:
 
 def _walk(top: Path) -> Iterator[tuple[str, list[str]]]:
     """Return each folder from the top down, and its files. Links to folders are followed, as by torchvision, but none
-    twice, since they can form a circle."""
+    twice, since they can form a circle. Raises UserError for a folder that cannot be listed, whose images would
+    otherwise be missing without a word."""
     seen = set()
-    for at, folders, files in os.walk(top, followlinks=True):  # pathlib would take minutes for a million files
+    for at, folders, files in os.walk(top, onerror=_unreadable, followlinks=True):  # pathlib would take minutes for a million files
         folders[:] = sorted(name for name in folders if not _is_hidden(name))
         if (place := os.path.realpath(at)) in seen:
             folders.clear()
             continue
         seen.add(place)
         yield at, [name for name in files if not _is_hidden(name)]
+
+
+def _unreadable(error: OSError) -> None:
+    raise UserError(f"{error.filename} cannot be listed ({error.strerror}); change its permissions, or move it away")
 
 
 def _suffix(file: str) -> str:
