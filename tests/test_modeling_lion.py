@@ -918,6 +918,8 @@ def test_the_arguments_of_a_call_have_names_and_an_order(kind, targets, last):
         model(**inputs, nonsense=1)
     with pytest.raises(TypeError, match="input_ids"):
         model(inputs["input_ids"], **inputs)
+    with pytest.raises(TypeError, match="takes"):
+        model(*[None] * len(names))
 
 
 def test_transformers_finds_the_labels_of_every_model():

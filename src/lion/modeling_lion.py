@@ -463,6 +463,8 @@ def _head_forward(method: Callable[..., ModelOutput]) -> Callable[..., ModelOutp
 
     @functools.wraps(method)
     def forward(self, *args, **kwargs):
+        if len(args) > len(names):
+            raise TypeError(f"forward() takes at most {len(names)} inputs ({len(args)} given)")
         given = dict(**dict(zip(names, args)), **kwargs)
         head_inputs = {name: given.pop(name, None) for name in of_head}
         return_dict = given.pop("return_dict", None)
