@@ -55,8 +55,8 @@ def described(changes: list[int]) -> str:
     """Of the numbers of tokens that `cpu_linear.measure` found for a product."""
     ranges = [f"{start:,} to {end - 1:,}" for start, end in zip(changes[::2], changes[1::2])]
     if len(changes) % 2:
-        ranges.append(f"{changes[-1]:,}")
-    return f"oneDNN from {' and from '.join(ranges)} tokens" if ranges else "MKL"
+        ranges.append(f"from {changes[-1]:,}")
+    return f"oneDNN: {', '.join(ranges)} tokens" if ranges else "MKL"
 
 
 def forget() -> None:

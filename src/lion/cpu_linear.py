@@ -220,10 +220,10 @@ def can_choose() -> bool:
     return has_onednn and torch.backends.mkl.is_available()
 
 
-def measure() -> dict[str, list[int | None]]:
+def measure() -> dict[str, list[list[int]]]:
     """Time both ways of each product of some numbers of TOKENS, in turns; takes three to six seconds. Return, for each
-    of SHAPES and for the output and the gradients of input and weight, numbers of tokens: oneDNN is faster, by more than
-    a tie, from the first to below the second, from the third to below the fourth, and so on."""
+    of SHAPES and for the output and the gradients of input and weight, numbers of tokens: oneDNN is faster from the
+    first to below the second, from the third to below the fourth, and so on."""
     seconds = collections.defaultdict(lambda: ([], []))
     products = {
         "output": lambda x, weight, grad, way: _output(x, weight, None, way),
@@ -246,7 +246,7 @@ def measure() -> dict[str, list[int | None]]:
         for tokens in TOKENS:
             # Not of the fastest: MKL's time varies by a quarter from one place in memory to the next, oneDNN's hardly.
             ratios = (onednn / mkl for mkl, onednn in zip(*seconds[shape, name, tokens]))
-            if (statistics.median(ratios) < TIE) != faster:
+            if (statistics.median(ratios) < (1 if faster else TIE)) != faster:  # a tie changes nothing
                 faster = not faster
                 changes.append(tokens)
         found.setdefault(shape, []).append(changes)
