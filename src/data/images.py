@@ -263,7 +263,8 @@ def _walk(top: Path) -> Iterator[tuple[str, list[str]]]:
     twice, since they can form a circle. Raises UserError for a folder that cannot be listed, whose images would
     otherwise be missing without a word."""
     seen = set()
-    for at, folders, files in os.walk(top, onerror=_unreadable, followlinks=True):  # pathlib would take minutes for a million files
+    walked = os.walk(top, onerror=_unreadable, followlinks=True)  # pathlib would take minutes for a million files
+    for at, folders, files in walked:
         folders[:] = sorted(name for name in folders if not _is_hidden(name))
         if (place := os.path.realpath(at)) in seen:
             folders.clear()
