@@ -161,8 +161,8 @@ def read_pretrained(name: str, key: str, reads: str = "texts") -> Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint of main.py, glue.py or vision.py, one of the paper's authors or DeiT's scripts, or one of timm's
-    ViTs. Raises UserError for others."""
+    """Read a checkpoint of main.py, glue.py or vision.py, or of the paper's authors, DeiT's scripts or timm's ViTs.
+    Raises UserError for others."""
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     loaded = load_safely(path)
