@@ -50,7 +50,7 @@ def test_the_positive_map_is_a_shifted_and_normalized_silu(dtype, accuracy):
 @pytest.fixture
 def by_onednn(monkeypatch, two_threads):
     """The arguments of each product by oneDNN, on a machine where it is faster from 1,024 tokens on."""
-    monkeypatch.setattr(machine, "_adopted", {"onednn_from": dict.fromkeys(cpu_linear.SHAPES, [1024] * 3)})
+    monkeypatch.setattr(machine, "_adopted", {"onednn_from": dict.fromkeys(cpu_linear.SHAPES, [[1024]] * 3)})
     calls, multiply = [], cpu_linear._multiply
     monkeypatch.setattr(cpu_linear, "_multiply", lambda *args: calls.append(args) or multiply(*args))
     return calls
@@ -107,8 +107,8 @@ def test_parts_of_a_layer_have_its_outputs_and_gradients(shape, by_onednn):
 @pytest.mark.parametrize("tokens", [8, cpu_linear.FEW, cpu_linear.FEW + 1])
 @pytest.mark.parametrize("faster", ["output", "input", "weight"])
 def test_each_product_is_chosen_by_itself(faster, tokens, by_onednn, monkeypatch):
-    least = [8 if name == faster else None for name in ("output", "input", "weight")]
-    monkeypatch.setattr(machine, "_adopted", {"onednn_from": {"wider": least, "square": [None] * 3}})
+    changes = [[8] if name == faster else [] for name in ("output", "input", "weight")]
+    monkeypatch.setattr(machine, "_adopted", {"onednn_from": {"wider": changes, "square": [[]] * 3}})
     for dense in (layer(outputs=1600), layer()):
         x, grad = torch.randn(tokens, 768, requires_grad=True), torch.randn(tokens, len(dense.weight))
         leaves = [x, *dense.parameters()]
@@ -174,7 +174,7 @@ def test_gradients_can_be_batched_and_counted(by_onednn):
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_unusual_parameters_are_left_to_torch(change, tokens, by_onednn, monkeypatch):
-    monkeypatch.setattr(machine, "_adopted", {"onednn_from": dict.fromkeys(cpu_linear.SHAPES, [8] * 3)})
+    monkeypatch.setattr(machine, "_adopted", {"onednn_from": dict.fromkeys(cpu_linear.SHAPES, [[8]] * 3)})
     dense, x = layer(), torch.randn(tokens, 768)
     change(dense)
 
@@ -228,7 +228,7 @@ def test_a_hooked_layer_is_called_for_its_parts():
 
 @pytest.mark.parametrize("tokens", [100, 2048])
 def test_repeated_runs_give_the_same_bits(tokens, two_threads, monkeypatch):
-    monkeypatch.setattr(machine, "_adopted", {"onednn_from": dict.fromkeys(cpu_linear.SHAPES, [8] * 3)})
+    monkeypatch.setattr(machine, "_adopted", {"onednn_from": dict.fromkeys(cpu_linear.SHAPES, [[8]] * 3)})
     dense, x = layer(), torch.randn(tokens, 768, requires_grad=True)
     parameters = [x, *dense.parameters()]
     runs = [[y := linear(dense, x), *torch.autograd.grad(y.square().sum(), parameters)] for _ in range(3)]

@@ -124,13 +124,11 @@ def test_onednn_is_chosen_for_the_numbers_of_tokens_with_which_it_is_faster(monk
         ([32], [32, 300, 1024], "oneDNN: from 32 tokens"),
         ([8, 256], [8, 32], "oneDNN: 8 to 255 tokens"),
         ([8, 256, 1024], [8, 32, 1024], "oneDNN: 8 to 255, from 1,024 tokens"),
-        (None, [], None),  # as earlier versions kept them
-        (300, [300, 1024], None),
     ],
 )
 def test_onednn_computes_the_numbers_of_tokens_between_changes(changes, within, words):
     assert [tokens for tokens in (8, 32, 300, 1024) if cpu_linear._is_within(changes, tokens)] == within
-    assert words is None or described(changes) == words
+    assert described(changes) == words
 
 
 @pytest.mark.parametrize(
@@ -192,15 +190,21 @@ def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch
     numbers = {"square": [128, 256, None], "wider": [1024] * 3, "narrower": [None] * 3}  # as earlier versions wrote
     for name in ("convolved_from", "onednn_from"):
         (run / choices.MACHINE).write_text(json.dumps({"native": True, name: numbers}))
-        assert choices.recall(run, "*.pt")["onednn_from"] == numbers
+        converted = {"square": [[128], [256], []], "wider": [[1024]] * 3, "narrower": [[]] * 3}
+        assert choices.recall(run, "*.pt")["onednn_from"] == converted
     (run / choices.MACHINE).write_text(json.dumps({"native": True}))  # as with one thread, then
     assert choices.recall(run, "*.pt")["onednn_from"] == dict.fromkeys(there, [[]] * 3)
     earlier = {"square": [True, False, True], "wider": [False] * 3, "narrower": [True] * 3}
     (run / choices.MACHINE).write_text(json.dumps({"native": True, "convolutions": earlier}))
     recalled = choices.recall(run, "*.pt")
-    assert recalled["onednn_from"]["square"] == [1024, None, 1024]
+    assert recalled["onednn_from"]["square"] == [[1024], [], [1024]]
     assert all(recalled[name] == {"training": 192, "inference": 192} for name in up_to)
-    for damaged in ("{", '{"native": true, "full_up_to": null}', '{"native": true, "full_up_to": {"training": 300}}'):
+    for damaged in (
+        "{",
+        '{"native": true, "onednn_from": {"square": ["x"]}}',
+        '{"native": true, "full_up_to": null}',
+        '{"native": true, "full_up_to": {"training": 300}}',
+    ):
         (run / choices.MACHINE).write_text(damaged)
         with pytest.raises(UserError, match=r"machine\.json is corrupt; delete it"):
             choices.recall(run, "*.pt")

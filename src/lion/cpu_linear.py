@@ -206,11 +206,8 @@ def _by_onednn(weight: Tensor, x: Tensor) -> tuple[bool, ...]:
     return tuple(_is_within(changes, tokens) for changes in machine.choice("onednn_from", measure)[shape])
 
 
-def _is_within(changes: list[int] | int | None, tokens: int) -> bool:
-    """Whether oneDNN computes so many tokens: `changes` as of `measure`, or as earlier versions kept them with a run,
-    one number or None."""
-    if not isinstance(changes, list):
-        return changes is not None and tokens >= changes
+def _is_within(changes: list[int], tokens: int) -> bool:
+    """Whether oneDNN computes so many tokens; `changes` as of `measure`."""
     return sum(change <= tokens for change in changes) % 2 > 0
 
 

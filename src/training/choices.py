@@ -13,6 +13,11 @@ from src.lion import cpu_crossover, cpu_kernel, cpu_linear, machine
 MACHINE = "machine.json"
 
 
+def _changes(kept: list[int] | int | None) -> list[int]:
+    """As of `cpu_linear.measure`; earlier versions kept the number from which on oneDNN was used, or null."""
+    return kept if isinstance(kept, list) else [] if kept is None else [int(kept)]
+
+
 def recall(folder: Path, results: str) -> dict:
     """Compute as the run in this folder does, or, if it is new, as is fastest here, and return the choices. A run that
     already has `results`, a pattern of files, but no choices was started before there were any. Raises UserError."""
@@ -24,10 +29,11 @@ def recall(folder: Path, results: str) -> dict:
             raise ValueError
         if "convolutions" in choices:  # a key of the first version: booleans, True from 1,024 tokens on
             of_shapes = choices.pop("convolutions").items()
-            choices["onednn_from"] = {shape: [1024 if one else None for one in each] for shape, each in of_shapes}
+            choices["onednn_from"] = {shape: [[1024] if one else [] for one in each] for shape, each in of_shapes}
         if "convolved_from" in choices:  # a key of the second, which called another function of oneDNN
             choices["onednn_from"] = choices.pop("convolved_from")
-        choices.setdefault("onednn_from", cpu_linear.NEVER)  # both omitted it with one thread
+        found = choices.get("onednn_from", cpu_linear.NEVER).items()  # both omitted it with one thread
+        choices["onednn_from"] = {shape: [_changes(each) for each in products] for shape, products in found}
         plain = choices.setdefault("full_up_to", {"inference": 192, "training": 192})  # which was fixed once
         for kind in cpu_crossover.KINDS:
             up_to = choices.setdefault(f"full_up_to{kind}", plain)  # which all kinds shared once
@@ -35,7 +41,7 @@ def recall(folder: Path, results: str) -> dict:
                 raise ValueError
     except FileNotFoundError:
         if next(folder.glob(results), None) is not None:
-            choices = {"native": False, "onednn_from": dict.fromkeys(cpu_linear.SHAPES, [1024] * 3)}
+            choices = {"native": False, "onednn_from": dict.fromkeys(cpu_linear.SHAPES, [[1024]] * 3)}
         else:
             choices = {"native": cpu_kernel.is_available()}
             if choices["native"]:
