@@ -13,7 +13,6 @@ PATCHES = "patch_embed.proj.weight"  # a tensor of every ViT of timm
 FAMILIES = ("vit_", "deit_", "deit3_", "flexivit_")  # how names of architectures start that may be plain ViTs
 INTERPOLATIONS = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}
 UNSEEN = ("act_layer", "norm_layer", "pool_include_prefix")  # arguments that change results and no tensor's name
-
 SAVED = ("state_dict_ema", "state_dict")  # by timm's train.py; it validates the averages, if there are any
 
 
