@@ -10,7 +10,8 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -135,6 +136,34 @@ def quick_proofs() -> None:
     """Let folders be tried outside the repository in processes that start at once."""
     if folder := sys.modules.get("src.publish.folder"):
         folder.subprocess = plain
+
+
+@pytest.fixture(autouse=True)
+def machine_of_its_own() -> Iterator[None]:
+    """Let no test compute as a run of another one adopted."""
+    from src.lion import machine
+
+    machine.adopt({})
+    yield
+    machine.adopt({})
+
+
+@pytest.fixture(autouse=True)
+def workers_of_its_own(monkeypatch) -> Iterator[None]:
+    """End the workers of a test's loaders with it: garbage collection, if an error's traceback leads to them, would
+    close their queues first, and then wait five seconds for each."""
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as Reading
+
+    started, initialize = [], Reading.__init__
+
+    def record(reading, loader) -> None:
+        started.append(weakref.ref(reading))
+        initialize(reading, loader)
+
+    monkeypatch.setattr(Reading, "__init__", record)
+    yield
+    for reading in filter(None, (reference() for reference in started)):
+        reading._shutdown_workers()
 
 
 @pytest.fixture(scope="session")

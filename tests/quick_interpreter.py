@@ -17,6 +17,8 @@ def install() -> None:
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
     # It takes a dozen operations for each sum of integers, and only debug mode reads the result.
     semantic.binary_op_sanitize_overflow_impl = lambda *arguments: None
+    semantic.cast = _cast_where_types_differ(semantic.cast)
+    semantic.broadcast_impl_value = _broadcast_where_shapes_differ(semantic.broadcast_impl_value)
     core.block_type.__init__ = _initialized_alike(core.block_type.__init__)
     core.tensor.__init__ = _new_tensor
 
@@ -51,15 +53,33 @@ def _remembered(find: Callable) -> Callable:
     return get_np_dtype
 
 
+def _cast_where_types_differ(cast: Callable) -> Callable:
+    """`cast` builds a type to find that the tensor has it, as nearly all have."""
+
+    def cast_if_needed(x, kind, *arguments):
+        if x.dtype.name == kind.scalar.name and (x.type.is_block() or not kind.is_block()):
+            return x
+        return cast(x, kind, *arguments)
+
+    return cast_if_needed
+
+
+def _broadcast_where_shapes_differ(broadcast: Callable) -> Callable:
+    """`broadcast_impl_value` compares size by size."""
+    return lambda x, y, builder: (x, y) if x.shape is y.shape else broadcast(x, y, builder)
+
+
 def _initialized_alike(initialize: Callable) -> Callable:
     """`block_type.__init__`: types of the same element and shape have the same attributes."""
     known: dict[tuple, dict] = {}
+    shapes: dict[tuple, core.tuple] = {}
 
     def __init__(self, element_ty, shape):
         key = element_ty.name, tuple(getattr(size, "value", size) for size in shape)
         if key not in known:
             initialize(self, element_ty, shape)
-            known[key] = {**vars(self), "shape_of_tensors": core.tuple([core.constexpr(s) for s in self.shape])}
+            shape = shapes.setdefault(key[1], core.tuple([core.constexpr(size) for size in self.shape]))
+            known[key] = {**vars(self), "shape_of_tensors": shape}
         self.__dict__.update(known[key], element_ty=element_ty)
 
     return __init__

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import plain
 import pytest
 import torch
 import warm
@@ -595,7 +596,7 @@ step.start()
 step.join()
 print(step.exitcode)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = plain.run([sys.executable, "-c", program], cwd=ROOT, env=environment(HF_HUB_OFFLINE="1"))
     assert done.stdout.split() == ["0"], done.stderr
 
 

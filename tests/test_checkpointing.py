@@ -122,7 +122,8 @@ def test_a_run_that_ends_in_an_evaluation_is_saved_and_repeats_it(signum, save_i
     folder = tmp_path / "ended" / "run"
     assert [path.name for path in checkpointing.checkpoints(folder)] == ["ep3-ba20-rank0.pt"]
     assert not [line for line in lines(folder) if "eval" in line]
-    main.main([str(config)])
+    status, output = warm.run("main.py", config, output=tmp_path / "output")
+    assert status == 0, output
     assert_same_run(tmp_path / "whole" / "run", folder)
     assert [line["step"] for line in lines(folder) if "eval" in line] == [20, 40]
     if exports:

@@ -375,7 +375,7 @@ for dtype in (torch.bfloat16, torch.float16):
 
 @pytest.mark.parametrize("mixer", [*MIXERS, "options"])
 def test_every_auto_class_and_precision_loads_the_folder_and_what_it_saves_loads_again(made, mixer, tmp_path):
-    all_of_them = mixer in ("lion-s", "hydra", "options")  # for the others, two heads: these do not depend on the mixer
+    all_of_them = mixer in ("lion-s", "options")  # for the others, two heads: these do not depend on the mixer
     classes = AUTO_CLASSES if all_of_them else AUTO_CLASSES[:3]
     program = f"CLASSES = {classes}\n{USE}"
     lines = [line.split() for line in outside(program, made(mixer)[1], tmp_path).splitlines()]
