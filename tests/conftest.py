@@ -162,8 +162,9 @@ def workers_of_its_own(monkeypatch) -> Iterator[None]:
 
     monkeypatch.setattr(Reading, "__init__", record)
     yield
-    for reading in filter(None, (reference() for reference in started)):
-        reading._shutdown_workers()
+    for reference in started:
+        if (reading := reference()) is not None:
+            reading._shutdown_workers()
 
 
 @pytest.fixture(scope="session")
