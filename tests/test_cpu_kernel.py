@@ -3,12 +3,11 @@ what happens where it cannot be compiled."""
 
 import itertools
 import os
-import sys
 
 import pytest
 import torch
 
-from src.lion import cpu_kernel, linear_attention, machine, two_sided_attention
+from src.lion import cpu, cpu_kernel, linear_attention, machine, two_sided_attention
 from src.lion.cpu import draw_kept
 from src.lion.linear_attention import definition, signed_sums
 from src.lion.linear_attention_forms import cumulative_log_decay
@@ -194,9 +193,8 @@ def test_sums_of_decays_and_their_gradients(shape, kernel_used, kernel, runs, mo
 def test_dropout_keeps_the_same_entries_with_and_without_the_kernel(decay, kernel, runs, monkeypatch):
     (q, k, v, log_decay), mask = draw(decay, 70, mask="right")
     kept = draw_kept((2, 3, 70, 70), 0.25, q.device)
-    operator = sys.modules["src.lion.two_sided_attention"]
-    monkeypatch.setattr(operator, "draw_kept", lambda *_: kept)
-    monkeypatch.setattr(operator, "dropout", lambda x, _: x * kept[0] * kept[1])
+    monkeypatch.setattr(cpu, "draw_kept", lambda *_: kept)
+    monkeypatch.setattr(cpu, "dropout", lambda x, _: x * kept[0] * kept[1])
     runs.clear()
     expected = outputs_and_gradients(linear_attention, [q, k, v, log_decay], mask=mask, dropout_p=0.25)
     assert not runs  # float64

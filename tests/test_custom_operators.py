@@ -44,7 +44,7 @@ def test_the_results_of_both_forms_on_a_cpu_are_as_announced(dtype, layout, in_c
     if in_c and not cpu_kernel.is_available():
         pytest.skip("needs a C compiler")
     if not in_c:
-        monkeypatch.setattr(forms, "covers", lambda v: False)
+        monkeypatch.setattr(cpu_kernel, "covers", lambda v: False)
     q, k, v, grad = (in_layout(torch.randn(B, H, L, D).to(dtype), layout) for _ in range(4))
     exclusive, inclusive = cumulative_log_decay(-torch.rand(B, H, L), L)
     sums = torch.stack([exclusive, -inclusive], -1)

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .cpu import dropout
-from .cpu_kernel import ChannelCalls, covers, empty_rows
+from . import cpu, cpu_kernel
 from .custom_operators import no_autocast, once_differentiable
 from .linear_attention_forms import EPSILON, LOG_ZERO_OF_FACTOR, clamped_exp, sequence_starts
 from .two_sided_attention import SegmentStates, zero_masked
@@ -66,7 +65,7 @@ def attend_by_channel(
         k = zero_masked(k, mask)
         if (groups := v.shape[1] // q.shape[1]) > 1:
             q, k = (x.repeat_interleave(groups, 1) for x in (q, k))
-        if form in ("full", "chunkwise") and not dropout_p and covers(v):
+        if form in ("full", "chunkwise") and not dropout_p and cpu_kernel.covers(v):
             q, k = (x if x.dtype == v.dtype else x.to(wide) for x in (q, k))
             return _in_kernel(q, k, v, log_decay, log_decay_future, left_state, right_state, seq_idx, scale, causal)
         q, k, v = scale * q.to(wide), k.to(wide), v.to(wide)
@@ -178,7 +177,7 @@ def _chunkwise(
     decays = [x for x in _of_tokens(log_decay, log_decay_future, L, seq_idx, causal) if x is not None]
     q, k, v, *decays = (F.pad(x, (0, 0, 0, N * C - L)).unflatten(2, (N, C)) for x in (q, k, v, *decays))
     matrix, directions = _matrix(q, k, [x.to(q.dtype).exp() for x in decays])  # from (B, H, N, C, D)
-    y = dropout(matrix, dropout_p) @ v
+    y = cpu.dropout(matrix, dropout_p) @ v
     for of_chunks, state, order in zip(directions, (left_state, right_state), (1, -1)):
         if N > 1 or state is not None:
             own = (k * of_chunks.leave).mT @ v
@@ -266,7 +265,7 @@ class _InKernel(torch.autograd.Function):
     def forward(ctx, *given) -> Tensor:
         tensors, ctx.options = given[:7], given[7:]
         ctx.save_for_backward(*tensors)
-        y = empty_rows(tensors[2])
+        y = cpu_kernel.empty_rows(tensors[2])
         for number, direction in enumerate(_directions(*tensors, *ctx.options)):
             direction.forward(y, add=number > 0)
         return y
@@ -276,7 +275,7 @@ class _InKernel(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad
         *inputs, log_decay, _, _, _ = tensors
-        grads: list[Tensor | None] = [*map(empty_rows, inputs), None, None, None, None]
+        grads: list[Tensor | None] = [*map(cpu_kernel.empty_rows, inputs), None, None, None, None]
         B, _, L, _ = inputs[0].shape
         for number, direction in enumerate(_directions(*tensors, *ctx.options)):
             place = 3 if tensors[4] is None else 3 + number  # of the decays, which both directions may share
@@ -299,9 +298,9 @@ class _InKernel(torch.autograd.Function):
 
 def _directions(
     q, k, v, log_decay, log_decay_future, left_state, right_state, scale: float, causal: bool
-) -> Iterator[ChannelCalls]:
+) -> Iterator[cpu_kernel.ChannelCalls]:
     """The recurrence of past keys, with the diagonal, and that of future ones."""
     decays = log_decay, log_decay if log_decay_future is None else log_decay_future
     for direction, decay, state in list(zip((1, -1), decays, (left_state, right_state)))[: 1 if causal else 2]:
         per_token = decay if decay.ndim == 4 else decay[None, :, None].expand(1, -1, q.shape[2], -1)
-        yield ChannelCalls(q, k, v, per_token, state, direction, direction > 0, scale, LOG_ZERO_OF_FACTOR)
+        yield cpu_kernel.ChannelCalls(q, k, v, per_token, state, direction, direction > 0, scale, LOG_ZERO_OF_FACTOR)

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from . import linear_attention_native as native
 from . import machine
 from .cpu_kernel import signed_sums, version
 from .linear_attention_forms import DIRECTIONS, EPSILON, LOG_ZERO, chunkwise, divided, full, with_ones
-from .linear_attention_native import chunkwise_backward, full_backward
 
 # Those that are measured. Texts of up to the first take the full form, and longer ones than the last never.
 LENGTHS = (128, 192, 256, 320, 384, 512, 768, 1024)
@@ -96,14 +96,14 @@ def _training(length: int, kind: str) -> tuple[Callable, Callable]:
 
     def train_in_full() -> None:
         in_full()
-        full_backward(grad, q, k, v, *operands, with_sums=True, rows=() if kind == PLAIN else (v, row_sums))
+        native.full_backward(grad, q, k, v, *operands, with_sums=True, rows=() if kind == PLAIN else (v, row_sums))
 
     def train_in_chunks() -> None:
         in_chunks()
         of_y = grad  # what autograd computes of the division
         if kind != PLAIN:
             of_y = torch.cat([grad / row_sums[..., None], (grad * v).sum(-1, keepdim=True)], -1)
-        chunkwise_backward(of_y, q, k, wide, sums, None, None, order, *options, DIRECTIONS, True)
+        native.chunkwise_backward(of_y, q, k, wide, sums, None, None, order, *options, DIRECTIONS, True)
 
     return train_in_full, train_in_chunks
 

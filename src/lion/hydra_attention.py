@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import linear_attention_triton
 from .custom_operators import no_autocast
 from .linear_attention import is_fused, one_per_head
 from .linear_attention_forms import cumulative_log_decay
-from .linear_attention_triton import fused_linear_attention
 from .two_sided_attention import (
     Triangle,
     add_states,
@@ -65,7 +65,7 @@ def hydra_attention(
     size = 0 if resolve_form(form, v, True, fused=True) == "full" else chunk_size
     with no_autocast(v):
         of_past, of_future = (
-            fused_linear_attention(
+            linear_attention_triton.fused_linear_attention(
                 one_per_head(q, heads), one_per_head(k, heads), v, log_decay, mask, seq_idx, 1.0, size, 0.0, keys=keys,
                 log_weight=log_weight,
             )

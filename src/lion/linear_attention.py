@@ -24,12 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import cpu_kernel
-from .channel_decay import attend_by_channel, matrix_by_channel, segment_states_by_channel
-from .cpu_crossover import NORMALIZED, PLAIN
+from . import channel_decay, cpu_crossover, cpu_kernel, linear_attention_triton
 from .custom_operators import no_autocast, once_differentiable
 from .linear_attention_forms import EPSILON, LOG_ZERO, cumulative_log_decay, divided, with_ones, write_state
-from .linear_attention_triton import covers, fused_linear_attention
 from .two_sided_attention import (
     FULL_UP_TO,  # noqa: F401
     SegmentStates,
@@ -118,7 +115,7 @@ def linear_attention(
         q, k, v = q.float(), k.float(), v.float()
     form = resolve_form(
         form, v, has_decays, dropout_p, fused, both_in_kernel=not by_channel, one_sided=causal,
-        kind=NORMALIZED if normalize else PLAIN,
+        kind=cpu_crossover.NORMALIZED if normalize else cpu_crossover.PLAIN,
     )  # fmt: skip
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     states = {"left_state": left_state, "right_state": right_state}
@@ -135,7 +132,7 @@ def linear_attention(
         v = with_ones(v)
     with no_autocast(q):
         if by_channel:
-            y = attend_by_channel(q, k, v, log_decay, log_decay_future, causal=causal, **given)
+            y = channel_decay.attend_by_channel(q, k, v, log_decay, log_decay_future, causal=causal, **given)
         else:  # if decays are separate, sums of keys and queries; torch.compile refuses one tensor in both places
             plain = form == "full" and q.shape[1] == v.shape[1] and seq_idx is None
             plain = plain and not (causal or separate or has_states) and kernel_sums(log_decay, v)
@@ -158,12 +155,12 @@ def _on_gpu(
     how, keys = (mask, seq_idx, scale, 0 if form == "full" else chunk_size, dropout_p), "to" if causal else "all"
     if log_decay_future is None and not has_any(states):
         given = log_decay if forget_logits is None else forget_logits
-        return fused_linear_attention(
+        return linear_attention_triton.fused_linear_attention(
             *parts, given, *how, forget_logits is not None, "divide" if normalize else "", keys
         )
     if forget_logits is not None:
         log_decay = log_of_decay(forget_logits)
-    run = fused_with_row_sums if normalize else fused_linear_attention
+    run = fused_with_row_sums if normalize else linear_attention_triton.fused_linear_attention
     with no_autocast(q):
         if log_decay_future is None:
             y = run(*parts, log_decay, *how, keys=keys)
@@ -182,7 +179,7 @@ def has_any(states: dict[str, Tensor | None]) -> bool:
 def fused_with_row_sums(*arguments, keys: str = "all") -> Tensor:
     """`fused_linear_attention` of these arguments as if v had a column of ones, which receives the row sums: (B, H, L,
     E + 1) in float32."""
-    y, row_sums = fused_linear_attention(*arguments, row_mode="sum", keys=keys)
+    y, row_sums = linear_attention_triton.fused_linear_attention(*arguments, row_mode="sum", keys=keys)
     return torch.cat([y, row_sums[..., None]], -1)
 
 
@@ -217,7 +214,9 @@ def attention_matrix(
     if log_decay is not None:
         q, k = (one_per_head(x, log_decay.shape[0 if log_decay.ndim <= 2 else 1]) for x in (q, k))
     if log_decay is not None and log_decay.ndim in (2, 4):
-        matrix = matrix_by_channel(q, k, log_decay, log_decay_future, mask=mask, seq_idx=seq_idx, scale=scale)
+        matrix = channel_decay.matrix_by_channel(
+            q, k, log_decay, log_decay_future, mask=mask, seq_idx=seq_idx, scale=scale
+        )
         return matrix / (matrix.sum(-1, keepdim=True) + EPSILON) if normalize else matrix
     identity = torch.eye(q.shape[-2], dtype=q.dtype, device=q.device).expand(*q.shape[:2], -1, -1)
     with no_autocast(q):
@@ -243,7 +242,7 @@ def segment_states(k, v, log_decay=None, *, log_decay_future=None, mask=None, no
         across = state.new_ones(1, 1, 1, 1)
         return SegmentStates(state, state, across, across)
     if log_decay.ndim in (2, 4):
-        return segment_states_by_channel(k, v, log_decay, log_decay_future, mask=mask)
+        return channel_decay.segment_states_by_channel(k, v, log_decay, log_decay_future, mask=mask)
     exclusive, total = cumulative_log_decay(log_decay, k.shape[-2])
     inclusive = total
     if log_decay_future is not None:
@@ -368,7 +367,7 @@ def is_fused(q, k, v, form: str, dropout_p: float, uncovered: str = "") -> bool:
         return False
     if not uncovered and dropout_p == 1:
         uncovered = "dropout of 1"
-    if not uncovered and not covers(q, k, v):
+    if not uncovered and not linear_attention_triton.covers(q, k, v):
         uncovered = f"heads of {q.shape[-1]} and {v.shape[-1]} in {q.dtype}"
     if uncovered:
         report_fallback(q, uncovered)

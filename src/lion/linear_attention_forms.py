@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
+from . import cpu_kernel
 from . import linear_attention_native as native
-from .cpu_kernel import covers
 from .custom_operators import no_autocast, once_differentiable, operator
 
 # Lower bound of log weights: e^-60 is below every dtype's precision, and its products with ordinary numbers are not yet
@@ -301,7 +301,7 @@ class _Full(torch.autograd.Function):
         ctx, q, k, v, query_sums, key_sums, diagonal, kept, order, factor: float, scale: float, triangles: str,
         epsilon: float,
     ) -> Tensor:  # fmt: skip
-        ctx.native = triangles != "separate" and covers(v)
+        ctx.native = triangles != "separate" and cpu_kernel.covers(v)
         if ctx.native:
             tensors = q, k, v, query_sums, key_sums, diagonal, kept, order
             ctx.options = factor, scale, DIRECTIONS[triangles], epsilon, LOG_ZERO
@@ -343,7 +343,7 @@ def full(
     epsilon, tensors = EPSILON if normalize else 0.0, (q, k, v, query_sums, key_sums, diagonal, kept, order)
     # Autograd would add a tenth to a short text's time, so it is left out where nothing records the call.
     unrecorded = not torch.is_grad_enabled() and not torch.jit.is_tracing() and forward_ad._current_level < 0
-    if unrecorded and triangles != "separate" and covers(v):
+    if unrecorded and triangles != "separate" and cpu_kernel.covers(v):
         return native.full_forward(*tensors, factor, scale, DIRECTIONS[triangles], epsilon, LOG_ZERO)[0]
     return _Full.apply(*tensors, factor, scale, triangles, epsilon)
 
@@ -352,7 +352,7 @@ def _chunkwise_forward(q, k, v, query_sums, key_sums, diagonal, order, *options)
     """The full form inside chunks of C tokens, plus the rest through a D×E state per triangle, stacked to TD×E. The
     backward pass recomputes states and C×C matrices, since storing them would take most of the memory."""
     tensors = q, k, v, query_sums, key_sums, diagonal
-    if covers(v):
+    if cpu_kernel.covers(v):
         return native.chunkwise_forward(*tensors, order, *options, DIRECTIONS)
     assert order is None
     return _multiply(_Chunks(*tensors, *options))
@@ -361,7 +361,7 @@ def _chunkwise_forward(q, k, v, query_sums, key_sums, diagonal, order, *options)
 def _chunkwise_backward(grad: Tensor, q, k, v, query_sums, key_sums, diagonal, order, *options) -> list[Tensor]:
     *options, with_sums = options
     tensors = q, k, v, query_sums, key_sums, diagonal
-    if covers(v):
+    if cpu_kernel.covers(v):
         grads = native.chunkwise_backward(grad, *tensors, order, *options, DIRECTIONS, with_sums)
     else:
         grads = _gradients(_Chunks(*tensors, *options), grad, with_sums)

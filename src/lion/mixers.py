@@ -10,13 +10,12 @@ from torch.backends.cuda import flash_sdp_enabled, is_flash_attention_available
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from .cpu import depthwise_conv, gated_norm, positive_map, rotate
+from . import cpu, patch_orders
 from .cpu_linear import LinearLayers, is_hooked
 from .custom_operators import as_autocast, no_autocast
 from .hydra_attention import Scans, hydra_attention
 from .linear_attention import attention_matrix, linear_attention, log_of_decay, segment_states
 from .linear_attention_forms import LOG_ZERO, sequence_starts
-from .patch_orders import linear_attention_in_orders, matrix_in_orders
 from .two_sided_attention import SegmentStates, two_sided_attention, two_sided_segment_states
 
 
@@ -137,7 +136,7 @@ class Attention(Mixer):
         if self.conv is not None:
             if mask is not None:  # so that tokens near a text's end see zeros, as beyond it
                 qkv = qkv.masked_fill(~mask[..., None], 0)
-            qkv = depthwise_conv(qkv, self.conv.weight, None, seq_idx)
+            qkv = cpu.depthwise_conv(qkv, self.conv.weight, None, seq_idx)
         if any(halo):
             own = slice(halo[0], x.shape[1] - halo[1])
             qkv, x, mask = qkv[:, own], x[:, own], None if mask is None else mask[:, own]
@@ -149,7 +148,7 @@ class Attention(Mixer):
         if self.config.feature_map != "none":
             qk = FEATURE_MAPS[self.config.feature_map](qk)
         if rotation is not None:  # in (2, B, H, L, D/H)
-            qk = rotate(qk.permute(2, 0, 3, 1, 4), rotation).permute(1, 3, 0, 2, 4)
+            qk = cpu.rotate(qk.permute(2, 0, 3, 1, 4), rotation).permute(1, 3, 0, 2, 4)
         q, k, v = (y.transpose(1, 2) for y in (*qk.unbind(2), v.squeeze(2)))
         return q, k, v, x, mask, None
 
@@ -164,14 +163,14 @@ class Attention(Mixer):
         q, k, v, x, mask, qkv = self.project(x, mask, seq_idx, halo, rotation)
         y, matrix = self.mix(x, q, k, v, mask, seq_idx, form, output_attentions, qkv=qkv, **states)
         y = y.transpose(1, 2).reshape(x.shape)
-        return y if self.gate is None else gated_norm(self.norm, y, self.linear(self.gate, x)), matrix
+        return y if self.gate is None else cpu.gated_norm(self.norm, y, self.linear(self.gate, x)), matrix
 
     @property
     def dropout_p(self) -> float:
         return self.config.attention_probs_dropout_prob if self.training else 0.0
 
 
-FEATURE_MAPS = {"silu": positive_map, "sigmoid": torch.sigmoid, "elu": lambda x: F.elu(x) + 1}
+FEATURE_MAPS = {"silu": cpu.positive_map, "sigmoid": torch.sigmoid, "elu": lambda x: F.elu(x) + 1}
 
 
 def rotation(position_ids: Tensor, size: int, theta: float) -> Tensor:
@@ -332,12 +331,13 @@ class LinearMixer(Attention):
         operands = (q, k, v) if qkv is None else (qkv,)
         if donors is None and not output_attentions and (logits := self.forget_logits(x)) is not None:
             if self.config.num_orders > 1:
-                return linear_attention_in_orders(q, k, v, forget_logits=logits, orders=orders, **how), None
+                y = patch_orders.linear_attention_in_orders(q, k, v, forget_logits=logits, orders=orders, **how)
+                return y, None
             return linear_attention(*operands, forget_logits=logits, **what, **how, **states), None
         decays = self.decays(x, None if donors is None else mask)
         if self.config.num_orders and decays["log_decay"] is not None:
-            y = linear_attention_in_orders(q, k, v, decays["log_decay"], orders, **how)
-            return y, matrix_in_orders(q, k, decays["log_decay"], orders) if output_attentions else None
+            y = patch_orders.linear_attention_in_orders(q, k, v, decays["log_decay"], orders, **how)
+            return y, patch_orders.matrix_in_orders(q, k, decays["log_decay"], orders) if output_attentions else None
         if self.config.key_weight != "none":
             k = self.weigh(k, decays["log_decay"])
             operands = q, k, v
@@ -523,7 +523,9 @@ class Hydra(Mixer):
         for y, of_y, bias_of_y in zip((v, qk), weight, bias):
             if mask is not None:  # so that tokens near a text's end see zeros, as beyond it
                 y = y.masked_fill(~mask[..., None], 0)
-            convolved.append(F.silu(depthwise_conv(y, of_y, bias_of_y, seq_idx), inplace=not torch.is_grad_enabled()))
+            convolved.append(
+                F.silu(cpu.depthwise_conv(y, of_y, bias_of_y, seq_idx), inplace=not torch.is_grad_enabled())
+            )
         return z, *convolved, dt
 
     def project(self, x: Tensor, mask: Tensor | None, seq_idx: Tensor | None, halo: tuple[int, int]) -> tuple:
@@ -568,7 +570,7 @@ class Hydra(Mixer):
             identity = torch.eye(v.shape[2], dtype=v.dtype, device=v.device).expand(*v.shape[:2], -1, -1)
             past, future, _ = scans.triangles()
             matrix = two_sided_attention(identity, past, future, diagonal, **where, form="full", report=False)
-        return gated_norm(self.norm, y.transpose(1, 2).flatten(2), z), matrix
+        return cpu.gated_norm(self.norm, y.transpose(1, 2).flatten(2), z), matrix
 
     def project_out(self, y: Tensor) -> Tensor:
         return self.linear(self.out, y)

@@ -11,8 +11,7 @@ Shape letters: B batch, H heads, L tokens, O orders, D head size of q and k, E h
 import torch
 from torch import Tensor
 
-from .cpu_crossover import IN_ORDERS, NORMALIZED
-from .cpu_kernel import check_orders
+from . import cpu_crossover, cpu_kernel, linear_attention_triton
 from .custom_operators import no_autocast
 from .linear_attention import (
     attention_matrix,
@@ -24,7 +23,6 @@ from .linear_attention import (
     signed_sums,
 )
 from .linear_attention_forms import EPSILON, chunkwise, divided, full, with_ones
-from .linear_attention_triton import fused_linear_attention
 from .two_sided_attention import check_options, check_shapes, resolve_form
 
 
@@ -95,15 +93,16 @@ def linear_attention_in_orders(
         if orders is None:
             decays = {"log_decay": log_decay, "forget_logits": forget_logits}
             return linear_attention(q, k, v, **decays, normalize=True, **how).to(dtype)
-        in_full = resolve_form(form, v, True, dropout_p, fused, kind=IN_ORDERS if O > 1 else NORMALIZED) == "full"
+        kind = cpu_crossover.IN_ORDERS if O > 1 else cpu_crossover.NORMALIZED
+        in_full = resolve_form(form, v, True, dropout_p, fused, kind=kind) == "full"
         if fused:
             given, size = log_decay if forget_logits is None else forget_logits, 0 if in_full else chunk_size
             rest = scale, size, dropout_p, forget_logits is not None, "divide"
-            return fused_linear_attention(q, k, v, given, None, None, *rest, orders=orders)
+            return linear_attention_triton.fused_linear_attention(q, k, v, given, None, None, *rest, orders=orders)
         log_decay = log_decay if forget_logits is None else log_of_decay(forget_logits)
         if form != "recurrent" and dropout_p == 0 and kernel_sums(log_decay, v):
             orders = orders.contiguous()
-            check_orders(orders)
+            cpu_kernel.check_orders(orders)
             if in_full:
                 how = {"order": orders, "normalize": True}
                 return full(q, k, v, log_decay, None, None, None, 1.0, scale, "shared", **how).to(dtype)

@@ -21,9 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cpu import draw_kept, dropout
-from .cpu_crossover import PLAIN, full_is_faster
-from .cpu_kernel import covers
+from . import cpu, cpu_crossover, cpu_kernel
 from .custom_operators import has_tangents, no_autocast
 from .linear_attention_forms import (
     DIRECTIONS,
@@ -214,7 +212,7 @@ def attend(
             dropout_p=dropout_p, normalize=normalize,
         )  # fmt: skip
         return y.unflatten(0, (B, G)).flatten(1, 2)
-    in_kernel = form == "chunkwise" and query_sums is not None and covers(v)  # which sums in float32
+    in_kernel = form == "chunkwise" and query_sums is not None and cpu_kernel.covers(v)  # which sums in float32
     if form != "full" and dtype in (torch.bfloat16, torch.float16) and not in_kernel:
         q, k, v = q.float(), k.float(), v.float()  # states accumulate over the text
     k = zero_masked(k, mask)
@@ -236,10 +234,10 @@ def attend(
     operands = query_sums, key_sums, diagonal
     if form != "full" and query_sums is not None and has_tangents(q, k, v, *operands):
         raise NotImplementedError("derivatives in forward mode need a form without decays that is not recurrent")
-    if form == "full" and query_sums is None and not (dropout_p > 0 and covers(v)):
-        y = dropout(scale * q @ k.mT, dropout_p) @ v
+    if form == "full" and query_sums is None and not (dropout_p > 0 and cpu_kernel.covers(v)):
+        y = cpu.dropout(scale * q @ k.mT, dropout_p) @ v
     elif form == "full":
-        kept, factor = draw_kept((B, H, L, L), dropout_p, v.device) if dropout_p > 0 else (None, 1.0)
+        kept, factor = cpu.draw_kept((B, H, L, L), dropout_p, v.device) if dropout_p > 0 else (None, 1.0)
         y = full(q, k, v, *operands, kept, factor, scale, triangles, normalize=normalize)
     elif form == "recurrent":
         y = recurrent(scale * q, k, v, *operands, triangles)
@@ -276,16 +274,16 @@ def add_states(y, q, query_sums, triangles: str, left_state, right_state, scale:
 
 def resolve_form(
     form: str, v: Tensor, decays: bool, dropout_p: float = 0.0, fused: bool = False, *, both_in_kernel: bool = True,
-    one_sided: bool = False, kind: str = PLAIN,
+    one_sided: bool = False, kind: str = cpu_crossover.PLAIN,
 ) -> str:  # fmt: skip
     """Resolve "auto" for values v, (B, H, L, E). both_in_kernel: whether the CPU's kernel has both forms for this call.
     one_sided: whether there is one triangle, for which the chunkwise form takes half the time. kind: one of those of
     cpu_crossover.py."""
     if form != "auto" or dropout_p > 0:
         return "full" if form == "auto" else form
-    length, kernels = v.shape[2], "triton" if fused else "native" if covers(v) else "pytorch"
+    length, kernels = v.shape[2], "triton" if fused else "native" if cpu_kernel.covers(v) else "pytorch"
     if kernels == "native" and decays and both_in_kernel:
-        return "full" if full_is_faster(2 * length if one_sided else length, kind) else "chunkwise"
+        return "full" if cpu_crossover.full_is_faster(2 * length if one_sided else length, kind) else "chunkwise"
     without_decays, with_decays = FULL_UP_TO[kernels]
     full_up_to = with_decays if decays else without_decays  # torch.compile of 2.11 cannot index by a bool
     return "full" if length <= full_up_to else "chunkwise"
