@@ -10,7 +10,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,21 +149,22 @@ def machine_of_its_own() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def workers_of_its_own(monkeypatch) -> Iterator[None]:
-    """End the workers of a test's loaders with it: garbage collection, if an error's traceback leads to them, would
-    close their queues first, and then wait five seconds for each."""
+    """End the workers of a test's loaders with it. After an error, torch would wait five seconds for each: they may
+    wait for each other, and garbage collection of a traceback closes the queues by which they are told to end."""
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as Reading
 
     started, initialize = [], Reading.__init__
 
     def record(reading, loader) -> None:
-        started.append(weakref.ref(reading))
+        started.append(reading)
         initialize(reading, loader)
 
     monkeypatch.setattr(Reading, "__init__", record)
     yield
-    for reference in started:
-        if (reading := reference()) is not None:
-            reading._shutdown_workers()
+    for reading in started:
+        for worker in reading._workers:
+            worker.terminate()
+        reading._shutdown_workers()
 
 
 @pytest.fixture(scope="session")
