@@ -418,9 +418,9 @@ def test_a_model_is_sped_up_and_so_are_its_copies(mixer):
 # A process
 
 PROGRAM = """
-import ctypes, resource
-from src.lion.machine import keep_freed_memory
+import ctypes, resource, runpy
 
+keep_freed_memory = runpy.run_path("src/lion/machine.py")["keep_freed_memory"]  # without what the package imports
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 size = 2**26
