@@ -125,7 +125,7 @@ def test_a_folder_contains_weights_config_code_and_proof(made, name):
 
 @pytest.mark.parametrize("file", ["modeling_lion.py", "modeling_lion_embedding.py", "modeling_lion_vision.py"])
 def test_transformers_finds_all_code_and_reads_it_a_few_times(made, file):
-    """It reads a file for every chain of imports that leads to it, when it loads a model and when it saves one."""
+    """Version 4 reads a file for every chain of imports that leads to it, to load a model and to save one."""
     from transformers.dynamic_module_utils import get_relative_import_files
 
     folder = made()[1]

@@ -37,8 +37,8 @@ from .pooling import pool_spans
 from .triton_kernels import AVAILABLE  # noqa: F401
 from .two_sided_attention import two_sided_attention  # noqa: F401
 
-# Unused imports are here because transformers copies from a local Hub folder only what this file imports itself. It
-# reads a file once for every chain of `from .file import` to it, which is why the others import modules where they can.
+# Unused imports are here because transformers copies from a local Hub folder only what this file imports itself. Its
+# version 4 reads a file once for every chain of `from .file import` to it, so the others import modules where they can.
 MIN_SEGMENT = 2048  # tokens; shorter segments would be slower, not smaller
 
 
