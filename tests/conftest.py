@@ -138,8 +138,8 @@ def quick_proofs() -> None:
 
 
 @pytest.fixture(autouse=True)
-def machine_of_its_own() -> Iterator[None]:
-    """Let no test compute as a run of another one adopted."""
+def choices_of_its_own() -> Iterator[None]:
+    """Forget the choices that a run of another test adopted."""
     from src.lion import machine
 
     machine.adopt({})
