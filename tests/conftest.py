@@ -148,23 +148,24 @@ def choices_of_its_own() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def workers_of_its_own(monkeypatch) -> Iterator[None]:
+def workers_of_its_own() -> Iterator[None]:
     """End the workers of a test's loaders with it. After an error, torch would wait five seconds for each: they may
     wait for each other, and garbage collection of a traceback closes the queues by which they are told to end."""
+    from torch.utils.data import _utils
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as Reading
 
     started, initialize = [], Reading.__init__
 
     def record(reading, loader) -> None:
-        started.append(reading)
         initialize(reading, loader)
+        started.append(reading)
 
-    monkeypatch.setattr(Reading, "__init__", record)
-    yield
-    for reading in started:
-        for worker in reading._workers:
-            worker.terminate()
-        reading._shutdown_workers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reading, "__init__", record)
+        yield
+        patch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.1)  # how long it waits before it ends them by a signal
+        for reading in started:
+            reading._shutdown_workers()
 
 
 @pytest.fixture(scope="session")

@@ -57,7 +57,8 @@ def _cast_where_types_differ(cast: Callable) -> Callable:
     """`cast` builds a type to find that the tensor has it, as nearly all have."""
 
     def cast_if_needed(x, kind, *arguments):
-        if x.dtype.name == kind.scalar.name and (x.type.is_block() or not kind.is_block()):
+        has_it = x.dtype.name == kind.scalar.name and not x.dtype.is_ptr()
+        if has_it and (x.type.is_block() or not kind.is_block()):
             return x
         return cast(x, kind, *arguments)
 

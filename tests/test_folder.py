@@ -123,15 +123,18 @@ def test_a_folder_contains_weights_config_code_and_proof(made, name):
     assert not list(folder.parent.glob("*-unfinished"))
 
 
-@pytest.mark.parametrize("file", ["modeling_lion.py", "modeling_lion_embedding.py", "modeling_lion_vision.py"])
-def test_transformers_finds_all_code_and_reads_it_a_few_times(made, file):
+@pytest.mark.parametrize(
+    "file, times", [("modeling_lion.py", 8), ("modeling_lion_embedding.py", 15), ("modeling_lion_vision.py", 15)]
+)
+def test_transformers_finds_all_code_and_reads_it_a_few_times(made, file, times):
     """Version 4 reads a file for every chain of imports that leads to it, to load a model and to save one."""
     from transformers.dynamic_module_utils import get_relative_import_files
 
     folder = made()[1]
     found = [Path(path).name for path in get_relative_import_files(folder / file)]
     others = {path.name for path in folder.glob("*.py")} - {path.name for path in folder.glob("modeling_lion*")}
-    assert set(found) - {"modeling_lion.py"} == others and len(found) < 15 * len(others)
+    assert set(found) - {"modeling_lion.py"} == others
+    assert len(found) < times * len(others)
 
 
 def test_a_classifiers_labels_keep_their_names(made):

@@ -1,6 +1,7 @@
 """Project structure: which package may import which, no import cycles, no side effects on import, no overlong lines."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,15 @@ def test_nothing_imports_a_script_or_the_demo():
 def test_the_model_imports_nothing_else_from_the_project():
     for name, others in GRAPH.items():
         assert room(name) != "lion" or all(room(other) == "lion" for other in others), name
+
+
+def test_the_model_imports_no_module_by_the_name_of_a_function():
+    """`from . import linear_attention` is the function here, and the module in a Hub folder."""
+    public = set(importlib.import_module("src.lion").__all__)
+    for path in sorted((ROOT / "src/lion").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module is None:
+                assert not public & {alias.name for alias in node.names}, path
 
 
 def test_scripts_are_short_and_files_are_readable():

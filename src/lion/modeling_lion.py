@@ -37,8 +37,9 @@ from .pooling import pool_spans
 from .triton_kernels import AVAILABLE  # noqa: F401
 from .two_sided_attention import two_sided_attention  # noqa: F401
 
-# Unused imports are here because transformers copies from a local Hub folder only what this file imports itself. Its
-# version 4 reads a file once for every chain of `from .file import` to it, so the others import modules where they can.
+# All files are named here, since transformers finds a file only through `from .file import`, and from a local folder
+# copies only what this file imports itself. Others import modules where it saves many reads: its version 4 reads a file
+# once per chain of such imports.
 MIN_SEGMENT = 2048  # tokens; shorter segments would be slower, not smaller
 
 
