@@ -149,8 +149,8 @@ def choices_of_its_own() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def workers_of_its_own() -> Iterator[None]:
-    """End the workers of a test's loaders with it. After an error, torch would wait five seconds for each: they may
-    wait for each other, and garbage collection of a traceback closes the queues by which they are told to end."""
+    """End the workers of a test's loaders with it. After an error, torch would wait five seconds for each one that is
+    blocked, or whose queue garbage collection has already closed."""
     from torch.utils.data import _utils
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as Reading
 

@@ -38,8 +38,8 @@ from .triton_kernels import AVAILABLE  # noqa: F401
 from .two_sided_attention import two_sided_attention  # noqa: F401
 
 # All files are named here, since transformers finds a file only through `from .file import`, and from a local folder
-# copies only what this file imports itself. Others import modules where it saves many reads: its version 4 reads a file
-# once per chain of such imports.
+# copies only what this file imports itself. The other files import modules where that saves many reads: transformers 4
+# reads a file once per chain of such imports.
 MIN_SEGMENT = 2048  # tokens; shorter segments would be slower, not smaller
 
 
