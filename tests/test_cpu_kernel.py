@@ -306,7 +306,6 @@ def test_nan_and_infinity_are_seen(kernel):
 @pytest.fixture
 def compiled_in(tmp_path, monkeypatch, caplog):
     """A function that loads the kernel with an empty cache, and says whether it is there; results must be right."""
-    monkeypatch.setattr(machine, "_adopted", {})
     monkeypatch.setattr(cpu_kernel, "USE_NATIVE", True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
@@ -359,8 +358,7 @@ def test_other_users_cannot_place_a_kernel(compiled_in, tmp_path, caplog):
     assert not compiled_in() and "chmod 700" in caplog.text
 
 
-def test_a_run_that_began_without_the_kernel_continues_without(kernel, monkeypatch):
-    monkeypatch.setattr(machine, "_adopted", {})
+def test_a_run_that_began_without_the_kernel_continues_without(kernel):
     machine.adopt({"native": False})
     assert not cpu_kernel.is_available()
 

@@ -23,7 +23,6 @@ from tests.conftest import ROOT, environment
 def cache(tmp_path, monkeypatch):
     """An empty cache, and nothing known in this process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(machine, "_adopted", {})
     machine._choice.cache_clear()
     yield tmp_path / "lion-bert"
     machine._choice.cache_clear()
@@ -210,8 +209,7 @@ def test_a_run_keeps_its_choices_on_another_machine(cache, tmp_path, monkeypatch
             choices.recall(run, "*.pt")
 
 
-def test_a_run_of_before_there_were_choices_continues_as_it_began(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "_adopted", {})
+def test_a_run_of_before_there_were_choices_continues_as_it_began(tmp_path):
     (tmp_path / "ep0-ba1-rank0.pt").touch()
     assert choices.recall(tmp_path, "ep*-rank0.pt")["native"] is False
     assert not cpu_kernel.is_available()
@@ -221,7 +219,6 @@ def test_a_run_of_before_there_were_choices_continues_as_it_began(tmp_path, monk
 
 def test_a_run_says_that_its_kernel_is_missing(tmp_path, monkeypatch, caplog):
     (tmp_path / choices.MACHINE).write_text('{"native": true}')
-    monkeypatch.setattr(machine, "_adopted", {})
     monkeypatch.setattr(cpu_kernel, "USE_NATIVE", False)
     caplog.set_level("INFO")
     choices.recall(tmp_path, "*.pt")
@@ -264,7 +261,6 @@ def test_commands_say_so_before_torch_is_imported():
 @pytest.mark.skipif(not cpu_kernel.is_available(), reason="needs a C compiler")
 def test_what_was_measured_is_read_once(cache, monkeypatch):
     found, read = {"training": 300, "inference": 200}, []
-    monkeypatch.setattr(machine, "_adopted", {})
     monkeypatch.setattr(cpu_crossover, "measure", lambda kind: found)
     monkeypatch.setattr(machine, "_read", lambda path, name: read.append(name))
     for kind in cpu_crossover.KINDS * 2:
