@@ -30,7 +30,7 @@ compare-vision: $(VENV)/installed  ## the same with all eight variants
 test: $(VENV)/installed  ## run all tests
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-fast: $(VENV)/installed  ## run the quick tests, in about two minutes
+test-fast: $(VENV)/installed  ## run the quick tests, in two to five minutes
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-compat: $(VENV)-compat/installed  ## test the encoder and its Hub folder under the newest torch and transformers
