@@ -75,10 +75,21 @@ def label_axes(axis: "Axes", title: str, x_label: str, y_label: str, log: bool =
     if log:
         axis.set_xscale("log", base=2)
         if any(y > 0 for line in axis.lines for y in line.get_ydata()):
-            axis.set_yscale("log", nonpositive="mask")
-        axis.xaxis.set_major_formatter("{x:,.0f}")  # the default formatters are mathematical text
+            log_y(axis)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.yaxis.set_major_formatter("{x:,g}")
-        axis.yaxis.set_minor_formatter("")
+
+
+def log_y(axis: "Axes") -> None:
+    """Draw y in powers of 10; a short axis, on which few or none of them lie, has 2 and 5 times each, too."""
+    from matplotlib.ticker import LogLocator
+
+    axis.set_yscale("log", nonpositive="mask")
+    low, high = axis.get_ylim()
+    if high < 100 * low:
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:,g}")  # the default formatters are mathematical text
+    axis.yaxis.set_minor_formatter("")
 
 
 def save(figure: "Figure", path: Path) -> None:

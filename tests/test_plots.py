@@ -102,6 +102,21 @@ def test_a_plot_without_a_positive_value_has_no_logarithmic_axis(tmp_path, heigh
     assert (tmp_path / "memory.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize(
+    "heights, shown", [([0.4, 3], ["0.5", "1", "2"]), ([12, 70], ["20", "50"]), ([0.5, 20_000], ["1", "100", "10,000"])]
+)
+def test_a_logarithmic_axis_has_several_numbers_and_no_mathematical_text(heights, shown):
+    figure, axes = plots.subplots()
+    axes[0, 0].plot([128, 256], heights)
+    plots.label_axes(axes[0, 0], "", "tokens", "ms", log=True)
+    figure.canvas.draw()
+    low, high = axes[0, 0].get_ylim()
+    axis = axes[0, 0].yaxis
+    seen = [tick.label1.get_text() for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    seen += [label.get_text() for label in axis.get_minorticklabels()]
+    assert set(shown) <= set(seen) and not any("$" in text for text in seen)
+
+
 def test_a_picture_is_replaced_atomically(tmp_path):
     plots.bars([("a", {"b": [1]})], {}, tmp_path / "a.svg", "", "%")
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")

@@ -21,6 +21,8 @@ def text(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw horizons per layer and head, and shares per layer."""
+    from matplotlib.ticker import PercentFormatter
+
     figure, axes = plots.subplots(1, 2, result["checkpoint"])
     tint = plots.OTHERS[3]
     series = (("initial_horizons", "before training", "none", -0.1), ("horizons", "after training", tint, 0.1))
@@ -29,12 +31,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
         if points:
             axes[0, 0].plot(*zip(*points), "o", alpha=0.6, color=tint, markerfacecolor=fill, label=label)
     plots.label_axes(axes[0, 0], "horizon per head", "layer", "tokens")
-    axes[0, 0].set_yscale("log")
-    axes[0, 0].yaxis.set_major_formatter("{x:,g}")
+    plots.log_y(axes[0, 0])
     for (distance, shares), tint in zip(result["shares"].items(), plots.OTHERS):
         axes[0, 1].plot(range(1, len(shares) + 1), shares, "o-", color=tint, label=f"beyond {distance:,} tokens")
     plots.label_axes(axes[0, 1], "share of an output", "layer", "")
-    axes[0, 1].yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes[0, 1].yaxis.set_major_formatter(PercentFormatter(1))
     axes[0, 1].set_ylim(bottom=0)
     for axis in axes[0]:
         axis.set_xticks(range(1, len(result["horizons"]) + 1))
