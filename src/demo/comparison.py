@@ -17,7 +17,7 @@ def print_comparison(out: Path, runs: Mapping[str, Sequence[str]]) -> None:
     from src.mlm.task import CURVES
 
     models = {model: [read(out, name) for name in names] for model, names in runs.items()}
-    first = next(iter(models.values()))[0]
+    seeds = next(iter(models.values()))
     tasks = shared_tasks(models)
     base = mean(run["seconds"] for run in models[BASE]) if BASE in models else None
     lines = [["model", "parameters", "masked accuracy", *tasks, "training time"]]
@@ -27,8 +27,9 @@ def print_comparison(out: Path, runs: Mapping[str, Sequence[str]]) -> None:
         time = f"{mean(seconds):,.0f} s" if base is None else f"×{mean(seconds) / base:.2f}"
         accuracy = spread([run["accuracy"] for run in results])
         lines.append([model, f"{results[0]['parameters']:,}", f"{accuracy}%", *scores, time])
-    majority = (f"{first['tasks'][task]['majority']:.2f}" for task in tasks)
-    lines.append(["*baseline*", "-", f"{first['most_frequent_token']:.2f}%", *majority, "-"])
+    majority = (f"{seeds[0]['tasks'][task]['majority']:.2f}" for task in tasks)
+    most_frequent = mean(run["most_frequent_token"] for run in seeds)  # a seed also chooses the masks
+    lines.append(["*baseline*", "-", f"{most_frequent:.2f}%", *majority, "-"])
     count = len(next(iter(runs.values())))
     deviation = f"Mean ± standard deviation of {count} seeds. " if count > 1 else ""
     about = f"{deviation}Training time is that of pretraining{'' if base is None else f', relative to {BASE}'}."
