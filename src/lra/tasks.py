@@ -1,7 +1,7 @@
 """Tasks of Long Range Arena, and the config of `lra.py`. A task of one's own is `like` one of them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -114,17 +114,10 @@ class Task(tasks.Task):
             raise UserError(f"{place}.microbatch_size={size} is more than batch_size={self.batch_size}; lower it")
 
 
-def _known() -> dict[str, Task]:
-    given = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-    lists = {field.name for field in fields(Task) if field.name in ("labels", "metrics", "seeds")}
-    rows = {
-        name: {field: tuple(value) if field in lists else value for field, value in task.items()}
-        for name, task in given.items()
-    }
-    return {name: Task(name=name, metrics=("accuracy",), **row) for name, row in rows.items()}
-
-
-LRA = _known()
+LRA = {
+    name: Task(name, metrics=("accuracy",), **{k: tuple(v) if isinstance(v, list) else v for k, v in task.items()})
+    for name, task in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
+}
 SUITE = Suite("Long Range Arena", "six", LRA)
 
 
