@@ -27,8 +27,6 @@ def read_start(config: LraConfig) -> tuple[dict[str, Any], dict[str, Tensor] | N
     if config.starting_checkpoint_load_path is None:
         return {}, None
     pretrained = read_pretrained(config.starting_checkpoint_load_path, "starting_checkpoint_load_path")
-    if pretrained.reads != "texts":
-        raise UserError("starting_checkpoint_load_path is an image model; use one that main.py pretrained")
     return lion_arguments(pretrained.config.to_dict()), pretrained.encoder()
 
 
