@@ -23,9 +23,10 @@ def build_tokenizer(name: str, max_seq_len: int, needs: tuple[str, ...] = ("pad_
     return tokenizer
 
 
-def check_arguments(place: str, arguments: Mapping[str, Any]) -> None:
-    """Raise UserError for unknown arguments of LionConfig, or values of a wrong type or out of bounds."""
-    check_known(place, arguments, ARGUMENTS)
+def check_arguments(place: str, arguments: Mapping[str, Any], known: Mapping[str, Any] = ARGUMENTS) -> None:
+    """Raise UserError for arguments that are not `known`, by default LionConfig's, or values of a wrong type or out of
+    bounds."""
+    check_known(place, arguments, known)
     for name, value in arguments.items():
         check_argument(f"{place}.{name}", value)
     check_value(f"{place}.hidden_act", arguments.get("hidden_act", "gelu"), rule=Rule(choices=tuple(ACT2FN)))

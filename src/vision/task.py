@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.cli import log
-from src.config import check_known
 from src.data.config import check_images
 from src.errors import UserError
 from src.training.task import Curve, Task
@@ -131,16 +130,11 @@ def build_vision_config(
     arguments: dict[str, Any], image_size: int | list[int], classes: list[str]
 ) -> "LionVisionConfig":
     """Return the configuration of a classifier. Raises UserError for arguments that it does not have or rejects."""
-    from transformers.activations import ACT2FN
-
-    from src.checkpoints.adapters import IMAGE_ARGUMENTS, check_argument, check_trainable
-    from src.config import Rule, check_value
+    from src.checkpoints.adapters import IMAGE_ARGUMENTS, check_trainable
     from src.lion import LionVisionConfig
+    from src.training.text_model import check_arguments
 
-    check_known("model", arguments, IMAGE_ARGUMENTS)
-    for name, value in arguments.items():
-        check_argument(f"model.{name}", value)
-    check_value("model.hidden_act", arguments.get("hidden_act", "gelu"), rule=Rule(choices=tuple(ACT2FN)))
+    check_arguments("model", arguments, IMAGE_ARGUMENTS)
     if arguments.get("num_channels", 3) != 3:
         raise UserError(f"model.num_channels={arguments['num_channels']}: vision.py reads all images as RGB; omit it")
     if len(classes) < 2:
