@@ -79,14 +79,6 @@ def attend_by_channel(
         return compute(*given, causal, size, dropout_p)
 
 
-def matrix_by_channel(q, k, log_decay, log_decay_future=None, *, mask=None, seq_idx=None, scale: float) -> Tensor:
-    """Compute s · Σ_d q_id k_jd M_ijd, (B, H, L, L); arguments as for `linear_attention`."""
-    identity = torch.eye(q.shape[2], dtype=q.dtype, device=q.device).expand(*q.shape[:2], -1, -1)
-    return attend_by_channel(
-        q, k, identity, log_decay, log_decay_future, mask=mask, seq_idx=seq_idx, scale=scale, form="matrix"
-    )
-
-
 def segment_states_by_channel(k, v, log_decay, log_decay_future=None, *, mask=None) -> SegmentStates:
     """As `segment_states`; a state that crosses the segment is multiplied by (B or 1, H, D, 1)."""
     wide = torch.promote_types(k.dtype, torch.float32)

@@ -213,18 +213,17 @@ def attention_matrix(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if log_decay is not None:
         q, k = (one_per_head(x, log_decay.shape[0 if log_decay.ndim <= 2 else 1]) for x in (q, k))
-    if log_decay is not None and log_decay.ndim in (2, 4):
-        matrix = channel_decay.matrix_by_channel(
-            q, k, log_decay, log_decay_future, mask=mask, seq_idx=seq_idx, scale=scale
-        )
-        return matrix / (matrix.sum(-1, keepdim=True) + EPSILON) if normalize else matrix
     identity = torch.eye(q.shape[-2], dtype=q.dtype, device=q.device).expand(*q.shape[:2], -1, -1)
-    with no_autocast(q):
-        sums = signed_sums(log_decay, q.shape[-2], log_decay_future=log_decay_future)
-        matrix = attend(
-            q, k, identity, sums, None if log_decay_future is None else sums.clone(), None, None, "shared", mask=mask,
-            seq_idx=seq_idx, left_state=None, right_state=None, scale=scale, form="full", chunk_size=0,
-        )  # fmt: skip
+    how = {"mask": mask, "seq_idx": seq_idx, "scale": scale}
+    if log_decay is not None and log_decay.ndim in (2, 4):
+        matrix = channel_decay.attend_by_channel(q, k, identity, log_decay, log_decay_future, **how, form="matrix")
+    else:
+        with no_autocast(q):
+            sums = signed_sums(log_decay, q.shape[-2], log_decay_future=log_decay_future)
+            matrix = attend(
+                q, k, identity, sums, None if log_decay_future is None else sums.clone(), None, None, "shared", **how,
+                left_state=None, right_state=None, form="full", chunk_size=0,
+            )  # fmt: skip
     return matrix / (matrix.sum(-1, keepdim=True) + EPSILON) if normalize else matrix
 
 
