@@ -194,7 +194,7 @@ class TriangleCalls:
         (B, H, _, E), D = y.shape, self.q.shape[-1]
 
         def columns(parts: int) -> int:
-            return _padded(-(-E // parts))
+            return -(-E // (16 * parts)) * 16
 
         def cost(parts: int) -> int:
             """Operations per query: on average 24 scores, each with an exponential that takes as long as 64 products,
@@ -353,12 +353,8 @@ def _parts(B: int, H: int, possible: Iterable[int], cost: Callable[[int], int]) 
     return min(possible, key=time)
 
 
-def _padded(size: int) -> int:
-    return -(-size // 16) * 16
-
-
 def adjacent_rows(x: Tensor) -> Tensor:
-    """x with adjacent numbers in each row, as the kernel needs them."""
+    """x with adjacent numbers in each row, as the kernels need them."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 

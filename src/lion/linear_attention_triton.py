@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import cpu_kernel
 from . import triton_kernels as kernels
 from .custom_operators import gradients, has_tangents, once_differentiable, operator, save_inputs
 from .linear_attention_forms import EPSILON, LOG_ZERO
@@ -262,7 +263,7 @@ class _Call:
     ):  # fmt: skip
         self.seed, self.decay, self.log_weight, self.orders, packed = seed, log_decay, log_weight, orders, v is None
         q, k, v = q.permute(2, 0, 3, 1, 4).unbind() if packed else (q, k, v)
-        self.q, self.k, self.v = q, k, v = _tokens(q), _tokens(k), _tokens(v)
+        self.q, self.k, self.v = q, k, v = [*map(cpu_kernel.adjacent_rows, (q, k, v))]
         self.mask = None if mask is None else mask.contiguous()
         seq_idx = None if seq_idx is None else seq_idx.contiguous()
         dims, decay_strides = 0, (0, 0, 0)
@@ -325,7 +326,7 @@ class _Call:
         """The sum over orders, (B, H, L, ·), of (B, O·H, L, ·)."""
         return x.transpose(1, 2).unflatten(2, (self.plan.orders, -1)).sum(2, dtype=dtype).transpose(1, 2)
 
-    def gradients(self, with_decays: bool, dy: Tensor, grad_rows=None, y=None, row_sums=None) -> list[Tensor]:
+    def gradients(self, with_decays: bool, dy: Tensor, grad_rows, y, row_sums) -> list[Tensor]:
         """∂q, ∂k, ∂v, or of all three in one, and, if requested, ∂log_decay and ∂log_weight. Of rows that were divided,
         y and row_sums are what `output` returned; of others with row sums, grad_rows are the gradients of these."""
         plan, q, k, v = self.plan, self.q, self.k, self.v
@@ -371,11 +372,6 @@ class _Call:
 
 def _padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
-
-
-def _tokens(x: Tensor) -> Tensor:
-    """x, (B, H, L, ·), copied only if the features of a token are not contiguous."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _empty(x: Tensor) -> Tensor:
@@ -440,9 +436,7 @@ def _launch_forward_rows(*arguments) -> tuple[Tensor, Tensor | None]:
 
 def _launch_backward(dy: Tensor, *arguments) -> list[Tensor]:
     """The gradients of `_Call.gradients`; the arguments are those of `_Call`, and whether decays need one."""
-    *arguments, with_decays = arguments
-    with _on(dy.device):
-        return _Call(*arguments).gradients(with_decays, dy)
+    return _launch_backward_rows(dy, None, None, None, *arguments)
 
 
 def _launch_backward_rows(dy: Tensor, grad_rows, y, row_sums, *arguments) -> list[Tensor]:
