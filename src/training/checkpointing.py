@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from composer import Callback, Event, Logger, State, Time
 from composer.utils import create_interval_scheduler, dist, reproducibility
 
 from src.checkpoints.reading import Checkpoint, read_checkpoint
+from src.checkpoints.remote import checkpoint_step
 from src.checkpoints.safe_load import is_valid_checkpoint, load_safely
 from src.cli import log
 from src.errors import RunFailed, UserError, reason
@@ -140,8 +140,8 @@ def check_loads(path: Path) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return a run's checkpoints, newest first."""
-    found = [re.fullmatch(r"ep\d+-ba(\d+)-rank0\.pt", path.name) for path in folder.glob("ep*-rank0.pt")]
-    return [folder / name[0] for name in sorted(filter(None, found), key=lambda name: -int(name[1]))]
+    steps = {path: checkpoint_step(path.name) for path in folder.glob("ep*-rank0.pt")}
+    return sorted((path for path in steps if steps[path] is not None), key=steps.get, reverse=True)
 
 
 def latest_valid_checkpoint(folder: Path) -> Path | None:
