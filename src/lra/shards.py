@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
         "lra.py shards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("task", choices=[name for name, task in LRA.items()], metavar="TASK", help=", ".join(LRA))
+    add("task", choices=list(LRA), metavar="TASK", help=", ".join(LRA))
     add("--lra_dir", metavar="DIR", help="folder with the official or generated files")
     add("--out", required=True, type=Path, metavar="DIR", help="writes DIR/train, DIR/val and DIR/tokenizer")
     arguments = parser.parse_args(argv)

@@ -203,7 +203,7 @@ def _imdb(task: Any, place: Path | None, split: str, counts: Counter) -> Iterato
             held_out[chosen[: _tenth(len(chosen))]] = True
     for index in np.flatnonzero(held_out == (split == "validation")):
         counts["read"] += 1
-        text = _content(files[index]) if place else table[int(index)]["text"].encode()
+        text = files[index].read_bytes() if place else table[int(index)]["text"].encode()
         yield (np.frombuffer(text, np.uint8),), int(labels[index])
 
 
@@ -270,7 +270,7 @@ def _pathfinder(task: Any, place: Path, split: str, counts: Counter) -> Iterator
             continue
         path = place / name
         counts["read"] += 1
-        if not (content := _content(path)):
+        if not (content := path.read_bytes()):
             counts["skipped"] += 1
             continue
         image = decode(content, str(path)).convert("L")
@@ -285,7 +285,7 @@ def _metadata(place: Path) -> Iterator[tuple[str, int]]:
     are text; those of the public generator are arrays of strings."""
     files = [path for path in (place / "metadata").glob("*.npy") if path.stem.isdecimal()]
     for path in sorted(files, key=lambda path: int(path.stem)):
-        content = _content(path)
+        content = path.read_bytes()
         try:
             if content.startswith((b"\x93NUMPY", b"\x80")):  # of NumPy, of pickle
                 table = np.load(path, allow_pickle=False).astype(str)
@@ -305,11 +305,6 @@ def _metadata(place: Path) -> Iterator[tuple[str, int]]:
             if row[3] not in BINARY:
                 raise UserError(f"{path}, line {number}: {LABEL.format(row[3])}")
             yield f"{row[0]}/{row[1]}", BINARY[row[3]]
-
-
-def _content(path: str | Path) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
 
 
 def _tenth(count: int) -> int:
