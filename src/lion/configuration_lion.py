@@ -304,8 +304,7 @@ class LionVisionConfig(LayersConfig):
             class_token = not linear
         if feature_map is None:
             feature_map = "elu" if mixer == "lion-lit" else "silu" if linear else "none"
-        given = locals()
-        check_choices(given)
+        check_choices(locals())
         if mixer not in PROJECTED:
             raise ValueError(f"mixer of images must be one of {', '.join(PROJECTED)} (got {mixer})")
         if position_embedding == "rope":

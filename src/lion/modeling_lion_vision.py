@@ -285,14 +285,12 @@ class LionForImageClassification(LionImagePreTrainedModel):
         are always resized."""
         return_dict = self.config.return_dict if return_dict is None else return_dict
         output = self.lion(pixel_values, output_attentions, output_hidden_states, True, attention_form)
-        logits = class_logits = self.classifier(output.pooler_output)
-        distillation_logits = None
+        logits, class_logits, distillation_logits = self.classifier(output.pooler_output), None, None
         if self.distillation_classifier is not None:
-            distillation_logits = self.distillation_classifier(output.last_hidden_state[:, 1])
+            class_logits, distillation_logits = logits, self.distillation_classifier(output.last_hidden_state[:, 1])
             logits = (class_logits + distillation_logits) / 2
         loss = None if labels is None else classification_loss(self.config, logits, labels)
         result = LionImageClassifierOutput(
-            loss, logits, class_logits if distillation_logits is not None else None, distillation_logits,
-            output.hidden_states, output.attentions,
-        )  # fmt: skip
+            loss, logits, class_logits, distillation_logits, output.hidden_states, output.attentions
+        )
         return result if return_dict else result.to_tuple()
