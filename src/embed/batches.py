@@ -261,7 +261,7 @@ def tokenize(
 
 
 class PairLoader(DataLoader):
-    """A loader that counts what it cuts, and whose workers' errors are as short as its own."""
+    """A loader that counts what it cuts."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 from transformers import PreTrainedTokenizerBase
 
 from src.embed.beir import Retrieval
@@ -33,9 +34,7 @@ class Rankings(Metric):
 
     def compute(self) -> Tensor:
         values, start = [], 0
-        numbers, vectors = (
-            torch.cat([*part]) if isinstance(part, list) else part for part in (self.numbers, self.vectors)
-        )
+        numbers, vectors = map(dim_zero_cat, (self.numbers, self.vectors))
         ordered = vectors.new_empty(int(numbers.max()) + 1, vectors.shape[1])
         ordered[numbers] = vectors
         for retrieval in self.retrievals:
