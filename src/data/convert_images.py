@@ -55,10 +55,8 @@ def plan(options: Namespace) -> list[Split]:
 
     splits = []
     for split in options.splits:
-        folder, source = (
-            Path(options.out_root, split),
-            Source(open_images(options.images, split, key="--images"), options.images),
-        )
+        folder = Path(options.out_root, split)
+        source = Source(open_images(options.images, split, key="--images"), options.images)
         command = {**source.description, "compression": options.compression, "size_limit": options.size_limit}
         finished = command_of(folder) == command and not options.overwrite
         splits.append(Split(folder, source, command, read_progress(unfinished(folder)), finished=finished))

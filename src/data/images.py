@@ -170,8 +170,7 @@ class ShardImages(Images):
 
     def __getitem__(self, index: int) -> tuple[RAW, int, str]:
         row = self.shards[int(index)]
-        image, name = row[self.image], f"sample {index} of {self.source}"
-        return image, int(row[self.label]), name
+        return row[self.image], int(row[self.label]), f"sample {index} of {self.source}"
 
 
 class Renumbered(Images):

@@ -217,10 +217,8 @@ def build_dataset(options: DatasetConfig, batch_size: int) -> StreamingTextDatas
     """Return the samples of a split, or of several streams. Raises UserError without shards of text or tokens."""
     sources = {f"streams.{name}": source for name, source in options.streams.items()}
     sources = sources or {"data_local": {"local": options.local, "remote": options.remote}}
-    order = {name: getattr(options, name) for name in PASSED_ON} | {
-        "batch_size": batch_size,
-        "shuffle_seed": options.seed,
-    }
+    order = {name: getattr(options, name) for name in PASSED_ON}
+    order |= {"batch_size": batch_size, "shuffle_seed": options.seed}
     tries = 20 if dist.get_world_size() == 1 else 1  # the ranks wait for each other inside
     for tries_left in reversed(range(tries)):
         opened = [open_stream(name, source, options.split) for name, source in sources.items()]
