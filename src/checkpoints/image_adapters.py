@@ -78,8 +78,7 @@ def settings_from_shapes(state: Mapping[str, Tensor], given: Mapping[str, Any], 
     """Return the settings of a model in the authors' names: of its tensors' shapes, and of the arguments `given` that
     its training script stored, which are empty for DeiT's own files. Raises UserError."""
     try:
-        patches, blocks = state["patch_embed.proj.weight"], set()
-        width, channels, patch = patches.shape[:3]
+        width, channels, patch = state["patch_embed.proj.weight"].shape[:3]
         blocks = {name.split(".")[1] for name in state if name.startswith("blocks.")}
         first = next((state[name] for name in ("blocks.0.attn.a_i", "blocks.0.attn.a_i.bias") if name in state), None)
         mask = "Softmax" if not given.get("mask_type") else str(given["mask_type"])
