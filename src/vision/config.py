@@ -59,8 +59,7 @@ class VisionConfig(RunConfig):
         super().check()
         if "image_size" in self.model:
             raise UserError("model.image_size: set image_size instead, which the data has too")
-        sides = self.image_size if isinstance(self.image_size, list) else [self.image_size] * 2
-        if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
+        if len(self.size) != 2 or not all(type(side) is int and side > 0 for side in self.size):
             raise UserError(f"image_size={self.image_size} must be a number of pixels, or [height, width]")
         for name in ("mean", "std"):
             if len(values := getattr(self, name)) != 3 or (name == "std" and min(values) <= 0):

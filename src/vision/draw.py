@@ -41,7 +41,7 @@ def draw(argv: list[str]) -> None:
         raise UserError(f"PICTURE {options.picture} cannot be read ({reason(error)}); name another file") from None
     settings = resized(checkpoint.processor, options.image_size, checkpoint)
     pixel_values = Evaluation(settings)(decode(content, options.picture))[None]
-    config, model = checkpoint.config, checkpoint.build().eval()
+    config, model = checkpoint.config, checkpoint.build()
     grid = tuple(side // config.patch_size for side in pixel_values.shape[2:])
     patch = tuple(options.patch or (side // 2 for side in grid))
     if not all(0 <= place < side for place, side in zip(patch, grid)):

@@ -107,5 +107,5 @@ def _read_transformers(name: str) -> tuple[nn.Module, Size, dict[str, Any], list
     if side is None:
         crop = read_processor(stored, name)["crop_size"]
         side = [crop["height"], crop["width"]]
-    size = None if side is None else tuple(side) if isinstance(side, list | tuple) else (side, side)
+    size = tuple(side) if isinstance(side, list | tuple) else (side, side)
     return model, size, processor, [model.config.id2label[number] for number in range(model.config.num_labels)]
