@@ -32,12 +32,11 @@ from src.checkpoints.image_adapters import (
     state_dict_from_vit,
 )
 from src.checkpoints.processors import processor_settings, read_processor
-from src.checkpoints.remote import WEIGHTS, fetch
+from src.checkpoints.remote import check_exists, fetch
 from src.checkpoints.safe_load import load_safely
 from src.checkpoints.timm_models import PATCHES, timm_processor, timm_settings, weights_of_timm
 from src.cli import log
 from src.errors import UserError, first_line, some
-from src.files import looks_like_path
 
 MODELS = tuple(name for name in lion.__all__ if name.endswith("Model") or name.startswith("LionFor"))
 OF_LRA = "SequenceClassifier"  # the class of lra.py's models, whose inputs and head are its own
@@ -138,10 +137,9 @@ class Checkpoint:
 def read_pretrained(name: str, key: str, reads: str = "texts") -> Checkpoint:
     """Read what training starts from: a file, folder or Hub repository. Raises UserError naming it and its `key`, also
     for a model that reads something else than `reads`: "texts" or "images"."""
+    check_exists(name, key)
     path = fetch(name, key)
     if not path.exists():
-        if path.suffix in WEIGHTS or looks_like_path(name):
-            raise UserError(f"{key}: {name} is not a file or folder; fix its path")
         from huggingface_hub import snapshot_download
 
         patterns = ["*.json", "*.txt", "*.model", "*.safetensors", "*.pt", "pytorch_model*.bin"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from src.cli import log
 from src.errors import UserError, first_line
-from src.files import LATEST, follow
+from src.files import LATEST, follow, looks_like_path
 
 WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")  # how the names of files end; others are of folders
 FETCHED = "LION_BERT_FETCHED"  # a variable: what this process and those that it starts find downloaded, by address
@@ -19,6 +19,14 @@ _downloads: list[tempfile.TemporaryDirectory] = []  # deleted when the process e
 def is_remote(name: object) -> bool:
     """Return whether a name is an address of an object store."""
     return "://" in str(name)
+
+
+def check_exists(name: str | None, key: str) -> None:
+    """Raise UserError, naming the `key` that holds it, for a name that is clearly a path where nothing is."""
+    if name is None or is_remote(name) or follow(Path(name)).exists():
+        return
+    if Path(name).suffix in WEIGHTS or looks_like_path(name):
+        raise UserError(f"{key}: {name} is not a file or folder; fix its path")
 
 
 class Store:

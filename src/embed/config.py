@@ -4,12 +4,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from src.checkpoints.remote import is_remote
+from src.checkpoints.remote import check_exists
 from src.cli import log
 from src.config import Rule, check_known, check_value, duration, key
 from src.data.tokenizers import check_path
 from src.errors import UserError
-from src.files import looks_like_path
 from src.training.config import COUNT, RunConfig, check_state_passing, state_passing
 
 SOURCE = ("files", "columns", "beir", "split", "prompts", "proportion")
@@ -111,8 +110,7 @@ class EmbedConfig(RunConfig):
         if self.tokenizer_name is not None:
             check_path(self.tokenizer_name, "tokenizer_name")
         start = self.starting_checkpoint_load_path
-        if start is not None and not is_remote(start) and looks_like_path(start) and not Path(start).exists():
-            raise UserError(f"starting_checkpoint_load_path: {start} is not a file or folder; fix its path")
+        check_exists(start, "starting_checkpoint_load_path")
         if start is None and self.tokenizer_name is None:
             raise UserError("random weights need a tokenizer; set tokenizer_name, or starting_checkpoint_load_path")
 

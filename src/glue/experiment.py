@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from src.checkpoints.remote import is_remote
+from src.checkpoints.remote import check_exists
 from src.errors import UserError
 from src.files import LATEST
 from src.glue.examples import DIAGNOSTIC, check_sources, digest, read_task
@@ -44,9 +44,7 @@ class GlueExperiment(Experiment):
         path = config.starting_checkpoint_load_path
         if path is None and config.tokenizer_name is None:
             raise UserError("starting_checkpoint_load_path is not set; set it, or tokenizer_name for random weights")
-        local = path and not is_remote(path) and not Path(path).exists()
-        if local and (path.count("/") > 1 or path.startswith(".") or path.endswith(".pt")):
-            raise UserError(f"starting_checkpoint_load_path: {path} is not a file or folder; fix its path")
+        check_exists(path, "starting_checkpoint_load_path")
         check_sources(self.tasks, config.glue_dir, config.predict_test)
 
     def check_sections(self) -> None:

@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from src.checkpoints.remote import is_remote
+from src.checkpoints.remote import check_exists
 from src.cli import log
-from src.errors import UserError
 from src.files import LATEST
 from src.jobs import predictions
 from src.jobs.experiment import Average, Experiment, Job, Result
@@ -30,9 +29,7 @@ class LraExperiment(Experiment):
     def check_paths(self) -> None:
         config = self.config
         self.tasks = SUITE.select(config.tasks_to_run, config.tasks, config.default_seed, config.seeds)
-        path = config.starting_checkpoint_load_path
-        if path and not is_remote(path) and (path.endswith(".pt") or path.startswith(".")) and not Path(path).exists():
-            raise UserError(f"starting_checkpoint_load_path: {path} is not a file or folder; fix its path")
+        check_exists(config.starting_checkpoint_load_path, "starting_checkpoint_load_path")
         for task in self.tasks:
             sources.check(task, config.lra_dir)
 
