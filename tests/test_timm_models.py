@@ -73,6 +73,14 @@ def test_a_state_dict_alone_gives_timms_logits(kind, tmp_path, caplog):
         check_logits(read, model)
 
 
+def test_an_mlp_of_any_width_is_read(tmp_path):
+    model = vision_transformer.VisionTransformer(
+        32, 8, num_classes=7, embed_dim=88, depth=1, num_heads=2, mlp_ratio=1.37
+    )
+    torch.save(model.state_dict(), tmp_path / "it.pth")  # 120 / 88 * 88 is less than 120 in floating point
+    assert read_checkpoint(tmp_path / "it.pth").config.intermediate_size == 120
+
+
 def test_a_checkpoint_of_timms_training_gives_its_averages_if_there_are_any(tmp_path):
     torch.manual_seed(0)
     model, averages = MODELS["deit"](1).eval(), MODELS["deit"](1).eval()

@@ -3,6 +3,7 @@ and timm, and of ViT and DeiT in transformers."""
 
 import re
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from math import prod
 from typing import Any
 
@@ -104,7 +105,8 @@ def settings_from_shapes(state: Mapping[str, Tensor], given: Mapping[str, Any], 
             "num_classes": len(state["head.bias"]) if "head.bias" in state else 0, "embed_dim": width,
             "depth": len(blocks), "num_heads": heads, "distilled": distilled,
             "qkv_bias": "blocks.0.attn.qkv.bias" in state, "layer_norm_eps": 1e-6,
-            "mlp_ratio": len(state["blocks.0.mlp.fc1.bias"]) / width, "layer_scale_init": 1e-4 if scaled else None,
+            "mlp_ratio": Fraction(len(state["blocks.0.mlp.fc1.bias"]), width),  # exact, for int(width * ratio)
+            "layer_scale_init": 1e-4 if scaled else None,
         }  # fmt: skip
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise UserError(f"{source} is not an image model of DeiT's scripts ({type(error).__name__}: {error})") from None
