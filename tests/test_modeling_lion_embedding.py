@@ -195,6 +195,14 @@ def test_the_signature_of_forward_has_every_argument():  # transformers' Trainer
     assert names == [*inspect.signature(LionModel.forward).parameters, "pooling_mask"]
 
 
+def test_surplus_and_repeated_arguments_are_refused():
+    model, (ids, mask) = build(), texts(8)
+    with pytest.raises(TypeError, match="token_type_ids"):
+        model(ids, mask, mask, token_type_ids=mask)
+    with pytest.raises(TypeError, match="takes"):
+        model(*[None] * len(inspect.signature(LionEmbeddingModel.forward).parameters))
+
+
 def test_the_pooling_is_in_the_configuration_only_if_it_is_not_the_mean():
     assert "pooling" not in LionConfig().to_diff_dict()
     assert LionConfig(pooling="cls").to_dict()["pooling"] == "cls"

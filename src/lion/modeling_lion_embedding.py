@@ -54,7 +54,9 @@ class LionEmbeddingModel(HeadedModel):
         """Encode texts. Arguments: `LionModel.forward`, and pooling_mask, (B, L), True at the tokens of a passage that
         are pooled; None: all real ones. The pooler's output is the vectors in float32, (B, D), not of unit length; of
         packed texts, (texts, D), in reading order."""
-        given = dict(zip(ARGUMENTS[2:], args)) | kwargs
+        if len(args) > len(ARGUMENTS) - 2:
+            raise TypeError(f"forward() takes at most {len(ARGUMENTS)} inputs ({len(args) + 2} given)")
+        given = dict(**dict(zip(ARGUMENTS[2:], args)), **kwargs)
         return_dict, pooling_mask = given.pop("return_dict", None), given.pop("pooling_mask", None)
         seq_idx = given.get("seq_idx")
         output = self.lion(input_ids, attention_mask, **given, return_dict=True)
