@@ -147,6 +147,7 @@ def evaluate(
                 "accuracy": float(right.sum()) / masked, "loss": float(loss.sum()) / masked,
                 "by_row": {"correct": right.int().tolist(), "loss": loss.tolist()},
             }  # fmt: skip
+    model.to("cpu")  # a GPU's memory is the next one's
     if len(lengths) > 1:
         # Correct predictions relative to a mean row's masked tokens: their mean over rows is the accuracy. A row's own
         # number would give the tokens of rows with few masked ones more weight.
