@@ -12,7 +12,8 @@ def text(result: dict[str, Any]) -> str:
     distances = list(result["shares"])
     lines = [["layer", "horizons of its heads, tokens", *(f"from beyond {distance:,}" for distance in distances)]]
     for number, horizons in enumerate(result["horizons"]):
-        shown = "no decay" if horizons is None else " ".join(f"{horizon:.3g}" for horizon in sorted(horizons))
+        shown = (f"{x:.3g}" if x < 1000 else f"{x:,.0f}" for x in sorted(horizons or ()))
+        shown = "no decay" if horizons is None else " ".join(shown)
         lines.append([str(number + 1), shown, *(f"{result['shares'][distance][number]:.1%}" for distance in distances)])
     table = markdown(lines)
     gradients = ", ".join(f"{result['gradients'][distance]:.1e} at {distance:,}" for distance in distances)
