@@ -1,8 +1,10 @@
 """Moving averages of weights: their definition, what is evaluated, and weights that are one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from composer import Callback
+from composer import Callback, Time, Timestamp
 from composer.models import ComposerClassifier
 
 import main
@@ -50,6 +52,15 @@ def test_averages_are_their_definition_and_are_evaluated():
         for name, x in expected.items():
             torch.testing.assert_close(found[name], x)
     trainer.close()
+
+
+def test_averages_start_at_a_fraction_of_a_run_in_epochs():
+    (averages,) = build_all("algorithms", {"ema": {"half_life": None, "smoothing": 0.9, "ema_start": "0.5dur"}})
+    for batch, started in ((0, False), (49, False), (50, True), (99, True)):
+        state = SimpleNamespace(
+            max_duration=Time(1, "ep"), dataloader_len=Time(100, "ba"), timestamp=Timestamp(batch=batch)
+        )
+        assert averages._should_start(state) == started
 
 
 @pytest.mark.slow

@@ -48,9 +48,11 @@ class Linear(nn.Module):
         return loss | {"logits": logits}
 
 
-def train_signs(folder, model: nn.Module, **options) -> dict:
+def train_signs(folder, model: nn.Module, algorithms: dict | None = None, **options) -> dict:
     (task,) = Suite("Signs", "one", {"signs": Task("signs", "Signs", ("accuracy",), ("-", "+"), 2)}).select([], {}, 1)
-    config = JobsConfig(scheduler={"name": "constant"}, save_folder=str(folder), base_run_name="signs")
+    config = JobsConfig(
+        scheduler={"name": "constant"}, save_folder=str(folder), base_run_name="signs", algorithms=algorithms or {}
+    )
     job = Experiment.job(SimpleNamespace(config=config, folder=folder), task, 1, "cpu", data="of signs")
     assert job.settings["data"] == "of signs" and job.settings["task"].keys() == task.settings().keys()
     job.folder.mkdir(parents=True)
@@ -78,6 +80,28 @@ def test_any_model_is_trained_and_scored_on_another_split_than_it_is_selected_by
     assert result["majority"] <= 0.6 and not result["at_chance"]
     *_, last = [line["eval"] for line in read_json_lines(tmp_path / "jobs/signs-1" / METRICS) if "eval" in line]
     assert last == {"validation/accuracy": pytest.approx(result["selection"])}
+
+
+@pytest.mark.parametrize("keep_checkpoint", [False, True])
+@pytest.mark.parametrize("start", ["0dur", "0.5dur"])
+def test_scores_are_those_of_the_averages_whether_a_checkpoint_is_kept_or_not(tmp_path, keep_checkpoint, start):
+    seen = []
+
+    class Averaged(Linear):
+        def forward(self, numbers: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            if not self.training:
+                seen.append(self.linear.weight.detach().clone())
+            return super().forward(numbers, labels)
+
+    ema = {"ema": {"half_life": "100ba", "ema_start": start}}  # of 50 batches in two epochs
+    train_signs(
+        tmp_path, Averaged(), ema, keep_checkpoint=keep_checkpoint,
+        build_optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.5),
+    )  # fmt: skip
+    of_validation, after = seen[-1 - 4 - 7], seen[-1]  # the last evaluation, then 7 batches of validation, 4 of test
+    assert torch.equal(of_validation, after)
+    raw = torch.load(tmp_path / "jobs/signs-1/latest-rank0.pt", weights_only=False) if keep_checkpoint else None
+    assert raw is None or torch.equal(raw["state"]["model"]["model.linear.weight"], after)
 
 
 def test_a_model_that_has_learned_nothing_is_at_chance(tmp_path):

@@ -60,7 +60,8 @@ def test_it_reports_per_parameter_metrics_as_composers_class_does():
     assert optimizer.report_per_parameter_metrics(weight, "weight", {})["l2_norm/moment/weight"] > 0
 
 
-def test_warmup_stable_decay_rises_stays_and_falls_at_the_end():
+@pytest.mark.parametrize("duration", ["8ba", "1ep"])
+def test_warmup_stable_decay_rises_stays_and_falls_at_the_end(duration):
     section = {"name": "warmup_stable_decay", "t_warmup": "2ba", "decay": 0.5, "alpha_f": 0.2}
     dataset = torch.utils.data.TensorDataset(torch.zeros(8, 1), torch.zeros(8, dtype=torch.long))
     classifier = ComposerClassifier(torch.nn.Linear(1, 2), num_classes=2)
@@ -79,7 +80,7 @@ def test_warmup_stable_decay_rises_stays_and_falls_at_the_end():
         train_dataloader=loader,
         optimizers=optimizer,
         schedulers=build_scheduler(section),
-        max_duration="8ba",
+        max_duration=duration,
         callbacks=[Record()],
     ).fit()
     assert rates == pytest.approx([0, 0, 0.5, 1, 1, 1, 0.8, 0.6])  # Composer sets a rate by the steps before the last

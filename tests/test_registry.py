@@ -64,7 +64,8 @@ def test_a_mistake_in_the_optimizer_is_reported(model, changes, words):
         ("constant_with_warmup", {"t_warmup": "6%"}, ["scheduler.t_warmup", "6%"]),
         ("warmup_stable_decay", {"t_warmup": "1h"}, ["scheduler.t_warmup", "1h"]),
         ("linear_decay_with_warmup", {"t_warmup": "9ba"}, ["scheduler", "t_warmup", "same units"]),
-        ("cosine_with_warmup", {"t_warmup": "1sp", "alpha_f": "low"}, ["scheduler", "cosine_with_warmup"]),
+        ("cosine_with_warmup", {"t_warmup": "1sp", "alpha_f": "low"}, ["scheduler.alpha_f", "low"]),
+        ("cosine_over_run", {"alpha_f": -1}, ["scheduler.alpha_f=-1", "≥ 0"]),
         (None, {}, ["scheduler", "choose from"]),
     ],
 )
@@ -105,6 +106,9 @@ CLIPPING = "algorithms.gradient_clipping"
         ("callbacks", "optimizer_monitor", {"batch_log_interval": 0}, ["batch_log_interval=0"]),
         ("callbacks", "runtime_estimator", {"skip_batches": -1}, ["skip_batches=-1"]),
         ("algorithms", "ema", {"half_life": "2ba", "update_interval": "0ba"}, ["update_interval=0ba"]),
+        ("algorithms", "ema", {"half_life": "2ba", "ema_start": "-5ba"}, ["ema_start=-5ba"]),
+        ("algorithms", "ema", {"half_life": "2ba", "ema_start": 0.5}, ["ema_start=0.5"]),
+        ("algorithms", "ema", {"half_life": None, "smoothing": 2.0}, ["smoothing=2.0"]),
         ("loggers", "tensorbord", {}, ["loggers", "did you mean tensorboard?"]),
     ],
 )
@@ -221,6 +225,12 @@ def test_cosine_over_run_is_timms(per_epoch):
         timms.step(step // 7 if per_epoch else step)
         expected.append(optimizer.param_groups[0]["lr"] / 2.0)
     assert rates(scheduler) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("warmup, last", [("0.3dur", 21), ("3ep", 21), ("21ba", 21), ("0dur", 0), ("0ba", 0)])
+def test_cosine_over_run_warms_up_over_any_duration(warmup, last):
+    found = rates(registry.build_scheduler({"name": "cosine_over_run", "t_warmup": warmup}, "10ep"))
+    assert found[:last] == pytest.approx([step / 21 for step in range(last)]) and found[last] > 0.75
 
 
 def test_cosine_over_run_per_epoch_needs_epochs():

@@ -21,6 +21,7 @@ from src.jobs.pool import StepReporter
 from src.jobs.scores import TaskScore, at_chance, score
 from src.jobs.tasks import Task, optimizer_of
 from src.training import registry
+from src.training.averages import EMA
 from src.training.own_code import import_files
 from src.training.run_log import RunLog
 from src.training.trainer import AutocastModel, build_trainer
@@ -152,6 +153,8 @@ def train(
     )
     trainer.logger.log_hyperparameters({**to_dict(config), "task": job.settings["task"], "seed": job.seed})
     trainer.fit()
+    for averages in (each for each in trainer.state.algorithms if isinstance(each, EMA)):
+        averages.activate(trainer.state)
     state, seconds = trainer.state, trainer.state.timestamp.total_wct.total_seconds()
     scores, majority, train_labels = {}, {}, training.labels.float()
     constant = train_labels.mean() if task.regression else train_labels.mode().values  # the majority class

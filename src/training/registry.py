@@ -1,7 +1,6 @@
 """Name → object: the optimizers, schedules, algorithms, callbacks and loggers that a config may name."""
 
 import inspect
-import math
 import re
 import textwrap
 import warnings
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from composer import Algorithm, Callback, State, Time, Timestamp, TimeUnit, callbacks, optim
+from composer import Algorithm, Callback, Time, Timestamp, TimeUnit, callbacks, optim
 from composer.algorithms import GradientClipping
 from composer.distributed.mosaic_parallelism import BACKWARD_PREFETCH_MAP, SHARDING_MAP
 from composer.loggers import LoggerDestination
@@ -26,6 +25,7 @@ from src.training.averages import EMA
 from src.training.guards import ResumableEarlyStopper
 from src.training.loggers import File, MLflow, TensorBoard, WandB
 from src.training.own_code import find_class
+from src.training.schedules import CosineOverRunScheduler, WarmupStableDecayScheduler
 
 
 class FusedDecoupledAdamW(optim.DecoupledAdamW):
@@ -44,47 +44,6 @@ class FusedDecoupledAdamW(optim.DecoupledAdamW):
         finally:
             for group, decay in zip(self.param_groups, decays):
                 group["weight_decay"] = decay
-
-
-class WarmupStableDecayScheduler(optim.ComposerScheduler):
-    """Linear warm-up, a constant rate, and over the last fraction `decay` of the run a linear decay to `alpha_f` of it.
-    Nothing before the decay depends on the run's length: it can be extended (arXiv:2404.06395, section 4)."""
-
-    def __init__(self, t_warmup: str, decay: float = 0.1, alpha_f: float = 0.0):
-        self.warmup = optim.ConstantWithWarmupScheduler(t_warmup)
-        self.decay = decay
-        self.alpha_f = alpha_f
-
-    def __call__(self, state: State, ssr: float = 1.0) -> float:
-        remaining = max(0.0, 1 - state.get_elapsed_duration().value)  # fraction of the run
-        decayed = max(0.0, 1 - remaining / self.decay)
-        return self.warmup(state, ssr) * (1 - decayed * (1 - self.alpha_f))
-
-
-class CosineOverRunScheduler(optim.ComposerScheduler):
-    """timm's schedule, which DeiT uses: linear from `alpha_i` over `t_warmup`, then a half-wave of the cosine, from 1
-    to `alpha_f`, that began with the run. All are fractions of the rate. `per_epoch`: set it once an epoch, as those
-    scripts do; the run's duration must then be in epochs."""
-
-    def __init__(self, t_warmup: str = "0ba", alpha_i: float = 0.0, alpha_f: float = 0.0, per_epoch: bool = False):
-        self.warmup = optim.LinearScheduler(alpha_i, 1.0, t_warmup) if not t_warmup.startswith("0") else None
-        self.alpha_f, self.per_epoch = alpha_f, per_epoch
-
-    def __call__(self, state: State, ssr: float = 1.0) -> float:
-        epochs = state.max_duration.unit == TimeUnit.EPOCH
-        if self.per_epoch:
-            if not epochs:
-                raise ValueError("per_epoch needs max_duration in epochs (ep)")
-            epoch, steps = state.timestamp.epoch.value, int(state.dataloader_len)
-            now = Timestamp(epoch=epoch, batch=epoch * steps)
-            state = SimpleNamespace(timestamp=now, max_duration=state.max_duration, dataloader_len=state.dataloader_len)
-        if self.warmup is not None and (rate := self.warmup(state, ssr)) < 1:
-            return rate
-        if epochs:  # Composer would count whole ones
-            elapsed = state.timestamp.batch.value / (state.max_duration.value * int(state.dataloader_len))
-        else:
-            elapsed = state.get_elapsed_duration().value
-        return self.alpha_f + (1 - self.alpha_f) * (1 + math.cos(math.pi * min(elapsed, 1.0))) / 2
 
 
 def lamb(
@@ -134,7 +93,11 @@ RULES = {  # of arguments that Composer and torch would not check before the fir
     "clipping_type": Rule(choices=("adaptive", "norm", "value")),
     "clipping_threshold": Rule(above=0),
     "t_warmup": Rule(units=tuple(TIME_UNITS), at_least=0),
+    "alpha_i": Rule(at_least=0.0),
+    "alpha_f": Rule(at_least=0.0),
     "decay": Rule(above=0, at_most=1),
+    "ema_start": Rule(units=("dur", "ba", "ep"), at_least=0),
+    "smoothing": Rule(above=0, below=1, also=(None,)),
     "half_life": Rule(units=("ba", "ep"), above=0, also=(None,)),  # with smoothing instead
     "update_interval": Rule(units=("ba", "ep"), above=0, also=(None,)),
     "window_size": Rule(at_least=1),
