@@ -8,8 +8,9 @@ import pytest
 import torch
 from conftest import TINY_MODEL, VOCABULARY, assert_one_sentence, run
 
-from src.checkpoints.reading import read_pretrained
+from src.checkpoints.reading import load_all, read_pretrained
 from src.errors import UserError
+from src.lion import LionConfig, LionModel
 
 SENTENCE = "the old dog sees a [MASK] ."
 
@@ -112,6 +113,27 @@ def test_a_start_that_does_not_fit_is_refused(folder, tmp_path, write_config, ov
     config = write_config(tmp_path, model={"pretrained_checkpoint": str(folder)}, loggers={})
     assert_one_sentence(run("main.py", config, *overrides), *words)
     assert not (tmp_path / "run").exists()
+
+
+def test_weights_are_not_divided_among_other_heads_and_other_functions_are_reported(caplog):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 40, "mixer": "softmax"}
+    stored = LionConfig(**sizes, num_attention_heads=4)
+    weights = LionModel(stored).state_dict()
+    with pytest.raises(UserError, match=r"other heads; model.num_attention_heads=8, where the checkpoint has 4: omit"):
+        load_all(LionModel(LionConfig(**sizes, num_attention_heads=8)), weights, "it", stored)
+    with caplog.at_level("WARNING", logger="lion"):
+        load_all(LionModel(LionConfig(**sizes, num_attention_heads=4)), weights, "it", stored)
+        assert not caplog.text
+        load_all(LionModel(LionConfig(**sizes, num_attention_heads=4, hidden_act="relu")), weights, "it", stored)
+    assert "model.hidden_act=relu, where the checkpoint has gelu: omit it, unless you mean it" in caplog.text
+
+
+def test_positions_that_do_not_fit_name_the_ways_out():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 40, "mixer": "lion-lit"}
+    stored = LionConfig(**sizes, num_attention_heads=4, max_position_embeddings=16)
+    longer = LionConfig(**sizes, num_attention_heads=4, max_position_embeddings=32)
+    with pytest.raises(UserError, match="keep max_seq_len up to 16, or choose a mixer without position embeddings"):
+        load_all(LionModel(longer), LionModel(stored).state_dict(), "it", stored)
 
 
 def test_a_vocabulary_other_than_the_starts_is_refused(folder, tmp_path, write_config, tokenizer_folder):

@@ -57,6 +57,13 @@ OF_WEIGHTS = (
     "d_conv", "patch_size", "patch_order", "num_channels", "distillation_token", "distillation_classifier",
     "layer_scale_init",
 )  # fmt: skip
+OF_HEADS = ("num_attention_heads", "headdim")  # with which the same weights compute something else
+OF_FUNCTIONS = (
+    "hidden_act",
+    "layer_norm_eps",
+    "feature_map",
+    "normalize_rows",
+)  # and what the weights were trained for
 SENTENCE_PROMPTS, SENTENCE_LIMIT = "config_sentence_transformers.json", "sentence_bert_config.json"
 PREPROCESSOR = "preprocessor_config.json"  # the file of a folder's image processor
 
@@ -376,8 +383,12 @@ def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str, st
     }
     unfit = f"the weights of {source} do not fit: {type(model).__name__}"
     if found := [f"{what} {some(names)}" for what, names in problems.items() if names]:
-        fixes = _differing(model.config, stored, bool(problems["needs"]))
+        fixes = _differing(model.config, stored, bool(problems["needs"]), OF_WEIGHTS)
         raise UserError("; ".join([f"{unfit} {found[0]}", *found[1:], *fixes]))
+    if fixes := _differing(model.config, stored, False, OF_HEADS):
+        raise UserError("; ".join([f"{unfit} divides them among other heads", *fixes]))
+    for other in _differing(model.config, stored, False, OF_FUNCTIONS):
+        log.warning(f"{other}, unless you mean it")
     if nonfinite := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
         raise UserError(f"{source} holds NaN or infinite numbers in {some(nonfinite)}; use an earlier checkpoint")
     model.load_state_dict(weights)
@@ -386,18 +397,20 @@ def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str, st
         raise UserError(f"{unfit} shares {some(lost)} with another tensor, but the values differ")
 
 
-def _differing(config: Any, stored: Any, lacking: bool) -> list[str]:
-    """What to do about each key of `model` that decides which weights there are and differs from the stored one's.
-    `lacking`: whether weights are missing."""
+def _differing(config: Any, stored: Any, lacking: bool, names: tuple[str, ...]) -> list[str]:
+    """What to do about each of some keys of `model` that differs from the stored one's. `lacking`: whether weights are
+    missing."""
     if stored is None:
         return []
-    pairs = [(name, getattr(config, name, None), getattr(stored, name, None)) for name in OF_WEIGHTS]
+    pairs = [(name, getattr(config, name, None), getattr(stored, name, None)) for name in names]
     words = []
     for name, own, its in ((name, own, its) for name, own, its in pairs if own != its):
         fix = "omit it"
         if name == "mixer" and lacking:
             fix = f"the own parameters of {own} are not in the checkpoint; omit it, or start from one of {own}"
             fix += ", or use lion-lit, which needs none" if its == "softmax" and isinstance(config, IMAGE) else ""
+        elif name == "max_position_embeddings" and its:
+            fix = f"keep max_seq_len up to {its}, or choose a mixer without position embeddings"
         elif name == "distillation_token" and own:
             fix = "the token is not in the checkpoint; omit it, or start from a distilled one"
         own, its = (json.dumps(value).strip('"') for value in (own, its))
