@@ -326,6 +326,18 @@ def test_numerically_equal_labels_are_one_class(tmp_path):
     assert [example.label for example in read_task(task, None).train] == [0, 1]
 
 
+@pytest.mark.parametrize("one, other", [("neg", "neg "), ("1", "1.0")])
+def test_labels_that_are_likely_one_are_not_two_classes(tmp_path, one, other):
+    rows = [("no", one), ("yes", "pos"), ("not", other)]
+    (tmp_path / "a.csv").write_text("text,stars\n" + "".join(f"{text},{label}\n" for text, label in rows))
+    files = {"train": f"{tmp_path}/a.csv", "validation": f"{tmp_path}/a.csv"}
+    task = own_task(tmp_path, label="stars", files=files)
+    with pytest.raises(UserError, match=rf"tasks\.mine: stars holds '{one}' and '{other}' as two labels"):
+        read_task(task, None)
+    task = own_task(tmp_path, label="stars", files=files, labels=[one, "pos", other])
+    assert [example.label for example in read_task(task, None).train] == [0, 1, 2]
+
+
 def test_labels_equal_as_numbers_are_sorted_by_name(tmp_path):
     names = ["1", "01", "001", "0001", "2"]
     write_rows(tmp_path / "a.csv", [(name, name) for name in names])

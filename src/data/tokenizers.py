@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # their ids are 0 to 4
+LONGEST_WORD = 100  # characters; WordPiece replaces longer ones by [UNK]
 
 
 def check_path(name: str, key: str) -> None:
@@ -85,7 +86,15 @@ def train_wordpiece(read_texts: Callable[[], Iterator[str]], vocab_size: int, lo
         raise UserError(f"--vocab_size: {vocab_size} is too small; the characters of this text alone need {smallest}")
     numbered, live = [*SPECIAL_TOKENS, *inside], sys.stderr.isatty()
     trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=numbered, show_progress=live)
-    learner.train_from_iterator(read_texts(), trainer)
+
+    def shortened(text: str) -> str:
+        """Without words that are too long: they would not be split, and training takes quadratic time in them."""
+        if not re.search(r"\w{101}", text):
+            return text
+        words = splitter.pre_tokenize_str(normalizer.normalize_str(text))
+        return " ".join(word for word, _ in words if len(word) <= LONGEST_WORD)
+
+    learner.train_from_iterator(map(shortened, read_texts()), trainer)
     tokenizer = Tokenizer(models.WordPiece(learner.get_vocab(), unk_token="[UNK]"))  # where `inside` is not special
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
     tokenizer.decoder = decoders.WordPiece()

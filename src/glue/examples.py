@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -201,6 +202,11 @@ def _find_labels(task: Task, rows: list[Row], classes: tuple[str, ...]) -> tuple
     count = Counter(class_name(row.label) for row in rows)
     if len(count) > 1000:
         raise UserError(f"tasks.{task.name}: {len(count):,} labels in {task.label}; set kind: regression, or fix label")
+    alike: dict[str, str] = {}
+    for name in count:
+        if (other := alike.setdefault(re.sub(r"^(-?\d+)\.0+$", r"\1", name.strip()), name)) != name:
+            to_do = f"if they are one, correct the rows; if not, list all in tasks.{task.name}.labels"
+            raise UserError(f"tasks.{task.name}: {task.label} holds {other!r} and {name!r} as two labels; {to_do}")
     if len(count) < 2:
         raise UserError(f"tasks.{task.name}: all rows have the label {next(iter(count))!r}; there is nothing to learn")
     if all(isinstance(column, int) for column in (*task.columns, task.label)):
