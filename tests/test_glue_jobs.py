@@ -112,7 +112,7 @@ def finetuned(tmp_path_factory, shared):
     tasks = {
         "rte": {**ONE, "seeds": [19, 20]}, "mnli": ONE, "stsb": ONE, "sst2": {**ONE, "lr": [1e-4, 1e-3]},
         "amount": {**ONE, "columns": ["words"], "label": "amount", "metrics": ["macro_f1"], "files": files,
-                   "optimizer": "torch.optim:SGD"},
+                   "optimizer": "torch.optim:SGD", "microbatch_size": 3},
     }  # fmt: skip
     path = write_yaml(
         folder / "finetune.yaml",

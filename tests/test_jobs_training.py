@@ -48,8 +48,9 @@ class Linear(nn.Module):
         return loss | {"logits": logits}
 
 
-def train_signs(folder, model: nn.Module, algorithms: dict | None = None, **options) -> dict:
-    (task,) = Suite("Signs", "one", {"signs": Task("signs", "Signs", ("accuracy",), ("-", "+"), 2)}).select([], {}, 1)
+def train_signs(folder, model: nn.Module, algorithms: dict | None = None, microbatch_size=None, **options) -> dict:
+    signs = Task("signs", "Signs", ("accuracy",), ("-", "+"), 2, microbatch_size=microbatch_size)
+    (task,) = Suite("Signs", "one", {"signs": signs}).select([], {}, 1)
     config = JobsConfig(
         scheduler={"name": "constant"}, save_folder=str(folder), base_run_name="signs", algorithms=algorithms or {}
     )

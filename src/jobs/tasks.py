@@ -20,7 +20,7 @@ class Task:
 
     searchable: ClassVar[tuple[str, ...]] = ("epochs", "batch_size", "lr", "weight_decay")  # a list is a search
     needed: ClassVar[Mapping[str, str]] = {}  # fields that a task without `like` must have, and what they are
-    unstored: ClassVar[tuple[str, ...]] = ("title", "seeds", "precision")  # what `settings` omits
+    unstored: ClassVar[tuple[str, ...]] = ("title", "seeds", "precision", "microbatch_size")  # what `settings` omits
 
     name: str = key("used in folders and in tasks_to_run")
     title: str = key("used in reports")
@@ -36,6 +36,7 @@ class Task:
     seeds: tuple[int, ...] = key("one job per seed; default: default_seed", ())
     eval_interval: str = duration("how often to evaluate", "1ep")
     precision: str | None = key("overrides the config's", None, choices=("fp32", "amp_bf16", "amp_fp16"))
+    microbatch_size: int | None = key("samples per forward pass; default: the batch", None, at_least=1)
     variant: str = key("in a search: the values of this candidate", "")
 
     @property
@@ -67,12 +68,14 @@ class Task:
             if metric not in (known := METRICS[self.kind]):
                 raise UserError(f"{place}.metrics: unknown metric {metric} for a {self.kind}{nearest(metric, known)}")
         classes, shown = len(self.labels), ", ".join(self.labels)
+        batch, size = self.batch_size, self.microbatch_size
         for wrong, message in (
             (not self.metrics, ".metrics must have at least one entry"),
             (self.regression and classes, ".labels: a regression has none; set labels to [] or omit kind"),
             (classes == 1 or repeated(self.labels), f".labels={shown} must be two or more classes, each once"),
             ("f1" in self.metrics and classes not in (0, 2), ".metrics: f1 is for two classes; use macro_f1"),
             (repeated(self.seeds), ".seeds has a seed twice; give each once"),
+            (size and size > batch, f".microbatch_size={size} is more than batch_size={batch}; lower it"),
         ):
             if wrong:
                 raise UserError(f"{place}{message}")

@@ -107,7 +107,6 @@ def train(
     task: Task | None = None,
     keep_checkpoint: bool = False,
     build_optimizer: Callable[[ComposerModel], torch.optim.Optimizer] | None = None,
-    microbatch_size: int | str | None = None,
 ) -> Result:
     """Train a model, predict its splits and score them; return what `Experiment.run` has to, without the averages'
     keys.
@@ -120,7 +119,6 @@ def train(
             validation sets is the `selection`, by which the candidates of a search are compared.
         task: the job's, with the labels of its data if it was planned without.
         build_optimizer: default: the task's optimizer, for all parameters alike.
-        microbatch_size: of Composer's Trainer: samples per forward pass; default: the batch.
     """
     task, folder, test = task or job.task, job.folder, test or {}
     import_files(config.code_paths)
@@ -140,7 +138,7 @@ def train(
         seed=job.seed,
         train_dataloader=training.loader,
         eval_dataloader=evaluators,
-        device_train_microbatch_size=microbatch_size,
+        device_train_microbatch_size=task.microbatch_size,
         optimizers=build_optimizer(model) if build_optimizer else registry.build_optimizer(optimizer_of(task), model),
         schedulers=registry.build_scheduler(config.scheduler),
         algorithms=registry.build_all("algorithms", config.algorithms),

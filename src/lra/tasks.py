@@ -54,9 +54,8 @@ class Task(tasks.Task):
         "max_length": "the maximum sequence length",
         "labels": "the names of its classes",
     }
-    # Omitted: what the data's digest already covers, and what affects only memory.
-    unstored: ClassVar[tuple[str, ...]] = (
-        *tasks.Task.unstored, "layout", "folder", "size", "hub", "validation", "split", "split_seed", "microbatch_size",
+    unstored: ClassVar[tuple[str, ...]] = (  # and what the data's digest already covers
+        *tasks.Task.unstored, "layout", "folder", "size", "hub", "validation", "split", "split_seed",
     )  # fmt: skip
 
     layout: str = key("of src/lra/sources.py", "listops", choices=("listops", "imdb", "aan", "cifar10", "pathfinder"))
@@ -82,7 +81,6 @@ class Task(tasks.Task):
     lr: float = key("peak learning rate", 5e-4, at_least=0)
     weight_decay: float = key("weight decay; decays, biases and norms have none", 0.05, at_least=0)
     optimizer: str = key("adamw, decoupled_adamw, or module:Class of your own", "adamw")
-    microbatch_size: int | None = key("samples per forward pass; default: the batch", None, at_least=1)
 
     @property
     def pairs(self) -> bool:
@@ -110,8 +108,6 @@ class Task(tasks.Task):
             raise UserError(
                 f"{place}.vocabulary={self.vocabulary}: its inputs have {least} values; raise it, or omit it"
             )
-        if (size := self.microbatch_size) is not None and size > self.batch_size:
-            raise UserError(f"{place}.microbatch_size={size} is more than batch_size={self.batch_size}; lower it")
 
 
 LRA = {

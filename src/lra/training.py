@@ -109,5 +109,4 @@ def run(config: LraConfig, job: Job, device: str, steps: StepReporter, prepared:
         test,
         keep_checkpoint=config.save_finetuned_checkpoints,
         build_optimizer=lambda model: build_optimizer(task, model),
-        microbatch_size=task.microbatch_size,
     )
