@@ -57,13 +57,9 @@ OF_WEIGHTS = (
     "d_conv", "patch_size", "patch_order", "num_channels", "distillation_token", "distillation_classifier",
     "layer_scale_init",
 )  # fmt: skip
-OF_HEADS = ("num_attention_heads", "headdim")  # with which the same weights compute something else
-OF_FUNCTIONS = (
-    "hidden_act",
-    "layer_norm_eps",
-    "feature_map",
-    "normalize_rows",
-)  # and what the weights were trained for
+# The same weights fit, and compute something else: refused, or reported.
+OF_HEADS = ("num_attention_heads", "headdim")
+OF_FUNCTIONS = ("hidden_act", "layer_norm_eps", "feature_map", "normalize_rows")
 SENTENCE_PROMPTS, SENTENCE_LIMIT = "config_sentence_transformers.json", "sentence_bert_config.json"
 PREPROCESSOR = "preprocessor_config.json"  # the file of a folder's image processor
 
