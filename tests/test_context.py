@@ -1,5 +1,6 @@
 """`main.py context`: the same masked tokens from more or less context; the command and its mistakes."""
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -24,6 +25,12 @@ SILENT = tqdm(disable=True)
 def data(tmp_path_factory) -> Path:
     """Text for a dozen rows of 64 tokens."""
     return write_jsonl(tmp_path_factory.mktemp("text") / "data.jsonl", sentences(40))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer):
+    """A copy, since reading rows lifts its limit."""
+    return copy.deepcopy(tokenizer)
 
 
 @pytest.fixture(scope="module")

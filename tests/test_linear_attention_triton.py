@@ -652,7 +652,7 @@ def test_views_of_one_projection_are_read_in_place(form, in_one):
 
     def projected(qkv, log_decay):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
-        assert not q.is_contiguous() and host._tokens(q) is q
+        assert not q.is_contiguous() and host.cpu_kernel.adjacent_rows(q) is q
         parts = (qkv,) if in_one else (q, k, v)
         return linear_attention(*parts, log_decay=log_decay.mT.contiguous().mT, form=form, chunk_size=CHUNK)
 
