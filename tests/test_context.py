@@ -28,15 +28,9 @@ def data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tokenizer):
-    """A copy, since reading rows lifts its limit."""
-    return copy.deepcopy(tokenizer)
-
-
-@pytest.fixture(scope="module")
 def masked(data, tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     """Five rows of 64 tokens and their labels."""
-    return mask_rows(read_rows([data], "text", tokenizer, 64, 5), tokenizer, 0.3, 1)
+    return mask_rows(read_rows([data], "text", copy.deepcopy(tokenizer), 64, 5), tokenizer, 0.3, 1)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +47,7 @@ def save_bert(folder: Path, tokenizer_folder: Path, kind: type) -> Path:
 
 
 def test_masks_depend_on_the_seed_and_the_row_alone(data, tokenizer):
-    rows = read_rows([data], "text", tokenizer, 64, 6)
+    rows = read_rows([data], "text", copy.deepcopy(tokenizer), 64, 6)
     ids, labels = mask_rows(rows, tokenizer, 0.15, 3)
     fewer = mask_rows(rows[:2], tokenizer, 0.15, 3)
     assert torch.equal(fewer[0], ids[:2]) and torch.equal(fewer[1], labels[:2])

@@ -342,9 +342,27 @@ def test_a_damaged_kernel_is_compiled_again(compiled_in, tmp_path, monkeypatch, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))  # this process has loaded the first
     damaged = tmp_path / "other" / "lion-bert" / compiled.name
     damaged.parent.mkdir(parents=True)
-    damaged.write_bytes(b"\x7fELF, but no more")
+    damaged.write_bytes(compiled.read_bytes()[:-20_000])  # loading it would end this process
     assert compiled_in()
     assert damaged.stat().st_size == compiled.stat().st_size
+
+
+def test_a_kernel_that_must_not_be_loaded_stays_and_the_way_out_is_named(compiled_in, tmp_path, monkeypatch, caplog):
+    def refuse(path):
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr(cpu_kernel, "SOURCE", "int unused;")
+    monkeypatch.setattr(cpu_kernel.ctypes, "CDLL", refuse)  # as on a disk whose files may not be executed
+    times = set()
+    for _ in range(2):
+        assert not compiled_in() and "set XDG_CACHE_HOME to a folder whose programs may be executed" in caplog.text
+        times.add(next(tmp_path.rglob("*.so")).stat().st_mtime_ns)
+    assert len(times) == 1
+
+
+def test_a_cache_of_another_user_names_the_way_out(compiled_in, monkeypatch, caplog):
+    monkeypatch.setattr(machine.os, "getuid", lambda: 12345)
+    assert not compiled_in() and "belongs to another user; set XDG_CACHE_HOME" in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_costs_only_speed(compiled_in, tmp_path, caplog):

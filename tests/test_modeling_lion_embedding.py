@@ -195,6 +195,13 @@ def test_the_signature_of_forward_has_every_argument():  # transformers' Trainer
     assert names == [*inspect.signature(LionModel.forward).parameters, "pooling_mask"]
 
 
+@pytest.mark.parametrize("pooling", ["mean", "attention"])
+def test_shapes_are_found_on_the_meta_device(pooling):
+    with torch.device("meta"):
+        output = build(pooling=pooling)(torch.ones(2, 7, dtype=torch.long))
+    assert output.pooler_output.shape == (2, D) and output.pooler_output.is_meta
+
+
 def test_surplus_and_repeated_arguments_are_refused():
     model, (ids, mask) = build(), texts(8)
     with pytest.raises(TypeError, match="token_type_ids"):

@@ -388,14 +388,7 @@ def _library() -> ctypes.CDLL | None:
     """Load the kernel, compiled if this machine has not compiled it yet; None if it cannot."""
     global _failure
     try:
-        path, is_new = _compile()
-        try:
-            library = ctypes.CDLL(str(path))
-        except OSError:
-            if is_new:
-                raise
-            path.unlink(missing_ok=True)  # a damaged file
-            library = ctypes.CDLL(str(_compile()[0]))
+        library = ctypes.CDLL(str(_compile()))
         library.lion_are_orders.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
         for name in ("triangle", "full", "channels", "channels_gradient"):
             getattr(library, f"lion_{name}").argtypes = [ctypes.c_char_p, ctypes.c_int64]
@@ -408,13 +401,15 @@ def _library() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         lines = str(getattr(error, "stderr", None) or error).strip().splitlines() or [repr(error)]
         _failure = next((line for line in lines if "error" in line), lines[0])
+        if "failed to map segment" in _failure:
+            _failure += "; set XDG_CACHE_HOME to a folder whose programs may be executed"
         log.warning("linear attention on this CPU is computed in PyTorch, which is slower: %s", _failure)
         return None
 
 
-def _compile() -> tuple[Path, bool]:
-    """Return the compiled kernel in the user's cache, and whether this process compiled it. Its name tells sources,
-    compilers and processors apart, since machines that share a home directory may differ in what they can do."""
+def _compile() -> Path:
+    """Return the compiled kernel in the user's cache. Its name tells sources, compilers and processors apart, since
+    machines that share a home directory may differ in what they can do."""
     openmp = _loaded_openmp()
     compiler = (os.environ.get("CC") or "cc").split()
     options = {"check": True, "capture_output": True, "text": True, "timeout": 120}
@@ -422,16 +417,26 @@ def _compile() -> tuple[Path, bool]:
     key = "\n".join([SOURCE, *FLAGS, *compiler, version, machine.digest(), openmp])
     folder = machine.private_folder()
     path = folder / f"linear-attention-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
-    is_new = not path.exists()
-    if is_new:
+    if not _is_intact(path):
         with tempfile.TemporaryDirectory(dir=folder) as temporary:  # processes that start together do not disturb
             source, built = Path(temporary, "kernel.c"), Path(temporary, "kernel.so")
             source.write_text(SOURCE)
             # The runtime that torch uses, by its path: a second one would start threads of its own.
             subprocess.run([*compiler, *FLAGS, "-c", str(source), "-o", f"{source}.o"], **options)
             subprocess.run([*compiler, "-shared", f"{source}.o", openmp, "-lm", "-o", str(built)], **options)
+            checksum = hashlib.sha256(built.read_bytes()).digest()
+            with built.open("ab") as file:  # loading ignores what follows the library
+                file.write(checksum)
+                file.flush()
+                os.fsync(file.fileno())
             built.replace(path)
-    return path, is_new
+    return path
+
+
+def _is_intact(path: Path) -> bool:
+    """Whether a file ends with the checksum of what precedes it. Loading a damaged library would end the process."""
+    content = path.read_bytes() if path.exists() else b""
+    return content[-32:] == hashlib.sha256(content[:-32]).digest()
 
 
 def _loaded_openmp() -> str:

@@ -108,7 +108,9 @@ def private_folder() -> Path:
     folder = cache_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     state = folder.stat()
-    if hasattr(os, "getuid") and (state.st_uid != os.getuid() or state.st_mode & 0o022):
+    if hasattr(os, "getuid") and state.st_uid != os.getuid():
+        raise RuntimeError(f"{folder} belongs to another user; set XDG_CACHE_HOME to a folder of your own")
+    if hasattr(os, "getuid") and state.st_mode & 0o022:
         raise RuntimeError(f"{folder} can be written by other users; make it private with chmod 700")
     return folder
 

@@ -15,7 +15,7 @@ from .cpu_crossover import full_is_faster  # noqa: F401
 from .cpu_kernel import covers  # noqa: F401
 from .cpu_kernel_source import SOURCE  # noqa: F401
 from .cpu_linear import linear  # noqa: F401
-from .custom_operators import operator  # noqa: F401
+from .custom_operators import no_autocast
 from .full_kernel_source import FULL  # noqa: F401
 from .hydra_attention import hydra_attention  # noqa: F401
 from .linear_attention import SegmentStates  # noqa: F401
@@ -71,7 +71,7 @@ class LionEmbeddingModel(HeadedModel):
                 tokens = tokens & mask[:, None].bool()
         if self.config.pooling == "cls":
             tokens = tokens & (tokens.cumsum(-1) == 1)
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x):
             vectors, weights = pool(x, tokens, self.scores(x))
         if self.pooling_weight is not None:
             factors = (weights * tokens.sum(-1, keepdim=True)).sum(1)  # (B, L)
@@ -88,7 +88,7 @@ class LionEmbeddingModel(HeadedModel):
         """The scores of tokens, (..., D), in float32 at least; None without attention pooling."""
         if self.pooling_weight is None:
             return None
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x):
             wide = torch.promote_types(x.dtype, torch.float32)
             return x.to(wide) @ self.pooling_weight.to(wide)
 
