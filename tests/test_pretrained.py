@@ -134,6 +134,8 @@ def test_positions_that_do_not_fit_name_the_ways_out():
     longer = LionConfig(**sizes, num_attention_heads=4, max_position_embeddings=32)
     with pytest.raises(UserError, match="keep max_seq_len up to 16, or choose a mixer without position embeddings"):
         load_all(LionModel(longer), LionModel(stored).state_dict(), "it", stored)
+    with pytest.raises(UserError, match=r"model.max_position_embeddings=16, where the checkpoint has 32: omit it"):
+        load_all(LionModel(stored), LionModel(longer).state_dict(), "it", longer)
 
 
 def test_a_vocabulary_other_than_the_starts_is_refused(folder, tmp_path, write_config, tokenizer_folder):

@@ -405,7 +405,7 @@ def _differing(config: Any, stored: Any, lacking: bool, names: tuple[str, ...]) 
         if name == "mixer" and lacking:
             fix = f"the own parameters of {own} are not in the checkpoint; omit it, or start from one of {own}"
             fix += ", or use lion-lit, which needs none" if its == "softmax" and isinstance(config, IMAGE) else ""
-        elif name == "max_position_embeddings" and its:
+        elif name == "max_position_embeddings" and own and its and own > its:
             fix = f"keep max_seq_len up to {its}, or choose a mixer without position embeddings"
         elif name == "distillation_token" and own:
             fix = "the token is not in the checkpoint; omit it, or start from a distilled one"
