@@ -14,6 +14,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
@@ -543,6 +544,18 @@ def test_the_compiled_graph_does_not_grow_with_the_length(form, monkeypatch):
         compiled = torch.compile(linear_attention, backend=aot_autograd(fw_compiler=backend, bw_compiler=backend))
         outputs_and_gradients(compiled, inputs, mask=mask, form=form, chunk_size=CHUNK)
     assert len(sizes) == 4 and sizes[:2] == sizes[2:]
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_three_programs_serve_texts_of_all_shapes(decay):
+    """That of the first shape, of all lengths, and of all shapes. torch.compile gives up after eight."""
+    torch.compiler.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(linear_attention, backend=counter, fullgraph=True)
+    for batch, length in ((2, 33), (2, 34), (4, 50), (4, 21), (5, 60), (6, 12)):
+        inputs, mask = draw(decay, length, batch, mask="holes")
+        torch.testing.assert_close(compiled(*inputs, mask=mask), linear_attention(*inputs, mask=mask))
+    assert counter.frame_count == 3
 
 
 # Several sequences in a row, and a text in several segments

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim
 from torch.nn import functional as F
 
 from src.lion import LionConfig, LionForMaskedLM, LionModel, channel_decay
@@ -369,6 +370,19 @@ def test_an_encoder_compiles_as_one_graph(case):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     expected = model(ids).last_hidden_state
     torch.testing.assert_close(compiled(ids).last_hidden_state, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["softmax-modern", "lit-rows", "d-rest", "s-modern", "hydra"])
+def test_an_exported_encoder_accepts_texts_of_all_shapes(case):
+    model, sizes = build(case, LionModel, num_hidden_layers=1), {0: Dim("batch", max=64), 1: Dim("length", max=64)}
+    ids, mask = draw(3), torch.ones(3, LENGTH, dtype=torch.long)
+    exported = torch.export.export(model, (ids, mask), dynamic_shapes=(sizes, sizes), strict=False).module()
+    for batch, length in ((2, 2), (4, 40), (8, 64)):
+        ids = draw(batch, length)
+        mask = (torch.arange(length) < torch.arange(1, batch + 1)[:, None] * length / batch).long()
+        actual = exported(ids, mask).last_hidden_state
+        torch.testing.assert_close(actual, model(ids, mask).last_hidden_state, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -292,7 +292,7 @@ def signed_sums(
     exclusive, inclusive = cumulative_log_decay(log_decay, length)
     if log_decay_future is not None:
         _, inclusive = cumulative_log_decay(log_decay_future, length)
-        rows = max(len(exclusive), len(inclusive))
+        rows = max(exclusive.shape[0], inclusive.shape[0])
         exclusive, inclusive = (x.expand(rows, -1, -1) for x in (exclusive, inclusive))
     return torch.stack([exclusive] if causal else [exclusive, -inclusive], -1)
 

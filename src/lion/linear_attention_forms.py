@@ -89,15 +89,16 @@ class _Block(NamedTuple):
     texts: slice
     chunks: slice
     tokens: slice
+    size: int  # C
 
     def of(self, x: Tensor) -> Tensor:
         """A view of this block of x, (B or 1, H or 1, L, ...): (b or 1, H or 1, n, C, ...)."""
         chunks = self.chunks.stop - self.chunks.start
-        return (x if len(x) == 1 else x[self.texts])[:, :, self.tokens].unflatten(2, (chunks, -1))
+        return (x if x.shape[0] == 1 else x[self.texts])[:, :, self.tokens].unflatten(2, (chunks, -1))
 
     def state(self, x: Tensor) -> Tensor:
         """A view of this block of x, (B or 1, H or 1, N, ...): (b or 1, H or 1, n, ...)."""
-        return (x if len(x) == 1 else x[self.texts])[:, :, self.chunks]
+        return (x if x.shape[0] == 1 else x[self.texts])[:, :, self.chunks]
 
     def write(self, targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
         for target, value in zip(targets, values):
@@ -108,18 +109,18 @@ def _blocks(x: Tensor, chunk_size: int) -> list[_Block]:
     """Cut x, (B, H, L, ·), into blocks."""
     count, heads, length, _ = x.shape
     if torch.compiler.is_compiling():  # the full form; the compiler tiles it, and would unroll a loop over blocks
-        return [_Block(slice(0, count), slice(0, 1), slice(0, length))]
+        return [_Block(slice(None), slice(0, 1), slice(None), length)]  # a bound would be a constant of its program
     matrices = BLOCK_ENTRIES["cpu" if x.is_cpu else "cuda"] // (heads * chunk_size * chunk_size)
     texts = min(max(matrices, 1), count)
     chunks = max(matrices // texts, 1)
     complete = length // chunk_size
-    spans = [(first, min(first + chunks, complete)) for first in range(0, complete, chunks)]
+    spans = [(first, min(first + chunks, complete), chunk_size) for first in range(0, complete, chunks)]
     if length % chunk_size:
-        spans.append((complete, complete + 1))
+        spans.append((complete, complete + 1, length % chunk_size))
     return [
-        _Block(slice(text, text + texts), slice(*span), slice(span[0] * chunk_size, min(span[1] * chunk_size, length)))
+        _Block(slice(text, text + texts), slice(first, end), slice(first * chunk_size, end * chunk_size), size)
         for text in range(0, count, texts)
-        for span in spans
+        for first, end, size in spans
     ]
 
 
@@ -127,8 +128,7 @@ def _weights(blocks, query_sums, key_sums, diagonal, triangles, dtype, uniform) 
     """Return what `_assemble` makes each block's W from, computed once if uniform. On its diagonal W is 1, or 0 if a
     diagonal is given."""
     compute = torch.promote_types(dtype, torch.float32)
-    size = (blocks[0].tokens.stop - blocks[0].tokens.start) // (blocks[0].chunks.stop - blocks[0].chunks.start)  # C
-    tiles = tiled = first = None
+    size, tiles, tiled, first = blocks[0].size, None, None, None
     if key_sums is None and triangles == "shared":
         exclusive, inclusive = query_sums[..., 0], -query_sums[..., 1]
         numbers = split_sums(exclusive, inclusive, compute)
@@ -138,7 +138,7 @@ def _weights(blocks, query_sums, key_sums, diagonal, triangles, dtype, uniform) 
         pairs = zip(query_sums.unbind(-1), keys.unbind(-1))
         numbers = [number for pair in pairs for x in pair for number in _split(x, compute)]
         function = functools.partial(_triangle_weights, triangles, float(diagonal is None))
-        if not uniform and size % TILES == 0 and size >= 16 * TILES:
+        if not (uniform or torch.compiler.is_compiling()) and size % TILES == 0 and size >= 16 * TILES:
             tiles = _tile_factors(query_sums, keys, size, DIRECTIONS[triangles], compute)
             complete = query_sums.shape[2] // size * size
             tiled = torch.stack([x[:, :, :complete].unflatten(2, (-1, TILES, size // TILES)) for x in numbers], 3)
@@ -146,10 +146,9 @@ def _weights(blocks, query_sums, key_sums, diagonal, triangles, dtype, uniform) 
         first = function(*(blocks[0].of(x)[:, :, :1] for x in numbers)).to(dtype)
 
     def weights(block: _Block) -> tuple[Tensor, ...]:
-        length = block.tokens.stop - block.tokens.start
-        if uniform:
-            return (first[..., :length, :length] if length < size else first,)  # the last chunk may be shorter
-        if tiles is None or length < size:
+        if uniform:  # the last chunk may be shorter
+            return (first[..., : block.size, : block.size] if block.size < size else first,)
+        if tiles is None or block.size < size:
             return (function(*map(block.of, numbers)).to(dtype),)
         return *map(block.state, tiles), function(*block.state(tiled).unbind(3))
 
@@ -216,7 +215,7 @@ def _triangle_weights(triangles: str, on_diagonal: float, *numbers: Tensor) -> T
     outside = outside.tril(-1) if triangles == "future" else outside.triu(1)
     log_weights.add_(outside)
     if len(numbers) > 4:
-        torch.maximum(log_weights, _differences(*numbers[4:]).add_(outside.flip(-1, -2)), out=log_weights)
+        log_weights.clamp_(min=_differences(*numbers[4:]).add_(outside.flip(-1, -2)))
     weights = log_weights.clamp_(min=LOG_ZERO).exp_()
     if len(numbers) == 4:  # exact zeros beside the only triangle
         weights = weights.tril_() if triangles == "past" else weights.triu_()
@@ -245,7 +244,7 @@ def _sum_gradients(grad_log_weights: Tensor, triangles: str, one_sum: bool) -> l
     they are one, of these T; each (..., L) in float64. An entry adds to its row what it subtracts from its column:
     sums rounded differently would leave a remainder."""
     matrices = grad_log_weights.flatten(0, -3)
-    size, sums = len(matrices), []
+    size, sums = matrices.shape[0], []
     if not torch.compiler.is_compiling():
         size = max(1, BLOCK_ENTRIES["cpu" if matrices.is_cpu else "cuda"] // matrices[0].numel())
     for few in matrices.split(size):
@@ -310,7 +309,7 @@ class _Full(torch.autograd.Function):
             return y
         assert order is None and not epsilon
         tensors = q, k, v, query_sums, key_sums, diagonal
-        ctx.options = scale, v.shape[2], len(query_sums) == 1, triangles, factor
+        ctx.options = scale, v.shape[2], query_sums.shape[0] == 1, triangles, factor
         weights: list[tuple[Tensor, ...]] = []
         y = _multiply(_Chunks(*tensors, *ctx.options, kept), weights if any(ctx.needs_input_grad) else None)
         ctx.blocks = len(weights)
@@ -465,10 +464,11 @@ class _Chunks:
         factor: float = 1.0, kept: Tensor | None = None, weights: Iterable[tuple[Tensor, ...]] | None = None,
     ):  # fmt: skip
         self.q, self.k, self.v, self.sums, self.diagonal = q, k, v, (query_sums, key_sums), diagonal
+        length = v.shape[2]
+        chunk_size = min(chunk_size, length)
         self.scale, self.chunk_size, self.uniform, self.triangles = scale, chunk_size, uniform, triangles
         self.factor, self.kept = factor, kept
         self.directions = DIRECTIONS[triangles]
-        length = v.shape[2]
         self.blocks, self.shared, self.shared_blocks = _blocks(v, chunk_size), None, []
         if q.shape[1] < v.shape[1]:
             self.shared, self.shared_blocks = q.new_empty(*q.shape[:3], chunk_size), _blocks(q, chunk_size)
@@ -513,7 +513,7 @@ class _Chunks:
             matrix = _scores(q, k, self.triangles).mul_(weights)
         else:
             scores = self.shared_scores(block)
-            overwrite = overwrite and not self.uniform and len(weights) == len(scores)
+            overwrite = overwrite and not self.uniform and weights.shape[0] == scores.shape[0]
             matrix = torch.mul(scores, weights, out=weights if overwrite else None)
         if self.diagonal is not None:
             matrix.diagonal(dim1=-2, dim2=-1).copy_(block.of(self.diagonal))
@@ -575,7 +575,7 @@ class _Chunks:
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor query_sum, Tensor key_sum, int direction"
 RECURRENT = operator(_recurrent_forward, _recurrent_backward, _INPUTS, lambda x: x.new_empty(x.shape))
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor query_sums, Tensor? key_sums, Tensor? diagonal"
-_INPUTS += ", Tensor? order, float scale, SymInt chunk_size, bool uniform, str triangles"
+_INPUTS += ", Tensor? order, float scale, int chunk_size, bool uniform, str triangles"
 CHUNKWISE = operator(_chunkwise_forward, _chunkwise_backward, _INPUTS, torch.empty_like)
 
 
