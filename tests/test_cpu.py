@@ -420,7 +420,7 @@ def test_a_model_is_sped_up_and_so_are_its_copies(mixer):
 PROGRAM = """
 import ctypes, resource, runpy
 
-keep_freed_memory = runpy.run_path("src/lion/machine.py")["keep_freed_memory"]  # without what the package imports
+machine = runpy.run_path("src/lion/machine.py")  # without what the package imports
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 size = 2**26
@@ -434,30 +434,32 @@ def blocks_from_the_system():
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() / size
 
 print(blocks_from_the_system())
-keep_freed_memory()
+machine["keep_freed_memory"]()
+print(blocks_from_the_system())
+machine["return_freed_memory"]()
 print(blocks_from_the_system())
 """
 
 
-def blocks_from_the_system(**environment: str) -> tuple[float, float]:
-    """How many of ten 64 MiB blocks, allocated one after the other, come from the system: before and after the call."""
+def blocks_from_the_system(**environment: str) -> list[float]:
+    """How many of ten 64 MiB blocks, allocated one after the other, come from the system: before memory is kept, while
+    it is, and after."""
     own = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env={**own, **environment}, cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    before, after = map(float, done.stdout.split())
-    return before, after
+    return [float(count) for count in done.stdout.split()]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this C library is not glibc")
 def test_freed_memory_is_reused_unless_the_environment_has_its_own_settings():
-    before, after = blocks_from_the_system()
+    before, kept, after = blocks_from_the_system()
     if before < 5:
         pytest.skip("this system's pages are too large to count")
-    assert after < 1.5
-    before, after = blocks_from_the_system(MALLOC_ARENA_MAX="4")
-    assert after == pytest.approx(before, rel=0.1)
+    assert kept < 1.5 and after == pytest.approx(before, rel=0.1)
+    before, kept, after = blocks_from_the_system(MALLOC_ARENA_MAX="4")
+    assert kept == pytest.approx(before, rel=0.1) and after == pytest.approx(before, rel=0.1)
 
 
 def test_other_c_libraries_are_left_alone(monkeypatch):

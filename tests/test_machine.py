@@ -61,9 +61,13 @@ def test_of_threads_that_measure_at_once_all_take_the_first_result(cache):
 
 def test_it_is_measured_with_the_memory_settings_of_training(cache, monkeypatch):
     order = []
-    monkeypatch.setattr(machine, "keep_freed_memory", lambda: order.append("kept"))
+    monkeypatch.setattr(machine, "_keeps_freed_memory", False)
+    monkeypatch.setattr(machine, "_set_malloc", lambda **settings: order.append(settings["mmap_max"]) or True)
     machine.choice("example", lambda: order.append("measured"))
-    assert order == ["kept", "measured"]
+    assert order == [0, "measured", 2**16]  # a process that only infers takes no more memory from then on
+    machine.keep_freed_memory()  # as training does
+    machine.choice("other", lambda: order.append("measured"))
+    assert order[3:] == [0, 0, "measured"]
 
 
 def test_of_two_processes_that_measure_at_once_both_take_the_first_result(cache):

@@ -20,6 +20,7 @@ import torch
 
 METHOD = 4  # raised when something is measured in another way, so that what was found before is not used
 _adopted: dict[str, Any] = {}  # the choices of the run that this process resumes
+_keeps_freed_memory = False
 _measuring = threading.RLock()  # threads would disturb each other, and could take different choices
 if hasattr(os, "register_at_fork"):  # no thread of the parent would release it
     os.register_at_fork(after_in_child=lambda: globals().update(_measuring=threading.RLock()))
@@ -60,8 +61,13 @@ def _choice(name: str, measure: Callable[[], Any], threads: int, version: str) -
 
 
 def _found(measure: Callable[[], Any]) -> Any:
+    returned = not _keeps_freed_memory
     keep_freed_memory()  # else the pages of new tensors, which the system zeroes, are measured too
-    return measure()
+    try:
+        return measure()
+    finally:
+        if returned:
+            return_freed_memory()
 
 
 def keep_freed_memory() -> None:
@@ -69,12 +75,28 @@ def keep_freed_memory() -> None:
     training step requests the blocks that the previous one freed, and the system would zero every page first. The
     process stays at its peak size, which grew by up to a quarter in our trials with varying lengths. Without glibc, or
     with settings in the environment (MALLOC_…, GLIBC_TUNABLES), nothing is done."""
+    global _keeps_freed_memory
+    _keeps_freed_memory = _set_malloc(mmap_max=0, trim_threshold=-1)
+
+
+def return_freed_memory() -> None:
+    """Undo `keep_freed_memory`. The limits are those that glibc reaches by itself once a large block was freed."""
+    global _keeps_freed_memory
+    if _keeps_freed_memory:
+        _set_malloc(mmap_max=2**16, trim_threshold=2**26, mmap_threshold=2**25)
+        ctypes.CDLL(None).malloc_trim(0)
+    _keeps_freed_memory = False
+
+
+def _set_malloc(**settings: int) -> bool:
+    """Set options of glibc's malloc; returns whether they may be, and were, set."""
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
-        return
+        return False
+    numbers = {"trim_threshold": -1, "mmap_threshold": -3, "mmap_max": -4}  # in malloc.h
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD
+        return all(mallopt(numbers[name], value) for name, value in settings.items())
+    return False
 
 
 def _read(path: Path, name: str) -> Any:
