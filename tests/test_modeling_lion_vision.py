@@ -234,6 +234,16 @@ def test_gradient_checkpointing_changes_nothing(variant):
     assert all(map(torch.equal, *gradients))
 
 
+@pytest.mark.parametrize("variant", ["softmax", "s", "d-natural"])
+def test_an_exported_model_accepts_batches_of_all_sizes(variant):
+    model = build(variant)
+    batch = {0: torch.export.Dim("batch", max=64)}
+    exported = torch.export.export(model, (pixels(3, 3, 24, 32),), dynamic_shapes=(batch,), strict=False).module()
+    for size in (2, 7):
+        x = pixels(size, 3, 24, 32)
+        torch.testing.assert_close(exported(x).logits, model(x).logits, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("variant", LINEAR)
 def test_the_attention_matrix_multiplies_the_values(variant):
     model, x = build(variant, num_hidden_layers=1), pixels(1, 3, 24, 32)

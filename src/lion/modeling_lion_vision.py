@@ -71,7 +71,7 @@ class LionImageEmbeddings(nn.Module):
         """Map images, (B, C, h·P, w·P), to tokens, (B, L, D)."""
         patches = self.projection(pixel_values.to(self.projection.weight.dtype))  # (B, D, h, w)
         prefix = [token for token in (self.class_token, self.distillation_token) if token is not None]
-        prefix = torch.stack(prefix).to(patches.dtype).expand(len(patches), -1, -1)
+        prefix = torch.stack(prefix).to(patches.dtype).expand(patches.shape[0], -1, -1)
         x = torch.cat([prefix, patches.flatten(2).mT], 1)
         if self.position_embeddings is not None:
             x = x + self.positions(*patches.shape[2:]).to(x.dtype)
@@ -122,7 +122,7 @@ class LionImageLayer(LionLayer):
         if not self.training or self.drop_path_rate == 0:
             return x
         keep = 1 - self.drop_path_rate
-        return x * (torch.rand(len(x), 1, 1, device=x.device) < keep).to(x.dtype).div_(keep)
+        return x * (torch.rand(x.shape[0], 1, 1, device=x.device) < keep).to(x.dtype).div_(keep)
 
 
 class LionImagePreTrainedModel(LionPreTrainedModel):
