@@ -6,6 +6,7 @@ import pytest
 import torch
 from composer import Callback, Time, Timestamp
 from composer.models import ComposerClassifier
+from torch.utils.data import DataLoader
 
 import main
 from src.checkpoints.reading import read_checkpoint
@@ -57,9 +58,8 @@ def test_averages_are_their_definition_and_are_evaluated():
 def test_averages_start_at_a_fraction_of_a_run_in_epochs():
     (averages,) = build_all("algorithms", {"ema": {"half_life": None, "smoothing": 0.9, "ema_start": "0.5dur"}})
     for batch, started in ((0, False), (49, False), (50, True), (99, True)):
-        state = SimpleNamespace(
-            max_duration=Time(1, "ep"), dataloader_len=Time(100, "ba"), timestamp=Timestamp(batch=batch)
-        )
+        now = Timestamp(batch=batch, batch_in_epoch=batch, sample_in_epoch=batch)
+        state = SimpleNamespace(max_duration=Time(1, "ep"), train_dataloader=DataLoader(range(100)), timestamp=now)
         assert averages._should_start(state) == started
 
 

@@ -1,5 +1,6 @@
 """Name → object: every name and argument is checked, and a mistake is reported with the nearest known name."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from composer.optim import (
     LinearWithWarmupScheduler,
 )
 from conftest import TINY_MODEL
+from torch.utils.data import DataLoader
 
 from src.errors import UserError
 from src.lion import LionConfig, LionForImageClassification, LionForMaskedLM, LionVisionConfig
@@ -197,18 +199,32 @@ def test_algorithms_callbacks_and_loggers_are_built_unless_they_are_false(tmp_pa
 
 def rates(scheduler, epochs=10, steps=7) -> list[float]:
     """The factor at each step of a run."""
-    found = []
-    for step in range(epochs * steps):
-        now = Timestamp(epoch=step // steps, batch=step, batch_in_epoch=step % steps)
-        elapsed = Time(now.epoch.value / epochs, TimeUnit.DURATION)
-        state = SimpleNamespace(
-            timestamp=now,
-            max_duration=Time(epochs, "ep"),
-            dataloader_len=Time(steps, "ba"),
-            get_elapsed_duration=lambda elapsed=elapsed: elapsed,
-        )
-        found.append(scheduler(state))
-    return found
+    return [
+        scheduler(state_at(epochs, steps, epoch=step // steps, batch=step, batch_in_epoch=step % steps))
+        for step in range(epochs * steps)
+    ]
+
+
+def state_at(epochs: int, steps: int, **now: int) -> SimpleNamespace:
+    """What a schedule reads of a run's state, with one sample a step."""
+    now = Timestamp(**now, sample_in_epoch=now["batch_in_epoch"])
+    return SimpleNamespace(
+        timestamp=now,
+        max_duration=Time(epochs, "ep"),
+        dataloader_len=Time(steps, "ba"),
+        train_dataloader=DataLoader(range(steps)),
+        get_elapsed_duration=lambda: Time(now.epoch.value / epochs, TimeUnit.DURATION),
+    )
+
+
+@pytest.mark.parametrize("before", [5, 20, 40])
+def test_epochs_of_another_batch_size_change_no_later_rate(before):
+    """A run of four epochs of ten steps whose first two had other batches."""
+    late = {"epoch": 3, "batch": 2 * before + 15, "batch_in_epoch": 5}
+    stable = registry.build_scheduler({"name": "warmup_stable_decay", "t_warmup": "0ba", "decay": 0.25}, "4ep")
+    cosine = registry.build_scheduler({"name": "cosine_over_run"}, "4ep")
+    assert stable(state_at(4, 10, **late)) == pytest.approx(0.5)
+    assert cosine(state_at(4, 10, **late)) == pytest.approx((1 + math.cos(math.pi * 3.5 / 4)) / 2)
 
 
 @pytest.mark.parametrize("per_epoch", [False, True])

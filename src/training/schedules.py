@@ -5,12 +5,17 @@ from types import SimpleNamespace
 
 from composer import State, Time, Timestamp, TimeUnit, optim
 
+from src.training.epochs import steps_left
+
 
 def elapsed(state: State) -> float:
     """Return the fraction of a run that is over. Composer's counts whole epochs if the run's duration is in epochs."""
     if state.max_duration.unit != TimeUnit.EPOCH:
         return min(1.0, state.get_elapsed_duration().value)
-    return min(1.0, state.timestamp.batch.value / (state.max_duration.value * int(state.dataloader_len)))
+    now, done = state.timestamp, state.timestamp.batch_in_epoch.value
+    left = steps_left(state.train_dataloader, now) if done else None
+    share = 0 if left is None else done / (done + left)  # of this epoch; earlier ones may have had other batch sizes
+    return min(1.0, (now.epoch.value + share) / state.max_duration.value)
 
 
 class WarmupStableDecayScheduler(optim.ComposerScheduler):
