@@ -8,7 +8,8 @@ import pytest
 import torch
 from conftest import TINY_MODEL, VOCABULARY, assert_one_sentence, run
 
-from src.checkpoints.reading import load_all, read_pretrained
+from src.checkpoints.reading import Checkpoint, load_all, read_pretrained
+from src.embed.encoder import embedding_model
 from src.errors import UserError
 from src.lion import LionConfig, LionModel
 
@@ -128,11 +129,39 @@ def test_weights_are_not_divided_among_other_heads_and_other_functions_are_repor
     assert "model.hidden_act=relu, where the checkpoint has gelu: omit it, unless you mean it" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("own", "changes", "reported"),
+    [
+        ({}, {"long_reach": 100}, ["feature_map", "normalize_rows"]),
+        ({}, {"feature_map": "silu"}, ["feature_map"]),
+        ({"position_embedding": "rope"}, {"position_embedding": "none"}, ["position_embedding"]),
+        ({"bias": False}, {"normalization": "rmsnorm"}, ["normalization"]),
+    ],
+)
+def test_functions_that_differ_are_reported(own, changes, reported, caplog):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    stored = LionConfig(**sizes, **own, vocab_size=40)
+    with caplog.at_level("WARNING", logger="lion"):
+        changed = LionModel(LionConfig(**{**sizes, **own, **changes}, vocab_size=40))
+        load_all(changed, LionModel(stored).state_dict(), "it", stored)
+    assert re.findall(r"model\.(\w+)=", caplog.text) == reported
+    assert ("long_reach" in caplog.text) == ("feature_map" in reported)
+
+
+def test_weights_of_an_embedder_are_not_divided_among_other_heads():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 40, "mixer": "lion-lit"}
+    stored = LionConfig(**sizes, num_attention_heads=4)
+    weights = LionModel(stored).state_dict()
+    read = Checkpoint(Path("it"), "LionModel", LionConfig(**sizes, num_attention_heads=8), weights)
+    with pytest.raises(UserError, match=r"model.num_attention_heads=8, where the checkpoint has 4: omit it"):
+        embedding_model(read, stored)
+
+
 def test_positions_that_do_not_fit_name_the_ways_out():
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 40, "mixer": "lion-lit"}
     stored = LionConfig(**sizes, num_attention_heads=4, max_position_embeddings=16)
     longer = LionConfig(**sizes, num_attention_heads=4, max_position_embeddings=32)
-    with pytest.raises(UserError, match="keep max_seq_len up to 16, or choose a mixer without position embeddings"):
+    with pytest.raises(UserError, match=r"omit it, and keep max_seq_len up to 16$"):
         load_all(LionModel(longer), LionModel(stored).state_dict(), "it", stored)
     with pytest.raises(UserError, match=r"model.max_position_embeddings=16, where the checkpoint has 32: omit it"):
         load_all(LionModel(stored), LionModel(longer).state_dict(), "it", longer)

@@ -59,7 +59,8 @@ OF_WEIGHTS = (
 )  # fmt: skip
 # The same weights fit, and compute something else: refused, or reported.
 OF_HEADS = ("num_attention_heads", "headdim")
-OF_FUNCTIONS = ("hidden_act", "layer_norm_eps", "feature_map", "normalize_rows")
+OF_FUNCTIONS = ("hidden_act", "layer_norm_eps", "normalization", "position_embedding", "rope_theta")
+OF_FEATURES = ("feature_map", "normalize_rows")  # functions too, but another mixer brings its own
 SENTENCE_PROMPTS, SENTENCE_LIMIT = "config_sentence_transformers.json", "sentence_bert_config.json"
 PREPROCESSOR = "preprocessor_config.json"  # the file of a folder's image processor
 
@@ -383,7 +384,8 @@ def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str, st
         raise UserError("; ".join([f"{unfit} {found[0]}", *found[1:], *fixes]))
     if fixes := _differing(model.config, stored, False, OF_HEADS):
         raise UserError("; ".join([f"{unfit} divides them among other heads", *fixes]))
-    for other in _differing(model.config, stored, False, OF_FUNCTIONS):
+    same_mixer = stored is not None and model.config.mixer == stored.mixer
+    for other in _differing(model.config, stored, False, OF_FUNCTIONS + (OF_FEATURES if same_mixer else ())):
         log.warning(f"{other}, unless you mean it")
     if nonfinite := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
         raise UserError(f"{source} holds NaN or infinite numbers in {some(nonfinite)}; use an earlier checkpoint")
@@ -406,7 +408,9 @@ def _differing(config: Any, stored: Any, lacking: bool, names: tuple[str, ...]) 
             fix = f"the own parameters of {own} are not in the checkpoint; omit it, or start from one of {own}"
             fix += ", or use lion-lit, which needs none" if its == "softmax" and isinstance(config, IMAGE) else ""
         elif name == "max_position_embeddings" and own and its and own > its:
-            fix = f"keep max_seq_len up to {its}, or choose a mixer without position embeddings"
+            fix = f"omit it, and keep max_seq_len up to {its}"
+        elif name in OF_FEATURES and own:
+            fix = "omit it, and long_reach, which sets it"
         elif name == "distillation_token" and own:
             fix = "the token is not in the checkpoint; omit it, or start from a distilled one"
         own, its = (json.dumps(value).strip('"') for value in (own, its))

@@ -268,13 +268,14 @@ class LionEncoder(Encoder):
         ]
 
 
-def embedding_model(read: Checkpoint) -> LionEmbeddingModel:
-    """Return a checkpoint's encoder with the pooling of its configuration. Raises UserError."""
+def embedding_model(read: Checkpoint, stored: LionConfig | None = None) -> LionEmbeddingModel:
+    """Return a checkpoint's encoder with the pooling of its configuration. stored: the configuration of its weights, if
+    it was changed. Raises UserError."""
     model = LionEmbeddingModel(read.config)
     weights = {f"lion.{name}": x for name, x in read.encoder().items() if not name.startswith("pooler.")}
     if model.pooling_weight is not None:
         weights["pooling_weight"] = read.weights.get("pooling_weight", model.pooling_weight.detach())
-    load_all(model, weights, str(read.path))
+    load_all(model, weights, str(read.path), stored)
     return model.eval()
 
 

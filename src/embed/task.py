@@ -87,7 +87,7 @@ class Embedding(Task):
             model = LionEmbeddingModel(settings)
         else:
             stored, read.config = read.config, LionConfig(**lion_arguments(settings.to_dict()))
-            model = embedding_model(read)
+            model = embedding_model(read, stored)
             log.info(f"weights of {start}")
             widen_horizons(model.lion, stored)
         set_state_passing(model.lion, config.state_passing)

@@ -46,7 +46,7 @@ class LraExperiment(Experiment):
         self.start_name = self.config.starting_checkpoint_load_path or self.start_name
         models = [build_settings(task, self.config, stored) for task in self.tasks]
         for settings in {task.name: settings for task, settings in zip(self.tasks, models)}.values():
-            build_model(settings, weights, self.config)
+            build_model(settings, weights, self.config, stored)
         return models, weights
 
     def plan(self, device: str) -> list[Job]:

@@ -58,11 +58,14 @@ def build_settings(task: Task, config: LraConfig, stored: dict[str, Any]) -> dic
     return {**lion_arguments(settings.to_dict()), **head}
 
 
-def build_model(settings: dict[str, Any], weights: dict[str, Tensor] | None, config: LraConfig) -> SequenceClassifier:
-    """Return a classifier with random weights, or with those of a pretrained encoder. Raises UserError."""
+def build_model(
+    settings: dict[str, Any], weights: dict[str, Tensor] | None, config: LraConfig, stored: dict[str, Any] | None = None
+) -> SequenceClassifier:
+    """Return a classifier with random weights, or with those of a pretrained encoder, and its stored arguments. Raises
+    UserError."""
     model = SequenceClassifier(LionConfig(**settings))
     if weights is not None:
-        load_all(model.lion, weights, str(config.starting_checkpoint_load_path))
+        load_all(model.lion, weights, str(config.starting_checkpoint_load_path), LionConfig(**(stored or {})))
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -84,7 +87,7 @@ def weights_digest(weights: dict[str, Tensor] | None) -> str:
 def run(config: LraConfig, job: Job, device: str, steps: StepReporter, prepared: Prepared) -> Result:
     """Train and test a job's model."""
     task, workers = job.task, workers_of(config, device)
-    _, weights = read_start(config)
+    stored, weights = read_start(config)
     if weights_digest(weights) != job.settings["start"]:
         changed = f"{config.starting_checkpoint_load_path} has changed since the command started"
         raise RunFailed(f"{changed}; run it again once the checkpoint is final")
@@ -103,7 +106,7 @@ def run(config: LraConfig, job: Job, device: str, steps: StepReporter, prepared:
         job,
         device,
         steps,
-        lambda: Classifier(build_model(job.settings["model"], weights, config), use_logits=True),
+        lambda: Classifier(build_model(job.settings["model"], weights, config, stored), use_logits=True),
         split("train", task.batch_size, job.seed),
         test if task.validation == "test" else {"validation": split("validation")},
         test,
