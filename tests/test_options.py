@@ -385,8 +385,9 @@ def test_an_exported_encoder_accepts_texts_of_all_shapes(case):
         torch.testing.assert_close(actual, model(ids, mask).last_hidden_state, atol=1e-5, rtol=1e-4)
 
 
-def test_in_the_full_form_an_exported_encoder_needs_no_operator_of_ours():
-    model, sizes = build("s-modern", attention_form="full"), {0: Dim("batch", max=64), 1: Dim("length", max=64)}
+@pytest.mark.parametrize("case", ["softmax-rest", "s-modern"])  # with and without learned positions, of which 64
+def test_in_the_full_form_an_exported_encoder_needs_no_operator_of_ours(case):
+    model, sizes = build(case, attention_form="full"), {0: Dim("batch", max=64), 1: Dim("length", max=64)}
     given = draw(3), torch.ones(3, LENGTH, dtype=torch.long)
     exported = torch.export.export(model, given, dynamic_shapes=(sizes, sizes), strict=False)
     operators = {str(node.target) for node in exported.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}

@@ -282,7 +282,7 @@ def resolve_form(
     if form != "auto" or dropout_p > 0:
         return "full" if form == "auto" else form
     length, kernels = v.shape[2], "triton" if fused else "native" if cpu_kernel.covers(v) else "pytorch"
-    if torch.compiler.is_exporting() and isinstance(length, torch.SymInt):  # one program for all lengths
+    if isinstance(length, torch.SymInt) and not torch.compiler.is_dynamo_compiling():  # exported for all lengths
         return "chunkwise"
     if kernels == "native" and decays and both_in_kernel:
         return "full" if cpu_crossover.full_is_faster(2 * length if one_sided else length, kind) else "chunkwise"
