@@ -74,12 +74,12 @@ def test_cased_vocabularies_and_txt_files_work(tmp_path):
 
 
 def test_words_that_would_not_be_split_are_not_learned(tmp_path):
-    lines = ["Anna sees Otto.", "x" * 100_000 + " Anna", "y" * 101 + ", Otto"]
+    lines = ["Anna sees Otto.", "x" * 100_000 + " Anna", "y" * 101 + ", Otto", "─" * 20_000]
     (tmp_path / "a.txt").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
     main(["--data_files", f"{tmp_path}/a.txt", "--vocab_size", "60", "--out", f"{tmp_path}/out"])  # in seconds
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.tokenize("Anna sees Otto") == ["anna", "sees", "otto"]
-    assert not any("xx" in token or "yy" in token for token in tokenizer.get_vocab())
+    assert not any(pair in token for pair in ("xx", "yy", "──") for token in tokenizer.get_vocab())
 
 
 def test_the_folder_may_be_the_current_one(tmp_path, monkeypatch):

@@ -89,7 +89,7 @@ def train_wordpiece(read_texts: Callable[[], Iterator[str]], vocab_size: int, lo
 
     def shortened(text: str) -> str:
         """Without words that are too long: they would not be split, and training takes quadratic time in them."""
-        if not re.search(rf"\w{{{LONGEST_WORD + 1}}}", text):
+        if not re.search(rf"\S{{{LONGEST_WORD + 1}}}", text):
             return text
         words = splitter.pre_tokenize_str(normalizer.normalize_str(text))
         return " ".join(word for word, _ in words if len(word) <= LONGEST_WORD)
