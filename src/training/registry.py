@@ -96,7 +96,7 @@ RULES = {  # of arguments that Composer and torch would not check before the fir
     "alpha_i": Rule(at_least=0.0),
     "alpha_f": Rule(at_least=0.0),
     "decay": Rule(above=0, at_most=1),
-    "ema_start": Rule(units=("dur", "ba", "ep"), at_least=0),
+    "ema_start": Rule(units=("dur", "ba", "ep", "sp", "tok"), at_least=0),
     "smoothing": Rule(above=0, below=1, also=(None,)),
     "half_life": Rule(units=("ba", "ep"), above=0, also=(None,)),  # with smoothing instead
     "update_interval": Rule(units=("ba", "ep"), above=0, also=(None,)),
