@@ -349,7 +349,7 @@ def test_a_damaged_kernel_is_compiled_again(compiled_in, tmp_path, monkeypatch, 
 
 def test_a_kernel_that_must_not_be_loaded_stays_and_the_way_out_is_named(compiled_in, tmp_path, monkeypatch, caplog):
     def refuse(path):
-        raise OSError(f"{path}: failed to map segment from shared object")
+        raise OSError(f"{path}: failed to map segment from shared object: Operation not permitted")
 
     monkeypatch.setattr(cpu_kernel, "SOURCE", "int unused;")
     monkeypatch.setattr(cpu_kernel.ctypes, "CDLL", refuse)  # as on a disk whose files may not be executed

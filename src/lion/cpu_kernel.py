@@ -401,7 +401,7 @@ def _library() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         lines = str(getattr(error, "stderr", None) or error).strip().splitlines() or [repr(error)]
         _failure = next((line for line in lines if "error" in line), lines[0])
-        if "failed to map segment" in _failure:
+        if re.search("failed to map segment.*not permitted", _failure):
             _failure += "; set XDG_CACHE_HOME to a folder whose programs may be executed"
         log.warning("linear attention on this CPU is computed in PyTorch, which is slower: %s", _failure)
         return None
