@@ -100,6 +100,16 @@ def test_texts_that_are_not_packed_compile_as_one_graph(pooling):
         torch.testing.assert_close(actual, model(ids, attention_mask=mask).pooler_output)
 
 
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_an_exported_model_pools_any_number_of_tokens(pooling):
+    model = build(pooling=pooling)
+    sizes = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("length", max=2048)}
+    exported = torch.export.export(model, texts(9, 5), dynamic_shapes=(sizes, sizes), strict=False).module()
+    for lengths in ((3, 8), (1100, 700, 20)):
+        ids, mask = texts(*lengths)
+        torch.testing.assert_close(exported(ids, mask).pooler_output, model(ids, mask).pooler_output)
+
+
 def test_spans_are_pooled_on_the_cpu_whatever_device_is_the_default():
     x = torch.randn(7, D)
     expected = pool_spans(x, [(0, 7)])

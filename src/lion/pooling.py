@@ -24,6 +24,8 @@ def pool(x: Tensor, tokens: Tensor, scores: Tensor | None = None) -> tuple[Tenso
     scores = torch.zeros(x.shape[:2], dtype=wide, device=x.device) if scores is None else scores.to(wide)
     logits = scores[:, None].masked_fill(~tokens, torch.finfo(wide).min)
     weights = logits.softmax(-1).masked_fill(~tokens, 0)
+    if torch.compiler.is_compiling():  # a loop would be written out, for each number of pieces
+        return (weights.double() @ x.double()).to(wide), weights
     parts = zip(weights.split(PIECE, -1), x.split(PIECE, 1))
     sums = [share @ part.to(wide) for share, part in parts]
     return (torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]), weights
