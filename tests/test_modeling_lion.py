@@ -970,6 +970,16 @@ def test_sliced_layers_give_the_same_outputs_and_hooks_see_complete_activations(
         assert seen[4:] == [(3, 21, width), (3, 21, part.out_features)]
 
 
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize("mixer", ["lion-s", "hydra"])
+def test_padding_on_either_side_changes_no_pooled_vector(mixer, pooling):
+    model, ids = build(mixer, LionModel, classifier_pooling=pooling), torch.randint(1, V, (1, 7))
+    expected = model(ids).pooler_output
+    for left, right in ((0, 3), (3, 0), (2, 1)):
+        mask = F.pad(torch.ones_like(ids), (left, right))
+        torch.testing.assert_close(model(F.pad(ids, (left, right)), mask).pooler_output, expected)
+
+
 def test_the_mean_of_a_long_text_fits_in_float16():
     model = build("lion-s", LionModel, classifier_pooling="mean").half()
     mask = torch.arange(10_000)[None] < 9_000

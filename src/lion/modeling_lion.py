@@ -436,9 +436,9 @@ class LionModel(LionPreTrainedModel):
         return x if spans is None else pool_spans(x[0], spans)
 
     def _pooled(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """The first token, or the mean of the real ones, (B, D)."""
+        """The first real token, or the mean of the real ones, (B, D)."""
         if self.config.classifier_pooling == "cls":
-            return x[:, 0]
+            return x[:, 0] if mask is None else x[torch.arange(x.shape[0], device=x.device), mask.long().argmax(1)]
         if mask is None:
             return x.mean(1)
         wide = torch.promote_types(x.dtype, torch.float32)  # the sum over a long text would overflow float16
