@@ -413,7 +413,10 @@ def _compile() -> Path:
     openmp = _loaded_openmp()
     compiler = (os.environ.get("CC") or "cc").split()
     options = {"check": True, "capture_output": True, "text": True, "timeout": 120}
-    version = subprocess.run([*compiler, "--version"], **options).stdout
+    try:
+        version = subprocess.run([*compiler, "--version"], **options).stdout
+    except FileNotFoundError as error:
+        raise RuntimeError(f"there is no C compiler {compiler[0]}; install one, or set CC to one") from error
     key = "\n".join([SOURCE, *FLAGS, *compiler, version, machine.digest(), openmp])
     folder = machine.private_folder()
     path = folder / f"linear-attention-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"

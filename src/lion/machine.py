@@ -126,9 +126,14 @@ def cache_folder() -> Path:
 
 
 def private_folder() -> Path:
-    """The cache folder, created if need be. Raises RuntimeError if another user could have written what is in it."""
+    """The cache folder, created if need be. Raises RuntimeError if it cannot be, or if another user could have written
+    what is in it."""
     folder = cache_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        why = error.strerror or error
+        raise RuntimeError(f"{folder} cannot be created ({why}); set XDG_CACHE_HOME to a folder of your own") from error
     state = folder.stat()
     if hasattr(os, "getuid") and state.st_uid != os.getuid():
         raise RuntimeError(f"{folder} belongs to another user; set XDG_CACHE_HOME to a folder of your own")
