@@ -970,6 +970,13 @@ def test_sliced_layers_give_the_same_outputs_and_hooks_see_complete_activations(
         assert seen[4:] == [(3, 21, width), (3, 21, part.out_features)]
 
 
+def test_a_form_that_does_not_exist_is_refused_when_a_folder_is_loaded(tmp_path):
+    build("lion-s", LionModel).save_pretrained(tmp_path)
+    assert LionModel.from_pretrained(tmp_path, attention_form="full").config.attention_form == "full"
+    with pytest.raises(ValueError, match=r"attention_form must be one of .* \(got foo\)"):
+        LionModel.from_pretrained(tmp_path, attention_form="foo")
+
+
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 @pytest.mark.parametrize("mixer", ["lion-s", "hydra"])
 def test_padding_on_either_side_changes_no_pooled_vector(mixer, pooling):

@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 
 from .channel_decay import attend_by_channel  # noqa: F401
 from .channel_kernel_source import CHANNELS  # noqa: F401
-from .configuration_lion import DECAYING, LionConfig
+from .configuration_lion import DECAYING, LionConfig, check_choices
 from .cpu import speed_up
 from .cpu_crossover import full_is_faster  # noqa: F401
 from .cpu_kernel import covers  # noqa: F401
@@ -154,6 +154,10 @@ class LionPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["LionLayer", "MixerLayer"]
     _supports_sdpa = True
+
+    def __init__(self, config: LionConfig, *args, **kwargs):
+        check_choices(vars(config))  # which from_pretrained(..., attention_form=...) changes after its own check
+        super().__init__(config, *args, **kwargs)
 
     def post_init(self) -> None:
         super().post_init()
