@@ -306,11 +306,16 @@ def report_fallback(x: Tensor, what: str) -> None:
         _warn_once(f"{what}: computed in PyTorch, more slowly than by the GPU kernels, which do not cover it")
 
 
+def _is_shape(own: torch.Size, shape: tuple[int, ...]) -> bool:
+    return own == shape or all(a == b for a, b in zip(own, shape))
+
+
 def check_shapes(*named: tuple) -> None:
     """Raise ValueError unless each (name, tensor or None, shape, ...) has one of its shapes."""
     for name, x, *shapes in named:
-        # Whoever traces a program takes each comparison for a condition of it, so only shapes of one rank are compared.
-        if x is not None and not any(len(shape) == x.ndim and x.shape == shape for shape in shapes):
+        # A tracer takes comparisons for conditions of its program, so only shapes of one rank are compared; and it finds
+        # shapes different whose sizes it knows by other names, so single sizes are compared too.
+        if x is not None and not any(_is_shape(x.shape, shape) for shape in shapes if len(shape) == x.ndim):
             raise ValueError(f"{name} must have the shape {' or '.join(map(str, shapes))} (got {tuple(x.shape)})")
 
 
