@@ -313,8 +313,8 @@ def _is_shape(own: torch.Size, shape: tuple[int, ...]) -> bool:
 def check_shapes(*named: tuple) -> None:
     """Raise ValueError unless each (name, tensor or None, shape, ...) has one of its shapes."""
     for name, x, *shapes in named:
-        # A tracer takes comparisons for conditions of its program, so only shapes of one rank are compared; and it finds
-        # shapes different whose sizes it knows by other names, so single sizes are compared too.
+        # A tracer takes comparisons for conditions of its program, so only shapes of one rank are compared. It finds
+        # shapes different whose sizes it knows by other names, so single sizes are compared, too.
         if x is not None and not any(_is_shape(x.shape, shape) for shape in shapes if len(shape) == x.ndim):
             raise ValueError(f"{name} must have the shape {' or '.join(map(str, shapes))} (got {tuple(x.shape)})")
 
