@@ -621,6 +621,9 @@ def test_ids_and_embeddings_are_mutually_exclusive(kind):
         model()
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model(ids, inputs_embeds=torch.zeros(*ids.shape, D))
+    for wrong in ({"input_ids": ids[0]}, {"inputs_embeds": torch.zeros(5, D)}):
+        with pytest.raises(ValueError, match=r"input_ids must be \(batch, length\).*\(got \(\d+, ?\d*\)\)"):
+            model(**wrong)
 
 
 # What a call returns

@@ -243,11 +243,15 @@ class LionModel(LionPreTrainedModel):
             seq_idx: (B, L) integers, the sequence that each token of a packed row belongs to, see `linear_attention`;
                 each sequence is encoded as if alone.
 
-        Raises ValueError for both or neither of input_ids and inputs_embeds, a text longer than the position
-        embeddings, the matrix of a form that has none, or packed rows that would pass states.
+        Raises ValueError for both or neither of input_ids and inputs_embeds, other shapes, a text longer than the
+        position embeddings, the matrix of a form that has none, or packed rows that would pass states.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        tokens, rank = (input_ids, 2) if inputs_embeds is None else (inputs_embeds, 3)
+        if tokens.ndim != rank:
+            wanted = "input_ids must be (batch, length), and inputs_embeds (batch, length, hidden_size)"
+            raise ValueError(f"{wanted} (got {tuple(tokens.shape)})")
         config, form = self.config, attention_form or self.config.attention_form
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -261,7 +265,6 @@ class LionModel(LionPreTrainedModel):
             output = modeling_outputs.BaseModelOutputWithPooling(x, pooled)
             return output if return_dict else output.to_tuple()
         if position_ids is None:
-            tokens = input_ids if inputs_embeds is None else inputs_embeds
             position_ids = positions(0, tokens.shape[1], tokens.device, seq_idx)
         options = {"rotation": self._rotation(position_ids)}
         x = self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids)
