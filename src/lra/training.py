@@ -61,11 +61,12 @@ def build_settings(task: Task, config: LraConfig, stored: dict[str, Any]) -> dic
 def build_model(
     settings: dict[str, Any], weights: dict[str, Tensor] | None, config: LraConfig, stored: dict[str, Any] | None = None
 ) -> SequenceClassifier:
-    """Return a classifier with random weights, or with those of a pretrained encoder, and its stored arguments. Raises
-    UserError."""
+    """Return a classifier with random weights, or with those of a pretrained encoder, which was `stored` with these
+    arguments of LionConfig. Raises UserError."""
     model = SequenceClassifier(LionConfig(**settings))
     if weights is not None:
-        load_all(model.lion, weights, str(config.starting_checkpoint_load_path), LionConfig(**(stored or {})))
+        source = str(config.starting_checkpoint_load_path)
+        load_all(model.lion, weights, source, LionConfig(**stored) if stored else None)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
