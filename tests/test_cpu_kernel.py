@@ -9,13 +9,13 @@ import torch
 
 from src.lion import cpu, cpu_kernel, linear_attention, machine, two_sided_attention
 from src.lion.cpu import draw_kept
-from src.lion.linear_attention import definition, signed_sums
+from src.lion.linear_attention import signed_sums
 from src.lion.linear_attention_forms import cumulative_log_decay
 from src.lion.two_sided_attention import definition as two_sided_definition
 from tests import test_channel_decay as by_channel
 from tests import test_patch_orders as by_order
 from tests import test_two_sided_attention as two_sided
-from tests.test_linear_attention import distance, draw, outputs_and_gradients
+from tests.test_linear_attention import distance, draw, outputs_and_gradients, reference
 
 FORMS = "full", "chunkwise"
 VECTORS = {"widest": [], "AVX2": ["-mno-avx512f"], "SSE": ["-mno-avx512f", "-mno-avx2", "-mno-avx", "-mno-fma"]}
@@ -68,10 +68,10 @@ def check(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_outputs_and_gradients_with_vectors_of_any_width(form, length, sizes, vectors):
     for decay, mask in (("head", "none"), ("token", "holes"), ("token", "left")):
-        (q, k, v, log_decay), mask = draw(decay, length, mask=mask, d=sizes[0], e=sizes[1])
-        expected = outputs_and_gradients(definition, [q, k, v, log_decay], mask=mask)
-        inputs = [x.float() for x in (q, k, v, log_decay)]
-        check(outputs_and_gradients(linear_attention, inputs, mask=mask, form=form), expected)
+        case = decay, length, 2, 3, mask, False, 0, *sizes
+        inputs, mask = draw(*case)
+        inputs = [x.float() for x in inputs]
+        check(outputs_and_gradients(linear_attention, inputs, mask=mask, form=form), reference(*case))
 
 
 @pytest.mark.parametrize("kind", ["head", "token", "causal", "packed", "given", "dropout"])

@@ -44,8 +44,8 @@ def test_the_docs_state_the_parameters_of_every_model(name):
 @pytest.mark.parametrize("name", [name for name in MODELS if name.endswith("-base") or name == "lion-s-base-8k"])
 def test_layers_of_a_base_model_learn_in_one_step(name):
     torch.manual_seed(0)
-    model = build(name, num_hidden_layers=2).train()
-    ids = torch.randint(1000, 30000, (2, 24))
+    model = build(name, num_hidden_layers=2, vocab_size=1024).train()
+    ids = torch.randint(1024, (2, 24))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     losses = []
     for _ in range(2):
