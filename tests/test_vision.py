@@ -12,6 +12,7 @@ import warm
 import yaml
 from composer.utils import reproducibility
 from conftest import ROOT, assert_one_sentence, run
+from datasets import ClassLabel, load_dataset
 from PIL import Image
 
 import vision
@@ -273,6 +274,46 @@ def test_a_hub_folder_classifies_pictures(finished, pictures, tmp_path):
     yaml_file.write_text(yaml.safe_dump({**content, "model": {}, "save_folder": str(tmp_path / "fine")}))
     vision.main([str(yaml_file), *fine])
     assert metrics(tmp_path / "fine")[-1]["step"] == 1
+
+
+def test_a_run_does_not_go_on_with_other_classes(finished, pictures, tmp_path):
+    """Its classifier would learn them under the numbers, and the names, of the old ones."""
+    config, before = finished
+    folder = tmp_path / "run"
+    shutil.copytree(before, folder, symlinks=True)
+    renamed, more, reordered = (tmp_path / name for name in ("renamed", "more", "reordered"))
+    for data in (renamed, more):
+        shutil.copytree(pictures, data)
+    for split in ("train", "val"):
+        (renamed / split / "blue").rename(renamed / split / "violet")
+        shutil.copytree(more / split / "blue", more / split / "grey")
+        images = load_dataset("imagefolder", data_dir=str(pictures / split), split="train")
+        order = ClassLabel(names=["red", "green", "blue"])
+        images = images.map(lambda row: {"label": 2 - row["label"]}).cast_column("label", order)
+        reordered.mkdir(exist_ok=True)
+        images.to_parquet(reordered / f"{split}.parquet")
+    found = {
+        renamed: "only it has blue; only the data has violet",
+        more: "only the data has grey",
+        reordered: "their order differs",
+    }
+    start, files = (
+        "load_path=" + str(before / "latest-rank0.pt"),
+        [path for path in folder.rglob("*") if path.is_file()],
+    )
+    kept = [path.read_bytes() for path in files]
+    for data, words in found.items():
+        command = [str(config), f"data_local={data}", "max_duration=4ep"]
+        name = rf"data_local: {folder}/ep2-ba12-rank0.pt has other classes than the data: {words}; name its data, or"
+        with pytest.raises(UserError, match=name):
+            vision.main([*command, f"save_folder={folder}"])
+        words = words if data != more else "is a checkpoint of a different model"
+        with pytest.raises(UserError, match=f"load_path=.*{words}"):
+            vision.main([*command, start, f"save_folder={tmp_path / 'new'}"])
+    assert [path.read_bytes() for path in files] == kept
+    shutil.copytree(pictures, tmp_path / "moved")
+    vision.main([str(config), f"data_local={tmp_path / 'moved'}", f"save_folder={folder}", "max_duration=13ba"])
+    assert metrics(folder)[-1]["step"] == 13
 
 
 def test_mistakes_end_in_one_sentence(config_file, pictures, tmp_path, checkpoint):

@@ -99,6 +99,12 @@ class Checkpoint:
         """What the model reads."""
         return "images" if isinstance(self.config, IMAGE) else "texts"
 
+    @property
+    def classes(self) -> list[str] | None:
+        """The names of a classifier's classes, by number; None if they have none."""
+        names = [str(self.config.id2label[number]) for number in range(self.config.num_labels)]
+        return None if all(name == f"LABEL_{number}" for number, name in enumerate(names)) else names
+
     def encoder(self) -> dict[str, Tensor]:
         """Return the weights of LionModel or LionImageModel, under its names."""
         return {name.removeprefix("lion."): tensor for name, tensor in self.weights.items() if name.startswith("lion.")}

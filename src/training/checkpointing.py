@@ -14,7 +14,7 @@ from src.checkpoints.reading import Checkpoint, read_checkpoint
 from src.checkpoints.remote import checkpoint_step
 from src.checkpoints.safe_load import is_valid_checkpoint, load_safely
 from src.cli import log
-from src.errors import RunFailed, UserError, reason
+from src.errors import RunFailed, UserError, reason, some
 from src.files import LATEST, follow, link, sync_to_disk
 from src.training.ranks import decide
 
@@ -177,11 +177,23 @@ def check_load_path(
     shapes, its_shapes = ({n: w.shape for n, w in ws.items()} for ws in (model.state_dict(), checkpoint.weights))
     if shapes != its_shapes or checkpoint.published:
         raise UserError(f"{name} is a checkpoint of a different model than this config's; {hint}")
+    check_classes(checkpoint, model.config.id2label, name, hint)
     its_groups = checkpoint.optimizers.get(type(optimizer).__qualname__, ())
     settings, its_settings = ([_restored(g) for g in groups] for groups in (optimizer.param_groups, its_groups))
     if settings != its_settings:
         raise UserError(f"{name} was trained with a different optimizer than this config's; {hint}")
     check_remaining(checkpoint, max_duration, name)
+
+
+def check_classes(checkpoint: Checkpoint, classes: Mapping[int, str], name: str, to_do: str) -> None:
+    """Raise UserError for a checkpoint that knows other `classes` than the data has, or gives them other numbers."""
+    its, own = checkpoint.classes, list(classes.values())
+    if its == own or (its is None and checkpoint.config.num_labels == len(own)):
+        return
+    its = its or [f"{checkpoint.config.num_labels} without names"]
+    only = {"it": {*its} - {*own}, "the data": {*own} - {*its}}
+    differ = "; ".join(f"only {one} has {some(names)}" for one, names in only.items() if names)
+    raise UserError(f"{name} has other classes than the data: {differ or 'their order differs'}; {to_do}")
 
 
 def _restored(group: Mapping[str, Any]) -> list[Any]:

@@ -51,6 +51,7 @@ class Vision(Task):
         from src.data.images import Renumbered
         from src.lion import LionForImageClassification
         from src.training.loading import read_start
+        from src.training.ranks import decide
         from src.vision.model import LionImageClassifier, token_count
         from src.vision.teachers import read_teacher
 
@@ -66,6 +67,8 @@ class Vision(Task):
             log.warning(f"{evaluation.source} has no images of {len(absent)} of {len(classes)} classes: {shown}")
         if evaluation.classes != classes[: len(evaluation.classes)]:
             self.data[config.eval_loader.split] = Renumbered(evaluation, classes)
+        if checkpoint is not None:
+            decide(lambda: check_resumed(checkpoint, dict(enumerate(classes))))
         section = dict(config.model)
         start = section.pop("pretrained_checkpoint", None)
         read = None
@@ -126,6 +129,15 @@ class Vision(Task):
         return title, f"{len(train):,} images in {len(train.classes):,} classes of {train.source}"
 
 
+def check_resumed(checkpoint: Path, classes: dict[int, str]) -> None:
+    """Raise UserError unless a run's own checkpoint has these classes, since `data_local` may change."""
+    from src.checkpoints.reading import read_checkpoint
+    from src.training.checkpointing import check_classes
+
+    to_do = "name its data, or start another run from its weights, with model.pretrained_checkpoint"
+    check_classes(read_checkpoint(checkpoint), classes, f"data_local: {checkpoint}", to_do)
+
+
 def build_vision_config(
     arguments: dict[str, Any], image_size: int | list[int], classes: list[str]
 ) -> "LionVisionConfig":
@@ -172,7 +184,8 @@ def load_weights(model: Any, start: "Checkpoint") -> str:
         weights[name] = resize_positions(weights[name], start.config.grid, own.grid, start.config.num_prefix_tokens)
         notes += f", position embeddings resized from {start.config.grid} to {own.grid} patches"
     random = model.state_dict()
-    same_classes = own.id2label == start.config.id2label or _unnamed(start.config) == own.num_labels
+    unnamed = start.classes is None and start.config.num_labels == own.num_labels
+    same_classes = unnamed or own.id2label == start.config.id2label
     heads = [head for head in random if head.startswith(("classifier.", "distillation_classifier."))]
     if not same_classes or any(head not in weights for head in heads):
         weights = {part: tensor for part, tensor in weights.items() if part.startswith("lion.")}
@@ -180,9 +193,3 @@ def load_weights(model: Any, start: "Checkpoint") -> str:
         notes += ", with a new classifier"
     load_all(model, weights, str(start.path), start.config)
     return notes
-
-
-def _unnamed(config: "LionVisionConfig") -> int | None:
-    """The number of a model's classes if they have no names."""
-    unnamed = all(name == f"LABEL_{number}" for number, name in config.id2label.items())
-    return config.num_labels if unnamed else None
