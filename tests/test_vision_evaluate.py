@@ -9,7 +9,7 @@ from src.checkpoints.reading import Checkpoint
 from src.data.images import ArrayImages
 from src.errors import UserError
 from src.lion import LionVisionConfig
-from src.vision.evaluate import labels_of
+from src.vision.classes import labels_of
 
 
 def labels(model: list[str], data: list[str], by_number: bool = False) -> list[int]:
@@ -24,6 +24,7 @@ def test_classes_are_matched_by_name_or_number():
     assert labels(["a", "b", "c"], ["n1", "n2"], by_number=True) == [0, 1]
     assert labels(["a", "b", "c"], ["a", "n2"], by_number=True) == [0, 1]
     assert labels(["crane", "dog", "crane"], ["ant", "cat", "crane"], by_number=True) == [0, 1, 2]  # as in ImageNet
+    assert labels(["crane", "dog", "crane"], ["crane", "cat"], by_number=True) == [0, 1]
     with pytest.raises(UserError, match=r"does not know the class n1"):
         labels(["a", "b"], ["n1"])
 

@@ -157,8 +157,15 @@ def test_mistakes_about_teachers(tmp_path):
     torch.testing.assert_close(read(batch()["pixel_values"]), model.eval()(batch()["pixel_values"]).logits)
     with pytest.raises(UserError, match="has 7 classes, and the data 3; name another"):
         read_teacher(str(tmp_path / "own"), ["a", "b", "c"], PROCESSOR)
-    with pytest.raises(UserError, match="the same classes in another order"):
-        read_teacher(str(tmp_path / "own"), list("abcdefg"), PROCESSOR)
+    for classes, place in (
+        ("abcdefg", "a has number 6 in .*, and 0 in"),
+        ("bgfedca", "b has number 5 in .*, and 0 in"),
+    ):
+        with pytest.raises(UserError, match=f"distillation.teacher: the class {place} the data; name another"):
+            read_teacher(str(tmp_path / "own"), list(classes), PROCESSOR)
+    with pytest.raises(UserError, match=r"the class g has number 0 in .*, and 1 in the data"):
+        read_teacher(str(tmp_path / "own"), list("hgfedcb"), PROCESSOR)  # shifted: one is new, one is gone
+    read_teacher(str(tmp_path / "own"), ["a goldfish", *"fedcba"], PROCESSOR)  # as it may name its class g
 
 
 def test_a_token_that_a_start_lacks_is_named_also_where_positions_are_resized():

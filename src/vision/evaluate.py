@@ -14,13 +14,14 @@ from src.cli import check_alone, log, progress
 from src.data.image_config import ImageLoaderConfig
 from src.data.image_loader import ImageDataset, eval_loader
 from src.data.image_transforms import Evaluation
-from src.data.images import Images, open_images
+from src.data.images import open_images
 from src.data.workers import usable_cores
 from src.errors import RunFailed, UserError, reason
 from src.files import write_json
 from src.lion.cpu import speed_up
 from src.tables import markdown
 from src.training.trainer import resolve_device, silence_libraries
+from src.vision.classes import labels_of
 
 SHOWN = 10  # classes in the printed table, if there are more than twice as many
 
@@ -104,28 +105,6 @@ def check_rgb(checkpoint: Checkpoint) -> None:
     """Raise UserError for a model that does not read three channels."""
     if (channels := checkpoint.config.num_channels) != 3:
         raise UserError(f"{checkpoint.path} reads {channels} channels, and files are read as RGB; use it from Python")
-
-
-def labels_of(images: Images, checkpoint: Checkpoint, by_number: bool = False) -> Tensor:
-    """Return the model's class for each of the data's, matched by name, or by number if the model's have no names or
-    if asked to. Raises UserError if one is missing."""
-    config = checkpoint.config
-    names = [config.id2label[number] for number in range(config.num_labels)]
-    if by_number or all(name == f"LABEL_{number}" for number, name in enumerate(names)):
-        if len(images.classes) > len(names):
-            raise UserError(f"{images.source} has {len(images.classes)} classes, and the model {len(names)}")
-        known = {*names}
-        moved = (number for number, name in enumerate(images.classes) if name in known and names[number] != name)
-        if by_number and (number := next(moved, None)) is not None:
-            name = images.classes[number]
-            found = f"the class {name} has number {number} in {images.source}, and {names.index(name)} in the model"
-            raise UserError(f"--by_number: {found}; omit it to match by name, or rename the data's classes")
-        return torch.arange(len(images.classes))
-    if missing := [name for name in images.classes if name not in names]:
-        shown = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
-        unknown = f"{checkpoint.path} does not know the class {shown} of {images.source}"
-        raise UserError(f"{unknown}; name other data, or give --by_number if only the names differ")
-    return torch.tensor([names.index(name) for name in images.classes])
 
 
 def resized(processor: dict[str, Any], size: list[int] | None, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from src.checkpoints.reading import PREPROCESSOR
 from src.errors import UserError, first_line
 from src.lion import LionVisionConfig
 from src.training.loading import read_start
+from src.vision.classes import moved
 
 KEY = "distillation.teacher"
 Size = tuple[int, int] | None  # (height, width) that a teacher reads; None: any
@@ -56,8 +57,9 @@ def read_teacher(name: str, classes: list[str], student: Mapping[str, Any]) -> T
         labels = [config.id2label[number] for number in range(config.num_labels)]
     if len(labels) != len(classes):
         raise UserError(f"{KEY}: {name} has {len(labels)} classes, and the data {len(classes)}; name another")
-    if labels != classes and sorted(labels) == sorted(classes):
-        raise UserError(f"{KEY}: {name} has the same classes in another order; name another")
+    if (other := moved(labels, classes)) is not None:
+        where = f"{labels.index(other)} in {name}, and {classes.index(other)} in the data"
+        raise UserError(f"{KEY}: the class {other} has number {where}; name another")
     return Teacher(model, size, processor, student)
 
 
