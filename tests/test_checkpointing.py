@@ -199,7 +199,7 @@ def check(uninterrupted) -> Callable[..., None]:
         config = load_config(PretrainConfig, "main.py", "", argv)
         model = MaskedLM(config).build_model(None)
         optimizer = build_optimizer(config.optimizer, model)
-        checkpointing.check_load_path(config.load_path, path, model.model, optimizer, config.max_duration)
+        checkpointing.check_load_path(config.load_path, path, model, optimizer, config.max_duration)
 
     return check
 

@@ -13,6 +13,7 @@ from conftest import ROOT, TINY_MODEL, Result, assert_one_sentence, run, snapsho
 from omegaconf import OmegaConf
 
 import main
+from src.config import read_stored
 from src.errors import UserError
 from src.files import exclusive_lock
 from src.mlm.task import PretrainConfig
@@ -237,14 +238,17 @@ def test_a_signal_while_the_model_is_compiled_is_no_fault_of_the_model(config_fi
 
 def test_a_run_continues_compiled_or_not_as_it_began(config_file, tmp_path):
     auto = load_config(PretrainConfig, "main.py", "", [str(config_file), "compile_config=auto"])
-    assert run_folder.as_begun(auto, tmp_path) == "auto"  # a new run
-    assert run_folder.as_begun(auto, ROOT / "tests/fixtures/finished") is None  # as all runs once were
+    path = tmp_path / "config.yaml"
+    assert run_folder.as_begun(auto, read_stored(path, PretrainConfig)) == {}  # a new run
+    once = read_stored(ROOT / "tests/fixtures/finished/config.yaml", PretrainConfig)
+    assert run_folder.as_begun(auto, once) == {"compile_config": None}  # as all runs once were
     for stored in ("auto", {}, {"mode": "reduce-overhead"}, None):
         auto.compile_config = stored
         run_folder.save_config(auto, tmp_path)
         for now in ("auto", {"dynamic": True}, None):
             auto.compile_config = now
-            assert run_folder.as_begun(auto, tmp_path) == (stored if now == "auto" else now)
+            expected = {"compile_config": stored} if now == "auto" else {}
+            assert run_folder.as_begun(auto, read_stored(path, PretrainConfig)) == expected
 
 
 def test_recomputing_layers_in_the_backward_pass_changes_nothing(finished, tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ def test_a_pth_gives_timms_logits(kind, heads, tmp_path, caplog):
     # The number of heads is that of the model's name; or, where there is none, as DeiT's own files, one per 64 channels.
     save(model, tmp_path / "it.pth", **({"model": "deit_tiny_patch16_224"} if heads == 3 else {}))
     with caplog.at_level("INFO", logger="lion"):
-        read = read_checkpoint(tmp_path / "it.pth")
+        read = read_pretrained(str(tmp_path / "it.pth"), "it", reads="images")
     assert read.config.num_attention_heads == heads and read.config.num_labels == 7
     assert ("one per 64 channels" in caplog.text) == (heads == 1)
     check_logits(read, model)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 import warm
 import yaml
@@ -314,6 +315,87 @@ def test_a_run_does_not_go_on_with_other_classes(finished, pictures, tmp_path):
     shutil.copytree(pictures, tmp_path / "moved")
     vision.main([str(config), f"data_local={tmp_path / 'moved'}", f"save_folder={folder}", "max_duration=13ba"])
     assert metrics(folder)[-1]["step"] == 13
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory) -> Path:
+    """A folder of a ViT of transformers that reads images of mean and standard deviation 0.5, as many do."""
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    names = {"id2label": dict(enumerate(CLASSES)), "label2id": {name: number for number, name in enumerate(CLASSES)}}
+    folder = tmp_path_factory.mktemp("vit")
+    ViTForImageClassification(ViTConfig(**sizes, image_size=12, patch_size=4, **names)).save_pretrained(folder)
+    ViTImageProcessor(size=12).save_pretrained(folder)
+    return folder
+
+
+def test_images_are_normalized_as_the_start_was_trained(vit, tmp_path, write_config, caplog):
+    half = [0.5, 0.5, 0.5]
+    config = write_config(tmp_path, model={"pretrained_checkpoint": str(vit)}, max_duration="1ba")
+    vision.main([str(config)])
+    stored = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert stored["mean"] == stored["std"] == half
+    read = read_checkpoint(tmp_path / "run" / "latest-rank0.pt")
+    assert read.processor["image_mean"] == read.processor["image_std"] == half
+    assert "omit" not in caplog.text
+    vision.main([str(config), "max_duration=2ba"])  # resumes, though the config's mean is null
+    assert metrics(tmp_path / "run")[-1]["step"] == 2
+    with pytest.raises(UserError, match="holds a run that differs in mean;"):
+        vision.main([str(config), "max_duration=3ba", "mean=[0.4,0.4,0.4]"])
+    start = f"load_path={tmp_path / 'run' / 'latest-rank0.pt'}", "max_duration=3ba", f"save_folder={tmp_path / 'next'}"
+    content = yaml.safe_load(config.read_text())
+    same = {"mixer": "softmax", **content["model"], **{k: MODEL[k] for k in ("hidden_size", "patch_size")}}
+    same |= {"num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32, "position_embedding": "learned"}
+    same |= {"class_token": True, "layer_norm_eps": 1e-12}
+    config.write_text(yaml.safe_dump({**content, "model": same | {"pretrained_checkpoint": None}}))
+    with pytest.raises(UserError, match=r"set mean=\[0.5,0.5,0.5\] std=\[0.5,0.5,0.5\]$"):
+        vision.main([str(config), *start])
+    vision.main([str(config), *start, "mean=[0.5,0.5,0.5]", "std=[0.5,0.5,0.5]"])
+
+
+def start_from(config: Path, *overrides: str):
+    """The configuration and the processor of the model that a config starts from."""
+    task = Vision(load_config(VisionConfig, "vision.py", "", [str(config), *overrides]))
+    return task.build_model(None).model.config, task.processor
+
+
+def test_another_normalization_than_the_starts_is_reported(vit, tmp_path, write_config, caplog):
+    config = write_config(tmp_path, model={"pretrained_checkpoint": str(vit)})
+    _, processor = start_from(config, "mean=[0.485,0.456,0.406]")
+    assert processor["image_mean"] == [0.485, 0.456, 0.406] and processor["image_std"] == [0.5] * 3
+    told = f"mean=[0.485,0.456,0.406], where {vit} was trained with [0.5,0.5,0.5]: omit mean, unless you mean it"
+    assert told in caplog.messages
+    assert start_from(write_config(tmp_path))[1]["image_mean"] == [0.485, 0.456, 0.406]
+    shutil.copytree(vit, tmp_path / "vit")
+    (tmp_path / "vit" / "preprocessor_config.json").unlink()
+    config = write_config(tmp_path, model={"pretrained_checkpoint": str(tmp_path / "vit")})
+    assert start_from(config)[1]["image_mean"] == [0.485, 0.456, 0.406]
+    guess = f"{tmp_path / 'vit'} does not name the mean of its images: taken to be 0.485, 0.456, 0.406 of ImageNet"
+    assert sum(guess in message for message in caplog.messages) == 1
+    caplog.clear()
+    assert start_from(config, "mean=[0.5,0.5,0.5]", "std=[0.5,0.5,0.5]")[1]["image_mean"] == [0.5] * 3
+    assert not any("mean of its images" in message or "omit" in message for message in caplog.messages)
+
+
+def test_what_a_file_does_not_name_may_be_given(tmp_path, write_config, caplog):
+    torch.manual_seed(0)
+    sizes = {"img_size": 12, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_classes": 3}
+    model = timm.models.VisionTransformer(**sizes, num_heads=2).eval()
+    for tensor in model.parameters():
+        torch.nn.init.normal_(tensor, std=0.2)
+    torch.save(model.state_dict(), tmp_path / "it.pth")
+    config = write_config(tmp_path, model={"pretrained_checkpoint": str(tmp_path / "it.pth")})
+    assert start_from(config)[0].num_attention_heads == 1
+    assert "does not name its number of heads: taken to be 1, one per 64 channels" in caplog.text
+    caplog.clear()
+    command = [str(config), "model.num_attention_heads=2", "mean=[0.5,0.5,0.5]", "std=[0.5,0.5,0.5]"]
+    task = Vision(load_config(VisionConfig, "vision.py", "", command))
+    found, images = task.build_model(None).model.eval(), torch.randn(2, 3, 12, 12)
+    torch.testing.assert_close(found(images).logits, model(images), atol=1e-5, rtol=1e-5)
+    assert "does not name" not in caplog.text
+    with pytest.raises(UserError, match=r"num_attention_heads"):
+        start_from(config, "model.num_attention_heads=5")
 
 
 def test_mistakes_end_in_one_sentence(config_file, pictures, tmp_path, checkpoint):

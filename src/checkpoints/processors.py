@@ -24,6 +24,16 @@ def processor_settings(
     }  # fmt: skip
 
 
+def normalization(processor: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return the mean and the standard deviation of the channels, as keys of a config of images."""
+    return {"mean": list(processor["image_mean"]), "std": list(processor["image_std"])}
+
+
+def written(values: Sequence[float]) -> str:
+    """Return numbers as a value on the command line: [0.5,0.5,0.5]."""
+    return f"[{','.join(f'{value:.6g}' for value in values)}]"
+
+
 def read_processor(stored: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the settings of CLIPImageProcessor that do what a folder's preprocessor_config.json says. Raises UserError
     for another processor than those of ViT, DeiT and ConvNeXT."""

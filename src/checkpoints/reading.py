@@ -5,6 +5,7 @@ import copy
 import json
 import tempfile
 from argparse import Namespace
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from src.checkpoints.image_adapters import (
     state_dict_from_release,
     state_dict_from_vit,
 )
-from src.checkpoints.processors import processor_settings, read_processor
+from src.checkpoints.processors import MEAN, processor_settings, read_processor
 from src.checkpoints.remote import check_exists, fetch
 from src.checkpoints.safe_load import load_safely
 from src.checkpoints.timm_models import PATCHES, timm_processor, timm_settings, weights_of_timm
@@ -63,6 +64,7 @@ OF_FUNCTIONS = ("hidden_act", "layer_norm_eps", "normalization", "position_embed
 OF_FEATURES = ("feature_map", "normalize_rows")  # functions too, but another mixer brings its own
 SENTENCE_PROMPTS, SENTENCE_LIMIT = "config_sentence_transformers.json", "sentence_bert_config.json"
 PREPROCESSOR = "preprocessor_config.json"  # the file of a folder's image processor
+IMAGENET = f"taken to be {', '.join(map(str, MEAN))} of ImageNet, where many ViTs have 0.5"
 
 
 @dataclass
@@ -80,10 +82,18 @@ class Checkpoint:
     run_name: str | None = None
     optimizers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # class → settings per parameter group
     published: str | None = None  # the source, if the paper's authors published it; None for ours
+    guessed: dict[str, str] = field(default_factory=dict)  # settings that the file does not name: what was taken
 
     def __post_init__(self) -> None:
         if self.reads == "images" and not self.processor:
             self.processor = processor_settings(self.config.image_size)
+            self.guessed["mean"] = f"the mean of its images: {IMAGENET}; a {PREPROCESSOR} would"
+
+    def report_guesses(self, known: Collection[str] = ()) -> None:
+        """Warn of settings that were guessed, but for those that the user gives."""
+        for name, words in self.guessed.items():
+            if name not in known:
+                log.warning(f"{self.path} does not name {words}")
 
     def build(self) -> "lion.LionPreTrainedModel":
         """Return the model with its weights. Raises UserError naming tensors that are missing, unused or wrong."""
@@ -144,9 +154,10 @@ class Checkpoint:
                 raise UserError(f"{problem}; name another as tokenizer_name, or as --tokenizer of hub.py") from None
 
 
-def read_pretrained(name: str, key: str, reads: str = "texts") -> Checkpoint:
-    """Read what training starts from: a file, folder or Hub repository. Raises UserError naming it and its `key`, also
-    for a model that reads something else than `reads`: "texts" or "images"."""
+def read_pretrained(name: str, key: str, reads: str = "texts", known: Collection[str] = ()) -> Checkpoint:
+    """Read what training starts from: a file, folder or Hub repository. Settings that had to be guessed are reported,
+    but for those `known`. Raises UserError naming it and its `key`, also for a model that reads something else than
+    `reads`: "texts" or "images"."""
     check_exists(name, key)
     path = fetch(name, key)
     if not path.exists():
@@ -163,6 +174,7 @@ def read_pretrained(name: str, key: str, reads: str = "texts") -> Checkpoint:
     read = read_folder(path) if path.is_dir() else read_checkpoint(path)
     if read.reads != reads:
         raise UserError(f"{key}: {name} reads {read.reads}; give a model that reads {reads}")
+    read.report_guesses(known)
     if not read.encoder():  # a LionModel, whose names have no prefix
         read.weights = {f"lion.{part}": tensor for part, tensor in read.weights.items()}
     return read
@@ -249,11 +261,13 @@ def _read_safetensors(path: Path) -> Checkpoint:
 
 
 def _from_scripts(path: Path, state: dict[str, Tensor], settings: dict[str, Any]) -> Checkpoint:
-    """An image model under the names of the authors' and DeiT's scripts."""
+    """An image model under the names of the authors' and DeiT's scripts, which normalize as ImageNet."""
     _check_dense(path, state)
     config = config_from_release(settings, str(path))
     weights = state_dict_from_release(state, config)
-    return Checkpoint(path, "LionForImageClassification", config, weights, published=path.name)
+    guessed = {"num_attention_heads": words} if (words := settings.get("guessed_heads")) else {}
+    facts = {"processor": processor_settings(config.image_size), "guessed": guessed}
+    return Checkpoint(path, "LionForImageClassification", config, weights, published=path.name, **facts)
 
 
 def _from_timm(path: Path, state: dict[str, Tensor], config: dict[str, Any] | None = None) -> Checkpoint:
@@ -262,8 +276,7 @@ def _from_timm(path: Path, state: dict[str, Tensor], config: dict[str, Any] | No
     if config:
         read.processor = timm_processor(config.get("pretrained_cfg") or {}, read.config.image_size, str(path))
     else:
-        taken = "taken to be 0.485, 0.456, 0.406 of ImageNet, where many of timm's models have 0.5"
-        log.warning(f"{path} does not name the mean of its images: {taken}; a folder of timm's save_for_hf names it")
+        read.guessed["mean"] = f"the mean of its images: {IMAGENET}; a folder of timm's save_for_hf names it"
     return read
 
 

@@ -145,6 +145,7 @@ def open_checkpoint(name: str, tokenizer: str | None = None) -> "Checkpoint":
         from src.checkpoints.reading import read_checkpoint
 
         read = read_checkpoint(path)
+        read.report_guesses()
         if on_hub:
             read.path, read.published = Path(name), name if read.published else None
         if tokenizer is not None:

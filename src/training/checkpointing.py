@@ -4,12 +4,13 @@ import contextlib
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from composer import Callback, Event, Logger, State, Time
 from composer.utils import create_interval_scheduler, dist, reproducibility
 
+from src.checkpoints.processors import normalization, written
 from src.checkpoints.reading import Checkpoint, read_checkpoint
 from src.checkpoints.remote import checkpoint_step
 from src.checkpoints.safe_load import is_valid_checkpoint, load_safely
@@ -17,6 +18,9 @@ from src.cli import log
 from src.errors import RunFailed, UserError, reason, some
 from src.files import LATEST, follow, link, sync_to_disk
 from src.training.ranks import decide
+
+if TYPE_CHECKING:
+    from src.training.trainer import AutocastModel
 
 SAVED_AFTER = {Event.BATCH_END: Event.BATCH_CHECKPOINT, Event.EPOCH_END: Event.EPOCH_CHECKPOINT}  # and evaluation
 
@@ -166,7 +170,7 @@ def resume_hint(folder: Path) -> str:
 
 
 def check_load_path(
-    given: str, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_duration: str
+    given: str, path: Path, model: "AutocastModel", optimizer: torch.optim.Optimizer, max_duration: str
 ) -> None:
     """Raise UserError for a file, `given` as load_path and now at `path`, that this run cannot start from."""
     name = f"load_path={given}"
@@ -174,10 +178,13 @@ def check_load_path(
         raise UserError(f"{name} is corrupt or truncated, or not a checkpoint; copy it again or give another")
     checkpoint = read_checkpoint(path)
     hint = "use that run's config, or start from its weights alone with model.pretrained_checkpoint"
-    shapes, its_shapes = ({n: w.shape for n, w in ws.items()} for ws in (model.state_dict(), checkpoint.weights))
+    shapes, its_shapes = ({n: w.shape for n, w in ws.items()} for ws in (model.model.state_dict(), checkpoint.weights))
     if shapes != its_shapes or checkpoint.published:
         raise UserError(f"{name} is a checkpoint of a different model than this config's; {hint}")
-    check_classes(checkpoint, model.config.id2label, name, hint)
+    check_classes(checkpoint, model.model.config.id2label, name, hint)
+    if model.processor is not None and (its := normalization(checkpoint.processor)) != normalization(model.processor):
+        settings = " ".join(f"{key}={written(value)}" for key, value in its.items())
+        raise UserError(f"{name} was trained on images that were normalized otherwise; set {settings}")
     its_groups = checkpoint.optimizers.get(type(optimizer).__qualname__, ())
     settings, its_settings = ([_restored(g) for g in groups] for groups in (optimizer.param_groups, its_groups))
     if settings != its_settings:

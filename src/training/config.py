@@ -76,6 +76,10 @@ class TrainerConfig:
 class RunConfig(TrainerConfig):
     """Keys of one run with checkpoints."""
 
+    # Values with which a run chooses when it begins. One that resumes does as it began: for instance, compiled models
+    # round and drop out otherwise.
+    chosen_at_first: ClassVar[dict[str, Any]] = {"compile_config": "auto"}
+
     run_name: str = key("name of the run")
     optimizer: dict[str, Any] = key(
         f"name{OWN}, and arguments; filter_bias_norm_wd: true exempts biases and norms from decay"

@@ -21,14 +21,14 @@ from src.training.ranks import decide, on_each_machine, on_rank_0, several
 SHARDED = ("model", "optimizers")  # what FSDP can take from rank 0 when it shards the model
 
 
-def read_start(name: str, key: str, resumed: Path | None, reads: str = "texts") -> Checkpoint:
-    """Return `read_pretrained(name, key, reads)`, downloaded once per machine; of a run that resumes, what its own
+def read_start(name: str, key: str, resumed: Path | None, **how: Any) -> Checkpoint:
+    """Return `read_pretrained(name, key, **how)`, downloaded once per machine; of a run that resumes, what its own
     checkpoint says of the model, without weights, since `load_checkpoint` loads them. Every rank must call this."""
     if resumed is not None:  # what the run started from may be gone
-        return decide(lambda: replace(read_pretrained(str(resumed), key, reads), weights={}))
+        return decide(lambda: replace(read_pretrained(str(resumed), key, **how), weights={}))
     if is_remote(name):
         os.environ[FETCHED] = on_each_machine(lambda: fetch(name, key) and os.environ[FETCHED])
-    return read_pretrained(name, key, reads)
+    return read_pretrained(name, key, **how)
 
 
 def load_checkpoint(path: str, state: State, logger: Logger, algorithm_passes: Any = None, **_: Any) -> Any:

@@ -56,7 +56,8 @@ def run(task: Task) -> None:
         ranks.on_rank_0(lambda: stack.enter_context(exclusive_lock(folder, task.command)))
         uploads = open_remote(config, folder) if config.save_remote else None
         config.history = decide(lambda: check_save_folder(config, folder))
-        config.compile_config = decide(lambda: as_begun(config, folder))
+        for name, value in decide(lambda: as_begun(config, read_stored(folder / CONFIG, type(config)))).items():
+            setattr(config, name, value)
         try:
             if decide(lambda: is_finished(config, folder)):
                 log.info(f"{config.run_name} is already finished with this config")
@@ -77,10 +78,10 @@ def run(task: Task) -> None:
                 )
 
 
-def as_begun(config: RunConfig, folder: Path) -> Any:
-    """Return compile_config, for `auto` that of the run in the folder: compiled models round and drop out otherwise."""
-    stored = read_stored(folder / CONFIG, type(config)) if config.compile_config == "auto" else None
-    return config.compile_config if stored is None else stored["compile_config"]
+def as_begun(config: RunConfig, stored: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the keys whose value leaves a choice to the run, with what the run whose config is `stored` chose."""
+    left = {name for name, value in config.chosen_at_first.items() if getattr(config, name) == value}
+    return {} if stored is None else {name: stored[name] for name in left}
 
 
 def open_remote(config: RunConfig, folder: Path) -> "Uploads | None":
@@ -158,7 +159,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     optimizer = registry.build_optimizer(config.optimizer, model)
     settings = changes.settings_of(optimizer)
     if latest is None and config.load_path is not None:
-        decide(lambda: check_load_path(config.load_path, start, model.model, optimizer, config.max_duration))
+        decide(lambda: check_load_path(config.load_path, start, model, optimizer, config.max_duration))
     startup.done("model")
     train_data, eval_data = task.build_loaders(device_batch)
     startup.done("data")
@@ -302,7 +303,8 @@ def check_stored(config: RunConfig, folder: Path, key: str, shown: str) -> list[
         return []
     if not config.autoresume:
         raise UserError(f"{key}: {shown} already holds a run; choose another or set autoresume=true")
-    found = changes.found(stored, now := to_dict(config), config.resume_with)
+    now = to_dict(config) | as_begun(config, stored)
+    found = changes.found(stored, now, config.resume_with)
     old, new = (fixed_settings(settings, type(config)) for settings in (changes.made(stored, now, found), now))
     changed = {name for name, value in new.items() if old.get(name) != value}
     # A key is named once, without its copies in the loaders.

@@ -1,12 +1,14 @@
 """The config of `vision.py`. Imports nothing slow."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from src.config import key
 from src.data.image_config import SHARE, AugmentationConfig, ImageLoaderConfig, MixingConfig
 from src.errors import UserError
 from src.training.config import RunConfig
+
+OF_START = "default: those of model.pretrained_checkpoint"
 
 
 @dataclass
@@ -32,6 +34,7 @@ class VisionConfig(RunConfig):
     """Keys of `vision.py`."""
 
     model_config = "LionVisionConfig"
+    chosen_at_first: ClassVar[dict[str, Any]] = {**RunConfig.chosen_at_first, "mean": None, "std": None}
     model: dict[str, Any] = key(
         "mixer and sizes: arguments of LionVisionConfig (src/lion/configuration_lion.py); and pretrained_checkpoint, "
         "to start from the weights of a checkpoint of vision.py, DeiT or the paper's authors, of a Hub folder or a ViT",
@@ -45,8 +48,8 @@ class VisionConfig(RunConfig):
     data_remote: str | None = key("where the shards are, if data_local is only a cache", None, may_change=True)
     image_size: Any = key("pixels of the model's images: a number, or [height, width]", 224)
     crop_pct: float = key("evaluation resizes the shorter side to image_size / this", 0.875, above=0, at_most=1)
-    mean: list[float] = key("of the three channels; the default is ImageNet's", [0.485, 0.456, 0.406])
-    std: list[float] = key("of the three channels; the default is ImageNet's", [0.229, 0.224, 0.225])
+    mean: list[float] | None = key(f"of the three channels; {OF_START}, or ImageNet's: 0.485, 0.456, 0.406", None)
+    std: list[float] | None = key(f"of the three channels; {OF_START}, or ImageNet's: 0.229, 0.224, 0.225", None)
     train_loader: ImageLoaderConfig = field(default_factory=ImageLoaderConfig)
     eval_loader: ImageLoaderConfig = field(default_factory=ImageLoaderConfig)
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
@@ -62,7 +65,8 @@ class VisionConfig(RunConfig):
         if len(self.size) != 2 or not all(type(side) is int and side > 0 for side in self.size):
             raise UserError(f"image_size={self.image_size} must be a number of pixels, or [height, width]")
         for name in ("mean", "std"):
-            if len(values := getattr(self, name)) != 3 or (name == "std" and min(values) <= 0):
+            values = getattr(self, name)
+            if values is not None and (len(values) != 3 or (name == "std" and min(values) <= 0)):
                 raise UserError(f"{name}={values} must be three numbers{' above 0' if name == 'std' else ''}")
         if self.loss.kind == "binary" and self.loss.smoothing:
             raise UserError("loss.smoothing makes every class a target of the binary loss; set it to 0")

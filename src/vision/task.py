@@ -33,10 +33,7 @@ class Vision(Task):
     counts = "images"
 
     def __init__(self, config: VisionConfig):
-        from src.checkpoints.processors import processor_settings
-
         super().__init__(config)
-        self.processor = processor_settings(config.image_size, config.crop_pct, config.mean, config.std)
         self.sample = f"images of {config.size[0]}×{config.size[1]} pixels"
 
     def check_paths(self) -> None:
@@ -48,6 +45,7 @@ class Vision(Task):
 
     def build_model(self, checkpoint: Path | None) -> "LionImageClassifier":
         """Return a model with random weights, or with those of `model.pretrained_checkpoint`."""
+        from src.checkpoints.processors import processor_settings
         from src.data.images import Renumbered
         from src.lion import LionForImageClassification
         from src.training.loading import read_start
@@ -73,8 +71,13 @@ class Vision(Task):
         start = section.pop("pretrained_checkpoint", None)
         read = None
         if start is not None:
-            read = read_start(start, "model.pretrained_checkpoint", checkpoint, reads="images")
+            known = {*section, *(name for name in ("mean", "std") if getattr(config, name) is not None)}
+            read = read_start(start, "model.pretrained_checkpoint", checkpoint, reads="images", known=known)
+            for name in read.guessed.keys() & section.keys():  # a user knows better
+                setattr(read.config, name, section[name])
             section = {**image_arguments(read.config.to_dict(), section.get("mixer")), **section}
+        choose_normalization(config, read)
+        self.processor = processor_settings(config.image_size, config.crop_pct, config.mean, config.std)
         model = LionForImageClassification(build_vision_config(section, config.image_size, classes))
         if read is not None and checkpoint is None:
             log.info(f"weights of {start}{load_weights(model, read)}")
@@ -136,6 +139,22 @@ def check_resumed(checkpoint: Path, classes: dict[int, str]) -> None:
 
     to_do = "name its data, or start another run from its weights, with model.pretrained_checkpoint"
     check_classes(read_checkpoint(checkpoint), classes, f"data_local: {checkpoint}", to_do)
+
+
+def choose_normalization(config: VisionConfig, start: "Checkpoint | None") -> None:
+    """Set mean and standard deviation of the channels where the config does not: as the model it starts from was
+    trained, or as ImageNet's."""
+    from src.checkpoints.processors import MEAN, STD, normalization, written
+
+    its = {"mean": list(MEAN), "std": list(STD)} if start is None else normalization(start.processor)
+    for name, value in its.items():
+        if (own := getattr(config, name)) is None:
+            setattr(config, name, value)
+        elif start is not None and "mean" not in start.guessed and own != value:
+            omit = f"omit {name}, unless you mean it"
+            log.warning(f"{name}={written(own)}, where {start.path} was trained with {written(value)}: {omit}")
+    if start is not None:
+        log.info(f"images are normalized by mean={written(config.mean)} std={written(config.std)}")
 
 
 def build_vision_config(
