@@ -215,10 +215,12 @@ def _is_duration(value: Any, rule: Rule) -> bool:
 
 
 def check_known(section: str, given: Iterable[str], known: Collection[str], hint: str = "") -> None:
-    """Raise UserError for an unknown key of a section."""
-    for name in given:
-        if name not in known:
-            raise UserError(f"unknown key {section}.{name}{nearest(str(name), known)}{hint}")
+    """Raise UserError for unknown keys of a section."""
+    unknown = [str(name) for name in given if name not in known]
+    if len(unknown) == 1:
+        raise UserError(f"unknown key {section}.{unknown[0]}{nearest(unknown[0], known)}{hint}")
+    if unknown:
+        raise UserError(f"unknown keys {', '.join(f'{section}.{name}' for name in unknown)}{nearest('', known)}{hint}")
 
 
 def nearest(name: str, known: Collection[str]) -> str:

@@ -264,8 +264,13 @@ def test_a_resumed_run_takes_its_changed_settings_on_and_records_them(tmp_path, 
     command = [str(config), "max_duration=8ba", *changes]
     with pytest.raises(UserError, match=r"differs in global_train_batch_size, optimizer, scheduler"):
         main.main(command)
-    with pytest.raises(UserError, match=r"differs in global_train_batch_size, scheduler"):
+    mean_it = r"if it is meant to change, set resume_with=\[optimizer.lr,optimizer.weight_decay,scheduler.t_warmup,global_train_batch_size"
+    with pytest.raises(UserError, match=rf"differs in global_train_batch_size, scheduler; .*{mean_it}"):
         main.main([*command, "resume_with=[optimizer.lr,optimizer.weight_decay]"])
+    with pytest.raises(
+        UserError, match=r"differs in global_train_batch_size, optimizer, scheduler, seed; .* its config.yaml$"
+    ):
+        main.main([*command, "seed=3"])
     allowed = "resume_with=[optimizer.lr,optimizer.weight_decay,scheduler,global_train_batch_size]"
     with caplog.at_level("INFO", logger="lion"):
         main.main([*command, allowed])

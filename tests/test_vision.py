@@ -211,6 +211,12 @@ def test_what_a_patch_sees(finished, pictures, tmp_path, capsys):
                 torch.testing.assert_close(mask[head, 5], expected / expected.sum(), atol=1e-5, rtol=1e-4)
 
 
+def test_an_order_of_patches_that_changes_nothing_is_reported(tmp_path, write_config, caplog):
+    assert start_from(write_config(tmp_path))[0].patch_order == "snakes" and "changes nothing" not in caplog.text
+    assert start_from(write_config(tmp_path, model={**MODEL, "mixer": "softmax"}))[0].patch_order == "snakes"
+    assert "model.patch_order=snakes changes nothing for softmax; omit it" in caplog.messages
+
+
 VARIANTS = {
     "lion-lit": {"patch_order": "raster"}, "lion-d": {"patch_order": "raster"}, "lion-s": {"patch_order": "raster"},
     "lion-d snakes": {}, "lion-s snakes": {}, "softmax": {"patch_order": "raster"},
@@ -428,6 +434,9 @@ def test_mistakes_end_in_one_sentence(config_file, pictures, tmp_path, checkpoin
         "model.mixr=lion-d": "unknown key model.mixr; did you mean mixer?",
         "freeze=[attention.decai]": "freeze: no parameter has attention.decai in its name",
         "loss.kind=binary": "loss.smoothing makes every class a target",
+        "freeze=[lion,classifier]": "freeze=[lion,classifier] leaves no parameter to train; omit a part",
+        "model.mixer=lions": "mixer of images must be one of lion-lit, lion-d, lion-s, softmax (got lions)",
+        f"model.pretrained_checkpoint={single}": "holds no config.json or model.safetensors; give a folder that has",
         "global_train_batch_size=30": "24 images per device, fewer than a batch of 30",
         "augmentation.policy=autoaugment": "augmentation.policy=autoaugment must be one of",
         "std=[1,1,0]": "std=[1.0, 1.0, 0.0] must be three numbers above 0",

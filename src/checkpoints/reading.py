@@ -298,7 +298,9 @@ def read_folder(folder: Path) -> Checkpoint:
             return _read_timm(folder, config)
         weights = load_file(folder / "model.safetensors")
     except FileNotFoundError:
-        raise UserError(f"{folder} holds no config.json or model.safetensors; give a Hub folder or a BERT") from None
+        raise UserError(
+            f"{folder} holds no config.json or model.safetensors; give a folder that has both, or a checkpoint"
+        ) from None
     except (SafetensorError, AttributeError, TypeError, LookupError, ValueError) as error:
         raise UserError(f"{folder} cannot be read ({error}); export it again") from None
     if kind == IMAGE.model_type:

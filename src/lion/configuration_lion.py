@@ -304,9 +304,9 @@ class LionVisionConfig(LayersConfig):
             class_token = not linear
         if feature_map is None:
             feature_map = "elu" if mixer == "lion-lit" else "silu" if linear else "none"
-        check_choices(locals())
         if mixer not in PROJECTED:
             raise ValueError(f"mixer of images must be one of {', '.join(PROJECTED)} (got {mixer})")
+        check_choices(locals())
         if position_embedding == "rope":
             raise ValueError("position_embedding of images must be learned or none (got rope)")
         if linear == (feature_map == "none"):

@@ -19,10 +19,13 @@ ALLOWED = f"optimizer.KEY, scheduler, scheduler.KEY, {', '.join(KEYS)}"
 def check(resume_with: Sequence[str]) -> None:
     """Raise UserError for keys that no run may change."""
     for name in resume_with:
-        section, _, own = name.partition(".")
-        known = name in KEYS or name == "scheduler" or (section in SECTIONS and own)
-        if not known or name in KEPT:
+        if not may_change(name):
             raise UserError(f"resume_with: {name} cannot change; choose from {ALLOWED}")
+
+
+def may_change(name: str) -> bool:
+    section, _, own = name.partition(".")
+    return name not in KEPT and (name in KEYS or name == "scheduler" or bool(section in SECTIONS and own))
 
 
 def found(old: Mapping[str, Any], new: Mapping[str, Any], resume_with: Sequence[str]) -> dict[str, list[Any]]:

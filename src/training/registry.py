@@ -200,7 +200,7 @@ def build(kind: str, name: str | None, given: Mapping[str, Any], **fixed: Any) -
     arguments = {argument: value for argument, value in given.items() if argument in known or value is not None}
     if own and any(p.kind == p.VAR_KEYWORD for p in inspect.signature(factory).parameters.values()):
         known = {**known, **arguments}
-    check_known(place, arguments, known, " (null removes an inherited one)")
+    check_known(place, arguments, known, " (null removes what is inherited)")
     check_values(place, arguments, {} if own else RULES)
     try:
         return factory(**fixed, **deepcopy(arguments))  # some change theirs, which are the config's

@@ -305,12 +305,16 @@ def check_stored(config: RunConfig, folder: Path, key: str, shown: str) -> list[
         raise UserError(f"{key}: {shown} already holds a run; choose another or set autoresume=true")
     now = to_dict(config) | as_begun(config, stored)
     found = changes.found(stored, now, config.resume_with)
-    old, new = (fixed_settings(settings, type(config)) for settings in (changes.made(stored, now, found), now))
+    begun = changes.made(stored, now, found)
+    old, new = (fixed_settings(settings, type(config)) for settings in (begun, now))
     changed = {name for name, value in new.items() if old.get(name) != value}
     # A key is named once, without its copies in the loaders.
     if names := sorted(name for name in changed if "." not in name or name.rsplit(".", 1)[-1] not in changed):
         differs = f"{shown} holds a run that differs in {', '.join(names)}"
-        raise UserError(f"{key}: {differs}; choose another folder, or resume with its {CONFIG}")
+        to_do, keys = f"choose another folder, or resume with its {CONFIG}", changes.found(begun, now, names)
+        if all(map(changes.may_change, keys)):
+            to_do += f"; if it is meant to change, set resume_with=[{','.join([*config.resume_with, *keys])}]"
+        raise UserError(f"{key}: {differs}; {to_do}")
     step = max((checkpoint_step(path.name) or 0 for path in folder.glob("ep*-rank0.pt")), default=0)
     history = [*stored["history"], *([{"step": step, "changed": found}] if found else [])]
     if found or config.max_duration != stored["max_duration"]:

@@ -92,6 +92,8 @@ class Vision(Task):
                 raise UserError(f"freeze: no parameter has {part} in its name; omit it")
             for parameter in frozen:
                 parameter.requires_grad_(False)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UserError(f"freeze=[{','.join(config.freeze)}] leaves no parameter to train; omit a part")
         return LionImageClassifier(model, self.processor, config.loss, config.distillation, teacher)
 
     def open(self, split: str) -> "Images":
@@ -163,6 +165,7 @@ def build_vision_config(
     """Return the configuration of a classifier. Raises UserError for arguments that it does not have or rejects."""
     from src.checkpoints.adapters import IMAGE_ARGUMENTS, check_trainable
     from src.lion import LionVisionConfig
+    from src.lion.configuration_lion import DECAYING
     from src.training.text_model import check_arguments
 
     check_arguments("model", arguments, IMAGE_ARGUMENTS)
@@ -176,6 +179,8 @@ def build_vision_config(
     except ValueError as error:
         raise UserError(f"model: {error}") from None
     check_trainable(config)
+    if config.num_orders > 1 and config.mixer not in DECAYING:
+        log.warning(f"model.patch_order={config.patch_order} changes nothing for {config.mixer}; omit it")
     return config
 
 
