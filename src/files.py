@@ -12,6 +12,7 @@ from typing import Any
 
 from src.errors import UserError, reason
 
+BEST = "best-rank0.pt"  # the checkpoint of the best evaluation, if a run keeps it
 LATEST = "latest-rank0.pt"  # in a run folder, the link to the newest checkpoint, or a text file with its name
 METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
 

@@ -20,6 +20,7 @@ import vision
 from src import convert_dataset
 from src.checkpoints.reading import read_checkpoint
 from src.errors import UserError
+from src.files import BEST
 from src.training.config import load_config
 from src.vision.config import VisionConfig
 from src.vision.evaluate import evaluate
@@ -235,6 +236,7 @@ def test_two_ranks_train_as_one(tmp_path, write_config, shards, variant):
     """With augmentation, and without what depends on a device's batch: mixing, and dropped paths. Once from shards."""
     model = {**MODEL, **VARIANTS[variant], "mixer": variant.split()[0], "drop_path_rate": 0.0}
     same = {"model": model, "mixing": {"chance": 0.0}, "max_duration": "3ba", "hf_export": None}
+    same |= {"save_best": "top1", "eval_interval": "2ba", "save_interval": "3ba"}
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     vision.main([str(write_config(tmp_path / "one", **same))])
@@ -256,10 +258,12 @@ def test_two_ranks_train_as_one(tmp_path, write_config, shards, variant):
 
 
 def check_equal(one: Path, two: Path, steps: int) -> None:
-    one, two = (numbers(folder / "run") for folder in (one, two))
+    runs = [folder / "run" for folder in (one, two)]
+    one, two = map(numbers, runs)
     losses = [[line["loss"] for line in lines if "loss" in line] for lines in (one, two)]
     assert len(losses[0]) == steps and losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert two[-1]["eval"] == pytest.approx(one[-1]["eval"], rel=1e-5)
+    assert read_checkpoint(runs[0] / BEST).timestamp == read_checkpoint(runs[1] / BEST).timestamp
 
 
 def test_a_hub_folder_classifies_pictures(finished, pictures, tmp_path):
@@ -304,10 +308,8 @@ def test_a_run_does_not_go_on_with_other_classes(finished, pictures, tmp_path):
         more: "only the data has grey",
         reordered: "their order differs",
     }
-    start, files = (
-        "load_path=" + str(before / "latest-rank0.pt"),
-        [path for path in folder.rglob("*") if path.is_file()],
-    )
+    start = "load_path=" + str(before / "latest-rank0.pt")
+    files = [path for path in folder.rglob("*") if path.is_file()]
     kept = [path.read_bytes() for path in files]
     for data, words in found.items():
         command = [str(config), f"data_local={data}", "max_duration=4ep"]

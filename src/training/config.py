@@ -99,6 +99,11 @@ class RunConfig(TrainerConfig):
     seed: int = key("seed for weights, dropout, data order and masks", **SEED)
     save_interval: str = duration("how often to save a checkpoint", may_change=True)
     save_num_checkpoints_to_keep: int = key("how many of the newest to keep; -1: all", -1, **COUNT_OR_ALL)
+    save_best: str | None = key(
+        "curve by which to keep the best evaluation's checkpoint, too, as best-rank0.pt: loss, accuracy, top1, ndcg, …",
+        None,
+        may_change=True,
+    )
     save_remote: str | None = key(
         "where to upload save_folder in the background, and to resume from if that is empty or older: s3://…, gs://…, "
         "oci://… or a folder; keeps every checkpoint",

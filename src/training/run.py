@@ -17,6 +17,7 @@ from src.cli import is_main_process, log, several, start_log
 from src.config import fixed_settings, read_stored, to_dict
 from src.errors import RunFailed, UserError, first_line, reason
 from src.files import (
+    BEST,
     CONFIG,
     LATEST,
     METRICS,
@@ -30,7 +31,7 @@ from src.files import (
 from src.training import changes, ranks
 from src.training.config import RunConfig
 from src.training.ranks import decide
-from src.training.task import Curve, Task, in_words, score_curve
+from src.training.task import Curve, Task, best_step, in_words, score_curve
 
 if TYPE_CHECKING:
     from src.training.uploads import Uploads
@@ -129,6 +130,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     from src.lion import machine
     from src.publish.callback import HubExports
     from src.training import choices, guards, registry, trainer
+    from src.training.best import BestCheckpoint
     from src.training.checkpointing import CheckpointWriter, check_load_path, latest_valid_checkpoint, resume_hint
     from src.training.epochs import steps_left
     from src.training.loggers import of_run
@@ -186,6 +188,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
             *task.callbacks(),
             guards.FiniteLoss(config.on_nonfinite_loss, writer),
             writer,
+            *([BestCheckpoint(best, writer)] if (best := task.best_curve()) else []),
             *background,
             guards.StopOnSignal(writer),
             startup,
@@ -357,6 +360,8 @@ def write_summary(task: Task, folder: Path, step: int, parameters: int, title: s
     results = [{"step": at, **{curve.name: values[curve.eval_key] for curve in curves}} for at, values in evaluations]
     before = results[0] if results[0]["step"] == 0 else None
     best = min(results, key=lambda result: result[curves[0].name])
+    if (curve := task.best_curve()) and (step := best_step(evaluations, curve)) is not None:
+        best = next(result for result in results if result["step"] == step)
     summary = {"run": name, "parameters": parameters, "seconds": max(line["seconds"] for line in lines)}
     summary |= {"before": before, "best": best, "after": results[-1]}
     if finetuned := [{"step": line["step"], **line["finetune"]} for line in lines if "finetune" in line]:
@@ -389,5 +394,8 @@ def print_summary(folder: Path, curves: tuple[Curve, ...]) -> None:
         step = finetuned[-1].pop("step")
         print(f"\nfine-tuned    {in_words(finetuned[-1])}, from step {step:,}")
     checkpoint = folder / LATEST
-    print(f"\ncheckpoint    {checkpoint}\ncurves        {folder / 'curves.png'}\nmetrics       {folder / METRICS}")
+    print(f"\ncheckpoint    {checkpoint}")
+    if (folder / BEST).is_file():
+        print(f"the best      {folder / BEST}")
+    print(f"curves        {folder / 'curves.png'}\nmetrics       {folder / METRICS}")
     print(f"\nnext: python src/hub.py export --checkpoint {shlex.quote(str(checkpoint))} --out my-model")

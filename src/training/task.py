@@ -1,7 +1,8 @@
 """The interface of a task: what one run trains, and what it measures. `src/training/run.py` does everything else."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,14 @@ class Curve:
     percent: bool = False
     unit: str = ""  # of a value that is not a percentage, e.g. nats per token
     baseline: bool = False  # drawn as a line: the score of a trivial prediction
+
+
+def best_step(evaluations: Iterable[tuple[int, Mapping[str, float]]], curve: Curve) -> int | None:
+    """Return the first step after 0 with the best value of a curve, the highest percentage or otherwise the lowest
+    number, among (step, values by eval_key); None if there is none."""
+    sign = -1 if curve.percent else 1
+    trained = [(step, values.get(curve.eval_key, math.nan)) for step, values in evaluations if step]
+    return min(((sign * value, step) for step, value in trained if math.isfinite(value)), default=(0.0, None))[1]
 
 
 def score_curve(name: str) -> Curve:
@@ -57,6 +66,15 @@ class Task(ABC):
         """The samples per device and forward pass, or auto."""
         return self.config.device_train_microbatch_size
 
+    def best_curve(self) -> Curve | None:
+        """The curve by which the best checkpoint is kept. Raises UserError for the key `save_best`."""
+        if (name := self.config.save_best) is None:
+            return None
+        names = {curve.name: curve for curve in self.curves if not curve.baseline}
+        if name not in names:
+            raise UserError(f"save_best={name} must be one of {', '.join(names)}")
+        return names[name]
+
     @property
     def compiles_well(self) -> bool:
         """Whether compile_config=auto may compile the model."""
@@ -71,7 +89,8 @@ class Task(ABC):
         return []
 
     def check_paths(self) -> None:
-        """Raise UserError for a path that cannot be used, before any import that takes seconds."""
+        """Raise UserError for a path or a curve that cannot be used, before any import that takes seconds."""
+        self.best_curve()
         start, resumes = self.config.load_path, any(Path(self.config.save_folder).glob("ep*-rank0.pt"))
         if not (start is None or resumes or "://" in start or Path(start).is_file()):
             raise UserError(f"load_path={start} is not a file; give a checkpoint or omit load_path")

@@ -1,0 +1,107 @@
+"""The checkpoint of a run's best evaluation: which it is, that it stays, and what a resumed run makes up for."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+import main
+from src.checkpoints.reading import read_checkpoint
+from src.errors import UserError
+from src.files import BEST
+from src.training import best as module
+from src.training.task import Curve, best_step
+
+LOSS, TOP1 = Curve("loss", "loss", "eval/Loss"), Curve("top1", "top-1 accuracy", "eval/Top1", percent=True)
+# The rate grows so large that the model is best after a few steps.
+RISING = {
+    "max_duration": "8ba", "eval_interval": "1ba", "save_interval": "4ba", "save_num_checkpoints_to_keep": 1,
+    "save_best": "loss", "loggers": {}, "eval_subset_num_batches": 1,
+    "scheduler": {"name": "linear_decay_with_warmup", "t_warmup": "8ba", "alpha_i": 1.0, "alpha_f": 1.0},
+    "optimizer": {"lr": 0.1},
+}  # fmt: skip
+
+
+def evaluations(*values: float) -> list[tuple[int, dict[str, float]]]:
+    return [(step, {"eval/Loss": value, "eval/Top1": value}) for step, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("values", "lowest", "highest"),
+    [
+        ((), None, None),
+        ((0.0,), None, None),  # before training
+        ((0.0, 0.4, 0.2, 0.3), 2, 1),
+        ((0.0, 0.2, 0.3, 0.2, 0.3), 1, 2),  # the first of equals
+        ((0.0, math.nan, 0.3, math.inf), 2, 2),
+    ],
+)
+def test_losses_are_best_low_and_percentages_high(values, lowest, highest):
+    assert best_step(evaluations(*values), LOSS) == lowest
+    assert best_step(evaluations(*values), TOP1) == highest
+    assert best_step([(3, {})], LOSS) is None  # nothing counted in it
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {x["step"]: x["eval"]["eval/LanguageCrossEntropy"] for x in lines if "eval" in x and x["step"]}
+
+
+def step_of(path: Path) -> int:
+    return read_checkpoint(path).timestamp["batch"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, write_config) -> tuple[Path, Path]:
+    """Config file and save_folder of a run of 8 steps that gets worse in the end."""
+    folder = tmp_path_factory.mktemp("best")
+    config = write_config(folder, **RISING)
+    main.main([str(config)])
+    return config, folder / "run"
+
+
+@pytest.mark.slow
+def test_the_best_step_is_kept_beside_the_newest(finished, capsys):
+    config, folder = finished
+    found = losses(folder)
+    best = min(found, key=found.get)
+    assert best not in (4, 8)  # where it is saved anyway
+    assert step_of(folder / BEST) == best and step_of(folder / "latest-rank0.pt") == 8
+    assert len(list(folder.glob("ep*-rank0.pt"))) == 1 and not list(folder.glob("*.unfinished"))
+    assert json.loads((folder / "summary.json").read_text())["best"]["step"] == best
+    main.main([str(config)])
+    assert f"the best      {folder / BEST}\n" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_resumed_run_knows_what_was_best(finished, tmp_path, monkeypatch, caplog):
+    config, before = finished
+    found = losses(before)
+    best = min(found, key=found.get)
+    folder = tmp_path / "run"
+    shutil.copytree(before, folder, symlinks=True)
+    command = [str(config), f"save_folder={folder}"]
+    main.main([*command, "max_duration=9ba"])
+    assert losses(folder)[9] > found[best] and step_of(folder / BEST) == best
+    assert "save_best" not in caplog.text
+    # A run that was killed before the link, and one that kept no best checkpoint until it is deleted.
+    (folder / BEST).unlink()
+    main.main([*command, "max_duration=10ba"])
+    assert f"save_best: step {best} has the best loss so far, and its checkpoint is not in {folder}" in caplog.text
+    assert not (folder / BEST).exists()
+    whole = tmp_path / "whole"
+    main.main([str(config), f"save_folder={whole}", "max_duration=4ba", "save_best=null", "save_interval=1ba"])
+    assert not (whole / BEST).exists()
+    saved = losses(whole)
+    caplog.clear()
+    monkeypatch.setattr(module.os, "link", lambda *_: (_ for _ in ()).throw(OSError("no links")))
+    main.main([str(config), f"save_folder={whole}", "max_duration=4ba"])
+    assert step_of(whole / BEST) == min(saved, key=saved.get) == 4 and "save_best" not in caplog.text
+    assert not (whole / BEST).samefile(whole / "latest-rank0.pt")
+
+
+def test_an_unknown_curve_is_named(finished, tmp_path):
+    with pytest.raises(UserError, match=r"save_best=top1 must be one of loss, accuracy$"):
+        main.main([str(finished[0]), "save_best=top1", f"save_folder={tmp_path / 'new'}"])
