@@ -220,16 +220,23 @@ def check_known(section: str, given: Iterable[str], known: Collection[str], hint
     if len(unknown) == 1:
         raise UserError(f"unknown key {section}.{unknown[0]}{nearest(unknown[0], known)}{hint}")
     if unknown:
-        raise UserError(f"unknown keys {', '.join(f'{section}.{name}' for name in unknown)}{nearest('', known)}{hint}")
+        meant = {name: closest(name, known) for name in unknown}
+        shown = ", ".join(f"{section}.{name}" + (f" ({close}?)" if close else "") for name, close in meant.items())
+        raise UserError(f"unknown keys {shown}{'' if all(meant.values()) else nearest('', known)}{hint}")
 
 
 def nearest(name: str, known: Collection[str]) -> str:
     """Return '; did you mean …?' for an unknown name, or the known names if none is similar."""
+    if close := closest(name, known):
+        return f"; did you mean {close}?"
+    return f"; choose from {', '.join(sorted(known))}" if len(known) <= 20 else "; --help lists the keys"
+
+
+def closest(name: str, known: Collection[str]) -> str | None:
+    """Return the known name that an unknown one may stand for."""
     tail = name.rsplit(".", 1)[-1]
     same_tail = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == tail]
-    if close := same_tail or difflib.get_close_matches(name, known, n=1, cutoff=0.6):
-        return f"; did you mean {close[0]}?"
-    return f"; choose from {', '.join(sorted(known))}" if len(known) <= 20 else "; --help lists the keys"
+    return next(iter(same_tail or difflib.get_close_matches(name, known, n=1, cutoff=0.6)), None)
 
 
 def to_dict(config: Any) -> dict[str, Any]:

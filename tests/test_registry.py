@@ -41,7 +41,10 @@ def optimizer(model, **changes):
         ({"leraning_rate": 1}, ["unknown key optimizer.leraning_rate"]),
         ({"beta": [0.9, 0.98]}, ["unknown key optimizer.beta", "did you mean betas?"]),
         ({"params": []}, ["unknown key optimizer.params"]),
-        ({"speed": 1, "sped": 2}, ["unknown keys optimizer.speed, optimizer.sped; choose from amsgrad, betas,"]),
+        (
+            {"speed": 1, "beta": 2},
+            ["unknown keys optimizer.speed, optimizer.beta (betas?); choose from amsgrad, betas,"],
+        ),
         ({"lr": -1}, ["optimizer.lr=-1 must be a number ≥ 0"]),
         ({"lr": "fast"}, ["optimizer.lr='fast' must be a number ≥ 0"]),
         ({"betas": [0.9]}, ["optimizer.betas", "two numbers", "[0.9]"]),

@@ -215,7 +215,7 @@ def test_what_a_patch_sees(finished, pictures, tmp_path, capsys):
 def test_an_order_of_patches_that_changes_nothing_is_reported(tmp_path, write_config, caplog):
     assert start_from(write_config(tmp_path))[0].patch_order == "snakes" and "changes nothing" not in caplog.text
     assert start_from(write_config(tmp_path, model={**MODEL, "mixer": "softmax"}))[0].patch_order == "snakes"
-    assert "model.patch_order=snakes changes nothing for softmax; omit it" in caplog.messages
+    assert "model.patch_order=snakes changes nothing for softmax, which has no decays" in caplog.messages
 
 
 VARIANTS = {
@@ -304,22 +304,23 @@ def test_a_run_does_not_go_on_with_other_classes(finished, pictures, tmp_path):
         reordered.mkdir(exist_ok=True)
         images.to_parquet(reordered / f"{split}.parquet")
     found = {
-        renamed: "only it has blue; only the data has violet",
+        renamed: "only the checkpoint has blue, only the data has violet",
         more: "only the data has grey",
-        reordered: "their order differs",
+        reordered: "in their order",
     }
     start = "load_path=" + str(before / "latest-rank0.pt")
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    kept = [path.read_bytes() for path in files]
+    kept = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for data, words in found.items():
         command = [str(config), f"data_local={data}", "max_duration=4ep"]
-        name = rf"data_local: {folder}/ep2-ba12-rank0.pt has other classes than the data: {words}; name its data, or"
+        name = (
+            rf"data_local, to resume from {folder}/ep2-ba12-rank0.pt: the classes differ from the data's \({words}\);"
+        )
         with pytest.raises(UserError, match=name):
             vision.main([*command, f"save_folder={folder}"])
         words = words if data != more else "is a checkpoint of a different model"
         with pytest.raises(UserError, match=f"load_path=.*{words}"):
             vision.main([*command, start, f"save_folder={tmp_path / 'new'}"])
-    assert [path.read_bytes() for path in files] == kept
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == kept
     shutil.copytree(pictures, tmp_path / "moved")
     vision.main([str(config), f"data_local={tmp_path / 'moved'}", f"save_folder={folder}", "max_duration=13ba"])
     assert metrics(folder)[-1]["step"] == 13
@@ -347,6 +348,8 @@ def test_images_are_normalized_as_the_start_was_trained(vit, tmp_path, write_con
     read = read_checkpoint(tmp_path / "run" / "latest-rank0.pt")
     assert read.processor["image_mean"] == read.processor["image_std"] == half
     assert "omit" not in caplog.text
+    vision.main([str(config)])
+    assert "tiny is already finished with this config" in caplog.messages
     vision.main([str(config), "max_duration=2ba"])  # resumes, though the config's mean is null
     assert metrics(tmp_path / "run")[-1]["step"] == 2
     with pytest.raises(UserError, match="holds a run that differs in mean;"):
@@ -359,7 +362,7 @@ def test_images_are_normalized_as_the_start_was_trained(vit, tmp_path, write_con
     config.write_text(yaml.safe_dump({**content, "model": same | {"pretrained_checkpoint": None}}))
     with pytest.raises(UserError, match=r"set mean=\[0.5,0.5,0.5\] std=\[0.5,0.5,0.5\]$"):
         vision.main([str(config), *start])
-    vision.main([str(config), *start, "mean=[0.5,0.5,0.5]", "std=[0.5,0.5,0.5]"])
+    vision.main([str(config), *start, "mean=[0.5,0.5,0.50001]", "std=[0.5,0.5,0.5]"])
 
 
 def start_from(config: Path, *overrides: str):
@@ -372,18 +375,38 @@ def test_another_normalization_than_the_starts_is_reported(vit, tmp_path, write_
     config = write_config(tmp_path, model={"pretrained_checkpoint": str(vit)})
     _, processor = start_from(config, "mean=[0.485,0.456,0.406]")
     assert processor["image_mean"] == [0.485, 0.456, 0.406] and processor["image_std"] == [0.5] * 3
-    told = f"mean=[0.485,0.456,0.406], where {vit} was trained with [0.5,0.5,0.5]: omit mean, unless you mean it"
+    told = (
+        f"mean=[0.485,0.456,0.406], where {vit} has [0.5,0.5,0.5]; set mean=null to normalize images as it was trained"
+    )
     assert told in caplog.messages
     assert start_from(write_config(tmp_path))[1]["image_mean"] == [0.485, 0.456, 0.406]
     shutil.copytree(vit, tmp_path / "vit")
     (tmp_path / "vit" / "preprocessor_config.json").unlink()
     config = write_config(tmp_path, model={"pretrained_checkpoint": str(tmp_path / "vit")})
     assert start_from(config)[1]["image_mean"] == [0.485, 0.456, 0.406]
-    guess = f"{tmp_path / 'vit'} does not name the mean of its images: taken to be 0.485, 0.456, 0.406 of ImageNet"
-    assert sum(guess in message for message in caplog.messages) == 1
+    guess, though = f"{tmp_path / 'vit'} does not name", "as of ImageNet, though many ViTs have 0.5"
+    of_mean = f"{guess} mean: assumed to be [0.485,0.456,0.406], {though}; if that is wrong, set mean"
+    of_std = f"{guess} std: assumed to be [0.229,0.224,0.225], {though}; if that is wrong, set std"
+    assert [message for message in caplog.messages if guess in message] == [of_mean, of_std]
     caplog.clear()
-    assert start_from(config, "mean=[0.5,0.5,0.5]", "std=[0.5,0.5,0.5]")[1]["image_mean"] == [0.5] * 3
-    assert not any("mean of its images" in message or "omit" in message for message in caplog.messages)
+    assert start_from(config, "mean=[0.5,0.5,0.5]")[1]["image_mean"] == [0.5] * 3
+    assert of_std in caplog.messages and of_mean not in caplog.messages
+    caplog.clear()
+    assert start_from(config, "mean=[0.5,0.5,0.5]", "std=[0.5,0.5,0.5]")[1]["image_std"] == [0.5] * 3
+    assert guess not in caplog.text and "=null" not in caplog.text
+    stored = json.loads((vit / "preprocessor_config.json").read_text())
+    del stored["image_mean"], stored["image_std"]
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps(stored))
+    assert start_from(config)[1]["image_mean"] == [0.5] * 3  # the default of its class
+
+
+def test_classes_that_a_start_numbers_from_1_get_a_new_classifier(vit, tmp_path, write_config, caplog):
+    shutil.copytree(vit, tmp_path / "vit")
+    stored = json.loads((vit / "config.json").read_text())
+    names = {"id2label": {"1": "blue", "2": "green", "3": "red"}, "label2id": {"blue": 1, "green": 2, "red": 3}}
+    (tmp_path / "vit" / "config.json").write_text(json.dumps(stored | names))
+    found, _ = start_from(write_config(tmp_path, model={"pretrained_checkpoint": str(tmp_path / "vit")}))
+    assert [*found.id2label.values()] == [*CLASSES] and "with a new classifier" in caplog.text
 
 
 def test_what_a_file_does_not_name_may_be_given(tmp_path, write_config, caplog):
@@ -395,13 +418,15 @@ def test_what_a_file_does_not_name_may_be_given(tmp_path, write_config, caplog):
     torch.save(model.state_dict(), tmp_path / "it.pth")
     config = write_config(tmp_path, model={"pretrained_checkpoint": str(tmp_path / "it.pth")})
     assert start_from(config)[0].num_attention_heads == 1
-    assert "does not name its number of heads: taken to be 1, one per 64 channels" in caplog.text
+    assert "does not name num_attention_heads: assumed to be 1, one per 64 channels" in caplog.text
+    assert "if that is wrong, set model.num_attention_heads" in caplog.text
     caplog.clear()
     command = [str(config), "model.num_attention_heads=2", "mean=[0.5,0.5,0.5]", "std=[0.5,0.5,0.5]"]
     task = Vision(load_config(VisionConfig, "vision.py", "", command))
     found, images = task.build_model(None).model.eval(), torch.randn(2, 3, 12, 12)
     torch.testing.assert_close(found(images).logits, model(images), atol=1e-5, rtol=1e-5)
-    assert "does not name" not in caplog.text
+    told = f"model.num_attention_heads=2, where 1 is usual, since {tmp_path / 'it.pth'} does not name it"
+    assert [message for message in caplog.messages if "does not name" in message] == [told]
     with pytest.raises(UserError, match=r"num_attention_heads"):
         start_from(config, "model.num_attention_heads=5")
 

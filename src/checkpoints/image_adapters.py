@@ -85,7 +85,6 @@ def settings_from_shapes(state: Mapping[str, Tensor], given: Mapping[str, Any], 
         name = next((size for size in SIZES if size in str(given.get("model", ""))), None)
         named = len(first) if first is not None else given.get("num_heads") or SIZES.get(name) or OF_WIDTH.get(width)
         heads = named or max(width // 64, 1)
-        guess = f"its number of heads: taken to be {heads}, one per 64 channels; model.num_attention_heads sets another"
         distilled, scaled = "dist_token" in state, not {"blocks.0.gamma_1", "blocks.0.ls1.gamma"}.isdisjoint(state)
         size = int(given.get("input_size") or 224)
         if "pos_embed" in state:
@@ -104,7 +103,7 @@ def settings_from_shapes(state: Mapping[str, Tensor], given: Mapping[str, Any], 
             "depth": len(blocks), "num_heads": heads, "distilled": distilled,
             "qkv_bias": "blocks.0.attn.qkv.bias" in state, "layer_norm_eps": 1e-6,
             "mlp_ratio": Fraction(len(state["blocks.0.mlp.fc1.bias"]), width),  # exact, for int(width * ratio)
-            "layer_scale_init": 1e-4 if scaled else None, "guessed_heads": guess if named is None else None,
+            "layer_scale_init": 1e-4 if scaled else None, "guesses_heads": named is None,
         }  # fmt: skip
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise UserError(f"{source} is not an image model of DeiT's scripts ({type(error).__name__}: {error})") from None

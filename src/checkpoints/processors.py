@@ -6,6 +6,10 @@ from typing import Any
 from src.errors import UserError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's channels
+# What processors of transformers use if they do not name it.
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+OF_CLIP, HALF = ("CLIPImageProcessor", "BitImageProcessor"), (0.5, 0.5, 0.5)
+RESAMPLE = {"ViTImageProcessor": 2, "ConvNextImageProcessor": 2}  # others: 3
 # Stored classes whose settings mean what CLIPImageProcessor's mean; a crop is theirs only if they name it.
 SAME_MEANING = ("CLIPImageProcessor", "ViTImageProcessor", "DeiTImageProcessor", "BitImageProcessor")
 
@@ -29,25 +33,42 @@ def normalization(processor: Mapping[str, Any]) -> dict[str, list[float]]:
     return {"mean": list(processor["image_mean"]), "std": list(processor["image_std"])}
 
 
-def written(values: Sequence[float]) -> str:
-    """Return numbers as a value on the command line: [0.5,0.5,0.5]."""
-    return f"[{','.join(f'{value:.6g}' for value in values)}]"
+def differs(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two means or standard deviations differ by more than rounding."""
+    return any(abs(a - b) > 1e-4 for a, b in zip(one, other, strict=True))
+
+
+def written(value: Any) -> str:
+    """Return a value as it is given on the command line: [0.5,0.5,0.5]."""
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
+
+
+def kind_of(stored: Mapping[str, Any]) -> str:
+    """Return the class of a stored image processor, by its name in transformers 4."""
+    kind = str(stored.get("image_processor_type") or stored.get("feature_extractor_type"))
+    return kind.removesuffix("Fast").replace("FeatureExtractor", "ImageProcessor")
+
+
+def stored_normalization(stored: Mapping[str, Any]) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the mean and the standard deviation that a stored image processor subtracts and divides by; where it does
+    not name them, those of its class in transformers."""
+    if not stored.get("do_normalize", True):
+        return [0.0] * 3, [1.0] * 3
+    mean, std = (CLIP_MEAN, CLIP_STD) if kind_of(stored) in OF_CLIP else (HALF, HALF)
+    return stored.get("image_mean", mean), stored.get("image_std", std)
 
 
 def read_processor(stored: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the settings of CLIPImageProcessor that do what a folder's preprocessor_config.json says. Raises UserError
     for another processor than those of ViT, DeiT and ConvNeXT."""
-    kind = str(stored.get("image_processor_type") or stored.get("feature_extractor_type"))
-    kind = kind.removesuffix("Fast").replace("FeatureExtractor", "ImageProcessor")
+    kind = kind_of(stored)
     try:
-        normalizes = stored.get("do_normalize", True)
-        mean, std = stored.get("image_mean", MEAN), stored.get("image_std", STD)
-        mean, std = (mean, std) if normalizes else ([0.0] * 3, [1.0] * 3)
+        mean, std = stored_normalization(stored)
         if not (stored.get("do_resize", True) and stored.get("do_rescale", True)) or (
             abs(255 * stored.get("rescale_factor", 1 / 255) - 1) > 1e-6
         ):
             raise UserError(f"the image processor of {source} does not resize, or scale to 0 … 1; name another model")
-        size, resample = stored["size"], stored.get("resample", 3)
+        size, resample = stored["size"], stored.get("resample", RESAMPLE.get(kind, 3))
         if kind == "ConvNextImageProcessor":
             short = size if isinstance(size, int) else size["shortest_edge"]
             if short < 384:

@@ -32,7 +32,7 @@ from src.checkpoints.image_adapters import (
     state_dict_from_release,
     state_dict_from_vit,
 )
-from src.checkpoints.processors import MEAN, processor_settings, read_processor
+from src.checkpoints.processors import normalization, processor_settings, read_processor, written
 from src.checkpoints.remote import check_exists, fetch
 from src.checkpoints.safe_load import load_safely
 from src.checkpoints.timm_models import PATCHES, timm_processor, timm_settings, weights_of_timm
@@ -64,7 +64,8 @@ OF_FUNCTIONS = ("hidden_act", "layer_norm_eps", "normalization", "position_embed
 OF_FEATURES = ("feature_map", "normalize_rows")  # functions too, but another mixer brings its own
 SENTENCE_PROMPTS, SENTENCE_LIMIT = "config_sentence_transformers.json", "sentence_bert_config.json"
 PREPROCESSOR = "preprocessor_config.json"  # the file of a folder's image processor
-IMAGENET = f"taken to be {', '.join(map(str, MEAN))} of ImageNet, where many ViTs have 0.5"
+HEADS = "num_attention_heads"
+GUESSES = dict.fromkeys(("mean", "std"), "as of ImageNet, though many ViTs have 0.5") | {HEADS: "one per 64 channels"}
 
 
 @dataclass
@@ -82,18 +83,22 @@ class Checkpoint:
     run_name: str | None = None
     optimizers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # class → settings per parameter group
     published: str | None = None  # the source, if the paper's authors published it; None for ours
-    guessed: dict[str, str] = field(default_factory=dict)  # settings that the file does not name: what was taken
+    guessed: dict[str, Any] = field(default_factory=dict)  # settings that it does not name: what was assumed
 
     def __post_init__(self) -> None:
         if self.reads == "images" and not self.processor:
             self.processor = processor_settings(self.config.image_size)
-            self.guessed["mean"] = f"the mean of its images: {IMAGENET}; a {PREPROCESSOR} would"
+            self.guessed |= normalization(self.processor)
 
-    def report_guesses(self, known: Collection[str] = ()) -> None:
-        """Warn of settings that were guessed, but for those that the user gives."""
-        for name, words in self.guessed.items():
-            if name not in known:
-                log.warning(f"{self.path} does not name {words}")
+    def report_guesses(self, given: Collection[str] | None = None) -> None:
+        """Warn of settings that had to be guessed. given: the names of those that a run's config gives; None where
+        there is no config."""
+        others = f"{PREPROCESSOR} names it" if self.path.is_dir() else "a folder of timm's save_for_hf names it"
+        for name, value in self.guessed.items():
+            if name not in (given or ()):
+                shown, reason = written(value), GUESSES[name]
+                fix = others if given is None else f"if that is wrong, set {'model.' * (name == HEADS)}{name}"
+                log.warning(f"{self.path} does not name {name}: assumed to be {shown}, {reason}; {fix}")
 
     def build(self) -> "lion.LionPreTrainedModel":
         """Return the model with its weights. Raises UserError naming tensors that are missing, unused or wrong."""
@@ -112,7 +117,7 @@ class Checkpoint:
     @property
     def classes(self) -> list[str] | None:
         """The names of a classifier's classes, by number; None if they have none."""
-        names = [str(self.config.id2label[number]) for number in range(self.config.num_labels)]
+        names = [str(self.config.id2label.get(number, f"LABEL_{number}")) for number in range(self.config.num_labels)]
         return None if all(name == f"LABEL_{number}" for number, name in enumerate(names)) else names
 
     def encoder(self) -> dict[str, Tensor]:
@@ -154,10 +159,9 @@ class Checkpoint:
                 raise UserError(f"{problem}; name another as tokenizer_name, or as --tokenizer of hub.py") from None
 
 
-def read_pretrained(name: str, key: str, reads: str = "texts", known: Collection[str] = ()) -> Checkpoint:
-    """Read what training starts from: a file, folder or Hub repository. Settings that had to be guessed are reported,
-    but for those `known`. Raises UserError naming it and its `key`, also for a model that reads something else than
-    `reads`: "texts" or "images"."""
+def read_pretrained(name: str, key: str, reads: str = "texts", given: Collection[str] | None = None) -> Checkpoint:
+    """Read what training starts from: a file, folder or Hub repository. Reports guesses but for what is `given`. Raises
+    UserError naming it and its `key`, also for a model that reads something else than `reads`: "texts" or "images"."""
     check_exists(name, key)
     path = fetch(name, key)
     if not path.exists():
@@ -174,7 +178,7 @@ def read_pretrained(name: str, key: str, reads: str = "texts", known: Collection
     read = read_folder(path) if path.is_dir() else read_checkpoint(path)
     if read.reads != reads:
         raise UserError(f"{key}: {name} reads {read.reads}; give a model that reads {reads}")
-    read.report_guesses(known)
+    read.report_guesses(given)
     if not read.encoder():  # a LionModel, whose names have no prefix
         read.weights = {f"lion.{part}": tensor for part, tensor in read.weights.items()}
     return read
@@ -265,7 +269,7 @@ def _from_scripts(path: Path, state: dict[str, Tensor], settings: dict[str, Any]
     _check_dense(path, state)
     config = config_from_release(settings, str(path))
     weights = state_dict_from_release(state, config)
-    guessed = {"num_attention_heads": words} if (words := settings.get("guessed_heads")) else {}
+    guessed = {HEADS: config.num_attention_heads} if settings.get("guesses_heads") else {}
     facts = {"processor": processor_settings(config.image_size), "guessed": guessed}
     return Checkpoint(path, "LionForImageClassification", config, weights, published=path.name, **facts)
 
@@ -276,7 +280,7 @@ def _from_timm(path: Path, state: dict[str, Tensor], config: dict[str, Any] | No
     if config:
         read.processor = timm_processor(config.get("pretrained_cfg") or {}, read.config.image_size, str(path))
     else:
-        read.guessed["mean"] = f"the mean of its images: {IMAGENET}; a folder of timm's save_for_hf names it"
+        read.guessed |= normalization(read.processor)
     return read
 
 

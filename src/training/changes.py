@@ -24,6 +24,7 @@ def check(resume_with: Sequence[str]) -> None:
 
 
 def may_change(name: str) -> bool:
+    """Whether a resumed run may change this key, or section, at all."""
     section, _, own = name.partition(".")
     return name not in KEPT and (name in KEYS or name == "scheduler" or bool(section in SECTIONS and own))
 

@@ -10,7 +10,7 @@ import torch
 from composer import Callback, Event, Logger, State, Time
 from composer.utils import create_interval_scheduler, dist, reproducibility
 
-from src.checkpoints.processors import normalization, written
+from src.checkpoints.processors import differs, normalization, written
 from src.checkpoints.reading import Checkpoint, read_checkpoint
 from src.checkpoints.remote import checkpoint_step
 from src.checkpoints.safe_load import is_valid_checkpoint, load_safely
@@ -181,10 +181,12 @@ def check_load_path(
     shapes, its_shapes = ({n: w.shape for n, w in ws.items()} for ws in (model.model.state_dict(), checkpoint.weights))
     if shapes != its_shapes or checkpoint.published:
         raise UserError(f"{name} is a checkpoint of a different model than this config's; {hint}")
-    check_classes(checkpoint, model.model.config.id2label, name, hint)
-    if model.processor is not None and (its := normalization(checkpoint.processor)) != normalization(model.processor):
-        settings = " ".join(f"{key}={written(value)}" for key, value in its.items())
-        raise UserError(f"{name} was trained on images that were normalized otherwise; set {settings}")
+    if model.processor is not None:
+        check_classes(checkpoint, model.model.config.id2label, name, hint)
+        its, own = normalization(checkpoint.processor), normalization(model.processor)
+        if any(differs(its[key], own[key]) for key in its):
+            settings = " ".join(f"{key}={written(value)}" for key, value in its.items())
+            raise UserError(f"{name} was trained with another normalization of images; set {settings}")
     its_groups = checkpoint.optimizers.get(type(optimizer).__qualname__, ())
     settings, its_settings = ([_restored(g) for g in groups] for groups in (optimizer.param_groups, its_groups))
     if settings != its_settings:
@@ -195,12 +197,11 @@ def check_load_path(
 def check_classes(checkpoint: Checkpoint, classes: Mapping[int, str], name: str, to_do: str) -> None:
     """Raise UserError for a checkpoint that knows other `classes` than the data has, or gives them other numbers."""
     its, own = checkpoint.classes, list(classes.values())
-    if its == own or (its is None and checkpoint.config.num_labels == len(own)):
+    if its is None or its == own:  # without names, only their number counts
         return
-    its = its or [f"{checkpoint.config.num_labels} without names"]
-    only = {"it": {*its} - {*own}, "the data": {*own} - {*its}}
-    differ = "; ".join(f"only {one} has {some(names)}" for one, names in only.items() if names)
-    raise UserError(f"{name} has other classes than the data: {differ or 'their order differs'}; {to_do}")
+    only = {"only the checkpoint has": {*its} - {*own}, "only the data has": {*own} - {*its}}
+    differ = ", ".join(f"{words} {some(names)}" for words, names in only.items() if names)
+    raise UserError(f"{name}: the classes differ from the data's ({differ or 'in their order'}); {to_do}")
 
 
 def _restored(group: Mapping[str, Any]) -> list[Any]:

@@ -76,8 +76,8 @@ class TrainerConfig:
 class RunConfig(TrainerConfig):
     """Keys of one run with checkpoints."""
 
-    # Values with which a run chooses when it begins. One that resumes does as it began: for instance, compiled models
-    # round and drop out otherwise.
+    # Values that leave the choice to a new run. A resumed run keeps what was chosen: compiled models, for instance,
+    # round differently and draw other dropout.
     chosen_at_first: ClassVar[dict[str, Any]] = {"compile_config": "auto"}
 
     run_name: str = key("name of the run")

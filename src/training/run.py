@@ -80,7 +80,7 @@ def run(task: Task) -> None:
 
 
 def as_begun(config: RunConfig, stored: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the keys whose value leaves a choice to the run, with what the run whose config is `stored` chose."""
+    """Return the keys whose value leaves the choice to a new run, with what the run whose config is `stored` chose."""
     left = {name for name, value in config.chosen_at_first.items() if getattr(config, name) == value}
     return {} if stored is None else {name: stored[name] for name in left}
 
@@ -315,8 +315,8 @@ def check_stored(config: RunConfig, folder: Path, key: str, shown: str) -> list[
     if names := sorted(name for name in changed if "." not in name or name.rsplit(".", 1)[-1] not in changed):
         differs = f"{shown} holds a run that differs in {', '.join(names)}"
         to_do, keys = f"choose another folder, or resume with its {CONFIG}", changes.found(begun, now, names)
-        if all(map(changes.may_change, keys)):
-            to_do += f"; if it is meant to change, set resume_with=[{','.join([*config.resume_with, *keys])}]"
+        if keys and all(map(changes.may_change, keys)):
+            to_do += f"; to change them on purpose, set resume_with=[{','.join([*config.resume_with, *keys])}]"
         raise UserError(f"{key}: {differs}; {to_do}")
     step = max((checkpoint_step(path.name) or 0 for path in folder.glob("ep*-rank0.pt")), default=0)
     history = [*stored["history"], *([{"step": step, "changed": found}] if found else [])]

@@ -71,12 +71,11 @@ class Vision(Task):
         start = section.pop("pretrained_checkpoint", None)
         read = None
         if start is not None:
-            known = {*section, *(name for name in ("mean", "std") if getattr(config, name) is not None)}
-            read = read_start(start, "model.pretrained_checkpoint", checkpoint, reads="images", known=known)
-            for name in read.guessed.keys() & section.keys():  # a user knows better
-                setattr(read.config, name, section[name])
+            given = {*section, *(name for name in ("mean", "std") if getattr(config, name) is not None)}
+            read = read_start(start, "model.pretrained_checkpoint", checkpoint, reads="images", given=given)
+            trust(section, read)
             section = {**image_arguments(read.config.to_dict(), section.get("mixer")), **section}
-        choose_normalization(config, read)
+        config.mean, config.std = decide(lambda: choose_normalization(config, read))
         self.processor = processor_settings(config.image_size, config.crop_pct, config.mean, config.std)
         model = LionForImageClassification(build_vision_config(section, config.image_size, classes))
         if read is not None and checkpoint is None:
@@ -139,24 +138,33 @@ def check_resumed(checkpoint: Path, classes: dict[int, str]) -> None:
     from src.checkpoints.reading import read_checkpoint
     from src.training.checkpointing import check_classes
 
-    to_do = "name its data, or start another run from its weights, with model.pretrained_checkpoint"
-    check_classes(read_checkpoint(checkpoint), classes, f"data_local: {checkpoint}", to_do)
+    to_do = "give the data that it was trained on, or start a new run from it with model.pretrained_checkpoint"
+    check_classes(read_checkpoint(checkpoint), classes, f"data_local, to resume from {checkpoint}", to_do)
 
 
-def choose_normalization(config: VisionConfig, start: "Checkpoint | None") -> None:
-    """Set mean and standard deviation of the channels where the config does not: as the model it starts from was
-    trained, or as ImageNet's."""
-    from src.checkpoints.processors import MEAN, STD, normalization, written
+def trust(section: dict[str, Any], start: "Checkpoint") -> None:
+    """Let arguments of a model replace what was guessed of the one that it starts from."""
+    for name in start.guessed.keys() & section.keys():
+        if section[name] != (guess := start.guessed[name]):
+            log.warning(f"model.{name}={section[name]}, where {guess} is usual, since {start.path} does not name it")
+        setattr(start.config, name, section[name])
+
+
+def choose_normalization(config: VisionConfig, start: "Checkpoint | None") -> list[list[float]]:
+    """Return the mean and the standard deviation of the channels: the config's, or else as the model that it starts
+    from was trained, or as ImageNet's. Only one of them may be given."""
+    from src.checkpoints.processors import MEAN, STD, differs, normalization, written
 
     its = {"mean": list(MEAN), "std": list(STD)} if start is None else normalization(start.processor)
-    for name, value in its.items():
-        if (own := getattr(config, name)) is None:
-            setattr(config, name, value)
-        elif start is not None and "mean" not in start.guessed and own != value:
-            omit = f"omit {name}, unless you mean it"
-            log.warning(f"{name}={written(own)}, where {start.path} was trained with {written(value)}: {omit}")
+    given = {name: value for name in its if (value := getattr(config, name)) is not None}
+    for name, value in given.items():
+        if start is not None and name not in start.guessed and differs(value, its[name]):
+            instead = f"set {name}=null to normalize images as it was trained"
+            log.warning(f"{name}={written(value)}, where {start.path} has {written(its[name])}; {instead}")
+    chosen = its | given
     if start is not None:
-        log.info(f"images are normalized by mean={written(config.mean)} std={written(config.std)}")
+        log.info(f"images are normalized with mean={written(chosen['mean'])} std={written(chosen['std'])}")
+    return list(chosen.values())
 
 
 def build_vision_config(
@@ -180,7 +188,7 @@ def build_vision_config(
         raise UserError(f"model: {error}") from None
     check_trainable(config)
     if config.num_orders > 1 and config.mixer not in DECAYING:
-        log.warning(f"model.patch_order={config.patch_order} changes nothing for {config.mixer}; omit it")
+        log.warning(f"model.patch_order={config.patch_order} changes nothing for {config.mixer}, which has no decays")
     return config
 
 

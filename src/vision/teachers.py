@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from src.checkpoints.processors import MEAN, STD, read_processor
+from src.checkpoints.processors import read_processor, stored_normalization
 from src.checkpoints.reading import PREPROCESSOR
 from src.errors import UserError, first_line
 from src.lion import LionVisionConfig
@@ -59,7 +59,7 @@ def read_teacher(name: str, classes: list[str], student: Mapping[str, Any]) -> T
         raise UserError(f"{KEY}: {name} has {len(labels)} classes, and the data {len(classes)}; name another")
     if (other := moved(labels, classes)) is not None:
         where = f"{labels.index(other)} in {name}, and {classes.index(other)} in the data"
-        raise UserError(f"{KEY}: the class {other} has number {where}; name another")
+        raise UserError(f"{KEY}: the class {other} has number {where}; name another, or rename the data's classes")
     return Teacher(model, size, processor, student)
 
 
@@ -104,10 +104,11 @@ def _read_transformers(name: str) -> tuple[nn.Module, Size, dict[str, Any], list
         raise UserError(f"{KEY}: {name} lacks weights of a classifier ({min(info['missing_keys'])}); name another")
     if not stored:
         raise UserError(f"{KEY}: {name} has no {PREPROCESSOR}, so how it was trained is unknown; name another")
-    processor = {"image_mean": stored.get("image_mean", MEAN), "image_std": stored.get("image_std", STD)}
+    mean, std = stored_normalization(stored)
     side = getattr(model.config, "image_size", None)
     if side is None:
         crop = read_processor(stored, name)["crop_size"]
         side = [crop["height"], crop["width"]]
     size = tuple(side) if isinstance(side, list | tuple) else (side, side)
+    processor = {"image_mean": mean, "image_std": std}
     return model, size, processor, [model.config.id2label[number] for number in range(model.config.num_labels)]
