@@ -405,7 +405,8 @@ def test_classes_that_a_start_numbers_from_1_get_a_new_classifier(vit, tmp_path,
     stored = json.loads((vit / "config.json").read_text())
     names = {"id2label": {"1": "blue", "2": "green", "3": "red"}, "label2id": {"blue": 1, "green": 2, "red": 3}}
     (tmp_path / "vit" / "config.json").write_text(json.dumps(stored | names))
-    found, _ = start_from(write_config(tmp_path, model={"pretrained_checkpoint": str(tmp_path / "vit")}))
+    with caplog.at_level("INFO", logger="lion"):
+        found, _ = start_from(write_config(tmp_path, model={"pretrained_checkpoint": str(tmp_path / "vit")}))
     assert [*found.id2label.values()] == [*CLASSES] and "with a new classifier" in caplog.text
 
 
