@@ -1,5 +1,6 @@
 """Train an image classifier:  [composer -n N] vision.py FILE.yaml [key=value ...]
 Evaluate one:  python vision.py evaluate MODEL --data DIR
+Classify pictures:  python vision.py predict MODEL PICTURE ...
 Draw what a patch sees:  python vision.py draw MODEL PICTURE"""
 
 import sys
@@ -19,6 +20,10 @@ def main(argv: list[str]) -> None:
         from src.vision.evaluate import evaluate
 
         return evaluate(argv[1:])
+    if argv[:1] == ["predict"]:
+        from src.vision.predict import predict
+
+        return predict(argv[1:])
     if argv[:1] == ["draw"]:
         from src.vision.draw import draw
 

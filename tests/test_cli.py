@@ -58,6 +58,7 @@ def test_only_the_main_process_logs_from_its_level_on(rank, given, level, monkey
     [
         ("main", "context", "main.py context"),
         ("vision", "evaluate", "vision.py evaluate"),
+        ("vision", "predict", "vision.py predict"),
         ("vision", "draw", "vision.py draw"),
         ("embed", "evaluate", "embed.py evaluate"),
         ("embed", "encode", "embed.py encode"),

@@ -23,7 +23,7 @@ PARSERS = {  # script → the files that declare its options, if they are others
     "src/convert_dataset.py": ("src/data/options.py",),
     "main.py": (*CONFIG, "src/mlm/context.py"),
     "embed.py": (*CONFIG, *(f"src/embed/{name}.py" for name in ("evaluate", "encode", "options"))),
-    "vision.py": (*CONFIG, "src/vision/evaluate.py", "src/vision/draw.py"),
+    "vision.py": (*CONFIG, *(f"src/vision/{name}.py" for name in ("evaluate", "predict", "draw", "inference"))),
 }
 SCRIPT = re.compile(r"(?<![\w/.])(?:src/|benchmarks/)?\w+\.py\b")
 

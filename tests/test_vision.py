@@ -1,6 +1,7 @@
 """Image classification as a user runs it: run outputs, resuming with every augmentation on, ranks, mistakes, evaluation,
 Hub folders."""
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -19,6 +20,8 @@ from PIL import Image
 import vision
 from src import convert_dataset
 from src.checkpoints.reading import read_checkpoint
+from src.data.image_transforms import Evaluation
+from src.data.images import decode
 from src.errors import UserError
 from src.files import BEST
 from src.training.config import load_config
@@ -178,6 +181,54 @@ def test_classes_of_other_names_are_matched_by_number(finished, pictures, tmp_pa
     evaluate([*command, str(tmp_path), "--by_number"])
     by_number = capsys.readouterr().out
     assert by_number[by_number.index("| class") :] == by_name[by_name.index("| class") :]
+
+
+def test_pictures_without_labels_are_classified(finished, pictures, tmp_path, capsys, caplog):
+    checkpoint, folder = str(finished[1] / "latest-rank0.pt"), tmp_path / "new"
+    shutil.copytree(pictures / "val", folder / "deep")
+    (folder / "notes.txt").write_text("no picture")
+    (folder / "a.png").write_bytes(b"")
+    (folder / "b.png").write_bytes((folder / "deep" / "red" / "0.png").read_bytes()[:99])
+    named = str(folder / "deep" / "red" / "0.png")
+    command = ["predict", checkpoint, str(folder), named, "--batch_size", "2", "--top", "9"]
+    vision.main([*command, "--num_workers", "1", "--out", str(tmp_path / "out" / "found.csv")])
+    with (tmp_path / "out" / "found.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["file"] for row in rows] == [*map(str, sorted(folder.rglob("deep/*/*.png"))), named]
+    assert f"{folder / 'a.png'} is empty" in caplog.messages and "2 of 12 files could not be read" in caplog.messages
+    assert f"{folder / 'b.png'} is not a readable image" in caplog.text
+    read = read_checkpoint(Path(checkpoint))
+    model, transform = read.build(), Evaluation(read.processor)
+    for row in rows:
+        with torch.no_grad():
+            expected = model(transform(decode(Path(row["file"]).read_bytes(), ""))[None]).logits[0].softmax(0)
+        found = {row[f"class{place}"]: float(row[f"probability{place}"]) for place in ("", "_2", "_3")}
+        assert [found[name] for name in CLASSES] == pytest.approx(expected.tolist(), abs=1e-4)
+        assert [*found.values()] == sorted(found.values(), reverse=True)
+    printed = capsys.readouterr().out
+    assert (
+        sum(int(line.split()[0]) for line in printed.splitlines() if line.split()[1:] and line.split()[1] in CLASSES)
+        == 10
+    )
+    vision.main(["predict", checkpoint, named])
+    assert capsys.readouterr().out == f"{named}  {rows[-1]['class']} {float(rows[-1]['probability']):.1%}\n"
+
+
+def test_mistakes_in_predicting(finished, pictures, tmp_path):
+    checkpoint, picture = str(finished[1] / "latest-rank0.pt"), str(pictures / "val" / "red" / "0.png")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.png").write_bytes(b"x")
+    for mistake, words in {
+        (str(tmp_path / "none.png"),): "none.png is not a file or folder; fix its path",
+        (str(tmp_path / "empty"),): "empty has no pictures (.jpg, .jpeg,",
+        (str(tmp_path / "bad.png"), "--num_workers", "0"): "none of the files is a readable picture",
+        (picture, "--top", "0"): "--top 0 must be at least 1",
+        (picture, "--batch_size", "0"): "--batch_size 0 must be at least 1",
+        (picture, "--num_workers", "0", "--out", str(tmp_path / "bad.png" / "x.csv")): "cannot be written",
+    }.items():
+        with pytest.raises(UserError) as error:
+            vision.main(["predict", checkpoint, *mistake])
+        assert words in str(error.value)
 
 
 def test_what_a_patch_sees(finished, pictures, tmp_path, capsys):

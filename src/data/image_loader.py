@@ -3,6 +3,7 @@ that neither workers nor the number of devices change an augmented image, and a 
 one without reading what it has already seen."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from src.data.image_transforms import Augmentation, Evaluation, seeded
 from src.data.images import Images, decode
 from src.data.streaming import ignore_signals
 from src.data.workers import short_errors
-from src.errors import UserError
+from src.errors import UserError, reason
 
 ORDER, AUGMENTATION, MIXING = range(3)  # what random numbers are for
 Key = tuple[int, int, int]  # (epoch, image, copy)
@@ -49,6 +50,26 @@ class ImageDataset(Dataset):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.resume_at = state["sample_in_epoch"]
+
+
+class Pictures(Dataset):
+    """Files without labels, in their order."""
+
+    def __init__(self, files: Sequence[str], transform: Evaluation):
+        self.files, self.transform = files, transform
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[str, Tensor | str]:
+        """Return a file, and its pixels or why it cannot be read."""
+        file = self.files[index]
+        try:
+            return file, self.transform(decode(Path(file).read_bytes(), file))
+        except OSError as error:
+            return file, f"{file} cannot be read ({reason(error)})"
+        except UserError as error:
+            return file, str(error).rsplit(";", 1)[0]
 
 
 class Draws(DistributedSampler):
@@ -127,7 +148,22 @@ def eval_loader(dataset: ImageDataset, config: ImageLoaderConfig, batch_size: in
     return _loader(dataset, config, batch_size, sampler=dist.get_sampler(dataset))
 
 
-def _loader(dataset: ImageDataset, config: ImageLoaderConfig, batch_size: int, **options: Any) -> ImageLoader:
+def picture_loader(dataset: Pictures, batch_size: int, num_workers: int) -> ImageLoader:
+    """Return batches: pixel_values, (B, 3, height, width), of those `files` that can be read; and the `problems` of
+    others."""
+    return _loader(dataset, ImageLoaderConfig(num_workers=num_workers), batch_size, collate_fn=_readable)
+
+
+def _readable(samples: Sequence[tuple[str, Tensor | str]]) -> dict[str, Any]:
+    pixels = [pixels for _, pixels in samples if isinstance(pixels, Tensor)]
+    return {
+        "files": [file for file, pixels in samples if isinstance(pixels, Tensor)],
+        "pixel_values": torch.stack(pixels) if pixels else torch.empty(0),
+        "problems": [problem for _, problem in samples if isinstance(problem, str)],
+    }
+
+
+def _loader(dataset: Dataset, config: ImageLoaderConfig, batch_size: int, **options: Any) -> ImageLoader:
     return ImageLoader(
         dataset,
         batch_size=batch_size,

@@ -212,6 +212,24 @@ def open_images(name: str, split: str, remote: str | None = None, key: str = "da
     raise UserError(f"{key}: {found}; name a folder of labelled images, or a split that it has")
 
 
+def find_pictures(paths: Sequence[str], key: str) -> list[str]:
+    """Return files, and the pictures in folders, at any depth, in alphabetical order. Raises UserError for a path that
+    does not exist, and a folder without pictures."""
+    found: list[str] = []
+    for path in paths:
+        if not Path(path).is_dir():
+            if not Path(path).is_file():
+                raise UserError(f"{key}: {path} is not a file or folder; fix its path")
+            found.append(path)
+            continue
+        files = sorted(os.path.join(at, file) for at, names in _walk(Path(path)) for file in names)
+        pictures = [file for file in files if _suffix(file) in IMAGE_SUFFIXES]
+        if not pictures:
+            raise UserError(f"{key}: {path} has no pictures ({', '.join(IMAGE_SUFFIXES)}); name another folder")
+        found += pictures
+    return found
+
+
 def decode(content: RAW, name: str) -> Image.Image:
     """Return a picture as RGB, turned upright as its EXIF data asks, as pipeline("image-classification") does. Unlike
     it, this scales those of 16 bits and more, in place of cutting all above 255. Raises UserError naming an empty,

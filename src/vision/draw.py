@@ -12,7 +12,7 @@ from src.data.images import decode
 from src.errors import UserError, reason
 from src.training.trainer import silence_libraries
 from src.vision import pictures
-from src.vision.evaluate import add_image_size, check_rgb, resized, title_of
+from src.vision.inference import add_image_size, add_model, check_rgb, resized, title_of
 
 
 @torch.no_grad()
@@ -25,8 +25,8 @@ def draw(argv: list[str]) -> None:
         "mask.png, the decays' part of it; and orders.png, the orders of patches, if there are two.",
         epilog="Example: python vision.py draw my-model picture.jpg --patch 7 7 --out pictures",
     )
+    add_model(parser)
     add = parser.add_argument
-    add("model", metavar="MODEL", help="checkpoint, Hub folder or Hub name, as for evaluate")
     add("picture", metavar="PICTURE", help="a file")
     add("--patch", type=int, nargs=2, metavar=("ROW", "COLUMN"), help="from 0 (default: the middle)")
     add("--out", type=Path, default=Path("."), help="folder for the pictures (default: this one)")
