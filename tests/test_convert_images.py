@@ -66,6 +66,34 @@ def test_files_are_stored_as_they_are(source, tmp_path):
     assert shards(tmp_path / "one") == shards(tmp_path / "out")
 
 
+def test_a_folder_without_splits_is_divided(source, tmp_path):
+    flat, draw = tmp_path / "flat", np.random.default_rng(1)
+    for name, count in (("cat", 70), ("dog", 30), ("eel", 2), ("fox", 1)):
+        (flat / name).mkdir(parents=True)
+        for number in range(count):
+            Image.fromarray(draw.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(flat / name / f"{number}.png")
+    for copies in range(9):
+        (flat / "dog" / f"copy{copies}.png").write_bytes((flat / "dog" / "0.png").read_bytes())
+    with pytest.raises(UserError, match=r"its folders: cat, dog, eel, fox.*; if these are classes, .* --val_fraction"):
+        open_images(str(flat), "train")
+    command = ["--images", flat, "--val_fraction", 0.2, "--num_workers", 1, "--out_root"]
+    convert(*command, tmp_path / "out")
+    train, val = (rows(tmp_path / "out" / split) for split in ("train", "val"))
+    whole = sorted(
+        (path.read_bytes(), sorted(os.listdir(flat)).index(path.parent.name)) for path in flat.rglob("*.png")
+    )
+    assert sorted(train + val) == whole and not {*train} & {*val}  # copies are on one side
+    counts = np.bincount([label for _, label in val], minlength=4)
+    assert 7 <= counts[0] <= 21 and counts[1] >= 1 and [*counts[2:]] == [1, 0]
+    assert open_images(str(tmp_path / "out"), "val").classes == ["cat", "dog", "eel", "fox"]
+    Image.fromarray(draw.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(flat / "cat" / "new.png")
+    convert(*command, tmp_path / "more")
+    assert {*val} <= {*rows(tmp_path / "more" / "val")}  # one more moves no other
+    convert(*command, tmp_path / "more")  # which is its own
+    with pytest.raises(UserError, match=r"already exists|an earlier conversion"):
+        convert(*command[:2], "--val_fraction", 0.3, *command[4:], tmp_path / "more")
+
+
 def test_pixels_without_files_become_png(tmp_path):
     pixels, labels = DRAW.integers(0, 256, (6, 7, 9), dtype=np.uint8), np.arange(6, dtype=np.uint8) % 2
     for name, array in (("train-images-idx3-ubyte", pixels), ("train-labels-idx1-ubyte", labels)):
@@ -132,6 +160,9 @@ def test_mistakes(source, tmp_path):
         (["--images", source, "--num_workers", 0], "--num_workers 0 must be at least 1"),
         (["--images", source, "--size_limit", 0], "--size_limit 0 must be between"),
         (["--images", tmp_path], "has no train/CLASS"),
+        (["--images", source, "--val_fraction", 0.1], "has splits (train, val) already; omit --val_fraction"),
+        (["--images", tmp_path, "--val_fraction", 0.1], "is not a folder of CLASS/*; name one, or omit"),
+        (["--images", source, "--val_fraction", 1], "--val_fraction 1.0 must be between 0 and 1"),
     ):
         with pytest.raises(UserError) as error:
             convert(*arguments, "--out_root", tmp_path / "out")

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from src.cli import log, progress
-from src.data.images import Images, decode, open_images
+from src.data.images import Images, decode, divide, open_images
 from src.data.parts import command_of
 from src.data.splits import Split, check_options, start_or_resume, unfinished, write_all
 from src.data.workers import in_order
@@ -23,7 +23,7 @@ GROUP = 64  # images that a process verifies at a time
 NAMED = 100  # broken images whose names split.json keeps
 COLUMNS = {"image": "bytes", "label": "int"}
 OF_TEXT = {  # options, with what they are if they are not given
-    "tokenizer": None, "concat_tokens": None, "max_seq_len": None, "val_fraction": None, "data_subset": None,
+    "tokenizer": None, "concat_tokens": None, "max_seq_len": None, "data_subset": None,
     "revision": None, "stdin_format": None, "part": None, "text_column": "text", "one_document_per_file": False,
 }  # fmt: skip
 
@@ -45,6 +45,8 @@ def convert_images(options: Namespace) -> None:
         raise UserError(f"--splits {' '.join(unknown)}: images have train and val; name one or both")
     if given := [name for name, default in OF_TEXT.items() if getattr(options, name) != default]:
         raise UserError(f"--{given[0]} is for text, not for --images; omit it")
+    if (fraction := options.val_fraction) is not None and not 0 < fraction < 1:
+        raise UserError(f"--val_fraction {fraction} must be between 0 and 1")
     check_options(options)
     write_all(lambda: plan(options), lambda split: write_split(split, options), options, resumable=True)
 
@@ -56,8 +58,11 @@ def plan(options: Namespace) -> list[Split]:
     splits = []
     for split in options.splits:
         folder = Path(options.out_root, split)
-        source = Source(open_images(options.images, split, key="--images"), options.images)
+        images, fraction = options.images, options.val_fraction
+        opened = open_images(images, split, key="--images") if fraction is None else None
+        source = Source(opened or divide(images, split, fraction, "--images"), images)
         command = {**source.description, "compression": options.compression, "size_limit": options.size_limit}
+        command |= {} if fraction is None else {"val_fraction": fraction}
         finished = command_of(folder) == command and not options.overwrite
         splits.append(Split(folder, source, command, read_progress(unfinished(folder)), finished=finished))
     return start_or_resume(splits, options)

@@ -1,5 +1,6 @@
 """Labelled images from folders, MDS shards, Parquet, the Hub, CIFAR and MNIST: as stored, with random access."""
 
+import copy
 import gzip
 import io
 import json
@@ -84,6 +85,20 @@ class FolderImages(Images):
             return path.read_bytes(), int(self.labels[index]), str(path)
         except OSError as error:
             raise UserError(f"{path} cannot be read ({reason(error)}); restore or remove it") from None
+
+    def divided(self, fraction: float, validation: bool) -> "FolderImages":
+        """Return about that fraction of each class, or the others, chosen by a hash of the files' contents, so that
+        copies of a picture stay together; but at least one image of each class for training, and one for validation if
+        there are others."""
+        chosen, part = np.zeros(len(self), bool), copy.copy(self)
+        hashes = np.array([_hash(self.folder / os.fsdecode(file)) for file in self.files])
+        for label in range(len(self.classes)):
+            own = np.flatnonzero(self.labels == label)
+            by_hash = own[np.argsort(hashes[own], kind="stable")]
+            count = int((hashes[own] < fraction).sum())
+            chosen[by_hash[: min(max(count, 1), len(own) - 1)]] = True
+        part.files, part.labels = (x[chosen == validation] for x in (self.files, self.labels))
+        return part
 
 
 class ArrayImages(Images):
@@ -209,7 +224,21 @@ def open_images(name: str, split: str, remote: str | None = None, key: str = "da
             return _not_empty(images, key)
     splits = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir())) or "none"
     found = f"{folder} has no {split}/CLASS/*, shards, Parquet files, CIFAR or MNIST (its folders: {splits})"
-    raise UserError(f"{key}: {found}; name a folder of labelled images, or a split that it has")
+    fix = "name a folder of labelled images, or a split that it has"
+    if any(_suffix(path.name) in IMAGE_SUFFIXES for path in folder.glob("*/*")):
+        fix += "; if these are classes, src/convert_dataset.py --images divides them, with --val_fraction 0.1"
+    raise UserError(f"{key}: {found}; {fix}")
+
+
+def divide(name: str, split: str, fraction: float, key: str) -> Images:
+    """Open a folder CLASS/* without splits, of which `fraction` is val and the rest train. Raises UserError."""
+    folder = Path(name)
+    if not folder.is_dir() or not _class_names(folder):
+        raise UserError(f"{key}: {folder} is not a folder of CLASS/*; name one, or omit --val_fraction")
+    if both := {"train", *SECOND_SPLITS} & {*_class_names(folder)}:
+        raise UserError(f"{key}: {folder} has splits ({', '.join(sorted(both))}) already; omit --val_fraction")
+    images = FolderImages(folder)
+    return _not_empty(images.divided(fraction, split != "train"), key)
 
 
 def find_pictures(paths: Sequence[str], key: str) -> list[str]:
@@ -255,6 +284,15 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         top = 65535 if image.mode.startswith("I") else max(pixels.max(), 1e-9)
         return Image.fromarray((255 * pixels / top).clip(0, 255).round().astype(np.uint8)).convert("RGB")
     return image.convert("RGB")
+
+
+def _hash(path: Path) -> float:
+    """A number from 0 to 1 for a file's content, or for its name if it cannot be read."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        content = os.fsencode(path.name)
+    return int(sha256([content])[:13], 16) / 16**13
 
 
 def _stamp(path: bytes) -> tuple[int, int]:

@@ -17,7 +17,9 @@ def conversion_parser(description: str) -> argparse.ArgumentParser:
     cores = {"type": int, "default": usable_cores()}
     source.add_argument("--dataset", help="name on the Hub, e.g. allenai/c4; streamed, not downloaded first")
     source.add_argument("--data_files", nargs="+", metavar="GLOB", help=f"{kinds}; - is standard input")
-    source.add_argument("--images", metavar="FOLDER", help="train/CLASS/*, Parquet, CIFAR, MNIST, or a name on the Hub")
+    source.add_argument(
+        "--images", metavar="FOLDER", help="train/CLASS/*, CLASS/*, Parquet, CIFAR, MNIST, or a name on the Hub"
+    )
     source.add_argument("--merge", action="store_true", help="join the parts in --out_root that --part wrote")
     add("--data_subset", help="the dataset's configuration, e.g. en")
     add("--revision", help="the dataset's commit, tag or branch (default: the latest)")
@@ -26,7 +28,8 @@ def conversion_parser(description: str) -> argparse.ArgumentParser:
     add("--text_column", default="text", help="column or key with the text (default: text)")
     add("--one_document_per_file", action="store_true", help="a .txt file is one document, line ends included")
     add("--stdin_format", choices=LINE_KINDS, help="format of - (default: jsonl if it starts with {, else txt)")
-    add("--val_fraction", type=float, help="hold out this fraction of documents for val, chosen by a hash of the text")
+    words = "hold out this fraction of documents, or of the images in CLASS/*, for val, chosen by a hash of each"
+    add("--val_fraction", type=float, help=words)
     add("--tokenizer", metavar="NAME", help="write rows of tokens of this tokenizer: a folder, or a name on the Hub")
     length.add_argument("--concat_tokens", type=int, metavar="N", help="full rows of N tokens, documents end to end")
     length.add_argument("--max_seq_len", type=int, metavar="N", help="one row per document, truncated to N tokens")
