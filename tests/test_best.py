@@ -72,7 +72,8 @@ def test_the_best_step_is_kept_beside_the_newest(finished, capsys):
     assert len(list(folder.glob("ep*-rank0.pt"))) == 1 and not list(folder.glob("*.unfinished"))
     assert json.loads((folder / "summary.json").read_text())["best"]["step"] == best
     main.main([str(config)])
-    assert f"the best      {folder / BEST}\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"the best      {folder / BEST}\n" in printed and f"export --checkpoint {folder / BEST} --out" in printed
 
 
 @pytest.mark.slow

@@ -396,6 +396,7 @@ def print_summary(folder: Path, curves: tuple[Curve, ...]) -> None:
     checkpoint = folder / LATEST
     print(f"\ncheckpoint    {checkpoint}")
     if (folder / BEST).is_file():
-        print(f"the best      {folder / BEST}")
+        checkpoint = folder / BEST
+        print(f"the best      {checkpoint}")
     print(f"curves        {folder / 'curves.png'}\nmetrics       {folder / METRICS}")
     print(f"\nnext: python src/hub.py export --checkpoint {shlex.quote(str(checkpoint))} --out my-model")
