@@ -24,6 +24,7 @@ from src.data.image_transforms import Evaluation
 from src.data.images import decode
 from src.errors import UserError
 from src.files import BEST
+from src.training import run as run_folder
 from src.training.config import load_config
 from src.vision.config import VisionConfig
 from src.vision.evaluate import evaluate
@@ -336,6 +337,21 @@ def test_a_hub_folder_classifies_pictures(finished, pictures, tmp_path):
     yaml_file.write_text(yaml.safe_dump({**content, "model": {}, "save_folder": str(tmp_path / "fine")}))
     vision.main([str(yaml_file), *fine])
     assert metrics(tmp_path / "fine")[-1]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("warmup", "is_long"),
+    [("1ep", False), ("2ep", True), ("7ba", False), ("8ba", True), ("47sp", False), ("48sp", True)],
+)
+def test_a_warm_up_that_fills_the_run_is_reported(tmp_path, write_config, caplog, monkeypatch, warmup, is_long):
+    def stop(*_):
+        raise SystemExit
+
+    monkeypatch.setattr(run_folder, "save_config", stop)
+    with pytest.raises(SystemExit):
+        vision.main([str(write_config(tmp_path, max_duration="2ep", scheduler={"t_warmup": warmup}))])
+    told = f"scheduler.t_warmup={warmup} is no shorter than the run, so the learning rate never reaches optimizer.lr"
+    assert (told in caplog.text) == is_long
 
 
 def test_a_run_does_not_go_on_with_other_classes(finished, pictures, tmp_path):

@@ -122,7 +122,7 @@ def finish_uploads(uploads: "Uploads | None") -> str | None:
 
 def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     """Train until `max_duration`, from the run's latest valid checkpoint if there is one."""
-    from composer import TimeUnit
+    from composer import Time, TimeUnit
     from composer.utils import dist, reproducibility
     from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -213,10 +213,15 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     loader = train_data.dataloader
     steps_per_epoch = len(loader) if hasattr(loader.dataset, "__len__") else math.inf  # unknown of a Hub dataset
     now, end, tokens = state.timestamp, state.max_duration, batch * task.max_tokens_per_sample
-    per_step = {"ba": 1, "sp": batch, "tok": tokens, "ep": 1 / steps_per_epoch}[end.unit.value]
+    per_step = {"ba": 1, "sp": batch, "tok": tokens, "ep": 1 / steps_per_epoch}
+    steps = end.value / per_step[end.unit.value]
     at_least = "at least " if end.unit.value == "tok" else ""  # samples may be shorter than the maximum
-    steps = f"{at_least}{math.ceil(end.value / per_step):,} steps of {batch:,} samples"
-    log.info(f"{config.max_duration}: {steps}, up to {tokens:,} tokens per step")
+    total = f"{at_least}{math.ceil(steps):,} steps of {batch:,} samples"
+    log.info(f"{config.max_duration}: {total}, up to {tokens:,} tokens per step")
+    warmup = Time.from_timestring(config.scheduler.get("t_warmup") or "0ba")
+    if 0 < steps * {**per_step, "dur": 1 / steps}[warmup.unit.value] <= warmup.value:
+        problem = "is no shorter than the run, so the learning rate never reaches optimizer.lr"
+        log.warning(f"scheduler.t_warmup={config.scheduler['t_warmup']} {problem}; shorten it")
     places = f"{config.save_folder}{f' and {config.save_remote}' if config.save_remote else ''}"
     log.info(f"checkpoints, curves and metrics: {places}, a checkpoint every {config.save_interval}")
     if compilation is not None:
