@@ -12,8 +12,8 @@ from typing import Any
 
 from src.errors import UserError, reason
 
-BEST = "best-rank0.pt"  # the checkpoint of the best evaluation, if a run keeps it
-LATEST = "latest-rank0.pt"  # in a run folder, the link to the newest checkpoint, or a text file with its name
+# In a run folder, the links to the newest checkpoint, and to that of the best evaluation; or text files with its name.
+LATEST, BEST = "latest-rank0.pt", "best-rank0.pt"
 METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
 
 

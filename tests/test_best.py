@@ -9,9 +9,9 @@ import pytest
 
 import main
 from src.checkpoints.reading import read_checkpoint
+from src.checkpoints.remote import checkpoint_step
 from src.errors import UserError
-from src.files import BEST
-from src.training import best as module
+from src.files import BEST, LATEST, link
 from src.training.task import Curve, best_step
 
 LOSS, TOP1 = Curve("loss", "loss", "eval/Loss"), Curve("top1", "top-1 accuracy", "eval/Top1", percent=True)
@@ -68,41 +68,69 @@ def test_the_best_step_is_kept_beside_the_newest(finished, capsys):
     found = losses(folder)
     best = min(found, key=found.get)
     assert best not in (4, 8)  # where it is saved anyway
-    assert step_of(folder / BEST) == best and step_of(folder / "latest-rank0.pt") == 8
-    assert len(list(folder.glob("ep*-rank0.pt"))) == 1 and not list(folder.glob("*.unfinished"))
+    assert step_of(folder / BEST) == best and step_of(folder / LATEST) == 8
+    assert len(list(folder.glob("ep*-rank0.pt"))) == 2 and not list(folder.glob("*.unfinished"))
     assert json.loads((folder / "summary.json").read_text())["best"]["step"] == best
     main.main([str(config)])
     printed = capsys.readouterr().out
-    assert f"the best      {folder / BEST}\n" in printed and f"export --checkpoint {folder / BEST} --out" in printed
+    assert f"the best one  {folder / BEST}\n" in printed and f"export --checkpoint {folder / BEST} --out" in printed
 
 
 @pytest.mark.slow
-def test_a_resumed_run_knows_what_was_best(finished, tmp_path, monkeypatch, caplog):
+def test_a_resumed_run_knows_what_was_best(finished, tmp_path, caplog, capsys):
     config, before = finished
     found = losses(before)
     best = min(found, key=found.get)
     folder = tmp_path / "run"
     shutil.copytree(before, folder, symlinks=True)
     command = [str(config), f"save_folder={folder}"]
+    (folder / BEST).unlink()  # as if killed before it was set
     main.main([*command, "max_duration=9ba"])
     assert losses(folder)[9] > found[best] and step_of(folder / BEST) == best
     assert "save_best" not in caplog.text
-    # A run that was killed before the link, and one that kept no best checkpoint until it is deleted.
+    (folder / BEST).resolve().unlink()
     (folder / BEST).unlink()
+    capsys.readouterr()
     main.main([*command, "max_duration=10ba"])
     assert f"save_best: step {best} has the best loss so far, and its checkpoint is not in {folder}" in caplog.text
-    assert not (folder / BEST).exists()
-    whole = tmp_path / "whole"
-    main.main([str(config), f"save_folder={whole}", "max_duration=4ba", "save_best=null", "save_interval=1ba"])
-    assert not (whole / BEST).exists()
-    saved = losses(whole)
-    caplog.clear()
-    monkeypatch.setattr(module.os, "link", lambda *_: (_ for _ in ()).throw(OSError("no links")))
-    main.main([str(config), f"save_folder={whole}", "max_duration=4ba"])
-    assert step_of(whole / BEST) == min(saved, key=saved.get) == 4 and "save_best" not in caplog.text
-    assert not (whole / BEST).samefile(whole / "latest-rank0.pt")
+    assert not (folder / BEST).exists() and f"export --checkpoint {folder / LATEST}" in capsys.readouterr().out
+    link(folder / BEST, (folder / LATEST).resolve().name)  # of another curve, say
+    main.main([*command, "max_duration=11ba"])
+    assert "the best one" not in capsys.readouterr().out and step_of(folder / BEST) == 10
 
 
-def test_an_unknown_curve_is_named(finished, tmp_path):
+@pytest.mark.slow
+def test_a_repeated_evaluation_saves_nothing_again(finished, tmp_path):
+    config, before = finished
+    folder, found = tmp_path / "run", losses(before)
+    best = min(found, key=found.get)
+    command = [str(config), f"save_folder={folder}", "save_interval=1ba", "save_num_checkpoints_to_keep=-1"]
+    main.main(command)
+    for path in folder.glob("*-rank0.pt"):
+        if (checkpoint_step(path.name) or 9) > best:
+            path.unlink()
+    (path,) = folder.glob(f"ep*-ba{best}-rank0.pt")
+    content, lines = path.read_bytes(), (folder / "metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if not ('"eval"' in line and json.loads(line)["step"] >= best)]
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in kept))  # killed during the evaluation
+    (folder / "summary.json").unlink()
+    main.main(command)
+    assert losses(folder) == found and step_of(folder / BEST) == best
+    assert path.read_bytes() == content
+
+
+@pytest.mark.slow
+def test_a_machine_with_an_empty_folder_gets_the_best_one_too(finished, tmp_path):
+    config, before = finished
+    store, folder = tmp_path / "store", tmp_path / "run"
+    best = step_of(before / BEST)
+    shutil.copytree(before, tmp_path / "first", symlinks=True)
+    main.main([str(config), f"save_folder={tmp_path / 'first'}", f"save_remote={store}", "max_duration=9ba"])
+    assert (store / BEST).read_text().startswith("ep") and (store / (store / BEST).read_text().strip()).is_file()
+    main.main([str(config), f"save_folder={folder}", f"save_remote={store}", "max_duration=10ba"])
+    assert step_of(folder / BEST) == best and step_of(folder / LATEST) == 10
+
+
+def test_an_unknown_curve_is_named(write_config, tmp_path):
     with pytest.raises(UserError, match=r"save_best=top1 must be one of loss, accuracy$"):
-        main.main([str(finished[0]), "save_best=top1", f"save_folder={tmp_path / 'new'}"])
+        main.main([str(write_config(tmp_path, **RISING)), "save_best=top1"])

@@ -1,30 +1,25 @@
-"""The key `save_best`: `best-rank0.pt`, the checkpoint of a run's best evaluation so far."""
-
-import os
-import shutil
-from pathlib import Path
+"""The key `save_best`: `best-rank0.pt`, a link to the checkpoint of a run's best evaluation so far."""
 
 from composer import Callback, Logger, State
 
-from src.checkpoints.reading import read_checkpoint
 from src.cli import log
 from src.errors import reason
-from src.files import BEST, METRICS, read_json_lines
+from src.files import BEST, METRICS, follow, link, read_json_lines
 from src.training.checkpointing import CheckpointWriter, checkpoints
 from src.training.ranks import decide
 from src.training.task import Curve, best_step
 
 
 class BestCheckpoint(Callback):
-    """Save each step whose evaluation is better by `curve` than all before, and let best-rank0.pt be its checkpoint: a
-    file of its own, which stays when `writer` deletes the other. Which is best is read from metrics.jsonl, so a resumed
-    run knows it. What fails only warns."""
+    """Save each step whose evaluation is better by `curve` than all before, and point best-rank0.pt at its checkpoint,
+    which `writer` then does not delete. Which is best is read from metrics.jsonl, so a resumed run knows it. What fails
+    only warns."""
 
     def __init__(self, curve: Curve, writer: CheckpointWriter):
         self.curve, self.writer, self.folder = curve, writer, writer.folder
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Make up for what a killed run left undone, or a run did before it had this callback."""
+        """Set the link that is missing if the run was killed before it was set, or began without this callback."""
         if (step := self._best_step(state)) is not None:
             self._report(decide(lambda: self._link(step)))
 
@@ -44,26 +39,14 @@ class BestCheckpoint(Callback):
             log.warning(f"save_best: {failure}; training continues")
 
     def _link(self, step: int) -> str | None:
-        """Return None, or why best-rank0.pt is not the checkpoint of this step."""
-        best, unfinished = self.folder / BEST, self.folder / f"{BEST}.unfinished"
+        """Return None, or why best-rank0.pt does not point at the checkpoint of this step."""
+        best = self.folder / BEST
         path = next((x for x in checkpoints(self.folder) if x.name.endswith(f"-ba{step}-rank0.pt")), None)
+        if path is None:
+            return f"step {step} has the best {self.curve.title} so far, and its checkpoint is not in {self.folder}"
         try:
-            if path is None:  # deleted, since newer ones are kept
-                if best.is_file() and read_checkpoint(best).timestamp.get("batch") == step:
-                    return None
-                return f"step {step} has the best {self.curve.title} so far, and its checkpoint is not in {self.folder}"
-            if not (best.exists() and best.samefile(path)):
-                unfinished.unlink(missing_ok=True)
-                _give_name(path, unfinished)
-                unfinished.replace(best)
+            if follow(best).resolve() != path.resolve():
+                link(best, path.name)
         except OSError as error:
             return f"{best} cannot be written ({reason(error)})"
         return None
-
-
-def _give_name(path: Path, name: Path) -> None:
-    """Give a file, which is never changed, a second name, or copy it on a file system without."""
-    try:
-        os.link(path, name)
-    except OSError:
-        shutil.copyfile(path, name)

@@ -16,7 +16,7 @@ from src.checkpoints.remote import checkpoint_step
 from src.checkpoints.safe_load import is_valid_checkpoint, load_safely
 from src.cli import log
 from src.errors import RunFailed, UserError, reason, some
-from src.files import LATEST, follow, link, sync_to_disk
+from src.files import BEST, LATEST, follow, link, sync_to_disk
 from src.training.ranks import decide
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ SAVED_AFTER = {Event.BATCH_END: Event.BATCH_CHECKPOINT, Event.EPOCH_END: Event.E
 
 class CheckpointWriter(Callback):
     """Save `folder/ep{epoch}-ba{batch}-rank0.pt` every `interval` and at the end; latest-rank0.pt links to the newest.
-    A file gets its final name only once it is complete on disk. All but the newest `keep` are deleted; -1 keeps all.
+    A file gets its final name only once it is complete on disk. All but the newest `keep` and the best, BEST, are deleted; -1 keeps all.
     `uploads.busy`, a file that is being uploaded, is deleted later. A step is saved before it is evaluated, so that an
     evaluation that fails costs nothing; then `owes_evaluation`, which a run that resumes from it asks for.
     After a failed write the run continues and retries at the next interval; at its end it raises RunFailed."""
@@ -97,9 +97,9 @@ class CheckpointWriter(Callback):
             unfinished.replace(path)
             link(path.with_name(LATEST), path.name)
             if self.keep >= 1:
-                found = checkpoints(self.folder)
+                found, best = checkpoints(self.folder), follow(self.folder / BEST).resolve().name
                 for old in found[found.index(path) :][self.keep :]:  # any newer one is corrupt and was skipped
-                    if self.uploads is None or self.uploads.busy != old:
+                    if old.name != best and (self.uploads is None or self.uploads.busy != old):
                         old.unlink()
         except OSError as error:
             return reason(error)
@@ -197,8 +197,9 @@ def check_load_path(
 def check_classes(checkpoint: Checkpoint, classes: Mapping[int, str], name: str, to_do: str) -> None:
     """Raise UserError for a checkpoint that knows other `classes` than the data has, or gives them other numbers."""
     its, own = checkpoint.classes, list(classes.values())
-    if its is None or its == own:  # without names, only their number counts
+    if its == own or (its is None and checkpoint.config.num_labels == len(own)):
         return
+    its = checkpoint.class_names
     only = {"only the checkpoint has": {*its} - {*own}, "only the data has": {*own} - {*its}}
     differ = ", ".join(f"{words} {some(names)}" for words, names in only.items() if names)
     raise UserError(f"{name}: the classes differ from the data's ({differ or 'in their order'}); {to_do}")

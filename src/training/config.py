@@ -100,7 +100,7 @@ class RunConfig(TrainerConfig):
     save_interval: str = duration("how often to save a checkpoint", may_change=True)
     save_num_checkpoints_to_keep: int = key("how many of the newest to keep; -1: all", -1, **COUNT_OR_ALL)
     save_best: str | None = key(
-        "curve by which to keep the best evaluation's checkpoint, too, as best-rank0.pt: loss, accuracy, top1, ndcg, …",
+        "also keep the checkpoint that is best by this curve, as best-rank0.pt: loss, accuracy, top1, ndcg, …",
         None,
         may_change=True,
     )

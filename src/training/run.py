@@ -24,6 +24,7 @@ from src.files import (
     SUMMARY,
     check_writable,
     exclusive_lock,
+    follow,
     read_json_lines,
     write_atomically,
     write_json,
@@ -203,6 +204,8 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     state = composer_trainer.state
     if latest is None:
         writer.owes_evaluation = False  # that of another run's checkpoint, load_path
+    else:
+        writer.saved_batch = state.timestamp.batch.value  # an evaluation that is repeated does not save it again
     if latest is not None and config.history and config.history[-1]["step"] >= state.timestamp.batch.value:
         changes.take_effect(state, settings)
         run_log.changed(state, config.history[-1]["changed"])
@@ -242,7 +245,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
                 run_log.forget_evaluation(state)
                 composer_trainer.eval()
                 startup.done("evaluation")
-            writer.owes_evaluation, writer.saved_batch = False, now.batch.value
+            writer.owes_evaluation = False
             for each in background:  # what would have begun after that evaluation
                 each.batch_checkpoint(state, composer_trainer.logger)
             trained = trained or state.timestamp >= state.max_duration  # the evaluation may have stopped the run
@@ -365,10 +368,13 @@ def write_summary(task: Task, folder: Path, step: int, parameters: int, title: s
     results = [{"step": at, **{curve.name: values[curve.eval_key] for curve in curves}} for at, values in evaluations]
     before = results[0] if results[0]["step"] == 0 else None
     best = min(results, key=lambda result: result[curves[0].name])
-    if (curve := task.best_curve()) and (step := best_step(evaluations, curve)) is not None:
-        best = next(result for result in results if result["step"] == step)
+    kept = {}
+    if (curve := task.best_curve()) and (best_at := best_step(evaluations, curve)) is not None:
+        best = next(result for result in results if result["step"] == best_at)
+        if checkpoint_step(follow(folder / BEST).resolve().name) == best_at:
+            kept["best_checkpoint"] = BEST
     summary = {"run": name, "parameters": parameters, "seconds": max(line["seconds"] for line in lines)}
-    summary |= {"before": before, "best": best, "after": results[-1]}
+    summary |= {"before": before, "best": best, "after": results[-1], **kept}
     if finetuned := [{"step": line["step"], **line["finetune"]} for line in lines if "finetune" in line]:
         summary["finetuned"] = finetuned
     scores = dict.fromkeys(score for each in finetuned for score in each if score != "step")
@@ -400,8 +406,8 @@ def print_summary(folder: Path, curves: tuple[Curve, ...]) -> None:
         print(f"\nfine-tuned    {in_words(finetuned[-1])}, from step {step:,}")
     checkpoint = folder / LATEST
     print(f"\ncheckpoint    {checkpoint}")
-    if (folder / BEST).is_file():
-        checkpoint = folder / BEST
-        print(f"the best      {checkpoint}")
+    if best := summary.get("best_checkpoint"):
+        checkpoint = folder / best
+        print(f"the best one  {checkpoint}")
     print(f"curves        {folder / 'curves.png'}\nmetrics       {folder / METRICS}")
     print(f"\nnext: python src/hub.py export --checkpoint {shlex.quote(str(checkpoint))} --out my-model")

@@ -13,9 +13,10 @@ from src.checkpoints.remote import Store, checkpoint_step
 from src.checkpoints.safe_load import is_valid_checkpoint
 from src.cli import log
 from src.errors import UserError, first_line, reason
-from src.files import CONFIG, LATEST, SUMMARY, follow, link, write_atomically
+from src.files import BEST, CONFIG, LATEST, SUMMARY, follow, link, write_atomically
 
 SMALL = (".json", ".jsonl", ".png", ".yaml")  # a run's files besides checkpoints
+LINKS = (LATEST, BEST)  # there, files with the name of a checkpoint
 KEY = "save_remote"
 PAUSES = (1, 4, 16)  # seconds before each further attempt
 
@@ -59,9 +60,9 @@ class Uploads:
         """Return the files that are new or changed, in the order in which they are to appear."""
         files = [path for path in self.folder.iterdir() if path.is_file() and path.suffix in (*SMALL, ".pt")]
         steps = {path: checkpoint_step(path.name) for path in files}
-        files = [path for path in files if path.name == LATEST or path.suffix in SMALL or steps[path] is not None]
+        files = [path for path in files if path.name in LINKS or path.suffix in SMALL or steps[path] is not None]
         # A checkpoint comes with its metrics, and the summary, which says that the run is finished, with all of them.
-        last = {LATEST: 2, SUMMARY: 3}
+        last = {LATEST: 2, BEST: 2, SUMMARY: 3}
         files.sort(key=lambda p: (last.get(p.name, int(steps[p] is not None)), steps[p] or 0, p.name))
         return [path for path in files if self.known.get(path.name) != _version(path)]
 
@@ -99,15 +100,15 @@ class Uploads:
             try:
                 with tempfile.TemporaryDirectory() as work:
                     version, source = _version(path), path
-                    if path.name == LATEST:
+                    if path.name in LINKS:
                         steps = {name: step for name in self.known if (step := checkpoint_step(name)) is not None}
-                        if not steps:  # it was deleted before its turn
+                        target = follow(path).resolve().name
+                        if path.name == LATEST and steps and target != (newest := max(steps, key=steps.get)):
+                            target, version = newest, None  # one was saved meanwhile, and is not there yet
+                        if target not in steps:  # nor is this one
                             return None
-                        newest = max(steps, key=steps.get)
-                        if follow(path).resolve().name != newest:  # saved meanwhile, and not there yet
-                            version = None
-                        source = Path(work, LATEST)
-                        source.write_text(f"{newest}\n")
+                        source = Path(work, path.name)
+                        source.write_text(f"{target}\n")
                     elif path.suffix != ".pt":  # it may grow meanwhile
                         source = Path(shutil.copyfile(path, Path(work, path.name)))
                     self.store.upload(source, path.name)
@@ -171,6 +172,13 @@ def _download_later(folder: Path, store: Store, after: int, check: Callable[[Pat
         for file in small:
             write_atomically(folder / file, Path(work, file).read_bytes())
     link(folder / LATEST, name)
+    if BEST in names:
+        store.download(BEST, folder / BEST)
+        best = follow(folder / BEST)
+        if best.name in steps and not best.is_file():
+            log.info(f"downloading {store.address}/{best.name}")
+            store.download(best.name, best)
+        link(folder / BEST, best.name)
 
 
 def _version(path: Path) -> tuple[int, int, str] | None:
