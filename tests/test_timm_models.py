@@ -70,7 +70,7 @@ def test_a_state_dict_alone_gives_timms_logits(kind, tmp_path, caplog):
         read = read_pretrained(str(tmp_path / file), "it", reads="images")
         assert (read.config.layer_scale_init is not None) == (kind == "deit3")
         assert f"{file} does not name mean: assumed to be [0.485,0.456,0.406], as of ImageNet" in caplog.text
-        assert "a folder of timm's save_for_hf names it" in caplog.text
+        assert "if that is wrong, name a folder that timm's save_for_hf wrote" in caplog.text
         check_logits(read, model)
 
 

@@ -6,9 +6,11 @@ from typing import Any
 from src.errors import UserError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's channels
-# What processors of transformers use if they do not name it.
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-OF_CLIP, HALF = ("CLIPImageProcessor", "BitImageProcessor"), (0.5, 0.5, 0.5)
+# Mean and standard deviation that classes of transformers use if they are not stored.
+CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+OF_CLASS = {"CLIPImageProcessor": CLIP, "BitImageProcessor": CLIP}
+OF_CLASS |= dict.fromkeys(("ViTImageProcessor", "DeiTImageProcessor", "ConvNextImageProcessor"), HALF)
 RESAMPLE = {"ViTImageProcessor": 2, "ConvNextImageProcessor": 2}  # others: 3
 # Stored classes whose settings mean what CLIPImageProcessor's mean; a crop is theirs only if they name it.
 SAME_MEANING = ("CLIPImageProcessor", "ViTImageProcessor", "DeiTImageProcessor", "BitImageProcessor")
@@ -35,7 +37,7 @@ def normalization(processor: Mapping[str, Any]) -> dict[str, list[float]]:
 
 def differs(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether two means or standard deviations differ by more than rounding."""
-    return any(abs(a - b) > 1e-4 for a, b in zip(one, other, strict=True))
+    return len(one) != len(other) or any(abs(a - b) > 1e-4 for a, b in zip(one, other))
 
 
 def written(value: Any) -> str:
@@ -51,11 +53,11 @@ def kind_of(stored: Mapping[str, Any]) -> str:
 
 def stored_normalization(stored: Mapping[str, Any]) -> tuple[Sequence[float], Sequence[float]]:
     """Return the mean and the standard deviation that a stored image processor subtracts and divides by; where it does
-    not name them, those of its class in transformers."""
+    not name them, those of its class in transformers, or ImageNet's."""
     if not stored.get("do_normalize", True):
         return [0.0] * 3, [1.0] * 3
-    mean, std = (CLIP_MEAN, CLIP_STD) if kind_of(stored) in OF_CLIP else (HALF, HALF)
-    return stored.get("image_mean", mean), stored.get("image_std", std)
+    mean, std = OF_CLASS.get(kind_of(stored), (MEAN, STD))
+    return stored.get("image_mean") or mean, stored.get("image_std") or std
 
 
 def read_processor(stored: Mapping[str, Any], source: str) -> dict[str, Any]:

@@ -93,12 +93,14 @@ class Checkpoint:
     def report_guesses(self, given: Collection[str] | None = None) -> None:
         """Warn of settings that had to be guessed. given: the names of those that a run's config gives; None where
         there is no config."""
-        others = f"{PREPROCESSOR} names it" if self.path.is_dir() else "a folder of timm's save_for_hf names it"
+        others = f"add a {PREPROCESSOR}" if self.path.is_dir() else "name a folder that timm's save_for_hf wrote"
         for name, value in self.guessed.items():
             if name not in (given or ()):
                 shown, reason = written(value), GUESSES[name]
-                fix = others if given is None else f"if that is wrong, set {'model.' * (name == HEADS)}{name}"
-                log.warning(f"{self.path} does not name {name}: assumed to be {shown}, {reason}; {fix}")
+                fix = others if given is None else f"set {'model.' * (name == HEADS)}{name}"
+                log.warning(
+                    f"{self.path} does not name {name}: assumed to be {shown}, {reason}; if that is wrong, {fix}"
+                )
 
     def build(self) -> "lion.LionPreTrainedModel":
         """Return the model with its weights. Raises UserError naming tensors that are missing, unused or wrong."""
@@ -115,9 +117,14 @@ class Checkpoint:
         return "images" if isinstance(self.config, IMAGE) else "texts"
 
     @property
+    def class_names(self) -> list[str]:
+        """The names of a classifier's classes, by number; LABEL_n if n has none."""
+        return [str(self.config.id2label.get(number, f"LABEL_{number}")) for number in range(self.config.num_labels)]
+
+    @property
     def classes(self) -> list[str] | None:
-        """The names of a classifier's classes, by number; None if they have none."""
-        names = [str(self.config.id2label.get(number, f"LABEL_{number}")) for number in range(self.config.num_labels)]
+        """`class_names`, or None if no class has a name."""
+        names = self.class_names
         return None if all(name == f"LABEL_{number}" for number, name in enumerate(names)) else names
 
     def encoder(self) -> dict[str, Tensor]:

@@ -55,12 +55,14 @@ def plan(options: Namespace) -> list[Split]:
     """Return the splits to write, with their folders created; none is created if this raises UserError."""
     from src.data.shards import read_progress
 
-    splits = []
+    splits, (name, fraction) = [], (options.images, options.val_fraction)
+    parts = {} if fraction is None else divide(name, fraction, "--images")
     for split in options.splits:
         folder = Path(options.out_root, split)
-        images, fraction = options.images, options.val_fraction
-        opened = open_images(images, split, key="--images") if fraction is None else None
-        source = Source(opened or divide(images, split, fraction, "--images"), images)
+        images = parts[split] if parts else open_images(name, split, key="--images")
+        if not len(images):
+            raise UserError(f"--images: no class of {name} has two pictures that differ, so val is empty; add some")
+        source = Source(images, name)
         command = {**source.description, "compression": options.compression, "size_limit": options.size_limit}
         command |= {} if fraction is None else {"val_fraction": fraction}
         finished = command_of(folder) == command and not options.overwrite

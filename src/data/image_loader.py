@@ -2,6 +2,7 @@
 that neither workers nor the number of devices change an augmented image, and a resumed run repeats an uninterrupted
 one without reading what it has already seen."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,14 +57,14 @@ class Pictures(Dataset):
     """Files without labels, in their order."""
 
     def __init__(self, files: Sequence[str], transform: Evaluation):
-        self.files, self.transform = files, transform
+        self.files, self.transform = np.array([os.fsencode(file) for file in files]), transform  # as in FolderImages
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[str, Tensor | str]:
         """Return a file, and its pixels or why it cannot be read."""
-        file = self.files[index]
+        file = os.fsdecode(self.files[index])
         try:
             return file, self.transform(decode(Path(file).read_bytes(), file))
         except OSError as error:
@@ -151,7 +152,8 @@ def eval_loader(dataset: ImageDataset, config: ImageLoaderConfig, batch_size: in
 def picture_loader(dataset: Pictures, batch_size: int, num_workers: int) -> ImageLoader:
     """Return batches: pixel_values, (B, 3, height, width), of those `files` that can be read; and the `problems` of
     others."""
-    return _loader(dataset, ImageLoaderConfig(num_workers=num_workers), batch_size, collate_fn=_readable)
+    workers = min(num_workers, len(dataset) // batch_size)  # a single batch starts no process
+    return _loader(dataset, ImageLoaderConfig(num_workers=workers), batch_size, collate_fn=_readable)
 
 
 def _readable(samples: Sequence[tuple[str, Tensor | str]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from src.cli import log
+from src.cli import log, progress
 from src.data.config import check_images, check_split
 from src.errors import UserError, first_line, reason
 from src.files import sha256
@@ -86,19 +86,22 @@ class FolderImages(Images):
         except OSError as error:
             raise UserError(f"{path} cannot be read ({reason(error)}); restore or remove it") from None
 
-    def divided(self, fraction: float, validation: bool) -> "FolderImages":
-        """Return about that fraction of each class, or the others, chosen by a hash of the files' contents, so that
-        copies of a picture stay together; but at least one image of each class for training, and one for validation if
-        there are others."""
-        chosen, part = np.zeros(len(self), bool), copy.copy(self)
-        hashes = np.array([_hash(self.folder / os.fsdecode(file)) for file in self.files])
+    def divided(self, fraction: float) -> "dict[str, FolderImages]":
+        """Return train and val, with about that fraction of each class in val, chosen by a hash of the files' contents:
+        copies of a picture stay together. Each class has at least one picture in train, and one in val if it has two
+        that differ."""
+        chosen = np.zeros(len(self), bool)
+        with progress(self.files, desc="hashing", unit="img") as files:
+            hashes = np.array([_hash(self.folder / os.fsdecode(file)) for file in files])
         for label in range(len(self.classes)):
-            own = np.flatnonzero(self.labels == label)
-            by_hash = own[np.argsort(hashes[own], kind="stable")]
-            count = int((hashes[own] < fraction).sum())
-            chosen[by_hash[: min(max(count, 1), len(own) - 1)]] = True
-        part.files, part.labels = (x[chosen == validation] for x in (self.files, self.labels))
-        return part
+            own = self.labels == label
+            different = np.unique(hashes[own])
+            count = int((different < fraction).sum())
+            chosen |= own & np.isin(hashes, different[: min(max(count, 1), len(different) - 1)])
+        parts = {"train": copy.copy(self), "val": copy.copy(self)}
+        for name, part in parts.items():
+            part.files, part.labels = (x[chosen == (name == "val")] for x in (self.files, self.labels))
+        return parts
 
 
 class ArrayImages(Images):
@@ -230,20 +233,20 @@ def open_images(name: str, split: str, remote: str | None = None, key: str = "da
     raise UserError(f"{key}: {found}; {fix}")
 
 
-def divide(name: str, split: str, fraction: float, key: str) -> Images:
-    """Open a folder CLASS/* without splits, of which `fraction` is val and the rest train. Raises UserError."""
+def divide(name: str, fraction: float, key: str) -> dict[str, FolderImages]:
+    """Open a folder CLASS/* without splits as train and val, see `FolderImages.divided`. Raises UserError."""
     folder = Path(name)
     if not folder.is_dir() or not _class_names(folder):
         raise UserError(f"{key}: {folder} is not a folder of CLASS/*; name one, or omit --val_fraction")
-    if both := {"train", *SECOND_SPLITS} & {*_class_names(folder)}:
-        raise UserError(f"{key}: {folder} has splits ({', '.join(sorted(both))}) already; omit --val_fraction")
-    images = FolderImages(folder)
-    return _not_empty(images.divided(fraction, split != "train"), key)
+    if both := [name for name in ("train", *SECOND_SPLITS) if (folder / name).is_dir() and _class_names(folder / name)]:
+        fix = f"omit --val_fraction, or divide {folder / both[0]}"
+        raise UserError(f"{key}: {folder} has splits already ({', '.join(both)}); {fix}")
+    return FolderImages(folder).divided(fraction)
 
 
 def find_pictures(paths: Sequence[str], key: str) -> list[str]:
-    """Return files, and the pictures in folders, at any depth, in alphabetical order. Raises UserError for a path that
-    does not exist, and a folder without pictures."""
+    """Return files, and the pictures in folders, at any depth, in alphabetical order, each once. Raises UserError for a
+    path that does not exist, and a folder without pictures."""
     found: list[str] = []
     for path in paths:
         if not Path(path).is_dir():
@@ -256,7 +259,7 @@ def find_pictures(paths: Sequence[str], key: str) -> list[str]:
         if not pictures:
             raise UserError(f"{key}: {path} has no pictures ({', '.join(IMAGE_SUFFIXES)}); name another folder")
         found += pictures
-    return found
+    return list(dict.fromkeys(found))
 
 
 def decode(content: RAW, name: str) -> Image.Image:

@@ -78,7 +78,7 @@ def evaluate(argv: list[str]) -> None:
 
 def measure(checkpoint: Checkpoint, loader: ImageLoader, labels: Tensor, options: argparse.Namespace) -> Evaluated:
     """Return what a model finds in all batches. Raises RunFailed for non-finite logits."""
-    config, classes = checkpoint.config, checkpoint.config.num_labels
+    classes = checkpoint.config.num_labels
     confusion, top5, loss, seconds = torch.zeros(classes, classes, dtype=torch.long), 0, 0.0, 0.0
     for batch, found, taken in logits(checkpoint, loader, options, "evaluating"):
         right = labels[batch["labels"]]
@@ -87,8 +87,9 @@ def measure(checkpoint: Checkpoint, loader: ImageLoader, labels: Tensor, options
         loss += float(torch.nn.functional.cross_entropy(found, right, reduction="sum"))
         seconds += taken
     count = int(confusion.sum())
-    names = [str(config.id2label[number]) for number in range(classes)]
-    return Evaluated(names, confusion, int(confusion.trace()) / count, top5 / count, loss / count, seconds)
+    return Evaluated(
+        checkpoint.class_names, confusion, int(confusion.trace()) / count, top5 / count, loss / count, seconds
+    )
 
 
 def report(found: Evaluated) -> str:

@@ -1,6 +1,7 @@
-"""What commands share that read pictures with a classifier: their options, the model, and its logits."""
+"""What commands that classify pictures share: their options, the model, and its logits."""
 
 import argparse
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,16 +52,17 @@ def read_classifier(options: argparse.Namespace) -> tuple[Checkpoint, dict[str, 
 
 @torch.no_grad()
 def logits(
-    checkpoint: Checkpoint, loader: ImageLoader, options: argparse.Namespace, words: str
+    checkpoint: Checkpoint, loader: ImageLoader, options: argparse.Namespace, words: str | None
 ) -> Iterator[tuple[dict[str, Any], Tensor, float]]:
     """Yield each batch of `pixel_values`, its logits, (B, classes) in float32 on the CPU, and the seconds that they
-    took. Raises RunFailed for non-finite ones."""
+    took. words: what the progress bar says; None: there is none. Raises RunFailed for non-finite ones."""
     flush_denormals()
     keep_freed_memory()  # the next batch requests it again
     name = "cuda" if options.device == "gpu" else "cpu"
     model = checkpoint.build().to(name)
     speed_up(model)
-    with progress(loader, desc=words, unit="batch") as batches:
+    bar = contextlib.nullcontext(loader) if words is None else progress(loader, desc=words, unit="batch")
+    with bar as batches:
         for batch in batches:
             if not len(batch["pixel_values"]):  # none of its files can be read
                 yield batch, torch.empty(0, checkpoint.config.num_labels), 0.0

@@ -145,14 +145,13 @@ def check_resumed(checkpoint: Path, classes: dict[int, str]) -> None:
 def trust(section: dict[str, Any], start: "Checkpoint") -> None:
     """Let arguments of a model replace what was guessed of the one that it starts from."""
     for name in start.guessed.keys() & section.keys():
-        if section[name] != (guess := start.guessed[name]):
-            log.warning(f"model.{name}={section[name]}, where {guess} is usual, since {start.path} does not name it")
+        log.info(f"model.{name}={section[name]} as given, since {start.path} does not name it")
         setattr(start.config, name, section[name])
 
 
 def choose_normalization(config: VisionConfig, start: "Checkpoint | None") -> list[list[float]]:
     """Return the mean and the standard deviation of the channels: the config's, or else as the model that it starts
-    from was trained, or as ImageNet's. Only one of them may be given."""
+    from was trained, or as ImageNet's. Either may be given alone."""
     from src.checkpoints.processors import MEAN, STD, differs, normalization, written
 
     its = {"mean": list(MEAN), "std": list(STD)} if start is None else normalization(start.processor)

@@ -54,7 +54,7 @@ def read_teacher(name: str, classes: list[str], student: Mapping[str, Any]) -> T
         read = read_start(name, KEY, None, reads="images")
         config, processor, model = read.config, read.processor, read.build()
         size = tuple(side * config.patch_size for side in config.grid) if config.has_positions else None
-        labels = [config.id2label[number] for number in range(config.num_labels)]
+        labels = read.class_names
     if len(labels) != len(classes):
         raise UserError(f"{KEY}: {name} has {len(labels)} classes, and the data {len(classes)}; name another")
     if (other := moved(labels, classes)) is not None:
