@@ -28,9 +28,9 @@ SAVED_AFTER = {Event.BATCH_END: Event.BATCH_CHECKPOINT, Event.EPOCH_END: Event.E
 class CheckpointWriter(Callback):
     """Save `folder/ep{epoch}-ba{batch}-rank0.pt` every `interval` and at the end; latest-rank0.pt links to the newest.
     A file gets its final name only once it is complete on disk. All are deleted but the newest `keep`, and the one that
-    best-rank0.pt links to; -1 keeps all. `uploads.busy`, a file that is being uploaded, is deleted later. A step is saved
-    before it is evaluated, so that an evaluation that fails costs nothing; then `owes_evaluation`, which a run that
-    resumes from it asks for.
+    best-rank0.pt links to; -1 keeps all. `uploads.busy`, a file that is being uploaded, is deleted later. A step is
+    saved before it is evaluated, so that an evaluation that fails costs nothing; then `owes_evaluation`, which a run
+    that resumes from it asks for.
     After a failed write the run continues and retries at the next interval; at its end it raises RunFailed."""
 
     def __init__(self, folder: Path, interval: str, keep: int, uploads: Any = None):
