@@ -104,6 +104,8 @@ def load(schema: type[Config], script: str, argv: list[str], example: str = "", 
         raise UserError(f"{path}: {first_line(error)}") from None
     except OmegaConfBaseException as error:
         name, problem = getattr(error, "full_key", None) or path, first_line(error)
+        if problem.startswith("Incompatible value 'None'"):
+            problem = "has no value; give one, or omit the key"
         if "is not a ListConfig" in problem:
             problem = f"must be a list, such as {name}=[one,two]"
         raise UserError(f"{name}: {problem}") from None

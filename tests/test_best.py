@@ -100,6 +100,15 @@ def test_a_resumed_run_knows_what_was_best(finished, tmp_path, caplog, capsys):
 
 
 @pytest.mark.slow
+def test_what_is_no_longer_the_best_is_deleted_at_once(finished, tmp_path):
+    config, before = finished
+    best, folder = step_of(before / BEST), tmp_path / "run"
+    main.main([str(config), f"save_folder={folder}", f"max_duration={best}ba", "scheduler.t_warmup=8ba"])
+    assert step_of(folder / BEST) == step_of(folder / LATEST) == best
+    assert [checkpoint_step(path.name) for path in folder.glob("ep*-rank0.pt")] == [best]
+
+
+@pytest.mark.slow
 def test_a_repeated_evaluation_saves_nothing_again(finished, tmp_path):
     config, before = finished
     folder, found = tmp_path / "run", losses(before)

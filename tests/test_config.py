@@ -246,6 +246,7 @@ def test_print_config_prints_yaml_that_loads_back_to_the_same_config(tmp_path, c
         ("train_loader.dataset.splt=val", ["train_loader.dataset.splt", "did you mean train_loader.dataset.split?"]),
         ("save_foldr=x", ["did you mean save_folder?"]),
         ("qqqq=1", ["unknown key qqqq", "--help lists the keys"]),
+        ("save_folder=", ["save_folder: has no value; give one, or omit the key"]),
         ("seed=many", ["seed", "many"]),
         ("seed=1.5", ["seed", "1.5"]),
         ("eval_first=perhaps", ["eval_first", "perhaps"]),

@@ -176,7 +176,9 @@ def test_classes_of_other_names_are_matched_by_number(finished, pictures, tmp_pa
     for number, name in enumerate(CLASSES):
         shutil.copytree(pictures / "val" / name, tmp_path / "val" / f"n0{number}")
     command = [str(folder / "latest-rank0.pt"), "--num_workers", "0", "--data"]
-    with pytest.raises(UserError, match=r"does not know the class n00, n01, n02 .* give --by_number if only the names"):
+    with pytest.raises(
+        UserError, match=r"does not know the classes n00, n01, n02 .* give --by_number if only the names"
+    ):
         evaluate([*command, str(tmp_path)])
     evaluate([*command, str(pictures)])
     by_name = capsys.readouterr().out
@@ -216,12 +218,10 @@ def test_pictures_without_labels_are_classified(finished, pictures, tmp_path, ca
         sum(int(line.split()[0]) for line in printed.splitlines() if line.split()[1:] and line.split()[1] in CLASSES)
         == 10
     )
-    vision.main(["predict", checkpoint, named, os.fsdecode(odd)])
+    vision.main(["predict", str(finished[1]), named, os.fsdecode(odd)])  # a run's folder: its latest checkpoint
     (row,) = (row for row in rows if row["file"] == named)
-    shown = [
-        f"{file}  {row['class']} {float(row['probability']):.1%}"
-        for file in (named, odd.decode(errors="backslashreplace"))
-    ]
+    escaped = str(folder / "deep" / "red" / r'a,b "c"\x0d\x0a\xff.png')
+    shown = [f"{file}  {row['class']} {float(row['probability']):.1%}" for file in (named, escaped)]
     assert capsys.readouterr().out == "\n".join([*shown, ""])
 
 
@@ -458,6 +458,8 @@ def test_another_normalization_than_the_starts_is_reported(vit, tmp_path, write_
     )
     assert told in caplog.messages
     assert start_from(write_config(tmp_path))[1]["image_mean"] == [0.485, 0.456, 0.406]
+    config = write_config(tmp_path, model={"pretrained_checkpoint": str(vit), "hidden_size": 24})
+    assert start_from(config, "model.hidden_size=null")[0].hidden_size == 16  # the start's, not a recipe's
     shutil.copytree(vit, tmp_path / "vit")
     (tmp_path / "vit" / "preprocessor_config.json").unlink()
     config = write_config(tmp_path, model={"pretrained_checkpoint": str(tmp_path / "vit")})

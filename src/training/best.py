@@ -47,6 +47,8 @@ class BestCheckpoint(Callback):
         try:
             if follow(best).resolve() != path.resolve():
                 link(best, path.name)
+                if step == self.writer.saved_batch:
+                    self.writer.delete_old(path)  # the one that was best before
         except OSError as error:
             return f"{best} cannot be written ({reason(error)})"
         return None

@@ -97,11 +97,7 @@ class CheckpointWriter(Callback):
                 check_loads(unfinished)
             unfinished.replace(path)
             link(path.with_name(LATEST), path.name)
-            if self.keep >= 1:
-                found, best = checkpoints(self.folder), follow(self.folder / BEST).resolve().name
-                for old in found[found.index(path) :][self.keep :]:  # any newer one is corrupt and was skipped
-                    if old.name != best and (self.uploads is None or self.uploads.busy != old):
-                        old.unlink()
+            self.delete_old(path)
         except OSError as error:
             return reason(error)
         except RuntimeError:  # torch's, after a failed write
@@ -112,6 +108,15 @@ class CheckpointWriter(Callback):
             with contextlib.suppress(OSError):
                 unfinished.unlink(missing_ok=True)
         return None
+
+    def delete_old(self, newest: Path) -> None:
+        """Delete what is not to be kept once `newest` is saved. Raises OSError."""
+        if self.keep < 1:
+            return
+        found, best = checkpoints(self.folder), follow(self.folder / BEST).resolve().name
+        for old in found[found.index(newest) :][self.keep :]:  # any newer one is corrupt and was skipped
+            if old.name != best and (self.uploads is None or self.uploads.busy != old):
+                old.unlink()
 
 
 class _File(io.FileIO):

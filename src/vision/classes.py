@@ -26,7 +26,8 @@ def labels_of(images: "Images", checkpoint: "Checkpoint", by_number: bool = Fals
         return torch.arange(len(images.classes))
     if missing := [name for name in images.classes if name not in names]:
         shown = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
-        unknown = f"{checkpoint.path} does not know the class {shown} of {images.source}"
+        known = "the class" if len(missing) == 1 else "the classes"
+        unknown = f"{checkpoint.path} does not know {known} {shown} of {images.source}"
         raise UserError(f"{unknown}; name other data, or give --by_number if only the names differ")
     return torch.tensor([names.index(name) for name in images.classes])
 

@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the argument MODEL."""
-    words = "checkpoint, Hub folder or Hub name; also a ViT or DeiT of transformers, timm or DeiT's"
+    words = "checkpoint, folder of a run, Hub folder or Hub name; also a ViT or DeiT of transformers, timm or DeiT's"
     parser.add_argument("model", metavar="MODEL", help=words)
 
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import csv
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,8 +62,9 @@ def predict(argv: list[str]) -> None:
                 if write is not None:
                     write([file, *(value for name, share in likely for value in (name, f"{share:.4f}"))])
                 else:
-                    shown = os.fsencode(file).decode(errors="backslashreplace")
-                    print(f"{shown}  {', '.join(f'{name} {share:.1%}' for name, share in likely)}", flush=True)
+                    print(
+                        f"{printable(file)}  {', '.join(f'{name} {share:.1%}' for name, share in likely)}", flush=True
+                    )
         if unreadable:
             log.warning(f"{unreadable:,} of {len(files):,} files could not be read")
         if not counts:
@@ -93,3 +95,9 @@ def csv_file(path: Path, top: int) -> Iterator[Any]:
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
+
+
+def printable(file: str) -> str:
+    """Return the name of a file on one line, with escapes for control characters and bytes of no character."""
+    shown = os.fsencode(file).decode(errors="backslashreplace")
+    return re.sub(r"[\x00-\x1f\x7f]", lambda found: f"\\x{ord(found[0]):02x}", shown)

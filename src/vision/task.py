@@ -67,7 +67,7 @@ class Vision(Task):
             self.data[config.eval_loader.split] = Renumbered(evaluation, classes)
         if checkpoint is not None:
             decide(lambda: check_resumed(checkpoint, dict(enumerate(classes))))
-        section = dict(config.model)
+        section = {name: value for name, value in config.model.items() if value is not None}  # null: the default
         start = section.pop("pretrained_checkpoint", None)
         read = None
         if start is not None:
