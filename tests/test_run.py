@@ -264,7 +264,8 @@ def test_a_resumed_run_takes_its_changed_settings_on_and_records_them(tmp_path, 
     command = [str(config), "max_duration=8ba", *changes]
     with pytest.raises(UserError, match=r"differs in global_train_batch_size, optimizer, scheduler"):
         main.main(command)
-    mean_it = r"to change them on purpose, set resume_with=\[optimizer.lr,optimizer.weight_decay,scheduler.t_warmup,global_train_batch_size"
+    keys = "optimizer.lr,optimizer.weight_decay,scheduler.t_warmup,global_train_batch_size"
+    mean_it = rf"to change them on purpose, set resume_with=\[{keys}"
     with pytest.raises(UserError, match=rf"differs in global_train_batch_size, scheduler; .*{mean_it}"):
         main.main([*command, "resume_with=[optimizer.lr,optimizer.weight_decay]"])
     with pytest.raises(

@@ -31,8 +31,12 @@ class BestCheckpoint(Callback):
 
     def _best_step(self, state: State) -> int | None:
         now = state.timestamp.batch.value
-        lines = decide(lambda: read_json_lines(self.folder / METRICS))
-        return best_step([(x["step"], x["eval"]) for x in lines if "eval" in x and x["step"] <= now], self.curve)
+
+        def found() -> int | None:
+            lines = read_json_lines(self.folder / METRICS)
+            return best_step([(x["step"], x["eval"]) for x in lines if "eval" in x and x["step"] <= now], self.curve)
+
+        return decide(found)  # the other ranks need no more than the step
 
     def _report(self, failure: str | None) -> None:
         if failure:

@@ -6,9 +6,8 @@ import csv
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -76,7 +75,7 @@ def predict(argv: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def csv_file(path: Path, top: int) -> Iterator[Any]:
+def csv_file(path: Path, top: int) -> Iterator[Callable[[Sequence[str]], object]]:
     """Give what writes a row of a CSV file with the columns file, class, probability, class_2, probability_2, …; it
     gets its name once it is complete. Raises UserError if it cannot be written."""
     unfinished = path.with_name(f"{path.name}.unfinished")
