@@ -365,6 +365,17 @@ def test_a_warm_up_that_fills_the_run_is_reported(tmp_path, write_config, caplog
     assert (told in caplog.text) == is_long
 
 
+def test_a_schedule_of_ones_own_may_warm_up_in_units_of_its_own(tmp_path, write_config):
+    schedule = "from composer.optim import ConstantScheduler\n\nclass Own(ConstantScheduler):\n"
+    (tmp_path / "own_schedule.py").write_text(
+        f"{schedule}    def __init__(self, t_warmup):\n        super().__init__()\n"
+    )
+    mine = {"name": "own_schedule:Own", "t_warmup": 100, "alpha_i": None, "alpha_f": None}
+    own = {"scheduler": mine, "code_paths": [str(tmp_path / "own_schedule.py")]}
+    vision.main([str(write_config(tmp_path, max_duration="1ba", **own))])
+    assert metrics(tmp_path / "run")[-1]["step"] == 1
+
+
 def test_a_run_does_not_go_on_with_other_classes(finished, pictures, tmp_path):
     """Its classifier would learn them under the numbers, and the names, of the old ones."""
     config, before = finished

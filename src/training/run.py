@@ -221,7 +221,8 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     at_least = "at least " if end.unit.value == "tok" else ""  # samples may be shorter than the maximum
     total = f"{at_least}{math.ceil(steps):,} steps of {batch:,} samples"
     log.info(f"{config.max_duration}: {total}, up to {tokens:,} tokens per step")
-    warmup = Time.from_timestring(config.scheduler.get("t_warmup") or "0ba")
+    is_own = ":" in str(config.scheduler.get("name"))  # a schedule of the user's, whose arguments may mean anything
+    warmup = Time.from_timestring("0ba" if is_own else config.scheduler.get("t_warmup") or "0ba")
     if 0 < steps * {**per_step, "dur": 1 / steps}[warmup.unit.value] <= warmup.value:
         problem = "is no shorter than the run, so the learning rate never reaches optimizer.lr"
         log.warning(f"scheduler.t_warmup={config.scheduler['t_warmup']} {problem}; shorten it")
