@@ -71,9 +71,12 @@ def test_the_best_step_is_kept_beside_the_newest(finished, capsys):
     assert step_of(folder / BEST) == best and step_of(folder / LATEST) == 8
     assert len(list(folder.glob("ep*-rank0.pt"))) == 2 and not list(folder.glob("*.unfinished"))
     assert json.loads((folder / "summary.json").read_text())["best"]["step"] == best
-    main.main([str(config)])
+    main.main([str(config), "hf_export=end"])
     printed = capsys.readouterr().out
     assert f"the best one  {folder / BEST}\n" in printed and f"export --checkpoint {folder / BEST} --out" in printed
+    last, first = (folder / "hub" / (folder / name).resolve().stem.removesuffix("-rank0") for name in (LATEST, BEST))
+    assert printed.endswith(f"Hub folder    {last}\nthe best one  {first}\n")
+    assert f"At step {best}, with" in (first / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from src.files import METRICS, read_json_lines, write_json
 from src.jobs.experiment import RESULT_FILE
 from src.mlm.finetune_eval import SCRIPT, FinetuneEval
 from src.publish.background import Worker, hold, run_script
-from src.publish.callback import Background, latest
+from src.publish.callback import Background, linked
 from src.training.epochs import steps_left
 from src.training.run_log import RunLog, place
 from src.training.task import in_words
@@ -73,7 +73,7 @@ class FinetuneEvaluations(Background):
     def saved(self, state: State) -> None:
         if (passed := self.intervals(state)) <= self.passed:
             return
-        checkpoint, _ = latest(self.writer.folder)
+        checkpoint, _ = linked(self.writer.folder)
         folder = self.folder / checkpoint.name.removesuffix("-rank0.pt")
         at = place(state)
         shutil.rmtree(folder, ignore_errors=True)

@@ -97,7 +97,7 @@ class HubExports(Background):
 
     def saved(self, state: State) -> None:
         if (step := self.writer.saved_batch) != self.seen:  # an epoch's last step has two events
-            self.seen, self.waiting = step, [(step, *latest(self.writer.folder))]
+            self.seen, self.waiting = step, [(step, *linked(self.writer.folder))]
 
     def start(self, item: tuple[int, Path, Path]) -> Worker | None:
         _, checkpoint, out = item
@@ -119,15 +119,16 @@ class HubExports(Background):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def latest(folder: Path) -> tuple[Path, Path]:
-    """Return a run's latest checkpoint and its Hub folder, which may not exist."""
-    checkpoint = follow(folder / LATEST).resolve()
+def linked(folder: Path, name: str = LATEST) -> tuple[Path, Path]:
+    """Return the checkpoint that a link in a run's folder names and its Hub folder, which may not exist."""
+    checkpoint = follow(folder / name).resolve()
     return checkpoint, folder / "hub" / checkpoint.name.removesuffix("-rank0.pt")
 
 
-def export_last(folder: Path) -> Path:
-    """Return the Hub folder of a finished run's last checkpoint, exporting it if needed. Raises RunFailed."""
-    checkpoint, out = latest(folder)
+def exported(folder: Path, name: str) -> Path:
+    """Return the Hub folder of the checkpoint that a link in a finished run's folder names, exporting it if needed.
+    Raises RunFailed."""
+    checkpoint, out = linked(folder, name)
     if not is_newer(out, checkpoint):
         shutil.rmtree(out, ignore_errors=True)  # exported from an older checkpoint of the same name
         if failure := Worker(export, checkpoint, out).failure():

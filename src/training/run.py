@@ -71,9 +71,11 @@ def run(task: Task) -> None:
         if is_main_process():
             print_summary(folder, task.curves)
             if config.hf_export is not None:
-                from src.publish.callback import export_last
+                from src.publish.callback import exported
 
-                print(f"\nHub folder    {export_last(folder)}")
+                print(f"\nHub folder    {exported(folder, LATEST)}")
+                if config.save_best and follow(folder / BEST).exists():
+                    print(f"the best one  {exported(folder, BEST)}")
             if failure:
                 raise RunFailed(
                     f"the run is finished and saved in {folder}, but {failure}; repeat the command to retry"
