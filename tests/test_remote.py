@@ -12,10 +12,12 @@ import pytest
 import torch
 import warm
 
+import embed
 import main
 from src import files
 from src.checkpoints import remote
 from src.checkpoints.reading import read_pretrained
+from src.embed import encode
 from src.errors import RunFailed, UserError
 from src.publish import commands
 from src.training import uploads
@@ -114,6 +116,16 @@ def test_an_address_is_downloaded_once_for_a_process_and_those_that_it_starts(s3
     monkeypatch.delattr(remote, "_download")
     assert remote.fetch(address, "KEY") == path
     assert json.loads(os.environ[remote.FETCHED]) == {address: str(path)}
+
+
+def test_vectors_by_a_remote_model_are_recognized_by_the_next_process(s3, checkpoint, tmp_path, monkeypatch):
+    s3.upload(checkpoint, "ep0-ba4-rank0.pt")
+    (text := tmp_path / "a.txt").write_text("the king sees a dog\n")
+    command = ["encode", f"{s3.address}/ep0-ba4-rank0.pt", "--data_files", str(text), "--out", str(tmp_path / "out")]
+    embed.main(command)
+    monkeypatch.setenv(remote.FETCHED, "{}")  # as it is there
+    monkeypatch.delattr(encode, "write_all")
+    embed.main(command)
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow
 from pyarrow import parquet
 
+from src.checkpoints.remote import check_exists
 from src.cli import check_alone, log, progress
 from src.data.readers import STANDARD_INPUT, find_files, read_batches
-from src.embed.options import MODEL, add_reading, check_counts, check_path, fingerprint, open_model
+from src.embed.options import MODEL, add_reading, check_counts, fingerprint, open_model
 from src.embed.passages import UNITS
 from src.errors import UserError
 from src.files import check_writable, exclusive_lock, write_json
@@ -45,7 +46,7 @@ def encode(argv: list[str]) -> None:
     check_counts(options, "passages")
     if options.unit != "tokens" and options.passages is None:
         raise UserError(f"--unit {options.unit} needs --passages; set it to the maximum tokens per passage")
-    check_path(options.model)
+    check_exists(options.model, "MODEL")
     check_writable("--out", options.out)
     files = find_files(options.data_files)
     if STANDARD_INPUT in files:

@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from src.checkpoints.remote import check_exists
 from src.cli import check_alone, log
 from src.embed.beir import Retrieval, read_beir
-from src.embed.options import MODEL, add_reading, check_counts, check_path, fingerprint, open_model
+from src.embed.options import MODEL, add_reading, check_counts, fingerprint, open_model
 from src.errors import UserError
 from src.files import check_writable, distinct, sha256, write_atomically, write_json
 from src.jobs.report import writing
@@ -33,7 +34,7 @@ def evaluate(argv: list[str]) -> None:
         check_writable("--out", options.out)
     titles = distinct(options.models, "MODEL")
     for model in options.models:  # before hours with the others
-        check_path(model)
+        check_exists(model, "MODEL")
     retrievals = {}
     for folder, title in zip(options.data, distinct([str(folder) for folder in options.data], "--data")):
         retrievals[title] = read_beir(folder, options.split)

@@ -1,13 +1,11 @@
 """Options of the commands that read texts with a model, and the model that they choose. Imports nothing slow."""
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from src.checkpoints.remote import fetch, is_remote
 from src.cli import log
 from src.config import Rule, check_value
-from src.errors import UserError
-from src.files import looks_like_path
 
 if TYPE_CHECKING:
     from src.embed.encoder import Encoder
@@ -37,11 +35,6 @@ def check_counts(options: Namespace, *names: str) -> None:
     for name in ("max_seq_len", "batch_tokens", "piece_length", "dims", *names):
         least = 3 if name == "max_seq_len" else 1
         check_value(f"--{name}", getattr(options, name), int | None, Rule(at_least=least))
-
-
-def check_path(model: str) -> None:
-    if looks_like_path(model) and not Path(model).exists():
-        raise UserError(f"MODEL: {model} is not a file or folder; fix its path")
 
 
 def open_model(model: str, options: Namespace) -> "Encoder":
@@ -74,9 +67,11 @@ def open_model(model: str, options: Namespace) -> "Encoder":
 
 
 def fingerprint(model: str, options: Namespace) -> dict[str, Any]:
-    """What vectors depend on besides the texts, to recognize them."""
-    path = Path(model)
+    """What vectors depend on besides the texts, to recognize them. Raises UserError."""
+    path = fetch(model, "MODEL")
     files = [path] if path.is_file() else sorted(path.glob("*.*")) if path.is_dir() else []
     facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    if is_remote(model):  # a file's time is that of its download
+        facts = [[name, size] for name, size, _ in facts]
     given = {} if options.dims is None else {"dims": options.dims}  # which folders of earlier versions do not have
     return {"model": model, "files": facts, **{name: getattr(options, name) for name in READING}, **given}
