@@ -49,7 +49,7 @@ def run(main: Callable[[list[str]], None]) -> None:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.status)
     except KeyboardInterrupt:
-        log.info("interrupted; run the same command again to go on")
+        log.info("interrupted; repeat the command to resume or restart it")
         sys.exit(130)
     except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -98,7 +98,7 @@ def test_an_interrupted_command_ends_with_the_status_of_its_signal(ending, statu
     with caplog.at_level(logging.INFO, cli.log.name), pytest.raises(SystemExit) as ended:
         cli.run(main)
     assert ended.value.code == status
-    assert caplog.messages.count("interrupted; run the same command again to go on") == logged
+    assert caplog.messages.count("interrupted; repeat the command to resume or restart it") == logged
 
 
 @pytest.mark.parametrize(

@@ -491,7 +491,7 @@ def test_workers_end_with_a_killed_process_and_the_next_resumes(number, long_sou
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     assert "Traceback" not in stderr
-    assert stderr.endswith("run the same command again to go on\n") == (number == signal.SIGINT)
+    assert stderr.endswith("repeat the command to resume or restart it\n") == (number == signal.SIGINT)
     deadline = time.monotonic() + 30
     while alive(process.pid):
         assert time.monotonic() < deadline, "workers outlive the command"
