@@ -53,8 +53,8 @@ def texts() -> list[list[int]]:
 def batch_of(ids, pairs: int, texts: int | None, tokens: int | None, packing: bool) -> dict:
     """What the collator gives, with keys and positives that are made up: query 1 knows document 2 too."""
     parts = [assemble(ids, group, 0, packing) for group in split(list(map(len, ids)), texts, tokens, packing)]
-    keys = torch.tensor([hash(tuple(text)) for text in ids[pairs:]])
-    positives = torch.tensor([*enumerate(keys[:pairs].tolist()), (1, int(keys[2])), (1, -9)])
+    keys = torch.tensor([[hash(tuple(text))] * 2 for text in ids[pairs:]])
+    positives = torch.tensor([*enumerate(keys[:pairs, 0].tolist()), (1, int(keys[2, 0])), (1, -9)])
     return {"parts": parts, "keys": keys, "positives": positives, "counts": {"queries": pairs}}
 
 

@@ -16,7 +16,7 @@ import embed
 from src.checkpoints.reading import read_checkpoint
 from src.embed import batches
 from src.embed.config import EmbedConfig
-from src.embed.pairs import open_pairs, text_key
+from src.embed.pairs import open_pairs, text_key, tokens_key
 from src.embed.task import Embedding
 from src.errors import UserError
 from src.training.config import load_config
@@ -209,9 +209,11 @@ def test_a_batch_has_what_the_loss_needs(pairs, tmp_path, tokenizer):
     for number, pair in enumerate(texts):
         assert ids[number].tolist() == tokenizer(pair.query, truncation=True, max_length=12)["input_ids"]
         assert ids[3 + number].tolist() == tokenizer(pair.document, truncation=True, max_length=24)["input_ids"]
-    assert batch["keys"][:3].tolist() == [text_key(pair.document) for pair in texts]
-    assert {*batch["keys"][3:5].tolist()} < {text_key(text) for text in texts[0].negatives}
-    assert batch["keys"][5:].tolist() == [text_key(text) for pair in texts[1:] for text in pair.negatives]
+    keys, as_read = batch["keys"].T.tolist()
+    assert keys[:3] == [text_key(pair.document) for pair in texts]
+    assert {*keys[3:5]} < {text_key(text) for text in texts[0].negatives}
+    assert keys[5:] == [text_key(text) for pair in texts[1:] for text in pair.negatives]
+    assert as_read == [tokens_key(ids[number].tolist()) for number in range(3, 11)]
     assert batches.count_samples(batch) == 3
     assert batches.count_tokens(batch) == {"total": sum(map(len, ids.values())), "loss_generating": 3.0}
 

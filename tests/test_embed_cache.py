@@ -19,15 +19,16 @@ def test_the_loss_is_its_formula(symmetric, dims):
     B, N, τ = 4, 7, 0.3
     q, d = (F.normalize(torch.randn(n, 8, dtype=torch.float64, generator=generator), dim=-1) for n in (B, N))
     keys, positives = torch.tensor([1, 2, 3, 1, 5, 2, 7]), [[1, 7, 8], [2], [3], [1]]
+    read = torch.tensor([1, 2, 5, 1, 5, 2, 7])  # cut, the third document is the fifth
     pairs = torch.tensor([(row, key) for row, of_row in enumerate(positives) for key in of_row])
-    excluded = false_negatives(keys, pairs, B)
+    excluded = false_negatives(torch.stack([keys, read], 1), pairs, B)
     expected = 0.0
     for m in dims or (8,):
         u, v = (F.normalize(x[:, :m], dim=-1) for x in (q, d))
         s = (u @ v.T / τ).tolist()
 
         def counts(i, j):
-            return j == i or not (keys[j] == keys[i] or keys[j] in positives[i])
+            return j == i or not (keys[j] == keys[i] or keys[j] in positives[i] or read[j] == read[i])
 
         rows = [
             -math.log(math.exp(s[i][i]) / sum(math.exp(s[i][j]) for j in range(N) if counts(i, j))) for i in range(B)

@@ -19,7 +19,7 @@ from src.data.readers import grouped
 from src.data.streaming import ignore_signals
 from src.embed.beir import Retrieval
 from src.embed.microbatches import Part, assemble, split
-from src.embed.pairs import Pairs, text_key
+from src.embed.pairs import Pairs, text_key, tokens_key
 from src.embed.passages import Span, cut_around, prompt_tokens, shifted, special_tokens, tokens_of
 from src.errors import UserError
 
@@ -191,8 +191,9 @@ class CutTexts:
 
 
 class Collator:
-    """Draws → a device's batch: `parts`, microbatches; `keys`, (texts − queries,), of documents and then negatives;
-    `positives`, (P, 2), a query's number and the key of a document that is a pair of it; and `counts`."""
+    """Draws → a device's batch: `parts`, microbatches; `keys`, (texts − queries, 2), of documents and then negatives, by
+    text and as they are read; `positives`, (P, 2), a query's number and the key of the text of a document that is a
+    pair of it; and `counts`."""
 
     def __init__(
         self,
@@ -226,11 +227,12 @@ class Collator:
         numbers = np.repeat(np.arange(len(positives)), [*map(len, positives)])
         query_ids, query_spans, cut_queries = tokenize(self.tokenizer, queries, self.limits[0])
         document_ids, spans, cut_documents = tokenize(self.tokenizer, documents + others, self.limits[1])
+        as_read = [tokens_key(*document) for document in zip(document_ids, spans)]
         ids, spans = query_ids + document_ids, query_spans + spans
         groups = split([len(text) for text in ids], *self.microbatch, self.packing)
         return {
             "parts": [assemble(ids, group, self.tokenizer.pad_token_id, self.packing, spans) for group in groups],
-            "keys": torch.tensor([*keys, *of_others]),
+            "keys": torch.tensor([[*keys, *of_others], as_read]).T,
             "positives": torch.from_numpy(np.stack([numbers, np.concatenate(positives)], 1)),
             "counts": {
                 "queries": len(queries), "documents": len(document_ids),

@@ -12,17 +12,18 @@ AT_ONCE = 1024  # positives that are looked for among the keys
 
 def false_negatives(keys: Tensor, positives: Tensor, queries: int) -> Tensor:
     """Return which documents must not count against a query, (B, N): those other than its own that have the text of its
-    own, or of another of its positives.
+    own, or of another of its positives, or are read as its own.
 
     Args:
-        keys: (N,), numbers of the documents' texts.
+        keys: (N, 2), numbers of the documents' texts, and of their tokens as they are read.
         positives: (P, 2), a query, from 0, and the number of a text that is a positive of it.
         queries: B.
     """
-    found = keys[:queries, None] == keys
-    present = positives[torch.isin(positives[:, 1], keys)]  # most of a query's positives are not in the batch
+    texts, read = keys.unbind(1)
+    found = (texts[:queries, None] == texts) | (read[:queries, None] == read)
+    present = positives[torch.isin(positives[:, 1], texts)]  # most of a query's positives are not in the batch
     for of_some in present.split(AT_ONCE):
-        rows, columns = (of_some[:, 1:] == keys).nonzero(as_tuple=True)
+        rows, columns = (of_some[:, 1:] == texts).nonzero(as_tuple=True)
         found[of_some[rows, 0], columns] = True
     found.fill_diagonal_(False)
     return found

@@ -37,7 +37,16 @@ class Pair(NamedTuple):
 def text_key(text: str, passage: Sequence[int] | None = None) -> int:
     """A number by which equal texts, or passages, are recognized."""
     text += "" if passage is None else f"\n{[*passage]}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    return _number(text.encode())
+
+
+def tokens_key(ids: Sequence[int], span: Sequence[int] | None = None) -> int:
+    """The same of texts as they are read: of their tokens, up to the maximum length, and those of the passage."""
+    return _number(np.array([*ids, *(() if span is None else (-1, *span))], np.int32).tobytes())
+
+
+def _number(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
 @dataclass
