@@ -214,12 +214,13 @@ def test_the_summary_has_the_first_the_best_and_the_last_evaluation(config, tmp_
         "before": result(0, 4.0) if first == 0 else None,
         "best": result(3, 2.0),
         "after": result(6, 3.0),
+        "best_by": "loss",
     }
     run_folder.print_summary(tmp_path, CURVES)
     printed = capsys.readouterr().out.splitlines()
     assert printed[1].split("   ")[-3:][0].strip() == "loss"
     rows = [line.split() for line in printed[2:] if line.startswith(("before", "best", "after"))]
-    expected = [["before", "4.000"], ["best,", "step", "3", "2.000"], ["after", "3.000"]]
+    expected = [["before", "4.000"], ["best", "loss,", "step", "3", "2.000"], ["after", "3.000"]]
     assert rows == [[*row, "25.00%", "12.50%"] for row in (expected if first == 0 else expected[1:])]
     for damaged in ('{"run": "ti', "{}", "[]"):
         (tmp_path / "summary.json").write_text(damaged)

@@ -371,9 +371,10 @@ def write_summary(task: Task, folder: Path, step: int, parameters: int, title: s
     results = [{"step": at, **{curve.name: values[curve.eval_key] for curve in curves}} for at, values in evaluations]
     before = results[0] if results[0]["step"] == 0 else None
     best = min(results, key=lambda result: result[curves[0].name])
-    kept = {}
+    kept = {"best_by": curves[0].title}
     if (curve := task.best_curve()) and (best_at := best_step(evaluations, curve)) is not None:
         best = next(result for result in results if result["step"] == best_at)
+        kept["best_by"] = curve.title
         if checkpoint_step(follow(folder / BEST).resolve().name) == best_at:
             kept["best_checkpoint"] = BEST
     summary = {"run": name, "parameters": parameters, "seconds": max(line["seconds"] for line in lines)}
@@ -398,12 +399,14 @@ def print_summary(folder: Path, curves: tuple[Curve, ...]) -> None:
     except (ValueError, LookupError, TypeError):
         raise UserError(f"{path} is corrupt; delete it and repeat the command, which writes it again") from None
     widths = {curve: max(8, len(curve.title) + 3) for curve in curves}
-    print(f"\n{'':14}{''.join(curve.title.rjust(width) for curve, width in widths.items())}")
+    by = f" {summary['best_by']}" if "best_by" in summary else ""  # which earlier versions did not write
+    best = f"best{by}, step {results['best']['step']:,}"
+    first = max(14, len(best) + 1)
+    print(f"\n{'':{first}}{''.join(curve.title.rjust(width) for curve, width in widths.items())}")
     for name, result in results.items():
         if result and not (name == "best" and result == results["after"]):
-            shown = f"{name}, step {result['step']:,}" if name == "best" else name
             values = (f"{result[c.name]:{width}{'.2%' if c.percent else '.3f'}}" for c, width in widths.items())
-            print(f"{shown:14}{''.join(values)}")
+            print(f"{best if name == 'best' else name:{first}}{''.join(values)}")
     if finetuned := summary.get("finetuned"):
         step = finetuned[-1].pop("step")
         print(f"\nfine-tuned    {in_words(finetuned[-1])}, from step {step:,}")
