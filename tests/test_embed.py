@@ -235,6 +235,34 @@ def test_held_out_pairs_are_evaluated_with_the_prompts_of_their_source(write_con
         start += len(given)
 
 
+def test_no_query_of_a_held_out_pair_is_trained_on(tmp_path):
+    rows = [{"query": f"q{n % 30}", "document": f"d{n}"} for n in range(90)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_pairs("x", {"files": str(tmp_path / "pairs.jsonl")}, {}, tmp_path)
+    data = batches.PairDataset([source], seed=1, held_out=8)
+    held, trained = ({source[int(row)].query for row in rows} for rows in (data.held_out[0], data.rows[0]))
+    assert len(data.held_out[0]) == 8 and held | trained == {row["query"] for row in rows} and not held & trained
+    assert len(data) == 90 - 3 * len(held) and data.repeated == 90 - 8 - len(data)
+    assert batches.PairDataset([source], seed=1).repeated == 0
+
+
+def test_a_run_resumes_with_the_pairs_with_which_it_began(pairs, tmp_path):
+    data = dataset(pairs, tmp_path)
+    state = data.state_dict(16, False)
+    data.load_state_dict(state)
+    data.load_state_dict({"sample_in_epoch": 16})  # of an earlier version
+    assert data.resume_at == 16
+    (changed := tmp_path / "changed").mkdir()
+    for path in pairs.iterdir():
+        (changed / path.name).write_text(
+            path.read_text() + ("one more?,a last answer\n" if path.suffix == ".csv" else "")
+        )
+    with pytest.raises(
+        UserError, match=r"^data\.b: the pairs have changed since the checkpoint; restore the files, or"
+    ):
+        dataset(changed, changed).load_state_dict(state)
+
+
 def test_a_text_that_is_in_many_pairs_does_not_slow_each_batch(tmp_path):
     rows = [{"query": f"q{n}", "document": "same" if n % 3 else f"d{n}"} for n in range(3000)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -305,9 +333,15 @@ ROWS = [
         '{"query": "a", "document": null, "negatives": []}\n',
         "line 2: the document (document) is missing; fix or remove",
     ),
-    ('{"query": "a", "document": 5, "negatives": []}\n', "line 2: the document (document) is a int, not text"),
-    ('{"query": "a", "document": "b", "negatives": "c"}\n', "line 2: the negatives (negatives) are not texts"),
-    ('{"query": "a", "document": "b", "negatives": [""]}\n', "line 2: the negatives (negatives) are not texts"),
+    ('{"query": "a", "document": 5, "negatives": []}\n', "line 2: the document (document) is not text, but 5"),
+    (
+        '{"query": "a", "document": "b", "negatives": "c"}\n',
+        "line 2: the negatives (negatives) must be a list of non-empty texts (got",
+    ),
+    (
+        '{"query": "a", "document": "b", "negatives": [""]}\n',
+        "line 2: the negatives (negatives) must be a list of non-empty texts (got",
+    ),
     ('{"query": "a", "document": "b"}\n', "line 2: no negatives"),
 ]
 

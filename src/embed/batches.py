@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from src.embed.microbatches import Part, assemble, split
 from src.embed.pairs import Pairs, text_key, tokens_key
 from src.embed.passages import Span, cut_around, prompt_tokens, shifted, special_tokens, tokens_of
 from src.errors import UserError
+from src.files import sha256
 
 ROWS, SOURCES, NEGATIVES = range(3)  # what random numbers are for
 PATIENCE = 8  # times the rows of a source, drawn in vain for one batch
@@ -41,13 +43,19 @@ def shuffled(count: int, *entropy: int) -> np.ndarray:
 
 
 class PairDataset(Dataset):
-    """Pairs of sources, by Draw. `held_out` are rows of each that training does not see. It also holds the position
-    from which an epoch resumes, which Composer stores and restores here."""
+    """Pairs of sources, by Draw. `held_out` are rows of each that training does not see; nor, with `apart`, others of
+    their queries. It also holds the position from which an epoch resumes, which Composer stores and restores here."""
 
-    def __init__(self, sources: Sequence[Pairs], seed: int, held_out: int = 0):
+    def __init__(self, sources: Sequence[Pairs], seed: int, held_out: int = 0, apart: bool = True):
         self.sources, self.seed = sources, seed
         orders = [shuffled(len(pairs), seed, ROWS, number) for number, pairs in enumerate(sources)]
         self.held_out, self.rows = [order[:held_out] for order in orders], [order[held_out:] for order in orders]
+        self.repeated = 0  # pairs that are omitted for their query
+        if apart:
+            held = np.concatenate([pairs.query_keys[rows] for pairs, rows in zip(sources, self.held_out)])
+            repeat = [np.isin(pairs.query_keys[rows], held) for pairs, rows in zip(sources, self.rows)]
+            self.rows = [rows[~those] for rows, those in zip(self.rows, repeat)]
+            self.repeated = int(sum(map(np.sum, repeat)))
         self.resume_at = 0  # pairs of the epoch, on all devices, that a resumed run has already seen
 
     def __len__(self) -> int:
@@ -56,10 +64,24 @@ class PairDataset(Dataset):
     def __getitem__(self, draw: Draw) -> Draw:
         return draw
 
-    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, int]:
-        return {"sample_in_epoch": num_samples}
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        return {"sample_in_epoch": num_samples, "pairs": self.digests}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """What the pairs of each source are recognized by."""
+        return {
+            pairs.name: sha256([np.ascontiguousarray(keys).data for keys in (pairs.query_keys, pairs.document_keys)])
+            for pairs in self.sources
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a `state_dict`; earlier versions stored no `pairs`. Raises UserError if they have changed: others
+        would be held out, and numbered otherwise."""
+        if changed := [name for name, digest in state.get("pairs", {}).items() if self.digests.get(name) != digest]:
+            found = f"data.{changed[0]}: the pairs have changed since the checkpoint"
+            way_out = "start another run from its weights with starting_checkpoint_load_path"
+            raise UserError(f"{found}; restore the files, or {way_out}")
         self.resume_at = state["sample_in_epoch"]
 
     def positives(self, query_key: int) -> np.ndarray:

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,11 +155,12 @@ def _read(name: str, source: dict[str, Any]) -> Iterator[Pair]:
                 where, fix = f"{path}, line {number}", "fix or remove the row"
                 for kind, text in (("query", query), ("document", document)):
                     if not isinstance(text, str) or not text.strip():
-                        what = "missing" if text is None else f"a {type(text).__name__}, not text"
+                        what = "missing" if text is None else f"not text, but {shorten(repr(text), 40)}"
                         what = "empty" if isinstance(text, str) else what
                         raise UserError(f"{where}: the {kind} ({columns[kind]}) is {what}; {fix}")
                 if not isinstance(found, list) or not all(isinstance(text, str) and text.strip() for text in found):
-                    raise UserError(f"{where}: the negatives ({negatives}) are not texts that are not empty; {fix}")
+                    problem = f"the negatives ({negatives}) must be a list of non-empty texts"
+                    raise UserError(f"{where}: {problem} (got {shorten(repr(found), 60)}); {fix}")
                 bar.update()
                 if passage:
                     passage = check_passage(passage[0] if isinstance(place, str) else passage, document, where)

@@ -46,7 +46,7 @@ class Embedding(Task):
         from src.embed.model import LionEmbedder
         from src.embed.pairs import open_pairs
         from src.lion import LionConfig, LionEmbeddingModel
-        from src.training.loading import read_start
+        from src.training.loading import position_in_data, read_start
         from src.training.text_model import (
             build_lion_config,
             build_tokenizer,
@@ -58,7 +58,11 @@ class Embedding(Task):
         config, read, own = self.config, None, None
         folder = Path(config.save_folder) / "pairs"
         sources = [open_pairs(name, source, config.prompts, folder) for name, source in config.data.items()]
-        self.dataset = PairDataset(sources, config.seed, 0 if config.eval_data else config.held_out)
+        # Runs of earlier versions, which stored no digest of their pairs, trained on other pairs of held-out queries.
+        apart = checkpoint is None or "pairs" in position_in_data(checkpoint)
+        self.dataset = PairDataset(sources, config.seed, 0 if config.eval_data else config.held_out, apart)
+        if repeated := self.dataset.repeated:
+            log.info(f"{repeated:,} pairs have the query of a held-out pair, and are not trained on either")
         if config.eval_data:
             data = [read_beir(Path(name), config.eval_split, "eval_data") for name in config.eval_data]
             self.prompts = [config.prompts] * len(data)
@@ -89,6 +93,10 @@ class Embedding(Task):
             stored, read.config = read.config, LionConfig(**lion_arguments(settings.to_dict()))
             model = embedding_model(read, stored)
             log.info(f"weights of {start}")
+            its = {"pooling": stored.pooling, "prompts": read.embedding.get("prompts", {})} if read.embedding else {}
+            for name, value in its.items():
+                if value != (now := getattr(config, name)):
+                    log.warning(f"{start} was trained with {name}={value or 'none'}, and this run has {now or 'none'}")
             widen_horizons(model.lion, stored)
         set_state_passing(model.lion, config.state_passing)
         facts = {"prompts": config.prompts, "max_seq_len": config.max_seq_len}

@@ -31,6 +31,11 @@ def read_start(name: str, key: str, resumed: Path | None, **how: Any) -> Checkpo
     return read_pretrained(name, key, **how)
 
 
+def position_in_data(checkpoint: Path) -> dict[str, Any]:
+    """Return what the training data had stored in a checkpoint. Every rank must call this. Raises UserError."""
+    return decide(lambda: load_safely(checkpoint)["state"].get("dataset_state", {}).get("train") or {})
+
+
 def load_checkpoint(path: str, state: State, logger: Logger, algorithm_passes: Any = None, **_: Any) -> Any:
     """Restore a run, in place of Composer's function, with which every rank reads the file and unpickles what it names.
     Returns the states of the random number generators. Raises UserError."""
