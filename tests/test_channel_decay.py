@@ -77,6 +77,15 @@ def test_every_form_has_the_outputs_and_gradients_of_the_definition(form, decay,
     assert_all_close(actual, reference(*case))
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("decay", ["head", "token"])
+def test_decays_of_a_single_token_have_gradients_of_0(form, decay):
+    (q, k, v, log_decay), _ = draw(decay, 1)
+    log_decay[..., 0] = -torch.inf
+    linear_attention(q, k, v, log_decay.requires_grad_(), form=form).sum().backward()
+    assert log_decay.grad.abs().sum() == 0
+
+
 @pytest.mark.parametrize("options", [{"normalize": True}, {"scale": 0.7, "normalize": True}, {"causal": True}], ids=str)
 @pytest.mark.parametrize("mask", ["holes", "left"])
 @pytest.mark.parametrize("length", [1, 16, 33])

@@ -213,7 +213,7 @@ class CutTexts:
 
 
 class Collator:
-    """Draws → a device's batch: `parts`, microbatches; `keys`, (texts − queries, 2), of documents and then negatives, by
+    """Draws → a device's batch: `parts`, microbatches; `keys`, (texts − queries, 2), of documents, then negatives, by
     text and as they are read; `positives`, (P, 2), a query's number and the key of the text of a document that is a
     pair of it; and `counts`."""
 

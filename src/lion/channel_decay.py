@@ -69,6 +69,8 @@ def attend_by_channel(
             q, k = (x if x.dtype == v.dtype else x.to(wide) for x in (q, k))
             return _in_kernel(q, k, v, log_decay, log_decay_future, left_state, right_state, seq_idx, scale, causal)
         q, k, v = scale * q.to(wide), k.to(wide), v.to(wide)
+        if q.shape[2] == 1:  # no decay has an effect, but each has a gradient, of 0
+            q = q + sum(0 * decay.exp().sum() for decay in (log_decay, log_decay_future) if decay is not None)
         given = q, k, v, log_decay, log_decay_future, left_state, right_state, seq_idx
         if form == "recurrent":
             return _recurrent(*given, causal)
