@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--mixers", nargs="+", default=MIXERS, choices=MIXERS, help="(default: all)")
-    add("--length", type=int, default=2048, help="tokens of a long row, a multiple of 512 (default: 2048)")
+    add("--length", type=int, default=2048, help="tokens of a long row, a multiple of 512 from 1024 (default: 2048)")
     add("--tokens", type=int, default=2**20, help="of pretraining; a step takes 2048 (default: 1048576)")
     add("--anneal_tokens", type=int, default=2**19, help="of annealing (default: 524288)")
     add("--lr", type=float, default=1.2e-3, help="peak of annealing; that of pretraining is 1.2e-3 (default: the same)")

@@ -37,7 +37,7 @@ def test_the_docs_state_the_parameters_of_every_model(name):
     else:
         table = (ROOT / "docs/pretraining.md").read_text()
         rows = re.findall(r"^\| `([\w-]+)\.yaml` .*?\| *([\d,]+) \|$", table, re.MULTILINE)
-        assert dict(rows)[name] == f"{parameters:,}"
+        assert dict(rows).get(name) == f"{parameters:,}", f"the table of configs has another number for {name}, or none"
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ class LionConfig(LayersConfig):
             raise ValueError(f"short_conv must be 0 or odd (got {short_conv})")
         if normalize_rows and feature_map == "none":
             raise ValueError(
-                "normalize_rows divides by sums, which a feature_map keeps above 0; set it to silu or sigmoid"
+                "normalize_rows divides by sums, which a feature_map keeps above 0; set it to silu, sigmoid or elu"
             )
         if normalize_rows and position_embedding == "rope":
             raise ValueError("normalize_rows divides by sums, which rope does not keep above 0; omit one")

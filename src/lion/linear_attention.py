@@ -334,6 +334,11 @@ def _check(
             raise ValueError(f"{name} is None; give k and v, or neither if q holds all three")
         if x.ndim != 4:
             raise ValueError(f"{name} must be (batch, heads, length, head_dim) (got {tuple(x.shape)})")
+        if not x.is_floating_point() or (x is not v and x.shape[-1] == 0):
+            raise ValueError(f"{name} must have floating-point numbers in each head (got {x.dtype}, {tuple(x.shape)})")
+    for name, x in (("log_decay", log_decay), ("log_decay_future", log_decay_future)):
+        if not (x is None or isinstance(x, Tensor)):
+            raise ValueError(f"{name} must be a tensor, such as torch.full((heads,), -0.1) (got {x!r})")
     (B, G, L, D), (H, E) = q.shape, (v.shape[1], v.shape[-1])
     H = H if H % G == 0 else G
     state, decays = (B, H, D, E + int(normalize)), [(H,), (B, H, L), (H, D), (B, H, L, D)]

@@ -405,7 +405,7 @@ class DecayingMixer(LinearMixer):
 
     def add_to_logits(self, amount: Tensor) -> None:
         """Add an amount to each logit, (H,) or (2H,)."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define add_to_logits, to start with other horizons")
 
     def widen(self, x: Tensor) -> None:
         """Widen the horizons of the slower half of the heads to those configured, and leave the other heads as they
@@ -455,8 +455,8 @@ class LionS(DecayingMixer):
         self.decay.bias.sub_(amount.to(self.decay.bias))
 
     def forget_logits(self, x: Tensor) -> Tensor | None:
-        config = self.config
-        needs_decays = config.separate_decays or config.channel_decays or config.key_weight != "none"
+        config, own = self.config, type(self).log_decay is not LionS.log_decay  # a subclass has another decay
+        needs_decays = own or config.separate_decays or config.channel_decays or config.key_weight != "none"
         return None if needs_decays else self._logits(x)
 
     def _logits(self, x: Tensor) -> Tensor:

@@ -73,8 +73,12 @@ class LraExperiment(Experiment):
         from src.lra.training import run
 
         task, prepared = job.task, self.prepared[job.task.name]
-        origin = prepared.about["origin"]
-        notes = [note for note in (origin, "validated on the test set" * (task.validation == "test")) if note]
+        origin, cut = prepared.about["origin"], prepared.about["splits"]["train"]["cut"]
+        notes = [
+            *([origin] if origin else []),
+            *([f"{cut:.1%} of the training inputs truncated to {task.max_length:,}"] if cut else []),
+            *(["validated on the test set"] if task.validation == "test" else []),
+        ]
         result = run(self.config, job, device, steps, prepared)
         counted = counts(task, origin)
         return {**result, "notes": notes, **{a.key: counted and task.name in a.tasks for a in self.averages}}

@@ -133,7 +133,8 @@ class RunLog(LoggerDestination):
         self.estimated = True
         minutes = math.ceil(left * median / 60)
         rate = (tokens if self.counts == "tokens" else samples) / steps / median
-        log.info(f"about {minutes // 60}:{minutes % 60:02} hours left at {rate:,.0f} {self.counts}/s")
+        time = "less than a minute" if minutes <= 1 else f"about {minutes // 60}:{minutes % 60:02} hours"
+        log.info(f"{time} left at {rate:,.0f} {self.counts}/s")
 
     def eval_end(self, state: State, logger: Logger) -> None:
         values = {}
