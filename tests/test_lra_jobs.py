@@ -32,7 +32,7 @@ TASKS = {
     "listops": {**ONE, "epochs": 5, "seeds": [1, 2]},
     "retrieval": ONE,
     "micro": {**ONE, "epochs": 5, "like": "listops", "title": "In parts", "microbatch_size": 3},
-    "still": {**ONE, "like": "retrieval", "title": "Still", "lr": 0.0, "validation": "test"},
+    "still": {**ONE, "like": "retrieval", "title": "Still", "lr": 0.0, "validation": "test", "max_length": 6},
 }
 
 
@@ -114,7 +114,8 @@ def test_the_report_as_json_has_rows_seeds_and_both_averages(trained):
     rows = {row["task"]: row for row in report["tasks"]}
     assert [*rows] == [*TASKS] and rows["listops"]["folders"] == {"1": "listops-1", "2": "listops-2"}
     assert {name: row["lra"] for name, row in rows.items()} == {**dict.fromkeys(TASKS, False), "retrieval": True}
-    assert rows["still"]["notes"] == ["validated on the test set"] and rows["still"]["at_chance"] == ["1"]
+    notes = ["50.0% of the training inputs truncated to 6", "validated on the test set"]
+    assert rows["still"]["notes"] == notes and rows["still"]["at_chance"] == ["1"]
     assert "notes" not in rows["retrieval"]
     scores = [result(folder / "jobs" / f"listops-{seed}")["score"] for seed in (1, 2)]
     assert [*rows["listops"]["seeds"].values()] == scores and rows["listops"]["mean"] == pytest.approx(sum(scores) / 2)
