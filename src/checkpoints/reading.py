@@ -38,7 +38,6 @@ from src.checkpoints.safe_load import load_safely
 from src.checkpoints.timm_models import PATCHES, timm_processor, timm_settings, weights_of_timm
 from src.cli import log
 from src.errors import UserError, first_line, some
-from src.files import LATEST
 
 MODELS = tuple(name for name in lion.__all__ if name.endswith("Model") or name.startswith("LionFor"))
 OF_LRA = "SequenceClassifier"  # the class of lra.py's models, whose inputs and head are its own
@@ -181,11 +180,8 @@ def read_pretrained(name: str, key: str, reads: str = "texts", given: Collection
         except Exception as error:  # whatever the Hub client raises
             reason = f"not a file or folder, and cannot be downloaded from the Hugging Face Hub ({first_line(error)})"
             raise UserError(f"{key}: {name} is {reason}; fix its path or name") from None
-    if path.is_dir() and not (path / "config.json").is_file():
-        if (path / LATEST).exists():  # the folder of a run
-            path = path / LATEST
-        elif len(files := list(path.glob("*.pt"))) == 1:
-            path = files[0]  # the paper's authors publish theirs this way
+    if path.is_dir() and not (path / "config.json").is_file() and len(files := list(path.glob("*.pt"))) == 1:
+        path = files[0]  # the paper's authors publish theirs this way
     read = read_folder(path) if path.is_dir() else read_checkpoint(path)
     if read.reads != reads:
         raise UserError(f"{key}: {name} reads {read.reads}; give a model that reads {reads}")

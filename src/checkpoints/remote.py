@@ -85,11 +85,13 @@ class Store:
 
 
 def fetch(name: str, key: str) -> Path:
-    """Return the path of a checkpoint, or, for a folder with config.json, of the folder. What is in an object store is
-    downloaded, once, for as long as this process runs: a file, a run folder's latest checkpoint, or a Hub folder.
-    Raises UserError, naming the `key` that holds the name."""
+    """Return the path of a checkpoint, which is a run folder's latest, or that of a folder with config.json. What is in
+    an object store is downloaded, once, for as long as this process runs. Raises UserError, naming the `key` that holds
+    the name."""
     if not is_remote(name):
-        return follow(Path(name))
+        path = follow(Path(name))
+        is_run = not (path / "config.json").is_file() and (path / LATEST).exists()
+        return follow(path / LATEST) if is_run else path
     fetched = json.loads(os.environ.get(FETCHED, "{}"))
     if name not in fetched or not Path(fetched[name]).exists():
         fetched[name] = str(_download(name, key))

@@ -49,7 +49,7 @@ def export(
     if out.exists():
         raise UserError(f"--out {out} already exists; choose another folder")
     if not published and not is_remote(checkpoint):
-        check_checkpoint_exists(Path(checkpoint))
+        check_checkpoint_exists(fetch(str(checkpoint), "--checkpoint"))
     scores = None if glue is None else read_scores(glue)
     read = open_checkpoint(str(checkpoint), tokenizer)
     if bool(read.published) != published:
