@@ -19,6 +19,7 @@ from src.embed.config import EmbedConfig
 from src.embed.pairs import open_pairs, text_key, tokens_key
 from src.embed.task import Embedding
 from src.errors import UserError
+from src.publish.card import model_card
 from src.training.config import load_config
 
 pytestmark = pytest.mark.slow  # most tests need a run
@@ -92,6 +93,15 @@ def test_a_run_learns_says_what_it_cut_and_can_be_scored(trained, tmp_path, caps
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["best"]["loss"] < summary["before"]["loss"]
     assert lines(folder)[-2]["cut_documents"] > 0.1 and (folder / "curves.png").is_file()
+    card = model_card(read_checkpoint(folder / "latest-rank0.pt"), "name")
+    for fact in (
+        "(`truncate_dim`): 8, 32",
+        "sources: a, b",
+        "negatives of each query: 2",
+        "evaluated on: up to 4 held-out",
+    ):
+        assert fact in card
+    assert "prompt of each query: `the dog `" in card and "difference between the vectors" in card
     read = read_checkpoint(folder / "latest-rank0.pt")
     assert read.class_name == "LionEmbeddingModel" and read.config.pooling == "attention"
     assert read.embedding == {"prompts": {"query": "the dog ", "document": ""}, "max_seq_len": 24}

@@ -63,6 +63,7 @@ def model_card(checkpoint: "Checkpoint", name: str, scores: Facts | None = None)
         data=train,
         tokenizer=_tokenizer(checkpoint, config.get("tokenizer_name")),
         evaluation=evaluation,
+        evaluated_on=", ".join(Path(folder).name for folder in config.get("eval_data") or ()),
         masking_rate=evaluated.get("mlm_probability"),
         result=result,
         job_scores=markdown(table) if result else None,
