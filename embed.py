@@ -23,7 +23,7 @@ def main(argv: list[str]) -> None:
         from src.embed.encode import encode
 
         return encode(argv[1:])
-    run(Embedding(load_config(EmbedConfig, "embed.py", EXAMPLE, argv)))
+    run(Embedding(load_config(EmbedConfig, "embed.py", EXAMPLE, argv, ("evaluate", "encode"))))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def main(argv: list[str]) -> None:
         from src.mlm.context import context
 
         return context(argv[1:])
-    run(MaskedLM(load_config(PretrainConfig, "main.py", EXAMPLE, argv)))
+    run(MaskedLM(load_config(PretrainConfig, "main.py", EXAMPLE, argv, ("context",))))
 
 
 if __name__ == "__main__":

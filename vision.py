@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
         from src.vision.draw import draw
 
         return draw(argv[1:])
-    run(Vision(load_config(VisionConfig, "vision.py", EXAMPLE, argv)))
+    run(Vision(load_config(VisionConfig, "vision.py", EXAMPLE, argv, ("evaluate", "predict", "draw"))))
 
 
 if __name__ == "__main__":

@@ -71,14 +71,27 @@ def _keys(schema: type, prefix: str = "") -> Iterator[tuple[str, Field, Any]]:
             yield prefix + entry.name, entry, hints[entry.name]
 
 
-def load(schema: type[Config], script: str, argv: list[str], example: str = "", more_help: str = "") -> Config:
-    """Return the validated config of `script.py FILE.yaml [key=value ...]`; `example` and `more_help` are for `--help`.
-    A file may inherit another with `inherit: other.yaml`, a path relative to itself, and state only what differs.
-    Raises UserError for a missing file, an unknown or missing key, or a value of the wrong type or out of bounds."""
+def load(
+    schema: type[Config],
+    script: str,
+    argv: list[str],
+    example: str = "",
+    more_help: str = "",
+    commands: Collection[str] = (),
+) -> Config:
+    """Return the validated config of `script.py FILE.yaml [key=value ...]`; `example`, `more_help` and the script's other
+    `commands` are for `--help`. A file may inherit another with `inherit: other.yaml`, a path relative to itself, and
+    state only what differs. Raises UserError for a missing file, an unknown or missing key, or a value of the wrong
+    type or out of bounds."""
+    if commands and argv and argv[0].isidentifier() and not Path(argv[0]).exists():
+        raise UserError(f"{argv[0]} is neither a YAML file nor a command of {script}{nearest(argv[0], commands)}")
     keys = "keys, in the YAML file or as key=value (the value after = is the default):"
     parser = argparse.ArgumentParser(script, f"{script} FILE.yaml [key=value ...] [--print_config]")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = f"Example: {script} {example}"
+    if commands:
+        names = ", ".join(f"{script} {name}" for name in commands)
+        parser.description += f"\nOther commands, each with a --help of its own: {names}"
     parser.epilog = f"{keys}\n\n{describe(schema)}\n\n{more_help}"
     parser.add_argument("yaml", metavar="FILE.yaml", help="the config, e.g. one in yamls/")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that override the file's")

@@ -10,6 +10,8 @@ import yaml
 from conftest import ROOT
 from omegaconf import OmegaConf
 
+import embed as embed_command
+import main
 from src.config import TIME_UNITS, Rule, check_value, describe, fixed_settings, key, to_dict
 from src.embed.config import EmbedConfig
 from src.errors import UserError
@@ -185,6 +187,13 @@ def test_streams_are_plain_dictionaries_with_their_references_resolved(config_fi
 
 
 # --help and --print_config
+def test_a_mistyped_command_is_named_and_the_others_are_in_the_help(capsys):
+    for word, fix in (("encod", "did you mean encode"), ("train", "choose from encode, evaluate")):
+        with pytest.raises(UserError, match=f"^{word} is neither a YAML file nor a command of embed.py; {fix}"):
+            embed_command.main([word, "my-model", "--data_files", "x.jsonl"] if word == "train" else [word, "my-model"])
+    with pytest.raises(SystemExit):
+        main.main(["--help"])
+    assert "Other commands, each with a --help of its own: main.py context" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

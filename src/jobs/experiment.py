@@ -60,6 +60,7 @@ class Experiment(ABC):
 
     command: ClassVar[str]  # the script, for messages
     example: ClassVar[str]  # its arguments, for --help
+    commands: ClassVar[tuple[str, ...]] = ("report",)  # what it does besides
     schema: ClassVar[type]  # of the config
     preload: ClassVar[str]  # the module with the imports that every job needs
     averages: ClassVar[tuple[Average, ...]]

@@ -21,7 +21,8 @@ def main(experiment: type[Experiment], argv: list[str]) -> None:
         return
     rerun = ["rerun=true"] if "--rerun" in argv else []
     arguments = [argument for argument in argv if argument != "--rerun"] + rerun  # last: the YAML comes first
-    planned = experiment(load_config(experiment.schema, experiment.command, experiment.example, arguments))
+    given = experiment.schema, experiment.command, experiment.example, arguments, experiment.commands
+    planned = experiment(load_config(*given))
     (check if planned.config.dry_run else run)(planned)
 
 

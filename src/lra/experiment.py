@@ -18,6 +18,7 @@ TITLES = {name: task.title for name, task in LRA.items()}
 class LraExperiment(Experiment):
     command = "lra.py"
     example = "yamls/lra/lion-s.yaml lra_dir=DIR tasks_to_run=[listops]"
+    commands = ("report", "make", "shards")
     schema = LraConfig
     preload = "src.lra.training"
     scored_on = "test"

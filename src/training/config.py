@@ -1,5 +1,6 @@
 """Config keys that every run has, whatever it trains."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -158,7 +159,9 @@ class RunConfig(TrainerConfig):
             raise UserError("activation_checkpointing is set twice, here and in fsdp_config; omit one")
 
 
-def load_config(schema: type[Config], script: str, example: str, argv: list[str]) -> Config:
+def load_config(
+    schema: type[Config], script: str, example: str, argv: list[str], commands: Collection[str] = ()
+) -> Config:
     """Load the config of a command that trains; `--help` also lists the arguments of everything chosen by name."""
     more_help = ""
     if not {"-h", "--help"}.isdisjoint(argv):
@@ -166,6 +169,6 @@ def load_config(schema: type[Config], script: str, example: str, argv: list[str]
         from src.training.registry import describe_arguments
 
         more_help = describe_arguments(getattr(lion, schema.model_config))
-    config = load(schema, script, argv, example, more_help)
+    config = load(schema, script, argv, example, more_help, commands)
     config.check()
     return config
