@@ -79,9 +79,9 @@ def load(
     more_help: str = "",
     commands: Collection[str] = (),
 ) -> Config:
-    """Return the validated config of `script.py FILE.yaml [key=value ...]`; `example`, `more_help` and the script's other
-    `commands` are for `--help`. A file may inherit another with `inherit: other.yaml`, a path relative to itself, and
-    state only what differs. Raises UserError for a missing file, an unknown or missing key, or a value of the wrong
+    """Return the validated config of `script.py FILE.yaml [key=value ...]`; `example`, `more_help` and the script's
+    other `commands` are for `--help`. A file may inherit another with `inherit: other.yaml`, a path relative to itself,
+    and state only what differs. Raises UserError for a missing file, an unknown or missing key, or a value of the wrong
     type or out of bounds."""
     if commands and argv and argv[0].isidentifier() and not Path(argv[0]).exists():
         raise UserError(f"{argv[0]} is neither a YAML file nor a command of {script}{nearest(argv[0], commands)}")

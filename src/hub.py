@@ -28,12 +28,12 @@ def main(argv: list[str]) -> None:
         return added.add_argument
 
     add = subcommand("export", commands.export, "write a checkpoint as a folder that plain transformers loads")
-    add("--checkpoint", required=True, help="checkpoint that a command saved: a file, s3://…, gs://… or oci://…")
+    add("--checkpoint", required=True, help="checkpoint or folder of a run; also s3://…, gs://… or oci://…")
     add("--out", type=Path, required=True, help="folder to write; must not exist yet")
     add("--glue", type=Path, help="folder of a glue.py run, whose scores go into the model card")
     add("--max_seq_length", type=int, help="of texts in sentence-transformers (default: max_seq_len of embed.py)")
     add = subcommand("verify", commands.verify, "compare a folder with the checkpoint it was written from")
-    add("--checkpoint", required=True, help="the checkpoint: a file, or ORG/NAME on the Hub")
+    add("--checkpoint", required=True, help="the checkpoint: a file, the folder of a run, or ORG/NAME on the Hub")
     add("--folder", type=Path, required=True, help="folder that export or import wrote")
     add("--tokenizer", help="the --tokenizer of import")
     add("--python", default=sys.executable, help="Python of another environment, to load the folder there")

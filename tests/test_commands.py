@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from src import hub as hub_command
 from src.errors import UserError
+from src.files import LATEST, link
 from src.lion import LionForMaskedLM, LionForSequenceClassification
 from src.publish import commands as hub
 from src.publish import folder as hub_folder
@@ -23,7 +24,8 @@ import_published = partial(hub.export, published=True)
 
 def test_export_and_verify_accept_relative_paths(tmp_path, write_checkpoint, tokenizer, monkeypatch):
     write_checkpoint(tmp_path / "checkpoint.pt")
-    result = run("src/hub.py", "export", "--checkpoint", "checkpoint.pt", "--out", "my-model", cwd=tmp_path)
+    link(tmp_path / LATEST, "checkpoint.pt")  # as in the folder of a run
+    result = run("src/hub.py", "export", "--checkpoint", ".", "--out", "my-model", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("my-model gives the checkpoint's logits")
     assert result.stderr == ""
