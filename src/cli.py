@@ -48,7 +48,10 @@ def run(main: Callable[[list[str]], None]) -> None:
             time.sleep(RANK_DELAY)  # rank 0 prints the same error first, and its launcher ends this process
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.status)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:
+        # Composer, once it is imported, ends the process where Ctrl-C finds it. A command that exits has said why.
+        if isinstance(end, SystemExit) and not (end.code == 130 and _innermost(end) == "sigterm_handler"):
+            raise
         log.info("interrupted; repeat the command to resume or restart it")
         sys.exit(130)
     except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
@@ -60,6 +63,14 @@ def run(main: Callable[[list[str]], None]) -> None:
         sys.exit(1)
     finally:
         gc.freeze()  # otherwise Python's last collection visits every object of torch and transformers, for a second
+
+
+def _innermost(error: BaseException) -> str:
+    """Return the name of the function that raised an error."""
+    trace = error.__traceback__
+    while trace.tb_next:
+        trace = trace.tb_next
+    return trace.tb_frame.f_code.co_name
 
 
 def start_log(level: str = "info") -> None:
