@@ -156,6 +156,11 @@ def test_mistakes_are_named(files, checkpoint, tmp_path):
     with pytest.raises(UserError, match="holds vectors of another model, of other texts or settings"):
         embed.main([*command, "--dims", "8"])
     assert "dims" not in json.loads((tmp_path / "out" / encode.STATE).read_text())  # as earlier versions wrote it
+    assert len(parquet.read_table(tmp_path / "out")) == len(rows_of(tmp_path / "out"))
+    (tmp_path / "out" / encode.STATE).rename(tmp_path / "out" / "encoding.json")  # their name for it
+    before = [path.stat().st_mtime_ns for path in (tmp_path / "out").glob("part-*")]
+    embed.main(command)
+    assert [path.stat().st_mtime_ns for path in (tmp_path / "out").glob("part-*")] == before
     (tmp_path / "out" / encode.STATE).write_text("{")
     with pytest.raises(UserError, match="holds vectors of another model"):
         embed.main(command)

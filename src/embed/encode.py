@@ -20,7 +20,9 @@ from src.jobs.report import writing
 if TYPE_CHECKING:
     from src.embed.encoder import Encoded, Encoder, Passages
 
-STATE, FINISHED = "encoding.json", "finished"  # a file in --out, and its key for the last position
+# A file in --out, and its key for the last position. Libraries that read a folder of Parquet files skip an underscore.
+STATE, FINISHED = "_encoding.json", "finished"
+EARLIER_STATE = "encoding.json"  # of earlier versions
 PLACES = ("start", "stop", "first", "last")
 PROGRESS = b"progress"  # in each part's metadata: the position after it
 EXAMPLE = "python embed.py encode my-embedder --data_files 'docs/*.jsonl' --out vectors --passages 256"
@@ -96,6 +98,8 @@ def resume(out: Path, settings: dict[str, Any]) -> tuple[Position, bool]:
     """Return where to continue, and whether nothing is left; and keep the settings. Raises UserError for a folder with
     other vectors."""
     state, parts = out / STATE, sorted(out.glob("part-*.parquet"))
+    if (out / EARLIER_STATE).is_file() and not state.exists():
+        (out / EARLIER_STATE).rename(state)
     try:
         stored = json.loads(state.read_text()) if parts else {**settings}
         finished = stored.pop(FINISHED, None)
