@@ -133,6 +133,23 @@ def test_an_interrupted_encoding_continues_with_the_same_result(files, checkpoin
     assert [path.read_bytes() for path in found] == [path.read_bytes() for path in expected]
 
 
+def test_the_texts_of_several_columns_are_joined_as_those_of_a_beir_folder(checkpoint, tmp_path, monkeypatch):
+    rows = [{"_id": "1", "title": "The king ", "text": "sees a dog."}, {"_id": "2", "title": "", "text": "the cat"}]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read, write = [], encode.write_part
+    monkeypatch.setattr(encode, "write_part", lambda *given: read.extend(given[2].texts) or write(*given))
+    command = [
+        "encode",
+        str(checkpoint),
+        "--data_files",
+        str(tmp_path / "corpus.jsonl"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    embed.main([*command, "--text_column", "title", "text"])
+    assert read == ["The king sees a dog.", "the cat"] and len(rows_of(tmp_path / "out")) == 2
+
+
 def test_vectors_may_be_truncated(files, checkpoint, tmp_path):
     command = ["encode", str(checkpoint), "--data_files", str(files / "b.txt"), "--dims", "8", "--out"]
     embed.main([*command, str(tmp_path / "out")])

@@ -70,17 +70,24 @@ def file_kind(path: Path, stdin_format: str = "txt") -> tuple[str, str | None]:
 
 
 def read_batches(
-    path: Path, column: str, skip: int = 0, one_document_per_file: bool = False, stdin_format: str = "txt"
+    path: Path,
+    column: str | Sequence[str],
+    skip: int = 0,
+    one_document_per_file: bool = False,
+    stdin_format: str = "txt",
 ) -> Iterator[Batch]:
-    """Yield a file's texts after the first `skip`, about BATCH_BYTES at a time. Raises UserError with file and line."""
+    """Yield a file's texts after the first `skip`, about BATCH_BYTES at a time; those of several columns are joined by
+    spaces. Raises UserError with file and line."""
     kind, compression = file_kind(path, stdin_format)
+    columns = [column] if isinstance(column, str) else [*column]
     if kind == "parquet":
-        for first, (values,), size in _parquet_columns(path, [column], skip, SET_COLUMN):
-            yield Batch(first, check_texts(values, str(path), column), size)
+        for first, values, size in _parquet_columns(path, columns, skip, SET_COLUMN):
+            parts = [check_texts(of_column, str(path), name) for of_column, name in zip(values, columns)]
+            yield Batch(first, [_joined(texts) for texts in zip(*parts)], size)
         return
     with _open(path, compression) as (lines, position):
-        rows = _rows(lines, path, "quoted tsv" if kind == "tsv" else kind, [column], fix=SET_COLUMN)
-        texts = (text for number, row in rows for text in check_texts(row or [""], f"{path}, line {number}", column))
+        rows = _rows(lines, path, "quoted tsv" if kind == "tsv" else kind, columns, fix=SET_COLUMN)
+        texts = (_of_row(row, f"{path}, line {number}", columns) for number, row in rows)
         if kind == "txt" and one_document_per_file:
             texts = iter(["".join(line for _, line in lines)])
         for _ in itertools.islice(texts, skip):
@@ -90,6 +97,15 @@ def read_batches(
             after = position() if position else before + sum(map(len, group))
             yield Batch(skip, group, after - before)
             skip, before = skip + len(group), after
+
+
+def _of_row(row: Sequence[Any], source: str, columns: Sequence[str]) -> str:
+    return _joined([text for value, name in zip(row, columns) for text in check_texts([value], source, name)])
+
+
+def _joined(texts: Sequence[str]) -> str:
+    """The text of a row's columns: as it is, or, of several, joined by spaces."""
+    return texts[0] if len(texts) == 1 else " ".join(text.strip() for text in texts if text.strip())
 
 
 def check_texts(values: Iterable[Any], source: str, column: str, fix: str = SET_COLUMN) -> list[str]:

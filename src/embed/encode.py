@@ -55,7 +55,7 @@ def encode(argv: list[str]) -> None:
         raise UserError("--data_files: standard input cannot be read again to resume; give files")
     settings = {
         **fingerprint(options.model, options), "passages": options.passages, "unit": options.unit, "kind": options.kind,
-        "text_column": options.text_column,
+        "text_column": options.text_column[0] if len(options.text_column) == 1 else options.text_column,
         "data": [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files],
     }  # fmt: skip
     with exclusive_lock(options.out, "embed.py encode", "--out"), writing(options.out):
@@ -83,7 +83,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("model", metavar="MODEL", help=MODEL)
     kinds = ".txt (a text per line), .jsonl, .csv, .tsv, each optionally .gz or .zst, or .parquet"
     add("--data_files", metavar="GLOB", nargs="+", required=True, help=kinds)
-    add("--text_column", default="text", help="column or key of the texts (default: text)")
+    words = "column or key of the texts; several, such as title text, are joined by spaces (default: text)"
+    add("--text_column", nargs="+", default=["text"], metavar="NAME", help=words)
     add("--out", type=Path, required=True, help="folder for the vectors")
     words = "a vector for each passage of at most this many tokens, which has seen the whole text (late chunking; "
     add("--passages", type=int, metavar="TOKENS", help=f"{words}default: one for each text)")
