@@ -193,7 +193,9 @@ def test_a_mistyped_command_is_named_and_the_others_are_in_the_help(capsys):
             embed_command.main([word, "my-model", "--data_files", "x.jsonl"] if word == "train" else [word, "my-model"])
     with pytest.raises(SystemExit):
         main.main(["--help"])
-    assert "Other commands, each with a --help of its own: main.py context" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Other commands, each with a --help of its own: main.py context" in printed
+    assert "key_weight='none' (or linear, sqrt)" in printed
 
 
 @pytest.mark.parametrize(

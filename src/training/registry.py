@@ -21,6 +21,7 @@ from torch import nn
 
 from src.config import TIME_UNITS, Rule, check_known, check_value, flatten, nearest
 from src.errors import UserError
+from src.lion.configuration_lion import CHOICES, LionConfig
 from src.training.averages import EMA
 from src.training.guards import ResumableEarlyStopper
 from src.training.loggers import File, MLflow, TensorBoard, WandB
@@ -240,7 +241,12 @@ def describe_arguments(model: type) -> str:
         "  constructor; on the command line, brackets keep the dots: callbacks[my_package.my_module:MyCallback].n=1\n",
     ]
     for name, factory in described.items():
-        shown = [*arguments_of(factory).values(), *(OF_GROUPS if "optimizer:" in name else [])]
+        known = CHOICES if factory is LionConfig else {}  # models of images accept fewer
+        shown = [
+            f"{text} (or {', '.join(str(x) for x in known[key] if text != f'{key}={x!r}')})" if key in known else text
+            for key, text in arguments_of(factory).items()
+        ]
+        shown += OF_GROUPS if "optimizer:" in name else []
         words = textwrap.fill(", ".join(shown) or "no arguments", 104)
         lines += [f"  {name}", textwrap.indent(words, " " * 8)]
     return "\n".join(lines)
