@@ -254,23 +254,24 @@ def test_no_query_of_a_held_out_pair_is_trained_on(tmp_path):
     assert len(data.held_out[0]) == 8 and held | trained == {row["query"] for row in rows} and not held & trained
     assert len(data) == 90 - 3 * len(held) and data.repeated == 90 - 8 - len(data)
     assert batches.PairDataset([source], seed=1).repeated == 0
+    earlier = batches.PairDataset([source], seed=1, held_out=8, apart=False)
+    assert len(earlier) == 82 and earlier.rows[0].tolist() == batches.shuffled(90, 1, batches.ROWS, 0)[8:].tolist()
 
 
 def test_a_run_resumes_with_the_pairs_with_which_it_began(pairs, tmp_path):
     data = dataset(pairs, tmp_path)
     state = data.state_dict(16, False)
-    data.load_state_dict(state)
-    data.load_state_dict({"sample_in_epoch": 16})  # of an earlier version
-    assert data.resume_at == 16
+    for of in (state, {"sample_in_epoch": 16}):  # the second of an earlier version
+        data.check_same(of)
+    earlier = batches.PairDataset(data.sources, 3, held_out=4, apart=False)
+    assert "pairs" not in earlier.state_dict(16, False)  # so that the next resumed run is as this one
     (changed := tmp_path / "changed").mkdir()
     for path in pairs.iterdir():
         (changed / path.name).write_text(
             path.read_text() + ("one more?,a last answer\n" if path.suffix == ".csv" else "")
         )
-    with pytest.raises(
-        UserError, match=r"^data\.b: the pairs have changed since the checkpoint; restore the files, or"
-    ):
-        dataset(changed, changed).load_state_dict(state)
+    with pytest.raises(UserError, match=r"^data\.b: the pairs have changed since the run began; restore the files, or"):
+        dataset(changed, changed).check_same(state)
 
 
 def test_a_text_that_is_in_many_pairs_does_not_slow_each_batch(tmp_path):
@@ -320,7 +321,10 @@ MISTAKES = [
     ({"matryoshka_dims": [8, 64]}, "matryoshka_dims: 64 exceeds the vectors' 32"),
     ({"starting_checkpoint_load_path": None}, "random weights need a tokenizer"),
     ({"starting_checkpoint_load_path": "./none.pt"}, "./none.pt is not a file or folder"),
-    ({"global_train_batch_size": 32}, "data.b has 20 pairs, some of them held out, and a batch has 32"),
+    (
+        {"global_train_batch_size": 32},
+        "data.b has 16 pairs to train on, and a batch has 32; lower global_train_batch_size or held_out",
+    ),
     ({"eval_subset_num_batches": 2}, "eval_subset_num_batches: rankings need all texts"),
     ({"state_passing": 0.5}, "state_passing=0.5 needs one text per row; set packing=false, or omit state_passing"),
     ({"state_passing": 2.0, "packing": False}, "state_passing=2.0 must be a number ≥ 0 and ≤ 1"),

@@ -9,10 +9,12 @@ import pytest
 import torch
 from conftest import sentences
 from pyarrow import parquet
+from test_embed_retrieval import write_beir
 
 import embed
 from src.data import readers
 from src.embed import encode
+from src.embed.beir import read_beir
 from src.embed.encoder import DOCUMENT, Passages, Settings, open_encoder
 from src.embed.passages import UNITS, characters, passage_edges, special_tokens, unit_starts
 from src.errors import UserError
@@ -134,20 +136,14 @@ def test_an_interrupted_encoding_continues_with_the_same_result(files, checkpoin
 
 
 def test_the_texts_of_several_columns_are_joined_as_those_of_a_beir_folder(checkpoint, tmp_path, monkeypatch):
-    rows = [{"_id": "1", "title": "The king ", "text": "sees a dog."}, {"_id": "2", "title": "", "text": "the cat"}]
-    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    documents = {"1": {"title": "The king ", "text": "sees a dog."}, "2": {"title": "", "text": "the cat"}}
+    write_beir(tmp_path / "beir", documents, {"q": "the king"}, [("q", "1", 1)])
     read, write = [], encode.write_part
     monkeypatch.setattr(encode, "write_part", lambda *given: read.extend(given[2].texts) or write(*given))
-    command = [
-        "encode",
-        str(checkpoint),
-        "--data_files",
-        str(tmp_path / "corpus.jsonl"),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    embed.main([*command, "--text_column", "title", "text"])
-    assert read == ["The king sees a dog.", "the cat"] and len(rows_of(tmp_path / "out")) == 2
+    command = ["encode", str(checkpoint), "--data_files", str(tmp_path / "beir/corpus.jsonl")]
+    command += ["--out", str(tmp_path / "out"), "--text_column", "title", "--text_column", "text"]
+    embed.main(command)
+    assert read == list(read_beir(tmp_path / "beir", "test").documents.values()) == ["The king sees a dog.", "the cat"]
 
 
 def test_vectors_may_be_truncated(files, checkpoint, tmp_path):

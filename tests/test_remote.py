@@ -124,8 +124,16 @@ def test_vectors_by_a_remote_model_are_recognized_by_the_next_process(s3, checkp
     command = ["encode", f"{s3.address}/ep0-ba4-rank0.pt", "--data_files", str(text), "--out", str(tmp_path / "out")]
     embed.main(command)
     monkeypatch.setenv(remote.FETCHED, "{}")  # as it is there
-    monkeypatch.delattr(encode, "write_all")
-    embed.main(command)
+    with monkeypatch.context() as patch:
+        patch.delattr(encode, "write_all")
+        embed.main(command)
+    other = torch.load(checkpoint, weights_only=False)
+    next(iter(other["state"]["model"].values())).add_(1)
+    torch.save(other, tmp_path / "other.pt")
+    s3.upload(tmp_path / "other.pt", "ep0-ba4-rank0.pt")  # as large, under the same name
+    monkeypatch.setenv(remote.FETCHED, "{}")
+    with pytest.raises(UserError, match="holds vectors of another model"):
+        embed.main(command)
 
 
 @pytest.fixture

@@ -176,7 +176,7 @@ def read_pretrained(name: str, key: str, reads: str = "texts", given: Collection
 
         patterns = ["*.json", "*.txt", "*.model", "*.safetensors", "*.pt", "pytorch_model*.bin"]
         try:
-            path = Path(snapshot_download(name, allow_patterns=patterns))
+            path = fetch(snapshot_download(name, allow_patterns=patterns), key)
         except Exception as error:  # whatever the Hub client raises
             reason = f"not a file or folder, and cannot be downloaded from the Hugging Face Hub ({first_line(error)})"
             raise UserError(f"{key}: {name} is {reason}; fix its path or name") from None

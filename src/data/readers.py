@@ -83,11 +83,12 @@ def read_batches(
     if kind == "parquet":
         for first, values, size in _parquet_columns(path, columns, skip, SET_COLUMN):
             parts = [check_texts(of_column, str(path), name) for of_column, name in zip(values, columns)]
-            yield Batch(first, [_joined(texts) for texts in zip(*parts)], size)
+            yield Batch(first, parts[0] if len(parts) == 1 else [*map(joined, zip(*parts))], size)
         return
     with _open(path, compression) as (lines, position):
         rows = _rows(lines, path, "quoted tsv" if kind == "tsv" else kind, columns, fix=SET_COLUMN)
-        texts = (_of_row(row, f"{path}, line {number}", columns) for number, row in rows)
+        parts = (check_texts(row or [""], f"{path}, line {number}", column) for number, row in rows)
+        texts = itertools.chain.from_iterable(parts) if len(columns) == 1 else map(joined, parts)
         if kind == "txt" and one_document_per_file:
             texts = iter(["".join(line for _, line in lines)])
         for _ in itertools.islice(texts, skip):
@@ -99,13 +100,9 @@ def read_batches(
             skip, before = skip + len(group), after
 
 
-def _of_row(row: Sequence[Any], source: str, columns: Sequence[str]) -> str:
-    return _joined([text for value, name in zip(row, columns) for text in check_texts([value], source, name)])
-
-
-def _joined(texts: Sequence[str]) -> str:
-    """The text of a row's columns: as it is, or, of several, joined by spaces."""
-    return texts[0] if len(texts) == 1 else " ".join(text.strip() for text in texts if text.strip())
+def joined(texts: Iterable[str | None]) -> str:
+    """Return the text of a row's columns, those that are not empty joined by spaces."""
+    return " ".join(text.strip() for text in texts if text and text.strip())
 
 
 def check_texts(values: Iterable[Any], source: str, column: str, fix: str = SET_COLUMN) -> list[str]:

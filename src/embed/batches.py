@@ -50,12 +50,15 @@ class PairDataset(Dataset):
         self.sources, self.seed = sources, seed
         orders = [shuffled(len(pairs), seed, ROWS, number) for number, pairs in enumerate(sources)]
         self.held_out, self.rows = [order[:held_out] for order in orders], [order[held_out:] for order in orders]
-        self.repeated = 0  # pairs that are omitted for their query
-        if apart:
+        self.apart, self.repeated = apart, 0  # pairs that are omitted for their query
+        if held_out and apart:
             held = np.concatenate([pairs.query_keys[rows] for pairs, rows in zip(sources, self.held_out)])
-            repeat = [np.isin(pairs.query_keys[rows], held) for pairs, rows in zip(sources, self.rows)]
-            self.rows = [rows[~those] for rows, those in zip(self.rows, repeat)]
-            self.repeated = int(sum(map(np.sum, repeat)))
+            for number, pairs in enumerate(sources):
+                omitted = np.zeros(len(pairs), bool)
+                omitted[pairs.rows_of(held)] = True
+                kept = self.rows[number][~omitted[self.rows[number]]]
+                self.repeated += len(self.rows[number]) - len(kept)
+                self.rows[number] = kept
         self.resume_at = 0  # pairs of the epoch, on all devices, that a resumed run has already seen
 
     def __len__(self) -> int:
@@ -65,7 +68,10 @@ class PairDataset(Dataset):
         return draw
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
-        return {"sample_in_epoch": num_samples, "pairs": self.digests}
+        return {"sample_in_epoch": num_samples, **({"pairs": self.digests} if self.apart else {})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.resume_at = state["sample_in_epoch"]
 
     @cached_property
     def digests(self) -> dict[str, str]:
@@ -75,14 +81,13 @@ class PairDataset(Dataset):
             for pairs in self.sources
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a `state_dict`; earlier versions stored no `pairs`. Raises UserError if they have changed: others
-        would be held out, and numbered otherwise."""
+    def check_same(self, state: dict[str, Any]) -> None:
+        """Raise UserError if the pairs are not those of a `state_dict`: others would be held out. Earlier versions
+        stored none."""
         if changed := [name for name, digest in state.get("pairs", {}).items() if self.digests.get(name) != digest]:
-            found = f"data.{changed[0]}: the pairs have changed since the checkpoint"
+            found = f"data.{changed[0]}: the pairs have changed since the run began"
             way_out = "start another run from its weights with starting_checkpoint_load_path"
             raise UserError(f"{found}; restore the files, or {way_out}")
-        self.resume_at = state["sample_in_epoch"]
 
     def positives(self, query_key: int) -> np.ndarray:
         """Return the keys of all documents that are pairs of a query, of any source."""
@@ -123,13 +128,15 @@ class Batches(DistributedSampler):
         else:
             shares = np.cumsum(proportions) / sum(proportions)
             self.counts = np.diff(np.round(shares * self.total).astype(int), prepend=0).tolist()
-        empty = [pairs for pairs, size in zip(dataset.sources, sizes) if not size]
-        if not self.total or (empty and not mixed):
-            few = empty[0] if empty and not mixed else dataset.sources[0]
-            name, count = ("data", len(dataset)) if mixed else (f"data.{few.name}", len(few))
-            held = "" if len(dataset) == sum(map(len, dataset.sources)) else ", some of them held out,"
-            found = f"{name} has {count:,} pairs{held} and a batch has {batch_size:,}"
-            raise UserError(f"{found}; lower global_train_batch_size, or name more data")
+        few = [number for number, size in enumerate(sizes) if not size]
+        if not self.total or (few and not mixed):
+            number = few[0] if few and not mixed else 0
+            name = "data" if mixed else f"data.{dataset.sources[number].name}"
+            count = len(dataset) if mixed else len(dataset.rows[number])
+            others = len(dataset) < sum(map(len, dataset.sources))
+            to_do = "lower global_train_batch_size or held_out" if others else "lower global_train_batch_size"
+            found = f"{name} has {count:,} pairs to train on, and a batch has {batch_size:,}"
+            raise UserError(f"{found}; {to_do}, or name more data")
 
     def __len__(self) -> int:
         return self.total * self.batch_size // self.num_replicas

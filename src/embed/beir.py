@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from src.cli import log
-from src.data.readers import read_rows
+from src.data.readers import joined, read_rows
 from src.embed.passages import Span
 from src.errors import UserError
 
@@ -108,10 +108,10 @@ def _texts(path: Path, titles: bool = False) -> tuple[dict[str, str], dict[str, 
         for kind, value in (("text", text), ("title", title[0] if title else "")):
             if not isinstance(value, str | None):
                 raise UserError(f"{where}: the {kind} is a {type(value).__name__}, not a string; fix the line")
-        joined = " ".join(part.strip() for part in (*title, text) if part and part.strip())
-        if not titles and not joined:
+        whole = joined((*title, text))
+        if not titles and not whole:
             continue  # a query that cannot be asked
-        texts[name] = joined
+        texts[name] = whole
         if passage and passage[0] is not None:
             text = text or ""
             first, last = check_passage(passage[0], text, where)

@@ -83,8 +83,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("model", metavar="MODEL", help=MODEL)
     kinds = ".txt (a text per line), .jsonl, .csv, .tsv, each optionally .gz or .zst, or .parquet"
     add("--data_files", metavar="GLOB", nargs="+", required=True, help=kinds)
-    words = "column or key of the texts; several, such as title text, are joined by spaces (default: text)"
-    add("--text_column", nargs="+", default=["text"], metavar="NAME", help=words)
+    words = "column or key of the texts (default: text); if it is given several times, those are joined by spaces"
+    add("--text_column", action="append", metavar="NAME", help=words)
     add("--out", type=Path, required=True, help="folder for the vectors")
     words = "a vector for each passage of at most this many tokens, which has seen the whole text (late chunking; "
     add("--passages", type=int, metavar="TOKENS", help=f"{words}default: one for each text)")
@@ -92,7 +92,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--unit", choices=list(UNITS), default="tokens", help=units)
     add("--kind", choices=["document", "query"], default="document", help="which prompt to prepend (default: document)")
     add_reading(parser)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.text_column = options.text_column or ["text"]
+    return options
 
 
 def resume(out: Path, settings: dict[str, Any]) -> tuple[Position, bool]:

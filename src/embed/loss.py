@@ -12,7 +12,7 @@ AT_ONCE = 1024  # positives that are looked for among the keys
 
 def false_negatives(keys: Tensor, positives: Tensor, queries: int) -> Tensor:
     """Return which documents must not count against a query, (B, N): those other than its own that have the text of its
-    own, or of another of its positives, or are read as its own.
+    own, or of another of its positives, or the tokens of its own.
 
     Args:
         keys: (N, 2), numbers of the documents' texts, and of their tokens as they are read.

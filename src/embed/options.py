@@ -1,11 +1,13 @@
 """Options of the commands that read texts with a model, and the model that they choose. Imports nothing slow."""
 
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.checkpoints.remote import fetch, is_remote
 from src.cli import log
 from src.config import Rule, check_value
+from src.files import file_digest
 
 if TYPE_CHECKING:
     from src.embed.encoder import Encoder
@@ -68,10 +70,11 @@ def open_model(model: str, options: Namespace) -> "Encoder":
 
 def fingerprint(model: str, options: Namespace) -> dict[str, Any]:
     """What vectors depend on besides the texts, to recognize them. Raises UserError."""
-    path = fetch(model, "MODEL")
+    path = fetch(model, "MODEL") if is_remote(model) else Path(model)
     files = [path] if path.is_file() else sorted(path.glob("*.*")) if path.is_dir() else []
-    facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     if is_remote(model):  # a file's time is that of its download
-        facts = [[name, size] for name, size, _ in facts]
+        facts = [[file.name, file_digest(file)] for file in files]
+    else:
+        facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     given = {} if options.dims is None else {"dims": options.dims}  # which folders of earlier versions do not have
     return {"model": model, "files": facts, **{name: getattr(options, name) for name in READING}, **given}

@@ -42,7 +42,7 @@ def text_key(text: str, passage: Sequence[int] | None = None) -> int:
 
 
 def tokens_key(ids: Sequence[int], span: Sequence[int] | None = None) -> int:
-    """The same of texts as they are read: of their tokens, up to the maximum length, and those of the passage."""
+    """A number by which texts with equal tokens, after cutting, and equal passages are recognized."""
     return _number(np.array([*ids, *(() if span is None else (-1, *span))], np.int32).tobytes())
 
 
@@ -71,10 +71,14 @@ class Pairs:
     def __getitem__(self, row: int) -> Pair:
         return Pair(*(self.table.column(name)[row].as_py() for name in Pair._fields))
 
+    def rows_of(self, query_keys: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The rows of some queries, at least one."""
+        starts, stops = (np.searchsorted(self.query_keys, query_keys, s, self.by_query) for s in ("left", "right"))
+        return np.concatenate([self.by_query[start:stop] for start, stop in zip(starts, stops)])
+
     def positives(self, query_key: int) -> np.ndarray:
         """The numbers of all documents that are pairs of a query."""
-        start, stop = (np.searchsorted(self.query_keys, query_key, s, self.by_query) for s in ("left", "right"))
-        return np.unique(self.document_keys[self.by_query[start:stop]])
+        return np.unique(self.document_keys[self.rows_of([query_key])])
 
 
 def open_pairs(name: str, source: dict[str, Any], prompts: dict[str, str], folder: Path) -> Pairs:

@@ -21,6 +21,11 @@ CURVES = (
 SHOWN = 64  # pairs whose lengths are looked at before training
 
 
+def prompts_of(facts: dict[str, Any]) -> dict[str, str]:
+    """Return the prompts among a model's facts that are not empty, as keys of a config."""
+    return {f"prompts.{kind}": text for kind, text in facts.get("prompts", {}).items() if text}
+
+
 class Embedding(Task):
     """Train an encoder so that a query's vector is near those of its documents."""
 
@@ -58,11 +63,14 @@ class Embedding(Task):
         config, read, own = self.config, None, None
         folder = Path(config.save_folder) / "pairs"
         sources = [open_pairs(name, source, config.prompts, folder) for name, source in config.data.items()]
+        begun = None if checkpoint is None else position_in_data(checkpoint)
         # Runs of earlier versions, which stored no digest of their pairs, trained on other pairs of held-out queries.
-        apart = checkpoint is None or "pairs" in position_in_data(checkpoint)
+        apart = begun is None or "pairs" in begun
         self.dataset = PairDataset(sources, config.seed, 0 if config.eval_data else config.held_out, apart)
+        self.dataset.check_same(begun or {})
         if repeated := self.dataset.repeated:
-            log.info(f"{repeated:,} pairs have the query of a held-out pair, and are not trained on either")
+            tell = log.warning if repeated > len(self.dataset) // 10 else log.info
+            tell(f"{repeated:,} pairs have the query of a held-out pair, and are not trained on either (held_out)")
         if config.eval_data:
             data = [read_beir(Path(name), config.eval_split, "eval_data") for name in config.eval_data]
             self.prompts = [config.prompts] * len(data)
@@ -93,10 +101,13 @@ class Embedding(Task):
             stored, read.config = read.config, LionConfig(**lion_arguments(settings.to_dict()))
             model = embedding_model(read, stored)
             log.info(f"weights of {start}")
-            its = {"pooling": stored.pooling, "prompts": read.embedding.get("prompts", {})} if read.embedding else {}
-            for name, value in its.items():
-                if value != (now := getattr(config, name)):
-                    log.warning(f"{start} was trained with {name}={value or 'none'}, and this run has {now or 'none'}")
+            its = {"pooling": stored.pooling, **prompts_of(read.embedding)} if read.embedding else {}
+            now = {"pooling": config.pooling, **prompts_of({"prompts": config.prompts})}
+            for name in its | now if its else ():
+                if its.get(name) != now.get(name):
+                    log.warning(
+                        f"{start} was trained with {name}={its.get(name)!r}, and this run has {now.get(name)!r}"
+                    )
             widen_horizons(model.lion, stored)
         set_state_passing(model.lion, config.state_passing)
         facts = {"prompts": config.prompts, "max_seq_len": config.max_seq_len}

@@ -73,9 +73,9 @@ def run(task: Task) -> None:
             if config.hf_export is not None:
                 from src.publish.callback import exported
 
-                print(f"\nHub folder    {exported(folder, LATEST)}")
-                if config.save_best and follow(folder / BEST).exists():
-                    print(f"the best one  {exported(folder, BEST)}")
+                print(f"\nHub folder    {(last := exported(folder, LATEST))}")
+                if config.save_best and follow(folder / BEST).exists() and (best := exported(folder, BEST)) != last:
+                    print(f"the best one  {best}")
             if failure:
                 raise RunFailed(
                     f"the run is finished and saved in {folder}, but {failure}; repeat the command to retry"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from src.checkpoints.remote import fetch
 from src.errors import UserError
 
 if TYPE_CHECKING:  # a finished run is reported without these imports, which take seconds
@@ -92,7 +93,7 @@ class Task(ABC):
         """Raise UserError for a path or a curve that cannot be used, before any import that takes seconds."""
         self.best_curve()
         start, resumes = self.config.load_path, any(Path(self.config.save_folder).glob("ep*-rank0.pt"))
-        if not (start is None or resumes or "://" in start or Path(start).is_file()):
+        if not (start is None or resumes or "://" in start or fetch(start, "load_path").is_file()):
             raise UserError(f"load_path={start} is not a file; give a checkpoint or omit load_path")
 
     @abstractmethod
