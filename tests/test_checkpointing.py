@@ -146,7 +146,7 @@ def test_a_run_that_an_evaluation_stopped_is_finished_by_the_same_command(tmp_pa
 @pytest.mark.slow
 def test_an_evaluation_that_another_run_owes_is_not_repeated(uninterrupted, tmp_path, write_config):
     changes = {**OPTIONS, "max_duration": "42ba", "eval_interval": "100ba", "save_interval": "41ba"}
-    main.main([str(write_config(tmp_path, **changes)), *DROPOUT, f"load_path={uninterrupted / 'latest-rank0.pt'}"])
+    main.main([str(write_config(tmp_path, **changes)), *DROPOUT, f"load_path={uninterrupted}"])
     (checkpoint,) = (path for path in checkpointing.checkpoints(tmp_path / "run") if "-ba41-" in path.name)
     assert load_safely(checkpoint)["state"]["callbacks"]["CheckpointWriter"] == {"owes_evaluation": False}
     assert [line["step"] for line in lines(tmp_path / "run") if "eval" in line] == [42]
