@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import warm
 
 import main
 from src.checkpoints.reading import read_checkpoint
@@ -63,7 +64,7 @@ def finished(tmp_path_factory, write_config) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
-def test_the_best_step_is_kept_beside_the_newest(finished, capsys):
+def test_the_best_step_is_kept_beside_the_newest(finished):
     config, folder = finished
     found = losses(folder)
     best = min(found, key=found.get)
@@ -71,8 +72,7 @@ def test_the_best_step_is_kept_beside_the_newest(finished, capsys):
     assert step_of(folder / BEST) == best and step_of(folder / LATEST) == 8
     assert len(list(folder.glob("ep*-rank0.pt"))) == 2 and not list(folder.glob("*.unfinished"))
     assert json.loads((folder / "summary.json").read_text())["best"]["step"] == best
-    main.main([str(config), "hf_export=end"])
-    printed = capsys.readouterr().out
+    _, printed = warm.run("main.py", config, "hf_export=end", output=folder / "output")
     assert f"the best one  {folder / BEST}\n" in printed and f"export --checkpoint {folder / BEST} --out" in printed
     last, first = (folder / "hub" / (folder / name).resolve().stem.removesuffix("-rank0") for name in (LATEST, BEST))
     assert printed.endswith(f"Hub folder    {last}\nthe best one  {first}\n")
