@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 
 from tqdm import tqdm
@@ -50,7 +51,8 @@ def run(main: Callable[[list[str]], None]) -> None:
         sys.exit(error.status)
     except (KeyboardInterrupt, SystemExit) as end:
         # Composer, once it is imported, ends the process where Ctrl-C finds it. A command that exits has said why.
-        if isinstance(end, SystemExit) and not (end.code == 130 and _innermost(end) == "sigterm_handler"):
+        raised_by = traceback.extract_tb(end.__traceback__)[-1].name
+        if isinstance(end, SystemExit) and not (end.code == 130 and raised_by == "sigterm_handler"):
             raise
         log.info("interrupted; repeat the command to resume or restart it")
         sys.exit(130)
@@ -63,14 +65,6 @@ def run(main: Callable[[list[str]], None]) -> None:
         sys.exit(1)
     finally:
         gc.freeze()  # otherwise Python's last collection visits every object of torch and transformers, for a second
-
-
-def _innermost(error: BaseException) -> str:
-    """Return the name of the function that raised an error."""
-    trace = error.__traceback__
-    while trace.tb_next:
-        trace = trace.tb_next
-    return trace.tb_frame.f_code.co_name
 
 
 def start_log(level: str = "info") -> None:
