@@ -82,8 +82,8 @@ class PairDataset(Dataset):
         }
 
     def check_same(self, state: dict[str, Any]) -> None:
-        """Raise UserError if the pairs are not those of a `state_dict`: others would be held out. Earlier versions
-        stored none."""
+        """Raise UserError if the pairs are not those of a `state_dict`: their order would be another, and others held
+        out. Earlier versions stored none."""
         if changed := [name for name, digest in state.get("pairs", {}).items() if self.digests.get(name) != digest]:
             found = f"data.{changed[0]}: the pairs have changed since the run began"
             way_out = "start another run from its weights with starting_checkpoint_load_path"

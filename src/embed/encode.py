@@ -101,7 +101,7 @@ def resume(out: Path, settings: dict[str, Any]) -> tuple[Position, bool]:
     """Return where to continue, and whether nothing is left; and keep the settings. Raises UserError for a folder with
     other vectors."""
     state, parts = out / STATE, sorted(out.glob("part-*.parquet"))
-    if (out / EARLIER_STATE).is_file() and not state.exists():
+    if parts and not state.exists() and (out / EARLIER_STATE).is_file():
         (out / EARLIER_STATE).rename(state)
     try:
         stored = json.loads(state.read_text()) if parts else {**settings}
