@@ -87,7 +87,8 @@ def read_batches(
         return
     with _open(path, compression) as (lines, position):
         rows = _rows(lines, path, "quoted tsv" if kind == "tsv" else kind, columns, fix=SET_COLUMN)
-        parts = (check_texts(row or [""], f"{path}, line {number}", column) for number, row in rows)
+        name = " or ".join(columns)
+        parts = (check_texts(row or [""], f"{path}, line {number}", name) for number, row in rows)
         texts = itertools.chain.from_iterable(parts) if len(columns) == 1 else map(joined, parts)
         if kind == "txt" and one_document_per_file:
             texts = iter(["".join(line for _, line in lines)])

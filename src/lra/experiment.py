@@ -75,11 +75,9 @@ class LraExperiment(Experiment):
 
         task, prepared = job.task, self.prepared[job.task.name]
         origin, cut = prepared.about["origin"], prepared.about["splits"]["train"]["cut"]
-        notes = [
-            *([origin] if origin else []),
-            *([f"{cut:.1%} of the training inputs truncated to {task.max_length:,}"] if cut else []),
-            *(["validated on the test set"] if task.validation == "test" else []),
-        ]
+        truncated = f"{cut:.1%} of the training inputs truncated to {task.max_length:,}" if cut else ""
+        validated = "validated on the test set" if task.validation == "test" else ""
+        notes = [note for note in (origin, truncated, validated) if note]
         result = run(self.config, job, device, steps, prepared)
         counted = counts(task, origin)
         return {**result, "notes": notes, **{a.key: counted and task.name in a.tasks for a in self.averages}}

@@ -73,7 +73,8 @@ def run(task: Task) -> None:
             if config.hf_export is not None:
                 from src.publish.callback import exported
 
-                print(f"\nHub folder    {(last := exported(folder, LATEST))}")
+                last = exported(folder, LATEST)
+                print(f"\nHub folder    {last}")
                 if config.save_best and follow(folder / BEST).exists() and (best := exported(folder, BEST)) != last:
                     print(f"the best one  {best}")
             if failure:
