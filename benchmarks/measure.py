@@ -1,6 +1,7 @@
 """What the benchmarks share: interleaved times, peak memory, the machine, and writing of results."""
 
 import contextlib
+import ctypes
 import datetime
 import importlib.metadata
 import json
@@ -199,6 +200,8 @@ def _single_runs_on_cpu(make: Callable, warm_up: tuple, arguments: list[tuple], 
     before = highest_mark()
     costs = []
     for a in arguments:
+        with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+            ctypes.CDLL(None).malloc_trim(0)  # freed memory that no longer run can use would count
         seconds = _one(make(*a), "cpu")
         costs.append(Cost(highest_mark() - before, seconds))
     return costs
