@@ -1,5 +1,6 @@
 """Folders of embedding models as sentence-transformers reads them. Needs no Composer (`make test-compat`)."""
 
+import itertools
 import json
 import re
 import shutil
@@ -210,3 +211,28 @@ def test_sentence_transformers_own_trainer_trains_a_folder(exported, tmp_path):
         torch.testing.assert_close(
             again.encode(text, convert_to_tensor=True), model.encode(text, convert_to_tensor=True)
         )
+
+
+def test_negatives_mined_with_a_folder_can_be_trained_on(exported, tmp_path, monkeypatch):
+    """The script of docs/embeddings.md, with fewer negatives, and embed.py's reader of pairs."""
+    pytest.importorskip("sentence_transformers"), pytest.importorskip("datasets")
+    open_pairs = pytest.importorskip("src.embed.pairs").open_pairs
+    page = (Path(__file__).parents[1] / "docs/embeddings.md").read_text()
+    script = re.search(r"```python\n([^`]*mine_hard_negatives[^`]*)```", page)[1]
+    (tmp_path / "labelled").mkdir()
+    texts = [" ".join(words) for words in itertools.permutations(("dog", "king", "ship", "cat", "bird"), 3)]
+    rows = [json.dumps({"query": text, "document": f"the {text} a bird", "extra": 1}) for text in texts]
+    (tmp_path / "labelled/rows.jsonl").write_text("\n".join(rows))
+    shutil.copytree(exported[1], tmp_path / "my-embedder")
+    monkeypatch.chdir(tmp_path)
+    fewer = {"num_negatives=7": "num_negatives=2", "relative_margin=0.05": "relative_margin=-10"}  # it is not trained
+    for given, other in fewer.items():
+        assert given in script
+        script = script.replace(given, other)
+    exec(script, {})
+    columns = {"query": "query", "document": "document", "negatives": ["negative_1", "negative_2"]}
+    mined = open_pairs("mined", {"files": ["mined.jsonl"], "columns": columns}, {}, tmp_path / "pairs")
+    assert len(mined) == len(texts)
+    for pair in (mined[row] for row in range(len(mined))):
+        assert pair.document == f"the {pair.query} a bird"
+        assert len({pair.document, *pair.negatives}) == 3
