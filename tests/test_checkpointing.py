@@ -131,11 +131,13 @@ def test_a_run_that_ends_in_an_evaluation_is_saved_and_repeats_it(signum, save_i
 
 
 @pytest.mark.slow
-def test_a_run_that_an_evaluation_stopped_is_finished_by_the_same_command(tmp_path, write_config):
+def test_a_run_that_an_evaluation_stopped_is_finished_by_the_same_command(tmp_path, write_config, caplog):
     stops = {"early_stopper": {"min_delta": 100, "patience": "10ba"}}
     changes = {**OPTIONS, "eval_interval": "10ba", "eval_first": False, "callbacks": stops}
     config, folder = write_config(tmp_path, **changes), tmp_path / "run"
-    main.main([str(config)])
+    with caplog.at_level("INFO", logger="lion"):
+        main.main([str(config)])
+    assert "a callback, such as early_stopper, ended the run at step 30" in caplog.text
     before = numbers(folder)
     assert before[-1]["step"] == 30
     (folder / "summary.json").unlink()

@@ -79,7 +79,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def assert_same_training(folder: Path, name: str) -> None:
     """A resumed run has the metrics and weights that the earlier commit gave it."""
-    found, expected = lines(folder / "metrics.jsonl"), lines(Path(f"expected/{name}-metrics.jsonl"))
+    found = [line for line in lines(folder / "metrics.jsonl") if "changed" not in line]  # as of a new max_duration
+    expected = lines(Path(f"expected/{name}-metrics.jsonl"))
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for new, old in zip(found, expected):
         for key in ("samples", "lr", "padding", "padding_without_packing"):

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, snapshot
+from conftest import ROOT, sentences, snapshot, write_jsonl
 from omegaconf import OmegaConf
 
 import main
 from src.cli import log
 from src.config import to_dict
+from src.convert_dataset import main as convert
 from src.errors import RunFailed, UserError
 from src.files import read_json_lines
 from src.mlm.task import CURVES, MaskedLM, PretrainConfig
@@ -293,7 +294,20 @@ def test_a_resumed_run_takes_its_changed_settings_on_and_records_them(tmp_path, 
     assert 0.5 in {group["weight_decay"] for group in groups["param_groups"]}
     main.main([*command, allowed])  # finished
     main.main([str(run / "config.yaml"), "max_duration=9ba"])  # nothing else changes
-    assert len(OmegaConf.load(run / "config.yaml").history) == 1
+    assert [*OmegaConf.load(run / "config.yaml").history[-1].changed.items()] == [("max_duration", ["8ba", "9ba"])]
+
+
+@pytest.mark.slow
+def test_a_refused_continuation_leaves_a_finished_run_as_it_is(tmp_path, write_config):
+    command = [str(write_config(tmp_path, loggers={}, eval_first=False)), "max_duration=4ba"]
+    main.main(command)
+    files = snapshot(tmp_path / "run")
+    few = write_jsonl(tmp_path / "few.jsonl", sentences(9))
+    convert(["--data_files", str(few), "--splits", "train", "--out_root", str(tmp_path / "fewer")])
+    with pytest.raises(UserError, match=r"this data has 9, but the checkpoint's position is after 32 samples"):
+        main.main([*command, "max_duration=9ba", f"train_loader.dataset.local={tmp_path}/fewer"])
+    assert files.items() <= snapshot(tmp_path / "run").items()  # and an empty file of TensorBoard's
+    main.main(command)  # finished
 
 
 @pytest.mark.slow

@@ -121,6 +121,26 @@ def test_resuming_reads_no_sample_again(shards, tokenizer, monkeypatch):
     assert sorted(seen + read) == list(range(stopped.dataset.size))
 
 
+def test_a_position_in_other_data_is_refused_or_warned_about(tmp_path, shards, tokenizer, caplog):
+    stopped = build(config(shards), tokenizer, 5, train=True)
+    list(stopped)
+    batches = iter(stopped)
+    for _ in range(4):
+        next(batches)
+    state, size = stopped.state_dict(), stopped.dataset.epoch_size
+    one_more, few = (write_texts(tmp_path / f"{n}", sentences(n)) for n in (size + 1, 3))
+    resumed = build(config(one_more), tokenizer, 5, train=True)
+    with caplog.at_level("WARNING", logger="lion"):
+        resumed.load_state_dict(state)
+    assert f"has {size + 1:,} samples, and had {size:,} when the checkpoint was saved" in caplog.text
+    with pytest.raises(UserError, match=r"this data has 3, but the checkpoint's position is after 20 samples"):
+        build(config(few), tokenizer, 5, train=True).load_state_dict(state)
+    caplog.clear()
+    of_earlier_version = {name: value for name, value in state.items() if name != "samples_per_epoch"}
+    build(config(one_more), tokenizer, 5, train=True).load_state_dict(of_earlier_version)
+    assert not caplog.text
+
+
 def test_an_epoch_holds_every_text_once(shards, tokenizer):
     dataset = build_dataset(config(shards).dataset, 5)
     expected = sorted(

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
+from src.cli import is_main_process, log
 from src.config import check_known
 from src.data.batches import Masking, MaskingCollator, sample_count
 from src.data.config import DatasetConfig, LoaderConfig, check_split
@@ -100,17 +101,29 @@ class StreamingTextDataset(StreamingSamples):
             raise UserError(
                 f"this data is shards, but the checkpoint's position is in a dataset on the Hub; {READ_THE_SAME}"
             )
+        # An epoch whose samples do not divide among the devices repeats some.
+        if state["sample_in_epoch"] > self.epoch_size + dist.get_world_size() * self.batch_size:
+            raise self.too_small(state["sample_in_epoch"])
+        if (before := state.get("samples_per_epoch", self.epoch_size)) != self.epoch_size and is_main_process():
+            differs = f"an epoch of the training data has {self.epoch_size:,} samples, and had {before:,} when"
+            log.warning(f"{differs} the checkpoint was saved: the order differs, so samples are repeated or omitted")
         super().load_state_dict(state)
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        return {**super().state_dict(num_samples, from_beginning), "samples_per_epoch": self.epoch_size}
 
     def _get_work(self, epoch: int, sample_in_epoch: int) -> np.ndarray:
         try:
             return super()._get_work(epoch, sample_in_epoch)
         except ValueError as error:  # from batching or shuffling, about sizes that do not fit together
             if sample_in_epoch > self.epoch_size:
-                position = f"the checkpoint's position is after {sample_in_epoch:,} samples"
-                raise UserError(f"this data has {self.epoch_size:,}, but {position}; {READ_THE_SAME}") from None
+                raise self.too_small(sample_in_epoch) from None
             given = f"batching_method={self.batching_method} and shuffle_algo={self.shuffle_algo}"
             raise UserError(f"{given} cannot order these samples: {' '.join(str(error).split())}") from None
+
+    def too_small(self, position: int) -> UserError:
+        found = f"this data has {self.epoch_size:,}, but the checkpoint's position is after {position:,} samples"
+        return UserError(f"{found}; {READ_THE_SAME}")
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {**super().__getitem__(index), "sample": (self.epoch, int(index))}

@@ -210,8 +210,10 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     else:
         writer.saved_batch = state.timestamp.batch.value  # an evaluation that is repeated does not save it again
     if latest is not None and config.history and config.history[-1]["step"] >= state.timestamp.batch.value:
-        changes.take_effect(state, settings)
-        run_log.changed(state, config.history[-1]["changed"])
+        changed = config.history[-1]["changed"]
+        if {*changed} != {"max_duration"}:  # of which the schedule learns by itself
+            changes.take_effect(state, settings)
+        run_log.changed(state, changed)
     startup.done("trainer")
     model_title, data_title = task.describe(model)
     log.info(f"{config.run_name}: {model_title}, {parameters:,} parameters, on {device} in {precision}")
@@ -256,6 +258,8 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
         if not trained:
             with logging_redirect_tqdm():  # print messages above the progress bar
                 composer_trainer.fit()
+            if state.max_duration != end:  # a callback has called State.stop_training
+                log.info(f"a callback, such as early_stopper, ended the run at step {state.timestamp.batch.value:,}")
         elif decide(lambda: not is_evaluated(folder, now.batch.value)):
             composer_trainer.eval()  # killed between the last checkpoint and the evaluation that follows it
     except SystemExit:  # after a signal
@@ -319,7 +323,7 @@ def check_stored(config: RunConfig, folder: Path, key: str, shown: str) -> list[
     if not config.autoresume:
         raise UserError(f"{key}: {shown} already holds a run; choose another or set autoresume=true")
     now = to_dict(config) | as_begun(config, stored)
-    found = changes.found(stored, now, config.resume_with)
+    found = changes.found(stored, now, [*config.resume_with, "max_duration"])
     begun = changes.made(stored, now, found)
     old, new = (fixed_settings(settings, type(config)) for settings in (begun, now))
     changed = {name for name, value in new.items() if old.get(name) != value}
@@ -332,7 +336,7 @@ def check_stored(config: RunConfig, folder: Path, key: str, shown: str) -> list[
         raise UserError(f"{key}: {differs}; {to_do}")
     step = max((checkpoint_step(path.name) or 0 for path in folder.glob("ep*-rank0.pt")), default=0)
     history = [*stored["history"], *([{"step": step, "changed": found}] if found else [])]
-    if found or config.max_duration != stored["max_duration"]:
+    if found:
         from src.checkpoints.reading import read_checkpoint
         from src.training.checkpointing import check_remaining, latest_valid_checkpoint
 
