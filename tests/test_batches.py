@@ -206,6 +206,16 @@ def test_documents_of_a_row_are_separated_only_with_packing(tokenizer, begins, n
     assert "seq_idx" not in collator(tokenizer)([sample])
 
 
+@pytest.mark.parametrize("texts", [1, 2])
+def test_a_text_without_tokens_takes_no_room_in_a_row(tokenizer, texts):
+    """A tokenizer that adds no [CLS] reads control characters as nothing."""
+    empty, other = {"tokens": np.zeros(0, np.uint16), "sample": (0, 0)}, concatenated(tokenizer)
+    packed = collator(tokenizer, packing=True)([empty, other][:texts])
+    assert sample_count(packed) == texts
+    assert packed["attention_mask"].sum() == (texts - 1) * len(other["tokens"])
+    assert not packed["seq_idx"].any()
+
+
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_a_document_in_a_row_is_encoded_as_when_alone(tokenizer, mixer):
     network = model(tokenizer, mixer).eval()

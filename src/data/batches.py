@@ -109,7 +109,7 @@ class MaskingCollator:
                 batch["sample_lengths"][r, : len(row)] = [lengths[i] for i in row]
         if self.packing:
             # Padding belongs to the last document: a sequence of padding alone would have no key to attend to.
-            batch["seq_idx"] = batch["seq_idx"].cumsum(1) - 1
+            batch["seq_idx"] = (batch["seq_idx"].cumsum(1) - 1).clip(0)  # a text without tokens starts nothing
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
     def row_length(self, longest: int) -> int:
@@ -134,7 +134,8 @@ def document_starts(sample: dict[str, Any], length: int) -> np.ndarray:
     """Return where documents start in a sample, (length,) bool. [CLS] belongs to the document of the token after it."""
     starts = np.zeros(length, bool)
     begins = sample.get("begins", np.zeros(0, int))
-    starts[[0, *begins[(begins > 1) & (begins < length)]]] = True
+    starts[:1] = True
+    starts[begins[(begins > 1) & (begins < length)]] = True
     return starts
 
 
