@@ -92,9 +92,10 @@ def test_the_metadata_is_valid_for_the_hub(checkpoint):
         ({"dataset": "allenai/c4", "data_subset": "en", "hub_split": "train"}, "allenai/c4 (en)", "allenai/c4"),
         ({"dataset": "org/texts", "data_subset": None}, "org/texts", "org/texts"),
         ({"data_files": ["/home/me/a.txt", "corpus/*.jsonl.zst"], "files": 9}, "a.txt, corpus/*.jsonl.zst", None),
+        ({"dataset": "/home/me/parquet", "data_subset": "default"}, "parquet", None),
         (None, "copy", None),  # shards of an earlier version, or elsewhere
     ],
-    ids=["subset", "dataset", "files", "unknown"],
+    ids=["subset", "dataset", "files", "folder", "unknown"],
 )
 def test_the_data_is_named_by_its_source(checkpoint, tmp_path, source, name, hub_id):
     for split in ("train", "val"):
@@ -109,6 +110,19 @@ def test_the_data_is_named_by_its_source(checkpoint, tmp_path, source, name, hub
     assert metadata(card).get("datasets") == (hub_id and [hub_id])
     dataset = metadata(card)["model-index"][0]["results"][0]["dataset"]
     assert (dataset["name"], dataset["type"]) == (name, hub_id or name)
+
+
+@pytest.mark.parametrize(
+    ("start", "shown"),
+    [("/home/me/runs/long/latest-rank0.pt", "long/latest-rank0.pt"), ("org/encoder", "org/encoder"), (None, None)],
+)
+def test_a_card_names_what_training_started_from(checkpoint, start, shown):
+    path = checkpoint.path.parent / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    config["model"]["pretrained_checkpoint"] = start
+    path.write_text(yaml.safe_dump(config))
+    card = model_card(checkpoint, "my-model")
+    assert f"- started from: {shown}\n" in card if shown else "started from" not in card
 
 
 def test_the_data_of_several_streams_is_named_by_their_sources(checkpoint, tmp_path):

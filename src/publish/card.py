@@ -62,6 +62,7 @@ def model_card(checkpoint: "Checkpoint", name: str, scores: Facts | None = None)
         config=config,
         data=train,
         tokenizer=_tokenizer(checkpoint, config.get("tokenizer_name")),
+        start=_start(config, result),
         evaluation=evaluation,
         evaluated_on=", ".join(Path(folder).name for folder in config.get("eval_data") or ()),
         masking_rate=evaluated.get("mlm_probability"),
@@ -104,13 +105,25 @@ def missing_seeds(row: Facts) -> str:
 
 def _tokenizer(checkpoint: "Checkpoint", name: str | None) -> str | None:
     """Return a tokenizer's name on the Hub, or a description of a local one, since its path is private."""
-    if name is None or not (name.startswith((".", "/", "~")) or Path(name).exists()):
+    if name is None or not is_path(name):
         return name
     if (tokenizer := checkpoint.load_tokenizer()) is None:
         return None
     config = json.loads(checkpoint.tokenizer_files().get("tokenizer_config.json", b"{}"))
     case = {True: ", lower case", False: ", case-sensitive"}.get(config.get("do_lower_case"), "")
     return f"{config.get('tokenizer_class', type(tokenizer).__name__)} with {len(tokenizer):,} tokens{case}"
+
+
+def _start(config: Facts, result: Facts) -> str | None:
+    """Return what training started from: a name on the Hub, or the last two parts of a path, which is private."""
+    given = (config.get("model") or {}).get("pretrained_checkpoint"), config.get("starting_checkpoint_load_path")
+    name = result.get("start") or next(filter(None, (*given, config.get("load_path"))), None)
+    return "/".join(Path(name).parts[-2:]) if name and (is_path(name) or name.endswith(".pt")) else name
+
+
+def is_path(name: str) -> bool:
+    """Whether what could be a name on the Hub is a path, which is private."""
+    return name.startswith((".", "/", "~")) or Path(name).exists()
 
 
 def _read_run(checkpoint: "Checkpoint") -> tuple[Facts, Facts, Facts]:
@@ -139,9 +152,11 @@ def _source(config: Facts, loader: str) -> Facts:
     if not folder:
         return {}
     stored = _read(Path(folder, str(settings.get("split")), "split.json")).get("source") or {}
-    hub_id, subset = stored.get("dataset"), stored.get("data_subset")
+    hub_id, subset, given = stored.get("dataset"), stored.get("data_subset"), stored.get("images")
+    if hub_id and is_path(hub_id):
+        hub_id, subset, given = None, None, hub_id
     # A pattern such as corpus/*.txt is only a meaningful name with its folder.
-    paths = [Path(pattern) for pattern in stored.get("data_files") or [stored.get("images") or folder]]
+    paths = [Path(pattern) for pattern in stored.get("data_files") or [given or folder]]
     files = ", ".join("/".join(path.parts[-2:]) if "*" in path.name else path.name for path in paths)
     name = f"{hub_id} ({subset})" if hub_id and subset else hub_id or files
     return {"split": None, **settings, "name": name, "hub_id": hub_id, "subset": subset}
