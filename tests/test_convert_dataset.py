@@ -275,6 +275,7 @@ def test_a_parquet_file_without_the_column_lists_those_it_has(tmp_path):
         (["--data_files", "nothing-*.jsonl", "--splits", "train"], "nothing matches nothing-*.jsonl"),
         (["--data_files", "nothing-*.jsonl"], "nothing matches nothing-*.jsonl"),  # before it asks for a fraction
         (["--data_files", "a.jsonl"], "--val_fraction"),
+        (["--data_files", ".", "--splits", "train"], "--data_files: . is a folder; give its files, as in './*.jsonl'"),
         (["--data_files", "a.jsonl", "--val_fraction", "1.5"], "between 0 and 1"),
         (["--data_files", "a.jsonl", "--val_fraction", "nan"], "between 0 and 1"),
         (["--data_files", "a.jsonl", "--splits", "train", "--data_subset", "en"], "--data_subset"),
@@ -291,6 +292,16 @@ def test_invalid_arguments_are_refused(tmp_path, monkeypatch, arguments, words):
         convert(*arguments, "--out_root", "out")
     assert words in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_files_for_validation_become_their_split(tmp_path):
+    for split, texts in (("train", TEXTS), ("val", TEXTS[:2])):
+        write_jsonl(tmp_path / f"{split}.jsonl", texts)
+        convert("--data_files", tmp_path / f"{split}.jsonl", "--splits", split, "--out_root", tmp_path / "out")
+    samples = [json.loads((tmp_path / "out" / s / "split.json").read_text())["samples"] for s in ("train", "val")]
+    assert samples == [len([text for text in TEXTS if text.strip()]), len([text for text in TEXTS[:2] if text.strip()])]
+    with pytest.raises(UserError, match=r"out/train already holds these files; give others, or --val_fraction"):
+        convert("--data_files", tmp_path / "train.jsonl", "--splits", "val_small", "--out_root", tmp_path / "out")
 
 
 def test_the_help_holds_the_recipes(capsys):

@@ -59,7 +59,7 @@ def check(options: Namespace) -> list[Path]:
     splits = [SPLITS[split][0] for split in options.splits]
     options.part = options.part and Part.parse(options.part)
     few = next((split for split in options.splits if SPLITS[split][1] is not None), None)
-    no_validation = files and fraction is None and "validation" in splits
+    undivided = files and fraction is None and len({*splits}) > 1
     for wrong, message in (
         (fraction is not None and not 0 < fraction < 1, f"--val_fraction {fraction} must be between 0 and 1"),
         ((options.tokenizer is None) != (length is None), "give --tokenizer with --concat_tokens or --max_seq_len"),
@@ -71,7 +71,11 @@ def check(options: Namespace) -> list[Path]:
             options.revision is not None and (files or Path(options.dataset).is_dir()),
             "--revision requires --dataset with a name on the Hub; omit it",
         ),
-        (no_validation, "files have no validation split; give --val_fraction 0.01, or --splits train"),
+        (
+            undivided,
+            "files have no validation split; give --val_fraction 0.01, or convert them with --splits train, "
+            "and others with --splits val",
+        ),
         (options.part and few, f"--part: {few} is the first documents of a split, for one machine; omit --part"),
         (options.part and not all(path.is_file() for path in files), "--part requires files, not a stream; omit it"),
         (stdin and len(splits) > 1, "standard input can be read only once; give one split only"),
@@ -122,6 +126,16 @@ class TextSplit(Split):
     part: Part | None  # None: it is the whole split
 
 
+def check_undivided(source: Files, options: Namespace) -> None:
+    """Raise UserError if files that are not to be divided are those of the other kind of split."""
+    kind = SPLITS[options.splits[0]][0]
+    for other in (split for split, (of, _) in SPLITS.items() if of != kind):
+        made = command_of(Path(options.out_root, other)) or {}
+        if source.resumable and made.get("val_fraction") is None and source.identity().items() <= made.items():
+            own = f"{options.out_root}/{other} already holds these files"
+            raise UserError(f"{own}; give others, or --val_fraction 0.01 --overwrite to divide them")
+
+
 def plan(options: Namespace, files: list[Path]) -> list[TextSplit]:
     """Return the splits to write, with their folders created; none is created if this raises UserError."""
     from src.data.shards import read_progress
@@ -131,6 +145,8 @@ def plan(options: Namespace, files: list[Path]) -> list[TextSplit]:
         mode = "concat_tokens" if options.concat_tokens else "max_seq_len"
         rows = RowMaker.of(load_tokenizer(options.tokenizer), mode, getattr(options, mode))
     source = Files(files, options) if files else None
+    if files and options.val_fraction is None:
+        check_undivided(source, options)
     splits = []
     for split in options.splits:
         whole, (hub_split, limit) = Path(options.out_root, split), SPLITS[split]

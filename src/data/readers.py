@@ -51,6 +51,8 @@ def find_files(patterns: list[str], key: str = "--data_files") -> list[Path]:
         names = [pattern] if exact else glob.glob(pattern, recursive=True)
         found = sorted(path for path in map(Path, names) if not path.is_dir())
         if not found:
+            if os.path.isdir(pattern):
+                raise UserError(f"{key}: {pattern} is a folder; give its files, as in '{pattern.rstrip('/')}/*.jsonl'")
             raise UserError(f"{key}: nothing matches {pattern}; check the path")
         paths += found
     return list(dict.fromkeys(paths))
