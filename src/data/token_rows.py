@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from src.data.tokenizers import vocabulary_digest
+from src.data.tokenizers import frames_texts, vocabulary_digest
 from src.errors import UserError
 from src.files import sha256
 
@@ -49,11 +49,10 @@ class RowMaker:
     def of(cls, tokenizer: "PreTrainedTokenizerBase", mode: str, length: int, key: str = "--tokenizer") -> "RowMaker":
         """Return the row maker for a tokenizer. Raises UserError unless it frames a text as [CLS] … [SEP]. `key` is
         what the user set to get rows of tokens."""
-        name, start, end = tokenizer.name_or_path, tokenizer.cls_token_id, tokenizer.sep_token_id
+        name = tokenizer.name_or_path
         if not tokenizer.is_fast:
             raise UserError(f"{key}: {name} has no tokenizer.json, and is too slow without it; choose another")
-        framed, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
-        if None in (start, end) or framed != [start, *bare, end]:
+        if not frames_texts(tokenizer):
             fix = f"choose one like BERT's, or omit {key}"
             raise UserError(f"{key}: {name} does not frame a text as [CLS] … [SEP], which token rows need; {fix}")
         serialized, digest = tokenizer.backend_tokenizer.to_str(), vocabulary_digest(tokenizer)
@@ -61,7 +60,8 @@ class RowMaker:
         fast = Tokenizer.from_str(serialized)
         fast.no_truncation()
         fast.no_padding()
-        return cls(mode, length, start, end, len(tokenizer), fast, sha256([serialized.encode()]), summary)
+        ids = tokenizer.cls_token_id, tokenizer.sep_token_id
+        return cls(mode, length, *ids, len(tokenizer), fast, sha256([serialized.encode()]), summary)
 
     def __post_init__(self):
         self.dtype = np.min_scalar_type(self.vocab_size - 1)

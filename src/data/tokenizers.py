@@ -44,6 +44,13 @@ def load_tokenizer(name: str | Path, key: str = "--tokenizer", **options: Any) -
         raise UserError(f"{key}: cannot load {name}: {found} ({said}); {fix}") from None
 
 
+def frames_texts(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether a tokenizer reads a text as [CLS] … [SEP]."""
+    framed, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    ends = tokenizer.cls_token_id, tokenizer.sep_token_id
+    return None not in ends and framed == [ends[0], *bare, ends[1]]
+
+
 def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return the SHA-256 of what token rows depend on: all tokens with ids, and the ids of CLS, SEP, PAD and MASK."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])

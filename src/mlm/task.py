@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from src.cli import log, several
 from src.config import key
 from src.data.config import LoaderConfig, check_split
-from src.data.tokenizers import check_path, vocabulary_digest
+from src.data.tokenizers import check_path, frames_texts, vocabulary_digest
 from src.errors import UserError
 from src.mlm.finetune_eval import FinetuneEval
 from src.training.config import RunConfig, check_state_passing, state_passing
@@ -118,6 +118,9 @@ class MaskedLM(Task):
         config = self.config
         self.tokenizer = build_tokenizer(config.tokenizer_name, config.max_seq_len, ("mask_token", "pad_token"))
         model = self._starting_model(checkpoint)
+        if model.model.config.classifier_pooling == "cls" and not frames_texts(self.tokenizer):
+            found = f"tokenizer_name: {config.tokenizer_name} does not read a text as [CLS] … [SEP], and a classifier"
+            log.warning(f"{found} reads the first token; to train one later, set model.classifier_pooling=mean")
         set_state_passing(model.model.lion, config.state_passing)
         return model
 
