@@ -396,7 +396,9 @@ def test_a_dry_run_says_what_would_run_and_refuses_what_the_run_refuses(tmp_path
     arguments = [str(path), "dry_run=true", "device=cpu", "parallel=2", "seeds=1"]
     glue.main(arguments)
     out = capsys.readouterr().out
-    assert out.startswith("checked    config, tasks, their files, starting checkpoint, device\n")
+    assert out.startswith(
+        "checked    config, that the files of the tasks exist (not their rows), starting checkpoint, device\n"
+    )
     start = shared["starting_checkpoint_load_path"]
     assert f"would run  2 jobs (SST-2, RTE), from {start}, on cpu, 2 at a time\n" in out
     for wrong, words in (

@@ -18,7 +18,7 @@ from src.jobs import predictions
 from src.jobs.config import JobsConfig
 from src.jobs.experiment import Experiment
 from src.jobs.tasks import Suite, Task
-from src.jobs.training import Classifier, GroupedByLength, Split, loader, predict, train
+from src.jobs.training import Classifier, GroupedByLength, Split, count_tokens, loader, predict, train
 
 
 class Signs(Dataset):
@@ -132,6 +132,12 @@ def test_predictions_use_the_precision_of_evaluation_during_training(monkeypatch
             return batch @ batch
 
     assert predict(Product(), [torch.ones(2, 2)], DeviceCPU(), Precision.AMP_BF16).dtype == torch.bfloat16
+
+
+def test_padding_does_not_count_as_tokens():
+    ids, mask = torch.ones(2, 5), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    batches = ({"input_ids": ids, "attention_mask": mask}, {"input_ids": ids}, {"x": ids})
+    assert [count_tokens(batch) for batch in batches] == [7, 10, 0]
 
 
 def test_training_batches_group_texts_of_similar_length_in_random_order(tokenizer):

@@ -25,4 +25,6 @@ class JobsConfig(TrainerConfig):
     seeds: int | None = key("use only the first so many of each task's seeds", None, at_least=1)
     save_finetuned_checkpoints: bool = key("keep the fine-tuned model of each job", False)
     rerun: bool = key("run finished jobs again; also as --rerun", False)
-    dry_run: bool = key("check the config, tasks, files, checkpoint and device, say what would run, and end", False)
+    dry_run: bool = key(
+        "check the config, that the files exist, checkpoint and device, say what would run, and end", False
+    )

@@ -41,7 +41,7 @@ def check(experiment: Experiment) -> None:
     tasks = experiment.tasks
     titles, count = ", ".join(dict.fromkeys(task.title for task in tasks)), sum(len(task.seeds) for task in tasks)
     start = ", starting checkpoint" * (config.starting_checkpoint_load_path is not None)
-    print(f"checked    config, tasks, their files{start}, device")
+    print(f"checked    config, that the files of the tasks exist (not their rows){start}, device")
     print(f"would run  {count} jobs ({titles}), from {experiment.start_name}, on {device}, {at_once} at a time")
     finished = "" if config.rerun else "; jobs that are finished there do not run again"
     print(f"would save {experiment.folder}{finished}")

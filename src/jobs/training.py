@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from composer import Evaluator
-from composer.core import Precision, get_precision_context
+from composer.core import DataSpec, Precision, get_precision_context
 from composer.models import ComposerModel
 from composer.utils import reproducibility
 from torch import Tensor
@@ -84,6 +84,13 @@ class Classifier(AutocastModel):
             return super().eval_forward({"labels": None, **batch}, outputs).float()  # a test set has no labels
 
 
+def count_tokens(batch: Mapping[str, Tensor]) -> int:
+    """Return how many tokens, or pixels, a batch has without padding; 0 of what has neither."""
+    if "attention_mask" in batch:
+        return int(batch["attention_mask"].sum())
+    return batch["input_ids"].numel() if "input_ids" in batch else 0
+
+
 @dataclass(frozen=True)
 class Split:
     """Examples to train on or to predict, in the order of `ids` and `labels` unless it is for training."""
@@ -136,7 +143,7 @@ def train(
         precision=job.settings["precision"],
         run_name=f"{config.base_run_name}-{folder.name}",
         seed=job.seed,
-        train_dataloader=training.loader,
+        train_dataloader=DataSpec(training.loader, get_num_tokens_in_batch=count_tokens),
         eval_dataloader=evaluators,
         device_train_microbatch_size=task.microbatch_size,
         optimizers=build_optimizer(model) if build_optimizer else registry.build_optimizer(optimizer_of(task), model),
