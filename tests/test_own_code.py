@@ -117,7 +117,7 @@ def test_a_mistake_in_the_name_of_a_class_is_reported(own, kind, name, arguments
 @pytest.mark.parametrize(
     ("file", "code", "words"),
     [
-        ("missing.py", None, "code_paths: missing.py is not a .py file; give a path relative to the working directory"),
+        ("missing.py", None, "code_paths: missing.py does not exist; give a path relative to the working directory"),
         ("classes.txt", "", "code_paths: classes.txt is not a .py file"),
         ("my-classes.py", "", "code_paths: my-classes.py is not a module name; rename it"),
         ("torch.py", "", "code_paths: torch.py would hide another module torch; rename it"),

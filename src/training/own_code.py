@@ -16,7 +16,8 @@ def import_files(paths: Iterable[str]) -> None:
     for given in paths:
         path = Path(given).resolve()
         if path.suffix != ".py" or not path.is_file():
-            raise UserError(f"code_paths: {given} is not a .py file; give a path relative to the working directory")
+            found = "is not a .py file" if path.exists() else "does not exist"
+            raise UserError(f"code_paths: {given} {found}; give a path relative to the working directory")
         if not path.stem.isidentifier():
             raise UserError(f"code_paths: {given} is not a module name; rename it to letters, digits and _")
         loaded = sys.modules.get(path.stem)
