@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
     words = "share of an A100's peak that is assumed; narrow layers keep a GPU far from it (default: 0.05)"
     add("--a100_share", type=float, default=0.05, help=words)
     add("--out", type=Path, help=measure.OUT)
-    a = parser.parse_args(argv)
+    a = parser.parse_intermixed_args(argv)  # overrides may also be last
     a.out = a.out or measure.results_folder(a.device)
     on_gpu = a.device == "cuda"
     usual = "amp_bf16" if on_gpu else "fp32"

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
     add("--rounds", type=int, default=9, help="(default: 9)")
     add("--out", type=Path, help=measure.OUT)
     a = parser.parse_args(argv)
-    a.out = a.out or measure.results_folder(a.device)
+    a.out, a.pixels = a.out or measure.results_folder(a.device), sorted(set(a.pixels))
     a.batch = a.batch or (4 if a.device == "cpu" else 128)
     a.precision = a.precision or ("fp32" if a.device == "cpu" else "bf16")
     if a.device == "cpu":
@@ -180,7 +180,7 @@ def inference(a: argparse.Namespace) -> tuple[list[list[str]], list[dict[str, An
         given = [(name, a.size, pixels, *fixed) for pixels in a.pixels]
         warm_up = (name, a.size, PATCH * 2 if a.device == "cpu" else min(a.pixels), *fixed)
         peaks[name] = measure.attempt({}, name, measure.peak_memory, prepare_pass, warm_up, given, a.device)
-    for number, pixels in enumerate(sorted(a.pixels)):
+    for number, pixels in enumerate(a.pixels):
         failed: dict[str, str] = {}
         cases = {name: measure.attempt(failed, name, prepare_pass, name, a.size, pixels, *fixed) for name in a.models}
         times = measure.interleaved({n: c for n, c in cases.items() if c}, a.device, a.rounds, 60, failed)
