@@ -1,7 +1,7 @@
 """What is measured on a machine: once, in the user's cache, and kept with a run."""
 
+import fcntl
 import json
-import os
 import subprocess
 import sys
 import time
@@ -229,6 +229,20 @@ def test_a_run_says_that_its_kernel_is_missing(tmp_path, monkeypatch, caplog):
     assert "not available here (LION_NATIVE=0)" in caplog.text
 
 
+def test_a_process_waits_for_another_that_measures_and_takes_what_it_found(cache):
+    path = machine.private_folder() / ".lock"
+    with path.open("w") as file, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(file, fcntl.LOCK_EX)  # another open file excludes as another process does
+        waiting = pool.submit(machine.choice, "height", lambda: pytest.fail("measured"))
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.3)
+        name = f"height-{torch.get_num_threads()}-threads-{machine.digest()}-{machine.METHOD}.json"
+        path.with_name(name).write_text(json.dumps({"height": 7}))
+        fcntl.flock(file, fcntl.LOCK_UN)
+        assert waiting.result(timeout=60) == 7
+    assert machine.choice("width", lambda: machine.choice("depth", lambda: 2) + 1) == 3  # one may need another
+
+
 def test_the_command_prints_what_was_found_and_forgets_it(tmp_path):
     def run(*options: str) -> str:
         variables = {"XDG_CACHE_HOME": str(tmp_path)}
@@ -240,10 +254,10 @@ def test_the_command_prints_what_was_found_and_forgets_it(tmp_path):
     assert "1 threads" in printed and "linear attention" in printed
     how = "in float32, by MKL or oneDNN" if cpu_linear.can_choose() else "by torch, which lacks"
     assert f"linear layers       {how}" in printed
-    kept = os.listdir(tmp_path / "lion-bert") if (tmp_path / "lion-bert").is_dir() else []
+    kept = [path.name for path in (tmp_path / "lion-bert").glob("[!.]*")]  # without .lock
     assert all(name in printed for name in kept)
     assert run("--forget").count("deleted") == len(kept)
-    assert not any((tmp_path / "lion-bert").glob("*"))
+    assert not any((tmp_path / "lion-bert").glob("[!.]*"))
 
 
 def test_idle_threads_of_openmp_do_not_spin_for_long():
@@ -266,7 +280,7 @@ def test_commands_say_so_before_torch_is_imported():
 def test_what_was_measured_is_read_once(cache, monkeypatch):
     found, read = {"training": 300, "inference": 200}, []
     monkeypatch.setattr(cpu_crossover, "measure", lambda kind: found)
-    monkeypatch.setattr(machine, "_read", lambda path, name: read.append(name))
+    monkeypatch.setattr(machine, "_read", lambda path, name: read.append(name) or found)
     for kind in cpu_crossover.KINDS * 2:
         assert cpu_crossover.full_up_to(kind) == found
     assert read == [f"full_up_to{kind}" for kind in cpu_crossover.KINDS]

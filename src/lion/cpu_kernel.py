@@ -421,19 +421,25 @@ def _compile() -> Path:
     folder = machine.private_folder()
     path = folder / f"linear-attention-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
     if not _is_intact(path):
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:  # processes that start together do not disturb
-            source, built = Path(temporary, "kernel.c"), Path(temporary, "kernel.so")
-            source.write_text(SOURCE)
-            # The runtime that torch uses, by its path: a second one would start threads of its own.
-            subprocess.run([*compiler, *FLAGS, "-c", str(source), "-o", f"{source}.o"], **options)
-            subprocess.run([*compiler, "-shared", f"{source}.o", openmp, "-lm", "-o", str(built)], **options)
-            checksum = hashlib.sha256(built.read_bytes()).digest()
-            with built.open("ab") as file:  # loading ignores what follows the library
-                file.write(checksum)
-                file.flush()
-                os.fsync(file.fileno())
-            built.replace(path)
+        with machine.alone():
+            if not _is_intact(path):  # no other process has built it meanwhile
+                _build(path, compiler, openmp, options)
     return path
+
+
+def _build(path: Path, compiler: list[str], openmp: str, options: dict) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as temporary:  # another process never loads half
+        source, built = Path(temporary, "kernel.c"), Path(temporary, "kernel.so")
+        source.write_text(SOURCE)
+        # The runtime that torch uses, by its path: a second one would start threads of its own.
+        subprocess.run([*compiler, *FLAGS, "-c", str(source), "-o", f"{source}.o"], **options)
+        subprocess.run([*compiler, "-shared", f"{source}.o", openmp, "-lm", "-o", str(built)], **options)
+        checksum = hashlib.sha256(built.read_bytes()).digest()
+        with built.open("ab") as file:  # loading ignores what follows the library
+            file.write(checksum)
+            file.flush()
+            os.fsync(file.fileno())
+        built.replace(path)
 
 
 def _is_intact(path: Path) -> bool:

@@ -12,18 +12,24 @@ import json
 import os
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 METHOD = 4  # raised when something is measured in another way, so that what was found before is not used
 _adopted: dict[str, Any] = {}  # the choices of the run that this process resumes
 _keeps_freed_memory = False
 _measuring = threading.RLock()  # threads would disturb each other, and could take different choices
+_alone = False  # whether this process holds the lock of `alone`
 if hasattr(os, "register_at_fork"):  # no thread of the parent would release it
-    os.register_at_fork(after_in_child=lambda: globals().update(_measuring=threading.RLock()))
+    os.register_at_fork(after_in_child=lambda: globals().update(_measuring=threading.RLock(), _alone=False))
 
 
 def choice(name: str, measure: Callable[[], Any], version: str = "") -> Any:
@@ -43,7 +49,15 @@ def _choice(name: str, measure: Callable[[], Any], threads: int, version: str) -
         return _found(measure)
     if (known := _read(path, name)) is not None:
         return known
-    corrupt, found = path.exists(), _found(measure)
+    with alone():
+        if (known := _read(path, name)) is not None:
+            return known  # another process has measured it meanwhile
+        corrupt, found = path.exists(), _found(measure)
+        _store(path, name, found, threads, corrupt)
+        return _read(path, name) or found
+
+
+def _store(path: Path, name: str, found: Any, threads: int, corrupt: bool) -> None:
     stored = {"processor": processor_name(), "torch": torch.__version__, "threads": threads, name: found}
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with contextlib.suppress(OSError):  # a full disk
@@ -53,11 +67,26 @@ def _choice(name: str, measure: Callable[[], Any], threads: int, version: str) -
                 temporary.replace(path)
             else:
                 os.link(temporary, path)
-        except FileExistsError:  # another process was first, and all take the same choice
-            found = _read(path, name) or found
+        except FileExistsError:  # a process that cannot wait for others was first, and all take the same choice
+            pass
         finally:
             temporary.unlink(missing_ok=True)
-    return found
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Wait until no other thread of this process, and no other process with this cache, measures or compiles: they
+    would disturb each other. Where files cannot be locked, other processes are not waited for."""
+    global _alone
+    with _measuring, contextlib.ExitStack() as stack:
+        if not _alone:
+            with contextlib.suppress(AttributeError, OSError, RuntimeError):
+                file = stack.enter_context((private_folder() / ".lock").open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open
+            _alone = True
+            stack.callback(globals().update, _alone=False)
+        yield
 
 
 def _found(measure: Callable[[], Any]) -> Any:
