@@ -56,6 +56,15 @@ def test_a_line_has_step_samples_loss_accuracy_and_rates(tmp_path):
     }
 
 
+def test_an_evaluation_counts_if_any_rank_had_a_label(tmp_path, monkeypatch):
+    metric = {name: SimpleNamespace(update_count=n, compute=lambda: 0.5) for name, n in (("a", 0), ("b", 0), ("c", 2))}
+    monkeypatch.setattr("composer.utils.dist.all_gather_object", lambda own: [own, ["eval/a"]])
+    log, state = RunLog(tmp_path, "5ba"), state_at(5)
+    state.eval_metrics = {"eval": metric}
+    log.eval_end(state, None)
+    assert read_json_lines(tmp_path / METRICS)[0]["eval"] == {"eval/a": 0.5, "eval/c": 0.5}
+
+
 @pytest.mark.parametrize(
     ("reported", "shown"),
     [

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 from composer import Callback, Logger, State, Time, TimeUnit
 from composer.loggers import LoggerDestination
+from composer.utils import dist
 from tqdm import tqdm
 
 from src.cli import is_main_process, log, progress
@@ -137,9 +138,11 @@ class RunLog(LoggerDestination):
         log.info(f"{time} left at {rate:,.0f} {self.counts}/s")
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        values = {}
-        for label, metrics in state.eval_metrics.items():
-            values |= {f"{label}/{name}": float(m.compute()) for name, m in metrics.items() if m.update_count}
+        metrics = {f"{label}/{name}": m for label, each in state.eval_metrics.items() for name, m in each.items()}
+        # The only labels may be another rank's; Composer has added up those of all.
+        own = [name for name, m in metrics.items() if m.update_count]
+        counted = set(itertools.chain(*dist.all_gather_object(own)))
+        values = {name: float(m.compute()) for name, m in metrics.items() if name in counted}
         self.write({**place(state), "eval": values})
 
     def _last_batch(self, state: State) -> int | None:
