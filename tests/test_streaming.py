@@ -20,6 +20,7 @@ from transformers import BertTokenizerFast
 
 from src.config import _keys
 from src.convert_dataset import main as convert
+from src.data import streaming as streaming_module
 from src.data.batches import IGNORED, sample_count
 from src.data.config import BATCHING_METHODS, SHUFFLE_ALGOS, DatasetConfig, LoaderConfig
 from src.data.streaming import StreamingTextDataset, build, build_dataset, describe, ignore_signals
@@ -175,6 +176,34 @@ def test_a_run_that_starts_at_the_same_moment_costs_only_a_retry(shards, monkeyp
     else:
         with pytest.raises(UserError, match=r"cannot read the shards of train in .*File exists"):
             build_dataset(config(shards).dataset, 5)
+
+
+def test_runs_that_hold_one_machine_each_give_way(monkeypatch):
+    """The lock is a machine's own, wherever its temporary files are."""
+    locks, others = [], iter([False, False, True])
+
+    class Lock:
+        held = False
+
+        def __init__(self, path):
+            assert path.parent == Path("/dev/shm")
+            locks.append(self)
+
+        def acquire(self, timeout):
+            self.held = True
+
+        def release(self):
+            self.held = False
+
+    def gather(own: bool) -> list[bool]:
+        assert own and locks[0].held
+        return [own, next(others)]
+
+    monkeypatch.setattr(streaming_module, "FileLock", Lock)
+    monkeypatch.setattr(streaming_module.dist, "all_gather_object", gather)
+    with streaming_module.first_in_line():
+        assert locks[0].held and next(others, "all asked") == "all asked"
+    assert not locks[0].held
 
 
 def test_shuffling_gives_a_new_order_in_every_epoch_which_the_seed_determines(shards, tokenizer):
@@ -346,7 +375,7 @@ def test_the_same_text_in_two_streams_has_two_masks(two, tokenizer, tmp_path):
         ({"dog": {"local": "{dog}", "proportion": 1, "repeat": 1}}, ["streams.dog: At most one of"]),
         ({"dog": {"local": "{dog}", "proportion": -1}}, ["streams.dog", "non-negative"]),
         ({"dog": {"local": "{dog}", "proportion": "half"}}, ["streams.dog: "]),
-        ({"dog": {"local": "{dog}", "proportion": 1}}, ["cannot read the shards", "incompatible"]),
+        ({"dog": {"local": "{dog}", "proportion": 1}}, ["streams: Relative", "incompatible"]),
         ({"dog": {"local": "{cat}"}}, ["cannot read the shards", "Reused local directory"]),
         ({"dog": {"local": "x", "remote": "ftp://nowhere"}}, ["streams.dog: Unsupported remote path"]),
     ],

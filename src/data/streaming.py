@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import json
 import os
+import random
 import signal
 import tempfile
 import threading
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from composer.utils import dist
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from streaming import Stream, StreamingDataLoader, StreamingDataset
 from streaming.base.storage import CloudDownloader
 from torch import Tensor
@@ -40,13 +41,25 @@ PASSED_ON = (  # keys of DatasetConfig that are arguments of StreamingDataset
 
 @contextlib.contextmanager
 def first_in_line() -> Iterator[None]:
-    """Wait until no other run of this user on this machine opens shards: streaming looks for a free name of shared
+    """Wait until no other run of this user on these machines opens shards: streaming looks for a free name of shared
     memory, and takes it only later, when another may have."""
-    lock = FileLock(Path(tempfile.gettempdir(), f"lion-streaming-{os.getuid()}.lock"))
-    with lock if dist.get_local_rank() == 0 else contextlib.nullcontext():
-        if torch.distributed.is_initialized():
-            dist.barrier()  # the others look once the first rank of this machine has the lock
+    shared_memory = Path("/dev/shm")  # a machine's own, which the folder of temporary files need not be
+    folder = shared_memory if shared_memory.is_dir() else tempfile.gettempdir()
+    lock = FileLock(Path(folder, f"lion-streaming-{os.getuid()}.lock"))
+    while not all(dist.all_gather_object(dist.get_local_rank() != 0 or took(lock))):
+        lock.release()  # another run may hold one machine and wait for another
+    try:
         yield
+    finally:
+        lock.release()
+
+
+def took(lock: FileLock) -> bool:
+    """Whether a lock could be taken; runs that wait for each other give up at different times."""
+    with contextlib.suppress(Timeout):
+        lock.acquire(timeout=random.SystemRandom().uniform(5, 15) if dist.get_world_size() > 1 else -1)
+        return True
+    return False
 
 
 class StreamingSamples(StreamingDataset):
@@ -237,6 +250,9 @@ def build_dataset(options: DatasetConfig, batch_size: int) -> StreamingTextDatas
         opened = [open_stream(name, source, options.split) for name, source in sources.items()]
         try:
             Stream.validate_weights(opened)
+        except ValueError as error:
+            raise UserError(f"streams: {first_line(error)}; give all of them the same one") from None
+        try:
             dataset = StreamingTextDataset(streams=opened, **order)
             break
         except Exception as error:  # from clients of s3, gs and oci, or from streaming about weights and limits
