@@ -104,7 +104,7 @@ def test_data_may_move_on_resume(config_file, tmp_path, override):
 )
 def test_settings_of_the_data_may_not_change_on_resume(config_file, tmp_path, override):
     now = changed(config_file, tmp_path / "run", override)
-    name = override.split("=")[0].removesuffix(".web.proportion")
+    name = override.split("=")[0]
     with pytest.raises(UserError, match=rf"differs in {name};"):
         run_folder.check_save_folder(now, tmp_path / "run")
 
@@ -264,14 +264,17 @@ def test_a_resumed_run_takes_its_changed_settings_on_and_records_them(tmp_path, 
     lrs = {line["step"]: line["lr"] for line in read_json_lines(run / "metrics.jsonl") if "lr" in line}
     changes = ["optimizer.lr=0.1", "optimizer.weight_decay=0.5", "global_train_batch_size=16", "scheduler.t_warmup=0ba"]
     command = [str(config), "max_duration=8ba", *changes]
-    with pytest.raises(UserError, match=r"differs in global_train_batch_size, optimizer, scheduler"):
+    with pytest.raises(
+        UserError, match=r"differs in global_train_batch_size, optimizer.lr, optimizer.weight_decay, scheduler.t_warmup"
+    ):
         main.main(command)
     keys = "optimizer.lr,optimizer.weight_decay,scheduler.t_warmup,global_train_batch_size"
     mean_it = rf"to change them on purpose, set resume_with=\[{keys}"
-    with pytest.raises(UserError, match=rf"differs in global_train_batch_size, scheduler; .*{mean_it}"):
+    with pytest.raises(UserError, match=rf"differs in global_train_batch_size, scheduler.t_warmup; .*{mean_it}"):
         main.main([*command, "resume_with=[optimizer.lr,optimizer.weight_decay]"])
     with pytest.raises(
-        UserError, match=r"differs in global_train_batch_size, optimizer, scheduler, seed; .* its config.yaml$"
+        UserError,
+        match=r"differs in global_train_batch_size, optimizer.*, scheduler.t_warmup, seed; .* its config.yaml$",
     ):
         main.main([*command, "seed=3"])
     allowed = "resume_with=[optimizer.lr,optimizer.weight_decay,scheduler,global_train_batch_size]"

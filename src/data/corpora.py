@@ -90,6 +90,9 @@ class HubDataset:
 
     def __init__(self, dataset: str, subset: str | None, split: str, column: str, revision: str | None = None):
         self.dataset, self.split, self.column = dataset, split, column
+        if any(Path(dataset, name).is_file() for name in ("dataset_dict.json", "state.json")):
+            saved = f"{dataset} was written by save_to_disk of `datasets`"
+            raise UserError(f"--dataset: {saved}; write each split with its to_parquet, and give --data_files")
         try:
             builder = _builder(dataset, subset, revision)
             self.documents = builder.as_streaming_dataset(split=split)

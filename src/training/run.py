@@ -329,8 +329,10 @@ def check_stored(config: RunConfig, folder: Path, key: str, shown: str) -> list[
     changed = {name for name, value in new.items() if old.get(name) != value}
     # A key is named once, without its copies in the loaders.
     if names := sorted(name for name in changed if "." not in name or name.rsplit(".", 1)[-1] not in changed):
-        differs = f"{shown} holds a run that differs in {', '.join(names)}"
-        to_do, keys = f"choose another folder, or resume with its {CONFIG}", changes.found(begun, now, names)
+        keys = changes.found(begun, now, names)
+        shortest = sorted(key for key in keys if not any(key.startswith(f"{other}.") for other in keys))
+        differs = f"{shown} holds a run that differs in {', '.join(shortest)}"
+        to_do = f"choose another folder, or resume with its {CONFIG}"
         if keys and all(map(changes.may_change, keys)):
             to_do += f"; to change them on purpose, set resume_with=[{','.join([*config.resume_with, *keys])}]"
         raise UserError(f"{key}: {differs}; {to_do}")
