@@ -79,7 +79,8 @@ def bert_sizes(mixer: str, layers: int, hidden: int) -> dict[str, int]:
 
 def setting(name: str, device: str, half: bool) -> dict[str, str]:
     """Return {"attention": how a model with softmax attention computes it on a GPU}, for a Hugging Face model the
-    fastest way of those available; nothing for other models, and on a CPU, where it is always sdpa. half: whether
+    fastest way of those available; nothing for other models, and on a CPU, where it is always sdpa, with masks only in
+    ModernBERT's local layers. half: whether
     attention is computed in bfloat16."""
     if device != "cuda" or name not in (BERT, SPARSE_BERT, MODERN_BERT, "softmax"):
         return {}
@@ -107,7 +108,7 @@ def build(
     if name in (BERT, SPARSE_BERT, MODERN_BERT):
         chosen = setting(name, torch.get_default_device().type, half).get("attention")
         model = build_peer(name, layers, hidden, longest, dropout, masked_lm, chosen == FLASH)
-        if chosen not in (None, FLASH):
+        if chosen != FLASH and (name == MODERN_BERT or chosen):
             drop_masks(model)
         return model
     config = lion_config(name, layers, hidden, longest, dropout, form)
