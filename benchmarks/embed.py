@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import measure
+from benchmarks import measure, models
 from benchmarks.models import BERT, LINEAR, MODERN_BERT, build, created_as, describe, lion_config, setting, titled
 from src import cli, plots
 from src.lion import LionConfig, LionEmbeddingModel
@@ -63,7 +63,8 @@ def main(argv: list[str]) -> None:
     a.rounds = a.rounds or (9 if on_gpu else 3)
 
     rows = plan(a)
-    name, title, facts = f"embed-{a.device}", caption(a), measure.machine(a.device)
+    special = [word for word, present in models.small(a.layers, a.hidden).items() if present]
+    name, title, facts = "-".join(["embed", a.device, *special]), caption(a), measure.machine(a.device)
 
     def write(show: bool = False) -> None:
         done = [row for row in rows if row["ms"] or row["error"]]

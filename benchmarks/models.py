@@ -70,6 +70,11 @@ def lion_arguments(name: str, hidden: int) -> dict:
     return own | {"mixer": config.mixer, "intermediate_size": width}
 
 
+def small(layers: int, hidden: int) -> dict[str, bool]:
+    """Return what the name of a file says of models of another than base size."""
+    return {f"{layers}-layers-of-{hidden}": (layers, hidden) != (12, 768)}
+
+
 def bert_sizes(mixer: str, layers: int, hidden: int) -> dict[str, int]:
     """Return the sizes of a configuration as BERT's, with heads of 64. Hydra derives its heads and has no MLP."""
     sizes = {"hidden_size": hidden, "num_hidden_layers": layer_count(mixer, layers)}

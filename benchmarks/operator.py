@@ -93,7 +93,8 @@ def main(argv: list[str]) -> None:
     texts = f"{a.tokens:,} tokens" if a.tokens else f"batch {a.batch}"
     texts += ", a tenth of each text masked" if a.mask else ""
     title = f"Attention of {a.heads} heads of {a.head_dim}, {texts}, {a.dtype}, chunks of {a.chunk_size}:"
-    unusual = [a.dtype] * (a.dtype != usual) + [f"{a.heads}-heads"] * (a.heads != 12) + ["masked"] * a.mask
+    unusual = [a.dtype] * (a.dtype != usual) + [f"{a.heads}-heads"] * (a.heads != 12)
+    unusual += [f"of-{a.head_dim}"] * (a.head_dim != 64) + [f"batch-{a.batch}"] * (a.batch != 1) + ["masked"] * a.mask
     name = "-".join(["operator", a.device, *unusual])
 
     cases = [SOFTMAX] + [(form, variant) for form in a.forms for variant in variants(form)]

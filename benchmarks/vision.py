@@ -63,7 +63,9 @@ def main(argv: list[str]) -> None:
         keep_freed_memory()  # as in training
         flush_denormals()
     compiled = f"compiled-{a.compile}" if a.compile else None
-    name = "-".join(filter(None, ["vision", a.device, a.only, compiled]))
+    other = f"{a.train_size}-and-{a.size}" if (a.train_size, a.size) != ("small", "tiny") else None
+    own = a.precision if a.precision != ("fp32" if a.device == "cpu" else "bf16") else None
+    name = "-".join(filter(None, ["vision", a.device, a.only, other, own, compiled]))
     rows: list[dict[str, Any]] = []
     tables: list[list[list[str]]] = []
     facts = measure.machine(a.device)

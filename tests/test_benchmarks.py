@@ -35,25 +35,25 @@ TINY = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "in
 # What is given to a command, and the name of what it writes.
 SMALL = {
     "operator": (
-        "--lengths 16 40 --tokens 64 --forms chunkwise --heads 2 --head_dim 8 --rounds 1", "operator-cpu-2-heads",
+        "--lengths 16 40 --tokens 64 --forms chunkwise --heads 2 --head_dim 8 --rounds 1", "operator-cpu-2-heads-of-8",
     ),
     "inference": (
         "--models 'Hugging Face BERT' softmax lion-s-plus hydra --lengths 16 40 --batch 1 2 --layers 1 --hidden 64 "
-        "--rounds 1 --dtype bfloat16", "inference-cpu-bfloat16",
+        "--rounds 1 --dtype bfloat16", "inference-cpu-1-layers-of-64-bfloat16",
     ),
     "embed": (
         "--models lion-s --lengths 24 40 80 --once_above 40 --layers 1 --hidden 64 --rounds 1 --dtype bfloat16",
-        "embed-cpu",
+        "embed-cpu-1-layers-of-64",
     ),
     "train_step": (
         "--models 'Hugging Face BERT, sparse' 'Hugging Face ModernBERT' softmax hydra yamls/ablation/lion-d-rope.yaml "
         f"{STEP} --length 32 24 --rounds 1 --precision amp_bf16",
-        "train-step-cpu-batch-2-32-24-amp_bf16",
+        "train-step-cpu-1-layers-of-64-batch-2-32-24-amp_bf16",
     ),
     "vision": (
         "--models 'Hugging Face ViT' 'timm DeiT' lion-s-natural --train_size tiny --train_pixels 32 --batch 2 "
         "--pixels 32 48 --rounds 1",
-        "vision-cpu",
+        "vision-cpu-tiny-and-tiny",
     ),
 }  # fmt: skip
 
@@ -111,7 +111,7 @@ def test_a_training_step_on_packed_rows_leaves_out_models_without_packing(tmp_pa
     models = "'Hugging Face BERT' softmax lion-s"
     output = benchmark("train_step", tmp_path, *shlex.split(f"--models {models} {STEP} --length 32 --packed 3"))
     assert "2 rows of 32 tokens in 3 texts" in output and "failed: Hugging Face BERT: bert has no packed rows" in output
-    written = json.loads((tmp_path / "train-step-cpu-packed-3-batch-2-32.json").read_text())
+    written = json.loads((tmp_path / "train-step-cpu-1-layers-of-64-packed-3-batch-2-32.json").read_text())
     assert [row["model"] for row in written["rows"] if row.get("ms")] == ["softmax", "lion-s"]
 
 
