@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -241,6 +242,18 @@ def test_a_process_waits_for_another_that_measures_and_takes_what_it_found(cache
         fcntl.flock(file, fcntl.LOCK_UN)
         assert waiting.result(timeout=60) == 7
     assert machine.choice("width", lambda: machine.choice("depth", lambda: 2) + 1) == 3  # one may need another
+
+
+def test_without_a_home_nothing_is_kept_and_the_way_out_is_named(monkeypatch):
+    def no_home(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    assert machine.kept() == []
+    with pytest.raises(RuntimeError, match="this user has no home; set XDG_CACHE_HOME to a folder of your own"):
+        machine.private_folder()
+    assert machine.choice("of no home", lambda: 3) == 3
 
 
 def test_the_command_prints_what_was_found_and_forgets_it(tmp_path):

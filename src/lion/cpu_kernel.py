@@ -401,6 +401,8 @@ def _library() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         lines = str(getattr(error, "stderr", None) or error).strip().splitlines() or [repr(error)]
         _failure = next((line for line in lines if "error" in line), lines[0])
+        if isinstance(error, OSError) and error.filename:
+            _failure += "; set XDG_CACHE_HOME to a folder that can be written"
         if re.search("failed to map segment.*not permitted", _failure):
             _failure += "; set XDG_CACHE_HOME to a folder whose programs may be executed"
         log.warning("linear attention on this CPU is computed in PyTorch, which is slower: %s", _failure)

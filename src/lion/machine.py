@@ -146,12 +146,19 @@ def adopted(name: str, default: Any) -> Any:
 
 
 def kept() -> list[Path]:
-    """The files of all choices and kernels in the user's cache."""
-    return sorted(path for path in cache_folder().glob("*") if path.suffix in (".json", ".so", ".tmp"))
+    """The files of all choices and kernels in the user's cache; none without a home."""
+    try:
+        return sorted(path for path in cache_folder().glob("*") if path.suffix in (".json", ".so", ".tmp"))
+    except RuntimeError:
+        return []
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lion-bert"
+    """Raises RuntimeError without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lion-bert"
+    except RuntimeError:
+        raise RuntimeError("this user has no home; set XDG_CACHE_HOME to a folder of your own") from None
 
 
 def private_folder() -> Path:
