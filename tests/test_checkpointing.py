@@ -131,9 +131,10 @@ def test_a_run_that_ends_in_an_evaluation_is_saved_and_repeats_it(signum, save_i
 
 
 @pytest.mark.slow
-def test_a_run_that_an_evaluation_stopped_is_finished_by_the_same_command(tmp_path, write_config, caplog):
+@pytest.mark.parametrize("end", ["40ba", "6ep"])
+def test_a_run_that_an_evaluation_stopped_is_finished_by_the_same_command(tmp_path, write_config, caplog, end):
     stops = {"early_stopper": {"min_delta": 100, "patience": "10ba"}}
-    changes = {**OPTIONS, "eval_interval": "10ba", "eval_first": False, "callbacks": stops}
+    changes = {**OPTIONS, "eval_interval": "10ba", "eval_first": False, "callbacks": stops, "max_duration": end}
     config, folder = write_config(tmp_path, **changes), tmp_path / "run"
     with caplog.at_level("INFO", logger="lion"):
         main.main([str(config)])

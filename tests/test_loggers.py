@@ -117,9 +117,10 @@ def test_a_resumed_run_is_one_run_in_mlflow(resumed):
     losses = client.get_metric_history(run.info.run_id, "loss/train/total")
     assert [metric.step for metric in sorted(losses, key=lambda metric: metric.step)] == list(range(9))
     settings = flatten(OmegaConf.to_container(OmegaConf.load(folder / "run" / "config.yaml")))
-    expected = {name: str(value) for name, value in settings.items()} | {"max_duration": "6ba"}
+    began = {"max_duration": "6ba", "history": "[]"}
+    expected = {name: str(value) for name, value in settings.items()} | began
     assert {name: run.data.params.get(name) for name in expected} == expected
-    assert run.data.tags["max_duration"] == "9ba"
+    assert {name: run.data.tags[name] for name in began} == {name: str(settings[name]) for name in began}
 
 
 def test_hyperparameters_in_tensorboard_and_log_files_are_exact(resumed):

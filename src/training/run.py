@@ -209,10 +209,10 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
         writer.owes_evaluation = False  # that of another run's checkpoint, load_path
     else:
         writer.saved_batch = state.timestamp.batch.value  # an evaluation that is repeated does not save it again
-    if latest is not None and config.history and config.history[-1]["step"] >= state.timestamp.batch.value:
-        changed = config.history[-1]["changed"]
-        if {*changed} != {"max_duration"}:  # of which the schedule learns by itself
-            changes.take_effect(state, settings)
+    new = [each["changed"] for each in config.history if each["step"] >= state.timestamp.batch.value and latest]
+    if any({*changed} != {"max_duration"} for changed in new):  # its schedule begins after the next step, as always
+        changes.take_effect(state, settings)
+    for changed in new:
         run_log.changed(state, changed)
     startup.done("trainer")
     model_title, data_title = task.describe(model)
@@ -258,7 +258,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
         if not trained:
             with logging_redirect_tqdm():  # print messages above the progress bar
                 composer_trainer.fit()
-            if state.max_duration != end:  # a callback has called State.stop_training
+            if state.timestamp < end:  # a callback has called State.stop_training
                 log.info(f"a callback, such as early_stopper, ended the run at step {state.timestamp.batch.value:,}")
         elif decide(lambda: not is_evaluated(folder, now.batch.value)):
             composer_trainer.eval()  # killed between the last checkpoint and the evaluation that follows it
