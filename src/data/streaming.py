@@ -8,6 +8,7 @@ import random
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from src.cli import is_main_process, log
+from src.cli import log
 from src.config import check_known
 from src.data.batches import Masking, MaskingCollator, sample_count
 from src.data.config import DatasetConfig, LoaderConfig, check_split
@@ -41,13 +42,14 @@ PASSED_ON = (  # keys of DatasetConfig that are arguments of StreamingDataset
 
 @contextlib.contextmanager
 def first_in_line() -> Iterator[None]:
-    """Wait until no other run of this user on these machines opens shards: streaming looks for a free name of shared
-    memory, and takes it only later, when another may have."""
+    """Wait until no other run of this user opens shards on any machine of this run: streaming looks for a free name of
+    shared memory, and takes it only later, when another may have."""
     shared_memory = Path("/dev/shm")  # a machine's own, which the folder of temporary files need not be
     folder = shared_memory if shared_memory.is_dir() else tempfile.gettempdir()
     lock = FileLock(Path(folder, f"lion-streaming-{os.getuid()}.lock"))
     while not all(dist.all_gather_object(dist.get_local_rank() != 0 or took(lock))):
         lock.release()  # another run may hold one machine and wait for another
+        time.sleep(random.SystemRandom().uniform(0.2, 1))  # longer than its pause between two tries
     try:
         yield
     finally:
@@ -114,10 +116,11 @@ class StreamingTextDataset(StreamingSamples):
             raise UserError(
                 f"this data is shards, but the checkpoint's position is in a dataset on the Hub; {READ_THE_SAME}"
             )
-        # An epoch whose samples do not divide among the devices repeats some.
-        if state["sample_in_epoch"] > self.epoch_size + dist.get_world_size() * self.batch_size:
+        # An epoch whose samples do not divide among the devices, or among canonical nodes, repeats some.
+        repeated = dist.get_world_size() * self.batch_size + (state["num_canonical_nodes"] or 0)
+        if state["sample_in_epoch"] > self.epoch_size + repeated:
             raise self.too_small(state["sample_in_epoch"])
-        if (before := state.get("samples_per_epoch", self.epoch_size)) != self.epoch_size and is_main_process():
+        if (before := state.get("samples_per_epoch", self.epoch_size)) != self.epoch_size:
             differs = f"an epoch of the training data has {self.epoch_size:,} samples, and had {before:,} when"
             log.warning(f"{differs} the checkpoint was saved: the order differs, so samples are repeated or omitted")
         super().load_state_dict(state)
@@ -251,7 +254,7 @@ def build_dataset(options: DatasetConfig, batch_size: int) -> StreamingTextDatas
         try:
             Stream.validate_weights(opened)
         except ValueError as error:
-            raise UserError(f"streams: {first_line(error)}; give all of them the same one") from None
+            raise UserError(f"streams: {first_line(error)}; give all streams the same kind") from None
         try:
             dataset = StreamingTextDataset(streams=opened, **order)
             break
