@@ -300,7 +300,7 @@ def test_files_for_validation_become_their_split(tmp_path):
         convert("--data_files", tmp_path / f"{split}.jsonl", "--splits", split, "--out_root", tmp_path / "out")
     samples = [json.loads((tmp_path / "out" / s / "split.json").read_text())["samples"] for s in ("train", "val")]
     assert samples == [len([text for text in TEXTS if text.strip()]), len([text for text in TEXTS[:2] if text.strip()])]
-    with pytest.raises(UserError, match=r"out/train already holds these files; give others, or --val_fraction"):
+    with pytest.raises(UserError, match=r"out/train already holds these files; give others, delete it, or divide them"):
         convert("--data_files", tmp_path / "train.jsonl", "--splits", "val_small", "--out_root", tmp_path / "out")
 
 

@@ -118,8 +118,13 @@ def check_split(key: str, local: Path, split: str) -> None:
             command = f"python src/convert_dataset.py --merge --splits {split} --out_root {local}"
             raise UserError(f"{key}: {folder} holds parts of a conversion; write all, then join them with `{command}`")
         command = f"src/convert_dataset.py --dataset allenai/c4 --data_subset en --splits {split} --out_root {local}"
-        fix = f"read one of them, or write {split}" if splits else "write shards, e.g."
-        raise UserError(f"{key}: {found}; {fix} with `python {'src/convert_dataset.py' if splits else command}`")
+        own = f"src/convert_dataset.py … --splits {split} --out_root {local}"
+        fix = (
+            f"read one of them, or write {split} with `python {own}`"
+            if splits
+            else f"write shards, e.g. with `python {command}`"
+        )
+        raise UserError(f"{key}: {found}; {fix}")
     fix = "copy the split again, or convert it again with --overwrite"
     try:
         shards = json.loads(index.read_text())["shards"]

@@ -131,9 +131,10 @@ def check_undivided(source: Files, options: Namespace) -> None:
     kind = SPLITS[options.splits[0]][0]
     for other in (split for split, (of, _) in SPLITS.items() if of != kind):
         made = command_of(Path(options.out_root, other)) or {}
-        if source.resumable and made.get("val_fraction") is None and source.identity().items() <= made.items():
+        same = {**source.identity(), "text_column": options.text_column, "val_fraction": None}
+        if source.resumable and same.items() <= made.items():
             own = f"{options.out_root}/{other} already holds these files"
-            raise UserError(f"{own}; give others, or --val_fraction 0.01 --overwrite to divide them")
+            raise UserError(f"{own}; give others, delete it, or divide them with --val_fraction 0.01 --overwrite")
 
 
 def plan(options: Namespace, files: list[Path]) -> list[TextSplit]:
