@@ -417,7 +417,7 @@ def _compile() -> Path:
     options = {"check": True, "capture_output": True, "text": True, "timeout": 120}
     try:
         version = subprocess.run([*compiler, "--version"], **options).stdout
-    except FileNotFoundError as error:
+    except OSError as error:
         raise RuntimeError(f"there is no C compiler {compiler[0]}; install one, or set CC to one") from error
     key = "\n".join([SOURCE, *FLAGS, *compiler, version, machine.digest(), openmp])
     folder = machine.private_folder()

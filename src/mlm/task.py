@@ -156,6 +156,9 @@ class MaskedLM(Task):
         from src.data import batches, hub_samples, streaming
 
         config = self.config
+        if config.state_passing and device_batch_size == 1:
+            found = f"state_passing={config.state_passing} has no effect with one text per device"
+            raise UserError(f"{found}; raise global_train_batch_size, or omit state_passing")
         of_train, of_eval = (streaming if dataset.hub is None else hub_samples for dataset in self.datasets)
         train = of_train.build(at_one_commit(config.train_loader), self.tokenizer, device_batch_size, train=True)
         evaluation = of_eval.build(

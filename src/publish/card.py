@@ -85,7 +85,9 @@ def _task_scores(scores: Facts) -> str | None:
     lines, rows = [["task", "metric", "score", "seeds"]], scores["tasks"]
     for row in rows:
         seeds = missing_seeds(row) or str(len(row["seeds"]))
-        lines.append([row["title"], " and ".join(row["metrics"]), f"{100 * row['mean']:.2f}", seeds])
+        metric = " and ".join(row["metrics"])
+        metric = f"mean of {metric}" if len(row["metrics"]) > 1 else metric
+        lines.append([row["title"], metric, f"{100 * row['mean']:.2f}", seeds])
     if scores.get("glue") is not None:
         missing = [f"{row['title']}: {missing_seeds(row)}" for row in rows if is_glue(row) and missing_seeds(row)]
         words = f" ({', '.join(missing)})" if missing else ""
@@ -123,7 +125,7 @@ def _start(config: Facts, result: Facts) -> str | None:
 
 def is_path(name: str) -> bool:
     """Whether what could be a name on the Hub is a path, which is private."""
-    return name.startswith((".", "/", "~")) or Path(name).exists()
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
 def _read_run(checkpoint: "Checkpoint") -> tuple[Facts, Facts, Facts]:
