@@ -2,6 +2,7 @@
 them."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -56,7 +57,8 @@ def test_a_hub_folder_verifies_and_loads_with_its_own_code(here, capsys):
     from sentence_transformers import SentenceTransformer
 
     hub.main("verify --checkpoint stopped/latest-rank0.pt --folder my-embedder".split())
-    assert "0.0e+00" in capsys.readouterr().out
+    difference = re.search(r"largest difference (\S+)\)", capsys.readouterr().out)[1]
+    assert float(difference) < 1e-6  # the folder's own code, of an earlier version, may round differently
     expected = json.loads(Path("expected/vectors.json").read_text())
     model = SentenceTransformer("my-embedder", device="cpu", trust_remote_code=True)
     found = model.encode_document(expected["texts"], convert_to_tensor=True)

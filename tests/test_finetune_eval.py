@@ -427,7 +427,7 @@ def test_a_mistake_is_reported_before_anything_is_written(
         ({"scheduler": {"name": "linear"}}, "scheduler: unknown name 'linear'; "),
         ({"callbacks": {"early_stoper": {}}}, "callbacks: unknown name 'early_stoper'; did you mean early_stopper?"),
         ({"loggers": {"file": {"filename": "log"}}}, "loggers.file.filename must contain {run_name}"),
-        ({"code_paths": ["no.py"]}, "code_paths: no.py is not a .py file; "),
+        ({"code_paths": ["no.py"]}, "code_paths: no.py does not exist; "),
     ],
 )
 def test_a_mistake_in_the_config_of_glue_is_reported_before_training(tmp_path, in_process, given, message):
