@@ -85,8 +85,7 @@ def bert_sizes(mixer: str, layers: int, hidden: int) -> dict[str, int]:
 def setting(name: str, device: str, half: bool) -> dict[str, str]:
     """Return {"attention": how a model with softmax attention computes it on a GPU}, for a Hugging Face model the
     fastest way of those available; nothing for other models, and on a CPU, where it is always sdpa, with masks only in
-    ModernBERT's local layers. half: whether
-    attention is computed in bfloat16."""
+    ModernBERT's local layers. half: whether attention is computed in bfloat16."""
     if device != "cuda" or name not in (BERT, SPARSE_BERT, MODERN_BERT, "softmax"):
         return {}
     if name == MODERN_BERT:
