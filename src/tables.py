@@ -9,6 +9,11 @@ def spread(values: Sequence[float]) -> str:
     return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
 
 
+def mean_of(metrics: Sequence[str]) -> str:
+    """Return the name of a task's score, which is the mean of its metrics."""
+    return f"mean of {' and '.join(metrics)}" if len(metrics) > 1 else metrics[0]
+
+
 def markdown(lines: list[list[str]]) -> str:
     """Return a table with aligned columns, numbers to the right; the first line is its header."""
     columns = list(zip(*lines))

@@ -19,7 +19,7 @@ from src.jobs import curves, predictions
 from src.jobs.comparison import Difference, of_resamples
 from src.jobs.experiment import RESULT_FILE, Average, Experiment, Result, Row, mean_score
 from src.publish.card import missing_seeds
-from src.tables import markdown
+from src.tables import markdown, mean_of
 
 Averages = Sequence[Average]
 HELP = (
@@ -90,7 +90,7 @@ def text(rows: list[Row], averages: Averages, failures: Sequence[str] = ()) -> s
     searches = []
     for row in rows:
         title = f"{row['title']}{'*' if row['variant'] else ''}"
-        lines.append([title, in_words(row["metrics"]), f"{100 * row['majority']:.2f}", spread(row), seeds(row)])
+        lines.append([title, mean_of(row["metrics"]), f"{100 * row['majority']:.2f}", spread(row), seeds(row)])
         for other in row.get("candidates", ()):
             picked = ", picked" if other["variant"] == row["variant"] else ""
             validation = f"{100 * selection(other):.2f}" if "selection" in other else "-"
@@ -113,11 +113,6 @@ def text(rows: list[Row], averages: Averages, failures: Sequence[str] = ()) -> s
         parts.append(f"{picked}{'.' if is_unbiased(rows) else ' itself, so its score is biased upwards.'}")
         parts.append(markdown([header, *searches]))
     return "\n\n".join(parts)
-
-
-def in_words(metrics: Sequence[str]) -> str:
-    """Return the name of a task's score, which is the mean of its metrics."""
-    return f"mean of {' and '.join(metrics)}" if len(metrics) > 1 else metrics[0]
 
 
 def is_unbiased(rows: Iterable[Row]) -> bool:
@@ -316,7 +311,7 @@ def table(runs: dict[str, Run], differences: dict[str, dict[str, Difference | No
         found = [run.rows.get(task) for run in runs.values()]
         scores = [f"{spread(row)}{'*' if row['variant'] else ''}" if row else "-" for row in found]
         gaps = [str(of.get(task) or ("other examples" if task in of else "-")) for of in differences.values()]
-        lines.append([row["title"], in_words(row["metrics"]), *scores, *gaps])
+        lines.append([row["title"], mean_of(row["metrics"]), *scores, *gaps])
     for average in averages:
         values = {name: value for name, run in runs.items() if (value := average.of(run.report["tasks"])) is not None}
         if values:

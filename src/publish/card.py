@@ -8,7 +8,7 @@ import yaml
 
 from src.errors import UserError
 from src.files import METRICS, read_json_lines
-from src.tables import markdown
+from src.tables import markdown, mean_of
 
 if TYPE_CHECKING:
     from src.checkpoints.reading import Checkpoint
@@ -85,9 +85,7 @@ def _task_scores(scores: Facts) -> str | None:
     lines, rows = [["task", "metric", "score", "seeds"]], scores["tasks"]
     for row in rows:
         seeds = missing_seeds(row) or str(len(row["seeds"]))
-        metric = " and ".join(row["metrics"])
-        metric = f"mean of {metric}" if len(row["metrics"]) > 1 else metric
-        lines.append([row["title"], metric, f"{100 * row['mean']:.2f}", seeds])
+        lines.append([row["title"], mean_of(row["metrics"]), f"{100 * row['mean']:.2f}", seeds])
     if scores.get("glue") is not None:
         missing = [f"{row['title']}: {missing_seeds(row)}" for row in rows if is_glue(row) and missing_seeds(row)]
         words = f" ({', '.join(missing)})" if missing else ""
