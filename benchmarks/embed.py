@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
     a.rounds = a.rounds or (9 if on_gpu else 3)
 
     rows = plan(a)
-    special = [word for word, present in models.small(a.layers, a.hidden).items() if present]
+    special = [word for word, present in models.unusual_size(a.layers, a.hidden).items() if present]
     name, title, facts = "-".join(["embed", a.device, *special]), caption(a), measure.machine(a.device)
 
     def write(show: bool = False) -> None:

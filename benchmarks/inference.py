@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
     cases = [(name, form) for name in a.models for form in (a.forms if name in LINEAR else ["softmax"])]
     model = f"{describe(a.models, a.layers, a.hidden)}{', compiled' if a.compile else ''}, {a.dtype}"
     title = f"One pass of an encoder of {model}; peak memory beyond its weights:"
-    special = {**models.small(a.layers, a.hidden), "compiled": a.compile, a.dtype: a.dtype != usual}
+    special = {**models.unusual_size(a.layers, a.hidden), "compiled": a.compile, a.dtype: a.dtype != usual}
     name = "-".join(["inference", a.device, *(word for word, present in special.items() if present)])
     facts = measure.machine(a.device)
     rows: list[dict] = []

@@ -70,7 +70,7 @@ def lion_arguments(name: str, hidden: int) -> dict:
     return own | {"mixer": config.mixer, "intermediate_size": width}
 
 
-def small(layers: int, hidden: int) -> dict[str, bool]:
+def unusual_size(layers: int, hidden: int) -> dict[str, bool]:
     """Return what the name of a file says of models of another than base size."""
     return {f"{layers}-layers-of-{hidden}": (layers, hidden) != (12, 768)}
 

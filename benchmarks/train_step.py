@@ -131,7 +131,7 @@ def texts(a: argparse.Namespace) -> str:
 
 def file_name(a: argparse.Namespace) -> str:
     special = {
-        **models.small(a.layers, a.hidden),
+        **models.unusual_size(a.layers, a.hidden),
         f"compiled-{a.compile}": a.compile,
         f"packed-{a.packed}": a.packed != 1,
         f"batch-{a.batch}": a.batch != a.usual_batch,
