@@ -209,7 +209,8 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
         writer.owes_evaluation = False  # that of another run's checkpoint, load_path
     else:
         writer.saved_batch = state.timestamp.batch.value  # an evaluation that is repeated does not save it again
-    new = [each["changed"] for each in config.history if each["step"] >= state.timestamp.batch.value and latest]
+    step = state.timestamp.batch.value
+    new = [each["changed"] for each in config.history if each["step"] >= step] if latest else []
     if any({*changed} != {"max_duration"} for changed in new):  # its schedule begins after the next step, as always
         changes.take_effect(state, settings)
     for changed in new:
