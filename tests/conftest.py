@@ -147,6 +147,15 @@ def choices_of_its_own() -> Iterator[None]:
     machine.adopt({})
 
 
+@pytest.fixture(scope="module", autouse=True)
+def remote_code_of_its_own() -> Iterator[None]:
+    """Forget the code of folders that another file's tests loaded: transformers names it after the folder, without its
+    path, and keeps what it imports."""
+    yield
+    for name in [name for name in sys.modules if name.startswith("transformers_modules.")]:
+        del sys.modules[name]
+
+
 @pytest.fixture(autouse=True)
 def workers_of_its_own() -> Iterator[None]:
     """End the workers of a test's loaders with it. After an error, torch would wait five seconds for each one that is
