@@ -330,6 +330,15 @@ def test_without_a_compiler_pytorch_computes_the_same_and_says_so_once(compiled_
     assert not list(tmp_path.rglob("*.so"))
 
 
+def test_without_a_compiler_a_kernel_in_the_cache_is_used(compiled_in, monkeypatch, caplog, kernel):
+    assert compiled_in()
+    built = cpu_kernel.version()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert compiled_in() and cpu_kernel.version() == built and not caplog.text
+    monkeypatch.setattr(cpu_kernel, "FLAGS", [*cpu_kernel.FLAGS, "-DOTHER"])  # a kernel of another version of this file
+    assert not compiled_in() and "no C compiler no-such-compiler" in caplog.text
+
+
 def test_a_source_that_does_not_compile_is_reported_by_its_first_error(compiled_in, monkeypatch, caplog, kernel):
     monkeypatch.setattr(cpu_kernel, "SOURCE", "int lion_full(void) { return missing; }")
     assert not compiled_in()

@@ -8,7 +8,8 @@ chunk stays in the first cache from its inputs to its outputs. Reversed views gi
 with the operands exchanged the gradients, so there is one loop to get right. The full form takes 32 queries at a time
 with all keys. Parallel over texts and heads; a forward pass with few of them also over parts of heads.
 
-Without a C compiler, or OpenMP, PyTorch computes the same numbers; `LION_NATIVE=0` has it do so for comparison.
+Without OpenMP, or a C compiler or a kernel that one has built, PyTorch computes the same numbers; `LION_NATIVE=0` has
+it do so for comparison.
 """
 
 import ctypes
@@ -369,8 +370,8 @@ def is_available() -> bool:
 
 
 def version() -> str:
-    """Tells kernels apart: by source, compiler and processor."""
-    return Path(_library()._name).stem.rpartition("-")[2]
+    """Tells kernels apart: by source, processor and compiler."""
+    return Path(_library()._name).stem.removeprefix("linear-attention-")
 
 
 def reason() -> str:
@@ -410,23 +411,29 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _compile() -> Path:
-    """Return the compiled kernel in the user's cache. Its name tells sources, compilers and processors apart, since
-    machines that share a home directory may differ in what they can do."""
+    """Return the compiled kernel in the user's cache. Its name tells sources, processors and compilers apart, since
+    machines that share a home directory may differ in what they can do. Without a compiler, one that another built."""
     openmp = _loaded_openmp()
     compiler = (os.environ.get("CC") or "cc").split()
     options = {"check": True, "capture_output": True, "text": True, "timeout": 120}
+    folder = machine.private_folder()
+    kernel = f"linear-attention-{_digest(SOURCE, *FLAGS, machine.digest(), openmp)}"
     try:
         version = subprocess.run([*compiler, "--version"], **options).stdout
     except OSError as error:
+        if built := sorted(filter(_is_intact, folder.glob(f"{kernel}-*.so"))):
+            return built[0]
         raise RuntimeError(f"there is no C compiler {compiler[0]}; install one, or set CC to one") from error
-    key = "\n".join([SOURCE, *FLAGS, *compiler, version, machine.digest(), openmp])
-    folder = machine.private_folder()
-    path = folder / f"linear-attention-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
+    path = folder / f"{kernel}-{_digest(*compiler, version)}.so"
     if not _is_intact(path):
         with machine.alone():
             if not _is_intact(path):  # no other process has built it meanwhile
                 _build(path, compiler, openmp, options)
     return path
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _build(path: Path, compiler: list[str], openmp: str, options: dict) -> None:
