@@ -385,6 +385,20 @@ def test_unread_files_may_change(parts, tmp_path, small_batches):
         convert(*command)
 
 
+def test_malformed_rows_may_be_skipped_when_it_resumes(parts, tmp_path, small_batches, caplog):
+    command = ["--data_files", parts, "--splits", "train", "--size_limit", 4000]
+    convert(*command, "--out_root", tmp_path / "whole")
+    lines = (tmp_path / "c.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "c.jsonl").write_bytes(b"".join([*lines[:200], b'{"text": \n', *lines[200:]]))
+    command += ["--out_root", tmp_path / "out"]
+    with pytest.raises(UserError, match=r"c\.jsonl, line 201: not valid JSON .*; fix or remove the line, or skip"):
+        convert(*command)
+    with caplog.at_level("INFO", logger="lion"):
+        convert(*command, "--malformed_rows", 1)
+    assert "resuming after" in caplog.text and "c.jsonl: skipped 1 malformed rows (line 201)" in caplog.text
+    assert samples(tmp_path / "out" / "train") == samples(tmp_path / "whole" / "train")
+
+
 def test_only_the_unfinished_split_resumes(parts, tmp_path, small_batches, caplog):
     out = tmp_path / "out"
     command = ["--data_files", parts, "--val_fraction", 0.5, "--size_limit", 4000, "--out_root", out]

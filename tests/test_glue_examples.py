@@ -64,7 +64,7 @@ def test_malformed_rows_of_qqp_are_skipped_and_counted(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="lion"):
         data = read_task(GLUE["qqp"], str(tmp_path))
     assert data.train == [OFFICIAL["qqp"][2]] * 2
-    assert "train.tsv: skipped 2 rows without 6 columns (line 3, 4)" in caplog.text
+    assert "train.tsv: skipped 2 malformed rows (line 3, 4)" in caplog.text
     write_official(tmp_path, "qqp", [good, *[good[:4]] * (GLUE["qqp"].malformed_rows + 1)])
     with pytest.raises(
         UserError, match=r"train\.tsv, line 103: 4 columns instead of 6, after 100 other malformed rows"

@@ -37,8 +37,8 @@ def content(kind: str, column: str = "text") -> bytes:
     return buffer.getvalue()
 
 
-def read_texts(path: Path, column: str = "text", *options) -> list[str]:
-    return [text for batch in read_batches(path, column, *options) for text in batch.texts]
+def read_texts(path: Path, column: str = "text", *options, **named) -> list[str]:
+    return [text for batch in read_batches(path, column, *options, **named) for text in batch.texts]
 
 
 def compress(data: bytes, ending: str) -> bytes:
@@ -155,6 +155,39 @@ def test_errors_name_file_and_line(name, tmp_path):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(UserError, match=message):
         read_texts(tmp_path / name)
+
+
+MALFORMED = {
+    "a.jsonl": b'{"text": "one"}\n{"text": "tw\n{"text": "\xff"}\n\n{"text": "two"}\n',
+    "a.txt": b"one\n\xff\n\nan \xff\ntwo\n",
+    "a.csv": b"text,id\none,1\ntwo\n,2\n1,2,3\ntwo,2\n",
+    "a.tsv": b"text\tid\none\t1\ntwo\n\t2\n1\t2\t3\ntwo\t2\n",
+}
+LINES_OF_MALFORMED = {"a.jsonl": "2, 3", "a.txt": "2, 4", "a.csv": "3, 5", "a.tsv": "3, 5"}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_rows_are_skipped_up_to_a_limit(name, tmp_path, caplog):
+    (tmp_path / name).write_bytes(MALFORMED[name])
+    with caplog.at_level("INFO", logger="lion"):
+        assert read_texts(tmp_path / name, malformed_rows=2) == ["one", "", "two"]
+    assert f"{name}: skipped 2 malformed rows (line {LINES_OF_MALFORMED[name]})" in caplog.text
+    assert read_texts(tmp_path / name, skip=1, malformed_rows=2) == ["", "two"]
+    last = LINES_OF_MALFORMED[name][-1]
+    with pytest.raises(UserError, match=f"line {last}: .*, after 1 other malformed rows; .*--malformed_rows N"):
+        read_texts(tmp_path / name, malformed_rows=1)
+    with pytest.raises(UserError, match=", line ") as error:
+        read_texts(tmp_path / name)
+    assert "--malformed_rows" not in str(error.value)
+
+
+def test_a_byte_that_is_not_utf8_is_no_malformed_row_where_rows_may_span_lines(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b'text,id\n"one\n\xff"\n,1\ntwo,2\n')
+    with pytest.raises(UserError, match=r"a\.csv, line 3: not valid UTF-8; convert the file to UTF-8$"):
+        read_texts(tmp_path / "a.csv", malformed_rows=9)
+    (tmp_path / "a.txt").write_bytes(b"one\n\xff\n")
+    with pytest.raises(UserError, match=r"a\.txt, line 2: not valid UTF-8; convert the file to UTF-8$"):
+        read_texts(tmp_path / "a.txt", one_document_per_file=True, malformed_rows=9)
 
 
 def test_invalid_utf8_in_parquet_is_reported_with_its_row(tmp_path):

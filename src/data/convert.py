@@ -66,6 +66,8 @@ def check(options: Namespace) -> list[Path]:
         (length is not None and not 3 <= length < 2**31, f"rows must have 3 to {2**31 - 1} tokens (got {length})"),
         (options.stdin_format and not stdin, "--stdin_format requires --data_files -; omit it"),
         (options.one_document_per_file and "txt" not in kinds, "--one_document_per_file requires .txt files; omit it"),
+        (options.malformed_rows < 0, f"--malformed_rows {options.malformed_rows} must be at least 0"),
+        (options.malformed_rows and not files, "--malformed_rows requires --data_files; omit it"),
         (options.data_subset is not None and files, "--data_subset requires --dataset; omit it"),
         (
             options.revision is not None and (files or Path(options.dataset).is_dir()),

@@ -72,7 +72,7 @@ class Files:
         end = (*self.firsts, len(self.paths))[unit + 1]
         column, whole = self.options.text_column, self.options.one_document_per_file
         for number, path in enumerate(self.paths[first:end], first):
-            for batch in read_batches(path, column, skip, whole, self.stdin_format):
+            for batch in read_batches(path, column, skip, whole, self.stdin_format, self.options.malformed_rows):
                 yield batch._replace(position=[number, batch.position])
             skip = 0
 

@@ -28,6 +28,8 @@ def conversion_parser(description: str) -> argparse.ArgumentParser:
     add("--text_column", default="text", help="column or key with the text (default: text)")
     add("--one_document_per_file", action="store_true", help="a .txt file is one document, line ends included")
     add("--stdin_format", choices=LINE_KINDS, help="format of - (default: jsonl if it starts with {, else txt)")
+    words = "skip up to N rows of each file that are not JSON, not UTF-8, or of another length (default: 0)"
+    add("--malformed_rows", type=int, default=0, metavar="N", help=words)
     words = "hold out this fraction of documents, or of the images in CLASS/*, for val, chosen by a hash of each"
     add("--val_fraction", type=float, help=words)
     add("--tokenizer", metavar="NAME", help="write rows of tokens of this tokenizer: a folder, or a name on the Hub")

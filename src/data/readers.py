@@ -25,6 +25,7 @@ STANDARD_INPUT = Path("-")
 BATCH_BYTES = 1 << 20  # a few tenths of a second of tokenizing
 SET_COLUMN = "; set --text_column"
 FIX_COLUMN = "; correct the column's name or the file"
+NAME_OPTION = ", or skip up to N in each file with --malformed_rows N"
 
 Lines = Iterable[tuple[int, str]]  # with their numbers
 Rows = Iterator[tuple[int, Sequence[Any]]]  # line number and cells
@@ -77,9 +78,11 @@ def read_batches(
     skip: int = 0,
     one_document_per_file: bool = False,
     stdin_format: str = "txt",
+    malformed_rows: int | None = None,
 ) -> Iterator[Batch]:
     """Yield a file's texts after the first `skip`, about BATCH_BYTES at a time; those of several columns are joined by
-    spaces. Raises UserError with file and line."""
+    spaces. Up to `malformed_rows` rows are skipped as by `read_rows`, except that a .tsv may have quotes, as a .csv.
+    Raises UserError with file and line, and with --malformed_rows as a way out unless that is None."""
     kind, compression = file_kind(path, stdin_format)
     columns = [column] if isinstance(column, str) else [*column]
     if kind == "parquet":
@@ -87,8 +90,10 @@ def read_batches(
             parts = [check_texts(of_column, str(path), name) for of_column, name in zip(values, columns)]
             yield Batch(first, parts[0] if len(parts) == 1 else [*map(joined, zip(*parts))], size)
         return
-    with _open(path, compression) as (lines, position):
-        rows = _rows(lines, path, "quoted tsv" if kind == "tsv" else kind, columns, fix=SET_COLUMN)
+    malformed = _Malformed(path, malformed_rows or 0, NAME_OPTION if malformed_rows is not None else "")
+    by_line = kind in ("txt", "jsonl") and not one_document_per_file
+    with _open(path, compression, malformed if by_line else None) as (lines, position):
+        rows = _rows(lines, path, "quoted tsv" if kind == "tsv" else kind, columns, malformed, SET_COLUMN)
         name = " or ".join(columns)
         parts = (check_texts(row or [""], f"{path}, line {number}", name) for number, row in rows)
         texts = itertools.chain.from_iterable(parts) if len(columns) == 1 else map(joined, parts)
@@ -101,6 +106,7 @@ def read_batches(
             after = position() if position else before + sum(map(len, group))
             yield Batch(skip, group, after - before)
             skip, before = skip + len(group), after
+    malformed.report()
 
 
 def joined(texts: Iterable[str | None]) -> str:
@@ -139,9 +145,10 @@ def read_rows(
 ) -> Rows:
     """Yield the line number and the wanted columns of each row of a table. Raises UserError with file and line, and
     with `fix` for a missing column. `optional` are further keys of a .jsonl's rows, None where a row lacks them.
-    `columns` are names, or numbers in a .csv or .tsv without a header. Up to `malformed_rows` rows of another length
-    are skipped, and empty lines, except in a .csv or .tsv of one column: there an empty line before other lines is an
-    empty text. Quotes enclose a cell in .csv and are literal in .tsv; `tab_separated` means .tsv, whatever the name."""
+    `columns` are names, or numbers in a .csv or .tsv without a header. Up to `malformed_rows` rows that are of another
+    length, not JSON or, except in .csv, not UTF-8 are skipped, and empty lines, except in a .csv or .tsv of one column:
+    there an empty line before other lines is an empty text. Quotes enclose a cell in .csv and are literal in .tsv;
+    `tab_separated` means .tsv, whatever the name."""
     kind, compression = ("tsv", None) if tab_separated else file_kind(path)
     if kind == "txt":
         raise UserError(f"{path}: cannot read .txt as a table; give .csv, .tsv, .jsonl or .parquet")
@@ -149,11 +156,13 @@ def read_rows(
         for first, values, _ in _parquet_columns(path, columns, fix=fix):
             yield from enumerate(zip(*values), first + 1)
         return
-    with _open(path, compression) as (lines, _):
+    malformed = _Malformed(path, malformed_rows)
+    with _open(path, compression, malformed if kind != "csv" else None) as (lines, _):
         lines = _without_last_empty(lines)
         if (first := next(lines, None)) is not None:
-            rows = _rows(itertools.chain([first], lines), path, kind, columns, malformed_rows, fix, optional)
+            rows = _rows(itertools.chain([first], lines), path, kind, columns, malformed, fix, optional)
             yield from (row for row in rows if row[1])
+    malformed.report()
 
 
 def _without_last_empty(lines: Lines) -> Iterator[tuple[int, str]]:
@@ -168,21 +177,34 @@ def _without_last_empty(lines: Lines) -> Iterator[tuple[int, str]]:
             empty.append((number, line))
 
 
+class _Malformed:
+    """The malformed rows of a file that are skipped, up to a limit."""
+
+    def __init__(self, path: Path, limit: int, way_out: str = ""):
+        self.path, self.limit, self.way_out = path, limit, way_out
+        self.skipped: list[int] = []
+
+    def skip(self, number: int, found: str, what: str = "row") -> None:
+        """Skip the row of a line, which is as found. Raises UserError beyond the limit."""
+        if len(self.skipped) == self.limit:
+            found += f", after {self.limit} other malformed rows" if self.limit else ""
+            raise UserError(f"{self.path}, line {number}: {found}; fix or remove the {what}{self.way_out}")
+        self.skipped.append(number)
+
+    def report(self) -> None:
+        if self.skipped:
+            shown = ", ".join(map(str, self.skipped[:5])) + (", …" if len(self.skipped) > 5 else "")
+            log.info(f"{self.path}: skipped {len(self.skipped):,} malformed rows (line {shown})")
+
+
 def _rows(
-    lines: Lines,
-    path: Path,
-    kind: str,
-    columns: Columns,
-    malformed: int = 0,
-    fix: str = FIX_COLUMN,
-    optional: Columns = (),
+    lines: Lines, path: Path, kind: str, columns: Columns, malformed: _Malformed, fix: str, optional: Columns = ()
 ) -> Rows:
     """Yield the line number and the wanted columns of each row; no columns if it is empty."""
     if kind == "txt":
         return ((number, [line.rstrip("\r\n")]) for number, line in lines)
     if kind == "jsonl":
-        places = ((number, line, f"{path}, line {number}") for number, line in lines)
-        return ((number, _json_values(line, where, columns, fix, optional)) for number, line, where in places)
+        return _json_rows(lines, path, columns, malformed, fix, optional)
     if kind == "tsv":
         stripped = ((number, line.rstrip("\r\n")) for number, line in lines)
         cells = ((number, line.split("\t") if line else []) for number, line in stripped)
@@ -191,11 +213,11 @@ def _rows(
     return _select(path, cells, columns, malformed, fix)
 
 
-def _select(path: Path, rows: Rows, columns: Columns, malformed: int, fix: str) -> Rows:
+def _select(path: Path, rows: Rows, columns: Columns, malformed: _Malformed, fix: str) -> Rows:
     """Yield the wanted cells of each row, by the names in a header or by number; none for an empty line. All rows must
     be as long as the first. In a file of one column, an empty line is an empty cell."""
     number, header = next((row for row in rows if row[1]), (1, []))
-    width, skipped = len(header), []
+    width = len(header)
     if names := [column for column in columns if isinstance(column, str)]:
         check_columns(path, names, header, fix)
         columns = [header.index(column) if isinstance(column, str) else column for column in columns]
@@ -207,20 +229,16 @@ def _select(path: Path, rows: Rows, columns: Columns, malformed: int, fix: str) 
             yield number, ()
         elif len(cells) == width > max(columns):
             yield number, tuple(cells[index] for index in columns)
-        elif len(skipped) < malformed:
-            skipped.append(number)
         else:
-            found = f"{len(cells)} columns instead of {max(width, max(columns) + 1)}"
-            found += f", after {malformed} other malformed rows" if malformed else ""
-            raise UserError(f"{path}, line {number}: {found}; fix or remove the row")
-    if skipped:
-        shown = ", ".join(map(str, skipped[:5])) + (", …" if len(skipped) > 5 else "")
-        log.info(f"{path}: skipped {len(skipped)} rows without {width} columns (line {shown})")
+            malformed.skip(number, f"{len(cells)} columns instead of {max(width, max(columns) + 1)}")
 
 
 @contextlib.contextmanager
-def _open(path: Path, compression: str | None) -> Iterator[tuple[Lines, Callable[[], int] | None]]:
-    """Open a file, decompressed, as its lines; also return its `tell` if it is seekable."""
+def _open(
+    path: Path, compression: str | None, malformed: _Malformed | None
+) -> Iterator[tuple[Lines, Callable[[], int] | None]]:
+    """Open a file, decompressed, as its lines; also return its `tell` if it is seekable. malformed: where each line is
+    a row, so that those that are not UTF-8 may be skipped."""
     numbers = itertools.count(1)
     try:
         with contextlib.nullcontext(sys.stdin.buffer) if path == STANDARD_INPUT else path.open("rb") as stored:
@@ -228,15 +246,29 @@ def _open(path: Path, compression: str | None) -> Iterator[tuple[Lines, Callable
             if compression:
                 stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(stored, "r"), compression)
                 file = io.BufferedReader(stream, 1 << 18)
-            text = io.TextIOWrapper(file, "utf-8-sig", newline="\n")
-            yield zip(numbers, text), stored.tell if stored.seekable() else None
+            lenient = malformed is not None and malformed.limit > 0
+            text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape" if lenient else "strict", newline="\n")
+            lines = zip(numbers, text)
+            yield _valid(lines, malformed) if lenient else lines, stored.tell if stored.seekable() else None
     except UnicodeDecodeError as error:  # in a block of the file, which starts in the line after the last one read
         line = next(numbers) - 1 + error.object.count(b"\n", 0, error.start)
-        raise UserError(f"{path}, line {line}: not valid UTF-8; convert the file to UTF-8") from None
+        fix = f"convert the file to UTF-8{malformed.way_out if malformed else ''}"
+        raise UserError(f"{path}, line {line}: not valid UTF-8; {fix}") from None
     except OSError as error:
         if (line := next(numbers) - 1) <= 1:
             raise UserError(f"{path}: cannot be read ({reason(error)}); fix or omit it") from None
         raise UserError(f"{path}, line {line}: corrupt or truncated ({reason(error)}); copy the file again") from None
+
+
+def _valid(lines: Lines, malformed: _Malformed) -> Lines:
+    """Yield the lines that are UTF-8, of a file that was decoded with surrogates in place of other bytes."""
+    for number, line in lines:
+        try:
+            line.encode()
+        except UnicodeEncodeError:
+            malformed.skip(number, "not valid UTF-8", "line")
+        else:
+            yield number, line
 
 
 def _csv_cells(lines: Lines, path: Path, delimiter: str) -> Rows:
@@ -250,24 +282,29 @@ def _csv_cells(lines: Lines, path: Path, delimiter: str) -> Rows:
         raise UserError(f"{path}, line {start}: not valid CSV ({error}); fix or remove the row") from None
 
 
-def _json_values(line: str, where: str, columns: Columns, fix: str, optional: Columns = ()) -> tuple[Any, ...]:
-    """Return the values of a line's JSON object under the wanted and the optional keys; none for an empty line."""
-    if not line.strip():
-        return ()
-    try:
-        row = json.loads(line)
-        if isinstance(row, dict):
-            if missing := [str(column) for column in columns if column not in row]:
-                raise UserError(f"{where}: no {', '.join(missing)} (its keys are {', '.join(row)}){fix}")
-            values = tuple(row.get(column) for column in (*columns, *optional))
-            "".join(value for value in values if isinstance(value, str)).encode()
-            return values
-        found = "not a JSON object (a file holds one per line)"
-    except UnicodeEncodeError:  # JSON can escape half of a surrogate pair, which no encoding can write
-        found = "half of a surrogate pair"
-    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and deep nesting
-        found = f"not valid JSON ({getattr(error, 'msg', error)}; a file holds one object per line)"
-    raise UserError(f"{where}: {found}; fix or remove the line")
+def _json_rows(lines: Lines, path: Path, columns: Columns, malformed: _Malformed, fix: str, optional: Columns) -> Rows:
+    """Yield the line number and the values of each line's JSON object under the wanted and the optional keys; none for
+    an empty line."""
+    for number, line in lines:
+        if not line.strip():
+            yield number, ()
+            continue
+        try:
+            row = json.loads(line)
+            if isinstance(row, dict):
+                if missing := [str(column) for column in columns if column not in row]:
+                    found = f"no {', '.join(missing)} (its keys are {', '.join(row)})"
+                    raise UserError(f"{path}, line {number}: {found}{fix}")
+                values = tuple(row.get(column) for column in (*columns, *optional))
+                "".join(value for value in values if isinstance(value, str)).encode()
+                yield number, values
+                continue
+            found = "not a JSON object (a file holds one per line)"
+        except UnicodeEncodeError:  # JSON can escape half of a surrogate pair, which no encoding can write
+            found = "half of a surrogate pair"
+        except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and deep nesting
+            found = f"not valid JSON ({getattr(error, 'msg', error)}; a file holds one object per line)"
+        malformed.skip(number, found, "line")
 
 
 def _parquet_columns(path: Path, columns: Columns, skip: int = 0, fix: str = FIX_COLUMN) -> Iterator[tuple]:
