@@ -20,6 +20,7 @@ from composer.core import Precision
 from composer.devices import DeviceCPU
 from conftest import ROOT, assert_one_sentence, environment, run, sentences, snapshot
 from glue_files import OFFICIAL_TEST, write_glue, write_tsv, write_yaml
+from safetensors.torch import load_file
 from test_jobs_scores import reference
 
 import glue
@@ -112,7 +113,7 @@ def finetuned(tmp_path_factory, shared):
     tasks = {
         "rte": {**ONE, "seeds": [19, 20]}, "mnli": ONE, "stsb": ONE, "sst2": {**ONE, "lr": [1e-4, 1e-3]},
         "amount": {**ONE, "columns": ["words"], "label": "amount", "metrics": ["macro_f1"], "files": files,
-                   "optimizer": "torch.optim:SGD", "microbatch_size": 3},
+                   "optimizer": "torch.optim:SGD", "microbatch_size": 3, "max_seq_len": 16},
     }  # fmt: skip
     path = write_yaml(
         folder / "finetune.yaml",
@@ -176,6 +177,17 @@ def test_jobs_take_the_tokens_that_the_command_made(finetuned):
     tokens = {path.name for path in (folder / "tokens").iterdir()}
     assert tokens == {f"{task}.safetensors" for task in ("rte", "mnli", "stsb", "sst2", "amount")}
     assert not any("tokenizing" in path.read_text() for path in folder.glob("jobs/*/log.txt"))
+
+
+def test_a_task_may_have_a_length_of_its_own(finetuned):
+    _, folder, _ = finetuned
+    longest = {path.stem: max(load_file(path)["0.ends"].diff()) for path in folder.glob("tokens/*.safetensors")}
+    assert longest.pop("amount") == 16 < min(longest.values())
+    results = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("jobs/*/result.json")}
+    assert {name: result["settings"]["max_seq_len"] for name, result in results.items()} == {
+        **dict.fromkeys(results, 64),
+        "amount-19": 16,
+    }
 
 
 def test_tasks_after_mnli_start_from_its_encoder(finetuned):
@@ -372,6 +384,7 @@ def test_concurrent_jobs_start_with_the_costliest(monkeypatch):
         ("scheduler.name=steps", ["scheduler", "steps"]),
         ("device_eval_batch_size=0", ["device_eval_batch_size=0 must be an integer ≥ 1"]),
         ("max_seq_len=2", ["max_seq_len=2 must be at least 3"]),
+        ("tasks.sst2.max_seq_len=2", ["tasks.sst2.max_seq_len=2 must be at least 3"]),
         ("loggers.tensorbord={{}}", ["loggers", "tensorbord", "did you mean tensorboard?"]),
         ("loggers.file={{filenam: x}}", ["unknown key loggers.file.filenam", "filename?"]),
         ("loggers.file={{filename: all.txt}}", ["loggers.file.filename", "run_name"]),

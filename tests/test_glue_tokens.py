@@ -18,6 +18,8 @@ from src.glue.finetune import collator
 from src.glue.tasks import GLUE
 from src.jobs.training import loader
 
+SST2 = replace(GLUE["sst2"], max_seq_len=64)
+
 
 @pytest.fixture(scope="module")
 def glue_dir(tmp_path_factory) -> Path:
@@ -59,7 +61,7 @@ def same(one: tokens.Tokens, other: tokens.Tokens) -> bool:
 
 @pytest.mark.parametrize(("name", "length"), [("sst2", 64), ("rte", 21), ("stsb", 24), ("mnli", 64)])
 def test_batches_are_those_of_tokenizing_each_when_it_is_needed(glue_dir, tokenizer, config, path, name, length):
-    task, config = GLUE[name], config(max_seq_len=length, predict_test=True)
+    task, config = replace(GLUE[name], max_seq_len=length), config(predict_test=True)
     data = read_task(task, str(glue_dir), with_test=True)
     read = tokens.read(tokens.keep(data, tokenizer, config, path), task, tokenizer, config)
     assert read.task == data.task
@@ -86,7 +88,7 @@ def test_batches_are_those_of_tokenizing_each_when_it_is_needed(glue_dir, tokeni
 
 def test_processes_prepare_the_same_batches_in_the_same_order(glue_dir, tokenizer, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    split = tokens.tokenize(read_task(GLUE["sst2"], str(glue_dir)), tokenizer, 64).train
+    split = tokens.tokenize(read_task(SST2, str(glue_dir)), tokenizer, 64).train
     states, orders = set(), []
     for workers in (0, 2):
         torch.manual_seed(0)
@@ -97,11 +99,11 @@ def test_processes_prepare_the_same_batches_in_the_same_order(glue_dir, tokenize
 
 
 def test_tokens_are_made_once_and_mapped_into_memory(glue_dir, tokenizer, config, path, tokenized):
-    config, data = config(), read_task(GLUE["sst2"], str(glue_dir))
+    config, data = config(), read_task(SST2, str(glue_dir))
     kept = tokens.keep(data, tokenizer, config, path)
     tokenizer(["a call that changes the state of the tokenizer"], truncation=True, max_length=5, padding="max_length")
     assert tokens.keep(data, tokenizer, config, path) == kept
-    read = tokens.read(pickle.loads(pickle.dumps(kept)), GLUE["sst2"], tokenizer, config)
+    read = tokens.read(pickle.loads(pickle.dumps(kept)), SST2, tokenizer, config)
     assert tokenized == ["sst2"] and [file.name for file in path.parent.iterdir()] == [path.name]
     assert str(path) in Path("/proc/self/maps").read_text()
     assert same(read.train, tokens.tokenize(data, tokenizer, 64).train)
@@ -110,7 +112,7 @@ def test_tokens_are_made_once_and_mapped_into_memory(glue_dir, tokenizer, config
 def test_tokens_are_made_again_if_anything_that_they_depend_on_changes(
     glue_dir, tokenizer, tokenizer_folder, config, path, tokenized
 ):
-    task, data = GLUE["sst2"], read_task(GLUE["sst2"], str(glue_dir))
+    task, data = SST2, read_task(SST2, str(glue_dir))
     cased = load_tokenizer(tokenizer_folder, do_lower_case=False)
     assert cased.get_vocab() == tokenizer.get_vocab() and tokenizer_digest(cased) != tokenizer_digest(tokenizer)
     other_text = data._replace(train=[*data.train[1:], data.train[0]])
@@ -118,17 +120,18 @@ def test_tokens_are_made_again_if_anything_that_they_depend_on_changes(
     more = data._replace(test={"test": data.train[:3]})
     changed = [(data, tokenizer, 64), (other_text, tokenizer, 64), (other_labels, tokenizer, 64), (more, tokenizer, 64)]
     changes = [*changed, (data, cased, 64), (data, tokenizer, 32)]
+    settings = config()
     for count, (given, tool, length) in enumerate(changes, 1):
-        settings = config(max_seq_len=length)
+        given = given._replace(task=replace(given.task, max_seq_len=length))
         kept = tokens.keep(given, tool, settings, path)
         assert len(tokenized) == count
         read = tokens.read(kept, task, tool, settings)
         assert len(tokenized) == count and read.task.labels == given.task.labels and list(read.test) == list(given.test)
-    assert tokens.keep(data, tokenizer, config(max_seq_len=32), path) == kept and len(tokenized) == count
+    assert tokens.keep(given, tokenizer, settings, path) == kept and len(tokenized) == count
 
 
 def test_a_truncated_or_corrupt_file_is_noticed_and_replaced(glue_dir, tokenizer, config, path, tokenized, caplog):
-    task, config, data = GLUE["sst2"], config(), read_task(GLUE["sst2"], str(glue_dir))
+    task, config, data = SST2, config(), read_task(SST2, str(glue_dir))
     kept = tokens.keep(data, tokenizer, config, path)
     expected, content = tokens.tokenize(data, tokenizer, 64), path.read_bytes()
     broken = [content[:size] for size in (0, 5, 100, len(content) // 2, len(content) - 1)]
@@ -149,10 +152,10 @@ def test_a_truncated_or_corrupt_file_is_noticed_and_replaced(glue_dir, tokenizer
 
 def test_a_folder_that_cannot_be_written_costs_only_speed(glue_dir, tokenizer, config, path, caplog):
     path.parent.write_text("a file")
-    config, data = config(), read_task(GLUE["sst2"], str(glue_dir))
+    config, data = config(), read_task(SST2, str(glue_dir))
     kept = tokens.keep(data, tokenizer, config, path)
     assert f"cannot write {path} (" in caplog.text and "each job of SST-2 tokenizes" in caplog.text
-    read = tokens.read(kept, GLUE["sst2"], tokenizer, config)
+    read = tokens.read(kept, SST2, tokenizer, config)
     assert same(read.train, tokens.tokenize(data, tokenizer, 64).train)
 
 

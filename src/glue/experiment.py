@@ -35,10 +35,13 @@ class GlueExperiment(Experiment):
         config = self.config
         self.costs: dict[str, int] = {}  # characters that an epoch reads, by task
         self.kept: dict[str, Any] = {}  # where tokens.py keeps the tokens, by task
-        self.tasks = select(config.tasks_to_run, config.tasks, config.default_seed, config.seeds)
-        longest = max(2 * len(task.columns) + 1 for task in self.tasks)
-        if config.max_seq_len < longest:
-            raise UserError(f"max_seq_len={config.max_seq_len} must be at least {longest}: [CLS], two tokens per text")
+        tasks = select(config.tasks_to_run, config.tasks, config.default_seed, config.seeds)
+        self.tasks = [replace(task, max_seq_len=task.max_seq_len or config.max_seq_len) for task in tasks]
+        for task, given in zip(self.tasks, tasks):
+            if task.max_seq_len < (least := 2 * len(task.columns) + 1):
+                place = "" if given.max_seq_len is None else f"tasks.{task.name}."
+                wanted = f"must be at least {least}: [CLS], two tokens per text"
+                raise UserError(f"{place}max_seq_len={task.max_seq_len} {wanted}")
         if config.mnli_first and [task.name for task in self.tasks].count("mnli") != 1:
             raise UserError("mnli_first needs one MNLI encoder; add mnli to tasks_to_run, without a search")
         path = config.starting_checkpoint_load_path
@@ -56,7 +59,7 @@ class GlueExperiment(Experiment):
         """Return what the jobs start from. Raises UserError if it cannot be read or its weights do not fit."""
         from src.glue.finetune import build_model, read_start
 
-        start = read_start(self.config)
+        start = read_start(self.config, max_seq_len=max(task.max_seq_len for task in self.tasks))
         build_model(start, replace(self.tasks[0], labels=self.tasks[0].labels or ("a", "b")))
         self.start_name, self.tokenizer = start.name, start.tokenizer
         return start
@@ -73,7 +76,7 @@ class GlueExperiment(Experiment):
 
         def job(task: Task, seed: int, after: Job | None = None) -> Job:
             depends = {"data": digests[task.name], "start": after.settings if after else start}
-            return self.job(task, seed, device, after, max_seq_len=config.max_seq_len, **depends)
+            return self.job(task, seed, device, after, max_seq_len=task.max_seq_len, **depends)
 
         mnli = next((job(t, t.seeds[0]) for t in self.tasks if t.name == "mnli" and config.mnli_first), None)
         return [job(task, seed, mnli if task.name in FROM_MNLI else None) for task in self.tasks for seed in task.seeds]

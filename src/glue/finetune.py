@@ -43,10 +43,12 @@ class Start:
         }
 
 
-def read_start(config: FinetuneConfig, path: str | None = None) -> Start:
-    """Read `path`, or else the starting checkpoint, or draw random weights. Raises UserError if that fails."""
+def read_start(config: FinetuneConfig, path: str | None = None, max_seq_len: int | None = None) -> Start:
+    """Read `path`, or else the starting checkpoint, or draw random weights, for texts of `max_seq_len` tokens, by
+    default the config's. Raises UserError if that fails."""
+    max_seq_len = max_seq_len or config.max_seq_len
     name = path or config.starting_checkpoint_load_path
-    given = build_tokenizer(config.tokenizer_name, config.max_seq_len) if config.tokenizer_name else None
+    given = build_tokenizer(config.tokenizer_name, max_seq_len) if config.tokenizer_name else None
     arguments, weights, own, source, stored = {}, None, None, "random weights", None
     if name is not None:
         pretrained = read_pretrained(name, "starting_checkpoint_load_path")
@@ -61,7 +63,7 @@ def read_start(config: FinetuneConfig, path: str | None = None) -> Start:
         if not (given or own):
             raise UserError(f"{name} has no tokenizer; set tokenizer_name")
     tokenizer = given or own
-    settings = build_lion_config({**arguments, **config.model}, tokenizer, config.max_seq_len)
+    settings = build_lion_config({**arguments, **config.model}, tokenizer, max_seq_len)
     return Start(settings.to_dict(), weights, tokenizer, source, stored)
 
 
@@ -87,9 +89,10 @@ def finetune(
     config: FinetuneConfig, job: Job, device: str, steps: StepReporter, keep_checkpoint: bool, kept: Kept
 ) -> Result:
     """Train and evaluate; return the scores, those of the majority class, and a description of the run."""
-    start = read_start(config, None if job.after is None else str(job.after.folder / LATEST))
+    length = job.task.max_seq_len
+    start = read_start(config, None if job.after is None else str(job.after.folder / LATEST), length)
     data = tokens.read(kept, job.task, start.tokenizer, config)
-    task, collate, workers = data.task, collator(start.tokenizer, config.max_seq_len), workers_of(config, device)
+    task, collate, workers = data.task, collator(start.tokenizer, length), workers_of(config, device)
 
     def split(examples: Tokens, batch_size: int = config.device_eval_batch_size, seed: int | None = None) -> Split:
         return Split(

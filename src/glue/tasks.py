@@ -41,11 +41,13 @@ class Task(tasks.Task):
     """A text task."""
 
     needed: ClassVar[Mapping[str, str]] = {"columns": "one or two text columns"}
-    unstored: ClassVar[tuple[str, ...]] = (*tasks.Task.unstored, "files", "hub")  # digests of the examples are stored
+    # A job stores digests of its examples, and its max_seq_len.
+    unstored: ClassVar[tuple[str, ...]] = (*tasks.Task.unstored, "files", "hub", "max_seq_len")
 
     columns: tuple[str | int, ...] = key("one or two text columns, by name, or by number in a file without a header")
     label: str | int = key("the label's column", "label")
     kind: str = key("what the label is", "classification", choices=tuple(METRICS))
+    max_seq_len: int | None = key("overrides the config's", None)
     unlabelled: str | None = key('placeholder for a missing label ("": an empty cell); such rows are omitted', None)
     # Where the examples are: in files, on the Hub, or in the official GLUE download, if `glue_dir` is set.
     files: Mapping[str, Any] = key("train, validation, test → path or list of paths", {})
@@ -61,7 +63,7 @@ class Task(tasks.Task):
     tsv_validation: tuple[str, ...] = key("names of its validation files, without .tsv", ("dev",))
     tsv_test: tuple[str, ...] = key("names of its test files", ("test",))
     tsv_other_names: Mapping[str, str] = key("file names to use for missing files", {})
-    malformed_rows: int = key("maximum number of rows to skip because their length is not the header's", 0, at_least=0)
+    malformed_rows: int = key("maximum number of malformed rows to skip in each file", 0, at_least=0)
 
     def changed(self, name: str, given: Mapping[str, Any]) -> Self:
         """Let files and datasets that the config names take precedence over glue_dir."""

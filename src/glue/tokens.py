@@ -62,12 +62,12 @@ class Tokens(Dataset):
 def keep(data: Data, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig, path: Path) -> Kept:
     """Tokenize a task's examples into a file, unless it has their tokens already. A failed write is only reported."""
     libraries = tokenizers.__version__, transformers.__version__
-    parts = [FORMAT, libraries, tokenizer_digest(tokenizer), config.max_seq_len, data.task.kind, data.task.labels]
+    parts = [FORMAT, libraries, tokenizer_digest(tokenizer), data.task.max_seq_len, data.task.kind, data.task.labels]
     rows = [[kind, name, [[e.texts, e.label, e.id] for e in examples]] for kind, name, examples in _splits(data)]
     kept = Kept(path, sha256([json.dumps([parts, rows]).encode()]))
     if _load(kept, data.task) is not None:
         return kept
-    tokens = tokenize(data, tokenizer, config.max_seq_len, config.progress_bar)
+    tokens = tokenize(data, tokenizer, data.task.max_seq_len, config.progress_bar)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, _serialized(tokens, kept.digest))
@@ -81,7 +81,7 @@ def read(kept: Kept, task: Task, tokenizer: PreTrainedTokenizerBase, config: Fin
     if (data := _load(kept, task)) is not None:
         return data
     log.warning(f"{kept.path} is missing or corrupt; tokenizing {task.title}")
-    return tokenize(read_task(task, config.glue_dir, config.predict_test), tokenizer, config.max_seq_len)
+    return tokenize(read_task(task, config.glue_dir, config.predict_test), tokenizer, task.max_seq_len)
 
 
 def tokenize(data: Data, tokenizer: PreTrainedTokenizerBase, max_seq_len: int, show_progress: bool = False) -> Data:
