@@ -244,7 +244,7 @@ def nearest(name: str, known: Collection[str]) -> str:
     """Return '; did you mean …?' for an unknown name, or the known names if none is similar."""
     if close := closest(name, known):
         return f"; did you mean {close}?"
-    return f"; choose from {', '.join(sorted(known))}" if len(known) <= 20 else "; --help lists the keys"
+    return f"; choose from {', '.join(sorted(known))}" if len(known) <= 40 else "; --help lists the keys"
 
 
 def closest(name: str, known: Collection[str]) -> str | None:

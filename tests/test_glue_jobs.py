@@ -374,6 +374,7 @@ def test_concurrent_jobs_start_with_the_costliest(monkeypatch):
     ("override", "words"),
     [
         ("mnli_first=true", ["mnli_first", "add mnli"]),
+        ("tasks.sst2.zzzz=1", ["unknown key tasks.sst2.zzzz; choose from", "kind, label, labels, like, lr, "]),
         ("tasks.sst2.eval_interval=often", ["tasks.sst2.eval_interval=often"]),
         ("tasks.sst2.eval_interval=500", ["tasks.sst2.eval_interval=500"]),
         ("tasks.sst2.optimizer=sgd", ["tasks.sst2.optimizer=sgd must be one of", "adamw, or module:Class"]),

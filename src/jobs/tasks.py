@@ -126,7 +126,7 @@ class Suite:
             problem = "a task's name may have only letters, digits, - and _; its `title` may be anything"
             raise UserError(f"{place}: {problem}")
         kinds = {entry.name: entry.type for entry in fields(schema) if entry.name not in ("name", "variant")}
-        check_known(place, given, kinds)
+        check_known(place, given, {*kinds, "like"})
         searched = {n: value for n, value in given.items() if n in schema.searchable and isinstance(value, list)}
         rest = {n: value for n, value in given.items() if n not in searched}
         several = f"only {', '.join(schema.searchable)} take several values"
