@@ -51,8 +51,8 @@ def run(main: Callable[[list[str]], None]) -> None:
         sys.exit(error.status)
     except (KeyboardInterrupt, SystemExit) as end:
         # Composer, once it is imported, ends the process where Ctrl-C finds it. A command that exits has said why.
-        raised_by = traceback.extract_tb(end.__traceback__)[-1].name
-        if isinstance(end, SystemExit) and not (end.code == 130 and raised_by == "sigterm_handler"):
+        within = {frame.name for frame in traceback.extract_tb(end.__traceback__)}  # W&B's sys.exit may be the last
+        if isinstance(end, SystemExit) and not (end.code == 130 and "sigterm_handler" in within):
             raise
         log.info("interrupted; repeat the command to resume or restart it")
         sys.exit(130)

@@ -80,6 +80,7 @@ def test_a_command_of_one_process_is_refused_on_several_ranks(module, subcommand
     [
         ("Ctrl-C", 130, 1),
         (signal.SIGINT, 130, 1),  # Ctrl-C after Composer was imported
+        ("Ctrl-C in W&B", 130, 1),  # which replaces sys.exit
         (signal.SIGTERM, 143, 0),
         ("a command that logged it itself", 130, 0),
     ],
@@ -90,6 +91,10 @@ def test_an_interrupted_command_ends_with_the_status_of_its_signal(ending, statu
     def main(argv):
         if ending == "Ctrl-C":
             raise KeyboardInterrupt
+        if ending == "Ctrl-C in W&B":
+            exit_ = sys.exit
+            monkeypatch.setattr(sys, "exit", lambda code: exit_(code))
+            sigterm_handler(signal.SIGINT, None)
         if isinstance(ending, signal.Signals):
             sigterm_handler(ending, None)  # raises SystemExit
         sys.exit(130)
