@@ -202,7 +202,8 @@ def check(uninterrupted) -> Callable[..., None]:
         config = load_config(PretrainConfig, "main.py", "", argv)
         model = MaskedLM(config).build_model(None)
         optimizer = build_optimizer(config.optimizer, model)
-        checkpointing.check_load_path(config.load_path, path, model, optimizer, config.max_duration)
+        end = config.max_duration if config.load_position else None
+        checkpointing.check_load_path(config.load_path, path, model, optimizer, end)
 
     return check
 
@@ -217,6 +218,9 @@ def check(uninterrupted) -> Callable[..., None]:
         ("max_duration=60ba optimizer.name=adamw", "was trained with a different optimizer"),
         ("max_duration=60ba optimizer.lr=0.01", "was trained with a different optimizer"),
         ("max_duration=60ba optimizer.filter_bias_norm_wd=true", "was trained with a different optimizer"),
+        ("load_position=false model.hidden_size=64", "is a checkpoint of a different model"),
+        ("load_position=false optimizer.name=adamw", "was trained with a different optimizer"),
+        ("load_position=false optimizer.filter_bias_norm_wd=true", "was trained with a different optimizer"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_resumed_is_rejected(uninterrupted, check, overrides, message):
@@ -224,6 +228,39 @@ def test_a_checkpoint_that_cannot_be_resumed_is_rejected(uninterrupted, check, o
     with pytest.raises(UserError) as error:
         check(path, *overrides.split())
     assert str(error.value).startswith(f"load_path={path} {message}")
+
+
+@pytest.mark.slow
+def test_a_second_phase_keeps_weights_and_optimizer_state_alone(uninterrupted, tmp_path, write_config, caplog):
+    changes = {
+        **OPTIONS, "max_duration": "4ba", "save_interval": "2ba", "log_interval": "1ba", "eval_first": False, "seed": 5,
+        "optimizer": {"lr": 1e-4, "weight_decay": 0.0}, "scheduler": {"name": "linear_decay_with_warmup", "t_warmup": "1ba"},
+    }  # fmt: skip
+    config, folder = write_config(tmp_path, **changes), tmp_path / "run"
+    start = [f"load_path={uninterrupted / 'latest-rank0.pt'}", "load_position=false"]
+    with caplog.at_level("INFO", logger="lion"):
+        main.main([str(config), *DROPOUT, *start, "max_duration=2ba"])
+    assert f"starting with the weights and the optimizer state of {uninterrupted}" in caplog.text
+    main.main([str(config), *DROPOUT, *start])  # which resumes, and takes back nothing
+    before, after = (load_safely(path / "latest-rank0.pt")["state"] for path in (uninterrupted, folder))
+    assert after["timestamp"]["Timestamp"]["batch"] == 4 and after["rank_zero_seed"] == 5
+    (old_optimizer,), (new_optimizer,) = before["optimizers"].values(), after["optimizers"].values()
+    for name, old in old_optimizer["state"].items():
+        new = new_optimizer["state"][name]
+        assert new["step"] == old["step"] + 4 == 44
+    alone = tmp_path / "alone"
+    main.main(
+        [
+            str(config),
+            *DROPOUT,
+            f"model.pretrained_checkpoint={uninterrupted / 'latest-rank0.pt'}",
+            f"save_folder={alone}",
+        ]
+    )
+    second, fresh = ([line for line in lines(path) if "loss" in line] for path in (folder, alone))
+    assert [line["lr"] for line in second] == [line["lr"] for line in fresh]
+    assert second[0]["loss"] == fresh[0]["loss"]  # the same weights, samples and masks
+    assert second[-1]["loss"] != fresh[-1]["loss"]  # but another step
 
 
 @pytest.mark.slow

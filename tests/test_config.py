@@ -408,6 +408,7 @@ def test_a_command_without_a_file_shows_the_usage(capsys):
             "load_path=a.pt model.pretrained_checkpoint=b",
             "load_path and model.pretrained_checkpoint both name what to start from",
         ),
+        ("load_position=false", "load_position=false is about load_path; set that, or omit it"),
         (
             "train_loader.dataset.tokenizer_name=other",
             "train_loader.dataset.tokenizer_name=other differs from tokenizer_name=",
@@ -544,5 +545,6 @@ def test_fixed_settings_of_a_pretraining_run_determine_its_numbers(config_file):
         "float32_matmul_precision",
         "seed",
         "load_path",
+        "load_position",
     }
     assert fixed["train_loader.dataset.streams"] == {"web": {"proportion": 1}}

@@ -176,9 +176,10 @@ def resume_hint(folder: Path) -> str:
 
 
 def check_load_path(
-    given: str, path: Path, model: "AutocastModel", optimizer: torch.optim.Optimizer, max_duration: str
+    given: str, path: Path, model: "AutocastModel", optimizer: torch.optim.Optimizer, max_duration: str | None
 ) -> None:
-    """Raise UserError for a file, `given` as load_path and now at `path`, that this run cannot start from."""
+    """Raise UserError for a file, `given` as load_path and now at `path`, that this run cannot start from.
+    max_duration: of a run that continues the file's steps."""
     name = f"load_path={given}"
     if not is_valid_checkpoint(path):
         raise UserError(f"{name} is corrupt or truncated, or not a checkpoint; copy it again or give another")
@@ -194,10 +195,12 @@ def check_load_path(
             settings = " ".join(f"{key}={written(value)}" for key, value in its.items())
             raise UserError(f"{name} was trained with another normalization of images; set {settings}")
     its_groups = checkpoint.optimizers.get(type(optimizer).__qualname__, ())
-    settings, its_settings = ([_restored(g) for g in groups] for groups in (optimizer.param_groups, its_groups))
+    restored = _restored if max_duration is not None else lambda group: len(group["params"])
+    settings, its_settings = ([restored(group) for group in groups] for groups in (optimizer.param_groups, its_groups))
     if settings != its_settings:
         raise UserError(f"{name} was trained with a different optimizer than this config's; {hint}")
-    check_remaining(checkpoint, max_duration, name)
+    if max_duration is not None:
+        check_remaining(checkpoint, max_duration, name)
 
 
 def check_classes(checkpoint: Checkpoint, classes: Mapping[int, str], name: str, to_do: str) -> None:

@@ -115,6 +115,9 @@ class RunConfig(TrainerConfig):
         "checkpoint to start from, with optimizer state and position in the data: a file, s3://…, gs://… or oci://…",
         None,
     )
+    load_position: bool = key(
+        "continue load_path's steps, schedule and data; false: its weights and optimizer state alone, from step 0", True
+    )
     resume_with: list[str] = key(
         "keys that this command changes in a run that it resumes: of optimizer and scheduler, global_train_batch_size, "
         "max_duration",
@@ -151,6 +154,8 @@ class RunConfig(TrainerConfig):
         section = getattr(self, "model", {})
         if self.load_path is not None and section.get("pretrained_checkpoint") is not None:
             raise UserError("load_path and model.pretrained_checkpoint both name what to start from; omit one")
+        if self.load_path is None and not self.load_position:
+            raise UserError("load_position=false is about load_path; set that, or omit it")
         if not (isinstance(self.compile_config, dict) or self.compile_config in (None, "auto")):
             raise UserError(
                 f"compile_config={self.compile_config} must be auto, null or a section, such as compile_config.mode=…"

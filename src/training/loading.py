@@ -19,6 +19,10 @@ from src.cli import is_main_process
 from src.training.ranks import decide, on_each_machine, on_rank_0, several
 
 SHARDED = ("model", "optimizers")  # what FSDP can take from rank 0 when it shards the model
+# What a run's state has besides its weights, optimizer and algorithms.
+POSITION = (
+    "timestamp", "schedulers", "dataset_state", "callbacks", "rank_zero_seed", "train_metrics", "eval_metrics",
+)  # fmt: skip
 
 
 def read_start(name: str, key: str, resumed: Path | None, **how: Any) -> Checkpoint:
@@ -36,9 +40,12 @@ def position_in_data(checkpoint: Path) -> dict[str, Any]:
     return decide(lambda: load_safely(checkpoint)["state"].get("dataset_state", {}).get("train") or {})
 
 
-def load_checkpoint(path: str, state: State, logger: Logger, algorithm_passes: Any = None, **_: Any) -> Any:
+def load_checkpoint(
+    path: str, state: State, logger: Logger, algorithm_passes: Any = None, ignore_keys: Any = None, **_: Any
+) -> Any:
     """Restore a run, in place of Composer's function, with which every rank reads the file and unpickles what it names.
-    Returns the states of the random number generators. Raises UserError."""
+    ignore_keys: names in the state to leave as they are, and the states of the random number generators, which it
+    returns otherwise. Raises UserError."""
     contents = on_rank_0(lambda: load_safely(Path(path), mapped=False))  # the optimizer keeps the tensors
     if several():
         kept = {}
@@ -47,8 +54,10 @@ def load_checkpoint(path: str, state: State, logger: Logger, algorithm_passes: A
             contents["state"] |= dict.fromkeys(SHARDED)
         contents = send(contents, state.device)
         contents["state"] |= kept
+    for name in ignore_keys or ():
+        contents["state"].pop(name, None)
     state.load_state_dict(contents["state"], logger, algorithm_passes=algorithm_passes)
-    return contents.get("rng")
+    return None if ignore_keys else contents.get("rng")
 
 
 def send(contents: Any, device: Device) -> Any:

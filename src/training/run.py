@@ -137,6 +137,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     from src.training.best import BestCheckpoint
     from src.training.checkpointing import CheckpointWriter, check_load_path, latest_valid_checkpoint, resume_hint
     from src.training.epochs import steps_left
+    from src.training.loading import POSITION
     from src.training.loggers import of_run
     from src.training.own_code import import_files
     from src.training.run_log import RunLog, Startup
@@ -165,7 +166,8 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     optimizer = registry.build_optimizer(config.optimizer, model)
     settings = changes.settings_of(optimizer)
     if latest is None and config.load_path is not None:
-        decide(lambda: check_load_path(config.load_path, start, model, optimizer, config.max_duration))
+        end = config.max_duration if config.load_position else None
+        decide(lambda: check_load_path(config.load_path, start, model, optimizer, end))
     startup.done("model")
     train_data, eval_data = task.build_loaders(device_batch)
     startup.done("data")
@@ -200,6 +202,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
         loggers=[*of_run(registry.build_all("loggers", config.loggers), folder, latest is not None), run_log],
         accumulate_train_batch_on_tokens=True,  # the loss is a mean over the predictions of the whole batch
         load_path=None if start is None else str(start),
+        load_ignore_keys=None if latest or config.load_position else list(POSITION),
         compile_config=compilation,
         parallelism_config={"fsdp": dict(config.fsdp_config)} if config.fsdp_config else None,
     )
@@ -211,7 +214,8 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
         writer.saved_batch = state.timestamp.batch.value  # an evaluation that is repeated does not save it again
     step = state.timestamp.batch.value
     new = [each["changed"] for each in config.history if each["step"] >= step] if latest else []
-    if any({*changed} != {"max_duration"} for changed in new):  # its schedule begins after the next step, as always
+    # A schedule of another max_duration begins after the next step, as always.
+    if any({*changed} != {"max_duration"} for changed in new) or not (latest or config.load_position):
         changes.take_effect(state, settings)
     for changed in new:
         run_log.changed(state, changed)
@@ -238,6 +242,8 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
         log.info("torch.compile compiles the model in the first steps; compile_config=null starts at once")
     if now.batch.value:
         log.info(f"resuming from step {now.batch.value}")
+    elif start is not None:
+        log.info(f"starting with the weights and the optimizer state of {config.load_path}")
     decide(lambda: save_config(config, folder))
     if chosen and is_main_process():
         choices.keep(chosen, folder)
