@@ -12,9 +12,14 @@ features of all S^(g) are joined, and each decay gets heads of its own.
 
 All is computed in float64 from sums over samples, in O(G²ψ²) memory. A sequence costs O(ψ²) operations, whatever its
 length, or with decays or a causal mask O(G²ψ²) per token. Solving costs O(G³ψ³).
+
+Of tokens far from 0, say temperatures in kelvin, the features are nearly dependent, and the condition number of Λ,
+their second moments, is the square of theirs. But the layers of tokens Az, with A invertible, are those of z, with V A
+and Aᵀ Q A instead of V and Q. So the sums are those of tokens that A makes white.
 """
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,21 +65,31 @@ class Layer(nn.Module):
         self.keyqueries = nn.Parameter(keyqueries, requires_grad=False)
         self.register_buffer("log_decay", log_decay)
         self.register_buffer("decay_of_head", decay_of_head)
-        self.causal, self.fitted = causal, None  # fitted: a Fit
+        self.register_buffer("causal", torch.as_tensor(causal))
+        self.fitted: Fit | None = None
 
     def forward(self, Z: Tensor, mask: Tensor | None = None, log_decay: Tensor | None = None, form="auto") -> Tensor:
         """Return outputs (N, n, e) of tokens Z (N, n, d), in the dtype of the heads. `mask` (N, n): True: real;
         `log_decay` (N, G, n): decays per token; `form`: as in `linear_attention`."""
         Z, mask, log_decay = (x if x is None else torch.as_tensor(x) for x in (Z, mask, log_decay))
+        d, of_head = self.values.shape[-1], self.decay_of_head
+        if Z.ndim != 3 or Z.shape[2] != d:
+            raise ValueError(f"Z must be tokens, (N, n, {d}) (got {tuple(Z.shape)})")
         Z, decays = Z.to(self.values.dtype), self.log_decay if log_decay is None else log_decay
-        if (decays is None) != (self.decay_of_head is None):
+        if (decays is None) != (of_head is None):
             raise ValueError("log_decay must be given if the layer was fitted with decays per token, and only then")
+        if log_decay is not None:
+            check_shapes(("log_decay", log_decay, (len(Z), int(of_head.max()) + 1, Z.shape[1])))
         if decays is not None:
             decays = decays.to(Z.dtype).index_select(0 if decays.ndim == 1 else 1, self.decay_of_head)
         q = torch.einsum("nil,hkl->nhik", Z, self.keyqueries)
         v = torch.einsum("nij,haj->nhia", Z, self.values)
         k = Z[:, None].expand(q.shape)
-        return linear_attention(q, k, v, decays, mask=mask, scale=1.0, causal=self.causal, form=form).sum(1)
+        return linear_attention(q, k, v, decays, mask=mask, scale=1.0, causal=bool(self.causal), form=form).sum(1)
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest) -> None:
+        state_dict.setdefault(f"{prefix}causal", self.causal)  # states of earlier versions lack it
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def coefficients(self) -> Tensor:
         """Return p of `coefficients`, (e, d(d+1)/2, d), or if there are decays p of each, (G, e, d(d+1)/2, d)."""
@@ -151,8 +166,9 @@ class Moments:
         self.kind: tuple | None = None  # d, e and decays, the same in all calls of `add`
 
     def add(self, Z: Tensor, Y: Tensor | None = None, mask=None, log_decay=None) -> "Moments":
-        """Add sequences to the sums and return this object; d, e and decays must be the same in all calls. Raises
-        ValueError for shapes that do not match, non-finite numbers, or a d that memory has no room for.
+        """Add sequences to the sums, which are most exact if the first are typical, and return this object; d, e and
+        decays must be the same in all calls. Raises ValueError for shapes that do not match, non-finite numbers, tokens
+        whose sixth power has no room in float64, or a d that memory has no room for.
 
         Args:
             Z: tokens, (N, n, d).
@@ -170,8 +186,10 @@ class Moments:
         outer = self.gram.new_zeros(m * m, d * d) if shared else None
         size = max(BLOCK // m**2, 256) if shared else max(BLOCK // (n * m * G), 1)
         samples = mask & (mask.flip(1).cumsum(1).flip(1) == 1) if self.tokens == "last" else mask
-        for part in (slice(start, start + size) for start in range(0, N, size)):
-            z, sample = torch.where(mask[part][..., None], Z[part].double(), 0), samples[part]
+        parts = [slice(start, start + size) for start in range(0, N, size)]
+        self._whiten(Z[part][mask[part]].double() for part in parts)
+        for part in parts:
+            z, sample = torch.where(mask[part][..., None], Z[part].double(), 0) @ self.whitening.mT, samples[part]
             x = torch.where(sample[..., None], z, 0)
             y = z.new_zeros(len(z), n, 0) if Y is None else Y[part].double()
             y = torch.where(sample[..., None], y if y.ndim == 3 else y[:, None], 0)
@@ -198,41 +216,45 @@ class Moments:
 
     def fit(self, rtol: float | None = None, ridge: float = 0.0) -> Layer:
         """Fit a layer to what was added; see the function `fit`."""
-        gram, cross = self._mean("gram"), self._mean("cross")
+        cross = self._mean("cross")
         if not cross.shape[1]:
             raise ValueError("there are no targets; give Y")
-        if not ridge >= 0:
-            raise ValueError(f"ridge must be at least 0 (got {ridge})")
-        units, of_features = self._units()
-        inverse, blind, rtol = self._decompose(gram + ridge * torch.eye(len(gram)).to(gram), of_features, rtol)
-        p = inverse @ (inverse.T @ cross)
-        p -= blind @ (blind.T @ p)  # the smallest of the minimizers
+        if not 0 <= ridge < float("inf"):
+            raise ValueError(f"ridge must be {'at least 0' if ridge != float('inf') else 'finite'} (got {ridge})")
         square = self.square / self.samples
-        error = max(0.0, square - float((p * (2 * cross - gram @ p)).sum()))
-        fitted = Fit(error, square, self.samples, inverse.shape[1], len(gram), rtol, ridge)
+        if square == float("inf"):
+            raise ValueError("squares of targets overflow; divide Y by a constant")
+        white, d = self._solve(rtol, ridge), len(self.token_gram)
+        cross, (size, rank) = _change(white.step, cross), white.inverse.shape
+        p = white.inverse @ (white.inverse.mT @ cross)
+        error = max(0.0, square - float((p * (2 * cross - white.gram @ p)).sum()))
+        if rank < size:  # the smallest of the minimizers, for tokens as they were given
+            given = _change(white.map, p, transposed=True)
+            given -= white.blind @ (white.blind.mT @ given)
+            p = _change(white.map.inverse(), given, transposed=True)
+        fitted = Fit(error, square, self.samples, rank, size, white.rtol, ridge)
         if not fitted.unique:
             rank = f"rank {fitted.rank:,} from {self.samples:,} samples for {fitted.size:,} unknowns per output"
             about = "this is the minimizer of least norm; certificate() reports what is missing"
             warnings.warn(f"the data do not determine the layer: {rank}; {about}", stacklevel=3)
-        p = p.T.unflatten(1, (self.groups, -1, len(self.token_gram))).transpose(0, 1)  # (G, e, m, d)
-        values, keyqueries = zip(*(_heads(of_decay, units[:, 0]) for of_decay in p))
+        p = p.mT.unflatten(1, (self.groups, -1, d)).transpose(0, 1)  # (G, e, m, d)
+        values, keyqueries = zip(*map(_heads, p))
         of_head = torch.tensor([g for g, v in enumerate(values) for _ in v], device=p.device) if self.kind[2] else None
-        layer = Layer(torch.cat(values), torch.cat(keyqueries), self.log_decay, of_head, self.causal)
+        heads = torch.cat(values) @ white.map, white.map.mT @ torch.cat(keyqueries) @ white.map
+        layer = Layer(*heads, self.log_decay, of_head, self.causal)
         layer.fitted = fitted
         return layer
 
     def certificate(self, rtol: float | None = None) -> Certificate:
         """Certify what was added; see the function `certificate`."""
-        gram = self._mean("gram")
-        units, of_features = self._units()
-        inverse, blind, rtol = self._decompose(gram, of_features, rtol)
-        (size, rank), d = inverse.shape, len(self.token_gram)
-        # As the largest eigenvalue of Λ⁻¹, 1/λ_min is accurate whatever the units of the coordinates are.
-        smallest = float(1 / torch.linalg.eigvalsh(inverse.T @ inverse)[-1]) if rank == size else 0.0
-        largest = float(torch.linalg.eigvalsh(gram)[-1])
-        span = self._decompose(self.token_gram, units, rtol)[0].shape[1]
-        blind = blind.T.unflatten(1, (self.groups, -1, d) if self.kind[2] else (-1, d))
-        return Certificate(smallest, largest, rank, size, self.samples, d, span, blind)
+        white, d = self._solve(rtol), len(self.token_gram)
+        size, rank = white.inverse.shape
+        # As the largest eigenvalue of Λ⁻¹, 1/λ_min is accurate whatever the scale of the tokens.
+        inverse = _change(white.map, white.inverse, transposed=True)
+        smallest = float(1 / torch.linalg.eigvalsh(inverse.mT @ inverse)[-1]) if rank == size else 0.0
+        largest = float(torch.linalg.eigvalsh(_change_both(white.map.inverse(), white.gram))[-1])
+        blind = white.blind.mT.unflatten(1, (self.groups, -1, d) if self.kind[2] else (-1, d))
+        return Certificate(smallest, largest, rank, size, self.samples, d, white.span, blind)
 
     def _check(self, Z: Tensor, Y: Tensor | None, mask: Tensor, log_decay: Tensor | None) -> None:
         """Raise ValueError if arguments are unusable; in the first call, allocate the sums."""
@@ -244,6 +266,8 @@ class Moments:
         groups = None if log_decay is None else log_decay.shape[-2] if log_decay.ndim > 1 else log_decay.numel()
         of_decays = ("log_decay", log_decay, (groups,), (N, groups, n))
         check_shapes(("Y", Y, (N, e) if last else (N, n, e)), ("mask", mask, (N, n)), of_decays)
+        if Y is not None and Y.is_complex():
+            raise ValueError("Y must be real; give real and imaginary part as two outputs")
         if mask.dtype != torch.bool:
             raise ValueError(f"mask must be bool (got {mask.dtype})")
         if log_decay is not None and not (log_decay <= 0).all():
@@ -262,6 +286,8 @@ class Moments:
             self.kind, self.groups, self.log_decay = kind, groups or 1, None if per_token else log_decay
             shapes = (size, size), (size, e), (d, d)
             self.gram, self.cross, self.token_gram = (Z.new_zeros(shape, dtype=torch.float64) for shape in shapes)
+            self.count, self.squares = 0, self.token_gram[0].clone()  # of tokens, as they are given
+            self.whitening = torch.eye(d).to(self.gram)  # the other sums are of tokens that it multiplies
         elif kind != self.kind:
             raise ValueError("d, e and decays differ from those of the sequences that were added first")
         self.noise = max(self.noise, NOISE[Z.dtype])
@@ -273,22 +299,102 @@ class Moments:
             raise ValueError("features overflow, as they grow with the cube of tokens; divide all tokens by a constant")
         return sums / self.samples
 
-    def _units(self) -> tuple[Tensor, Tensor]:
-        """Return the size of each coordinate of the tokens and of each feature, both as columns."""
-        size = self.token_gram.diagonal().sqrt().where(self.token_gram.diagonal() > 0, 1)
-        rows, columns = _pairs(len(size), size.device)
-        return size[:, None], torch.outer(size[rows] * size[columns], size).repeat(self.groups, 1).view(-1, 1)
+    def _whiten(self, parts: Iterable[Tensor]) -> None:
+        """Let all sums be those of tokens that are about white, also with these added, each (·, d)."""
+        gram, size = self.token_gram.clone(), 0.0
+        for z in parts:
+            self.count, size = self.count + len(z), max(size, float(z.abs().amax()) if len(z) else 0.0)
+            self.squares += z.square().sum(0)
+            x = z @ self.whitening.mT
+            gram += x.mT @ x
+        if size and not 1e-45 < size < 1e45:
+            flow, to_do = ("overflow", "divide") if size > 1 else ("underflow", "multiply")
+            reason = "as they grow with the cube of tokens"
+            raise ValueError(f"features {flow}, {reason}; {to_do} all tokens by a constant")
+        # Of few tokens, no more than the size of each coordinate is typical.
+        found = self._whitening_of(gram if self.count >= 10 * len(gram) else gram.diagonal().diag())
+        if found.change > 100 or not self.samples:
+            self.whitening, self.token_gram = found.step @ self.whitening, found.step @ self.token_gram @ found.step.mT
+            self.gram, self.cross = _change_both(found.step, self.gram), _change(found.step, self.cross)
 
-    def _decompose(self, gram: Tensor, units: Tensor, rtol: float | None) -> tuple[Tensor, Tensor, float]:
-        """Return B with BBᵀ an inverse of Λ on its range, (size, rank), an orthonormal basis of its null space, and the
-        tolerance. Λ is divided by the features' units first, so that the rank does not depend on them."""
-        rtol = max(len(gram) * EPSILON, 256 * EPSILON, self.noise) if rtol is None else rtol
+    def _whitening_of(self, gram: Tensor) -> "_Whitening":
+        count = max(self.count, 1)
+        size = self.squares.where(self.squares > 0, count).div(count).sqrt()
+        return _whitening(gram / count, self.whitening, size, max(256 * EPSILON, self.noise))
+
+    def _solve(self, rtol: float | None, ridge: float = 0.0) -> "_White":
+        """Decompose Λ + ridge."""
+        gram = self._mean("gram")
+        step, span, _, gain = self._whitening_of(self.token_gram)
+        A, gram = step @ self.whitening, _change_both(step, gram)
+        rtol = max(len(gram) * EPSILON, 256 * EPSILON, self.noise * gain) if rtol is None else rtol
         if not 0 <= rtol < 1:
             raise ValueError(f"rtol must be at least 0 and below 1 (got {rtol})")
-        eigenvalues, vectors = torch.linalg.eigh(gram / units / units.T)
+        penalty = ridge * _change_both(A, torch.eye(len(gram)).to(gram)) if ridge else 0
+        eigenvalues, vectors = torch.linalg.eigh(gram + penalty)
         kept = eigenvalues > rtol * eigenvalues[-1]
-        inverse = vectors[:, kept] / eigenvalues[kept].sqrt() / units
-        return inverse, torch.linalg.qr(vectors[:, ~kept] / units).Q, rtol
+        inverse = vectors[:, kept] / eigenvalues[kept].sqrt()
+        blind = torch.linalg.qr(_change(A, vectors[:, ~kept], transposed=True)).Q
+        return _White(A, step, gram, inverse, blind, rtol, span)
+
+
+class _White(NamedTuple):
+    """A decomposition for tokens Az, which are white: uncorrelated, and of unit size."""
+
+    map: Tensor  # A, (d, d)
+    step: Tensor  # (d, d), from the tokens of the sums to Az
+    gram: Tensor  # Λ
+    inverse: Tensor  # B with BBᵀ an inverse of Λ + ridge on its range, (size, rank)
+    blind: Tensor  # an orthonormal basis of the null space, for the tokens as given
+    rtol: float
+    span: int  # dimensions of the tokens
+
+
+class _Whitening(NamedTuple):
+    step: Tensor  # (d, d), which makes tokens white in the dimensions that they span
+    span: int  # how many those are
+    change: float  # by how much it changes second moments
+    gain: float  # how much larger than the tokens' second moments those of their rounding errors become
+
+
+def _whitening(gram: Tensor, A: Tensor, size: Tensor, tolerance: float) -> _Whitening:
+    """Whiten tokens Az with second moments `gram`, (d, d), by Gram and Schmidt. What is left of a coordinate counts as
+    0 below `tolerance` times the second moment of its rounding error, if z has coordinates of `size`, (d,), and is then
+    left as it is: tokens that follow may differ in it."""
+
+    def errors(rows: Tensor) -> Tensor:
+        return (rows @ A * size).square().sum(1)
+
+    step, left, change, gain = torch.eye(len(gram)).to(gram), list(range(len(gram))), 1.0, 1.0
+    while left:
+        rows = step[left]
+        own, error = (rows @ gram * rows).sum(1), errors(rows)
+        best = int((own / error).argmax())
+        if not own[best] > tolerance * error[best]:
+            break
+        variance = float(own[best])
+        row = step[left.pop(best)].div_(variance**0.5)
+        step[left] -= torch.outer(step[left] @ (gram @ row), row)
+        change, gain = max(change, variance, 1 / variance), max(gain, float(error[best]) / variance)
+    step[left] /= errors(step[left]).sqrt()[:, None]
+    return _Whitening(step, len(gram) - len(left), change, gain)
+
+
+def _change(A: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
+    """Return M x, or Mᵀ x, with M the matrix that makes features of tokens Az out of those of z. x: (G·ψ, ·)."""
+    rows, columns = _pairs(len(A), A.device)
+    pairs = A[rows][:, rows] * A[columns][:, columns]
+    pairs += (A[rows][:, columns] * A[columns][:, rows]).where(rows != columns, 0)
+    if transposed:
+        A, pairs = A.mT, pairs.mT
+    x = x.unflatten(0, (-1, len(rows), len(A)))
+    x = torch.einsum("pm,gmdc->gpdc", pairs, x)
+    return torch.einsum("kd,gpdc->gpkc", A, x).flatten(0, 2)
+
+
+def _change_both(A: Tensor, gram: Tensor) -> Tensor:
+    """Return M gram Mᵀ, with the M of `_change`."""
+    return _change(A, _change(A, gram).mT)
 
 
 def fit(Z: Tensor, Y: Tensor, mask=None, log_decay=None, *, causal=False, rtol=None, ridge=0.0) -> Layer:
@@ -300,8 +406,9 @@ def fit(Z: Tensor, Y: Tensor, mask=None, log_decay=None, *, causal=False, rtol=N
     Args:
         Z, Y, mask, log_decay: as in `Moments.add`; Y (N, n, e) for all tokens, (N, e) for the last.
         causal: as in `Layer`.
-        rtol: eigenvalues of Λ, for coordinates scaled to unit size, below rtol times the largest count as 0. Default:
-            2.2e-16·max(G·ψ, 256), or what rounding to Z's dtype causes, 5e-13 in float32, if that is more.
+        rtol: eigenvalues of Λ, for tokens that are made white, below rtol times the largest count as 0. Default:
+            2.2e-16·max(G·ψ, 256), or what rounding to Z's dtype causes, 5e-13 in float32, if that is more; times the
+            ratio of the tokens' second moments, if the tokens are far from white.
         ridge: for noisy data: minimize the error plus ridge·‖p‖².
     """
     return Moments("last" if Y.ndim == 2 else "all", causal).add(Z, Y, mask, log_decay).fit(rtol, ridge)
@@ -332,18 +439,15 @@ def from_projections(query, key, value, output, heads: int, scale: float | None 
     return output.unflatten(1, (heads, -1)).transpose(0, 1) @ v, scale * k.mT @ q
 
 
-def _heads(p: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
-    """Return V and Q with coefficients p, (e, m, d), each of which (j, k) and (k, j) share equally. The SVD is that of
-    coordinates in their units, so that it does not lose those that are small."""
+def _heads(p: Tensor) -> tuple[Tensor, Tensor]:
+    """Return V and Q with coefficients p, (e, m, d), each of which (j, k) and (k, j) share equally."""
     (e, _, d), (rows, columns) = p.shape, _pairs(p.shape[-1], p.device)
     unfolded = p.new_zeros(e, d, d, d)
     unfolded[:, rows, columns] = unfolded[:, columns, rows] = torch.where((rows == columns)[:, None], p, p / 2)
-    unfolded *= units[:, None, None] * units[:, None] * units
     left, sizes, right = torch.linalg.svd(unfolded.reshape(e * d, d * d), full_matrices=False)
     count = max(1, int((sizes > sizes[0] * d * d * EPSILON).sum()))
     roots = sizes[:count].sqrt()
-    values, keyqueries = (left[:, :count] * roots).T.unflatten(1, (e, d)), (right[:count].T * roots).T
-    return values / units, keyqueries.unflatten(1, (d, d)) / torch.outer(units, units)
+    return (left[:, :count] * roots).T.unflatten(1, (e, d)), (right[:count].T * roots).T.unflatten(1, (d, d))
 
 
 def _pairs(d: int, device: torch.device | None = None) -> Tensor:

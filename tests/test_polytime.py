@@ -246,6 +246,48 @@ def test_the_least_data_suffice_and_units_do_not_matter():
     assert off(fit(Z * units, layer(Z))(Z * units), layer(Z)) < 1e-8
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mean", [20, 293, 1013, 1e5])
+def test_where_the_zero_of_coordinates_is_does_not_matter(mean, causal):
+    one, centred = torch.ones(60, 9, 1).double(), normal(60, 9, 3) * torch.tensor([5.0, 1.0, 0.1]).double()
+    given, same = torch.cat([centred + mean, one], 2), torch.cat([centred, one], 2)
+    layer, noise = teacher(2, e=2, causal=causal), 0.1 * normal(60, 9, 2, seed=5)
+    Y = layer(same) + noise
+    found, wanted = fit(given, Y, causal=causal), fit(same, Y, causal=causal)
+    assert found.fitted.unique and found.fitted.error == pytest.approx(wanted.fitted.error, rel=1e-6)
+    assert off(found(given), wanted(same)) < 1e-6
+    assert certificate(given, causal=causal).identifiable
+    alone = fit(given[..., :3], Y, causal=causal).fitted  # without a 1, another function, and the best one too
+    features = rows_of_features(given[..., :3], causal=causal)
+    features, targets = features / features.norm(dim=0), Y.flatten(0, 1)
+    best = torch.linalg.lstsq(features, targets, driver="gelsd", rcond=1e-15).solution
+    error = float((features @ best - targets).square().sum(1).mean())
+    assert alone.unique and (alone.error == pytest.approx(error, rel=1e-5) if mean < 1e4 else alone.error <= error)
+
+
+def test_rounded_tokens_far_from_zero_are_fitted_and_do_not_seem_to_span_more():
+    one, x = torch.ones(200, 9, 1).double(), 293 + 5 * normal(200, 9, 3)
+    given = torch.cat([x, one], 2)
+    Y = teacher(2)(torch.cat([(x - 293) / 5, one], 2))
+    found = fit(given.float(), Y)
+    assert found.fitted.unique and off(found(given), Y) < 1e-3
+    flat = torch.cat([x[..., :2], x[..., :2].mean(2, keepdim=True), one], 2)
+    for dtype in (torch.float64, torch.float32):
+        proof = certificate(flat.to(dtype))
+        assert (proof.rank, proof.span) == (18, 3) and proof.identifiable_in_span
+
+
+def test_the_first_tokens_of_a_stream_need_not_be_typical():
+    Z, layer = normal(300, 8, 4) + 30, teacher(2)
+    for constants in ([30, 0, 40], [0, 0, 0], [100, 100, 100]):
+        first = Z[:10].clone()
+        first[..., 1:] = torch.tensor(constants).double()
+        moments = Moments()
+        for part in (first[:0], first, Z):
+            moments.add(part, layer(part))
+        assert moments.certificate().identifiable and off(moments.fit().coefficients(), layer.coefficients()) < 1e-4
+
+
 @pytest.mark.parametrize(("share", "rank"), [(0, 288), (0.95, 288), (1, 248)])
 def test_associative_memory_is_found_also_where_it_is_not_identifiable(share, rank):
     Z, Y, p = recall(2**14, share)
@@ -306,6 +348,14 @@ def test_a_layer_is_saved_and_takes_arrays_of_numpy(tmp_path):
     torch.save(layer.state_dict(), tmp_path / "layer.pt")
     state = torch.load(tmp_path / "layer.pt", weights_only=True)
     assert torch.equal(Layer(**state)(Z), layer(Z.numpy()))
+    causal = fit(Z, teacher(2)(Z), causal=True)
+    other = Layer(torch.zeros_like(causal.values), torch.zeros_like(causal.keyqueries))
+    assert Layer(**causal.state_dict()).causal and not other.causal
+    other.load_state_dict(causal.state_dict())
+    assert torch.equal(other(Z), causal(Z))
+    old = {name: value for name, value in causal.state_dict().items() if name != "causal"}  # of earlier versions
+    other.load_state_dict(old)
+    assert torch.equal(other(Z), causal(Z))
     assert layer.float()(Z).dtype == torch.float32
     assert not any(parameter.requires_grad for parameter in layer.parameters())
 
@@ -350,7 +400,15 @@ BAD = {
     "there are no samples": lambda: fit(Z, Y, torch.zeros(40, 8, dtype=torch.bool)),
     "there are no samples; give": lambda: Moments().fit(),
     "there are no targets; give Y": lambda: Moments().add(Z).fit(),
-    "features overflow": lambda: certificate(1e60 * Z),
+    "features overflow, as they grow with the cube of tokens; divide all": lambda: certificate(1e60 * Z),
+    "features underflow, as they grow with the cube of tokens; multiply": lambda: certificate(1e-60 * Z),
+    "squares of targets overflow; divide Y by a constant": lambda: fit(Z, 1e160 * Y),
+    "Y must be real": lambda: fit(Z, Y.to(torch.complex128)),
+    "ridge must be finite (got inf)": lambda: fit(Z, Y, ridge=float("inf")),
+    "Z must be tokens, (N, n, 4) (got (40, 8, 2))": lambda: Layer(normal(1, 4, 4), normal(1, 4, 4))(Y),
+    "log_decay must have the shape (40, 2, 8) (got (40, 3, 8))": lambda: fit(Z, Y, None, -torch.rand(40, 2, 8))(
+        Z, log_decay=-torch.ones(40, 3, 8)
+    ),
     "rtol must be at least 0 and below 1 (got 1)": lambda: fit(Z, Y, rtol=1),
     "ridge must be at least 0 (got -1)": lambda: fit(Z, Y, ridge=-1),
     "tokens must be all or last (got 'first')": lambda: certificate(Z, "first"),
