@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 from src.lion import cpu, cpu_kernel, cpu_linear, machine
@@ -413,6 +414,104 @@ def test_a_model_is_sped_up_and_so_are_its_copies(mixer):
     before = [type(module) for module in model.modules()]
     cpu.speed_up(model)  # once is enough
     assert [type(module) for module in model.modules()] == before
+
+
+# What replaces or inspects a module of a model
+
+
+class Shifted(nn.Module):
+    """A module of a user's, around one of the model's."""
+
+    def __init__(self, own: nn.Module):
+        super().__init__()
+        self.own, self.weight, self.bias = own, own.weight, own.bias if hasattr(own, "bias") else None
+        self.shift = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.own(x) + self.shift
+
+
+class Centred(Shifted):
+    """One that sees a text as a whole."""
+
+    def forward(self, x):
+        assert x.ndim == 3
+        return self.own(x) - x.mean(-2, keepdim=True)[..., :1]
+
+
+CONVOLVED = {
+    "hydra": settings_of("hydra", **TINY),
+    "lion-s": {**TINY, "mixer": "lion-s", "short_conv": 3, "value_gate": True},
+}
+
+
+def outputs(model: LionModel, packed: bool = False) -> list[torch.Tensor]:
+    """Of two rows in inference, and with gradients; if packed, of two sequences each."""
+    ids = torch.arange(36).view(2, 18) % 40
+    seq_idx = torch.tensor([[0] * 7 + [1] * 11, [0] * 12 + [1] * 6]) if packed else None
+    with torch.no_grad():
+        inferred = model.eval()(ids, seq_idx=seq_idx).last_hidden_state
+    return [inferred, model(ids, seq_idx=seq_idx).last_hidden_state]
+
+
+@pytest.mark.parametrize("name", ["conv", "norm"])
+@pytest.mark.parametrize("mixer", CONVOLVED)
+def test_a_module_around_a_mixers_convolution_or_norm_is_called_and_trained(mixer, name):
+    torch.manual_seed(0)
+    model = LionModel(LionConfig(**CONVOLVED[mixer]), add_pooling_layer=False)
+    attention = model.layers[0].attention
+    own = getattr(attention, name)
+    plain = outputs(model), outputs(model, packed=True)
+    setattr(attention, name, wrapper := Shifted(own))
+    nn.init.zeros_(wrapper.shift)
+    for packed, expected in enumerate(plain):
+        for found, wanted in zip(outputs(model, packed), expected):
+            torch.testing.assert_close(found, wanted)
+    nn.init.constant_(wrapper.shift, 0.5)
+    inferred, y = outputs(model)
+    torch.testing.assert_close(inferred, y)
+    assert (y - plain[0][1]).abs().max() > 0.01
+    (y * torch.randn(y.shape)).sum().backward()
+    assert wrapper.shift.grad.abs() > 0.01
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils")  # of their newer forms
+@pytest.mark.parametrize("mixer", CONVOLVED)
+def test_a_mixers_convolution_may_be_hooked_or_reparametrized(mixer):
+    torch.manual_seed(0)
+    model = LionModel(LionConfig(**CONVOLVED[mixer]), add_pooling_layer=False)
+    conv = model.layers[0].attention.conv
+    before, seen = outputs(model), []
+    hook = conv.register_forward_hook(lambda layer, inputs, y: seen.append((y, y.clone())))
+    for found, expected in zip(outputs(model), before):
+        torch.testing.assert_close(found, expected)
+    assert len(seen) == 2 and all(torch.equal(kept, copied) for kept, copied in seen)
+    hook.remove()
+    prune.l1_unstructured(conv, "weight", amount=0.5)
+    for _ in range(2):  # the second step computes the weight again
+        y = outputs(model)[1]
+        (y * torch.randn(y.shape)).sum().backward()
+    torch.testing.assert_close(*outputs(model))
+    with torch.no_grad():
+        conv.weight_orig.mul_(2)
+    torch.testing.assert_close(*outputs(model))
+    assert (outputs(model)[0] - y).abs().max() > 1e-3 and conv.weight_orig.grad.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("replace", ["module", "forward"])
+@pytest.mark.parametrize("name", ["attention.out", "attention_norm", "mlp_out", "mlp_norm"])
+def test_modules_of_others_see_whole_texts(name, replace, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(cpu, "SLICE", 8)
+    model = LionModel(LionConfig(**TINY), add_pooling_layer=False)
+    owner, _, last = f"layers.0.{name}".rpartition(".")
+    own = model.get_submodule(f"{owner}.{last}")
+    if replace == "module":
+        setattr(model.get_submodule(owner), last, Centred(own))
+    else:
+        forward = own.forward
+        own.forward = lambda x: forward(x) - x.mean(-2, keepdim=True)[..., :1]
+    torch.testing.assert_close(*outputs(model))
 
 
 # A process

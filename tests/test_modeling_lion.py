@@ -569,6 +569,27 @@ def test_a_long_text_in_segments_gives_the_outputs_of_one_call(mixer, segment_le
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mixer", ["lion-s", "hydra"])
+def test_hooks_see_a_text_whole_that_would_be_read_in_segments(mixer, monkeypatch):
+    monkeypatch.setattr("src.lion.modeling_lion.MIN_SEGMENT", 8)
+    model, ids = build(mixer, LionModel, segment_length=8).eval(), torch.randint(1, V, (1, 21))
+    seen = []
+    with torch.no_grad():
+        expected = model(ids).last_hidden_state
+        assert model._segment_length(ids) == 8
+        model.layers[0].register_forward_hook(lambda layer, inputs, y: seen.append(y[0].shape))
+        torch.testing.assert_close(model(ids).last_hidden_state, expected)
+    assert seen == [(1, 21, expected.shape[-1])]
+
+
+def test_an_output_may_be_a_tuple():
+    model, ids = build("lion-s", torchscript=True).eval(), torch.randint(1, V, (2, 9))
+    (logits,) = model(ids)
+    assert torch.equal(model(ids, return_dict=True).logits, logits)
+    traced = torch.jit.trace(model, ids)
+    torch.testing.assert_close(traced(ids)[0], logits)
+
+
 def test_the_earlier_keyword_of_segment_length_is_accepted():
     model, ids = build("lion-s", LionModel), texts()["input_ids"]
     assert torch.equal(model.encode_long(ids, piece_length=8), model.encode_long(ids, segment_length=8))
@@ -963,8 +984,13 @@ def test_sliced_layers_give_the_same_outputs_and_hooks_see_complete_activations(
         expected = model(**inputs).last_hidden_state
         monkeypatch.setattr(cpu, "SLICE", 16)
         part = model.layers[0].attention.out if mixer == "hydra" else model.layers[0].mlp_in
-        forward, seen = part.forward, []
-        monkeypatch.setattr(part, "forward", lambda x: seen.append(tuple(x.shape)) or forward(x))
+        forward, seen = torch.nn.Linear.forward, []
+
+        def watched(layer, x):
+            seen.extend([tuple(x.shape)] if layer is part else [])
+            return forward(layer, x)
+
+        monkeypatch.setattr(torch.nn.Linear, "forward", watched)
         torch.testing.assert_close(model(**inputs).last_hidden_state, expected)
         width = part.in_features
         assert seen == [(16, width), (16, width), (16, width), (15, width)]

@@ -3,17 +3,22 @@ for the feature map of images and rotations."""
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import cpu_kernel
-from .cpu_linear import LinearLayers, has_global_hooks, is_hooked, linear, split_linear
+from .cpu_linear import LinearLayers, is_hooked, linear, split_linear
 from .custom_operators import no_autocast, once_differentiable
 from .linear_attention_forms import sequence_starts
 
+# Where the modules are from that compute each token on its own: ours, torch's and transformers' activations.
+TOKENWISE = (
+    *(f"torch.nn.modules.{name}" for name in ("activation", "conv", "dropout", "linear", "normalization")),
+    "torch.ao.nn.quantized.dynamic.modules.linear", "transformers.activations", __package__,
+)  # fmt: skip
 SLICE = 2048  # tokens that a layer processes at a time in inference: few enough to stay in cache and to reuse memory
 
 
@@ -74,6 +79,45 @@ def draw_kept(shape: torch.Size, p: float, device: torch.device) -> tuple[Tensor
     return torch.ge(draws.view(torch.int16)[:size], dropped - 2**15, out=kept).view(shape), factor
 
 
+def convolve(layer: nn.Conv1d, parts: Sequence[Tensor], seq_idx: Tensor | None, reach: int) -> list[Tensor]:
+    """Convolve tokens, (B, L, C), given and returned in parts of their channels, by `depthwise_conv`; or by the layer
+    itself if it is replaced, wrapped or hooked. reach: how many tokens it sees on each side, at most."""
+    sizes = [x.shape[-1] for x in parts]
+    if is_plain(layer, nn.Conv1d):
+        weights = layer.weight.split(sizes)
+        biases = [None] * len(sizes) if layer.bias is None else layer.bias.split(sizes)
+        return [depthwise_conv(x, *of_x, seq_idx) for x, *of_x in zip(parts, weights, biases)]
+    x = torch.cat([*parts], -1)
+    if seq_idx is None:
+        y = layer(x.mT).mT
+    else:
+        spread, place = _spread(x, sequence_starts(seq_idx).cumsum(1), reach)
+        y = _gather(layer(spread.mT).mT, place, x.shape[1])
+    return [part.clone() for part in y.split(sizes, -1)]  # a hook may have kept y
+
+
+def is_plain(layer: nn.Module, kind: type) -> bool:
+    """Whether a layer is of this kind and may be computed without calling it."""
+    if torch.compiler.is_compiling():
+        return type(layer) is kind and not (layer._forward_hooks or layer._forward_pre_hooks)
+    return type(layer) is kind and not is_hooked(layer)
+
+
+def _spread(x: Tensor, number: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+    """Return packed sequences, x, (B, L, C), numbered by number, (B, L), with at least `reach` zeros between them, and
+    the places of their tokens, (B, L), in the flattened result."""
+    place = torch.arange(x.shape[1], device=x.device) + reach * number
+    width = int(place.max()) + 1
+    place = place + width * torch.arange(len(x), device=x.device)[:, None]
+    spread = x.new_zeros(len(x) * width, x.shape[-1]).index_copy(0, place.flatten(), x.flatten(0, 1))
+    return spread.unflatten(0, (len(x), width)), place
+
+
+def _gather(spread: Tensor, place: Tensor, length: int) -> Tensor:
+    """Undo `_spread`."""
+    return spread.flatten(0, 1).index_select(0, place.flatten()).unflatten(0, (-1, length))
+
+
 def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None = None) -> Tensor:
     """Convolve each channel of x, (B, L, C), over tokens with its own weight, (C, 1, W) with W odd, and zeros beyond
     the text; packed sequences, numbered by seq_idx, (B, L), do not see each other."""
@@ -86,12 +130,8 @@ def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tens
         if seq_idx is None:
             return _DepthwiseConv.apply(x.contiguous(), weight, bias)
         # With zeros between the sequences. Elsewhere this would wait for the GPU, or break the graph.
-        place = torch.arange(length, device=x.device) + reach * number
-        width = int(place.max()) + 1
-        place = (place + width * torch.arange(len(x), device=x.device)[:, None]).flatten()
-        spread = x.new_zeros(len(x) * width, x.shape[-1]).index_copy(0, place, x.flatten(0, 1))
-        y = _DepthwiseConv.apply(spread.unflatten(0, (len(x), width)), weight, bias)
-        return y.flatten(0, 1).index_select(0, place).view(x.shape)
+        spread, place = _spread(x, number, reach)
+        return _gather(_DepthwiseConv.apply(spread, weight, bias), place, length)
     if seq_idx is None and not torch.compiler.is_compiling():
         # In the layout of x; else the kernels would copy each of its parts, some for every head.
         return F.conv1d(x.mT, weight, bias, padding=reach, groups=len(weight)).mT.contiguous()
@@ -171,7 +211,7 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, direction: int) -> Tensor:
 def gated_norm(norm: nn.RMSNorm, y: Tensor, z: Tensor) -> Tensor:
     """Compute norm(y) · SiLU(z), (..., I). In inference the result may take y's memory."""
     wide = torch.promote_types(y.dtype, torch.float32)
-    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_hooked(norm)
+    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing() or not is_plain(norm, nn.RMSNorm)
     if y.device.type != "cpu" or wide != torch.float32 or recorded:
         return (norm(y.to(wide)) * F.silu(z.to(wide))).to(y.dtype)
     if torch.is_grad_enabled():
@@ -223,17 +263,22 @@ def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def _may_slice(module: nn.Module, x: Tensor) -> bool:
     """Whether to process tokens in slices: not if they are few; nor in training, where activation checkpointing, by
-    recomputing the layer, would draw dropout masks in a different order; nor with hooks, which expect complete
-    activations."""
+    recomputing the layer, would draw dropout masks in a different order; nor with hooks or modules of others, which
+    expect complete activations."""
     return (
         not module.training
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and x.device.type == "cpu"
         and x.shape[:-1].numel() > SLICE
-        and not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
-        and not has_global_hooks()
+        and all(type(part).__module__.startswith(TOKENWISE) and not is_hooked(part) for part in _parts(module))
     )
+
+
+def _parts(layer: nn.Module) -> Iterator[nn.Module]:
+    """The modules that `after_mixing` calls, and may call, of a layer."""
+    for name, part in layer.named_children():
+        yield from part.children() if name == "attention" else part.modules()
 
 
 @functools.cache

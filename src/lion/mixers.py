@@ -110,7 +110,7 @@ class Attention(Mixer):
         self.add_parameters(D)
         self.out = nn.Linear(D, D, bias=config.bias)
         self.halo = W // 2
-        self.conv = nn.Conv1d(3 * D, 3 * D, W, groups=3 * D, bias=False) if W else None
+        self.conv = nn.Conv1d(3 * D, 3 * D, W, padding=W // 2, groups=3 * D, bias=False) if W else None
         self.gate = nn.Linear(D, D, bias=config.bias) if config.value_gate else None
         if config.value_gate:
             self.norm = nn.RMSNorm(D, eps=1e-5)
@@ -136,7 +136,7 @@ class Attention(Mixer):
         if self.conv is not None:
             if mask is not None:  # so that tokens near a text's end see zeros, as beyond it
                 qkv = qkv.masked_fill(~mask[..., None], 0)
-            qkv = cpu.depthwise_conv(qkv, self.conv.weight, None, seq_idx)
+            (qkv,) = cpu.convolve(self.conv, [qkv], seq_idx, self.halo)
         if any(halo):
             own = slice(halo[0], x.shape[1] - halo[1])
             qkv, x, mask = qkv[:, own], x[:, own], None if mask is None else mask[:, own]
@@ -494,7 +494,7 @@ class Hydra(Mixer):
         self.sizes = I, I, 4 * N, 2 * H  # of gate, values, queries and keys, step sizes
         self.halo = (W - 1) // 2 + 1  # convolution and shift
         self.in_proj = nn.Linear(D, sum(self.sizes), bias=False)
-        self.conv = nn.Conv1d(I + 4 * N, I + 4 * N, W, groups=I + 4 * N)
+        self.conv = nn.Conv1d(I + 4 * N, I + 4 * N, W, padding=W // 2, groups=I + 4 * N)
         self.dt_bias = nn.Parameter(torch.zeros(H))
         self.A_log = nn.Parameter(torch.zeros(H))
         self.D = nn.Parameter(torch.ones(H))
@@ -518,15 +518,11 @@ class Hydra(Mixer):
         I, _, *others = self.sizes  # noqa: E741
         z, v, qk = self.split_linear(self.in_proj, x, (I, I, sum(others)))
         qk, dt = qk.split(others, -1)
-        weight, bias = self.conv.weight.split([I, others[0]]), self.conv.bias.split([I, others[0]])
-        convolved = []
-        for y, of_y, bias_of_y in zip((v, qk), weight, bias):
-            if mask is not None:  # so that tokens near a text's end see zeros, as beyond it
-                y = y.masked_fill(~mask[..., None], 0)
-            convolved.append(
-                F.silu(cpu.depthwise_conv(y, of_y, bias_of_y, seq_idx), inplace=not torch.is_grad_enabled())
-            )
-        return z, *convolved, dt
+        if mask is not None:  # so that tokens near a text's end see zeros, as beyond it
+            v, qk = (y.masked_fill(~mask[..., None], 0) for y in (v, qk))
+        v, qk = cpu.convolve(self.conv, [v, qk], seq_idx, self.halo)
+        in_place = not torch.is_grad_enabled()
+        return z, F.silu(v, in_place), F.silu(qk, in_place), dt
 
     def project(self, x: Tensor, mask: Tensor | None, seq_idx: Tensor | None, halo: tuple[int, int]) -> tuple:
         """Return the gate, (B, L, I), v, (B, H, L, P), the scans, the diagonal, (B, H, L), and the mask; of the segment

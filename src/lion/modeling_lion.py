@@ -21,7 +21,7 @@ from .cpu import speed_up
 from .cpu_crossover import full_is_faster  # noqa: F401
 from .cpu_kernel import covers  # noqa: F401
 from .cpu_kernel_source import SOURCE  # noqa: F401
-from .cpu_linear import LinearLayers
+from .cpu_linear import LinearLayers, is_hooked
 from .custom_operators import operator  # noqa: F401
 from .full_kernel_source import FULL  # noqa: F401
 from .hydra_attention import hydra_attention  # noqa: F401
@@ -159,6 +159,11 @@ class LionPreTrainedModel(PreTrainedModel):
         check_choices(vars(config))  # which from_pretrained(..., attention_form=...) changes after its own check
         super().__init__(config, *args, **kwargs)
 
+    def returns_dict(self, given: bool | None) -> bool:
+        """Whether to return outputs by name: as given, or as configured, and not where a tracer expects tuples."""
+        by_default = self.config.return_dict and not getattr(self.config, "torchscript", False)
+        return by_default if given is None else given
+
     def post_init(self) -> None:
         super().post_init()
         speed_up(self)
@@ -255,7 +260,7 @@ class LionModel(LionPreTrainedModel):
         config, form = self.config, attention_form or self.config.attention_form
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        return_dict = config.return_dict if return_dict is None else return_dict
+        return_dict = self.returns_dict(return_dict)
         mask = None if attention_mask is None else attention_mask.bool()
         plain = position_ids is None and inputs_embeds is None and seq_idx is None
         plain = plain and not (output_attentions or output_hidden_states)
@@ -317,10 +322,11 @@ class LionModel(LionPreTrainedModel):
             return None
         if input_ids.shape[1] <= self.config.segment_length or not MIXERS[self.config.mixer].has_states:
             return None
-        # FSDP, 1 and 2, and hooks of accelerate gather weights in whole calls only.
-        gathered = any(hasattr(x, "_hf_hook") for x in self.modules())
-        gathered = gathered or any(hasattr(x, "device_mesh") for x in self.parameters())
-        if gathered or not all(isinstance(layer, MixerLayer) for layer in self.layers):
+        # FSDP, 1 and 2, and hooks of accelerate gather weights in whole calls only, and other hooks expect whole texts.
+        gathered = any(hasattr(x, "device_mesh") for x in self.parameters())
+        if gathered or any(is_hooked(x) for x in self.modules() if x is not self):
+            return None
+        if not all(isinstance(layer, MixerLayer) for layer in self.layers):
             return None
         return max(self.config.segment_length // len(input_ids), MIN_SEGMENT)
 
@@ -478,7 +484,7 @@ def _head_forward(method: Callable[..., ModelOutput]) -> Callable[..., ModelOutp
         head_inputs = {name: given.pop(name, None) for name in of_head}
         return_dict = given.pop("return_dict", None)
         output = method(self, lambda: self.lion(**given, return_dict=True), **head_inputs)
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+        return output if self.returns_dict(return_dict) else output.to_tuple()
 
     forward.__signature__ = signature  # which transformers and Composer read
     return forward

@@ -78,7 +78,7 @@ class LionEmbeddingModel(HeadedModel):
             x = x * factors[..., None].to(x.dtype)
         vectors = vectors[:, 0] if seq_idx is None else vectors[texts]
         output = BaseModelOutputWithPooling(x, vectors, output.hidden_states, output.attentions)
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+        return output if self.returns_dict(return_dict) else output.to_tuple()
 
     forward.__signature__ = inspect.Signature(  # which transformers and Composer read
         [*inspect.signature(LionModel.forward).parameters.values(), POOLING_MASK]

@@ -179,7 +179,7 @@ class LionImageModel(LionImagePreTrainedModel):
         config, form = self.config, attention_form or self.config.attention_form
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        return_dict = config.return_dict if return_dict is None else return_dict
+        return_dict = self.returns_dict(return_dict)
         x, hidden_states, matrices = self._encode(pixel_values, form, output_hidden_states, output_attentions)
         x = self.final_norm(x)
         pooled = x[:, 0] if config.class_token else x.mean(1)
@@ -283,7 +283,7 @@ class LionForImageClassification(LionImagePreTrainedModel):
         """Classify images. Arguments: `LionImageModel.forward`; labels: (B,) class indices, or (B, num_labels), see
         `classification_loss`; interpolate_pos_encoding: an argument of ViT's, without effect, since position embeddings
         are always resized."""
-        return_dict = self.config.return_dict if return_dict is None else return_dict
+        return_dict = self.returns_dict(return_dict)
         output = self.lion(pixel_values, output_attentions, output_hidden_states, True, attention_form)
         logits, class_logits, distillation_logits = self.classifier(output.pooler_output), None, None
         if self.distillation_classifier is not None:
