@@ -32,6 +32,7 @@ def test_the_loss_is_that_of_bert(labels, count, kind):
     output = BertForSequenceClassification(config).eval()(torch.ones(4, 5, dtype=torch.int64), labels=labels)
     own = LionConfig(num_labels=count, problem_type=kind)
     torch.testing.assert_close(classification_loss(own, output.logits, labels), output.loss)
+    assert own.problem_type == config.problem_type is not None
 
 
 @pytest.mark.parametrize("reads", ["texts", "images"])

@@ -22,12 +22,17 @@ def span_loss(logits: Tensor, positions: Tensor) -> Tensor:
 
 
 def classification_loss(config: PretrainedConfig, logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss of logits, (B, num_labels), as in BERT's classifier of transformers. By `config.problem_type`, or if
-    that is None by the labels, it is the squared error (regression; if there is one label), binary cross entropy
-    (multi_label_classification; labels of floating point), or cross entropy (single_label_classification)."""
-    kind, one = config.problem_type, logits.shape[-1] == 1
+    """The loss of logits, (B, num_labels), as in BERT's classifier of transformers. By `config.problem_type`, it is the
+    squared error (regression; with one label also if it says single_label_classification), binary cross entropy
+    (multi_label_classification), or cross entropy (single_label_classification). If that is None, it is set, since
+    pipelines read it too: to regression for one label, to multi_label_classification for labels of floating point."""
+    one = logits.shape[-1] == 1
+    if config.problem_type is None:
+        kind = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+        config.problem_type = "regression" if one else kind
+    kind = config.problem_type
     if kind == "regression" or (one and kind != "multi_label_classification"):
         return F.mse_loss(logits.float(), labels.float().view_as(logits))
-    if kind == "multi_label_classification" or (kind is None and labels.is_floating_point()):
+    if kind == "multi_label_classification":
         return F.binary_cross_entropy_with_logits(logits.float(), labels.float().view_as(logits))
     return F.cross_entropy(logits.float(), labels.flatten())
