@@ -6,7 +6,7 @@ import pytest
 
 from src.errors import UserError
 from src.lra.experiment import LraExperiment
-from src.lra.tasks import LRA, SUITE, counts, model_arguments
+from src.lra.tasks import LRA, SUITE, TESTED, counts, model_arguments, unlike
 
 
 def select(changes: dict, *to_run: str) -> list:
@@ -62,13 +62,21 @@ def test_all_six_run_by_default_and_the_second_average_is_without_pathx():
 )
 def test_the_average_counts_a_task_with_its_data_and_measure(changes, origin, counted):
     (task,) = select({"listops": changes}, "listops")
-    assert counts(task, origin) is counted
+    assert counts(task, origin, TESTED["listops"]) is counted
+    assert not counts(task, origin, 4)
+
+
+def test_what_is_unlike_the_benchmark_is_named():
+    (task,) = select({"text": {"max_length": 512, "labels": ["no", "yes"]}}, "text")
+    assert unlike(LRA["text"], 25_000) == [] and unlike(replace(task, name="mine"), 25_000) is None
+    expected = ["max_length, labels unlike the benchmark's", "40 test examples instead of 25,000"]
+    assert unlike(task, 40) == expected
 
 
 def test_a_task_of_ones_own_is_like_another_and_is_not_counted():
     (task,) = select({"short": {"like": "listops", "max_length": 100, "title": "Short"}}, "short")
     assert task == replace(LRA["listops"], name="short", title="Short", max_length=100, seeds=(1,))
-    assert not counts(task, None)
+    assert not counts(task, None, TESTED["listops"])
 
 
 def test_changed_arguments_of_a_model_keep_the_others():

@@ -10,7 +10,7 @@ from src.jobs import predictions
 from src.jobs.experiment import Average, Experiment, Job, Result
 from src.lra import sources
 from src.lra.arrays import Prepared, prepare
-from src.lra.tasks import LRA, SUITE, LraConfig, counts
+from src.lra.tasks import LRA, SUITE, LraConfig, counts, unlike
 
 TITLES = {name: task.title for name, task in LRA.items()}
 
@@ -79,7 +79,9 @@ class LraExperiment(Experiment):
         validated = "validated on the test set" if task.validation == "test" else ""
         notes = [note for note in (origin, truncated, validated) if note]
         result = run(self.config, job, device, steps, prepared)
-        counted = counts(task, origin)
+        tested = prepared.about["splits"]["test"]["examples"]
+        notes += unlike(task, tested) or []
+        counted = counts(task, origin, tested)
         return {**result, "notes": notes, **{a.key: counted and task.name in a.tasks for a in self.averages}}
 
     def files(self, job: Job, result: Result) -> list[str]:

@@ -90,8 +90,8 @@ def find(task: Any, lra_dir: str | None) -> tuple[Path | None, list[Path]]:
 
 
 def stamps(task: Any, lra_dir: str | None) -> list[list]:
-    """Return what identifies the sources: name below lra_dir, bytes (of a folder: files in it), and time of change.
-    Raises UserError."""
+    """Return what identifies the sources: name below lra_dir, bytes (of a folder: files in it), and time of the last
+    change (of a folder: also of its files). Raises UserError."""
     _, files = find(task, lra_dir)
     try:
         return [row for path in files for row in _stamps(path, Path(lra_dir))] if files else [["Hub", task.hub, 0]]
@@ -103,9 +103,10 @@ def _stamps(path: Path, root: Path) -> Iterator[list]:
     name, stat = Path(os.path.relpath(path, root)).as_posix(), path.stat()
     if path.is_dir():
         with os.scandir(path) as found:
-            entries = [(entry.name, entry.name.endswith(".npy") or entry.is_dir()) for entry in found]
-        yield [name, sum(not inner for _, inner in entries), stat.st_mtime_ns]
-        for entry in sorted(entry for entry, inner in entries if inner):
+            entries = [(e.name, e.name.endswith(".npy") or e.is_dir(), e.stat().st_mtime_ns) for e in found]
+        changed = max([stat.st_mtime_ns, *(time for _, inner, time in entries if not inner)])
+        yield [name, sum(not inner for _, inner, _ in entries), changed]
+        for entry in sorted(entry for entry, inner, _ in entries if inner):
             yield from _stamps(path / entry, root)
     else:
         yield [name, stat.st_size, stat.st_mtime_ns]
