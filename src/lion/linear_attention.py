@@ -21,7 +21,7 @@ Shape letters: B batch, H heads, G heads of q and k, L length, D head size of q 
 import os
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import channel_decay, cpu_crossover, cpu_kernel, linear_attention_triton
@@ -93,9 +93,9 @@ def linear_attention(
         (B, H, L, E) in v's dtype. States and log decays are summed in float32 or better for any input dtype.
 
     Raises ValueError for shapes that do not match, an unknown form, dropout in a form without a matrix, states
-    combined with packing, states or decays from the right with `causal`, decays for future keys only, or decays in two
-    ways. Forms that PyTorch does not compute by itself have first derivatives in backward mode only; others raise
-    NotImplementedError or RuntimeError.
+    combined with packing, states or decays from the right with `causal`, decays for future keys only, or in two ways;
+    on a CPU also for log decays above 0, which would keep a program waiting for a GPU. Forms that PyTorch does not
+    compute by itself have first derivatives in backward mode only; others raise NotImplementedError or RuntimeError.
     """
     qkv = q if k is None and v is None else None
     if qkv is not None:
@@ -359,9 +359,20 @@ def _check(
         raise ValueError("forget_logits and log_decay are two ways to give decays; omit one")
     if log_decay is None and log_decay_future is not None:
         raise ValueError("log_decay_future needs log_decay; give both, zeros for none")
+    for name, x in (("log_decay", log_decay), ("log_decay_future", log_decay_future)):
+        if x is not None and _is_readable(x) and (x.detach() > 0).any():
+            example = "log λ, such as torch.tensor([0.9, 0.5]).log()"
+            raise ValueError(f"{name} must be at most 0 (got {x.max():.3g}); give {example}")
     for name, of_future in (("right_state", right_state), ("log_decay_future", log_decay_future)):
         if causal and of_future is not None:
             raise ValueError(f"{name} cannot be combined with causal, which reads no keys to the right; omit one")
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether a look at the values of x costs little, and nothing records or transforms the program."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or x.device.type != "cpu":
+        return False
+    return type(x) in (Tensor, nn.Parameter) and not torch._C._are_functorch_transforms_active()
 
 
 def is_fused(q, k, v, form: str, dropout_p: float, uncovered: str = "") -> bool:
