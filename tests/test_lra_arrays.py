@@ -72,7 +72,7 @@ def test_the_summary_is_a_line(tmp_path):
     assert prepared.summary() == "ListOps: 12 / 12 / 12 examples, mean length 4, longest 4; generated, seed 7"
     write_pathfinder(tmp_path, empty=1)
     prepared = prepare(task("pathfinder", title="Pathfinder"), str(tmp_path), tmp_path / "store")
-    assert prepared.summary().endswith("mean length 1,024, longest 1,024, 1 empty images skipped")
+    assert prepared.summary().endswith("mean length 1,024, longest 1,024, 1 empty image skipped")
     changed = task("imdb", title="Text", validation="test", max_length=20)
     prepared = prepare(changed, str(write_imdb(tmp_path)), tmp_path / "store")
     found = "Text: 40 / 40 examples, mean length 20, longest 20, 50.0% truncated to 20; validation on the test set"

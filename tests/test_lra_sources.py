@@ -349,7 +349,7 @@ def test_empty_images_are_skipped_and_others_must_be_readable(tmp_path, caplog):
     with caplog.at_level("INFO", "lion"):
         found = [examples("pathfinder", tmp_path, split, counts, split="in_order") for split in SPLITS]
     assert [len(split) for split in found] == [31, 4, 4] and counts["skipped"] == 1
-    assert "skipped 1 empty images of the train split" in caplog.text
+    assert "skipped 1 empty image of the train split" in caplog.text
     path = tmp_path / CONTOUR / "imgs/0/sample_5.png"
     content = path.read_bytes()
     path.write_bytes(content[:40])

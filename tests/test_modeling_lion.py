@@ -582,6 +582,14 @@ def test_hooks_see_a_text_whole_that_would_be_read_in_segments(mixer, monkeypatc
     assert seen == [(1, 21, expected.shape[-1])]
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_mask_of_another_shape_is_refused(mixer):
+    model = build(mixer, LionModel)
+    for shape in ((2, 8), (1, 9), (2, 1, 1, 9)):
+        with pytest.raises(ValueError, match=r"attention_mask must be \(2, 9\), as the texts are \(got"):
+            model(torch.ones(2, 9, dtype=torch.long), torch.ones(shape))
+
+
 def test_an_output_may_be_a_tuple():
     model, ids = build("lion-s", torchscript=True).eval(), torch.randint(1, V, (2, 9))
     (logits,) = model(ids)

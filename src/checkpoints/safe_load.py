@@ -19,6 +19,9 @@ from src.files import follow
 def check_checkpoint_exists(path: Path) -> None:
     """Raise UserError unless `path` is a file."""
     if not follow(path).is_file():
+        target = path.resolve() if path.is_symlink() else follow(path)
+        if target != path:
+            raise UserError(f"{path} points at {target}, which is gone; give another checkpoint of the run")
         raise UserError(f"{path} is not a file; give a checkpoint, such as runs/NAME/latest-rank0.pt")
 
 

@@ -257,6 +257,9 @@ class LionModel(LionPreTrainedModel):
         if tokens.ndim != rank:
             wanted = "input_ids must be (batch, length), and inputs_embeds (batch, length, hidden_size)"
             raise ValueError(f"{wanted} (got {tuple(tokens.shape)})")
+        if attention_mask is not None and attention_mask.shape != tokens.shape[:2]:
+            wanted = f"attention_mask must be {tuple(tokens.shape[:2])}, as the texts are"
+            raise ValueError(f"{wanted} (got {tuple(attention_mask.shape)})")
         config, form = self.config, attention_form or self.config.attention_form
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states

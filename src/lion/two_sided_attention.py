@@ -233,7 +233,7 @@ def attend(
         query_sums, key_sums = *(x.expand(rows, H, -1, -1) for x in given), *[None] * (2 - len(given))
     operands = query_sums, key_sums, diagonal
     if form != "full" and query_sums is not None and has_tangents(q, k, v, *operands):
-        raise NotImplementedError("derivatives in forward mode need a form without decays that is not recurrent")
+        raise NotImplementedError("with decays there are no derivatives in forward mode; use backward mode")
     if form == "full" and query_sums is None and not (dropout_p > 0 and cpu_kernel.covers(v)):
         y = cpu.dropout(scale * q @ k.mT, dropout_p) @ v
     elif form == "full":

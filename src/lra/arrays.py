@@ -104,7 +104,7 @@ class Prepared:
         if cut := splits["train"]["cut"]:
             line += f", {cut:.1%} truncated to {about['max_length']:,}"
         if skipped := sum(split["skipped"] for split in splits.values()):
-            line += f", {skipped:,} empty images skipped"
+            line += f", {skipped:,} empty {'image' if skipped == 1 else 'images'} skipped"
         line += "; validation on the test set" if "validation" not in splits else ""
         return f"{line}; {about['origin']}" if about["origin"] else line
 

@@ -157,7 +157,8 @@ def read(task: Any, lra_dir: str | None, split: str, counts: Counter | None = No
     except OSError as error:
         raise UserError(f"lra_dir: {error.filename} cannot be read ({reason(error)}); copy it again") from None
     if (skipped := counts["skipped"] - skipped) > 0:
-        log.info(f"{task.title}: skipped {skipped:,} empty images of the {split} split")
+        images = "image" if skipped == 1 else "images"
+        log.info(f"{task.title}: skipped {skipped:,} empty {images} of the {split} split")
     if not seen:
         raise UserError(f"lra_dir: the {split} split of {task.title} has no examples; {layout.fix}")
     if split == "train" and len(seen) == 1:
