@@ -212,6 +212,8 @@ def flip_a_bit(path: Path, checkpoint: Path) -> None:
         (lambda path, _: torch.save({"state": torch.zeros(2).untyped_storage()}, path), "not a Composer checkpoint"),
         (lambda path, _: path.mkdir(), "is not a file"),
         (lambda path, _: None, "is not a file"),
+        (lambda path, _: path.symlink_to("gone.pt"), r"points at .*gone\.pt, which is gone; give another"),
+        (lambda path, _: path.write_text("gone.pt"), r"points at .*gone\.pt, which is gone; give another"),
     ],
     ids=[
         "truncated",
@@ -225,6 +227,8 @@ def flip_a_bit(path: Path, checkpoint: Path) -> None:
         "numbers",
         "folder",
         "absent",
+        "dangling link",
+        "dangling name",
     ],
 )
 def test_a_file_that_is_not_a_checkpoint_is_refused_by_its_path(checkpoint, tmp_path, make, words):
