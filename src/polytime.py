@@ -313,7 +313,9 @@ class Moments:
             raise ValueError(f"features {flow}, {reason}; {to_do} all tokens by a constant")
         # Of few tokens, no more than the size of each coordinate is typical.
         found = self._whitening_of(gram if self.count >= 10 * len(gram) else gram.diagonal().diag())
-        if found.change > 100 or not self.samples:
+        if not self.samples:
+            self.whitening = found.step @ self.whitening
+        elif found.change > 100:
             self.whitening, self.token_gram = found.step @ self.whitening, found.step @ self.token_gram @ found.step.mT
             self.gram, self.cross = _change_both(found.step, self.gram), _change(found.step, self.cross)
 
