@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
         return added.add_argument
 
     add = subcommand("export", commands.export, "write a checkpoint as a folder that plain transformers loads")
-    add("--checkpoint", required=True, help="checkpoint or folder of a run; also s3://…, gs://… or oci://…")
+    add("--checkpoint", required=True, help="checkpoint, or folder of a run or of save_pretrained; also s3://…")
     add("--out", type=Path, required=True, help="folder to write; must not exist yet")
     add("--glue", type=Path, help="folder of a glue.py run, whose scores go into the model card")
     add("--max_seq_length", type=int, help="of texts in sentence-transformers (default: max_seq_len of embed.py)")

@@ -23,7 +23,7 @@ from src.lion import LionConfig, LionForMaskedLM, LionForSequenceClassification
 from src.publish import commands as hub
 from src.publish import folder as hub_folder
 from src.publish.commands import digests
-from tests.conftest import MIXERS, ROOT, TINY_MODEL, VOCABULARY, environment, settings_of
+from tests.conftest import MIXERS, ROOT, TINY_MODEL, VOCABULARY, environment, settings_of, snapshot
 from tests.fake_hub import serve
 
 AUTO_CLASSES = (
@@ -91,6 +91,39 @@ def changed(made, tmp_path) -> tuple[Path, Path]:
     """A checkpoint and a copy of its folder, to be changed."""
     checkpoint, folder = made()
     return checkpoint, Path(shutil.copytree(folder, tmp_path / "my-model"))
+
+
+@pytest.mark.parametrize("mixer", ["lion-s", "softmax"])
+def test_a_folder_that_transformers_saved_is_exported_like_a_checkpoint(tokenizer_folder, tmp_path, mixer, capsys):
+    names = {"id2label": {0: "bad", 1: "fair", 2: "good"}, "label2id": {"bad": 0, "fair": 1, "good": 2}}
+    model = LionForSequenceClassification(LionConfig(**{**TINY_MODEL, "mixer": mixer, "vocab_size": 160}, **names))
+    saved, out = tmp_path / "saved.by-the-trainer", tmp_path / "my-model"
+    model.save_pretrained(saved)
+    shutil.copytree(tokenizer_folder, saved, dirs_exist_ok=True)
+    before = snapshot(saved)
+    hub.export(saved, out)
+    hub.verify(str(saved), out)
+    assert "largest difference 0.0e+00" in capsys.readouterr().out and snapshot(saved) == before
+    assert {path.name for path in out.iterdir()} >= FILES
+    config = json.loads((out / "config.json").read_text())
+    assert config["auto_map"]["AutoModelForSequenceClassification"] and config["id2label"]["1"] == "fair"
+    assert load_file(out / "model.safetensors").keys() == load_file(saved / "model.safetensors").keys()
+    hub.export(out, tmp_path / "again")  # and so is a folder of export, which gets today's code
+    assert digests(tmp_path / "again") == digests(out)
+
+
+def test_a_folder_that_cannot_be_exported_is_named(made, tokenizer_folder, tmp_path):
+    _, folder = made()
+    saved = Path(shutil.copytree(folder, tmp_path / "saved"))
+    (saved / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"saved/tokenizer\.json is corrupt .*; save the tokenizer again"):
+        hub.export(saved, tmp_path / "out")
+    (saved / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(UserError, match=str(saved)):
+        hub.export(saved, tmp_path / "out")
+    with pytest.raises(UserError, match="is not a file; give a checkpoint"):
+        hub.export(tokenizer_folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def verify(checkpoint: Path, folder: Path) -> float:

@@ -154,7 +154,7 @@ class Checkpoint:
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Return the tokenizer, or None if there is none. Raises UserError if it cannot be loaded without code."""
         with tempfile.TemporaryDirectory() as work:
-            folder = self.path if self.path.is_dir() else Path(work)
+            folder = self.path if self.path.is_dir() and not self.tokenizer else Path(work)
             for name, content in self.tokenizer_files().items():
                 (folder / name).write_bytes(content)
             if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -323,6 +323,22 @@ def read_folder(folder: Path) -> Checkpoint:
         config["max_position_embeddings"] = config[STORED_POSITIONS]
     class_name = (config.get("architectures") or ["LionForMaskedLM"])[0]
     return Checkpoint(folder, class_name, lion_config(config, str(folder)), weights, embedding=_embedding(folder))
+
+
+def read_saved(folder: Path) -> Checkpoint:
+    """Read a folder of one of our models, as export or `save_pretrained` wrote it, with the files of its tokenizer.
+    Raises UserError."""
+    read = read_folder(folder)
+    if json.loads((folder / "config.json").read_text()).get("model_type") not in (TEXT.model_type, IMAGE.model_type):
+        raise UserError(f"{folder} holds no model of this project, which alone can be exported")
+    for name in sorted(name for name in TOKENIZER_FILES if (folder / name).is_file()):
+        content, suffix = (folder / name).read_bytes(), Path(name).suffix
+        try:
+            content = json.loads(content) if suffix == ".json" else content
+        except ValueError as error:
+            raise UserError(f"{folder / name} is corrupt ({error}); save the tokenizer again") from None
+        read.tokenizer[name] = {"file_extension": suffix, "content": content}
+    return read
 
 
 def _embedding(folder: Path) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def export(
     if out.exists():
         raise UserError(f"--out {out} already exists; choose another folder")
     if not published and not is_remote(checkpoint):
-        check_checkpoint_exists(fetch(str(checkpoint), "--checkpoint"))
+        _check_exists(fetch(str(checkpoint), "--checkpoint"))
     scores = None if glue is None else read_scores(glue)
     read = open_checkpoint(str(checkpoint), tokenizer)
     if bool(read.published) != published:
@@ -134,17 +134,24 @@ def push(
     print(f"{folder} is at {repo} ({revision or 'main'}, commit {commit.oid[:7]})")
 
 
+def _check_exists(path: Path) -> None:
+    """Raise UserError unless there is a checkpoint, or a folder with a model."""
+    if not (path / "config.json").is_file():
+        check_checkpoint_exists(path)
+
+
 def open_checkpoint(name: str, tokenizer: str | None = None) -> "Checkpoint":
-    """Read a checkpoint from a file or the Hub. `tokenizer`, a folder or Hub name, replaces its own."""
+    """Read a checkpoint from a file, from a folder that transformers saved, or from the Hub. `tokenizer`, a folder or
+    Hub name, replaces its own."""
     path = fetch(name, "--checkpoint")
     on_hub = not path.exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)+", name)
     with tempfile.TemporaryDirectory() as work:
         if on_hub:
             path = download(name, Path(work))
-        check_checkpoint_exists(path)
-        from src.checkpoints.reading import read_checkpoint
+        _check_exists(path)
+        from src.checkpoints.reading import read_checkpoint, read_saved
 
-        read = read_checkpoint(path)
+        read = read_saved(path) if path.is_dir() else read_checkpoint(path)
         read.report_guesses()
         if on_hub:
             read.path, read.published = Path(name), name if read.published else None
