@@ -31,6 +31,8 @@ from src.lion.linear_attention import linear_attention
 from src.lion.two_sided_attention import check_shapes
 
 EPSILON = torch.finfo(torch.float64).eps
+SMALLEST, LARGEST = 1e-45, 1e45  # tokens, whose sixth powers have room in float64
+CUBES = "as they grow with the cube of tokens"
 COPIES = 8  # matrices of Λ's size at the same time, with the workspace of eigh
 BLOCK = 4_000_000  # numbers in a block of features
 # The largest eigenvalues, relative to λ_max, that only rounding of tokens causes: ten times what was measured.
@@ -162,7 +164,8 @@ class Moments:
     def __init__(self, tokens: str = "all", causal: bool = False):
         if tokens not in ("all", "last"):
             raise ValueError(f"tokens must be all or last (got {tokens!r})")
-        self.tokens, self.causal, self.samples, self.square, self.noise = tokens, causal, 0, 0.0, 0.0
+        self.tokens, self.causal, self.samples, self.square = tokens, causal, 0, 0.0
+        self.noise = self.size = 0.0  # of the tokens: NOISE, and the largest number
         self.kind: tuple | None = None  # d, e and decays, the same in all calls of `add`
 
     def add(self, Z: Tensor, Y: Tensor | None = None, mask=None, log_decay=None) -> "Moments":
@@ -184,7 +187,7 @@ class Moments:
         (N, n, d), G, (rows, columns) = Z.shape, self.groups, _pairs(Z.shape[-1], Z.device)
         m, shared = len(rows), log_decay is None and not self.causal  # shared: one S for all tokens of a sequence
         outer = self.gram.new_zeros(m * m, d * d) if shared else None
-        size = max(BLOCK // m**2, 256) if shared else max(BLOCK // (n * m * G), 1)
+        size = max(BLOCK // m**2, 256) if shared else max(BLOCK // (max(n, 1) * m * G), 1)
         samples = mask & (mask.flip(1).cumsum(1).flip(1) == 1) if self.tokens == "last" else mask
         parts = [slice(start, start + size) for start in range(0, N, size)]
         self._whiten(Z[part][mask[part]].double() for part in parts)
@@ -224,15 +227,25 @@ class Moments:
         square = self.square / self.samples
         if square == float("inf"):
             raise ValueError("squares of targets overflow; divide Y by a constant")
-        white, d = self._solve(rtol, ridge), len(self.token_gram)
+        white, d = self._solve(rtol), len(self.token_gram)
         cross, (size, rank) = _change(white.step, cross), white.inverse.shape
-        p = white.inverse @ (white.inverse.mT @ cross)
-        error = max(0.0, square - float((p * (2 * cross - white.gram @ p)).sum()))
-        if rank < size:  # the smallest of the minimizers, for tokens as they were given
-            given = _change(white.map, p, transposed=True)
-            given -= white.blind @ (white.blind.mT @ given)
-            p = _change(white.map.inverse(), given, transposed=True)
-        fitted = Fit(error, square, self.samples, rank, size, white.rtol, ridge)
+
+        def error_of(p: Tensor) -> float:
+            return square - float((p * (2 * cross - white.gram @ p)).sum())
+
+        x = white.inverse.mT @ cross
+        given = _change(white.map, white.inverse, transposed=True)
+        given -= white.blind @ (white.blind.mT @ given)  # given @ x is the smallest minimizer for tokens as given
+        if ridge:  # Λ is the identity for x
+            _, sizes, right = torch.linalg.svd(given, full_matrices=False)
+            x = right.mT @ (right @ x / (1 + ridge * sizes.square())[:, None])
+        p = white.inverse @ x
+        if rank < size:
+            smallest = _change(white.map.inverse(), given @ x, transposed=True)
+            if error_of(smallest) <= error_of(p) + 1e-9 * square:  # not if coordinates differ too much in size
+                p = smallest
+        error = max(0.0, error_of(p))
+        fitted = Fit(error, square, self.samples, size if ridge else rank, size, white.rtol, ridge)
         if not fitted.unique:
             rank = f"rank {fitted.rank:,} from {self.samples:,} samples for {fitted.size:,} unknowns per output"
             about = "this is the minimizer of least norm; certificate() reports what is missing"
@@ -251,7 +264,11 @@ class Moments:
         size, rank = white.inverse.shape
         # As the largest eigenvalue of Λ⁻¹, 1/λ_min is accurate whatever the scale of the tokens.
         inverse = _change(white.map, white.inverse, transposed=True)
-        smallest = float(1 / torch.linalg.eigvalsh(inverse.mT @ inverse)[-1]) if rank == size else 0.0
+        smallest = 0.0
+        if rank == size:
+            unit = float(inverse.abs().max())  # whose square may have no room
+            inverse /= unit
+            smallest = (1 / unit) ** 2 / float(torch.linalg.eigvalsh(inverse.mT @ inverse)[-1])
         largest = float(torch.linalg.eigvalsh(_change_both(white.map.inverse(), white.gram))[-1])
         blind = white.blind.mT.unflatten(1, (self.groups, -1, d) if self.kind[2] else (-1, d))
         return Certificate(smallest, largest, rank, size, self.samples, d, white.span, blind)
@@ -275,6 +292,9 @@ class Moments:
         for name, x, read in (("Z", Z, mask), ("Y", Y, mask.any(1) if last else mask)):
             if x is not None and not (x.isfinite().all(-1) | ~read).all():
                 raise ValueError(f"{name} has non-finite values at real tokens; mask or remove them")
+        largest = float(Z.abs().where(mask[..., None], 0).max()) if Z.numel() else 0.0
+        if largest > LARGEST:
+            raise ValueError(f"features overflow, {CUBES}; divide all tokens by a constant")
         kind = d, e, groups, per_token or log_decay is None or tuple(log_decay.tolist())
         if self.kind is None:
             size = (groups or 1) * d * d * (d + 1) // 2
@@ -290,29 +310,24 @@ class Moments:
             self.whitening = torch.eye(d).to(self.gram)  # the other sums are of tokens that it multiplies
         elif kind != self.kind:
             raise ValueError("d, e and decays differ from those of the sequences that were added first")
-        self.noise = max(self.noise, NOISE[Z.dtype])
+        self.noise, self.size = max(self.noise, NOISE[Z.dtype]), max(self.size, largest)
 
     def _mean(self, name: str) -> Tensor:
         if not self.samples:
             raise ValueError("there are no samples; give a sequence with a real token")
         if not (sums := getattr(self, name)).isfinite().all():
-            raise ValueError("features overflow, as they grow with the cube of tokens; divide all tokens by a constant")
+            raise ValueError(f"features overflow, {CUBES}; divide all tokens by a constant")
         return sums / self.samples
 
     def _whiten(self, parts: Iterable[Tensor]) -> None:
         """Let all sums be those of tokens that are about white, also with these added, each (·, d)."""
-        gram, size = self.token_gram.clone(), 0.0
+        gram = self.token_gram.clone()
         for z in parts:
-            self.count, size = self.count + len(z), max(size, float(z.abs().amax()) if len(z) else 0.0)
+            self.count += len(z)
             self.squares += z.square().sum(0)
             x = z @ self.whitening.mT
             gram += x.mT @ x
-        if size and not 1e-45 < size < 1e45:
-            flow, to_do = ("overflow", "divide") if size > 1 else ("underflow", "multiply")
-            reason = "as they grow with the cube of tokens"
-            raise ValueError(f"features {flow}, {reason}; {to_do} all tokens by a constant")
-        # Of few tokens, no more than the size of each coordinate is typical.
-        found = self._whitening_of(gram if self.count >= 10 * len(gram) else gram.diagonal().diag())
+        found = self._whitening_of(gram)
         if not self.samples:
             self.whitening = found.step @ self.whitening
         elif found.change > 100:
@@ -324,16 +339,17 @@ class Moments:
         size = self.squares.where(self.squares > 0, count).div(count).sqrt()
         return _whitening(gram / count, self.whitening, size, max(256 * EPSILON, self.noise))
 
-    def _solve(self, rtol: float | None, ridge: float = 0.0) -> "_White":
-        """Decompose Λ + ridge."""
+    def _solve(self, rtol: float | None) -> "_White":
+        """Decompose Λ."""
         gram = self._mean("gram")
+        if 0 < self.size < SMALLEST:
+            raise ValueError(f"features underflow, {CUBES}; multiply all tokens by a constant")
         step, span, _, gain = self._whitening_of(self.token_gram)
         A, gram = step @ self.whitening, _change_both(step, gram)
         rtol = max(len(gram) * EPSILON, 256 * EPSILON, self.noise * gain) if rtol is None else rtol
         if not 0 <= rtol < 1:
             raise ValueError(f"rtol must be at least 0 and below 1 (got {rtol})")
-        penalty = ridge * _change_both(A, torch.eye(len(gram)).to(gram)) if ridge else 0
-        eigenvalues, vectors = torch.linalg.eigh(gram + penalty)
+        eigenvalues, vectors = torch.linalg.eigh(gram)
         kept = eigenvalues > rtol * eigenvalues[-1]
         inverse = vectors[:, kept] / eigenvalues[kept].sqrt()
         blind = torch.linalg.qr(_change(A, vectors[:, ~kept], transposed=True)).Q
@@ -346,7 +362,7 @@ class _White(NamedTuple):
     map: Tensor  # A, (d, d)
     step: Tensor  # (d, d), from the tokens of the sums to Az
     gram: Tensor  # Λ
-    inverse: Tensor  # B with BBᵀ an inverse of Λ + ridge on its range, (size, rank)
+    inverse: Tensor  # B with BBᵀ an inverse of Λ on its range, (size, rank)
     blind: Tensor  # an orthonormal basis of the null space, for the tokens as given
     rtol: float
     span: int  # dimensions of the tokens
@@ -402,7 +418,8 @@ def _change_both(A: Tensor, gram: Tensor) -> Tensor:
 def fit(Z: Tensor, Y: Tensor, mask=None, log_decay=None, *, causal=False, rtol=None, ridge=0.0) -> Layer:
     """Return the layer with the smallest squared error of any number of heads (theorem 2.2, algorithm 1).
 
-    If the data do not determine it, this warns and returns the minimizer with the smallest ‖p‖.
+    If the data do not determine it, this warns and returns the minimizer with the smallest ‖p‖; or, where coordinates
+    differ so much in size that rounding would spoil that one, with the smallest ‖p‖ of white tokens.
     It has at most min(e·d, d²) heads per decay; how many heads produced the data cannot be recovered.
 
     Args:

@@ -291,6 +291,64 @@ def test_the_first_tokens_of_a_stream_need_not_be_typical():
         assert off(found(Z), layer(Z)) < 1e-8 and off(found.coefficients(), layer.coefficients()) < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("shape", "causal", "rank"), [((5, 5, 3), False, 15), ((2, 8, 2), False, 4), ((1, 17, 3), True, 17)]
+)
+def test_few_tokens_that_are_alike_do_not_seem_to_determine_a_layer(shape, causal, rank):
+    for seed in range(20):
+        Z = normal(*shape, seed=seed)
+        Z[..., 1] = Z[..., 0] + 1e-2 * Z[..., 1]
+        proof = certificate(Z, causal=causal)
+        assert (proof.rank, proof.identifiable) == (rank, False), seed
+
+
+@pytest.mark.parametrize("repeats", [1, 40])
+def test_a_stream_of_single_sequences_has_the_rank_of_all(repeats):
+    one, x = torch.ones(5, 9, 1).double(), 293 + 5 * normal(5, 9, 2)
+    Z, moments = torch.cat([x, one], 2), Moments()
+    for number in range(5 * repeats):
+        moments.add(Z[number % 5 : number % 5 + 1])
+    assert moments.certificate().rank == 15 < moments.certificate().size
+
+
+def test_a_refused_call_changes_no_sums():
+    Z, Y, moments = normal(40, 8, 4), normal(40, 8, 2, seed=1), Moments()
+    moments.add(Z, Y)
+    for wrong in (1e60 * Z, NAN):
+        with pytest.raises(ValueError, match=r"overflow|non-finite"):
+            moments.add(wrong, Y)
+    moments.add(1e-50 * Z, 0 * Y)  # of tokens that are small beside the others
+    found = moments.fit()
+    assert found.fitted.samples == 640 and off(found.coefficients(), fit(Z, Y).coefficients()) < 1e-9
+
+
+@pytest.mark.parametrize("ridge", [1e-6, 1e-2])
+@pytest.mark.parametrize("scales", [(1, 1, 1e-3), (1, 1, 1e-4), (1, 1e-3, 1e3)])
+def test_a_ridge_counts_for_tokens_as_they_are_given(scales, ridge):
+    Z = normal(100, 9, 3)
+    Y = teacher(2, e=2, d=3)(Z) + 0.1 * normal(100, 9, 2, seed=5)
+    given = Z * torch.tensor(scales).double()
+    features = rows_of_features(given)
+    size = features.norm(dim=0)
+    rows = torch.cat([features / size, (len(features) * ridge) ** 0.5 * torch.diag(1 / size)])
+    targets = torch.cat([Y.flatten(0, 1), torch.zeros(18, 2).double()])
+    best = torch.linalg.lstsq(rows, targets, driver="gelsd", rcond=1e-15).solution / size[:, None]
+    error = float((features @ best - Y.flatten(0, 1)).square().sum(1).mean())
+    found = fit(given, Y, ridge=ridge)
+    assert found.fitted.error == pytest.approx(error, rel=1e-4)
+    assert found.fitted.error == pytest.approx(float((found(given) - Y).square().sum(2).mean()), rel=1e-6)
+
+
+def test_the_error_is_that_of_the_layer_also_where_sizes_differ_too_much():
+    Z = normal(100, 9, 3) * torch.tensor([1, 1e-3, 1e3]).double()
+    Z[..., 0], Z[..., 2] = 1, 3e3
+    Y = normal(100, 9, 2, seed=5)
+    with pytest.warns(UserWarning, match="do not determine"):
+        found = fit(Z, Y)
+    real = float((found(Z) - Y).square().sum(2).mean())
+    assert found.fitted.error == pytest.approx(real, rel=1e-4) and real < found.fitted.error_of_zero
+
+
 @pytest.mark.parametrize(("share", "rank"), [(0, 288), (0.95, 288), (1, 248)])
 def test_associative_memory_is_found_also_where_it_is_not_identifiable(share, rank):
     Z, Y, p = recall(2**14, share)
