@@ -42,6 +42,7 @@ from .two_sided_attention import (
     zero_masked,
 )
 
+ROUNDING = 1e-3  # what a log decay may be above 0
 USE_TRITON = os.environ.get("LION_TRITON", "1") != "0"  # LION_TRITON=0 computes everything in PyTorch, for comparison
 
 
@@ -94,8 +95,9 @@ def linear_attention(
 
     Raises ValueError for shapes that do not match, an unknown form, dropout in a form without a matrix, states
     combined with packing, states or decays from the right with `causal`, decays for future keys only, or in two ways;
-    on a CPU also for log decays above 0, which would keep a program waiting for a GPU. Forms that PyTorch does not
-    compute by itself have first derivatives in backward mode only; others raise NotImplementedError or RuntimeError.
+    also for log decays above 0 (not on a GPU, where the program would have to wait for them). Forms that PyTorch does
+    not compute by itself have first derivatives in backward mode only; others raise NotImplementedError or
+    RuntimeError.
     """
     qkv = q if k is None and v is None else None
     if qkv is not None:
@@ -360,9 +362,9 @@ def _check(
     if log_decay is None and log_decay_future is not None:
         raise ValueError("log_decay_future needs log_decay; give both, zeros for none")
     for name, x in (("log_decay", log_decay), ("log_decay_future", log_decay_future)):
-        if x is not None and _is_readable(x) and (x.detach() > 0).any():
+        if x is not None and _is_readable(x) and (largest := float(_of_real_tokens(x.detach(), mask).max())) > ROUNDING:
             example = "log λ, such as torch.tensor([0.9, 0.5]).log()"
-            raise ValueError(f"{name} must be at most 0 (got {x.max():.3g}); give {example}")
+            raise ValueError(f"{name} must be at most 0 (got {largest:.3g}); give {example}")
     for name, of_future in (("right_state", right_state), ("log_decay_future", log_decay_future)):
         if causal and of_future is not None:
             raise ValueError(f"{name} cannot be combined with causal, which reads no keys to the right; omit one")
@@ -370,9 +372,18 @@ def _check(
 
 def _is_readable(x: Tensor) -> bool:
     """Whether a look at the values of x costs little, and nothing records or transforms the program."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or x.device.type != "cpu":
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or x.device.type != "cpu" or not x.numel():
         return False
-    return type(x) in (Tensor, nn.Parameter) and not torch._C._are_functorch_transforms_active()
+    transformed = torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()
+    return type(x) in (Tensor, nn.Parameter) and not transformed
+
+
+def _of_real_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
+    """log decays with 0 at padding, where they may be anything before and after a text."""
+    if mask is None or x.ndim < 3:
+        return x
+    real = mask[:, None]
+    return x.where(real if x.ndim == 3 else real[..., None], 0)
 
 
 def is_fused(q, k, v, form: str, dropout_p: float, uncovered: str = "") -> bool:
