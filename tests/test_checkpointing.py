@@ -212,11 +212,19 @@ def check(uninterrupted) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("", "is at 40ba, so max_duration=40ba leaves nothing to train"),
+        (
+            "",
+            "is at 40ba, so max_duration=40ba leaves nothing to train; use a longer one, or start at step 0 with "
+            "load_position=false",
+        ),
         ("max_duration=320sp", "is at 320sp, so max_duration=320sp leaves nothing to train"),
         ("max_duration=60ba model.hidden_size=64", "is a checkpoint of a different model"),
         ("max_duration=60ba optimizer.name=adamw", "was trained with a different optimizer"),
-        ("max_duration=60ba optimizer.lr=0.01", "was trained with a different optimizer"),
+        (
+            "max_duration=60ba optimizer.lr=0.01",
+            "was trained with a different optimizer than this config's; use that run's config, or start from its weights "
+            "alone with model.pretrained_checkpoint, or also with its optimizer's state by load_position=false",
+        ),
         ("max_duration=60ba optimizer.filter_bias_norm_wd=true", "was trained with a different optimizer"),
         ("load_position=false model.hidden_size=64", "is a checkpoint of a different model"),
         ("load_position=false optimizer.name=adamw", "was trained with a different optimizer"),

@@ -395,7 +395,7 @@ def test_malformed_rows_may_be_skipped_when_it_resumes(parts, tmp_path, small_ba
         convert(*command)
     with caplog.at_level("INFO", logger="lion"):
         convert(*command, "--malformed_rows", 1)
-    assert "resuming after" in caplog.text and "c.jsonl: skipped 1 malformed rows (line 201)" in caplog.text
+    assert "resuming after" in caplog.text and "c.jsonl: skipped 1 malformed row (line 201)" in caplog.text
     assert samples(tmp_path / "out" / "train") == samples(tmp_path / "whole" / "train")
 
 

@@ -161,6 +161,7 @@ def test_mistakes(source, tmp_path):
         (["--images", "./nowhere/at/all"], "--images: ./nowhere/at/all is not a folder"),
         (["--images", source, "--splits", "train_small"], "--splits train_small: images have train and val"),
         (["--images", source, "--tokenizer", "it", "--max_seq_len", 8], "--tokenizer is for text, not for --images"),
+        (["--images", source, "--malformed_rows", 3], "--malformed_rows is for text, not for --images"),
         (["--images", source, "--one_document_per_file"], "--one_document_per_file is for text, not for --images"),
         (["--images", source, "--num_workers", 0], "--num_workers 0 must be at least 1"),
         (["--images", source, "--size_limit", 0], "--size_limit 0 must be between"),

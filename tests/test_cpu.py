@@ -498,6 +498,16 @@ def test_a_mixers_convolution_may_be_hooked_or_reparametrized(mixer):
     assert (outputs(model)[0] - y).abs().max() > 1e-3 and conv.weight_orig.grad.abs().max() > 0.01
 
 
+@pytest.mark.parametrize("mixer", CONVOLVED)
+def test_a_convolution_whose_weight_is_computed_compiles_with_packed_rows(mixer):
+    torch.manual_seed(0)
+    model = LionModel(LionConfig(**CONVOLVED[mixer]), add_pooling_layer=False).eval()
+    nn.utils.parametrizations.weight_norm(model.layers[0].attention.conv)
+    ids, seq_idx = torch.arange(36).view(2, 18) % 40, torch.tensor([[0] * 7 + [1] * 11, [0] * 12 + [1] * 6])
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(ids, seq_idx=seq_idx)[0], model(ids, seq_idx=seq_idx)[0])
+
+
 @pytest.mark.parametrize("replace", ["module", "forward"])
 @pytest.mark.parametrize("name", ["attention.out", "attention_norm", "mlp_out", "mlp_norm"])
 def test_modules_of_others_see_whole_texts(name, replace, monkeypatch):

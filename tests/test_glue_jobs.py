@@ -386,6 +386,7 @@ def test_concurrent_jobs_start_with_the_costliest(monkeypatch):
         ("device_eval_batch_size=0", ["device_eval_batch_size=0 must be an integer ≥ 1"]),
         ("max_seq_len=2", ["max_seq_len=2 must be at least 3"]),
         ("tasks.sst2.max_seq_len=2", ["tasks.sst2.max_seq_len=2 must be at least 3"]),
+        ("tasks.sst2.max_seq_len=0", ["tasks.sst2.max_seq_len=0 must be at least 3"]),
         ("loggers.tensorbord={{}}", ["loggers", "tensorbord", "did you mean tensorboard?"]),
         ("loggers.file={{filenam: x}}", ["unknown key loggers.file.filenam", "filename?"]),
         ("loggers.file={{filename: all.txt}}", ["loggers.file.filename", "run_name"]),
@@ -403,6 +404,14 @@ def test_a_mistake_is_reported_before_any_training(tmp_path, shared, override, w
     for word in words:
         assert word in str(error.value)
     assert not list(tmp_path.rglob("result.json"))
+
+
+def test_a_length_beyond_the_position_embeddings_names_its_task(tmp_path, shared, write_checkpoint):
+    start = {"starting_checkpoint_load_path": str(write_checkpoint(tmp_path / "c.pt", "softmax"))}
+    path = write_yaml(tmp_path / "f.yaml", **shared | start, tasks_to_run=["sst2", "rte"])
+    for override, words in (("tasks.rte.max_seq_len=9999", r"^tasks\.rte\.max"), ("max_seq_len=9999", "^max")):
+        with pytest.raises(UserError, match=words + "_seq_len=9999 exceeds model.max_position_embeddings"):
+            glue.main([str(path), override])
 
 
 def test_a_dry_run_says_what_would_run_and_refuses_what_the_run_refuses(tmp_path, shared, capsys):

@@ -35,6 +35,13 @@ def test_the_loss_is_that_of_bert(labels, count, kind):
     assert own.problem_type == config.problem_type is not None
 
 
+def test_labels_of_another_kind_than_the_first_are_named():
+    config = LionConfig(num_labels=3)
+    classification_loss(config, torch.zeros(4, 3), NUMBERS)
+    with pytest.raises(ValueError, match=r"multi_label_classification needs labels of shape \(4, 3\) \(got \(4,\)\)"):
+        classification_loss(config, torch.zeros(4, 3), CLASSES)
+
+
 @pytest.mark.parametrize("reads", ["texts", "images"])
 def test_texts_and_images_may_have_several_labels(reads):
     if reads == "texts":

@@ -380,11 +380,10 @@ def test_stamps_change_with_the_files_and_tell_how_much_is_read(tmp_path):
     first = {name: stamps(task(name), root) for name in ("pathfinder", "listops", "imdb")}
     assert first == {name: stamps(task(name), root) for name in first}
     assert not any(root in str(row) for rows in first.values() for row in rows)
-    for name, path in (("pathfinder", f"{CONTOUR}/imgs/0/sample_0.png"), ("imdb", "aclImdb/test/neg/0_2.txt")):
-        content = (tmp_path / path).read_bytes()
-        (tmp_path / path).write_bytes(content)  # in place, with the same size
-        assert stamps(task(name), root) != first[name]
-        first[name] = stamps(task(name), root)
+    text = tmp_path / "aclImdb/test/neg/0_2.txt"
+    text.write_bytes(text.read_bytes())  # in place, with the same size
+    assert stamps(task("imdb"), root) != first["imdb"]
+    first["imdb"] = stamps(task("imdb"), root)
     for name, rows in first.items():
         counts = Counter()
         for split in SPLITS:

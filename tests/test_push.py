@@ -118,7 +118,9 @@ def test_an_invalid_name_is_refused(fake, folder):
 def test_a_folder_changed_since_export_is_pushed_only_if_it_still_matches_the_checkpoint(fake, made, folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "chunk_size": 64}))
-    with pytest.raises(UserError, match=r"config\.json changed, or came or went, since export; give the --checkpoint"):
+    with pytest.raises(
+        UserError, match=r"config\.json changed, were added or were removed since export; give the --checkpoint"
+    ):
         hub.push(folder, REPO)
     assert not fake.repos
     hub.push(folder, REPO, made[0])
@@ -133,7 +135,7 @@ def test_a_folder_changed_since_export_is_pushed_only_if_it_still_matches_the_ch
 def test_a_missing_or_new_file_is_named(fake, folder, spoil):
     name = {"unlink": "linear_attention.py", "write": "notes.txt"}[spoil]
     (folder / name).unlink() if spoil == "unlink" else (folder / name).write_text("new")
-    with pytest.raises(UserError, match=f"{name} changed, or came or went, since export"):
+    with pytest.raises(UserError, match=f"{name} changed, were added or were removed since export"):
         hub.push(folder, REPO)
     assert not fake.repos
 

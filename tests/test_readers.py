@@ -10,7 +10,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from src.data.readers import BATCH_BYTES, find_files, read_batches
+from src.data.readers import BATCH_BYTES, find_files, read_batches, read_rows
 from src.errors import UserError
 
 TEXTS = [
@@ -179,6 +179,12 @@ def test_malformed_rows_are_skipped_up_to_a_limit(name, tmp_path, caplog):
     with pytest.raises(UserError, match=", line ") as error:
         read_texts(tmp_path / name)
     assert "--malformed_rows" not in str(error.value)
+
+
+def test_a_header_is_never_skipped(tmp_path):
+    (tmp_path / "a.tsv").write_bytes(b"text\t\xff\none\t1\n")
+    with pytest.raises(UserError, match=r"a\.tsv, line 1: not valid UTF-8"):
+        list(read_rows(tmp_path / "a.tsv", ["text"], malformed_rows=9))
 
 
 def test_a_byte_that_is_not_utf8_is_no_malformed_row_where_rows_may_span_lines(tmp_path):

@@ -25,6 +25,7 @@ COLUMNS = {"image": "bytes", "label": "int"}
 OF_TEXT = {  # options, with what they are if they are not given
     "tokenizer": None, "concat_tokens": None, "max_seq_len": None, "data_subset": None,
     "revision": None, "stdin_format": None, "part": None, "text_column": "text", "one_document_per_file": False,
+    "malformed_rows": 0,
 }  # fmt: skip
 
 

@@ -156,7 +156,7 @@ def read_rows(
         for first, values, _ in _parquet_columns(path, columns, fix=fix):
             yield from enumerate(zip(*values), first + 1)
         return
-    malformed = _Malformed(path, malformed_rows)
+    malformed = _Malformed(path, malformed_rows, has_header=any(isinstance(column, str) for column in columns))
     with _open(path, compression, malformed if kind != "csv" else None) as (lines, _):
         lines = _without_last_empty(lines)
         if (first := next(lines, None)) is not None:
@@ -180,21 +180,22 @@ def _without_last_empty(lines: Lines) -> Iterator[tuple[int, str]]:
 class _Malformed:
     """The malformed rows of a file that are skipped, up to a limit."""
 
-    def __init__(self, path: Path, limit: int, way_out: str = ""):
-        self.path, self.limit, self.way_out = path, limit, way_out
+    def __init__(self, path: Path, limit: int, way_out: str = "", has_header: bool = False):
+        self.path, self.limit, self.way_out, self.has_header = path, limit, way_out, has_header
         self.skipped: list[int] = []
 
     def skip(self, number: int, found: str, what: str = "row") -> None:
         """Skip the row of a line, which is as found. Raises UserError beyond the limit."""
-        if len(self.skipped) == self.limit:
-            found += f", after {self.limit} other malformed rows" if self.limit else ""
+        if len(self.skipped) == self.limit or (self.has_header and number == 1):
+            found += f", after {len(self.skipped)} other malformed rows" if self.skipped else ""
             raise UserError(f"{self.path}, line {number}: {found}; fix or remove the {what}{self.way_out}")
         self.skipped.append(number)
 
     def report(self) -> None:
         if self.skipped:
             shown = ", ".join(map(str, self.skipped[:5])) + (", …" if len(self.skipped) > 5 else "")
-            log.info(f"{self.path}: skipped {len(self.skipped):,} malformed rows (line {shown})")
+            rows = "row" if len(self.skipped) == 1 else "rows"
+            log.info(f"{self.path}: skipped {len(self.skipped):,} malformed {rows} (line {shown})")
 
 
 def _rows(

@@ -36,7 +36,8 @@ class GlueExperiment(Experiment):
         self.costs: dict[str, int] = {}  # characters that an epoch reads, by task
         self.kept: dict[str, Any] = {}  # where tokens.py keeps the tokens, by task
         tasks = select(config.tasks_to_run, config.tasks, config.default_seed, config.seeds)
-        self.tasks = [replace(task, max_seq_len=task.max_seq_len or config.max_seq_len) for task in tasks]
+        default = config.max_seq_len
+        self.tasks = [replace(t, max_seq_len=default if t.max_seq_len is None else t.max_seq_len) for t in tasks]
         for task, given in zip(self.tasks, tasks):
             if task.max_seq_len < (least := 2 * len(task.columns) + 1):
                 place = "" if given.max_seq_len is None else f"tasks.{task.name}."
@@ -59,7 +60,13 @@ class GlueExperiment(Experiment):
         """Return what the jobs start from. Raises UserError if it cannot be read or its weights do not fit."""
         from src.glue.finetune import build_model, read_start
 
-        start = read_start(self.config, max_seq_len=max(task.max_seq_len for task in self.tasks))
+        longest = max(self.tasks, key=lambda task: task.max_seq_len)
+        try:
+            start = read_start(self.config, max_seq_len=longest.max_seq_len)
+        except UserError as error:
+            if longest.max_seq_len > self.config.max_seq_len and str(error).startswith("max_seq_len="):
+                raise UserError(f"tasks.{longest.name}.{error}") from None
+            raise
         build_model(start, replace(self.tasks[0], labels=self.tasks[0].labels or ("a", "b")))
         self.start_name, self.tokenizer = start.name, start.tokenizer
         return start

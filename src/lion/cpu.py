@@ -14,10 +14,10 @@ from .cpu_linear import LinearLayers, is_hooked, linear, split_linear
 from .custom_operators import no_autocast, once_differentiable
 from .linear_attention_forms import sequence_starts
 
-# Where the modules are from that compute each token on its own: ours, torch's and transformers' activations.
+# Where the modules are from that compute each token on its own: ours, torch's, adapters of PEFT, …
 TOKENWISE = (
-    *(f"torch.nn.modules.{name}" for name in ("activation", "conv", "dropout", "linear", "normalization")),
-    "torch.ao.nn.quantized.dynamic.modules.linear", "transformers.activations", __package__,
+    *(f"torch.nn.modules.{name}" for name in "activation container conv dropout linear normalization".split()),
+    "torch.ao.nn.quantized.dynamic.modules.linear", "transformers.activations", "peft.tuners.lora", __package__,
 )  # fmt: skip
 SLICE = 2048  # tokens that a layer processes at a time in inference: few enough to stay in cache and to reuse memory
 
@@ -97,10 +97,11 @@ def convolve(layer: nn.Conv1d, parts: Sequence[Tensor], seq_idx: Tensor | None, 
 
 
 def is_plain(layer: nn.Module, kind: type) -> bool:
-    """Whether a layer is of this kind and may be computed without calling it."""
+    """Whether a layer computes what its kind does, maybe with weights that are computed, and need not be called."""
+    same = isinstance(layer, kind) and type(layer).forward is kind.forward
     if torch.compiler.is_compiling():
-        return type(layer) is kind and not (layer._forward_hooks or layer._forward_pre_hooks)
-    return type(layer) is kind and not is_hooked(layer)
+        return same and not (layer._forward_hooks or layer._forward_pre_hooks)
+    return same and not is_hooked(layer)
 
 
 def _spread(x: Tensor, number: Tensor, reach: int) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,8 @@ chunk stays in the first cache from its inputs to its outputs. Reversed views gi
 with the operands exchanged the gradients, so there is one loop to get right. The full form takes 32 queries at a time
 with all keys. Parallel over texts and heads; a forward pass with few of them also over parts of heads.
 
-Without OpenMP, or a C compiler or a kernel that one has built, PyTorch computes the same numbers; `LION_NATIVE=0` has
-it do so for comparison.
+Without OpenMP, or with neither a C compiler nor a kernel compiled earlier, PyTorch computes the same numbers;
+`LION_NATIVE=0` has it do so for comparison.
 """
 
 import ctypes

@@ -91,7 +91,7 @@ def find(task: Any, lra_dir: str | None) -> tuple[Path | None, list[Path]]:
 
 def stamps(task: Any, lra_dir: str | None) -> list[list]:
     """Return what identifies the sources: name below lra_dir, bytes (of a folder: files in it), and time of the last
-    change (of a folder: also of its files). Raises UserError."""
+    change (of a folder: also of its texts). Raises UserError."""
     _, files = find(task, lra_dir)
     try:
         return [row for path in files for row in _stamps(path, Path(lra_dir))] if files else [["Hub", task.hub, 0]]
@@ -103,13 +103,18 @@ def _stamps(path: Path, root: Path) -> Iterator[list]:
     name, stat = Path(os.path.relpath(path, root)).as_posix(), path.stat()
     if path.is_dir():
         with os.scandir(path) as found:
-            entries = [(e.name, e.name.endswith(".npy") or e.is_dir(), e.stat().st_mtime_ns) for e in found]
+            entries = [(e.name, e.name.endswith(".npy") or e.is_dir(), _changed(e)) for e in found]
         changed = max([stat.st_mtime_ns, *(time for _, inner, time in entries if not inner)])
         yield [name, sum(not inner for _, inner, _ in entries), changed]
         for entry in sorted(entry for entry, inner, _ in entries if inner):
             yield from _stamps(path / entry, root)
     else:
         yield [name, stat.st_size, stat.st_mtime_ns]
+
+
+def _changed(entry: os.DirEntry) -> int:
+    """When a text was changed; images are too many to look at each."""
+    return entry.stat().st_mtime_ns if entry.name.endswith(".txt") else 0
 
 
 def amount(found: list[list]) -> int | None:

@@ -193,7 +193,7 @@ def check_proof(folder: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{folder} has no valid {PROOF} of a comparison by export; {advice}") from None
     if changed := sorted({name for name, _ in proved ^ own.items()}):
-        raise UserError(f"{folder}: {', '.join(changed)} changed, or came or went, since export; {advice}")
+        raise UserError(f"{folder}: {', '.join(changed)} changed, were added or were removed since export; {advice}")
 
 
 def digests(folder: Path) -> dict[str, str]:

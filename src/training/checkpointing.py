@@ -198,9 +198,11 @@ def check_load_path(
     restored = _restored if max_duration is not None else lambda group: len(group["params"])
     settings, its_settings = ([restored(group) for group in groups] for groups in (optimizer.param_groups, its_groups))
     if settings != its_settings:
+        if max_duration is not None and len(settings) == len(its_settings):
+            hint += ", or also with its optimizer's state by load_position=false"
         raise UserError(f"{name} was trained with a different optimizer than this config's; {hint}")
     if max_duration is not None:
-        check_remaining(checkpoint, max_duration, name)
+        check_remaining(checkpoint, max_duration, name, "use a longer one, or start at step 0 with load_position=false")
 
 
 def check_classes(checkpoint: Checkpoint, classes: Mapping[int, str], name: str, to_do: str) -> None:
@@ -220,9 +222,9 @@ def _restored(group: Mapping[str, Any]) -> list[Any]:
     return [group.get("initial_lr", group["lr"]), list(group.get("betas", ())), *others]
 
 
-def check_remaining(checkpoint: Checkpoint, max_duration: str, name: str) -> None:
+def check_remaining(checkpoint: Checkpoint, max_duration: str, name: str, to_do: str = "use a longer one") -> None:
     """Raise UserError for a checkpoint at or after the end of the run."""
     end = Time.from_timestring(max_duration)
     if (done := checkpoint.timestamp.get(end.unit.name.lower(), 0)) >= end.value:
         problem = f"{name} is at {done}{end.unit.value}, so max_duration={max_duration} leaves nothing to train"
-        raise UserError(f"{problem}; use a longer one")
+        raise UserError(f"{problem}; {to_do}")

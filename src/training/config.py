@@ -116,7 +116,9 @@ class RunConfig(TrainerConfig):
         None,
     )
     load_position: bool = key(
-        "continue load_path's steps, schedule and data; false: its weights and optimizer state alone, from step 0", True
+        "continue load_path's steps, schedule and data; false: from step 0, with its weights and the state of its "
+        "optimizer and algorithms",
+        True,
     )
     resume_with: list[str] = key(
         "keys that this command changes in a run that it resumes: of optimizer and scheduler, global_train_batch_size, "
