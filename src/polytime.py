@@ -378,7 +378,7 @@ class _Whitening(NamedTuple):
 def _whitening(gram: Tensor, A: Tensor, size: Tensor, tolerance: float) -> _Whitening:
     """Whiten tokens Az with second moments `gram`, (d, d), by Gram and Schmidt. What is left of a coordinate counts as
     0 below `tolerance` times the second moment of its rounding error, if z has coordinates of `size`, (d,), and is then
-    left as it is: tokens that follow may differ in it."""
+    scaled by that: tokens that follow may differ in it."""
 
     def errors(rows: Tensor) -> Tensor:
         return (rows @ A * size).square().sum(1)

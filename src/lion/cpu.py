@@ -277,7 +277,7 @@ def _may_slice(module: nn.Module, x: Tensor) -> bool:
 
 
 def _parts(layer: nn.Module) -> Iterator[nn.Module]:
-    """The modules that `after_mixing` calls, and may call, of a layer."""
+    """The modules of a layer that `after_mixing` may call."""
     for name, part in layer.named_children():
         yield from part.children() if name == "attention" else part.modules()
 
