@@ -360,6 +360,20 @@ ROWS = [
 ]
 
 
+def test_malformed_rows_are_skipped_up_to_a_limit(tmp_path, caplog):
+    good = [json.dumps({"query": f"q {i}", "document": f"d {i}", "negatives": ["c"]}) + "\n" for i in range(3)]
+    bad = [row for row, words in ROWS if not words.startswith("line 2: no ")]
+    (tmp_path / "pairs.jsonl").write_text("".join([bad[0], good[0], *bad[1:], *good[1:]]))
+    source = {"files": str(tmp_path / "pairs.jsonl"), "columns": {"negatives": "negatives"}}
+    open_ = lambda count: open_pairs("x", {**source, "malformed_rows": count}, {}, tmp_path / "pairs")  # noqa: E731
+    with pytest.raises(UserError, match=r"line 7: .*, after 5 other .*; fix or .* with data\.x\.malformed_rows=N"):
+        open_(len(bad) - 1)
+    with caplog.at_level("INFO", logger="lion"):
+        pairs = open_(len(bad))
+    assert [pair.query for pair in pairs] == ["q 0", "q 1", "q 2"]
+    assert "skipped 6 malformed rows (line 1, 3, 4, 5, 6, …)" in caplog.text
+
+
 @pytest.mark.parametrize("row, words", ROWS, ids=[words for _, words in ROWS])
 def test_a_malformed_row_is_named_and_nothing_is_kept(row, words, tmp_path):
     first = {"query": "a", "document": "b", "negatives": ["c"]}

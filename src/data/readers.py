@@ -90,7 +90,7 @@ def read_batches(
             parts = [check_texts(of_column, str(path), name) for of_column, name in zip(values, columns)]
             yield Batch(first, parts[0] if len(parts) == 1 else [*map(joined, zip(*parts))], size)
         return
-    malformed = _Malformed(path, malformed_rows or 0, NAME_OPTION if malformed_rows is not None else "")
+    malformed = Malformed(path, malformed_rows or 0, NAME_OPTION if malformed_rows is not None else "")
     by_line = kind in ("txt", "jsonl") and not one_document_per_file
     with _open(path, compression, malformed if by_line else None) as (lines, position):
         rows = _rows(lines, path, "quoted tsv" if kind == "tsv" else kind, columns, malformed, SET_COLUMN)
@@ -138,7 +138,7 @@ def grouped(items: Iterable[Any], length: Callable[[Any], int]) -> Iterator[list
 def read_rows(
     path: Path,
     columns: Columns,
-    malformed_rows: int = 0,
+    malformed_rows: "int | Malformed" = 0,
     tab_separated: bool = False,
     optional: Columns = (),
     fix: str = FIX_COLUMN,
@@ -148,15 +148,17 @@ def read_rows(
     `columns` are names, or numbers in a .csv or .tsv without a header. Up to `malformed_rows` rows that are of another
     length, not JSON or, except in .csv, not UTF-8 are skipped, and empty lines, except in a .csv or .tsv of one column:
     there an empty line before other lines is an empty text. Quotes enclose a cell in .csv and are literal in .tsv;
-    `tab_separated` means .tsv, whatever the name."""
+    `tab_separated` means .tsv, whatever the name. `malformed_rows` may be an object that the caller also uses."""
     kind, compression = ("tsv", None) if tab_separated else file_kind(path)
     if kind == "txt":
         raise UserError(f"{path}: cannot read .txt as a table; give .csv, .tsv, .jsonl or .parquet")
+    malformed = Malformed(path, malformed_rows) if isinstance(malformed_rows, int) else malformed_rows
+    malformed.has_header = kind in ("csv", "tsv") and any(isinstance(column, str) for column in columns)
     if kind == "parquet":
         for first, values, _ in _parquet_columns(path, columns, fix=fix):
             yield from enumerate(zip(*values), first + 1)
+        malformed.report()
         return
-    malformed = _Malformed(path, malformed_rows, has_header=any(isinstance(column, str) for column in columns))
     with _open(path, compression, malformed if kind != "csv" else None) as (lines, _):
         lines = _without_last_empty(lines)
         if (first := next(lines, None)) is not None:
@@ -177,12 +179,13 @@ def _without_last_empty(lines: Lines) -> Iterator[tuple[int, str]]:
             empty.append((number, line))
 
 
-class _Malformed:
-    """The malformed rows of a file that are skipped, up to a limit."""
+class Malformed:
+    """The malformed rows of a file that are skipped, up to a limit. way_out: what errors add to theirs."""
 
-    def __init__(self, path: Path, limit: int, way_out: str = "", has_header: bool = False):
-        self.path, self.limit, self.way_out, self.has_header = path, limit, way_out, has_header
+    def __init__(self, path: Path, limit: int, way_out: str = ""):
+        self.path, self.limit, self.way_out = path, limit, way_out
         self.skipped: list[int] = []
+        self.has_header = False  # which is never skipped
 
     def skip(self, number: int, found: str, what: str = "row") -> None:
         """Skip the row of a line, which is as found. Raises UserError beyond the limit."""
@@ -199,7 +202,7 @@ class _Malformed:
 
 
 def _rows(
-    lines: Lines, path: Path, kind: str, columns: Columns, malformed: _Malformed, fix: str, optional: Columns = ()
+    lines: Lines, path: Path, kind: str, columns: Columns, malformed: Malformed, fix: str, optional: Columns = ()
 ) -> Rows:
     """Yield the line number and the wanted columns of each row; no columns if it is empty."""
     if kind == "txt":
@@ -214,7 +217,7 @@ def _rows(
     return _select(path, cells, columns, malformed, fix)
 
 
-def _select(path: Path, rows: Rows, columns: Columns, malformed: _Malformed, fix: str) -> Rows:
+def _select(path: Path, rows: Rows, columns: Columns, malformed: Malformed, fix: str) -> Rows:
     """Yield the wanted cells of each row, by the names in a header or by number; none for an empty line. All rows must
     be as long as the first. In a file of one column, an empty line is an empty cell."""
     number, header = next((row for row in rows if row[1]), (1, []))
@@ -236,7 +239,7 @@ def _select(path: Path, rows: Rows, columns: Columns, malformed: _Malformed, fix
 
 @contextlib.contextmanager
 def _open(
-    path: Path, compression: str | None, malformed: _Malformed | None
+    path: Path, compression: str | None, malformed: Malformed | None
 ) -> Iterator[tuple[Lines, Callable[[], int] | None]]:
     """Open a file, decompressed, as its lines; also return its `tell` if it is seekable. malformed: where each line is
     a row, so that those that are not UTF-8 may be skipped."""
@@ -261,7 +264,7 @@ def _open(
         raise UserError(f"{path}, line {line}: corrupt or truncated ({reason(error)}); copy the file again") from None
 
 
-def _valid(lines: Lines, malformed: _Malformed) -> Lines:
+def _valid(lines: Lines, malformed: Malformed) -> Lines:
     """Yield the lines that are UTF-8, of a file that was decoded with surrogates in place of other bytes."""
     for number, line in lines:
         try:
@@ -283,7 +286,7 @@ def _csv_cells(lines: Lines, path: Path, delimiter: str) -> Rows:
         raise UserError(f"{path}, line {start}: not valid CSV ({error}); fix or remove the row") from None
 
 
-def _json_rows(lines: Lines, path: Path, columns: Columns, malformed: _Malformed, fix: str, optional: Columns) -> Rows:
+def _json_rows(lines: Lines, path: Path, columns: Columns, malformed: Malformed, fix: str, optional: Columns) -> Rows:
     """Yield the line number and the values of each line's JSON object under the wanted and the optional keys; none for
     an empty line."""
     for number, line in lines:

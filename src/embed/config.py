@@ -11,7 +11,7 @@ from src.data.tokenizers import check_path
 from src.errors import UserError
 from src.training.config import COUNT, RunConfig, check_state_passing, state_passing
 
-SOURCE = ("files", "columns", "beir", "split", "prompts", "proportion")
+SOURCE = ("files", "columns", "malformed_rows", "beir", "split", "prompts", "proportion")
 COLUMNS = ("query", "document", "negatives", "passage")
 KINDS = ("query", "document")
 
@@ -35,8 +35,9 @@ class EmbedConfig(RunConfig):
     data: dict[str, Any] = key(
         "sources by name, each with `files` (.jsonl, .csv, .tsv, .parquet) and `columns` (query, document, negatives: "
         "a column that holds a list, or a list of columns; passage: a column that holds [first, last], the character "
-        "range of the passage to embed, or two columns), or with `beir` (a folder) and `split` (train); and "
-        "with `prompts` and `proportion` (of the batches; default: by size) of its own",
+        "range of the passage to embed, or two columns), and `malformed_rows` (how many to skip in each file), or with "
+        "`beir` (a folder) and `split` (train); and with `prompts` and `proportion` (of the batches; default: by size) "
+        "of its own",
     )
     mixed_batches: bool = key("draw each batch from all sources; otherwise, from one of them", False)
     eval_data: list[str] = key("folders in BEIR's layout to evaluate on; empty: held-out pairs", [], may_change=True)
@@ -126,8 +127,8 @@ def check_source(name: str, source: Any) -> None:
         raise UserError(f"{name} must be a section with either files or beir; add one")
     check_known(name, source, SOURCE)
     if "beir" in source:
-        if "columns" in source:
-            raise UserError(f"{name}.columns: a BEIR folder has columns of its own; omit it")
+        if of_files := [given for given in ("columns", "malformed_rows") if given in source]:
+            raise UserError(f"{name}.{of_files[0]}: a BEIR folder has columns of its own; omit it")
     elif "split" in source:
         raise UserError(f"{name}.split applies only to beir sources; omit it")
     else:
@@ -144,6 +145,7 @@ def check_source(name: str, source: Any) -> None:
         files = source["files"]
         if not files or not (isinstance(files, str) or all(isinstance(file, str) for file in files)):
             raise UserError(f"{name}.files must be a pattern or a list of patterns, such as data/*.jsonl")
+    check_value(f"{name}.malformed_rows", source.get("malformed_rows", 0), int, Rule(at_least=0))
     check_prompts(f"{name}.prompts", source.get("prompts", {}))
     if source.get("proportion") is not None:
         check_value(f"{name}.proportion", source["proportion"], float, Rule(above=0))

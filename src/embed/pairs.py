@@ -13,7 +13,7 @@ from filelock import FileLock
 from pyarrow import ipc
 
 from src.cli import log, progress
-from src.data.readers import find_files, grouped, read_rows
+from src.data.readers import Malformed, find_files, grouped, read_rows
 from src.embed.beir import check_passage, read_beir
 from src.embed.config import patterns
 from src.errors import RunFailed, UserError, reason
@@ -117,7 +117,8 @@ def _stamp(source: dict[str, Any]) -> bytes:
     """What the pairs of a source depend on: its keys, and the size and time of its files."""
     files = find_files(patterns(source)) if "files" in source else sorted(Path(source["beir"]).rglob("*.*"))
     facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
-    return repr((source.get("columns"), source.get("split"), facts)).encode()
+    skipped = [source["malformed_rows"]] if source.get("malformed_rows") else []
+    return repr((source.get("columns"), source.get("split"), facts, *skipped)).encode()
 
 
 def _is_of(kept: Path, stamp: bytes) -> bool:
@@ -150,22 +151,31 @@ def _read(name: str, source: dict[str, Any]) -> Iterator[Pair]:
     wanted += [name for part in (place, negatives) for name in ([part] if isinstance(part, str) else part)]
     places = 1 if isinstance(place, str) else len(place)
     kinds = " or .".join(kind for kind in ("query", "document", "passage", "negatives") if columns.get(kind))
+    way_out = f", or skip up to N in each file with data.{name}.malformed_rows=N"
     fix_column = f"; set data.{name}.columns.{kinds} to one of these, or correct the file"
     with progress(desc=f"reading data.{name}", unit="pair") as bar:
         for path in find_files(patterns(source)):
-            for number, (query, document, *others) in read_rows(path, wanted, fix=fix_column):
+            malformed = Malformed(path, source.get("malformed_rows", 0), way_out)
+            for number, (query, document, *others) in read_rows(path, wanted, malformed, fix=fix_column):
                 found, passage = others[places:], others[:places]
                 found = found[0] if isinstance(negatives, str) else [text for text in found if text is not None]
-                where, fix = f"{path}, line {number}", "fix or remove the row"
-                for kind, text in (("query", query), ("document", document)):
-                    if not isinstance(text, str) or not text.strip():
-                        what = "missing" if text is None else f"not text, but {shorten(repr(text), 40)}"
-                        what = "empty" if isinstance(text, str) else what
-                        raise UserError(f"{where}: the {kind} ({columns[kind]}) is {what}; {fix}")
-                if not isinstance(found, list) or not all(isinstance(text, str) and text.strip() for text in found):
-                    problem = f"the negatives ({negatives}) must be a list of non-empty texts"
-                    raise UserError(f"{where}: {problem} (got {shorten(repr(found), 60)}); {fix}")
+                if problem := _problem(columns, query, document, found):
+                    malformed.skip(number, problem)
+                    continue
                 bar.update()
                 if passage:
-                    passage = check_passage(passage[0] if isinstance(place, str) else passage, document, where)
+                    passage = passage[0] if isinstance(place, str) else passage
+                    passage = check_passage(passage, document, f"{path}, line {number}")
                 yield Pair(query, document, found, passage or None)
+
+
+def _problem(columns: dict[str, Any], query: Any, document: Any, negatives: Any) -> str | None:
+    """What is wrong with the texts of a row, or None."""
+    for kind, text in (("query", query), ("document", document)):
+        if not isinstance(text, str) or not text.strip():
+            what = "missing" if text is None else f"not text, but {shorten(repr(text), 40)}"
+            return f"the {kind} ({columns[kind]}) is {'empty' if isinstance(text, str) else what}"
+    if not isinstance(negatives, list) or not all(isinstance(text, str) and text.strip() for text in negatives):
+        problem = f"the negatives ({columns['negatives']}) must be a list of non-empty texts"
+        return f"{problem} (got {shorten(repr(negatives), 60)})"
+    return None
