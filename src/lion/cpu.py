@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import cpu_kernel
-from .cpu_linear import LinearLayers, is_hooked, linear, split_linear
+from .cpu_linear import LinearLayers, is_hooked, is_unchanged, linear, split_linear
 from .custom_operators import no_autocast, once_differentiable
 from .linear_attention_forms import sequence_starts
 
@@ -83,7 +83,7 @@ def convolve(layer: nn.Conv1d, parts: Sequence[Tensor], seq_idx: Tensor | None, 
     """Convolve tokens, (B, L, C), given and returned in parts of their channels, by `depthwise_conv`; or by the layer
     itself if it is replaced, wrapped or hooked. reach: how many tokens it sees on each side, at most."""
     sizes = [x.shape[-1] for x in parts]
-    if is_plain(layer, nn.Conv1d):
+    if is_unchanged(layer, nn.Conv1d):
         weights = layer.weight.split(sizes)
         biases = [None] * len(sizes) if layer.bias is None else layer.bias.split(sizes)
         return [depthwise_conv(x, *of_x, seq_idx) for x, *of_x in zip(parts, weights, biases)]
@@ -94,14 +94,6 @@ def convolve(layer: nn.Conv1d, parts: Sequence[Tensor], seq_idx: Tensor | None, 
         spread, place = _spread(x, sequence_starts(seq_idx).cumsum(1), reach)
         y = _gather(layer(spread.mT).mT, place, x.shape[1])
     return [part.clone() for part in y.split(sizes, -1)]  # a hook may have kept y
-
-
-def is_plain(layer: nn.Module, kind: type) -> bool:
-    """Whether a layer computes what its kind does, maybe with weights that are computed, and need not be called."""
-    same = isinstance(layer, kind) and type(layer).forward is kind.forward
-    if torch.compiler.is_compiling():
-        return same and not (layer._forward_hooks or layer._forward_pre_hooks)
-    return same and not is_hooked(layer)
 
 
 def _spread(x: Tensor, number: Tensor, reach: int) -> tuple[Tensor, Tensor]:
@@ -212,7 +204,7 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, direction: int) -> Tensor:
 def gated_norm(norm: nn.RMSNorm, y: Tensor, z: Tensor) -> Tensor:
     """Compute norm(y) · SiLU(z), (..., I). In inference the result may take y's memory."""
     wide = torch.promote_types(y.dtype, torch.float32)
-    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing() or not is_plain(norm, nn.RMSNorm)
+    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing() or not is_unchanged(norm, nn.RMSNorm)
     if y.device.type != "cpu" or wide != torch.float32 or recorded:
         return (norm(y.to(wide)) * F.silu(z.to(wide))).to(y.dtype)
     if torch.is_grad_enabled():

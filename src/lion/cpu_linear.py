@@ -177,6 +177,14 @@ def is_hooked(layer: nn.Module) -> bool:
     return bool(forward or layer._backward_hooks or layer._backward_pre_hooks) or has_global_hooks()
 
 
+def is_unchanged(layer: nn.Module, kind: type) -> bool:
+    """Whether a layer computes what its kind does, maybe with weights that are computed, and need not be called."""
+    same = isinstance(layer, kind) and type(layer).forward is kind.forward
+    if torch.compiler.is_compiling():
+        return same and not (layer._forward_hooks or layer._forward_pre_hooks)
+    return same and not is_hooked(layer)
+
+
 def has_global_hooks() -> bool:
     """Whether hooks look at all modules, as those of torch's FlopCounterMode do."""
     forward = module._global_forward_hooks or module._global_forward_pre_hooks
