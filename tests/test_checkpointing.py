@@ -222,8 +222,8 @@ def check(uninterrupted) -> Callable[..., None]:
         ("max_duration=60ba optimizer.name=adamw", "was trained with a different optimizer"),
         (
             "max_duration=60ba optimizer.lr=0.01",
-            "was trained with a different optimizer than this config's; use that run's config, or start from its weights "
-            "alone with model.pretrained_checkpoint, or also with its optimizer's state by load_position=false",
+            "was trained with a different optimizer than this config's; use that run's config, or start from its "
+            "weights alone with model.pretrained_checkpoint, or also with its optimizer's state by load_position=false",
         ),
         ("max_duration=60ba optimizer.filter_bias_norm_wd=true", "was trained with a different optimizer"),
         ("load_position=false model.hidden_size=64", "is a checkpoint of a different model"),
@@ -242,7 +242,8 @@ def test_a_checkpoint_that_cannot_be_resumed_is_rejected(uninterrupted, check, o
 def test_a_second_phase_keeps_weights_and_optimizer_state_alone(uninterrupted, tmp_path, write_config, caplog):
     changes = {
         **OPTIONS, "max_duration": "4ba", "save_interval": "2ba", "log_interval": "1ba", "eval_first": False, "seed": 5,
-        "optimizer": {"lr": 1e-4, "weight_decay": 0.0}, "scheduler": {"name": "linear_decay_with_warmup", "t_warmup": "1ba"},
+        "optimizer": {"lr": 1e-4, "weight_decay": 0.0},
+        "scheduler": {"name": "linear_decay_with_warmup", "t_warmup": "1ba"},
     }  # fmt: skip
     config, folder = write_config(tmp_path, **changes), tmp_path / "run"
     start = [f"load_path={uninterrupted / 'latest-rank0.pt'}", "load_position=false"]

@@ -43,6 +43,28 @@ class Batch(NamedTuple):
         return sum(map(len, self.texts))
 
 
+class Malformed:
+    """The malformed rows of a file that are skipped, up to a limit. way_out: what errors suggest besides."""
+
+    def __init__(self, path: Path, limit: int, way_out: str = ""):
+        self.path, self.limit, self.way_out = path, limit, way_out
+        self.skipped: list[int] = []
+        self.has_header = False  # which is never skipped
+
+    def skip(self, number: int, found: str, what: str = "row") -> None:
+        """Skip the row of a line, which is as found. Raises UserError beyond the limit."""
+        if len(self.skipped) == self.limit or (self.has_header and number == 1):
+            found += f", after {len(self.skipped)} other malformed rows" if self.skipped else ""
+            raise UserError(f"{self.path}, line {number}: {found}; fix or remove the {what}{self.way_out}")
+        self.skipped.append(number)
+
+    def report(self) -> None:
+        if self.skipped:
+            shown = ", ".join(map(str, self.skipped[:5])) + (", …" if len(self.skipped) > 5 else "")
+            rows = "row" if len(self.skipped) == 1 else "rows"
+            log.info(f"{self.path}: skipped {len(self.skipped):,} malformed {rows} (line {shown})")
+
+
 def find_files(patterns: list[str], key: str = "--data_files") -> list[Path]:
     """Return the files that match each pattern, or have it as name, such as `a[1].txt`, each once. Raises UserError,
     naming the `key` that holds the patterns."""
@@ -138,7 +160,7 @@ def grouped(items: Iterable[Any], length: Callable[[Any], int]) -> Iterator[list
 def read_rows(
     path: Path,
     columns: Columns,
-    malformed_rows: "int | Malformed" = 0,
+    malformed_rows: int | Malformed = 0,
     tab_separated: bool = False,
     optional: Columns = (),
     fix: str = FIX_COLUMN,
@@ -177,28 +199,6 @@ def _without_last_empty(lines: Lines) -> Iterator[tuple[int, str]]:
             empty = []
         else:
             empty.append((number, line))
-
-
-class Malformed:
-    """The malformed rows of a file that are skipped, up to a limit. way_out: what errors add to theirs."""
-
-    def __init__(self, path: Path, limit: int, way_out: str = ""):
-        self.path, self.limit, self.way_out = path, limit, way_out
-        self.skipped: list[int] = []
-        self.has_header = False  # which is never skipped
-
-    def skip(self, number: int, found: str, what: str = "row") -> None:
-        """Skip the row of a line, which is as found. Raises UserError beyond the limit."""
-        if len(self.skipped) == self.limit or (self.has_header and number == 1):
-            found += f", after {len(self.skipped)} other malformed rows" if self.skipped else ""
-            raise UserError(f"{self.path}, line {number}: {found}; fix or remove the {what}{self.way_out}")
-        self.skipped.append(number)
-
-    def report(self) -> None:
-        if self.skipped:
-            shown = ", ".join(map(str, self.skipped[:5])) + (", …" if len(self.skipped) > 5 else "")
-            rows = "row" if len(self.skipped) == 1 else "rows"
-            log.info(f"{self.path}: skipped {len(self.skipped):,} malformed {rows} (line {shown})")
 
 
 def _rows(

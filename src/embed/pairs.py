@@ -173,8 +173,9 @@ def _problem(columns: dict[str, Any], query: Any, document: Any, negatives: Any)
     """What is wrong with the texts of a row, or None."""
     for kind, text in (("query", query), ("document", document)):
         if not isinstance(text, str) or not text.strip():
-            what = "missing" if text is None else f"not text, but {shorten(repr(text), 40)}"
-            return f"the {kind} ({columns[kind]}) is {'empty' if isinstance(text, str) else what}"
+            is_text = isinstance(text, str)
+            what = "missing" if text is None else "empty" if is_text else f"not text, but {shorten(repr(text), 40)}"
+            return f"the {kind} ({columns[kind]}) is {what}"
     if not isinstance(negatives, list) or not all(isinstance(text, str) and text.strip() for text in negatives):
         problem = f"the negatives ({columns['negatives']}) must be a list of non-empty texts"
         return f"{problem} (got {shorten(repr(negatives), 60)})"

@@ -382,8 +382,7 @@ def _of_real_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
     """log decays with 0 at padding, where they may be anything before and after a text."""
     if mask is None or x.ndim < 3:
         return x
-    real = mask[:, None]
-    return x.where(real if x.ndim == 3 else real[..., None], 0)
+    return x.where(mask[:, None] if x.ndim == 3 else mask[:, None, :, None], 0)
 
 
 def is_fused(q, k, v, form: str, dropout_p: float, uncovered: str = "") -> bool:

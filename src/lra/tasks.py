@@ -122,8 +122,8 @@ TESTED = {"listops": 2000, "text": 25000, "retrieval": 17437, "image": 10000, "p
 
 
 def unlike(task: Task, tested: int) -> list[str] | None:
-    """Return what differs from the benchmark in a task with so many test examples; None for one that is none of the
-    six."""
+    """Return what differs from the benchmark in a task with this number of test examples; None for a task outside the
+    benchmark."""
     if (known := LRA.get(task.name)) is None:
         return None
     same = ("layout", "hub", "size", "max_length", "metrics", "labels")
