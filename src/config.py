@@ -22,6 +22,7 @@ from src.errors import UserError, first_line, reason
 
 Config = TypeVar("Config")
 TIME_UNITS = {"ba": "batches", "sp": "samples", "ep": "epochs", "tok": "tokens", "dur": "fraction of the run"}
+SECONDS = {"sec": "seconds of training"}  # where it does not matter that they differ from run to run
 SEED = {"at_least": 0, "at_most": 2**32 - 1}
 
 
@@ -92,7 +93,8 @@ def load(
     if commands:
         names = ", ".join(f"{script} {name}" for name in commands)
         parser.description += f"\nOther commands, each with a --help of its own: {names}"
-    parser.epilog = f"{keys}\n\n{describe(schema)}\n\n{more_help}"
+    durations = f"durations, such as 500ba, are a number and {_in_words(TIME_UNITS | SECONDS)}"
+    parser.epilog = f"{keys}\n\n{describe(schema)}\n\n{durations}\n\n{more_help}"
     parser.add_argument("yaml", metavar="FILE.yaml", help="the config, e.g. one in yamls/")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that override the file's")
     parser.add_argument("--print_config", action="store_true", help="print the resolved config and exit")
@@ -187,7 +189,7 @@ def describe(schema: type) -> str:
     for name, entry, _ in _keys(schema):
         default = entry.default_factory() if entry.default is MISSING else entry.default
         shown = "" if default == REQUIRED else f" = {'null' if default is None else default}"
-        choices = ", ".join(map(str, entry.metadata["rule"].choices))
+        choices = ", ".join(map(str, (rule := entry.metadata["rule"]).choices or rule.units))
         lines.append(f"  {name}{shown}\n        {entry.metadata['meaning']}{f' ({choices})' if choices else ''}")
     return "\n".join(lines)
 
@@ -210,7 +212,7 @@ def check_value(name: str, value: Any, kind: Any = Any, rule: Rule = Rule()) -> 
             raise UserError(f"{name}={value} must be one of {', '.join(map(str, rule.choices))}{also}")
     elif rule.units:
         if not _is_duration(value, rule):
-            units = ", ".join(f"{unit} ({TIME_UNITS[unit]})" for unit in rule.units)
+            units = _in_words(rule.units)
             raise UserError(f"{name}={value} is not a duration{rule.bounds}; give a number and {units}, such as 10ba")
     elif kinds[0] in (int, float) or rule.bounds:
         whole = kinds[0] is int or (kinds[0] is Any and isinstance(rule.at_least, int))
@@ -219,6 +221,10 @@ def check_value(name: str, value: Any, kind: Any = Any, rule: Rule = Rule()) -> 
             raise UserError(f"{name}={value!r} must be {'an integer' if whole else 'a number'}{rule.bounds}{also}")
     elif kinds[0] in (str, bool) and type(value) not in kinds:
         raise UserError(f"{name}={value!r} must be {'a string' if kinds[0] is str else 'true or false'}")
+
+
+def _in_words(units: Iterable[str]) -> str:
+    return ", ".join(f"{unit} ({(TIME_UNITS | SECONDS)[unit]})" for unit in units)
 
 
 def _is_duration(value: Any, rule: Rule) -> bool:

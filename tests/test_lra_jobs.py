@@ -209,6 +209,57 @@ def test_a_killed_command_resumes_to_the_same_scores_and_predictions(trained, wr
         assert result(jobs / name)["scores"] == result(expected)["scores"]
 
 
+KILLER = """
+import os, signal
+from pathlib import Path
+from composer import Callback
+
+class Killer(Callback):
+    def __init__(self, folder):
+        self.left = Path(folder, "left")
+
+    def maybe(self, state, event):
+        steps = self.left.read_text().split()
+        if "killed" in state.run_name and steps[:1] == [f"{event}{state.timestamp.batch.value}"]:
+            self.left.write_text(" ".join(steps[1:]))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def batch_end(self, state, logger):
+        self.maybe(state, "step")
+
+    def fit_end(self, state, logger):
+        self.maybe(state, "end")
+"""
+
+
+@pytest.mark.parametrize("interval", ["1ba", "1ep"])
+def test_a_killed_job_resumes_to_the_bits_of_an_uninterrupted_one(write_yaml, tmp_path, caplog, interval):
+    name = f"killer_{interval}"  # the module, which is imported once
+    (tmp_path / f"{name}.py").write_text(KILLER)
+    (tmp_path / "left").write_text("step9 step22 end24")
+    same = {"like": "listops", "epochs": 3, "batch_size": 8, "lr": 0.01, "seeds": [1], "dropout": 0.3}
+    given = {
+        "tasks": {"whole": {**same, "title": "Whole"}, "killed": {**same, "title": "Killed"}},
+        "tasks_to_run": ["whole", "killed"], "code_paths": [str(tmp_path / f"{name}.py")], "save_interval": interval,
+        "callbacks": {f"{name}:Killer": {"folder": str(tmp_path)}}, "algorithms": {"ema": {"half_life": "5ba"}},
+    }  # fmt: skip
+    path, jobs = write_yaml(tmp_path / "lra.yaml", **given), tmp_path / "run/jobs"
+    for step in {"1ba": (8, 21, 24), "1ep": (8, 16, 24)}[interval]:
+        with pytest.raises(SystemExit):
+            lra.main([str(path)])
+        assert [file.name.split("-")[1] for file in jobs.glob("killed-1/ep*.pt")] == [f"ba{step}"]
+    with caplog.at_level("INFO", logger="lion"):
+        lra.main([str(path)])
+    assert f"Killed seed 1: resumes from step {step}" in caplog.text
+    assert f"resuming from step {step}\n" in (jobs / "killed-1/log.txt").read_text()
+    for file in ("predictions-test.jsonl", "predictions-validation.jsonl"):
+        assert (jobs / "killed-1" / file).read_bytes() == (jobs / "whole-1" / file).read_bytes()
+    lines = [[json.loads(line) for line in (jobs / job / "metrics.jsonl").open()] for job in ("whole-1", "killed-1")]
+    whole, killed = ([{k: v for k, v in line.items() if "second" not in k} for line in of_job] for of_job in lines)
+    assert killed == whole
+    assert not list(jobs.glob("*/*.pt"))
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

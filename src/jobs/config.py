@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from src.config import SEED, key
-from src.training.config import TrainerConfig
+from src.config import SEED, duration, key
+from src.training.config import SAVE_UNITS, TrainerConfig
 
 
 @dataclass
@@ -23,6 +23,9 @@ class JobsConfig(TrainerConfig):
     )
     default_seed: int = key("seed of tasks without seeds", 19, **SEED)
     seeds: int | None = key("use only the first so many of each task's seeds", None, at_least=1)
+    save_interval: str = duration(
+        "how often to save a job in progress, from which the same command resumes it", "600sec", units=SAVE_UNITS
+    )
     save_finetuned_checkpoints: bool = key("keep the fine-tuned model of each job", False)
     rerun: bool = key("run finished jobs again; also as --rerun", False)
     dry_run: bool = key(

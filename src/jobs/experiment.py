@@ -3,17 +3,19 @@
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any, ClassVar
 
+from src.checkpoints.remote import checkpoint_step
 from src.config import to_dict
 from src.errors import UserError
 from src.files import file_digest
 from src.jobs.tasks import Task, optimizer_of
 
-RESULT_FILE, LOG_FILE = "result.json", "log.txt"
+RESULT_FILE, SETTINGS_FILE, LOG_FILE = "result.json", "settings.json", "log.txt"
 Result = dict[str, Any]  # of a job
 Row = dict[str, Any]  # of a report: the scores of a task
 
@@ -35,6 +37,13 @@ class Job:
 
     def read_result(self) -> Result:
         return json.loads((self.folder / RESULT_FILE).read_text())
+
+    def saved_step(self) -> int:
+        """Return the step at which this job, with these settings, was last saved, which it resumes from; or 0."""
+        with suppress(OSError, ValueError):
+            if json.loads((self.folder / SETTINGS_FILE).read_text()) == self.settings:
+                return max((checkpoint_step(path.name) or 0 for path in self.folder.glob("ep*-rank0.pt")), default=0)
+        return 0
 
 
 @dataclass(frozen=True)

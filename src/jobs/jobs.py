@@ -71,6 +71,9 @@ def run(experiment: Experiment) -> None:
             if job.folder in done:
                 log.info(f"{job.name}: {100 * done[job.folder]['score']:.2f}, done earlier")
         todo = [replace(job, cost=experiment.cost(job)) for job in jobs if job.folder not in done]
+        for job in todo:
+            if not config.rerun and (step := job.saved_step()):
+                log.info(f"{job.name}: resumes from step {step:,}")
         failed = {}
         if todo:
             start_server(experiment.preload)

@@ -24,9 +24,10 @@ from src.checkpoints.remote import FETCHED
 from src.cli import log
 from src.data.workers import usable_cores
 from src.errors import RunFailed, UserError, first_line, reason
-from src.files import write_json
-from src.jobs.experiment import LOG_FILE, RESULT_FILE, Experiment, Job
+from src.files import LATEST, write_json
+from src.jobs.experiment import LOG_FILE, RESULT_FILE, SETTINGS_FILE, Experiment, Job
 from src.training import choices
+from src.training.checkpointing import delete_checkpoints
 from src.training.trainer import configure_process
 
 BAR = "{percentage:3.0f}% |{bar:20}| {elapsed} elapsed, {remaining} left{postfix}"
@@ -178,10 +179,12 @@ def run_job(
         torch.set_num_threads(threads)
     configure_process(device)
     try:
-        shutil.rmtree(job.folder, ignore_errors=True)
+        if not job.saved_step() or experiment.config.rerun:
+            shutil.rmtree(job.folder, ignore_errors=True)
         try:
-            job.folder.mkdir(parents=True)
-            with (job.folder / LOG_FILE).open("w") as file:
+            job.folder.mkdir(parents=True, exist_ok=True)
+            write_json(job.folder / SETTINGS_FILE, job.settings)
+            with (job.folder / LOG_FILE).open("a") as file:
                 os.dup2(file.fileno(), sys.stdout.fileno())
                 os.dup2(file.fileno(), sys.stderr.fileno())
         except OSError as error:
@@ -191,6 +194,8 @@ def run_job(
             choices.keep(choices.recall(experiment.folder, f"jobs/*/{RESULT_FILE}"), experiment.folder)
         result = experiment.run(job, device, StepReporter(connection))
         write_json(job.folder / RESULT_FILE, {**result, "settings": job.settings})
+        if LATEST not in (experiment.files(job, result) or ()):
+            delete_checkpoints(job.folder)
     except UserError as error:
         connection.send({"reason": str(error)})
         log.error(f"error: {error}")

@@ -12,6 +12,7 @@ from composer.utils import reproducibility
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from src.cli import log
 from src.config import to_dict
 from src.errors import RunFailed
 from src.jobs import predictions
@@ -22,6 +23,8 @@ from src.jobs.scores import TaskScore, at_chance, score
 from src.jobs.tasks import Task, optimizer_of
 from src.training import registry
 from src.training.averages import EMA
+from src.training.checkpointing import CheckpointWriter, latest_valid_checkpoint
+from src.training.loggers import of_run
 from src.training.own_code import import_files
 from src.training.run_log import RunLog
 from src.training.trainer import AutocastModel, build_trainer
@@ -137,6 +140,9 @@ def train(
         Evaluator(label=name, dataloader=split.loader, device_eval_microbatch_size=split.loader.batch_size)
         for name, split in validation.items()
     ]
+    latest = latest_valid_checkpoint(folder)
+    # Saved after evaluations, whose loaders take random numbers, so that a resumed job repeats an uninterrupted one.
+    writer = CheckpointWriter(folder, config.save_interval, 1, at_end=keep_checkpoint, after_evaluation=True)
     trainer = build_trainer(
         model,
         device=device,
@@ -149,18 +155,25 @@ def train(
         optimizers=build_optimizer(model) if build_optimizer else registry.build_optimizer(optimizer_of(task), model),
         schedulers=registry.build_scheduler(config.scheduler),
         algorithms=registry.build_all("algorithms", config.algorithms),
-        callbacks=[*registry.build_all("callbacks", config.callbacks), steps],
-        loggers=[*registry.build_all("loggers", config.loggers), RunLog(folder, "10ba")],
+        callbacks=[*registry.build_all("callbacks", config.callbacks), steps, writer],
+        loggers=[
+            *of_run(registry.build_all("loggers", config.loggers), folder, latest is not None),
+            RunLog(folder, "10ba"),
+        ],
         max_duration=f"{task.epochs}ep",
         eval_interval=task.eval_interval,
-        save_folder=str(folder) if keep_checkpoint else None,
-        save_interval=f"{task.epochs}ep",
+        load_path=None if latest is None else str(latest),
     )
     trainer.logger.log_hyperparameters({**to_dict(config), "task": job.settings["task"], "seed": job.seed})
-    trainer.fit()
-    for averages in (each for each in trainer.state.algorithms if isinstance(each, EMA)):
-        averages.activate(trainer.state)
-    state, seconds = trainer.state, trainer.state.timestamp.total_wct.total_seconds()
+    state = trainer.state
+    writer.saved_batch = state.timestamp.batch.value
+    if latest is not None:
+        log.info(f"resuming from step {state.timestamp.batch.value:,}")
+    if state.timestamp < state.max_duration:
+        trainer.fit()
+    for averages in (each for each in state.algorithms if isinstance(each, EMA)):
+        averages.activate(state)
+    seconds = state.timestamp.total_wct.total_seconds()
     scores, majority, train_labels = {}, {}, training.labels.float()
     constant = train_labels.mean() if task.regression else train_labels.mode().values  # the majority class
     for name, split in {**validation, **test}.items():

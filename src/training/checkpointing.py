@@ -26,17 +26,25 @@ SAVED_AFTER = {Event.BATCH_END: Event.BATCH_CHECKPOINT, Event.EPOCH_END: Event.E
 
 
 class CheckpointWriter(Callback):
-    """Save `folder/ep{epoch}-ba{batch}-rank0.pt` every `interval` and at the end; latest-rank0.pt links to the newest.
+    """Save `folder/ep{epoch}-ba{batch}-rank0.pt` every `interval`, and `at_end`; latest-rank0.pt links to the newest.
     A file gets its final name only once it is complete on disk. All are deleted but the newest `keep`, and the one that
     best-rank0.pt links to; -1 keeps all. `uploads.busy`, a file that is being uploaded, is deleted later. A step is
     saved before it is evaluated, so that an evaluation that fails costs nothing; then `owes_evaluation`, which a run
-    that resumes from it asks for.
+    that resumes from it asks for. `after_evaluation`: it is saved after that, with the state of the random numbers.
     After a failed write the run continues and retries at the next interval; at its end it raises RunFailed."""
 
-    def __init__(self, folder: Path, interval: str, keep: int, uploads: Any = None):
+    def __init__(
+        self,
+        folder: Path,
+        interval: str,
+        keep: int,
+        uploads: Any = None,
+        at_end: bool = True,
+        after_evaluation: bool = False,
+    ):
         self.folder, self.uploads = folder, uploads
-        self.keep = keep
-        self.is_due = create_interval_scheduler(interval)
+        self.keep, self.after_evaluation = keep, after_evaluation
+        self.is_due = create_interval_scheduler(interval, include_end_of_training=at_end)
         self.saved_batch = -1
         self.owes_evaluation = False
         self.next_save = Event.BATCH_CHECKPOINT
@@ -44,7 +52,7 @@ class CheckpointWriter(Callback):
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if event in SAVED_AFTER:
             self.next_save = SAVED_AFTER[event]
-        elif event == Event.EVAL_BEFORE_ALL:
+        elif event == Event.EVAL_BEFORE_ALL and not self.after_evaluation:
             self.owes_evaluation = True
             self._save_if_due(state, self.next_save)
         elif event in (Event.EVAL_AFTER_ALL, Event.EVAL_STANDALONE_END):
@@ -152,6 +160,13 @@ def checkpoints(folder: Path) -> list[Path]:
     """Return a run's checkpoints, newest first."""
     steps = {path: checkpoint_step(path.name) for path in folder.glob("ep*-rank0.pt")}
     return sorted((path for path in steps if steps[path] is not None), key=steps.get, reverse=True)
+
+
+def delete_checkpoints(folder: Path) -> None:
+    """Delete what a finished run no longer needs."""
+    with contextlib.suppress(OSError):
+        for path in (folder / LATEST, *checkpoints(folder)):
+            path.unlink(missing_ok=True)
 
 
 def latest_valid_checkpoint(folder: Path) -> Path | None:

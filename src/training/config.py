@@ -1,16 +1,17 @@
 """Config keys that every run has, whatever it trains."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from src.config import SEED, Config, duration, key, load
+from src.config import SECONDS, SEED, TIME_UNITS, Config, duration, key, load
 from src.errors import UserError
 from src.training import changes
 
 COUNT = {"at_least": 1, "at_most": 2**32 - 1}
 COUNT_OR_ALL = {"at_least": 1, "also": (-1,), "may_change": True}
 OWN = ", or module:Class"  # see src/training/own_code.py
+SAVE_UNITS = (*TIME_UNITS, *SECONDS)
 DDP_SYNC = ("single_auto_sync", "multi_auto_sync", "forced_sync")
 
 
@@ -98,7 +99,7 @@ class RunConfig(TrainerConfig):
         "for float32 products: high may use TF32, medium bfloat16", "highest", choices=("highest", "high", "medium")
     )
     seed: int = key("seed for weights, dropout, data order and masks", **SEED)
-    save_interval: str = duration("how often to save a checkpoint", may_change=True)
+    save_interval: str = duration("how often to save a checkpoint", units=SAVE_UNITS, may_change=True)
     save_num_checkpoints_to_keep: int = key("how many of the newest to keep; -1: all", -1, **COUNT_OR_ALL)
     save_best: str | None = key(
         "also keep the checkpoint that is best by this curve, as best-rank0.pt: loss, accuracy, top1, ndcg, …",
@@ -175,7 +176,7 @@ def load_config(
         from src import lion  # whose imports take seconds, as the registry's
         from src.training.registry import describe_arguments
 
-        more_help = describe_arguments(getattr(lion, schema.model_config))
+        more_help = describe_arguments(getattr(lion, schema.model_config), [entry.name for entry in fields(schema)])
     config = load(schema, script, argv, example, more_help, commands)
     config.check()
     return config

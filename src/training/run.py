@@ -255,7 +255,6 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
             startup.done("first evaluation")
         elif latest is not None and writer.owes_evaluation:
             if decide(lambda: not is_evaluated(folder, now.batch.value)) or follow_evaluations(config.callbacks):
-                run_log.forget_evaluation(state)
                 composer_trainer.eval()
                 startup.done("evaluation")
             writer.owes_evaluation = False

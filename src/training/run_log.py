@@ -62,6 +62,7 @@ class RunLog(LoggerDestination):
         self.steps: deque[tuple] = deque(maxlen=11)  # `_counts` after this process's first steps
         self.rates: dict[str, float] = {}  # between the last two lines
         self.bar: tqdm | None = None
+        self.resumed_from: int | None = None  # the step of the checkpoint, until it is evaluated
         self.estimated = False  # whether the time left has been logged
         self.warn_once = functools.cache(log.warning)
 
@@ -70,13 +71,8 @@ class RunLog(LoggerDestination):
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Drop the lines after the checkpoint that the run resumes from."""
-        step = state.timestamp.batch.value
+        step = self.resumed_from = state.timestamp.batch.value
         self._keep(lambda line: step > 0 and line["step"] <= step)
-
-    def forget_evaluation(self, state: State) -> None:
-        """Drop the line of this step's evaluation, which is repeated."""
-        step = state.timestamp.batch.value
-        self._keep(lambda line: line["step"] < step or "eval" not in line)
 
     def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         if not (is_main_process() and self.path.is_file()):
@@ -138,6 +134,9 @@ class RunLog(LoggerDestination):
         log.info(f"{time} left at {rate:,.0f} {self.counts}/s")
 
     def eval_end(self, state: State, logger: Logger) -> None:
+        if (step := state.timestamp.batch.value) == self.resumed_from:  # perhaps a repetition
+            self._keep(lambda line: line["step"] < step or "eval" not in line)
+            self.resumed_from = None
         metrics = {f"{label}/{name}": m for label, each in state.eval_metrics.items() for name, m in each.items()}
         # The only labels may be another rank's; Composer has added up those of all.
         own = [name for name, m in metrics.items() if m.update_count]
