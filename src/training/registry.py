@@ -230,11 +230,12 @@ def arguments_of(function: Callable, hidden: Collection[str] = ("params", "model
     return {parameter.name: str(parameter.replace(annotation=parameter.empty)) for parameter in own}
 
 
-def describe_arguments(model: type) -> str:
-    """Return the arguments of a model's configuration and of everything that a section may name, with defaults, for
-    `--help`."""
+def describe_arguments(model: type, sections: Collection[str]) -> str:
+    """Return the arguments of a model's configuration and of everything that these sections of a config may name, with
+    defaults, for `--help`."""
     described = {"model:": model, "fsdp_config:": FSDPConfig, "compile_config:": torch.compile}
     described |= {f"{kind}: {name}": factory for kind, named in REGISTRY.items() for name, factory in named.items()}
+    described = {name: factory for name, factory in described.items() if name.split(":")[0] in sections}
     lines = [
         "arguments of everything chosen by name (in `callbacks` and the like, as name: {argument: value}):\n",
         "  module:Class, such as my_package.my_module:MyCallback, names a class of your own, with the arguments of its",
