@@ -50,7 +50,7 @@ class EmbedConfig(RunConfig):
     pooling: str = key("how a text's token vectors become one vector", "mean", choices=("mean", "attention", "cls"))
     prompts: dict[str, Any] = key("text prepended to each `query` and each `document`", {})
     temperature: float = key("divisor of the cosine similarities in the loss", 0.02, above=0)
-    symmetric: bool = key("add the loss of retrieving each document's query", False)
+    symmetric: bool = key("average with the loss of retrieving each document's query", False)
     matryoshka_dims: list[int] = key(
         "vector sizes to train (Matryoshka); include the full size; empty: the full size only", []
     )

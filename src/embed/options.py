@@ -22,7 +22,7 @@ def add_reading(parser: ArgumentParser) -> None:
     add("--max_seq_len", type=int, help="cut texts to this many tokens (default: the model's limit, if it has one)")
     add("--query_prompt", help="text before each query (default: the model's own)")
     add("--document_prompt", help="text before each document (default: the model's own)")
-    words = "keep the first so many numbers of each vector, as for a model with matryoshka_dims (default: all)"
+    words = "keep the first N numbers of each vector, as for a model with matryoshka_dims (default: all)"
     add("--dims", type=int, metavar="N", help=words)
     add("--batch_tokens", type=int, default=16384, help="tokens per batch (default: 16384)")
     words = "read longer texts in segments of this many tokens: the same result in less memory (default: 65536)"

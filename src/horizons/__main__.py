@@ -2,11 +2,11 @@
 
     python -m src.horizons --checkpoint runs/lion-s-base/latest-rank0.pt --data_files 'texts/*.txt' --out horizons
 
-A head's horizon is −1 / mean(log λ): after so many tokens, its decay leaves 1/e of a state. The picture also shows the
-horizons of a new model with the same configuration. The share of an output from beyond a distance d is Σ |A_ij|·‖v_j‖
-over the keys with |i − j| > d, divided by the sum over all keys, where A is the head's matrix and v are its values. The
-gradient at a distance is that of the first token's final state with respect to the embedding of the token at that
-distance, relative to the gradient with respect to its own.
+A head's horizon is −1 / mean(log λ): the number of tokens after which its decay leaves 1/e of a state. The picture
+also shows the horizons of a new model with the same configuration. The share of an output from beyond a distance d is
+Σ |A_ij|·‖v_j‖ over the keys with |i − j| > d, divided by the sum over all keys, where A is the head's matrix and v are
+its values. The gradient at a distance is that of the first token's final hidden state with respect to the embedding of
+the token at that distance, relative to the gradient with respect to its own.
 """
 
 import argparse

@@ -22,12 +22,12 @@ class JobsConfig(TrainerConfig):
         "processes to prepare batches; 0: the job's own; default: 2 on a GPU, 0 on a CPU", None, at_least=0
     )
     default_seed: int = key("seed of tasks without seeds", 19, **SEED)
-    seeds: int | None = key("use only the first so many of each task's seeds", None, at_least=1)
+    seeds: int | None = key("use only the first N of each task's seeds", None, at_least=1)
     save_interval: str = duration(
         "how often to save a job in progress, from which the same command resumes it", "600sec", units=SAVE_UNITS
     )
     save_finetuned_checkpoints: bool = key("keep the fine-tuned model of each job", False)
     rerun: bool = key("run finished jobs again; also as --rerun", False)
     dry_run: bool = key(
-        "check the config, that the files exist, checkpoint and device, say what would run, and end", False
+        "check the config, that the files exist, checkpoint and device, print what would run, and exit", False
     )

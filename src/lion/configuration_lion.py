@@ -88,7 +88,8 @@ class LionConfig(LayersConfig):
         short_conv: width of a depthwise convolution over tokens of q, k and v, which is odd; 0: none.
         value_gate: normalize the outputs of the heads (RMSNorm) and multiply them by SiLU of a projection, as Mamba-2
             and Hydra do.
-        feature_map: of q and k: "none"; "silu", (SiLU(x) + ½) / ‖SiLU(x) + ½‖, as in LION's image models; "sigmoid".
+        feature_map: of q and k: "none"; "silu", (SiLU(x) + ½) / ‖SiLU(x) + ½‖, as in LION's image models; "sigmoid";
+            "elu", ELU(x) + 1.
         normalize_rows: divide by the sums of the rows of the attention matrix, which needs a feature map.
         decay_horizon: [lo, hi], tokens that the heads see at the start, spread geometrically: head h of H starts with
             λ = 1 − 1/τ, τ = lo · (hi/lo)^(h/(H−1)). None: λ is about ½, a horizon of two tokens, as published.

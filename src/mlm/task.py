@@ -37,7 +37,8 @@ class PretrainConfig(RunConfig):
 
     model: dict[str, Any] = key(
         "mixer and sizes: arguments of LionConfig (src/lion/configuration_lion.py); and pretrained_checkpoint, to "
-        "start from the weights of a checkpoint of main.py or the paper's authors, a Hub folder or a Hugging Face BERT",
+        "start from the weights of a checkpoint (main.py's, the paper authors', Hydra's), a Hub folder, or a Hugging "
+        "Face BERT or ModernBERT",
         {},
     )
     tokenizer_name: str = key("Hub name or folder of the tokenizer")

@@ -84,7 +84,7 @@ class RunConfig(TrainerConfig):
 
     run_name: str = key("name of the run")
     optimizer: dict[str, Any] = key(
-        f"name{OWN}, and arguments; filter_bias_norm_wd: true exempts biases and norms from decay"
+        f"name{OWN}, and arguments; filter_bias_norm_wd: true exempts biases and norms from weight decay"
     )
     max_duration: str = duration("length of training", units=("ba", "sp", "ep", "tok"), may_change=True)
     eval_interval: str = duration("how often to evaluate", may_change=True)
@@ -138,7 +138,7 @@ class RunConfig(TrainerConfig):
     dist_timeout: float = key("seconds a device waits for the others", 300.0, above=0, may_change=True)
     compile_config: Any = key(
         "arguments of torch.compile; null: not used; auto: its defaults on a GPU, where the first steps then take "
-        "minutes; a resumed run does as it began",
+        "minutes; a resumed run keeps its choice",
         None,
         may_change=True,
     )
