@@ -26,10 +26,10 @@ from test_jobs_scores import reference
 import glue
 from src.cli import progress
 from src.config import load
-from src.errors import UserError
+from src.errors import RunFailed, UserError
 from src.glue.examples import Data, Example, read_task
 from src.glue.experiment import FinetuneConfig, GlueExperiment
-from src.glue.finetune import build_model, collator, read_start
+from src.glue.finetune import build_model, collator, finetune, read_start
 from src.glue.tasks import GLUE
 from src.glue.tokens import tokenize
 from src.jobs import pool, predictions
@@ -507,6 +507,11 @@ def test_results_of_other_weights_are_not_replaced_without_asking(experiment_of,
     for override in ("mnli_first=false", "mnli_first=true"):
         with pytest.raises(UserError, match=message):
             finished(plan_of(override, encoder="two"), experiment)
+
+
+def test_a_job_does_not_start_from_other_weights_than_were_planned(experiment_of, plan_of):
+    with pytest.raises(RunFailed, match=r"c\S+\.pt has changed since the command started; run it again"):
+        finetune(experiment_of().config, plan_of()[0], "cpu", None, False, None)
 
 
 def test_a_folder_locked_by_another_command_is_refused(tmp_path, shared):

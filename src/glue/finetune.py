@@ -9,14 +9,14 @@ from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from src.checkpoints.reading import load_all, read_pretrained
 from src.data.tokenizers import vocabulary_digest
-from src.errors import UserError
+from src.errors import RunFailed, UserError
 from src.files import LATEST, sha256
 from src.glue import tokens
 from src.glue.tasks import FinetuneConfig, Task, of_glue
 from src.glue.tokens import Kept, Tokens
 from src.jobs.experiment import Job, Result
 from src.jobs.pool import StepReporter
-from src.jobs.training import Classifier, Split, loader, train, workers_of
+from src.jobs.training import Classifier, Split, changed_start, loader, train, workers_of
 from src.lion import LionConfig, LionForSequenceClassification
 from src.training.text_model import build_lion_config, build_tokenizer, lion_arguments, widen_horizons
 
@@ -91,6 +91,8 @@ def finetune(
     """Train and evaluate; return the scores, those of the majority class, and a description of the run."""
     length = job.task.max_seq_len
     start = read_start(config, None if job.after is None else str(job.after.folder / LATEST), length)
+    if job.after is None and start.digest()["weights"] != job.settings["start"]["weights"]:
+        raise RunFailed(changed_start(config))
     data = tokens.read(kept, job.task, start.tokenizer, config)
     task, collate, workers = data.task, collator(start.tokenizer, length), workers_of(config, device)
 

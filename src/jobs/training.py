@@ -78,6 +78,12 @@ def workers_of(config: JobsConfig, device: str) -> int:
     return config.num_workers if config.num_workers is not None else 2 * (device == "gpu")
 
 
+def changed_start(config: JobsConfig) -> str:
+    """Return the error of a job that would start from other weights than the command has planned."""
+    changed = f"{config.starting_checkpoint_load_path} has changed since the command started"
+    return f"{changed}; run it again once the checkpoint is final"
+
+
 class Classifier(AutocastModel):
     """A transformers model whose evaluations give logits."""
 

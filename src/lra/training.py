@@ -12,7 +12,7 @@ from src.files import sha256
 from src.jobs.experiment import Job, Result
 from src.jobs.pool import StepReporter
 from src.jobs.tasks import optimizer_of
-from src.jobs.training import Classifier, Split, loader, train, workers_of
+from src.jobs.training import Classifier, Split, changed_start, loader, train, workers_of
 from src.lion import LionConfig
 from src.lra.arrays import Examples, Prepared, collate
 from src.lra.model import SequenceClassifier
@@ -90,8 +90,7 @@ def run(config: LraConfig, job: Job, device: str, steps: StepReporter, prepared:
     task, workers = job.task, workers_of(config, device)
     stored, weights = read_start(config)
     if weights_digest(weights) != job.settings["start"]:
-        changed = f"{config.starting_checkpoint_load_path} has changed since the command started"
-        raise RunFailed(f"{changed}; run it again once the checkpoint is final")
+        raise RunFailed(changed_start(config))
 
     def split(name: str, batch_size: int = config.device_eval_batch_size, seed: int | None = None) -> Split:
         examples: Examples = prepared.open(name)
