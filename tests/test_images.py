@@ -110,7 +110,8 @@ def test_parquet(tmp_path, names):
     label = datasets.ClassLabel(names=names) if names else datasets.Value("int64")
     features = datasets.Features({"image": datasets.Image(), "label": label})
     rows = {"image": [{"bytes": encoded(x), "path": None} for x in PIXELS], "label": LABELS}
-    (tmp_path / "data").mkdir()
+    tmp_path /= "data[1]"  # which is not a pattern
+    (tmp_path / "data").mkdir(parents=True)
     datasets.Dataset.from_dict(rows, features).to_parquet(tmp_path / "data" / "validation-00000-of-00001.parquet")
     check(open_images(str(tmp_path), "val"), names or ["0", "1"])
     with pytest.raises(UserError, match="no train/CLASS"):
@@ -127,7 +128,42 @@ def test_shards(tmp_path):
         for pixels, label in zip(PIXELS, LABELS):
             writer.write({"image": encoded(pixels), "label": label})
     (tmp_path / "train" / "split.json").write_text(json.dumps({"classes": ["cat", "dog"]}))
-    check(open_images(str(tmp_path), "train"), ["cat", "dog"])
+    images = open_images(str(tmp_path), "train")
+    check(images, ["cat", "dog"])
+    fetched = open_images(str(tmp_path / "cache"), "train", remote=str(tmp_path))
+    assert {path.name for path in (tmp_path / "cache/train").iterdir()} == {"index.json", "split.json"}  # no shard yet
+    check(fetched, ["cat", "dog"])
+
+
+@pytest.mark.parametrize("kind", ["parquet", "hub", "mnist", "shards"])
+def test_a_changed_label_or_picture_changes_the_digest(tmp_path, monkeypatch, kind):
+    import datasets
+    from streaming import MDSWriter
+
+    def digest(pixels=PIXELS, labels=LABELS) -> str:
+        files = [encoded(x, compress_level=0) for x in pixels]  # all of the same size
+        if kind == "mnist":
+            (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(pixels[..., 0]))
+            (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(np.array(labels, np.uint8)))
+        elif kind == "shards":
+            with MDSWriter(out=str(tmp_path / "train"), columns={"x": "bytes", "y": "int"}, exist_ok=True) as writer:
+                for content, label in zip(files, labels):
+                    writer.write({"x": content, "y": label})
+        else:
+            rows = datasets.Dataset.from_dict({"image": [{"bytes": x, "path": None} for x in files], "label": labels})
+            monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["train"])
+            monkeypatch.setattr(datasets, "load_dataset", lambda name, **_: {"train": rows}["train"])
+            if kind == "parquet":
+                monkeypatch.undo()
+                rows.to_parquet(tmp_path / "train.parquet")
+        return open_images("some/images" if kind == "hub" else str(tmp_path), "train").digest()
+
+    same = 1 if kind in ("parquet", "shards") else 2  # these are known by the time of their files
+    changed = PIXELS.copy()
+    changed[2] += 1
+    found = [digest() for _ in range(same)]
+    assert len(set(found)) == 1
+    assert len({*found, digest(changed), digest(labels=[0, 1, 0, 1, 1, 0])}) == 3
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "png", "pil"])

@@ -1,6 +1,7 @@
 """Labelled images from folders, MDS shards, Parquet, the Hub, CIFAR and MNIST: as stored, with random access."""
 
 import copy
+import glob
 import gzip
 import io
 import json
@@ -9,7 +10,7 @@ import pickle
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,12 @@ class Images(ABC):
         """Return an image as stored, its label, and its name for messages."""
 
     def digest(self) -> str:
-        """Return what tells these images from others, without reading all of them."""
-        ends = (self[index] for index in {0, len(self) - 1})
-        parts = (part for content, label, _ in ends for part in (bytes(np.asarray(content).data), str(label).encode()))
-        return sha256([json.dumps(self.classes).encode(), *parts])
+        """Return what tells these images from others: a hash of the names of the classes, and of `identity`."""
+        return sha256([json.dumps(self.classes).encode(), *self.identity()])
+
+    @abstractmethod
+    def identity(self) -> Iterable[bytes | memoryview]:
+        """Return what changes with any image or label, without reading all files."""
 
 
 class FolderImages(Images):
@@ -72,9 +75,12 @@ class FolderImages(Images):
         self.files = np.array([os.fsencode(file) for file in files])
         self.labels = np.array(labels, np.int32)
 
-    def digest(self) -> str:
-        stamps = np.array([_stamp(os.path.join(os.fsencode(self.folder), file)) for file in self.files], np.int64)
-        return sha256([self.files.data, self.labels.data, stamps.data])
+    def digest(self) -> str:  # as earlier versions, whose conversions can so be resumed
+        return sha256(self.identity())
+
+    def identity(self) -> Iterable[bytes | memoryview]:
+        folder = os.fsencode(self.folder)
+        return self.files.data, self.labels.data, _stamps(os.path.join(folder, file) for file in self.files)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -116,14 +122,17 @@ class ArrayImages(Images):
     def __getitem__(self, index: int) -> tuple[RAW, int, str]:
         return self.pixels[index], int(self.labels[index]), f"image {index} of {self.source}"
 
+    def identity(self) -> Iterable[bytes | memoryview]:
+        return np.asarray(self.labels, np.int64).data, *(np.ascontiguousarray(image).data for image in self.pixels)
+
 
 class TableImages(Images):
     """A table of the datasets library: a Hub dataset, or Parquet files."""
 
-    def __init__(self, source: str, table: Any):
+    def __init__(self, source: str, table: Any, files: Sequence[Path] = ()):
         import datasets
 
-        self.source, features = source, table.features
+        self.source, self.files, features = source, files, table.features
         image = next((name for name, kind in features.items() if isinstance(kind, datasets.Image)), None)
         image = image or next((name for name in ("image", "img") if name in features), None)
         label = next((name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)), None)
@@ -160,12 +169,19 @@ class TableImages(Images):
         label = row[self.label]
         return image, int(label) if self.numbers is None else self.numbers[label], name
 
+    def identity(self) -> Iterable[bytes | memoryview]:
+        """Stamps of the files, which a dataset of the Hub does not have: some of its pictures stand for them."""
+        yield json.dumps(list(self.table[self.label])).encode()
+        yield _stamps(self.files)
+        for index in () if self.files else np.linspace(0, len(self) - 1, 64).astype(int):
+            yield bytes(np.asarray(self[index][0]).data)
+
 
 class ShardImages(Images):
     """MDS shards with the columns `image` and `label`, or `x` and `y` of streaming's own converters."""
 
     def __init__(self, local: Path, remote: str | None, split: str):
-        from src.data.streaming import StreamingSamples
+        from src.data.streaming import StreamingSamples, fetch_summary
 
         self.source = f"{remote or local}/{split}"
         try:
@@ -177,7 +193,10 @@ class ShardImages(Images):
         if not names:
             raise UserError(f"{self.source}: no columns image and label, only {', '.join(columns)}; convert it again")
         self.image, self.label = names[0]
-        self.classes = _stored_classes(Path(local, split))
+        self.folder = Path(local, split)
+        if remote is not None:
+            fetch_summary(self.folder, remote)  # which shards of other converters do not have
+        self.classes = _stored_classes(self.folder)
         if not self.classes:
             log.info(f"{self.source}: reading all labels to count the classes, since split.json does not name them")
             count = 1 + max(self.shards[index][self.label] for index in range(self.shards.num_samples))
@@ -189,6 +208,9 @@ class ShardImages(Images):
     def __getitem__(self, index: int) -> tuple[RAW, int, str]:
         row = self.shards[int(index)]
         return row[self.image], int(row[self.label]), f"sample {index} of {self.source}"
+
+    def identity(self) -> Iterable[bytes | memoryview]:
+        return [_stamps(sorted(self.folder.iterdir()))]
 
 
 class Renumbered(Images):
@@ -205,6 +227,9 @@ class Renumbered(Images):
     def __getitem__(self, index: int) -> tuple[RAW, int, str]:
         content, label, name = self.images[index]
         return content, self.numbers[label], name
+
+    def identity(self) -> Iterable[bytes | memoryview]:
+        return self.images.identity()
 
 
 def open_images(name: str, split: str, remote: str | None = None, key: str = "data_local") -> Images:
@@ -298,13 +323,17 @@ def _hash(path: Path) -> float:
     return int(sha256([content])[:13], 16) / 16**13
 
 
-def _stamp(path: bytes) -> tuple[int, int]:
-    """A file's size and time, or what no file has: of a link to nothing, say, which reading it reports."""
-    try:
-        found = os.stat(path)
-        return found.st_size, found.st_mtime_ns
-    except OSError:
-        return -1, 0
+def _stamps(paths: Iterable[Path | bytes]) -> memoryview:
+    """Sizes and times of files, or what no file has: of a link to nothing, say, which reading it reports."""
+
+    def stamp(path: Path | bytes) -> tuple[int, int]:
+        try:
+            found = os.stat(path)
+            return found.st_size, found.st_mtime_ns
+        except OSError:
+            return -1, 0
+
+    return np.array([stamp(path) for path in paths], np.int64).data
 
 
 def _class_names(folder: Path) -> list[str]:
@@ -372,12 +401,14 @@ def _parquet(folder: Path, split: str) -> Images | None:
     files = sorted(folder.rglob("*.parquet"))
     names = [split, *(other for other in SECOND_SPLITS if split in SECOND_SPLITS)]
     for name in names:
-        of_split = [str(f) for f in files if f.name.startswith(name) or name in f.relative_to(folder).parts[:-1]]
+        of_split = [f for f in files if f.name.startswith(name) or name in f.relative_to(folder).parts[:-1]]
         if of_split:
             import datasets
 
             try:
-                return TableImages(f"{folder}/{name}", datasets.load_dataset("parquet", data_files=of_split)["train"])
+                patterns = [glob.escape(str(file)) for file in of_split]
+                table = datasets.load_dataset("parquet", data_files=patterns)["train"]
+                return TableImages(f"{folder}/{name}", table, of_split)
             except UserError:
                 raise
             except Exception as error:  # whatever pyarrow and datasets raise

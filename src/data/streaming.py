@@ -288,18 +288,27 @@ def open_stream(key: str, source: Any, split: str) -> Stream:
         raise UserError(f"{key}: {first_line(error)}") from None
 
 
+def fetch_summary(folder: Path, remote: str) -> str | None:
+    """Download split.json of a split into the folder of its shards unless it is there; return None, or why it failed.
+    Each process fetches it, and none sees a partial file."""
+    name = "split.json"
+    if (folder / name).exists():
+        return None
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        try:
+            CloudDownloader.direct_download(os.path.join(remote, folder.name, name), f"{own}/{name}")
+            os.replace(f"{own}/{name}", folder / name)
+        except Exception as error:  # whatever the clients of s3, gs and oci raise
+            return first_line(error)
+    return None
+
+
 def check_tokens(stream: Stream, tokenizer: PreTrainedTokenizerBase, options: DatasetConfig) -> None:
     """Raise UserError unless split.json says that a stream's tokens are this tokenizer's, in rows not too long."""
     folder = Path(stream.local, stream.split)
-    if stream.remote is not None and not (folder / "split.json").exists():
-        name = f"{stream.split}/split.json"
-        with tempfile.TemporaryDirectory(dir=folder) as own:  # each process fetches it; none sees a partial file
-            try:
-                CloudDownloader.direct_download(os.path.join(stream.remote, name), f"{own}/split.json")
-                os.replace(f"{own}/split.json", folder / "split.json")
-            except Exception as error:  # whatever the clients of s3, gs and oci raise
-                found = f"cannot fetch {name} ({first_line(error)}), which names the tokenizer"
-                raise UserError(f"{stream.remote}: {found}; copy it there, or convert the text again") from None
+    if stream.remote is not None and (problem := fetch_summary(folder, stream.remote)):
+        found = f"cannot fetch {stream.split}/split.json ({problem}), which names the tokenizer"
+        raise UserError(f"{stream.remote}: {found}; copy it there, or convert the text again")
     made = tokens_summary(stream)
     if not {"tokenizer", "vocab_size", "digest", "mode", "length"} <= made.keys():
         found = f"{folder}/split.json, which names the tokenizer, is missing or corrupt"
