@@ -4,6 +4,8 @@ import itertools
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from src.data import readers
 from src.embed import encode
 from src.embed.beir import read_beir
 from src.embed.encoder import DOCUMENT, Passages, Settings, open_encoder
+from src.embed.options import READING, fingerprint
 from src.embed.passages import UNITS, characters, passage_edges, special_tokens, unit_starts
 from src.errors import UserError
 
@@ -152,6 +155,23 @@ def test_vectors_may_be_truncated(files, checkpoint, tmp_path):
     vectors = torch.tensor([row["vector"] for row in rows_of(tmp_path / "out")])
     assert vectors.shape[1] == 8
     torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(vectors)))
+
+
+def test_other_weights_of_the_same_name_are_noticed(tmp_path, monkeypatch):
+    options = SimpleNamespace(dims=None, **dict.fromkeys(READING))
+    weights = tmp_path / "model/0_Transformer/model.safetensors"  # where sentence-transformers puts them
+    weights.parent.mkdir(parents=True)
+    found = []
+    for content in ("old", "newer"):
+        weights.write_text(content)
+        found.append(fingerprint(str(tmp_path / "model"), options))
+    monkeypatch.chdir(tmp_path)
+    for commit in ("a1", "b2"):
+        monkeypatch.setattr("huggingface_hub.HfApi.model_info", Mock(return_value=Mock(sha=commit)))
+        found.append(fingerprint("org/model", options))
+    assert all(one != other for i, one in enumerate(found) for other in found[:i])
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", Mock(side_effect=OSError))
+    assert fingerprint("org/model", options)["files"] == []  # not known offline
 
 
 def test_mistakes_are_named(files, checkpoint, tmp_path):

@@ -14,7 +14,7 @@ from src.data.readers import STANDARD_INPUT, find_files, read_batches
 from src.embed.options import MODEL, add_reading, check_counts, fingerprint, open_model
 from src.embed.passages import UNITS
 from src.errors import UserError
-from src.files import check_writable, exclusive_lock, write_json
+from src.files import check_writable, exclusive_lock, sync_to_disk, write_json
 from src.jobs.report import writing
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ def resume(out: Path, settings: dict[str, Any]) -> tuple[Position, bool]:
     try:
         stored = json.loads(state.read_text()) if parts else {**settings}
         finished = stored.pop(FINISHED, None)
-    except (OSError, ValueError, AttributeError):
+        stored["files"] = stored["files"] or settings["files"]  # earlier versions did not look up commits on the Hub
+    except (OSError, ValueError, AttributeError, LookupError):
         stored = finished = None
     if stored != settings:
         raise UserError(
@@ -168,5 +169,6 @@ def write_part(
     table = pyarrow.table(columns).replace_schema_metadata({PROGRESS: json.dumps(at)})
     part = options.out / f"part-{at.parts - 1:06}.parquet"
     parquet.write_table(table, unfinished := part.with_suffix(".unfinished"))
+    sync_to_disk(unfinished)
     unfinished.replace(part)
     return at

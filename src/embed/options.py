@@ -1,6 +1,7 @@
 """Options of the commands that read texts with a model, and the model that they choose. Imports nothing slow."""
 
 from argparse import ArgumentParser, Namespace
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,13 +69,30 @@ def open_model(model: str, options: Namespace) -> "Encoder":
     return encoder
 
 
+def newest_commit(name: str) -> str | None:
+    """Return the commit of a model's main branch on the Hub or, offline, in the cache; None if neither has it."""
+    if name.count("/") > 1:
+        return None
+    from huggingface_hub import HfApi, hf_hub_download
+
+    with suppress(Exception):  # whatever the client raises; opening the model reports it
+        return HfApi().model_info(name, timeout=10).sha
+    with suppress(Exception):
+        return Path(hf_hub_download(name, "config.json", local_files_only=True)).parent.name
+    return None
+
+
 def fingerprint(model: str, options: Namespace) -> dict[str, Any]:
     """What vectors depend on besides the texts, to recognize them. Raises UserError."""
     path = fetch(model, "MODEL") if is_remote(model) else Path(model)
-    files = [path] if path.is_file() else sorted(path.glob("*.*")) if path.is_dir() else []
+    # A folder of sentence-transformers has its weights in a folder below.
+    found = [(file.relative_to(path).as_posix(), file) for file in sorted(path.rglob("*.*")) if file.is_file()]
+    files = [(path.name, path)] if path.is_file() else found
     if is_remote(model):  # a file's time is that of its download
-        facts = [[file.name, file_digest(file)] for file in files]
+        facts = [[name, file_digest(file)] for name, file in files]
+    elif path.exists():
+        facts = [[name, file.stat().st_size, file.stat().st_mtime_ns] for name, file in files]
     else:
-        facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+        facts = [["commit", commit]] if (commit := newest_commit(model)) else []
     given = {} if options.dims is None else {"dims": options.dims}  # which folders of earlier versions do not have
     return {"model": model, "files": facts, **{name: getattr(options, name) for name in READING}, **given}
