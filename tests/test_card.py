@@ -65,6 +65,12 @@ def test_a_card_states_sizes_steps_recipe_and_the_evaluation_of_that_step(checkp
     assert "precision" not in card  # the run took its default, and did not write it down
 
 
+def test_an_evaluation_of_an_earlier_step_is_not_a_result_of_the_weights(checkpoint):
+    checkpoint.timestamp["batch"] += 100
+    card = model_card(checkpoint, "my-model")
+    assert "At step 1,200" in card and "model-index" not in metadata(card)
+
+
 def test_a_new_mixer_has_a_card(checkpoint, monkeypatch):
     monkeypatch.setattr(configuration_lion, "MIXERS", ("lion-x",))
     monkeypatch.setitem(mixers.MIXERS, "lion-x", mixers.MIXERS["lion-s"])

@@ -48,10 +48,13 @@ def as_a_user(fake: FakeHub, folder: Path, *options: object, **changes: str):
 
 def test_a_pushed_folder_is_on_the_hub_and_its_card_loads_it_by_name(fake, folder, tmp_path):
     (folder / "README.md").write_text((folder / "README.md").read_text() + "A line by hand.\n")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
     result = as_a_user(fake, folder, HF_HOME=str(tmp_path / "home"))
     assert result.returncode == 0, result.stderr
     assert f"{fake.url}/{REPO}" in result.stdout
-    assert fake.repos[REPO]["main"] == {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    pushed = {**fake.repos[REPO]["main"], "README.md": before["README.md"]}
+    assert pushed == before
     assert fake.private == {REPO: False}
     card = fake.repos[REPO]["main"]["README.md"].decode()
     assert f'pipeline("fill-mask", model="{REPO}", trust_remote_code=True)' in card
@@ -68,6 +71,13 @@ def test_a_push_may_be_repeated_and_go_to_a_private_repository_or_a_branch(fake,
     assert fake.repos[REPO]["main"] == {}
     assert "model.safetensors" in fake.repos[REPO]["step-1200"]
     assert len(fake.uploads) == 1  # the weights were there the second time
+
+
+def test_the_card_in_a_second_repository_loads_that_one(fake, folder):
+    for name in (REPO, "lions/second"):
+        hub.push(folder, name)
+    assert f'model="{REPO}"' in fake.repos[REPO]["main"]["README.md"].decode()
+    assert 'model="lions/second"' in fake.repos["lions/second"]["main"]["README.md"].decode()
 
 
 def test_a_name_without_an_organization_gets_the_users(fake, folder):

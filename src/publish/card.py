@@ -31,7 +31,8 @@ def model_card(checkpoint: "Checkpoint", name: str, scores: Facts | None = None)
     results = [_task_result(row, " and ".join(row["metrics"]), row["mean"]) for row in scores["tasks"]]
     job_scores = [(*pair, split) for split, values in result.get("scores", {}).items() for pair in values.items()]
     results += [_task_result(result, *score) for score in job_scores]
-    for key, (label, _, kind) in spec.metrics.items() if evaluated else ():
+    at_checkpoint = evaluation.get("step") == checkpoint.timestamp.get("batch")  # or the text alone has the step
+    for key, (label, _, kind) in spec.metrics.items() if evaluated and at_checkpoint else ():
         if kind and (value := evaluation.get("eval", {}).get(key)) is not None:
             data = {"dataset_type": evaluated["hub_id"] or evaluated["name"], "dataset_config": evaluated["subset"]}
             data |= {"dataset_name": evaluated["name"], "dataset_split": evaluated["split"]}

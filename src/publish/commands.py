@@ -119,18 +119,20 @@ def push(
         check_proof(folder)
     else:
         prove(open_checkpoint(checkpoint, tokenizer), folder)
-    from huggingface_hub import HfApi
+    from huggingface_hub import CommitOperationAdd, HfApi
 
-    api, card, own_name = HfApi(), folder / CARD, folder.resolve().name
+    api, own_name = HfApi(), folder.resolve().name
     with hub_errors(repo_id, "", "push again to resume"):
         repo = api.create_repo(repo_id, private=private, exist_ok=True)  # a name without ORG/ gets the user's namespace
         if revision is not None:
             api.create_branch(repo.repo_id, branch=revision, exist_ok=True)
-        if card.is_file():  # its usage lines load the folder: from now on by the name on the Hub
+        contents = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        if CARD in contents:  # its usage lines load the folder: on the Hub by its name there
             usage = rf'(model=|from_pretrained\(|SentenceTransformer\()"{re.escape(own_name)}"'
-            card.write_text(re.sub(usage, rf'\1"{repo.repo_id}"', card.read_text("utf-8")), "utf-8")
-        target = {"repo_id": repo.repo_id, "revision": revision}
-        commit = api.upload_folder(folder_path=folder, commit_message=f"Upload {own_name}", **target)
+            card = contents[CARD].read_text("utf-8")
+            contents[CARD] = re.sub(usage, rf'\1"{repo.repo_id}"', card).encode()
+        files = [CommitOperationAdd(name, content) for name, content in contents.items()]
+        commit = api.create_commit(repo.repo_id, files, commit_message=f"Upload {own_name}", revision=revision)
     print(f"{folder} is at {repo} ({revision or 'main'}, commit {commit.oid[:7]})")
 
 
