@@ -16,7 +16,7 @@ def labels_of(images: "Images", checkpoint: "Checkpoint", by_number: bool = Fals
     """Return the model's class for each of the data's, matched by name, or by number if the model's have no names or
     if asked to. Raises UserError if one is missing."""
     count, names = checkpoint.config.num_labels, checkpoint.classes
-    if by_number or names is None:
+    if by_number or names is None or names == images.classes:  # in which a name may be there twice
         if len(images.classes) > count:
             raise UserError(f"{images.source} has {len(images.classes)} classes, and the model {count}")
         if (name := moved(names or [], images.classes)) is not None:

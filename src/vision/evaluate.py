@@ -1,6 +1,7 @@
 """`vision.py evaluate`: the accuracy of an image classifier, overall and per class, and its speed."""
 
 import argparse
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,20 +102,16 @@ def report(found: Evaluated) -> str:
         f"loss            {found.loss:.4f}",
         f"images          {count:,} in {found.seconds:.1f} s of computing ({count / found.seconds:,.1f} per second)",
     ]
-    rows = [
-        (share, name, row)
-        for share, name, row in zip(found.per_class, found.classes, found.confusion)
-        if share is not None
-    ]
+    rows = [(share, label) for label, share in enumerate(found.per_class) if share is not None]
     title = "accuracy per class"
     if len(rows) > 2 * SHOWN:
         rows, title = sorted(rows, key=lambda row: row[0])[:SHOWN], f"the {SHOWN} classes with the lowest accuracy"
     table = [["class", "images", "right", "most often taken for"]]
-    for share, name, row in rows:
-        wrong = row.clone()
-        wrong[found.classes.index(name)] = 0
+    for share, label in rows:
+        wrong = (row := found.confusion[label]).clone()
+        wrong[label] = 0
         other = f"{found.classes[int(wrong.argmax())]} ({int(wrong.max())})" if wrong.any() else ""
-        table.append([name, f"{int(row.sum()):,}", f"{share:.1%}", other])
+        table.append([found.classes[label], f"{int(row.sum()):,}", f"{share:.1%}", other])
     return "\n".join([*lines, "", f"{title}:", "", markdown(table)])
 
 
@@ -123,9 +120,11 @@ def save(found: Evaluated, folder: Path, model: str, source: str) -> None:
     from src.vision.pictures import confusion
 
     count = int(found.confusion.sum())
+    repeated = {name for name, times in Counter(found.classes).items() if times > 1}
+    names = [f"{name} ({label})" if name in repeated else name for label, name in enumerate(found.classes)]
     content = {
         "model": model, "data": source, "images": count, "top1": found.top1, "top5": found.top5, "loss": found.loss,
-        "images_per_second": count / found.seconds, "per_class": dict(zip(found.classes, found.per_class)),
+        "images_per_second": count / found.seconds, "per_class": dict(zip(names, found.per_class)),
         "confusion": found.confusion.tolist() if len(found.classes) <= 100 else None,
     }  # fmt: skip
     try:
