@@ -229,6 +229,12 @@ def test_the_summary_has_the_first_the_best_and_the_last_evaluation(config, tmp_
             run_folder.print_summary(tmp_path, CURVES)
 
 
+def test_an_evaluation_without_a_finite_loss_is_not_the_best(config, tmp_path):
+    write_evaluations(tmp_path, {0: float("nan"), 3: 2.0, 6: float("inf")})
+    run_folder.write_summary(MaskedLM(config), tmp_path, 6, 13290, "tiny")
+    assert json.loads((tmp_path / "summary.json").read_text())["best"]["step"] == 3
+
+
 def test_a_summary_that_cannot_be_written_ends_the_run_in_one_sentence(config, tmp_path, monkeypatch):
     write_evaluations(tmp_path, {0: 4.0})
     with pytest.raises(RunFailed, match="its last evaluation could not be written"):

@@ -383,7 +383,7 @@ def write_summary(task: Task, folder: Path, step: int, parameters: int, title: s
         raise UserError(f"{problem} (with a masked language model, no token was masked); evaluate on more data")
     results = [{"step": at, **{curve.name: values[curve.eval_key] for curve in curves}} for at, values in evaluations]
     before = results[0] if results[0]["step"] == 0 else None
-    best = min(results, key=lambda result: result[curves[0].name])
+    best = min(results, key=lambda result: (not math.isfinite(loss := result[curves[0].name]), loss))
     kept = {"best_by": curves[0].title}
     if (curve := task.best_curve()) and (best_at := best_step(evaluations, curve)) is not None:
         best = next(result for result in results if result["step"] == best_at)
