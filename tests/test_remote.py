@@ -1,10 +1,12 @@
 """`save_remote` and checkpoints in an object store, against a local server that speaks S3, and a folder."""
 
+import itertools
 import json
 import logging
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -239,6 +241,59 @@ def test_a_corrupt_remote_checkpoint_is_skipped(store, folder, tmp_path, caplog)
     assert not (tmp_path / "new" / "summary.json").exists()  # of step 4
     uploads.restore(tmp_path / "none", store, 4, lambda stored: None)
     assert not [*(tmp_path / "none").iterdir()]
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_download_killed_at_any_moment_is_repeated_to_the_same_folder(folder, tmp_path, monkeypatch, older):
+    class Killed(BaseException):
+        pass
+
+    (folder / "best-rank0.pt").symlink_to("ep0-ba2-rank0.pt")
+    store = remote.Store(str(tmp_path / "remote"), "save_remote")
+    assert uploads.Uploads(folder, store).finish() is None
+    left = [10**9]
+
+    def counted(function):
+        def call(*given, **named):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return function(*given, **named)
+
+        return call
+
+    for name in ("link", "write_atomically", "is_valid_checkpoint"):
+        monkeypatch.setattr(uploads, name, counted(getattr(uploads, name)))
+    monkeypatch.setattr(remote.Store, "download", counted(remote.Store.download))
+    monkeypatch.setattr(Path, "replace", counted(Path.replace))
+
+    def restore(new: Path) -> None:
+        own = latest_valid_checkpoint(new)
+        uploads.restore(new, store, -1 if own is None else remote.checkpoint_step(own.name), lambda stored: None)
+
+    for calls in itertools.count():
+        new = tmp_path / f"killed-{calls}"
+        new.mkdir()
+        if older:  # the run is here up to an earlier step
+            (new / "config.yaml").write_text("seed: 1\n")
+            torch.save({"step": 1}, new / "ep0-ba1-rank0.pt")
+            (new / "metrics.jsonl").write_text('{"step": 1}\n')
+        left[0] = calls
+        with suppress(Killed):
+            restore(new)
+        was_killed, left[0] = left[0] < 0, 10**9
+        found = {path.name for path in new.iterdir()}
+        assert "config.yaml" in found or not [name for name in found if remote.checkpoint_step(name)]
+        restore(new)
+        restored = {path.name: path.read_bytes() for path in new.iterdir() if "unfinished" not in path.name}
+        restored.pop("ep0-ba1-rank0.pt", None)
+        expected = {path.name for path in folder.iterdir() if path.is_file() and "unfinished" not in path.name}
+        if "summary.json" not in restored:  # killed just before it: the run evaluates again
+            expected.remove("summary.json")
+        assert restored == {name: (folder / name).read_bytes() for name in expected}
+        if not was_killed:
+            break
+    assert calls > 10 and "summary.json" in restored
 
 
 @pytest.mark.slow

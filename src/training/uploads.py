@@ -154,31 +154,40 @@ def _download_later(folder: Path, store: Store, after: int, check: Callable[[Pat
             store.download(name, Path(work, name))
         check(Path(work))
         folder.mkdir(parents=True, exist_ok=True)
+        # Whatever moment it is killed at, a later start finds no checkpoint without the files that belong to it, and
+        # downloads again what is missing: the newest checkpoint gets its name last, but for the summary.
         for name in later:
-            path = folder / name
-            log.info(f"downloading {store.address}/{name}")
-            store.download(name, path)
-            if is_valid_checkpoint(path):
+            newest = _download(store, name, folder)
+            if is_valid_checkpoint(newest):
                 break
-            path.unlink()
+            newest.unlink()
             log.warning(f"{store.address}/{name} is corrupt or truncated; skipped")
         else:
             if after < 0:
                 raise UserError(f"{KEY}: no checkpoint in {store.address} is valid; remove them or choose another")
             return
-        if SUMMARY in small and json.loads(Path(work, SUMMARY).read_text())["after"]["step"] != steps[name]:
-            small.remove(SUMMARY)  # of the run before it was extended
         (folder / SUMMARY).unlink(missing_ok=True)
         for file in small:
-            write_atomically(folder / file, Path(work, file).read_bytes())
-    link(folder / LATEST, name)
-    if BEST in names:
-        store.download(BEST, folder / BEST)
-        best = follow(folder / BEST)
-        if best.name in steps and not best.is_file():
-            log.info(f"downloading {store.address}/{best.name}")
-            store.download(best.name, best)
-        link(folder / BEST, best.name)
+            if file != SUMMARY:
+                write_atomically(folder / file, Path(work, file).read_bytes())
+        if BEST in names:
+            store.download(BEST, Path(work, BEST))
+            best = folder / follow(Path(work, BEST)).name
+            if best.name in steps and best.name != name and not best.is_file():
+                _download(store, best.name, folder).replace(best)
+            link(folder / BEST, best.name)
+        newest.replace(folder / name)
+        link(folder / LATEST, name)
+        # It may be of the run before it was extended.
+        if SUMMARY in small and json.loads(Path(work, SUMMARY).read_text())["after"]["step"] == steps[name]:
+            write_atomically(folder / SUMMARY, Path(work, SUMMARY).read_bytes())
+
+
+def _download(store: Store, name: str, folder: Path) -> Path:
+    """Download a checkpoint under a name that is not a checkpoint's, and return that."""
+    log.info(f"downloading {store.address}/{name}")
+    store.download(name, path := folder / f"{name}.downloaded")
+    return path
 
 
 def _version(path: Path) -> tuple[int, int, str] | None:
