@@ -34,6 +34,7 @@ from src.data.options import conversion_parser
 def main(argv: list[str]) -> None:
     parser = conversion_parser(__doc__)
     options = parser.parse_args(argv)
+    cli.check_alone("src/convert_dataset.py", "machines share the work by --part")
     options.splits = list(dict.fromkeys(options.splits))
     if options.merge:
         merge(options, [name for name, value in vars(options).items() if value != parser.get_default(name)])

@@ -13,7 +13,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from src.cli import log, run
+from src.cli import check_alone, log, run
 from src.data.readers import STANDARD_INPUT, find_files, read_batches
 from src.data.tokenizers import save_tokenizer, train_wordpiece
 from src.errors import UserError
@@ -30,6 +30,7 @@ def main(argv: list[str]) -> None:
     add("--text_column", default="text", metavar="NAME", help="column or key with the text (default: %(default)s)")
     add("--lowercase", action=argparse.BooleanOptionalAction, default=True, help="fold case and strip accents")
     args = parser.parse_args(argv)
+    check_alone("src/train_tokenizer.py")
     files = find_files(args.data_files)
     if STANDARD_INPUT in files:
         raise UserError("--data_files: the text is read twice, and standard input only once; write it to a file")

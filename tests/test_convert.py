@@ -471,6 +471,28 @@ def test_two_processes_do_not_write_the_same_split(parts, tmp_path, small_batche
     convert(*command)
 
 
+def test_a_command_that_starts_a_moment_later_leaves_the_first_its_folder(parts, tmp_path, monkeypatch):
+    command, held = ["--data_files", parts, "--splits", "train", "--out_root", tmp_path / "out"], []
+
+    def planned(*given):  # by the second; meanwhile the first begins to write
+        found = start_or_resume(*given)
+        held.append(shard_writer.lock(tmp_path / "out/.train.unfinished"))
+        return found
+
+    start_or_resume = conversion.start_or_resume
+    monkeypatch.setattr(conversion, "start_or_resume", planned)
+    with pytest.raises(UserError, match="another process is writing it"):
+        convert(*command)
+    assert (tmp_path / "out/.train.unfinished").is_dir()
+    os.close(*held)
+
+
+def test_a_launcher_is_refused(parts, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(UserError, match="with python, not a launcher; machines share the work by --part"):
+        convert("--data_files", parts, "--splits", "train", "--out_root", tmp_path / "out")
+
+
 # The command itself, with workers
 
 

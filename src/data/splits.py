@@ -3,6 +3,7 @@ A split is written to a hidden folder and renamed when it is complete. An interr
 command and writes the shards that an uninterrupted one would have written."""
 
 import contextlib
+import os
 import shutil
 import sys
 from argparse import Namespace
@@ -123,8 +124,14 @@ def resumable_progress(split: Split, options: Namespace) -> dict[str, Any] | Non
 
 def discard_if_empty(splits: list[Split], options: Namespace) -> None:
     """After an error, remove the folders of a command that has written neither a split nor a shard."""
-    from src.data.shards import read_progress
+    from src.data.shards import lock, read_progress
 
+    for split in splits:
+        if unfinished(split.folder).exists():
+            try:
+                os.close(lock(unfinished(split.folder)))
+            except UserError:  # another command has started the same conversion
+                return
     left = [read_progress(unfinished(split.folder)) for split in splits]
     if len(splits) < len(options.splits) or any(progress is None or progress["shards"] for progress in left):
         log.info(f"{options.out_root} keeps what is complete, and the same command resumes")
