@@ -35,7 +35,8 @@ class WarmupStableDecayScheduler(optim.ComposerScheduler):
 class CosineOverRunScheduler(optim.ComposerScheduler):
     """timm's schedule, which DeiT uses: linear from `alpha_i` over `t_warmup`, then a half-wave of the cosine, from 1
     to `alpha_f`, that began with the run. All are fractions of the rate. `per_epoch`: set it once an epoch, as those
-    scripts do; the run's duration must then be in epochs."""
+    scripts do; the run's duration must then be in epochs. Composer asks for a step's rate before it counts the previous
+    step, so the first step of an epoch still has the rate of the one before."""
 
     def __init__(self, t_warmup: str = "0ba", alpha_i: float = 0.0, alpha_f: float = 0.0, per_epoch: bool = False):
         warms_up = Time.from_timestring(t_warmup).value > 0
