@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import lra
 from src.config import load
 from src.data.streaming import StreamingSamples
 from src.errors import UserError
-from src.lra import make, shards
+from src.lra import make, shards, sources
 from src.lra.listops import VOCABULARY
 from src.lra.tasks import FIRST, LRA, SUITE, LraConfig
 from src.lra.training import build_settings, read_start
@@ -42,6 +43,16 @@ def listops(tmp_path_factory, lra_dir) -> Path:
 
 def rows(folder: Path) -> list[list[int]]:
     return [sample["tokens"].tolist() for sample in StreamingSamples(local=str(folder), shuffle=False, batch_size=1)]
+
+
+@pytest.mark.parametrize("options", [{"split": "in_order"}, {"split_seed": 3}])
+def test_shards_are_split_as_the_task_is(lra_dir, tmp_path, options):
+    given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    shards.main(["pathfinder", "--lra_dir", str(lra_dir), "--out", str(tmp_path / "out"), *given])
+    task = replace(LRA["pathfinder"], **options)
+    found = rows(tmp_path / "out/train")
+    assert found == numbers(sources.read(task, str(lra_dir), "train"))
+    assert found != numbers(examples("pathfinder", lra_dir, "train"))
 
 
 def numbers(found: list, part: int = 0) -> list[list[int]]:

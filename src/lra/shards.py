@@ -9,11 +9,13 @@ fine-tuned on the task itself (Amos et al., "Never Train from Scratch", arXiv:23
 
 import argparse
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from src.cli import check_alone, log, progress
+from src.config import SEED, Rule, check_value
 from src.data.tokenizers import SPECIAL_TOKENS, vocabulary_digest
 from src.errors import RunFailed, UserError, reason
 from src.files import check_writable, exclusive_lock, write_json
@@ -33,8 +35,12 @@ def main(argv: list[str]) -> None:
     add("task", choices=list(LRA), metavar="TASK", help=", ".join(LRA))
     add("--lra_dir", metavar="DIR", help="folder with the official or generated files")
     add("--out", required=True, type=Path, metavar="DIR", help="writes DIR/train, DIR/val and DIR/tokenizer")
+    add("--split", choices=["seed", "in_order"], default="seed", help="of Pathfinder's images, as in lra.py's config")
+    add("--split_seed", type=int, default=0, help="of what is held out, as in lra.py's config (default: 0)")
     arguments = parser.parse_args(argv)
-    task, out = LRA[arguments.task], arguments.out
+    check_value("--split_seed", arguments.split_seed, int, Rule(**SEED))
+    out = arguments.out
+    task = replace(LRA[arguments.task], split=arguments.split, split_seed=arguments.split_seed)
     check_writable("--out", out)
     sources.check(task, arguments.lra_dir)
     if existing := [name for name in (*SPLITS.values(), "tokenizer") if (out / name).exists()]:
@@ -80,8 +86,9 @@ def write_split(task: Task, lra_dir: str | None, split: str, folder: Path, summa
                 samples += 1
                 tokens += len(part)
     origin = sources.generated(task, lra_dir)
+    source = {"task": task.name, "origin": origin, "split": task.split, "split_seed": task.split_seed}
     about = {"samples": samples, "documents": samples, "tokens": {**summary, "of_text": tokens, "share_cut_off": 0.0}}
-    write_json(folder / "split.json", {**about, "source": {"task": task.name, "origin": origin}})
+    write_json(folder / "split.json", {**about, "source": source})
     log.info(f"{folder.name:10} {samples:,} rows, {tokens:,} tokens{f'; {origin}' if origin else ''}")
 
 
