@@ -73,6 +73,15 @@ def test_resuming_repeats_an_uninterrupted_epoch(after):
     assert_equal(epochs(resumed), epochs(loader()))  # later epochs are whole
 
 
+def test_resuming_with_another_number_of_images_warns(caplog):
+    dataset, state = loader().dataset, loader().dataset.state_dict(4, True)
+    for stored in (state, {"sample_in_epoch": 4}):  # earlier versions did not store the number
+        dataset.load_state_dict(stored)
+    assert not caplog.text
+    dataset.load_state_dict({**state, "images": 7})
+    assert f"has {len(dataset)} images, and had 7 when the checkpoint was saved: the order differs" in caplog.text
+
+
 def test_repeated_augmentation():
     for repeats, world in itertools.product((1, 3), (1, 2, 3)):
         draws = [Draws(dataset(), 5, repeats, world, rank) for rank in range(world)]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from src.cli import log
 from src.data.image_config import ImageLoaderConfig, MixingConfig
 from src.data.image_transforms import Augmentation, Evaluation, seeded
 from src.data.images import Images, decode
@@ -47,9 +48,12 @@ class ImageDataset(Dataset):
             return {"pixel_values": self.transform(image), "labels": label, "key": key}
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, int]:
-        return {"sample_in_epoch": num_samples}
+        return {"sample_in_epoch": num_samples, "images": len(self)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        if (before := state.get("images", len(self))) != len(self):  # not in checkpoints of earlier versions
+            differs = f"the training data has {len(self):,} images, and had {before:,} when the checkpoint was saved"
+            log.warning(f"{differs}: the order differs, so images of this epoch are repeated or omitted")
         self.resume_at = state["sample_in_epoch"]
 
 
