@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from src.files import sync_to_disk
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -27,6 +29,7 @@ def write(path: Path, logits: "Tensor", classes: Sequence[str], examples: Iterab
             if label is not None:
                 line["label"] = classes[int(label)] if classes else label
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    sync_to_disk(path)  # the result that follows implies that it is there
 
 
 def read(job: Path, split: str) -> list[dict[str, Any]]:
