@@ -35,6 +35,8 @@ from src.training.ranks import decide
 from src.training.task import Curve, Task, best_step, in_words, score_curve
 
 if TYPE_CHECKING:
+    from composer import State
+
     from src.training.uploads import Uploads
 
 SAME_NAME = (  # keys of a config that are arguments of the trainer
@@ -126,7 +128,7 @@ def finish_uploads(uploads: "Uploads | None") -> str | None:
 
 def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     """Train until `max_duration`, from the run's latest valid checkpoint if there is one."""
-    from composer import Time, TimeUnit
+    from composer import TimeUnit
     from composer.utils import dist, reproducibility
     from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -152,8 +154,8 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     compilation = trainer.resolve_compilation(config.compile_config, device, config.fsdp_config, task.compiles_well)
     trainer.check_sections(config.fsdp_config, compilation or {}, device)
     precision = trainer.resolve_precision(config.precision, device)
-    batch = config.global_train_batch_size
-    device_batch = trainer.split_batch_size(batch, task.microbatch_size, dist.get_world_size(), device)
+    world_size = dist.get_world_size()
+    device_batch = trainer.split_batch_size(config.global_train_batch_size, task.microbatch_size, world_size, device)
     scheduler = registry.build_scheduler(config.scheduler, config.max_duration)
     algorithms = registry.build_all("algorithms", config.algorithms)
     reproducibility.seed_all(config.seed)
@@ -223,38 +225,27 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     model_title, data_title = task.describe(model)
     log.info(f"{config.run_name}: {model_title}, {parameters:,} parameters, on {device} in {precision}")
     log.info(f"data: {data_title}, {task.sample}")
-    loader = train_data.dataloader
-    steps_per_epoch = len(loader) if hasattr(loader.dataset, "__len__") else math.inf  # unknown of a Hub dataset
-    now, end, tokens = state.timestamp, state.max_duration, batch * task.max_tokens_per_sample
-    per_step = {"ba": 1, "sp": batch, "tok": tokens, "ep": 1 / steps_per_epoch}
-    steps = end.value / per_step[end.unit.value]
-    at_least = "at least " if end.unit.value == "tok" else ""  # samples may be shorter than the maximum
-    total = f"{at_least}{math.ceil(steps):,} steps of {batch:,} samples"
-    log.info(f"{config.max_duration}: {total}, up to {tokens:,} tokens per step")
-    is_own = ":" in str(config.scheduler.get("name"))  # a schedule of the user's, whose arguments may mean anything
-    warmup = Time.from_timestring("0ba" if is_own else config.scheduler.get("t_warmup") or "0ba")
-    if 0 < steps * {**per_step, "dur": 1 / steps}[warmup.unit.value] <= warmup.value:
-        problem = "is no shorter than the run, so the learning rate never reaches optimizer.lr"
-        log.warning(f"scheduler.t_warmup={config.scheduler['t_warmup']} {problem}; shorten it")
+    report_length(task, state)
     places = f"{config.save_folder}{f' and {config.save_remote}' if config.save_remote else ''}"
     log.info(f"checkpoints, curves and metrics: {places}, a checkpoint every {config.save_interval}")
     if compilation is not None:
         log.info("torch.compile compiles the model in the first steps; compile_config=null starts at once")
-    if now.batch.value:
-        log.info(f"resuming from step {now.batch.value}")
+    if step:
+        log.info(f"resuming from step {step}")
     elif start is not None:
         log.info(f"starting with the weights and the optimizer state of {config.load_path}")
     decide(lambda: save_config(config, folder))
     if chosen and is_main_process():
         choices.keep(chosen, folder)
-    epochs = now.epoch.value + (steps_left(loader, now) == 0)  # saved before the last epoch was counted
+    now, end = state.timestamp, state.max_duration
+    epochs = now.epoch.value + (steps_left(train_data.dataloader, now) == 0)  # saved before the last epoch was counted
     trained = now >= end or (end.unit == TimeUnit.EPOCH and epochs >= end.value)
     try:
-        if config.eval_first and now.batch == 0:
+        if config.eval_first and step == 0:
             composer_trainer.eval()
             startup.done("first evaluation")
         elif latest is not None and writer.owes_evaluation:
-            if decide(lambda: not is_evaluated(folder, now.batch.value)) or follow_evaluations(config.callbacks):
+            if decide(lambda: not is_evaluated(folder, step)) or follow_evaluations(config.callbacks):
                 composer_trainer.eval()
                 startup.done("evaluation")
             writer.owes_evaluation = False
@@ -266,7 +257,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
                 composer_trainer.fit()
             if state.timestamp < end:  # a callback has called State.stop_training
                 log.info(f"a callback, such as early_stopper, ended the run at step {state.timestamp.batch.value:,}")
-        elif decide(lambda: not is_evaluated(folder, now.batch.value)):
+        elif decide(lambda: not is_evaluated(folder, step)):
             composer_trainer.eval()  # killed between the last checkpoint and the evaluation that follows it
     except SystemExit:  # after a signal
         composer_trainer.close()
@@ -292,6 +283,26 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     composer_trainer.close()
     if is_main_process():
         write_summary(task, folder, state.timestamp.batch.value, parameters, f"{model_title}; {data_title}")
+
+
+def report_length(task: Task, state: "State") -> None:
+    """Log how many steps the run has, and warn of a warm-up that takes all of them."""
+    from composer import Time
+
+    config, end, dataset = task.config, state.max_duration, state.train_dataloader.dataset
+    batch = config.global_train_batch_size
+    tokens = batch * task.max_tokens_per_sample
+    steps_per_epoch = len(state.train_dataloader) if hasattr(dataset, "__len__") else math.inf  # of a Hub dataset
+    per_step = {"ba": 1, "sp": batch, "tok": tokens, "ep": 1 / steps_per_epoch}
+    steps = end.value / per_step[end.unit.value]
+    at_least = "at least " if end.unit.value == "tok" else ""  # samples may be shorter than the maximum
+    total = f"{at_least}{math.ceil(steps):,} steps of {batch:,} samples"
+    log.info(f"{config.max_duration}: {total}, up to {tokens:,} tokens per step")
+    is_own = ":" in str(config.scheduler.get("name"))  # a schedule of the user's, whose arguments may mean anything
+    warmup = Time.from_timestring("0ba" if is_own else config.scheduler.get("t_warmup") or "0ba")
+    if 0 < steps * {**per_step, "dur": 1 / steps}[warmup.unit.value] <= warmup.value:
+        problem = "is no shorter than the run, so the learning rate never reaches optimizer.lr"
+        log.warning(f"scheduler.t_warmup={config.scheduler['t_warmup']} {problem}; shorten it")
 
 
 def follow_evaluations(callbacks: Mapping[str, Any]) -> bool:
