@@ -35,6 +35,7 @@ class Rule:
     above: float = -inf
     at_most: float = inf
     below: float = inf
+    whole: bool = False  # whether only integers are valid, whatever the key's type
     units: tuple[str, ...] = ()  # of a duration such as 10ba
     also: tuple[Any, ...] = ()  # accepted outside the bounds, such as -1 or "auto"
 
@@ -215,7 +216,7 @@ def check_value(name: str, value: Any, kind: Any = Any, rule: Rule = Rule()) -> 
             units = _in_words(rule.units)
             raise UserError(f"{name}={value} is not a duration{rule.bounds}; give a number and {units}, such as 10ba")
     elif kinds[0] in (int, float) or rule.bounds:
-        whole = kinds[0] is int or (kinds[0] is Any and isinstance(rule.at_least, int))
+        whole = kinds[0] is int or rule.whole
         number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
         if not (number and rule.admits(value)):
             raise UserError(f"{name}={value!r} must be {'an integer' if whole else 'a number'}{rule.bounds}{also}")

@@ -92,7 +92,11 @@ class RunConfig(TrainerConfig):
     eval_subset_num_batches: int = key("batches per evaluation; -1: all", -1, **COUNT_OR_ALL)
     global_train_batch_size: int = key("batch size: samples per optimizer step, on all devices", at_least=1)
     device_train_microbatch_size: Any = key(
-        "samples per device and forward pass, or auto (FSDP on GPUs)", at_least=1, also=("auto",), may_change=True
+        "samples per device and forward pass, or auto (FSDP on GPUs)",
+        at_least=1,
+        whole=True,
+        also=("auto",),
+        may_change=True,
     )
     device_eval_batch_size: int = key("samples per device and evaluation batch", may_change=True, **COUNT)
     float32_matmul_precision: str = key(

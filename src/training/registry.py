@@ -90,20 +90,20 @@ BASES = {  # of classes that are given as module:Class
 }  # fmt: skip
 OF_GROUPS = ("filter_bias_norm_wd=False", "layer_lr_decay=None")  # arguments of `build_optimizer` itself
 RULES = {  # of arguments that Composer and torch would not check before the first step, or with a worse message
-    "lr": Rule(at_least=0.0),
+    "lr": Rule(at_least=0),
     "clipping_type": Rule(choices=("adaptive", "norm", "value")),
     "clipping_threshold": Rule(above=0),
     "t_warmup": Rule(units=tuple(TIME_UNITS), at_least=0),
-    "alpha_i": Rule(at_least=0.0),
-    "alpha_f": Rule(at_least=0.0),
+    "alpha_i": Rule(at_least=0),
+    "alpha_f": Rule(at_least=0),
     "decay": Rule(above=0, at_most=1),
     "ema_start": Rule(units=("dur", "ba", "ep", "sp", "tok"), at_least=0),
     "smoothing": Rule(above=0, below=1, also=(None,)),
     "half_life": Rule(units=("ba", "ep"), above=0, also=(None,)),  # with smoothing instead
     "update_interval": Rule(units=("ba", "ep"), above=0, also=(None,)),
-    "window_size": Rule(at_least=1),
-    "batch_log_interval": Rule(at_least=1),
-    "skip_batches": Rule(at_least=0),
+    "window_size": Rule(at_least=1, whole=True),
+    "batch_log_interval": Rule(at_least=1, whole=True),
+    "skip_batches": Rule(at_least=0, whole=True),
     "sharding_strategy": Rule(choices=tuple(SHARDING_MAP)),
     "backward_prefetch": Rule(choices=tuple(BACKWARD_PREFETCH_MAP)),
     "state_dict_type": Rule(choices=("full",)),  # a checkpoint is one file
@@ -121,7 +121,7 @@ def build_optimizer(section: Mapping[str, Any], model: nn.Module) -> torch.optim
         raise UserError(f"optimizer.betas={betas!r} must be two numbers, such as [0.9, 0.98]")
     if layer_decay is not None:
         check_value("optimizer.layer_lr_decay", layer_decay, rule=Rule(above=0, at_most=1))
-        check_value("optimizer.lr", section.get("lr"), rule=Rule(at_least=0.0))
+        check_value("optimizer.lr", section.get("lr"), rule=Rule(at_least=0))
     own = getattr(model, "model", model)
     free = own.no_weight_decay() if hasattr(own, "no_weight_decay") else set()
     groups: dict[tuple, dict[str, Any]] = {}
