@@ -88,7 +88,7 @@ def lines(folder: Path) -> list[dict]:
 def test_a_run_learns_says_what_it_cut_and_can_be_scored(trained, tmp_path, capsys):
     folder, output = trained
     assert "52 pairs of a, b" in output and "lion-s, 1 layers of 32, attention pooling" in output
-    cut = re.search(r"cut to the maximum length: ([\d.]+)% of the queries and ([\d.]+)% of the documents", output)
+    cut = re.search(r"truncated to the maximum length: ([\d.]+)% of the queries and ([\d.]+)% of the documents", output)
     assert float(cut[1]) == 0 and float(cut[2]) > 10
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["best"]["loss"] < summary["before"]["loss"]

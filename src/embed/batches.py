@@ -198,7 +198,7 @@ class Batches(DistributedSampler):
 
 @dataclass
 class CutTexts:
-    """Counts the texts of a loader's batches, and those that were cut to the maximum length."""
+    """Counts the texts of a loader's batches, and those that were truncated to the maximum length."""
 
     queries: int = 0
     documents: int = 0
@@ -216,7 +216,7 @@ class CutTexts:
     def __str__(self) -> str:
         shares = self.shares() or {"cut_queries": 0.0, "cut_documents": 0.0}
         cut = f"{shares['cut_queries']:.1%} of the queries and {shares['cut_documents']:.1%} of the documents"
-        return f"cut to the maximum length: {cut}"
+        return f"truncated to the maximum length: {cut}"
 
 
 class Collator:
@@ -274,7 +274,7 @@ def tokenize(
     tokenizer: PreTrainedTokenizerBase, given: Sequence[tuple[str, str, Span | None]], limit: int
 ) -> tuple[list[list[int]], list[Span | None], int]:
     """Return the token ids of texts, each given as (prompt, text, passage or None), the tokens of their passages, which
-    are given in characters, and how many texts were cut to `limit`: around their passage, if they have one."""
+    are given in characters, and how many texts were truncated to `limit`: around their passage, if they have one."""
     options = {"return_attention_mask": False, "return_token_type_ids": False}
     texts = [prompt + text for prompt, text, _ in given]
     if not any(passage for *_, passage in given):

@@ -43,9 +43,11 @@ class EmbedConfig(RunConfig):
     eval_data: list[str] = key("folders in BEIR's layout to evaluate on; empty: held-out pairs", [], may_change=True)
     eval_split: str = key("qrels of the folders in eval_data", "test", may_change=True)
     held_out: int = key("pairs of each source for evaluation, if eval_data is empty", 256, **COUNT)
-    max_seq_len: int = key("maximum length of documents in tokens; longer ones are cut", at_least=3, at_most=2**32 - 1)
+    max_seq_len: int = key(
+        "maximum length of documents in tokens; longer ones are truncated", at_least=3, at_most=2**32 - 1
+    )
     query_max_seq_len: int = key(
-        "maximum length of queries in tokens; longer ones are cut", 512, at_least=3, at_most=2**32 - 1
+        "maximum length of queries in tokens; longer ones are truncated", 512, at_least=3, at_most=2**32 - 1
     )
     pooling: str = key("how a text's token vectors become one vector", "mean", choices=("mean", "attention", "cls"))
     prompts: dict[str, Any] = key("text prepended to each `query` and each `document`", {})

@@ -20,14 +20,16 @@ READING = ("max_seq_len", "query_prompt", "document_prompt", "precision")  # opt
 def add_reading(parser: ArgumentParser) -> None:
     """Add what `open_model` takes."""
     add = parser.add_argument
-    add("--max_seq_len", type=int, help="cut texts to this many tokens (default: the model's limit, if it has one)")
+    add(
+        "--max_seq_len", type=int, help="truncate texts to this many tokens (default: the model's limit, if it has one)"
+    )
     add("--query_prompt", help="text before each query (default: the model's own)")
     add("--document_prompt", help="text before each document (default: the model's own)")
     words = "keep the first N numbers of each vector, as for a model with matryoshka_dims (default: all)"
     add("--dims", type=int, metavar="N", help=words)
     add("--batch_tokens", type=int, default=16384, help="tokens per batch (default: 16384)")
     words = "read longer texts in segments of this many tokens: the same result in less memory (default: 65536)"
-    add("--piece_length", type=int, metavar="TOKENS", help=words)
+    add("--segment_length", "--piece_length", type=int, metavar="TOKENS", help=words)
     add("--device", choices=["gpu", "cpu"], help="default: a GPU if there is one")
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="default: fp32")
     add("--trust_remote_code", action="store_true", help="allow a model to run its own code")
@@ -35,7 +37,7 @@ def add_reading(parser: ArgumentParser) -> None:
 
 def check_counts(options: Namespace, *names: str) -> None:
     """Raise UserError for an option that must be at least 1 and is not."""
-    for name in ("max_seq_len", "batch_tokens", "piece_length", "dims", *names):
+    for name in ("max_seq_len", "batch_tokens", "segment_length", "dims", *names):
         least = 3 if name == "max_seq_len" else 1
         check_value(f"--{name}", getattr(options, name), int | None, Rule(at_least=least))
 
@@ -57,7 +59,7 @@ def open_model(model: str, options: Namespace) -> "Encoder":
         device="cuda" if resolve_device(options.device) == "gpu" else "cpu",
         bfloat16=options.precision == "bf16",
         batch_tokens=options.batch_tokens,
-        segment_length=options.piece_length,
+        segment_length=options.segment_length,
         trust_remote_code=options.trust_remote_code,
         dims=options.dims,
     )
