@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
+from transformers import BertTokenizerFast
 
 import main
 from src.checkpoints.safe_load import load_safely
@@ -202,8 +203,7 @@ def check(uninterrupted) -> Callable[..., None]:
         config = load_config(PretrainConfig, "main.py", "", argv)
         model = MaskedLM(config).build_model(None)
         optimizer = build_optimizer(config.optimizer, model)
-        end = config.max_duration if config.load_position else None
-        checkpointing.check_load_path(config.load_path, path, model, optimizer, end)
+        checkpointing.check_load_path(config, path, model, optimizer)
 
     return check
 
@@ -226,9 +226,27 @@ def check(uninterrupted) -> Callable[..., None]:
             "weights alone with model.pretrained_checkpoint, or also with its optimizer's state by load_position=false",
         ),
         ("max_duration=60ba optimizer.filter_bias_norm_wd=true", "was trained with a different optimizer"),
-        ("load_position=false model.hidden_size=64", "is a checkpoint of a different model"),
-        ("load_position=false optimizer.name=adamw", "was trained with a different optimizer"),
-        ("load_position=false optimizer.filter_bias_norm_wd=true", "was trained with a different optimizer"),
+        (
+            "load_position=false model.hidden_size=64",
+            "is a checkpoint of a different model than this config's (model.hidden_size=64, where the checkpoint has 32);",
+        ),
+        (
+            "load_position=false model.decay_horizon=[8,64] model.key_weight=linear",
+            "does not change its model: model.decay_horizon=[8.0, 64.0], where the checkpoint has null; model.key_weight="
+            "linear, where the checkpoint has none; use that run's config, or start from its weights alone with "
+            "model.pretrained_checkpoint, which widens horizons",
+        ),
+        ("max_duration=60ba model.position_embedding=rope", "does not change its model: model.position_embedding=rope"),
+        ("max_duration=60ba model.num_attention_heads=4 model.mixer=lion-s", "is a checkpoint of a different model"),
+        (
+            "load_position=false optimizer.name=adamw",
+            "was trained with a different optimizer than this config's (AdamW instead of FusedDecoupledAdamW); ",
+        ),
+        (
+            "load_position=false optimizer.filter_bias_norm_wd=true",
+            "was trained with a different optimizer than this config's (other groups of parameters: "
+            "optimizer.filter_bias_norm_wd or optimizer.layer_lr_decay); ",
+        ),
     ],
 )
 def test_a_checkpoint_that_cannot_be_resumed_is_rejected(uninterrupted, check, overrides, message):
@@ -236,6 +254,16 @@ def test_a_checkpoint_that_cannot_be_resumed_is_rejected(uninterrupted, check, o
     with pytest.raises(UserError) as error:
         check(path, *overrides.split())
     assert str(error.value).startswith(f"load_path={path} {message}")
+
+
+@pytest.mark.slow
+def test_load_path_needs_the_tokenizer_of_its_run(uninterrupted, check, tokenizer, tmp_path):
+    words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    (tmp_path / "vocab.txt").write_text("\n".join([*words[:5], *reversed(words[5:])]) + "\n")
+    BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "other")
+    path = uninterrupted / "latest-rank0.pt"
+    with pytest.raises(UserError, match=rf"tokenizer_name: another tokenizer than that of load_path={path}; use that"):
+        check(path, "max_duration=60ba", f"tokenizer_name={tmp_path / 'other'}")
 
 
 @pytest.mark.slow

@@ -230,7 +230,9 @@ def test_a_hub_folder_is_pushed_with_its_stored_proof(here, monkeypatch):
         monkeypatch.setenv("HF_TOKEN", FakeHub.token)
         command("src.hub", *"push --folder my-model --repo_id lions/old".split())
         pushed = hub.repos["lions/old"]["main"]
-    assert pushed == contents(here / "my-model")
+    kept = contents(here / "my-model")
+    assert b'model="lions/old"' in pushed["README.md"] and b'model="my-model"' in kept["README.md"]
+    assert {**pushed, "README.md": kept["README.md"]} == kept
 
 
 # Fine-tuning

@@ -254,7 +254,7 @@ def test_a_position_of_an_earlier_version_is_refused_within_an_epoch_and_taken_b
     state = {"revision": reading.dataset.source.description["revision"], "epoch": 1, "workers": 1}
     inside, between = ({**state, "devices": [{"turn": 0, "places": places}]} for places in ({0: [start, 3]}, {}))
     resumed = loader(dataset, tokenizer, shuffle=True)
-    with pytest.raises(UserError, match=r"within an epoch of \S+ is of another version; start from its weights alone"):
+    with pytest.raises(UserError, match=r"within an epoch of \S+ is of another version; start another run from it"):
         resumed.dataset.load_state_dict(inside)
     resumed.dataset.load_state_dict(between)
     assert same(list(resumed), second)
@@ -262,7 +262,7 @@ def test_a_position_of_an_earlier_version_is_refused_within_an_epoch_and_taken_b
 
 def test_a_folder_that_has_changed_cannot_be_resumed_by_its_revision(dataset, tokenizer):
     state = {**loader(dataset, tokenizer).dataset.state_dict(0, True), "revision": "before"}
-    with pytest.raises(UserError, match=r"has changed since .*; restore its files, or start from its weights alone"):
+    with pytest.raises(UserError, match=r"has changed since .*; restore its files, or start another run from it"):
         loader(dataset, tokenizer).dataset.load_state_dict(state)
 
 
@@ -277,9 +277,9 @@ def test_all_ranks_read_the_commit_that_rank_0_finds(dataset, shards, monkeypatc
 
 def test_a_position_in_shards_is_not_one_in_a_dataset_nor_the_reverse(dataset, shards, tokenizer):
     samples, of_shards = loader(dataset, tokenizer).dataset, streaming.build(config(shards), tokenizer, 5, True).dataset
-    with pytest.raises(UserError, match=r"position is in shards; .*pretrained_checkpoint"):
+    with pytest.raises(UserError, match=r"position is in shards; .*load_position=false"):
         samples.load_state_dict(of_shards.state_dict(5, True))
-    with pytest.raises(UserError, match=r"position is in a dataset on the Hub; .*pretrained_checkpoint"):
+    with pytest.raises(UserError, match=r"position is in a dataset on the Hub; .*load_position=false"):
         of_shards.load_state_dict(samples.state_dict(0, True))
 
 

@@ -107,6 +107,7 @@ def test_pretraining_starts_from_a_hugging_face_bert_with_a_new_head(tmp_path, w
     ("overrides", "words"),
     [
         (["model.pretrained_checkpoint=nowhere/at/all"], ["model.pretrained_checkpoint", "nowhere/at/all"]),
+        (["model.pretrained_chekpoint=x"], ["unknown key model.pretrained_chekpoint; did you mean pretrained_check"]),
         (["model.hidden_size=64"], ["do not fit", "another shape"]),
     ],
 )

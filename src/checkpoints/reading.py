@@ -62,6 +62,7 @@ OF_WEIGHTS = (
 OF_HEADS = ("num_attention_heads", "headdim")
 OF_FUNCTIONS = ("hidden_act", "layer_norm_eps", "normalization", "position_embedding", "rope_theta")
 OF_FEATURES = ("feature_map", "normalize_rows")  # functions too, but another mixer brings its own
+OF_DECAYS = ("decay_horizon", "key_weight")  # which may change where horizons are widened
 SENTENCE_PROMPTS, SENTENCE_LIMIT = "config_sentence_transformers.json", "sentence_bert_config.json"
 PREPROCESSOR = "preprocessor_config.json"  # the file of a folder's image processor
 HEADS = "num_attention_heads"
@@ -446,11 +447,8 @@ def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str, st
 def _differing(config: Any, stored: Any, lacking: bool, names: tuple[str, ...]) -> list[str]:
     """What to do about each of some keys of `model` that differs from the stored one's. `lacking`: whether weights are
     missing."""
-    if stored is None:
-        return []
-    pairs = [(name, getattr(config, name, None), getattr(stored, name, None)) for name in names]
     words = []
-    for name, own, its in ((name, own, its) for name, own, its in pairs if own != its):
+    for name, own, its in [] if stored is None else changed(config, stored, names):
         fix = "omit it"
         if name == "mixer" and lacking:
             fix = f"the own parameters of {own} are not in the checkpoint; omit it, or start from one of {own}"
@@ -461,6 +459,16 @@ def _differing(config: Any, stored: Any, lacking: bool, names: tuple[str, ...]) 
             fix = "omit it, and long_reach, which sets it"
         elif name == "distillation_token" and own:
             fix = "the token is not in the checkpoint; omit it, or start from a distilled one"
-        own, its = (json.dumps(value).strip('"') for value in (own, its))
-        words.append(f"model.{name}={own}, where the checkpoint has {its}: {fix}")
+        words.append(f"{in_words(name, own, its)}: {fix}")
     return words
+
+
+def changed(config: Any, stored: Any, names: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
+    """Return (name, own value, stored value) of the arguments that differ between two configurations."""
+    pairs = [(name, getattr(config, name, None), getattr(stored, name, None)) for name in names]
+    return [(name, own, its) for name, own, its in pairs if own != its]
+
+
+def in_words(name: str, own: Any, its: Any) -> str:
+    own, its = (json.dumps(value).strip('"') for value in (own, its))
+    return f"model.{name}={own}, where the checkpoint has {its}"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from src.checkpoints.remote import check_exists
 from src.cli import log
@@ -24,6 +24,8 @@ class WorkersConfig:
 @dataclass
 class EmbedConfig(RunConfig):
     """Keys of `embed.py`."""
+
+    weights_key: ClassVar[str] = "starting_checkpoint_load_path"
 
     starting_checkpoint_load_path: str | None = key(
         "checkpoint of main.py or embed.py, Hub folder, Hugging Face BERT, or ModernBERT with global attention alone; "

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.cli import log, several
-from src.config import key
+from src.config import check_known, key
 from src.data.config import LoaderConfig, check_split
 from src.data.tokenizers import check_path, frames_texts, vocabulary_digest
 from src.errors import UserError
@@ -126,6 +126,7 @@ class MaskedLM(Task):
         return model
 
     def _starting_model(self, checkpoint: Path | None) -> "LionMLM":
+        from src.checkpoints.adapters import ARGUMENTS
         from src.checkpoints.reading import load_all
         from src.mlm.model import LionMLM
         from src.training.loading import read_start
@@ -133,6 +134,7 @@ class MaskedLM(Task):
 
         config = self.config
         section = dict(config.model)
+        check_known("model", section, (*ARGUMENTS, "pretrained_checkpoint"))
         if (name := section.pop("pretrained_checkpoint", None)) is None:
             return LionMLM(build_lion_config(section, self.tokenizer, self.max_seq_len), self.tokenizer)
         start = read_start(name, "model.pretrained_checkpoint", checkpoint)

@@ -11,15 +11,27 @@ from composer import Callback, Event, Logger, State, Time
 from composer.utils import create_interval_scheduler, dist, reproducibility
 
 from src.checkpoints.processors import differs, normalization, written
-from src.checkpoints.reading import Checkpoint, read_checkpoint
+from src.checkpoints.reading import (
+    OF_DECAYS,
+    OF_FEATURES,
+    OF_FUNCTIONS,
+    OF_HEADS,
+    OF_WEIGHTS,
+    Checkpoint,
+    changed,
+    in_words,
+    read_checkpoint,
+)
 from src.checkpoints.remote import checkpoint_step
 from src.checkpoints.safe_load import is_valid_checkpoint, load_safely
 from src.cli import log
+from src.data.tokenizers import vocabulary_digest
 from src.errors import RunFailed, UserError, reason, some
 from src.files import BEST, LATEST, follow, link, sync_to_disk
 from src.training.ranks import decide
 
 if TYPE_CHECKING:
+    from src.training.config import RunConfig
     from src.training.trainer import AutocastModel
 
 SAVED_AFTER = {Event.BATCH_END: Event.BATCH_CHECKPOINT, Event.EPOCH_END: Event.EPOCH_CHECKPOINT}  # and evaluation
@@ -190,34 +202,47 @@ def resume_hint(folder: Path) -> str:
     return f"the same command resumes from {latest}" if latest else "no earlier checkpoint exists"
 
 
-def check_load_path(
-    given: str, path: Path, model: "AutocastModel", optimizer: torch.optim.Optimizer, max_duration: str | None
-) -> None:
-    """Raise UserError for a file, `given` as load_path and now at `path`, that this run cannot start from.
-    max_duration: of a run that continues the file's steps."""
-    name = f"load_path={given}"
+def check_load_path(run: "RunConfig", path: Path, model: "AutocastModel", optimizer: torch.optim.Optimizer) -> None:
+    """Raise UserError for the file that `run.load_path` names, now at `path`, if the run cannot start from it."""
+    name, config = f"load_path={run.load_path}", model.model.config
     if not is_valid_checkpoint(path):
         raise UserError(f"{name} is corrupt or truncated, or not a checkpoint; copy it again or give another")
     checkpoint = read_checkpoint(path)
-    hint = "use that run's config, or start from its weights alone with model.pretrained_checkpoint"
+    hint = f"use that run's config, or start from its weights alone with {run.weights_key}"
     shapes, its_shapes = ({n: w.shape for n, w in ws.items()} for ws in (model.model.state_dict(), checkpoint.weights))
     if shapes != its_shapes or checkpoint.published:
-        raise UserError(f"{name} is a checkpoint of a different model than this config's; {hint}")
+        keys = [in_words(*each) for each in changed(config, checkpoint.config, OF_WEIGHTS)]
+        which = f" ({'; '.join(keys)})" if keys else ""
+        raise UserError(f"{name} is a checkpoint of a different model than this config's{which}; {hint}")
+    if keys := changed(config, checkpoint.config, (*OF_HEADS, *OF_FUNCTIONS, *OF_FEATURES, *OF_DECAYS)):
+        which = "; ".join(in_words(*each) for each in keys)
+        wide = ", which widens horizons" if "decay_horizon" in {key for key, *_ in keys} else ""
+        raise UserError(f"{name} does not change its model: {which}; {hint}{wide}")
+    if (its := checkpoint.load_tokenizer()) and vocabulary_digest(its) != vocabulary_digest(model.tokenizer):
+        raise UserError(f"tokenizer_name: another tokenizer than that of {name}; use that one")
     if model.processor is not None:
-        check_classes(checkpoint, model.model.config.id2label, name, hint)
+        check_classes(checkpoint, config.id2label, name, hint)
         its, own = normalization(checkpoint.processor), normalization(model.processor)
         if any(differs(its[key], own[key]) for key in its):
             settings = " ".join(f"{key}={written(value)}" for key, value in its.items())
             raise UserError(f"{name} was trained with another normalization of images; set {settings}")
-    its_groups = checkpoint.optimizers.get(type(optimizer).__qualname__, ())
-    restored = _restored if max_duration is not None else lambda group: len(group["params"])
+    kind = type(optimizer).__qualname__
+    its_groups = checkpoint.optimizers.get(kind, ())
+    restored = _restored if run.load_position else lambda group: len(group["params"])
     settings, its_settings = ([restored(group) for group in groups] for groups in (optimizer.param_groups, its_groups))
     if settings != its_settings:
-        if max_duration is not None and len(settings) == len(its_settings):
+        if kind not in checkpoint.optimizers:
+            which = f" ({kind} instead of {', '.join(checkpoint.optimizers) or 'one that it kept'})"
+        elif len(settings) != len(its_settings) or not run.load_position:
+            which = " (other groups of parameters: optimizer.filter_bias_norm_wd or optimizer.layer_lr_decay)"
+        else:
+            which = ""
             hint += ", or also with its optimizer's state by load_position=false"
-        raise UserError(f"{name} was trained with a different optimizer than this config's; {hint}")
-    if max_duration is not None:
-        check_remaining(checkpoint, max_duration, name, "use a longer one, or start at step 0 with load_position=false")
+        raise UserError(f"{name} was trained with a different optimizer than this config's{which}; {hint}")
+    if run.load_position:
+        check_remaining(
+            checkpoint, run.max_duration, name, "use a longer one, or start at step 0 with load_position=false"
+        )
 
 
 def check_classes(checkpoint: Checkpoint, classes: Mapping[int, str], name: str, to_do: str) -> None:

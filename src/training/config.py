@@ -81,6 +81,7 @@ class RunConfig(TrainerConfig):
     # Values that leave the choice to a new run. A resumed run keeps what was chosen: compiled models, for instance,
     # round differently and draw other dropout.
     chosen_at_first: ClassVar[dict[str, Any]] = {"compile_config": "auto"}
+    weights_key: ClassVar[str] = "model.pretrained_checkpoint"  # names the weights alone that a run starts from
 
     run_name: str = key("name of the run")
     optimizer: dict[str, Any] = key(

@@ -168,8 +168,7 @@ def train(task: Task, folder: Path, uploads: "Uploads | None" = None) -> None:
     optimizer = registry.build_optimizer(config.optimizer, model)
     settings = changes.settings_of(optimizer)
     if latest is None and config.load_path is not None:
-        end = config.max_duration if config.load_position else None
-        decide(lambda: check_load_path(config.load_path, start, model, optimizer, end))
+        decide(lambda: check_load_path(config, start, model, optimizer))
     startup.done("model")
     train_data, eval_data = task.build_loaders(device_batch)
     startup.done("data")

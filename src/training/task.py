@@ -93,8 +93,9 @@ class Task(ABC):
         """Raise UserError for a path or a curve that cannot be used, before any import that takes seconds."""
         self.best_curve()
         start, resumes = self.config.load_path, any(Path(self.config.save_folder).glob("ep*-rank0.pt"))
-        if not (start is None or resumes or "://" in start or fetch(start, "load_path").is_file()):
-            raise UserError(f"load_path={start} is not a file; give a checkpoint or omit load_path")
+        if not (start is None or resumes or "://" in start or (path := fetch(start, "load_path")).is_file()):
+            folder = f", or start from the weights of a folder with {self.config.weights_key}" if path.is_dir() else ""
+            raise UserError(f"load_path={start} is not a file; give a checkpoint or omit load_path{folder}")
 
     @abstractmethod
     def build_model(self, checkpoint: Path | None) -> "HuggingFaceModel":

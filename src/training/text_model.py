@@ -45,7 +45,8 @@ def build_lion_config(arguments: Mapping[str, Any], tokenizer: PreTrainedTokeniz
     if config.vocab_size < tokens:
         raise UserError(f"model.vocab_size={config.vocab_size} is less than the tokenizer's {tokens} tokens; omit it")
     if config.has_positions and positions < max_seq_len:
-        raise UserError(f"max_seq_len={max_seq_len} exceeds model.max_position_embeddings={positions} ({config.mixer})")
+        found = f"max_seq_len={max_seq_len} exceeds model.max_position_embeddings={positions} ({config.mixer})"
+        raise UserError(f"{found}; lower it, or raise that in a new model: a trained one cannot be extended")
     check_trainable(config)
     return config
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.cli import log
+from src.config import check_known
 from src.data.config import check_images
 from src.errors import UserError
 from src.training.task import Curve, Task
@@ -45,6 +46,7 @@ class Vision(Task):
 
     def build_model(self, checkpoint: Path | None) -> "LionImageClassifier":
         """Return a model with random weights, or with those of `model.pretrained_checkpoint`."""
+        from src.checkpoints.adapters import IMAGE_ARGUMENTS
         from src.checkpoints.processors import processor_settings
         from src.data.images import Renumbered
         from src.lion import LionForImageClassification
@@ -68,6 +70,7 @@ class Vision(Task):
         if checkpoint is not None:
             decide(lambda: check_resumed(checkpoint, dict(enumerate(classes))))
         section = {name: value for name, value in config.model.items() if value is not None}  # null: the default
+        check_known("model", section, (*IMAGE_ARGUMENTS, "pretrained_checkpoint"))
         start = section.pop("pretrained_checkpoint", None)
         read = None
         if start is not None:
