@@ -180,7 +180,11 @@ def test_jobs_take_the_tokens_that_the_command_made(finetuned):
 
 
 def test_a_task_may_have_a_length_of_its_own(finetuned):
-    _, folder, _ = finetuned
+    _, folder, done = finetuned
+    assert "- amount: " in done.stdout and re.search(
+        r"\d\.\d% of the training texts truncated to 16 tokens", done.stdout
+    )
+    assert re.search(r"\namount: \d+\.\d% of the training texts truncated to 16 tokens\n", done.stderr)
     longest = {path.stem: max(load_file(path)["0.ends"].diff()) for path in folder.glob("tokens/*.safetensors")}
     assert longest.pop("amount") == 16 < min(longest.values())
     results = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("jobs/*/result.json")}

@@ -306,6 +306,16 @@ def test_tokens_longer_than_max_seq_len_are_refused(tmp_path, tokenizer):
         build(config(folder, max_seq_len=32), tokenizer, 2, train=True)
 
 
+def test_rows_shorter_than_max_seq_len_are_reported(tmp_path, tokenizer, caplog):
+    folder = write_tokens(tmp_path, tokenizer, sentences(3), length=16)
+    for fine in ({"max_seq_len": 16}, {"max_seq_len": 64, "packing": True}):
+        build(config(folder, **fine), tokenizer, 2, train=True)
+    assert not caplog.text
+    build(config(folder, max_seq_len=64), tokenizer, 2, train=True)
+    found = f"no row in {folder / 'train'} has more than 16 tokens, though max_seq_len=64; for longer ones, convert"
+    assert f"{found} the text with --max_seq_len 64" in caplog.text
+
+
 @pytest.mark.parametrize("content", [None, "{", "{}", '{"tokens": null}', "[]"])
 def test_tokens_without_a_valid_split_json_are_refused(tmp_path, tokenizer, content):
     folder = write_tokens(tmp_path, tokenizer, sentences(3))

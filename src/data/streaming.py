@@ -319,6 +319,9 @@ def check_tokens(stream: Stream, tokenizer: PreTrainedTokenizerBase, options: Da
     if made["length"] > options.max_seq_len:
         found = f"max_seq_len={options.max_seq_len} is less than the {made['length']} tokens per row in {folder}"
         raise UserError(f"{found}; raise it, or convert the text with --{made['mode']} {options.max_seq_len}")
+    if made["length"] < options.max_seq_len and not options.packing:
+        found = f"no row in {folder} has more than {made['length']} tokens, though max_seq_len={options.max_seq_len}"
+        log.warning(f"{found}; for longer ones, convert the text with --{made['mode']} {options.max_seq_len}")
 
 
 def tokens_summary(stream: Stream) -> dict[str, Any]:

@@ -113,4 +113,5 @@ def finetune(
         task=task,
         keep_checkpoint=keep_checkpoint,
     )
-    return {**result, "glue": of_glue(task), "test_splits": list(data.test), "start": start.name}
+    notes = [note for note in (data.train.truncation(length),) if note]
+    return {**result, "glue": of_glue(task), "test_splits": list(data.test), "start": start.name, "notes": notes}

@@ -24,7 +24,7 @@ from src.files import sha256, write_atomically
 from src.glue.examples import Data, Example, read_task, texts_digest
 from src.glue.tasks import SPLITS, FinetuneConfig, Task
 
-FORMAT = 1  # raise it if the same examples give another file
+FORMAT = 2  # raise it if the same examples give another file
 GROUP = 128  # texts to tokenize at a time; more do not fit into a core's cache
 
 
@@ -38,17 +38,24 @@ class Tokens(Dataset):
 
     `tensors` has input_ids and, from some tokenizers, token_type_ids, (tokens,), int32, of all examples end to end;
     `ends`, (examples + 1,): example i has the tokens from ends[i] to ends[i + 1]; `characters`, (examples,), of the
-    texts; and, unless it is a test set, `labels`, (examples,): class numbers, int64, or values, float64."""
+    texts; `truncated`, (examples,), whether they were longer than the maximum; and, unless it is a test set, `labels`,
+    (examples,): class numbers, int64, or values, float64."""
 
     def __init__(self, tensors: dict[str, Tensor], ids: list[int | str], texts: str):
         self.tensors, self.ids = tensors, ids  # ids: see Example
         self.texts = texts  # their digest
         self.labels, self.characters, self.ends = tensors.get("labels"), tensors["characters"], tensors["ends"]
-        self.columns = {name: tensors[name] for name in tensors if name not in ("labels", "characters", "ends")}
+        others = ("labels", "characters", "ends", "truncated")
+        self.columns = {name: tensor for name, tensor in tensors.items() if name not in others}
 
     @property
     def lengths(self) -> list[int]:
         return self.characters.tolist()
+
+    def truncation(self, max_seq_len: int) -> str | None:
+        """Return in words how many training texts were truncated, or None if none was."""
+        share = self.tensors["truncated"].double().mean().item()
+        return f"{share:.1%} of the training texts truncated to {max_seq_len} tokens" if share else None
 
     def __len__(self) -> int:
         return len(self.characters)
@@ -68,6 +75,8 @@ def keep(data: Data, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig,
     if _load(kept, data.task) is not None:
         return kept
     tokens = tokenize(data, tokenizer, data.task.max_seq_len, config.progress_bar)
+    if note := tokens.train.truncation(data.task.max_seq_len):
+        log.info(f"{data.task.title}: {note}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, _serialized(tokens, kept.digest))
@@ -94,11 +103,16 @@ def tokenize(data: Data, tokenizer: PreTrainedTokenizerBase, max_seq_len: int, s
         def split(examples: list[Example]) -> Tokens:
             columns: dict[str, list[np.ndarray]] = {}
             counts: list[int] = []
+            truncated: list[bool] = []
             for start in range(0, len(examples), GROUP):
                 group = examples[start : start + GROUP]
                 texts = map(list, zip(*(example.texts for example in group)))
                 encoded = tokenizer(*texts, truncation=True, max_length=max_seq_len, return_attention_mask=False)
                 counts += map(len, encoded["input_ids"])
+                if tokenizer.is_fast:
+                    truncated += (bool(each.overflowing) for each in encoded.encodings)
+                else:  # which do not say
+                    truncated += (len(ids) == max_seq_len for ids in encoded["input_ids"])
                 for name, rows in encoded.items():
                     columns.setdefault(name, []).append(np.fromiter(chain.from_iterable(rows), np.int32))
                 if show_progress:
@@ -106,6 +120,7 @@ def tokenize(data: Data, tokenizer: PreTrainedTokenizerBase, max_seq_len: int, s
             tensors = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
             tensors["ends"] = torch.tensor([0, *counts]).cumsum(0)
             tensors["characters"] = torch.tensor([sum(map(len, example.texts)) for example in examples])
+            tensors["truncated"] = torch.tensor(truncated)
             labels = [example.label for example in examples]
             if labels[0] is not None:
                 tensors["labels"] = torch.tensor(labels, dtype=torch.float64 if data.task.regression else torch.int64)
