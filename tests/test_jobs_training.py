@@ -101,14 +101,32 @@ def test_scores_are_those_of_the_averages_whether_a_checkpoint_is_kept_or_not(tm
     )  # fmt: skip
     of_validation, after = seen[-1 - 4 - 7], seen[-1]  # the last evaluation, then 7 batches of validation, 4 of test
     assert torch.equal(of_validation, after)
-    raw = torch.load(tmp_path / "jobs/signs-1/latest-rank0.pt", weights_only=False) if keep_checkpoint else None
-    assert raw is None or torch.equal(raw["state"]["model"]["model.linear.weight"], after)
+    if keep_checkpoint:  # its averages, which `read_checkpoint` takes
+        state = torch.load(tmp_path / "jobs/signs-1/latest-rank0.pt", weights_only=False)["state"]
+        averages = dict(state["algorithms"])["EMA"]["ema_model"]["named_parameters_dict"]
+        assert torch.equal(averages["model.linear.weight"], after)
 
 
 def test_a_model_that_has_learned_nothing_is_at_chance(tmp_path):
     nn.init.zeros_((model := Linear()).linear.weight)
     result = train_signs(tmp_path, model, build_optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.0))
     assert result["at_chance"] and 0.4 <= result["score"] <= 0.6
+
+
+def test_a_constant_answer_is_chance_also_where_another_class_is_frequent_than_in_training(tmp_path, monkeypatch):
+    class Constant(Linear):
+        def forward(self, numbers: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            return {**super().forward(numbers, labels), "logits": torch.tensor([1.0, 0.0]).expand(len(numbers), 2)}
+
+    monkeypatch.setattr(Signs, "__init__", lambda self, count, seed: skewed(self, count, seed == 1))
+    result = train_signs(tmp_path, Constant())
+    assert result["majority"] == pytest.approx(0.2) and result["score"] == pytest.approx(0.8) and result["at_chance"]
+
+
+def skewed(self: Signs, count: int, training: bool) -> None:
+    """Of the training set, a fifth has label 0; of other sets, four fifths."""
+    self.labels = (torch.arange(count) % 5 > (0 if training else 3)).long()
+    self.numbers, self.lengths = 2.0 * self.labels - 1, [1] * count
 
 
 def test_non_finite_predictions_fail_the_job():

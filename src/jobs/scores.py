@@ -32,9 +32,9 @@ def score(metrics: tuple[str, ...], predictions: Tensor, labels: Tensor, classes
     return {m: 0.0 if m in zero else float(METRICS[m](predictions, labels, classes)) for m in metrics}
 
 
-def at_chance(accuracy: float, majority: float, examples: int) -> bool:
-    """Return whether an accuracy is at most two standard errors above that of the majority class."""
-    return accuracy <= majority + 2 * (majority * (1 - majority) / examples) ** 0.5
+def at_chance(accuracy: float, constant: float, examples: int) -> bool:
+    """Return whether an accuracy is at most two standard errors above that of a constant answer."""
+    return accuracy <= constant + 2 * (constant * (1 - constant) / examples) ** 0.5
 
 
 class TaskScore(Metric):

@@ -180,7 +180,7 @@ def train(
     for averages in (each for each in state.algorithms if isinstance(each, EMA)):
         averages.activate(state)
     seconds = state.timestamp.total_wct.total_seconds()
-    scores, majority, train_labels = {}, {}, training.labels.float()
+    scores, majority, best, train_labels = {}, {}, {}, training.labels.float()
     constant = train_labels.mean() if task.regression else train_labels.mode().values  # the majority class
     for name, split in {**validation, **test}.items():
         logits = predict(state.model, split.loader, state.device, state.precision)
@@ -190,6 +190,7 @@ def train(
             labels = split.labels.float()
             scores[name] = score(task.metrics, predictions.predicted(logits), labels, task.num_labels)
             majority[name] = score(task.metrics, constant.expand(len(labels)), labels, task.num_labels)
+            best[name] = labels.unique(return_counts=True)[1].max().item() / len(labels)  # of one answer to all
     trainer.close()
     scored = {name: split for name, split in test.items() if name in scores} or validation
     value, chance = (mean_score(values[name] for name in scored) for values in (scores, majority))
@@ -206,7 +207,8 @@ def train(
     if scored.keys() != validation.keys():
         result["selection"] = mean_score(scores[name] for name in validation)
     if task.metrics == ("accuracy",):
-        result["at_chance"] = at_chance(value, chance, sum(len(split.ids) for split in scored.values()))
+        constant_answer = sum(best[name] for name in scored) / len(scored)
+        result["at_chance"] = at_chance(value, constant_answer, sum(len(split.ids) for split in scored.values()))
     return result
 
 
