@@ -73,6 +73,15 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def read_result(path: Path, of: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a result that was written as {"of": what it depends on, …} if it is there, and of the same."""
+    try:
+        found = json.loads(path.read_text())
+        return found if found.pop("of", None) == of else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
 def sha256(chunks: Iterable[bytes | memoryview]) -> str:
     """Return the SHA-256 of concatenated byte strings, in hexadecimal."""
     digest = hashlib.sha256()

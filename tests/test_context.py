@@ -121,6 +121,13 @@ def test_the_command_compares_models_and_lengths(data, checkpoint, folder, write
     assert len(re.findall(r"^\| lit +\|.*\| +- \|", shown, re.M)) == 2
     assert (out / "report.md").read_text().split("\n\n", 1)[1].strip() in shown
     assert (out / "context.png").read_bytes().startswith(b"\x89PNG") and str(out / "context.png") in shown
+    measured = [path.stat().st_mtime_ns for path in sorted((out / "models").iterdir())]
+    main.main([*map(str, command), "--mlm_probability", "0.3", "--resamples", "100", "--out", str(out)])
+    assert json.loads((out / "report.json").read_text()) == report and capsys.readouterr().out == shown
+    assert [path.stat().st_mtime_ns for path in sorted((out / "models").iterdir())] == measured
+    assert caplog.text.count("read from") == 3
+    main.main([*map(str, command), "--mlm_probability", "0.2", "--resamples", "100", "--out", str(out)])
+    assert caplog.text.count("read from") == 3  # other masks
 
 
 def test_a_length_is_measured_the_same_whatever_the_others_are(data, checkpoint, tmp_path, capsys):

@@ -12,7 +12,7 @@ from src.cli import check_alone, log
 from src.embed.beir import Retrieval, read_beir
 from src.embed.options import MODEL, add_reading, check_counts, fingerprint, open_model
 from src.errors import UserError
-from src.files import check_writable, distinct, sha256, write_atomically, write_json
+from src.files import check_writable, distinct, read_result, sha256, write_atomically, write_json
 from src.jobs.report import writing
 from src.tables import markdown
 
@@ -86,7 +86,7 @@ def evaluate_model(
         stem = re.sub(r"[^\w.-]+", "-", f"{name}.{title}")
         stored = None if options.out is None else options.out / "runs" / f"{stem}.json"
         of = {**settings, "data": data_digest(retrieval)}
-        found = read_result(stored, of)
+        found = None if stored is None else read_result(stored, of)
         if found is not None:
             log.info(f"{title} on {name}: read from {stored}")
         else:
@@ -140,15 +140,6 @@ def score(encoder: Any, retrieval: Retrieval, title: str, options: argparse.Name
 def data_digest(retrieval: Retrieval) -> str:
     parts = (retrieval.documents, retrieval.queries, retrieval.judged, retrieval.passages)
     return sha256(json.dumps(item).encode() for part in parts for item in (len(part), *part.items()))
-
-
-def read_result(stored: Path | None, of: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a stored result if it is there, and of the same model and settings."""
-    try:
-        found = json.loads(stored.read_text()) if stored is not None else {}
-        return found if found.pop("of", None) == of else None
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 def compare(results: dict[str, dict[str, Any]], resamples: int) -> dict[str, dict[str, dict[str, float]]]:

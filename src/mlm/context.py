@@ -1,6 +1,7 @@
 """`main.py context`: how well masked language models predict the same tokens from more and from less context."""
 
 import argparse
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from src.cli import check_alone, log, progress
 from src.config import SEED, Rule, check_value
 from src.data.readers import find_files
 from src.errors import UserError
-from src.files import check_writable, distinct, write_atomically, write_json
+from src.files import check_writable, distinct, read_result, sha256, write_atomically, write_json
 from src.jobs.report import writing
 from src.tables import markdown
 
@@ -55,9 +56,20 @@ def context(argv: list[str]) -> None:
     ids, labels = pieces.mask_rows(rows, tokenizer, options.mlm_probability, options.seed)
     masked = (labels >= 0).sum(1).tolist()
     log.info(f"{len(rows):,} rows of {longest:,} tokens, {sum(masked):,} of them masked, on {device}")
-    results = {}
+    results, of_rows = {}, sha256([ids.numpy().data, labels.numpy().data])
     for title, model in models.items():
-        results[title] = evaluate(title, model, readable[title], ids, labels, reading, options.resamples)
+        of = {"model": pieces.digest(model), "rows": of_rows, "lengths": readable[title]}
+        of |= {"precision": options.precision, "resamples": options.resamples}
+        stored = options.out / "models" / (re.sub(r"[^\w.-]+", "-", title) + ".json")
+        if (found := read_result(stored, of)) is not None:
+            log.info(f"{title}: read from {stored}")
+            found["lengths"] = {int(length): result for length, result in found["lengths"].items()}
+        else:
+            found = evaluate(title, model, readable[title], ids, labels, reading, options.resamples)
+            with writing(options.out):
+                stored.parent.mkdir(parents=True, exist_ok=True)
+                write_json(stored, {"of": of, **found})
+        results[title] = found
     settings = {name: getattr(options, name) for name in ("lengths", "mlm_probability", "seed", "precision")}
     report = {"data_files": [*map(str, files)], **settings, "masked": masked, "results": results}
     shown = text(report, options.resamples)

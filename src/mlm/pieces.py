@@ -1,5 +1,6 @@
 """Masked rows of tokens, cut into pieces that a model reads one by one, and how well it predicts the masked tokens."""
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from src.data.readers import read_batches
 from src.data.token_rows import token_rows
 from src.data.tokenizers import load_tokenizer, vocabulary_digest
 from src.errors import RunFailed, UserError
+from src.files import sha256
 from src.lion import LionForMaskedLM
 from src.lion.losses import labelled_positions
 from src.mlm.task import masked_lm_weights
@@ -64,6 +66,13 @@ def open_models(
     if chosen.mask_token_id is None:
         raise UserError(f"the tokenizer of {of} has no mask token; name another as --tokenizer")
     return models, chosen
+
+
+def digest(model: LionForMaskedLM) -> str:
+    """Return the SHA-256 of what a model computes: its weights and configuration."""
+    facts = json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode()
+    tensors = ((name, x.contiguous().view(-1).view(torch.uint8)) for name, x in sorted(model.state_dict().items()))
+    return sha256([facts, *(part for name, x in tensors for part in (name.encode(), x.numpy().data))])
 
 
 def longest_text(model: LionForMaskedLM) -> int | None:
