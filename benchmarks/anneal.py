@@ -63,6 +63,7 @@ def main(argv: list[str]) -> None:
     check_value("--length", options.length, int, Rule(at_least=1024))
     if options.length % 512:
         raise UserError(f"--length {options.length} is not a multiple of 512; round it")
+    measure.keep_options(options.out, options, ("tokens", "anneal_tokens", "length", "lr", "overrides"))
     short, long, seeds = options.out / "short", options.out / "long", range(SEED, SEED + options.seeds)
     models: dict[tuple[str, str, int], Path] = {}  # (mixer, start, seed) → checkpoint
     before, after = [], []

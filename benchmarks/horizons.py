@@ -52,6 +52,7 @@ def main(argv: list[str]) -> None:
     add("--out", type=Path, default=Path("horizons"), help="folder for all outputs (default: horizons)")
     add("overrides", nargs="*", metavar="key=value", help="changes to the pretraining config")
     options = parser.parse_intermixed_args(argv)  # overrides may also be last
+    measure.keep_options(options.out, options, ("tokens", "overrides"))
     rows = [row for length in cli.progress(options.lengths, desc="lengths") for row in compare(options, length)]
     lines = [["model", "horizons at the start", *(f"{length} tokens" for length in options.lengths)]]
     for mixer in options.mixers:

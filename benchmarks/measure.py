@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from src.errors import first_line
+from src.errors import UserError, first_line
+from src.files import check_writable, write_json
 from src.lion.cpu import linear
 from src.tables import markdown
 
@@ -287,6 +288,19 @@ def _cpuinfo() -> str:
         return Path("/proc/cpuinfo").read_text()
     except OSError:
         return ""
+
+
+def keep_options(out: Path, options: Any, names: tuple[str, ...]) -> None:
+    """Keep in a folder the options that its runs depend on. Raises UserError if they were others, whose runs would be
+    continued, or if the folder cannot be written."""
+    check_writable("--out", out)
+    given, path = json.loads(json.dumps({name: getattr(options, name) for name in names})), out / "options.json"
+    kept = json.loads(path.read_text()) if path.is_file() else given
+    if changed := [name for name in names if kept.get(name) != given[name]]:
+        was = ", ".join(f"{name}={kept.get(name)}" for name in changed)
+        raise UserError(f"--out: {out} has runs with {was}; repeat that, or choose another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(path, given)
 
 
 def results_folder(device: str) -> Path:

@@ -154,6 +154,12 @@ def read_file(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     return OmegaConf.merge(read_file(path.parent / base, (*seen, path.resolve())), config)
 
 
+def oldest(path: Path) -> Path:
+    """Return the file that a YAML file goes back to by `inherit`, or the file itself."""
+    base = OmegaConf.load(path).get("inherit")
+    return path if base is None else oldest(path.parent / base)
+
+
 def _check_keys(given: dict[str, Any], schema: type) -> None:
     """Raise UserError for a key that the schema does not have, and for a value in place of a section."""
     known = [name for name, _, _ in _keys(schema)]

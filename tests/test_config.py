@@ -221,6 +221,18 @@ def test_help_lists_every_key_with_its_meaning(schema, read, capsys):
     assert {section for section, name in arguments.items() if name in text} == arguments.keys() & sections
 
 
+@pytest.mark.parametrize("yaml_file", ["finetune-glue/lion-s-base", "lra/lion-s", "vision/cifar", "embed/tiny"])
+def test_a_config_of_another_command_names_that(yaml_file, tmp_path):
+    (own := tmp_path / "own.yaml").write_text(f"inherit: {ROOT}/yamls/{yaml_file}.yaml\n")
+    with pytest.raises(UserError) as error:
+        pretrain(str(own))
+    command = {"finetune-glue": "glue.py", "lra": "lra.py", "vision": "vision.py", "embed": "embed.py"}
+    of = command[yaml_file.split("/")[0]]
+    assert str(error.value) == f"{own} is a config of {of}; run python {of} {own}"
+    (own := tmp_path / "other.yaml").write_text(f"inherit: {ROOT}/yamls/lra/pretrain/listops.yaml\n")
+    assert pretrain(str(own)).max_seq_len > 0
+
+
 def test_help_shows_the_choices_of_a_key():
     text = describe(PretrainConfig)
     for name, choices in (

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import warm
-from conftest import ROOT, environment
+from conftest import ROOT, assert_one_sentence, environment, run
 
 from src.data.convert import is_validation
 from src.demo import __main__ as demo_command
@@ -188,6 +188,12 @@ def test_horizons_are_compared_on_ones_own_text_with_several_seeds(tmp_path):
     assert re.search(r"\| lion-d \| +2 to L \| +\d+\.\d\d ± \d\.\d\d% \|", done.stdout)
     for picture in (out / "curves.png", out / "scores.png", tmp_path / "out/results.png"):
         assert picture.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "file").touch()
+    for given, words in (
+        (("--tokens", "9000"), "out has runs with tokens=8192"),
+        (("--out", "file"), "--out: file is"),
+    ):
+        assert_one_sentence(run(script, *command[2:], *given, cwd=tmp_path), words)
 
 
 def test_a_comparison_has_means_deviations_and_times_relative_to_bert(tmp_path, capsys):

@@ -22,7 +22,7 @@ from src.config import _keys
 from src.convert_dataset import main as convert
 from src.data import streaming as streaming_module
 from src.data.batches import IGNORED, sample_count
-from src.data.config import BATCHING_METHODS, SHUFFLE_ALGOS, DatasetConfig, LoaderConfig
+from src.data.config import BATCHING_METHODS, SHUFFLE_ALGOS, DatasetConfig, LoaderConfig, check_split
 from src.data.streaming import StreamingTextDataset, build, build_dataset, describe, ignore_signals
 from src.data.tokenizers import vocabulary_digest
 from src.errors import UserError
@@ -567,6 +567,10 @@ def test_a_missing_folder_is_named(tmp_path):
 
 
 def test_a_missing_split_is_named_with_those_that_exist(shards):
+    for wrong, words in ((shards / "train", "train is a split itself; give the folder that it is in"),
+                         (shards.parent, rf"but its folders do; give one of them: .*{shards.name}")):  # fmt: skip
+        with pytest.raises(UserError, match=words):
+            check_split("data_local", wrong, "train")
     with pytest.raises(UserError, match=r"train_small holds no shards \(its splits are train, val\)"):
         build_dataset(config(shards, "train_small").dataset, 5)
 

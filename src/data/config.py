@@ -112,6 +112,10 @@ def check_split(key: str, local: Path, split: str) -> None:
     folder, index = local / split, local / split / "index.json"
     if not index.is_file():
         splits = ", ".join(sorted(path.parent.name for path in local.glob("*/index.json")))
+        if (local / "index.json").is_file():
+            raise UserError(f"{key}: {local} is a split itself; give the folder that it is in, {local.parent}")
+        if not splits and (below := sorted({path.parents[1].name for path in local.glob("*/*/index.json")})):
+            raise UserError(f"{key}: {local} holds no shards, but its folders do; give one of them: {', '.join(below)}")
         found = f"its splits are {splits}" if splits else f"{local} has no finished split"
         found = f"{folder} holds no shards ({found})" if local.is_dir() else f"{local} does not exist"
         if find_parts(folder):

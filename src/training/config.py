@@ -1,13 +1,19 @@
 """Config keys that every run has, whatever it trains."""
 
+import contextlib
+import os
 from collections.abc import Collection
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
-from src.config import SECONDS, SEED, TIME_UNITS, Config, duration, key, load
+from src.config import SECONDS, SEED, TIME_UNITS, Config, duration, key, load, oldest
 from src.errors import UserError
 from src.training import changes
 
+OF_FOLDERS = {  # in yamls/
+    "pretrain": "main.py", "finetune-glue": "glue.py", "lra": "lra.py", "vision": "vision.py", "embed": "embed.py",
+}  # fmt: skip
 COUNT = {"at_least": 1, "at_most": 2**32 - 1}
 COUNT_OR_ALL = {"at_least": 1, "also": (-1,), "may_change": True}
 OWN = ", or module:Class"  # see src/training/own_code.py
@@ -182,6 +188,17 @@ def load_config(
         from src.training.registry import describe_arguments
 
         more_help = describe_arguments(getattr(lion, schema.model_config), [entry.name for entry in fields(schema)])
+    path = next((Path(argument) for argument in argv if os.path.isfile(argument)), None)
+    if path is not None and (other := command_of(path)) not in (None, script):
+        raise UserError(f"{path} is a config of {other}; run python {other} {path}")
     config = load(schema, script, argv, example, more_help, commands)
     config.check()
     return config
+
+
+def command_of(path: Path) -> str | None:
+    """Return the command whose recipes a YAML file goes back to, or None if it is of no folder in yamls/."""
+    with contextlib.suppress(Exception):  # it is not YAML, or what it inherits is gone
+        *_, yamls, folder, _ = oldest(path).resolve().parts
+        return OF_FOLDERS.get(folder) if yamls == "yamls" else None
+    return None
