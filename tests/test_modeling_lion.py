@@ -247,12 +247,11 @@ def test_attention_equals_the_definition_with_the_mixers_decay(mixer):
         for layer, x, matrix in zip(model.layers, output.hidden_states, output.attentions):
             part = layer.attention
             q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2).double() for y in part.qkv(x).chunk(3, -1))
-            log_decay = None
+            log_decay, mask = None, inputs["attention_mask"].bool()
             if mixer == "lion-d":
                 log_decay = torch.sigmoid(part.decay.double()).log()
-            elif mixer == "lion-s":
-                log_decay = (1 - torch.sigmoid(part.decay(x).double())).log().transpose(1, 2)
-            mask = inputs["attention_mask"].bool()
+            elif mixer == "lion-s":  # padding does not decay
+                log_decay = (1 - torch.sigmoid(part.decay(x).double())).log().transpose(1, 2).where(mask[:, None], 0)
             y = definition(q, k, v, log_decay, mask=mask)
             torch.testing.assert_close(matrix.double() @ v, y, atol=1e-4, rtol=1e-4)
             y = y.transpose(1, 2).flatten(2).float()
@@ -342,6 +341,38 @@ def test_padding_does_not_change_a_texts_outputs(mixer, side, form):
         positions = (mask.cumsum(-1) - 1).clamp(min=0) if mixer in WITH_POSITIONS and side == "left" else None
         logits = model(F.pad(ids, pad), mask, position_ids=positions, attention_form=form).logits
         torch.testing.assert_close(logits[mask.bool()], alone.flatten(0, 1), atol=1e-4, rtol=1e-4)
+
+
+MASKED = [(mixer, {}) for mixer in MIXERS] + [
+    ("lion-s", {"separate_decays": True}), ("lion-s", {"channel_decays": True}), ("lion-s", {"key_weight": "linear"}),
+    ("lion-s", {"short_conv": 3}), ("lion-s", {"position_embedding": "rope"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["auto", "full", "recurrent", "chunkwise"])
+@pytest.mark.parametrize(("mixer", "options"), MASKED, ids=str)
+def test_nothing_depends_on_a_masked_token_within_a_text(mixer, options, form):
+    model = build(mixer, **options)
+    ids = texts(batch=2, length=23)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, 5:9] = mask[1, 11] = mask[1, 0] = 0
+    other = torch.where(mask.bool(), ids, V - 1 - ids)
+    form = "full" if mixer == "softmax" else form
+    embeds = model.lion.embeddings.word_embeddings(ids).detach().requires_grad_()
+    logits = model(inputs_embeds=embeds, attention_mask=mask, attention_form=form).logits
+    found = model(other, mask, attention_form=form).logits
+    torch.testing.assert_close(found[mask.bool()], logits[mask.bool()], atol=1e-6, rtol=1e-6)
+    (gradient,) = torch.autograd.grad(logits[mask.bool()].square().sum(), embeds)
+    assert not gradient[~mask.bool()].any() and gradient[mask.bool()].any()
+
+
+@pytest.mark.parametrize("options", [{}, {"separate_decays": True}, {"channel_decays": True}], ids=str)
+def test_masking_a_token_is_removing_it_where_decays_are_all_that_knows_of_places(options):
+    model, ids = build("lion-s", **options), texts(batch=1, length=23)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, 5:9] = 0
+    removed = model(ids[:, mask[0].bool()]).logits
+    torch.testing.assert_close(model(ids, mask).logits[:, mask[0].bool()], removed, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

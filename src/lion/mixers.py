@@ -290,10 +290,11 @@ class LinearMixer(Attention):
         """The logits of 1 − λ, (B, H, L), in any dtype, if λ is a sigmoid and each token has its own."""
         return None
 
-    def decays(self, x: Tensor, real: Tensor | None = None) -> dict[str, Tensor | None]:
-        """The decays as arguments of `linear_attention`. With `real`, (B, L) bool, the other tokens do not decay."""
+    def decays(self, x: Tensor, real: Tensor | None, of_heads: bool = False) -> dict[str, Tensor | None]:
+        """The decays as arguments of `linear_attention`. Tokens that are not `real`, (B, L) bool, do not decay what
+        depends on the token, so that nothing depends on them; with `of_heads`, nor what is one number per head."""
         log_decay = self.log_decay(x)
-        if log_decay is not None and real is not None:
+        if log_decay is not None and real is not None and (of_heads or log_decay.ndim > 2):
             padding = ~real[:, None, :, None] if self.config.channel_decays else ~real[:, None]
             log_decay = log_decay if log_decay.ndim > 2 else log_decay[:, None]
             log_decay = log_decay.masked_fill(padding, 0)
@@ -330,11 +331,13 @@ class LinearMixer(Attention):
         what = {"mask": mask, "seq_idx": seq_idx, "normalize": self.config.normalize_rows}
         operands = (q, k, v) if qkv is None else (qkv,)
         if donors is None and not output_attentions and (logits := self.forget_logits(x)) is not None:
+            if mask is not None:
+                logits = logits.masked_fill(~mask[:, None], -math.inf)  # as in `decays`
             if self.config.num_orders > 1:
                 y = patch_orders.linear_attention_in_orders(q, k, v, forget_logits=logits, orders=orders, **how)
                 return y, None
             return linear_attention(*operands, forget_logits=logits, **what, **how, **states), None
-        decays = self.decays(x, None if donors is None else mask)
+        decays = self.decays(x, mask, of_heads=donors is not None)
         if self.config.num_orders and decays["log_decay"] is not None:
             y = patch_orders.linear_attention_in_orders(q, k, v, decays["log_decay"], orders, **how)
             return y, patch_orders.matrix_in_orders(q, k, decays["log_decay"], orders) if output_attentions else None
@@ -351,7 +354,7 @@ class LinearMixer(Attention):
 
     def segment_states(self, x: Tensor, mask: Tensor | None, halo=(0, 0), rotation=None) -> SegmentStates:
         _, k, v, x, mask, _ = self.project(x, mask, None, halo, rotation)
-        decays = self.decays(x)
+        decays = self.decays(x, mask)
         k = self.weigh(k, decays["log_decay"])
         return segment_states(k, v, **decays, mask=mask, normalize=self.config.normalize_rows)
 
