@@ -405,6 +405,11 @@ for name in CLASSES:
         one, other = model(**batch), again(**batch)
     assert all(torch.equal(x, y) for x, y in zip(one.to_tuple(), other.to_tuple())), name
     print(name, *one[0].shape)
+    if name == "AutoModelForMaskedLM":
+        model.base_model.save_pretrained("encoder")
+        encoder = transformers.AutoModel.from_pretrained("encoder", trust_remote_code=True).eval()
+        with torch.no_grad():
+            assert torch.equal(encoder(**batch)[0], model.base_model(**batch)[0])
 
 logits = {{}}
 for dtype in (torch.float32, torch.bfloat16, torch.float16):

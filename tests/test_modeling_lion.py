@@ -2,6 +2,7 @@
 rely on."""
 
 import inspect
+import io
 import math
 
 import pytest
@@ -627,6 +628,22 @@ def test_an_output_may_be_a_tuple():
     assert torch.equal(model(ids, return_dict=True).logits, logits)
     traced = torch.jit.trace(model, ids)
     torch.testing.assert_close(traced(ids)[0], logits)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_trace_is_the_same_with_and_without_gradients(mixer):
+    model, ids = build(mixer, torchscript=True).eval(), torch.randint(1, V, (2, 9))
+    traced = torch.jit.trace(model, ids)  # which compares two traces
+    torch.testing.assert_close(traced(ids)[0], model(ids)[0])
+
+
+@pytest.mark.parametrize("mixer", LINEAR)
+def test_the_exporter_that_would_lose_the_attention_is_refused(mixer):
+    model, ids = build(mixer, torchscript=True).eval(), torch.randint(1, V, (2, 9))
+    with pytest.raises(
+        RuntimeError, match=r"torch\.onnx that traces cannot record linear attention: use torch\.export"
+    ):
+        torch.onnx.export(model, (ids,), io.BytesIO(), dynamo=False)
 
 
 def test_the_earlier_keyword_of_segment_length_is_accepted():

@@ -310,7 +310,8 @@ class _Layer(_Faster):
 
 def positive_map(x: Tensor) -> Tensor:
     """Compute (SiLU(x) + ½) / ‖SiLU(x) + ½‖ over the last dimension: every entry is positive."""
-    if torch.compiler.is_compiling() or (x.device.type == "cpu" and x.dtype != torch.float32):
+    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if recorded or (x.device.type == "cpu" and x.dtype != torch.float32):
         return F.normalize(F.silu(x) + 0.5, dim=-1).to(x.dtype)  # autocast on a GPU normalizes in float32
     with no_autocast(x):
         return _PositiveMap.apply(x) if torch.is_grad_enabled() else _positive(x)[0]

@@ -524,7 +524,7 @@ class Hydra(Mixer):
         if mask is not None:  # so that tokens near a text's end see zeros, as beyond it
             v, qk = (y.masked_fill(~mask[..., None], 0) for y in (v, qk))
         v, qk = cpu.convolve(self.conv, [v, qk], seq_idx, self.halo)
-        in_place = not torch.is_grad_enabled()
+        in_place = not (torch.is_grad_enabled() or torch.jit.is_tracing())  # which is repeated without gradients
         return z, F.silu(v, in_place), F.silu(qk, in_place), dt
 
     def project(self, x: Tensor, mask: Tensor | None, seq_idx: Tensor | None, halo: tuple[int, int]) -> tuple:

@@ -37,9 +37,8 @@ from .pooling import pool_spans
 from .triton_kernels import AVAILABLE  # noqa: F401
 from .two_sided_attention import two_sided_attention  # noqa: F401
 
-# All files are named here, since transformers finds a file only through `from .file import`, and from a local folder
-# copies only what this file imports itself. The other files import modules where that saves many reads: transformers 4
-# reads a file once per chain of such imports.
+# All files are named here: transformers finds files through `from .file import` alone, and copies from a local folder
+# what this file imports itself. Others import modules, since transformers 4 reads a file once per chain of imports.
 MIN_SEGMENT = 2048  # tokens; shorter segments would be slower, not smaller
 
 
@@ -89,6 +88,10 @@ class MixerLayer(LinearLayers, GradientCheckpointingLayer):
 
     def forward(self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), **options):
         """Return the layer's output, (B, L, D), and the attention matrix, (B, H, L, L), if requested."""
+        if self.attention.has_states and torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
+            raise RuntimeError(
+                "the exporter of torch.onnx that traces cannot record linear attention: use torch.export"
+            )
         y, matrix = self.attention(self.before_mixing(x), mask, seq_idx, form, output_attentions, halo=halo, **options)
         return self.after_mixing(x[:, halo[0] : x.shape[1] - halo[1]] if any(halo) else x, y), matrix
 
@@ -206,6 +209,7 @@ class LionPreTrainedModel(PreTrainedModel):
 class LionModel(LionPreTrainedModel):
     """The encoder: token ids to hidden states. The pooler, for classification: first token or mean, dense, tanh."""
 
+    _auto_class = "AutoModel"  # so that save_pretrained copies this code, also from a headed model
     state_passing = 0.0
 
     def __init__(self, config: LionConfig, add_pooling_layer: bool = True):
