@@ -62,7 +62,8 @@ def check(options: Namespace) -> list[Path]:
     undivided = files and fraction is None and len({*splits}) > 1
     for wrong, message in (
         (fraction is not None and not 0 < fraction < 1, f"--val_fraction {fraction} must be between 0 and 1"),
-        ((options.tokenizer is None) != (length is None), "give --tokenizer with --concat_tokens or --max_seq_len"),
+        (options.tokenizer and length is None, "--tokenizer needs --concat_tokens N or --max_seq_len N; add one"),
+        (length is not None and not options.tokenizer, "--concat_tokens and --max_seq_len need --tokenizer; add it"),
         (length is not None and not 3 <= length < 2**31, f"rows must have 3 to {2**31 - 1} tokens (got {length})"),
         (options.stdin_format and not stdin, "--stdin_format requires --data_files -; omit it"),
         (options.one_document_per_file and "txt" not in kinds, "--one_document_per_file requires .txt files; omit it"),

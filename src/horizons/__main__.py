@@ -19,6 +19,7 @@ from src.data.readers import find_files, read_batches
 from src.errors import UserError
 from src.files import check_writable, write_json
 from src.horizons.report import draw, text
+from src.jobs.report import writing
 
 
 def main(argv: list[str]) -> None:
@@ -73,9 +74,10 @@ def main(argv: list[str]) -> None:
     new = LionModel(read.config, add_pooling_layer=False).eval()
     result = {"checkpoint": options.checkpoint, "length": length, "rows": len(rows), **measure(model, rows)}
     result["initial_horizons"] = measure_horizons(new, rows[0])
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_json(options.out / "horizons.json", result)
-    draw(result, options.out / "horizons.png")
+    with writing(options.out):
+        options.out.mkdir(parents=True, exist_ok=True)
+        write_json(options.out / "horizons.json", result)
+        draw(result, options.out / "horizons.png")
     print(f"\n{text(result)}\n\nresults  {options.out / 'horizons.json'}, {options.out / 'horizons.png'}")
 
 
