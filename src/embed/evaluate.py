@@ -10,13 +10,12 @@ from typing import Any
 from src.checkpoints.remote import check_exists
 from src.cli import check_alone, log
 from src.embed.beir import Retrieval, read_beir
-from src.embed.options import MODEL, add_reading, check_counts, fingerprint, open_model
+from src.embed.options import BM25, MODEL, add_reading, check_counts, fingerprint, open_model
 from src.errors import UserError
 from src.files import check_writable, distinct, read_result, sha256, write_atomically, write_json
 from src.jobs.report import writing
 from src.tables import markdown
 
-BM25 = "bm25"
 COMPARED = "nDCG@10"  # the metric of differences
 NOTE = (
     "Differences in nDCG@10 from {first}, in points, with 95% confidence interval and two-sided p-value, by a paired "

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from src.embed.encoder import Encoder
 
 MODEL = "checkpoint of main.py, glue.py or embed.py, Hub folder or name, or any model that sentence-transformers loads"
+BM25 = "bm25"  # in place of a model: a ranking by words
 READING = ("max_seq_len", "query_prompt", "document_prompt", "precision")  # options that change vectors
 
 
@@ -73,7 +74,7 @@ def open_model(model: str, options: Namespace) -> "Encoder":
 
 def newest_commit(name: str) -> str | None:
     """Return the commit of a model's main branch on the Hub or, offline, in the cache; None if neither has it."""
-    if name.count("/") > 1:
+    if name == BM25 or name.count("/") > 1:
         return None
     from huggingface_hub import HfApi, hf_hub_download
 
