@@ -732,6 +732,8 @@ def test_logits_give_the_numbers_of_their_decays(form, decay):
     logits = (
         torch.linspace(-70, 70, 2 * LONG, dtype=torch.float64).view(2, 1, LONG) if decay == "token" else torch.zeros(1)
     )
+    if decay == "token":  # as LION-S gives them
+        logits = logits.masked_fill(~mask[:, None], -math.inf)
 
     def of_logits(q, k, v, logits, **options):
         return linear_attention(q, k, v, forget_logits=logits, **options)
