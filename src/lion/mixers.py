@@ -295,9 +295,8 @@ class LinearMixer(Attention):
         depends on the token, so that nothing depends on them; with `of_heads`, nor what is one number per head."""
         log_decay = self.log_decay(x)
         if log_decay is not None and real is not None and (of_heads or log_decay.ndim > 2):
-            padding = ~real[:, None, :, None] if self.config.channel_decays else ~real[:, None]
             log_decay = log_decay if log_decay.ndim > 2 else log_decay[:, None]
-            log_decay = log_decay.masked_fill(padding, 0)
+            log_decay = log_decay.where(real[:, None, :, None] if self.config.channel_decays else real[:, None], 0)
         if not self.config.separate_decays:
             return {"log_decay": log_decay}
         return dict(zip(("log_decay", "log_decay_future"), log_decay.chunk(2, 0 if log_decay.ndim < 3 else 1)))
@@ -332,7 +331,7 @@ class LinearMixer(Attention):
         operands = (q, k, v) if qkv is None else (qkv,)
         if donors is None and not output_attentions and (logits := self.forget_logits(x)) is not None:
             if mask is not None:
-                logits = logits.masked_fill(~mask[:, None], -math.inf)  # as in `decays`
+                logits = logits.where(mask[:, None], -math.inf)  # as in `decays`
             if self.config.num_orders > 1:
                 y = patch_orders.linear_attention_in_orders(q, k, v, forget_logits=logits, orders=orders, **how)
                 return y, None
