@@ -114,13 +114,13 @@ def check_split(key: str, local: Path, split: str) -> None:
         splits = ", ".join(sorted(path.parent.name for path in local.glob("*/index.json")))
         if (local / "index.json").is_file():
             raise UserError(f"{key}: {local} is a split itself; give the folder that it is in, {local.parent}")
-        if not splits and (below := sorted({path.parents[1].name for path in local.glob("*/*/index.json")})):
-            raise UserError(f"{key}: {local} holds no shards, but its folders do; give one of them: {', '.join(below)}")
         found = f"its splits are {splits}" if splits else f"{local} has no finished split"
         found = f"{folder} holds no shards ({found})" if local.is_dir() else f"{local} does not exist"
         if find_parts(folder):
             command = f"python src/convert_dataset.py --merge --splits {split} --out_root {local}"
             raise UserError(f"{key}: {folder} holds parts of a conversion; write all, then join them with `{command}`")
+        if not splits and (below := sorted({path.parents[1].name for path in local.glob("*/*/index.json")})):
+            raise UserError(f"{key}: {local} holds no shards, but its folders do; give one of them: {', '.join(below)}")
         command = f"src/convert_dataset.py --dataset allenai/c4 --data_subset en --splits {split} --out_root {local}"
         own = f"src/convert_dataset.py … --splits {split} --out_root {local}"
         fix = (
