@@ -78,7 +78,7 @@ def read_result(path: Path, of: dict[str, Any]) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_text())
         return found if found.pop("of", None) == of else None
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, TypeError):
         return None
 
 

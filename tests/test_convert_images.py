@@ -105,6 +105,28 @@ def test_pixels_without_files_become_png(tmp_path):
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(content))), expected) and label == own
 
 
+def test_a_conversion_of_an_earlier_version_is_known(tmp_path, caplog):
+    """Whose digest was of the first and the last image."""
+    rows = np.zeros((40, 3073), np.uint8)
+    (tmp_path / "cifar").mkdir()
+    for name in ("data_batch_1.bin", "test_batch.bin"):
+        (tmp_path / "cifar" / name).write_bytes(rows.tobytes())
+    command = ["--images", tmp_path / "cifar", "--splits", "train", "--out_root", tmp_path / "out"]
+    convert(*command)
+    path = tmp_path / "out/train/split.json"
+    summary = json.loads(path.read_text())
+    summary["command"]["contents"] = open_images(str(tmp_path / "cifar"), "train").earlier_digest()
+    path.write_text(json.dumps(summary))
+    with caplog.at_level("INFO", logger="lion"):
+        convert(*command)
+    assert "already written by the same command" in caplog.text
+    rows[5, 0] = 1  # a label
+    (tmp_path / "cifar/data_batch_1.bin").write_bytes(rows.tobytes())
+    with pytest.raises(UserError, match="already exists"):
+        path.write_text(json.dumps({**summary, "command": {**summary["command"], "contents": "of other images"}}))
+        convert(*command)
+
+
 def test_broken_files_are_counted_and_named(source, tmp_path, caplog):
     folder = tmp_path / "source" / "train" / "cat"
     folder.mkdir(parents=True)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -172,6 +173,22 @@ def test_other_weights_of_the_same_name_are_noticed(tmp_path, monkeypatch):
     assert all(one != other for i, one in enumerate(found) for other in found[:i])
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", Mock(side_effect=OSError))
     assert fingerprint("org/model", options)["files"] == []  # not known offline
+
+
+def test_vectors_of_earlier_versions_are_known_and_may_be_inside_the_models_folder(files, folder, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    (model / "1_Pooling").mkdir()
+    (model / "1_Pooling/config.json").write_text("{}")  # of which earlier versions did not know
+    command = ["encode", str(model), "--data_files", str(files / "b.txt"), "--out", str(model / "vectors")]
+    embed.main(command)
+    state = model / "vectors" / encode.STATE
+    stored = json.loads(state.read_text())
+    before = [path.stat().st_mtime_ns for path in (model / "vectors").glob("part-*")]
+    for known in (stored["files"], [file for file in stored["files"] if "/" not in file[0]]):
+        state.write_text(json.dumps({**stored, "files": known}))
+        embed.main(command)
+    assert [path.stat().st_mtime_ns for path in (model / "vectors").glob("part-*")] == before
 
 
 def test_mistakes_are_named(files, checkpoint, tmp_path):

@@ -113,7 +113,7 @@ def test_a_run_has_several_averages_which_name_tasks_at_chance():
     assert "All: 50.00 (RTE: 1 of 3 seeds at chance, CoLA at chance)" in text
     assert "Without CoLA: 60.00 (RTE: 1 of 3 seeds at chance)" in text
     assert "50.00 (chance), 60.00, 70.00 |" in text
-    assert "At chance, no better than the majority class: RTE, seed 0; CoLA, seeds 0 and 1." in text
+    assert "At chance, no better than one answer to all: RTE, seed 0; CoLA, seeds 0 and 1." in text
     assert report.remarks({"a": rows, "b": []})[0].endswith("RTE of a, seed 0; CoLA of a, seeds 0 and 1.")
 
 

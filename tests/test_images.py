@@ -135,6 +135,20 @@ def test_shards(tmp_path):
     check(fetched, ["cat", "dog"])
 
 
+def test_the_digest_of_compressed_shards_does_not_change_when_they_are_read(tmp_path):
+    from streaming import MDSWriter
+
+    columns = {"image": "bytes", "label": "int"}
+    with MDSWriter(out=str(tmp_path / "train"), columns=columns, compression="zstd") as writer:
+        for pixels, label in zip(PIXELS, LABELS):
+            writer.write({"image": encoded(pixels), "label": label})
+    (tmp_path / "train" / "split.json").write_text(json.dumps({"classes": ["cat", "dog"]}))
+    images = open_images(str(tmp_path), "train")
+    before = images.digest()
+    check(images, ["cat", "dog"])
+    assert [*tmp_path.glob("train/*.mds")] and images.digest() == before
+
+
 @pytest.mark.parametrize("kind", ["parquet", "hub", "mnist", "shards"])
 def test_a_changed_label_or_picture_changes_the_digest(tmp_path, monkeypatch, kind):
     import datasets

@@ -21,7 +21,7 @@ def test_an_experiment_runs_resumes_reports_and_is_compared(tmp_path, capsys, ca
     out = capsys.readouterr().out
     assert "Toy average: 50.00 (Odd: 1 of 2 seeds at chance, " in out and "| Odd " in out  # seed 2 is always wrong
     assert "Toy average without Even: 50.00 (Odd: " in out and "| 100.00, 0.00 (chance) |" in out
-    assert "At chance, no better than the majority class: Odd, seed 2; Even, seed 2." in out
+    assert "At chance, no better than one answer to all: Odd, seed 2; Even, seed 2." in out
     assert "- Odd, Even: 10 numbers" in out
     written = json.loads((tmp_path / "a/report.json").read_text())
     assert written["toy"] == written["toy_odd"] == 0.5

@@ -94,7 +94,7 @@ def test_a_run_prints_its_table_with_seeds_and_what_is_unlike_the_benchmark(trai
     assert f"- ListOps, In parts: {UNLIKE}" in done.stdout
     assert "- Still: validated on the test set" in done.stdout
     assert "- Retrieval: 16 test examples instead of 17,437" in done.stdout
-    assert re.search(r"At chance, no better than the majority class: .*Still, seed 1", done.stdout)
+    assert re.search(r"At chance, no better than one answer to all: .*Still, seed 1", done.stdout)
     assert "5 jobs (ListOps, Retrieval, In parts, Still), from random weights, on cpu" in done.stderr
     assert "ListOps: 64 / 24 / 25 examples, mean length 1" in done.stderr
     assert "Still: 16 / 16 examples" in done.stderr and "validation on the test set" in done.stderr
@@ -258,6 +258,41 @@ def test_a_killed_job_resumes_to_the_bits_of_an_uninterrupted_one(write_yaml, tm
     whole, killed = ([{k: v for k, v in line.items() if "second" not in k} for line in of_job] for of_job in lines)
     assert killed == whole
     assert not list(jobs.glob("*/*.pt"))
+
+
+def test_a_job_that_was_stopped_early_does_not_train_on_and_corrupt_or_odd_checkpoints_are_no_failure(
+    write_yaml, tmp_path, caplog
+):
+    stopper = {
+        "monitor": "accuracy",
+        "dataloader_label": "validation",
+        "comp": "less",
+        "min_delta": 1,
+        "patience": "1ep",
+    }
+    task = {"like": "listops", "epochs": 5, "batch_size": 8, "lr": 0.01, "seeds": [1], "title": "Stopped"}
+    given = {"tasks": {"stopped": task}, "tasks_to_run": ["stopped"], "save_finetuned_checkpoints": True}
+    path = write_yaml(tmp_path / "lra.yaml", **given, callbacks={"early_stopper": stopper})
+    job = tmp_path / "run/jobs/stopped-1"
+    lra.main([str(path)])
+    (saved,), expected = job.glob("ep*.pt"), result(job)
+    assert saved.name < "ep5"
+    (job / "predictions-test.jsonl").unlink()
+    lra.main([str(path)])
+    assert [*job.glob("ep*.pt")] == [saved] and result(job)["scores"] == expected["scores"]
+    saved.write_bytes(saved.read_bytes()[:-100])
+    (job / "predictions-test.jsonl").unlink()
+    lra.main([str(path)])  # starts over
+    assert [*job.glob("ep*.pt")] == [saved] and result(job)["scores"] == expected["scores"]
+    (tmp_path / "own.py").write_text(
+        "from composer import Callback\nclass Odd: pass\n"
+        "class Own(Callback):\n    def state_dict(self):\n        return {'odd': Odd()}\n"
+    )
+    given |= {"code_paths": [str(tmp_path / "own.py")], "save_finetuned_checkpoints": False, "save_interval": "4ba"}
+    path = write_yaml(tmp_path / "lra.yaml", **given, callbacks={"own:Own": {}})
+    lra.main([str(path)])
+    warning = "would execute own.Odd when loaded; it was not opened; let the state_dict of your own callbacks"
+    assert (job / "log.txt").read_text().count(warning) == 1 and not [*job.glob("*.pt")]
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,9 @@ def check_split(key: str, local: Path, split: str) -> None:
     if not index.is_file():
         splits = ", ".join(sorted(path.parent.name for path in local.glob("*/index.json")))
         if (local / "index.json").is_file():
-            raise UserError(f"{key}: {local} is a split itself; give the folder that it is in, {local.parent}")
+            raise UserError(
+                f"{key}: {local} is a split itself; give the folder that it is in, {local.resolve().parent}"
+            )
         found = f"its splits are {splits}" if splits else f"{local} has no finished split"
         found = f"{folder} holds no shards ({found})" if local.is_dir() else f"{local} does not exist"
         if find_parts(folder):

@@ -63,11 +63,14 @@ def plan(options: Namespace) -> list[Split]:
         images = parts[split] if parts else open_images(name, split, key="--images")
         if not len(images):
             raise UserError(f"--images: no class of {name} has two pictures that differ, so val is empty; add some")
-        source = Source(images, name)
+        source, progress = Source(images, name), read_progress(unfinished(folder))
+        stored = command_of(folder) or (progress or {}).get("command") or {}
+        if stored.get("contents") == (earlier := images.earlier_digest()):
+            source.description["contents"] = earlier
         command = {**source.description, "compression": options.compression, "size_limit": options.size_limit}
         command |= {} if fraction is None else {"val_fraction": fraction}
         finished = command_of(folder) == command and not options.overwrite
-        splits.append(Split(folder, source, command, read_progress(unfinished(folder)), finished=finished))
+        splits.append(Split(folder, source, command, progress, finished=finished))
     return start_or_resume(splits, options)
 
 

@@ -46,6 +46,12 @@ class Images(ABC):
         """Return what tells these images from others: a hash of the names of the classes, and of `identity`."""
         return sha256([json.dumps(self.classes).encode(), *self.identity()])
 
+    def earlier_digest(self) -> str:
+        """Return what `digest` was in earlier versions, which looked at the first and the last image."""
+        ends = (self[index] for index in {0, len(self) - 1})
+        parts = (part for content, label, _ in ends for part in (bytes(np.asarray(content).data), str(label).encode()))
+        return sha256([json.dumps(self.classes).encode(), *parts])
+
     @abstractmethod
     def identity(self) -> Iterable[bytes | memoryview]:
         """Return what changes with any image or label, without reading all files."""
@@ -75,8 +81,10 @@ class FolderImages(Images):
         self.files = np.array([os.fsencode(file) for file in files])
         self.labels = np.array(labels, np.int32)
 
-    def digest(self) -> str:  # as earlier versions, whose conversions can so be resumed
+    def digest(self) -> str:  # as in earlier versions
         return sha256(self.identity())
+
+    earlier_digest = digest
 
     def identity(self) -> Iterable[bytes | memoryview]:
         folder = os.fsencode(self.folder)
@@ -210,7 +218,9 @@ class ShardImages(Images):
         return row[self.image], int(row[self.label]), f"sample {index} of {self.source}"
 
     def identity(self) -> Iterable[bytes | memoryview]:
-        return [_stamps(sorted(self.folder.iterdir()))]
+        index = (self.folder / "index.json").read_bytes()
+        files = [(shard.get("zip_data") or shard["raw_data"])["basename"] for shard in json.loads(index)["shards"]]
+        return index, _stamps(self.folder / file for file in files)  # not what streaming decompresses beside them
 
 
 class Renumbered(Images):

@@ -294,12 +294,12 @@ def fetch_summary(folder: Path, remote: str) -> str | None:
     name = "split.json"
     if (folder / name).exists():
         return None
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        try:
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as own:
             CloudDownloader.direct_download(os.path.join(remote, folder.name, name), f"{own}/{name}")
             os.replace(f"{own}/{name}", folder / name)
-        except Exception as error:  # whatever the clients of s3, gs and oci raise
-            return first_line(error)
+    except Exception as error:  # whatever the clients of s3, gs and oci raise
+        return first_line(error)
     return None
 
 

@@ -11,7 +11,7 @@ from pyarrow import parquet
 from src.checkpoints.remote import check_exists
 from src.cli import check_alone, log, progress
 from src.data.readers import STANDARD_INPUT, find_files, read_batches
-from src.embed.options import MODEL, add_reading, check_counts, fingerprint, open_model
+from src.embed.options import MODEL, add_reading, as_earlier, check_counts, fingerprint, open_model
 from src.embed.passages import UNITS
 from src.errors import UserError
 from src.files import check_writable, exclusive_lock, sync_to_disk, write_json
@@ -106,7 +106,8 @@ def resume(out: Path, settings: dict[str, Any]) -> tuple[Position, bool]:
     try:
         stored = json.loads(state.read_text()) if parts else {**settings}
         finished = stored.pop(FINISHED, None)
-        stored["files"] = stored["files"] or settings["files"]  # earlier versions did not look up commits on the Hub
+        if stored["files"] == as_earlier(settings["files"]):
+            stored["files"] = settings["files"]
     except (OSError, ValueError, AttributeError, LookupError):
         stored = finished = None
     if stored != settings:

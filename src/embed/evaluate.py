@@ -10,7 +10,7 @@ from typing import Any
 from src.checkpoints.remote import check_exists
 from src.cli import check_alone, log
 from src.embed.beir import Retrieval, read_beir
-from src.embed.options import BM25, MODEL, add_reading, check_counts, fingerprint, open_model
+from src.embed.options import BM25, MODEL, add_reading, as_earlier, check_counts, fingerprint, open_model
 from src.errors import UserError
 from src.files import check_writable, distinct, read_result, sha256, write_atomically, write_json
 from src.jobs.report import writing
@@ -85,7 +85,8 @@ def evaluate_model(
         stem = re.sub(r"[^\w.-]+", "-", f"{name}.{title}")
         stored = None if options.out is None else options.out / "runs" / f"{stem}.json"
         of = {**settings, "data": data_digest(retrieval)}
-        found = None if stored is None else read_result(stored, of)
+        earlier = {**of, "files": as_earlier(of["files"])}
+        found = None if stored is None else read_result(stored, of) or read_result(stored, earlier)
         if found is not None:
             log.info(f"{title} on {name}: read from {stored}")
         else:

@@ -53,9 +53,9 @@ class Tokens(Dataset):
         return self.characters.tolist()
 
     def truncation(self, max_seq_len: int) -> str | None:
-        """Return in words how many training texts were truncated, or None if none was."""
+        """Return in words how many training texts were truncated, or None if hardly any was."""
         share = self.tensors["truncated"].double().mean().item()
-        return f"{share:.1%} of the training texts truncated to {max_seq_len} tokens" if share else None
+        return f"{share:.1%} of the training texts truncated to {max_seq_len} tokens" if share >= 0.0005 else None
 
     def __len__(self) -> int:
         return len(self.characters)

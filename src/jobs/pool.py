@@ -21,13 +21,14 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from src import cli
 from src.checkpoints.remote import FETCHED
+from src.checkpoints.safe_load import is_valid_checkpoint
 from src.cli import log
 from src.data.workers import usable_cores
 from src.errors import RunFailed, UserError, first_line, reason
 from src.files import LATEST, write_json
 from src.jobs.experiment import LOG_FILE, RESULT_FILE, SETTINGS_FILE, Experiment, Job
 from src.training import choices
-from src.training.checkpointing import delete_checkpoints
+from src.training.checkpointing import checkpoints, delete_checkpoints
 from src.training.trainer import configure_process
 
 BAR = "{percentage:3.0f}% |{bar:20}| {elapsed} elapsed, {remaining} left{postfix}"
@@ -179,7 +180,8 @@ def run_job(
         torch.set_num_threads(threads)
     configure_process(device)
     try:
-        if not job.saved_step() or experiment.config.rerun:
+        valid = job.saved_step() and any(map(is_valid_checkpoint, checkpoints(job.folder)))
+        if not valid or experiment.config.rerun:
             shutil.rmtree(job.folder, ignore_errors=True)
         try:
             job.folder.mkdir(parents=True, exist_ok=True)

@@ -131,7 +131,7 @@ def remarks(runs: Mapping[str, Sequence[Row]]) -> list[str]:
                 chance.append(f"{row['title']}{of}, seed{'s' * (len(found) > 1)} {numbers}")
             for note in row.get("notes", ()):
                 notes.setdefault(note, {}).setdefault(row["title"], []).append(name)
-    parts = [f"At chance, no better than the majority class: {'; '.join(chance)}."] if chance else []
+    parts = [f"At chance, no better than one answer to all: {'; '.join(chance)}."] if chance else []
     lines = ["Notes:"]
     for note, of in notes.items():
         tasks = (t if len(names) == titles[t] else f"{t} of {', '.join(names)}" for t, names in of.items())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from composer import Evaluator
+from composer import Evaluator, State
 from composer.core import DataSpec, Precision, get_precision_context
 from composer.models import ComposerModel
 from composer.utils import reproducibility
@@ -100,6 +100,18 @@ def count_tokens(batch: Mapping[str, Tensor]) -> int:
     return batch["input_ids"].numel() if "input_ids" in batch else 0
 
 
+class PassingWriter(CheckpointWriter):
+    """Writes checkpoints that a job can do without."""
+
+    def save(self, state: State) -> str | None:
+        try:
+            return super().save(state)
+        except RunFailed as error:
+            log.warning(f"{error}; this job is not saved any more, and starts over if it is killed")
+            self.is_due = lambda state, event: False
+            return None
+
+
 @dataclass(frozen=True)
 class Split:
     """Examples to train on or to predict, in the order of `ids` and `labels` unless it is for training."""
@@ -148,7 +160,8 @@ def train(
     ]
     latest = latest_valid_checkpoint(folder)
     # Saved after evaluations, whose loaders take random numbers, so that a resumed job repeats an uninterrupted one.
-    writer = CheckpointWriter(folder, config.save_interval, 1, at_end=keep_checkpoint, after_evaluation=True)
+    kind = CheckpointWriter if keep_checkpoint else PassingWriter
+    writer = kind(folder, config.save_interval, 1, at_end=keep_checkpoint, after_evaluation=True)
     trainer = build_trainer(
         model,
         device=device,
@@ -175,7 +188,7 @@ def train(
     writer.saved_batch = state.timestamp.batch.value
     if latest is not None:
         log.info(f"resuming from step {state.timestamp.batch.value:,}")
-    if state.timestamp < state.max_duration:
+    if not writer.ended and state.timestamp < state.max_duration:
         trainer.fit()
     for averages in (each for each in state.algorithms if isinstance(each, EMA)):
         averages.activate(state)

@@ -31,6 +31,8 @@ from src.files import BEST, LATEST, follow, link, sync_to_disk
 from src.training.ranks import decide
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from src.training.config import RunConfig
     from src.training.trainer import AutocastModel
 
@@ -58,6 +60,7 @@ class CheckpointWriter(Callback):
         self.keep, self.after_evaluation = keep, after_evaluation
         self.is_due = create_interval_scheduler(interval, include_end_of_training=at_end)
         self.saved_batch = -1
+        self.ended = False  # whether the run was over at the saved step, which a callback may have brought about
         self.owes_evaluation = False
         self.next_save = Event.BATCH_CHECKPOINT
 
@@ -77,9 +80,10 @@ class CheckpointWriter(Callback):
             log.warning(f"{failure}; training continues and retries at the next save")
 
     def state_dict(self) -> dict[str, bool]:
-        return {"owes_evaluation": self.owes_evaluation}
+        return {"owes_evaluation": self.owes_evaluation, "ended": self.ended}
 
     def load_state_dict(self, state: dict[str, bool]) -> None:
+        self.ended = state.get("ended", False)
         self.owes_evaluation = state.get("owes_evaluation", False)  # earlier versions evaluated first
 
     def save(self, state: State) -> str | None:
@@ -90,6 +94,7 @@ class CheckpointWriter(Callback):
         finite = all(bool(torch.isfinite(parameter).all()) for parameter in state.model.parameters())
         if not all(dist.all_gather_object(finite)):
             raise RunFailed(f"step {batch}: some weights are non-finite and were not saved; {resume_hint(self.folder)}")
+        self.ended = state.timestamp >= state.max_duration
         path = self.folder / f"ep{state.timestamp.epoch.value}-ba{batch}-rank0.pt"
         if (failure := self._write(state, path)) is None:
             self.saved_batch = batch
@@ -218,7 +223,7 @@ def check_load_path(run: "RunConfig", path: Path, model: "AutocastModel", optimi
         which = "; ".join(in_words(*each) for each in keys)
         wide = ", which widens horizons" if "decay_horizon" in {key for key, *_ in keys} else ""
         raise UserError(f"{name} does not change its model: {which}; {hint}{wide}")
-    if (its := checkpoint.load_tokenizer()) and vocabulary_digest(its) != vocabulary_digest(model.tokenizer):
+    if (its := _tokenizer(checkpoint)) and vocabulary_digest(its) != vocabulary_digest(model.tokenizer):
         raise UserError(f"tokenizer_name: another tokenizer than that of {name}; use that one")
     if model.processor is not None:
         check_classes(checkpoint, config.id2label, name, hint)
@@ -243,6 +248,13 @@ def check_load_path(run: "RunConfig", path: Path, model: "AutocastModel", optimi
         check_remaining(
             checkpoint, run.max_duration, name, "use a longer one, or start at step 0 with load_position=false"
         )
+
+
+def _tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
+    """A checkpoint's tokenizer; None if it has none, or one that cannot be loaded, say without code of its own."""
+    with contextlib.suppress(UserError):
+        return checkpoint.load_tokenizer()
+    return None
 
 
 def check_classes(checkpoint: Checkpoint, classes: Mapping[int, str], name: str, to_do: str) -> None:

@@ -199,6 +199,6 @@ def load_config(
 def command_of(path: Path) -> str | None:
     """Return the command whose recipes a YAML file goes back to, or None if it is of no folder in yamls/."""
     with contextlib.suppress(Exception):  # it is not YAML, or what it inherits is gone
-        *_, yamls, folder, _ = oldest(path).resolve().parts
-        return OF_FOLDERS.get(folder) if yamls == "yamls" else None
+        folder = oldest(path).resolve().parent
+        return OF_FOLDERS.get(folder.name) if folder.parent == Path(__file__).resolve().parents[2] / "yamls" else None
     return None

@@ -154,6 +154,8 @@ def _download_later(folder: Path, store: Store, after: int, check: Callable[[Pat
             store.download(name, Path(work, name))
         check(Path(work))
         folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob("*.downloaded"):  # by a killed start
+            left.unlink()
         # Whatever moment it is killed at, a later start finds no checkpoint without the files that belong to it, and
         # downloads again what is missing: the newest checkpoint gets its name last, but for the summary.
         for name in later:
