@@ -641,7 +641,7 @@ def test_a_trace_is_the_same_with_and_without_gradients(mixer):
 def test_the_exporter_that_would_lose_the_attention_is_refused(mixer):
     model, ids = build(mixer, torchscript=True).eval(), torch.randint(1, V, (2, 9))
     with pytest.raises(
-        RuntimeError, match=r"torch\.onnx that traces cannot record linear attention: use torch\.export"
+        RuntimeError, match=r"torch\.onnx's tracing exporter cannot record linear attention: use torch\.export"
     ):
         torch.onnx.export(model, (ids,), io.BytesIO(), dynamo=False)
 

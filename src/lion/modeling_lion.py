@@ -89,9 +89,7 @@ class MixerLayer(LinearLayers, GradientCheckpointingLayer):
     def forward(self, x, mask, seq_idx, form, output_attentions=False, halo=(0, 0), **options):
         """Return the layer's output, (B, L, D), and the attention matrix, (B, H, L, L), if requested."""
         if self.attention.has_states and torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
-            raise RuntimeError(
-                "the exporter of torch.onnx that traces cannot record linear attention: use torch.export"
-            )
+            raise RuntimeError("torch.onnx's tracing exporter cannot record linear attention: use torch.export")
         y, matrix = self.attention(self.before_mixing(x), mask, seq_idx, form, output_attentions, halo=halo, **options)
         return self.after_mixing(x[:, halo[0] : x.shape[1] - halo[1]] if any(halo) else x, y), matrix
 
@@ -209,7 +207,8 @@ class LionPreTrainedModel(PreTrainedModel):
 class LionModel(LionPreTrainedModel):
     """The encoder: token ids to hidden states. The pooler, for classification: first token or mean, dense, tanh."""
 
-    _auto_class = "AutoModel"  # so that save_pretrained copies this code, also from a headed model
+    # From a Hub folder: so that save_pretrained copies this code, also for the encoder of a headed model.
+    _auto_class = "AutoModel" if __name__.startswith("transformers_modules.") else None
     state_passing = 0.0
 
     def __init__(self, config: LionConfig, add_pooling_layer: bool = True):
