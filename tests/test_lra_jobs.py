@@ -284,14 +284,14 @@ def test_a_job_that_was_stopped_early_does_not_train_on_and_corrupt_or_odd_check
     (job / "predictions-test.jsonl").unlink()
     lra.main([str(path)])  # starts over
     assert [*job.glob("ep*.pt")] == [saved] and result(job)["scores"] == expected["scores"]
-    (tmp_path / "own.py").write_text(
+    (tmp_path / "odd_callback.py").write_text(
         "from composer import Callback\nclass Odd: pass\n"
         "class Own(Callback):\n    def state_dict(self):\n        return {'odd': Odd()}\n"
     )
-    given |= {"code_paths": [str(tmp_path / "own.py")], "save_finetuned_checkpoints": False, "save_interval": "4ba"}
-    path = write_yaml(tmp_path / "lra.yaml", **given, callbacks={"own:Own": {}})
+    given |= {"code_paths": [str(tmp_path / "odd_callback.py")], "save_finetuned_checkpoints": False, "save_interval": "4ba"}
+    path = write_yaml(tmp_path / "lra.yaml", **given, callbacks={"odd_callback:Own": {}})
     lra.main([str(path)])
-    warning = "would execute own.Odd when loaded; it was not opened; let the state_dict of your own callbacks"
+    warning = "would execute odd_callback.Odd when loaded; it was not opened; let the state_dict of your own callbacks"
     assert (job / "log.txt").read_text().count(warning) == 1 and not [*job.glob("*.pt")]
 
 
