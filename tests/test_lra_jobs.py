@@ -288,7 +288,11 @@ def test_a_job_that_was_stopped_early_does_not_train_on_and_corrupt_or_odd_check
         "from composer import Callback\nclass Odd: pass\n"
         "class Own(Callback):\n    def state_dict(self):\n        return {'odd': Odd()}\n"
     )
-    given |= {"code_paths": [str(tmp_path / "odd_callback.py")], "save_finetuned_checkpoints": False, "save_interval": "4ba"}
+    given |= {
+        "code_paths": [str(tmp_path / "odd_callback.py")],
+        "save_finetuned_checkpoints": False,
+        "save_interval": "4ba",
+    }
     path = write_yaml(tmp_path / "lra.yaml", **given, callbacks={"odd_callback:Own": {}})
     lra.main([str(path)])
     warning = "would execute odd_callback.Odd when loaded; it was not opened; let the state_dict of your own callbacks"
