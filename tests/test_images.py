@@ -16,6 +16,8 @@ from PIL import Image
 from src.data.images import decode, open_images, read_idx
 from src.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("shared_memory_freed")
+
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)
 LABELS = [0, 1, 1, 0, 1, 0]
 

@@ -25,6 +25,8 @@ from src.publish import commands
 from src.training import uploads
 from src.training.checkpointing import CheckpointWriter, latest_valid_checkpoint
 
+pytestmark = pytest.mark.usefixtures("shared_memory_freed")
+
 BUCKET = "bucket"
 SHORT = {"max_duration": "4ba", "save_interval": "2ba", "eval_interval": "100ba", "loggers": {}, "eval_first": False}
 
