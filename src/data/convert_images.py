@@ -64,9 +64,9 @@ def plan(options: Namespace) -> list[Split]:
         if not len(images):
             raise UserError(f"--images: no class of {name} has two pictures that differ, so val is empty; add some")
         source, progress = Source(images, name), read_progress(unfinished(folder))
-        stored = command_of(folder) or (progress or {}).get("command") or {}
-        if stored.get("contents") == (earlier := images.earlier_digest()):
-            source.description["contents"] = earlier
+        stored = (command_of(folder) or (progress or {}).get("command") or {}).get("contents")
+        if stored not in (None, source.description["contents"]) and stored == images.earlier_digest():
+            source.description["contents"] = stored
         command = {**source.description, "compression": options.compression, "size_limit": options.size_limit}
         command |= {} if fraction is None else {"val_fraction": fraction}
         finished = command_of(folder) == command and not options.overwrite
