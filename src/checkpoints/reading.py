@@ -5,7 +5,7 @@ import copy
 import json
 import tempfile
 from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from src.checkpoints.safe_load import load_safely
 from src.checkpoints.timm_models import PATCHES, timm_processor, timm_settings, weights_of_timm
 from src.cli import log
 from src.errors import UserError, first_line, some
+from src.files import sha256
 
 MODELS = tuple(name for name in lion.__all__ if name.endswith("Model") or name.startswith("LionFor"))
 OF_LRA = "SequenceClassifier"  # the class of lra.py's models, whose inputs and head are its own
@@ -416,6 +417,14 @@ def _load(kind: type, folder: Path, name: str) -> tuple[PreTrainedModel, list[st
 def _check_complete(folder: Path, name: str, missing: list[str], may_lack: str | tuple[str, ...]) -> None:
     if needed := [part for part in missing if not part.startswith(may_lack)]:
         raise UserError(f"{folder} lacks weights of {name}: {some(needed)}")
+
+
+def weights_digest(weights: Mapping[str, Tensor] | None) -> str:
+    """Return the SHA-256 of names and values, in the order of the names; "random" for none."""
+    if weights is None:
+        return "random"
+    tensors = ((name, tensor.cpu().contiguous().view(-1).view(torch.uint8)) for name, tensor in sorted(weights.items()))
+    return sha256(part for name, tensor in tensors for part in (name.encode(), tensor.numpy().data))
 
 
 def load_all(model: torch.nn.Module, weights: dict[str, Tensor], source: str, stored: Any = None) -> None:

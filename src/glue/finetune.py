@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
-from src.checkpoints.reading import load_all, read_pretrained
+from src.checkpoints.reading import load_all, read_pretrained, weights_digest
 from src.data.tokenizers import vocabulary_digest
 from src.errors import RunFailed, UserError
-from src.files import LATEST, sha256
+from src.files import LATEST
 from src.glue import tokens
 from src.glue.tasks import FinetuneConfig, Task, of_glue
 from src.glue.tokens import Kept, Tokens
@@ -33,12 +32,9 @@ class Start:
 
     def digest(self) -> dict[str, Any]:
         """Return what results depend on, whatever its source: model settings, weights and vocabulary."""
-        parts = []
-        for name, tensor in sorted((self.weights or {}).items()):
-            parts += [name.encode(), tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()]
         return {
             "model": lion_arguments(self.config),
-            "weights": sha256(parts) if self.weights is not None else "random",
+            "weights": weights_digest(self.weights),
             "vocabulary": vocabulary_digest(self.tokenizer),
         }
 
@@ -91,7 +87,7 @@ def finetune(
     """Train and evaluate; return the scores, those of the majority class, and a description of the run."""
     length = job.task.max_seq_len
     start = read_start(config, None if job.after is None else str(job.after.folder / LATEST), length)
-    if job.after is None and start.digest()["weights"] != job.settings["start"]["weights"]:
+    if job.after is None and weights_digest(start.weights) != job.settings["start"]["weights"]:
         raise RunFailed(changed_start(config))
     data = tokens.read(kept, job.task, start.tokenizer, config)
     task, collate, workers = data.task, collator(start.tokenizer, length), workers_of(config, device)

@@ -51,7 +51,7 @@ class LraExperiment(Experiment):
         return models, weights
 
     def plan(self, device: str) -> list[Job]:
-        from src.lra.training import weights_digest
+        from src.checkpoints.reading import weights_digest
 
         super().check_sections()
         config, (models, weights) = self.config, self.models()

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from src.checkpoints.adapters import check_trainable
-from src.checkpoints.reading import load_all, read_pretrained
+from src.checkpoints.reading import load_all, read_pretrained, weights_digest
 from src.errors import RunFailed, UserError
-from src.files import sha256
 from src.jobs.experiment import Job, Result
 from src.jobs.pool import StepReporter
 from src.jobs.tasks import optimizer_of
@@ -76,13 +75,6 @@ def build_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
     """Return a task's optimizer. Unless it is the user's own, weight decay exempts decays, biases and norms."""
     exempt = {} if ":" in task.optimizer else {"filter_bias_norm_wd": True}
     return registry.build_optimizer({**optimizer_of(task), **exempt}, model)
-
-
-def weights_digest(weights: dict[str, Tensor] | None) -> str:
-    if weights is None:
-        return "random"
-    tensors = ((name.encode(), tensor.cpu().contiguous().numpy()) for name, tensor in sorted(weights.items()))
-    return sha256(part for pair in tensors for part in pair)
 
 
 def run(config: LraConfig, job: Job, device: str, steps: StepReporter, prepared: Prepared) -> Result:

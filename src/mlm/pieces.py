@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
-from src.checkpoints.reading import load_all, read_pretrained
+from src.checkpoints.reading import load_all, read_pretrained, weights_digest
 from src.cli import progress
 from src.data.batches import Masking
 from src.data.readers import read_batches
@@ -71,8 +71,7 @@ def open_models(
 def digest(model: LionForMaskedLM) -> str:
     """Return the SHA-256 of what a model computes: its weights and configuration."""
     facts = json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode()
-    tensors = ((name, x.contiguous().view(-1).view(torch.uint8)) for name, x in sorted(model.state_dict().items()))
-    return sha256([facts, *(part for name, x in tensors for part in (name.encode(), x.numpy().data))])
+    return sha256([facts, weights_digest(model.state_dict()).encode()])
 
 
 def longest_text(model: LionForMaskedLM) -> int | None:
