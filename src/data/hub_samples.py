@@ -18,7 +18,7 @@ from src.data.config import DatasetConfig, LoaderConfig
 from src.data.convert import SPLITS, prepare
 from src.data.corpora import HubDataset
 from src.data.readers import Batch
-from src.data.streaming import FROM_WEIGHTS, READ_THE_SAME, TextDataLoader, open_loader
+from src.data.streaming import ANOTHER_RUN, READ_THE_SAME, TextDataLoader, open_loader
 from src.data.token_rows import Packer, RowMaker
 from src.errors import UserError
 
@@ -101,12 +101,12 @@ class HubSamples(IterableDataset):
         before, now = state["revision"], self.source.description["revision"]
         if before != now:
             fix = f"set train_loader.dataset.revision={before}"
-            fix = f"restore its files, or {FROM_WEIGHTS}" if Path(name).is_dir() else fix
+            fix = f"restore its files, or {ANOTHER_RUN}" if Path(name).is_dir() else fix
             raise UserError(f"{name} has changed since the checkpoint, to {now}; {fix}")
         inside = any(device["places"] for device in state["devices"])
         if inside and state.get("format") != FORMAT:
             found = f"the checkpoint's position within an epoch of {name} is of another version"
-            raise UserError(f"{found}; {FROM_WEIGHTS}")
+            raise UserError(f"{found}; {ANOTHER_RUN}")
         counts = len(state["devices"]), state["workers"]
         if inside and counts != (self.devices, self.workers):
             found = f"{self.devices} devices with {self.workers} loader workers cannot resume within an epoch of {name}"

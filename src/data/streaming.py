@@ -32,8 +32,8 @@ from src.data.tokenizers import vocabulary_digest
 from src.data.workers import short_errors
 from src.errors import UserError, first_line
 
-FROM_WEIGHTS = "start another run from it, with load_path and load_position=false"
-READ_THE_SAME = f"read the same, or {FROM_WEIGHTS}"
+ANOTHER_RUN = "start another run from it, with load_path and load_position=false"
+READ_THE_SAME = f"read the same, or {ANOTHER_RUN}"
 PASSED_ON = (  # keys of DatasetConfig that are arguments of StreamingDataset
     "shuffle", "shuffle_algo", "shuffle_block_size", "batching_method", "num_canonical_nodes", "predownload",
     "cache_limit", "download_timeout",

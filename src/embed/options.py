@@ -94,10 +94,13 @@ def fingerprint(model: str, options: Namespace) -> dict[str, Any]:
     """What vectors depend on besides the texts, to recognize them. Raises UserError."""
     path = fetch(model, "MODEL") if is_remote(model) else Path(model)
     # A folder of sentence-transformers has its weights in a folder below; vectors may be written into another there.
-    out = [] if getattr(options, "out", None) is None else [options.out.resolve()]
-    inside = (file for file in sorted(path.rglob("*.*")) if file.is_file() and not {*out} & {*file.resolve().parents})
-    found = [(file.relative_to(path).as_posix(), file) for file in inside]
-    files = [(path.name, path)] if path.is_file() else found
+    out = getattr(options, "out", None)
+    inside = (
+        file
+        for file in sorted(path.rglob("*.*"))
+        if file.is_file() and not (out and file.resolve().is_relative_to(out.resolve()))
+    )
+    files = [(path.name, path)] if path.is_file() else [(file.relative_to(path).as_posix(), file) for file in inside]
     if is_remote(model):  # a file's time is that of its download
         facts = [[name, file_digest(file)] for name, file in files]
     elif path.exists():
