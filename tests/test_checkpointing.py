@@ -228,12 +228,13 @@ def check(uninterrupted) -> Callable[..., None]:
         ("max_duration=60ba optimizer.filter_bias_norm_wd=true", "was trained with a different optimizer"),
         (
             "load_position=false model.hidden_size=64",
-            "is a checkpoint of a different model than this config's (model.hidden_size=64, where the checkpoint has 32);",
+            "is a checkpoint of a different model than this config's (model.hidden_size=64, where the checkpoint "
+            "has 32);",
         ),
         (
             "load_position=false model.decay_horizon=[8,64] model.key_weight=linear",
-            "does not change its model: model.decay_horizon=[8.0, 64.0], where the checkpoint has null; model.key_weight="
-            "linear, where the checkpoint has none; use that run's config, or start from its weights alone with "
+            "does not change its model: model.decay_horizon=[8.0, 64.0], where the checkpoint has null; "
+            "model.key_weight=linear, where the checkpoint has none; use that run's config, or start from its weights alone with "
             "model.pretrained_checkpoint, which widens horizons",
         ),
         ("max_duration=60ba model.position_embedding=rope", "does not change its model: model.position_embedding=rope"),

@@ -237,7 +237,7 @@ def check_load_path(run: "RunConfig", path: Path, model: "AutocastModel", optimi
     settings, its_settings = ([restored(group) for group in groups] for groups in (optimizer.param_groups, its_groups))
     if settings != its_settings:
         if kind not in checkpoint.optimizers:
-            which = f" ({kind} instead of {', '.join(checkpoint.optimizers) or 'one that it kept'})"
+            which = f" ({kind} instead of {', '.join(checkpoint.optimizers) or 'none'})"
         elif len(settings) != len(its_settings) or not run.load_position:
             which = " (other groups of parameters: optimizer.filter_bias_norm_wd or optimizer.layer_lr_decay)"
         else:
