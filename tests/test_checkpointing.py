@@ -234,8 +234,8 @@ def check(uninterrupted) -> Callable[..., None]:
         (
             "load_position=false model.decay_horizon=[8,64] model.key_weight=linear",
             "does not change its model: model.decay_horizon=[8.0, 64.0], where the checkpoint has null; "
-            "model.key_weight=linear, where the checkpoint has none; use that run's config, or start from its weights alone with "
-            "model.pretrained_checkpoint, which widens horizons",
+            "model.key_weight=linear, where the checkpoint has none; use that run's config, or start from its weights "
+            "alone with model.pretrained_checkpoint, which widens horizons",
         ),
         ("max_duration=60ba model.position_embedding=rope", "does not change its model: model.position_embedding=rope"),
         ("max_duration=60ba model.num_attention_heads=4 model.mixer=lion-s", "is a checkpoint of a different model"),
